@@ -1,0 +1,145 @@
+"""How gradients flow through a fixed point: an argument of the solve, not a kind of solver."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from solvers.implicit import AdjointSystem, implicit_value
+from solvers.linear import LinearSolver
+from solvers.problem import Problem
+from solvers.report import check_on_failure
+from solvers.solution import Solution
+from solvers.solver import require_count, require_number
+from solvers.tolerance import Tolerance
+
+Solve = Callable[[Problem, Tensor], Solution]
+
+
+class Adjoint(ABC):
+    """Base of the ways to differentiate; subclasses are frozen dataclasses of options."""
+
+    @abstractmethod
+    def solve(
+        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
+    ) -> Solution:
+        """Solve from ``start`` (B, D); the returned value (B, D) carries the gradient."""
+
+
+@dataclass(frozen=True)
+class Implicit(Adjoint):
+    r"""Implicit differentiation: exact at a fixed point, memory of one evaluation.
+
+    With ``J = df/dz`` at the solution and the loss gradient ``g``, solve ``(I - J^T) u = g``; the
+    gradient of any input is ``(df/dinput)^T u``. The second derivative applies the same rule to this
+    system; a third one raises.
+
+    Args:
+        solver: a linear solver; None chooses CG where J is symmetric (then MINRES for the samples
+            with non-positive curvature, that is at saddles), else GMRES.
+        tolerance: of the linear solve, relative to ``|g|``; None takes the forward solve's ``rtol``.
+        max_steps: products with ``J^T`` per sample, an upper bound.
+        on_failure: "warn", "raise" or "ignore" when adjoint systems are not solved.
+
+    The outcome of the latest backward pass is in ``solution.adjoint.solution``.
+
+    Source: Bai, Kolter and Koltun, "Deep Equilibrium Models" (2019), theorem 1.
+    """
+
+    solver: LinearSolver | None = None
+    tolerance: Tolerance | None = None
+    max_steps: int = 100
+    on_failure: str = "warn"
+
+    def __post_init__(self) -> None:
+        if self.solver is not None and not isinstance(self.solver, LinearSolver):
+            raise TypeError(f"solver must be CG(), MINRES(), GMRES() or None, got {self.solver!r}")
+        if self.tolerance is not None and not isinstance(self.tolerance, Tolerance):
+            raise TypeError(f"tolerance must be a Tolerance or None, got {self.tolerance!r}")
+        require_count("max_steps", self.max_steps)
+        check_on_failure(self.on_failure)
+
+    def solve(
+        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
+    ) -> Solution:
+        with torch.no_grad():
+            solution = solve(problem, start.detach())
+        system = AdjointSystem(
+            solver=self.solver,
+            tolerance=self.tolerance or Tolerance(rtol=tolerance.rtol),
+            max_steps=self.max_steps,
+            on_failure=self.on_failure,
+            report=solution.adjoint,
+        )
+        solution.value = implicit_value(problem, solution, system)
+        return solution
+
+
+@dataclass(frozen=True)
+class Unrolled(Adjoint):
+    """Differentiate through every iteration of the solver; gradients reach ``z0`` too.
+
+    Memory grows with the number of evaluations; with ``checkpoint`` only the states are kept and
+    ``f`` is evaluated once more in the backward pass. Any number of derivatives.
+    """
+
+    checkpoint: bool = False
+
+    def solve(
+        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
+    ) -> Solution:
+        problem.checkpoint = self.checkpoint
+        return solve(problem, start)
+
+
+@dataclass(frozen=True)
+class Phantom(Adjoint):
+    """Gradient of ``steps`` damped iterations from the (detached) solution: cheap, inexact.
+
+    The value stays the solution itself, with its residual; only the gradient is the iterations'.
+
+    Args:
+        steps: iterations, >= 1.
+        damping: in (0, 2].
+
+    Source: Geng et al., "On Training Implicit Models" (2021), eq. 9 (unrolling-based phantom gradient).
+    """
+
+    steps: int = 5
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_count("steps", self.steps)
+        require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
+
+    def solve(
+        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
+    ) -> Solution:
+        with torch.no_grad():
+            solution = solve(problem, start.detach())
+        anchor = z = solution.value.detach()
+        for _ in range(self.steps):
+            z = torch.lerp(z, problem.held_map(z), self.damping)
+        if z.requires_grad:
+            solution.value = anchor + (z - z.detach())
+        return solution
+
+
+@dataclass(frozen=True)
+class OneStep(Adjoint):
+    """``u = g``: the gradient of one evaluation at the solution (Jacobian-free backpropagation).
+
+    Source: Fung et al., "JFB: Jacobian-free backpropagation for implicit networks" (2022).
+    """
+
+    def solve(
+        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
+    ) -> Solution:
+        return Phantom(steps=1).solve(problem, start, solve, tolerance)
+
+
+__all__ = ["Adjoint", "Implicit", "OneStep", "Phantom", "Unrolled"]

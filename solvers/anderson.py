@@ -1,0 +1,125 @@
+"""Anderson acceleration, type II, with an incrementally updated Gram matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from solvers.solver import (
+    Linearizable,
+    Point,
+    Solver,
+    Turn,
+    require_count,
+    require_number,
+    small_dtype,
+    write_slot,
+)
+
+
+@dataclass(frozen=True)
+class Anderson(Solver):
+    r"""Anderson acceleration (type II): the secant step of least residual.
+
+    With residuals ``r_k = f(z_k) - z_k``, differences ``dZ, dR`` of the last ``memory`` steps and
+    ``c = argmin |r_k - dR c|^2`` (ridge included)::
+
+        z_{k+1} = z_k - dZ c + damping (r_k - dR c)
+
+    The Gram matrix ``dR^T dR`` gains one row and column per step. It is scaled to unit diagonal and
+    the ridge is relative to that, so a problem and its multiple take the same steps.
+
+    Args:
+        memory: number of differences kept, >= 1.
+        damping: mixing in (0, 2].
+        regularization: relative ridge, >= 0; raised to the rounding level of the Gram matrix.
+
+    Source: Walker and Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal.
+    49 (2011), eq. 2.1; Fang and Saad (2009) for the type.
+    """
+
+    memory: int = 5
+    damping: float = 1.0
+    regularization: float = 1e-12
+
+    def __post_init__(self) -> None:
+        require_count("memory", self.memory)
+        require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
+        require_number("regularization", self.regularization, low=0.0, high=1.0)
+
+    def init(self, point: Point, problem: Linearizable) -> AndersonState:
+        batch, size = point.z.shape
+        kept = min(self.memory, size)  # more differences than dimensions are dependent
+        dtype = small_dtype(point.z.dtype)
+        return AndersonState(
+            steps=point.z.new_empty(batch, kept, size),
+            changes=point.z.new_empty(batch, kept, size),
+            gram=torch.zeros(batch, kept, kept, dtype=dtype, device=point.z.device),
+            last_z=None,
+            last_residual=None,
+        )
+
+    def step(self, state: AndersonState, turn: Turn) -> Tensor:
+        z, residual = turn.current.z, turn.current.residual
+        plain = z.add(residual, alpha=self.damping)
+        if state.last_z is not None and state.last_residual is not None:
+            self._remember(state, z - state.last_z, residual - state.last_residual)
+        state.last_z, state.last_residual = z, residual
+        if state.filled == 0:
+            return plain
+        steps, changes = state.steps[:, : state.filled], state.changes[:, : state.filled]
+        weights = self._weights(state, changes, residual).to(z.dtype).unsqueeze(1)
+        out = torch.baddbmm(plain.unsqueeze(1), weights, steps, alpha=-1)
+        return torch.baddbmm(out, weights, changes, alpha=-self.damping).squeeze(1)
+
+    def _remember(self, state: AndersonState, step: Tensor, change: Tensor) -> None:
+        """Store a difference in the oldest slot and refresh its row of the Gram matrix."""
+        kept = state.steps.shape[1]
+        slot = state.count % kept
+        state.count += 1
+        state.filled = min(state.count, kept)
+        state.steps = write_slot(state.steps, slot, step)
+        state.changes = write_slot(state.changes, slot, change)
+        row = inner_products(state.changes[:, : state.filled], change)
+        gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
+        gram[:, slot, : state.filled] = row
+        gram[:, : state.filled, slot] = row
+        state.gram = gram
+
+    def _weights(self, state: AndersonState, changes: Tensor, residual: Tensor) -> Tensor:
+        """(B, m) solution of the scaled, regularised normal equations."""
+        gram = state.gram[:, : state.filled, : state.filled]
+        diagonal = gram.diagonal(dim1=1, dim2=2)
+        # A zero difference (a rejected step) gets weight zero, whatever the dtype.
+        tiny = torch.finfo(gram.dtype).tiny
+        scale = torch.where(diagonal > tiny, diagonal, torch.inf).rsqrt()
+        ridge = max(self.regularization, 4 * torch.finfo(gram.dtype).eps)
+        right = inner_products(changes, residual) * scale
+        system = gram * scale.unsqueeze(1) * scale.unsqueeze(2)
+        unit = torch.eye(state.filled, dtype=gram.dtype, device=gram.device)
+        # Unit diagonal also in the rows of zero differences keeps the system regular.
+        system = torch.where(unit.bool(), 1.0 + ridge, system)
+        return torch.linalg.solve_ex(system, right)[0] * scale
+
+
+@dataclass
+class AndersonState:
+    """``steps``, ``changes`` (B, m, D) dZ and dR in ring order; ``gram`` (B, m, m) dR^T dR."""
+
+    steps: Tensor
+    changes: Tensor
+    gram: Tensor
+    last_z: Tensor | None
+    last_residual: Tensor | None
+    count: int = 0
+    filled: int = 0
+
+
+def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
+    """(B, m) products of the rows of basis (B, m, D) with vector (B, D), float32 or wider."""
+    dtype = small_dtype(vector.dtype)
+    if vector.dtype != dtype:
+        basis, vector = basis.to(dtype), vector.to(dtype)
+    return torch.bmm(vector.unsqueeze(1), basis.mT).squeeze(1)

@@ -1,0 +1,121 @@
+"""States of any structure as one matrix (B, D) of vectors, and batches that shrink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a pytree of tensors (B, ...) lies in a matrix (B, D).
+
+    ``vector`` and ``tree`` are inverse to each other for any batch size, so the same layout serves
+    a batch from which finished samples have left.
+    """
+
+    spec: Any
+    shapes: tuple[torch.Size, ...]  # per leaf, without the batch dimension
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, state: Any, name: str = "z0") -> Layout:
+        """Read the layout of ``state``; raises TypeError/ValueError that speak of ``name``."""
+        leaves, spec = pytree.tree_flatten(state)
+        check_leaves(leaves, name)
+        return cls(spec, tuple(t.shape[1:] for t in leaves), tuple(t.dtype for t in leaves))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrix: the leaves' common one."""
+        dtype = self.dtypes[0]
+        for other in self.dtypes[1:]:
+            dtype = torch.promote_types(dtype, other)
+        return dtype
+
+    def vector(self, state: Any) -> Tensor:
+        """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
+        if isinstance(state, Tensor):
+            return state.reshape(state.shape[0], -1)
+        leaves = pytree.tree_leaves(state)
+        return torch.cat([t.reshape(t.shape[0], -1).to(self.dtype) for t in leaves], dim=1)
+
+    def tree(self, vector: Tensor) -> Any:
+        """(B, D) -> pytree, each leaf in its own shape and dtype."""
+        batch = vector.shape[0]
+        if len(self.shapes) == 1:
+            leaf = vector.reshape(batch, *self.shapes[0])
+            return pytree.tree_unflatten([leaf], self.spec)
+        parts = vector.split([prod(shape) for shape in self.shapes], dim=1)
+        leaves = [
+            part.reshape(batch, *shape).to(dtype)
+            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def mask_vector(self, mask: Tensor) -> Tensor:
+        """Token mask (B, N) -> (B, D) bool; leaves without a dimension N after B count whole."""
+        batch, tokens = mask.shape
+        parts = []
+        for shape in self.shapes:
+            if shape and shape[0] == tokens:
+                view = mask.reshape(batch, tokens, *([1] * (len(shape) - 1)))
+                parts.append(view.expand(batch, *shape).reshape(batch, -1))
+            else:
+                parts.append(mask.new_ones(batch, prod(shape)))
+        return torch.cat(parts, dim=1)
+
+
+def check_leaves(leaves: list[Any], name: str) -> None:
+    """Every leaf a floating tensor with the same non-zero batch size and device."""
+    if not leaves:
+        raise ValueError(f"{name} must hold at least one tensor, got an empty structure")
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} must be a tensor or a pytree of tensors, got {type(leaf)}")
+        if not leaf.is_floating_point():
+            raise TypeError(f"{name} must be of a floating dtype, got {leaf.dtype}")
+        if leaf.dim() == 0:
+            raise ValueError(f"{name} must have a batch dimension (B, ...), got a 0-d tensor")
+    first = leaves[0]
+    for leaf in leaves:
+        if leaf.shape[0] != first.shape[0]:
+            sizes = [t.shape[0] for t in leaves]
+            raise ValueError(f"the leaves of {name} must share the batch size, got {sizes}")
+        if leaf.device != first.device:
+            devices = sorted({str(t.device) for t in leaves})
+            raise ValueError(f"the leaves of {name} must be on one device, got {devices}")
+    if first.shape[0] == 0:
+        raise ValueError(f"{name} must hold at least one sample, got batch size 0")
+
+
+def take(tree: Any, index: Tensor, batch: int) -> Any:
+    """Rows ``index`` of every tensor of ``tree`` whose first dimension is ``batch``.
+
+    Other leaves (numbers, None, tensors of another length) pass unchanged.
+    """
+
+    def rows(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch:
+            return leaf.index_select(0, index)
+        return leaf
+
+    return pytree.tree_map(rows, tree)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply ``function`` to the tensors of a pytree, leave the rest."""
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def row_norm(vector: Tensor) -> Tensor:
+    """Euclidean norm of each row, (B,), accumulated in float32 or wider."""
+    if vector.dtype in (torch.float32, torch.float64):
+        return torch.linalg.vector_norm(vector, dim=1)
+    return torch.linalg.vector_norm(vector, dim=1, dtype=torch.float32)

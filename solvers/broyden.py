@@ -1,0 +1,156 @@
+"""Broyden's good method in product form: one stored vector per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from solvers.anderson import inner_products
+from solvers.solver import (
+    Linearizable,
+    Point,
+    Solver,
+    Turn,
+    require_count,
+    require_number,
+    small_dtype,
+    where_rows,
+    write_slot,
+)
+
+FIRST_CAPACITY = 8
+NEARLY_SINGULAR = 1e-2
+
+
+@dataclass(frozen=True)
+class Broyden(Solver):
+    r"""Broyden's first ("good") method with limited memory.
+
+    For full quasi-Newton steps ``s_j`` the inverse Jacobian is a product of rank-one factors, so the
+    next step needs the steps alone (Kelley, sec. 7.3)::
+
+        p = prod_{j<k-1} (I + s_{j+1} s_j^T / |s_j|^2) damping r_k
+        s_k = p / (1 - s_{k-1}.p / |s_{k-1}|^2)
+
+    The factors are applied by one small triangular system. Storage grows with the steps made, up to
+    ``memory`` vectors; then the method restarts. A row whose step was replaced by the safeguard, or
+    whose update is nearly singular, restarts alone.
+
+    Args:
+        memory: number of steps kept, >= 2.
+        damping: initial inverse Jacobian ``-damping I``, in (0, 2].
+
+    Source: C. T. Kelley, "Iterative Methods for Linear and Nonlinear Equations" (SIAM 1995), 7.3.
+    """
+
+    memory: int = 30
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_count("memory", self.memory, low=2)
+        require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
+
+    def init(self, point: Point, problem: Linearizable) -> BroydenState:
+        batch, size = point.z.shape
+        capacity = min(FIRST_CAPACITY, self.memory)
+        dtype = small_dtype(point.z.dtype)
+        return BroydenState(
+            units=point.z.new_zeros(batch, capacity, size),
+            lengths=torch.zeros(batch, capacity, dtype=dtype, device=point.z.device),
+            gram=torch.zeros(batch, capacity, capacity, dtype=dtype, device=point.z.device),
+        )
+
+    def step(self, state: BroydenState, turn: Turn) -> Tensor:
+        if state.count >= self.memory:
+            state.clear()
+        current = turn.current
+        if turn.accepted is not None:
+            state.restart(~turn.accepted)
+        start = current.residual if self.damping == 1.0 else self.damping * current.residual
+        step = start if state.count == 0 else self._step(state, start)
+        self._append(state, step)
+        return current.z + step
+
+    def _step(self, state: BroydenState, start: Tensor) -> Tensor:
+        """The product form applied to ``start`` = -B_0^-1 r."""
+        count = state.count
+        units, lengths = state.units[:, :count], state.lengths[:, :count]
+        along = inner_products(units, start)  # (B, k): s_j . p_0 / |s_j|
+        last = along[:, -1]
+        product = start
+        if count > 1:
+            weights = self._weights(state, along[:, :-1], lengths)
+            tail = units[:, 1:]
+            product = torch.baddbmm(
+                start.unsqueeze(1), weights.to(start.dtype).unsqueeze(1), tail
+            ).squeeze(1)
+            last = last + (weights * state.gram[:, count - 1, 1:count]).sum(1)
+        # 1 - s.p / |s|^2 for the newest step; zero lengths mark a restarted row.
+        newest = lengths[:, -1]
+        safe = torch.where(newest > 0, newest, 1.0)
+        denominator = 1.0 - torch.where(newest > 0, last / safe, 0.0)
+        good = denominator.abs() > NEARLY_SINGULAR
+        if not bool(good.all()) if start.device.type == "cpu" else True:
+            state.restart(~good)
+            product = where_rows(good, product, start)
+            denominator = torch.where(good, denominator, 1.0)
+        return product / denominator.to(start.dtype).unsqueeze(1)
+
+    def _weights(self, state: BroydenState, along: Tensor, lengths: Tensor) -> Tensor:
+        """(B, k-1) weights e_j of ``p = p_0 + sum_j e_j s_{j+1} / |s_{j+1}|``."""
+        count = along.shape[1]
+        before, after = lengths[:, :-1], lengths[:, 1:]
+        alive = (before > 0) & (after > 0)
+        inverse_ratio = torch.where(alive, before / torch.where(alive, after, 1.0), 1.0)
+        coupling = state.gram[:, :count, 1 : count + 1].tril(-1)
+        system = torch.diag_embed(inverse_ratio) - coupling
+        right = torch.where(alive, along, 0.0).unsqueeze(2)
+        weights = torch.linalg.solve_triangular(system, right, upper=False).squeeze(2)
+        return torch.where(alive, weights, 0.0)
+
+    def _append(self, state: BroydenState, step: Tensor) -> None:
+        state.grow(self.memory)
+        length = torch.linalg.vector_norm(step, dim=1, dtype=state.lengths.dtype)
+        unit = step / length.clamp_min(torch.finfo(length.dtype).tiny).to(step.dtype).unsqueeze(1)
+        slot = state.count
+        state.count += 1
+        state.units = write_slot(state.units, slot, unit)
+        state.lengths = write_slot(state.lengths, slot, length)
+        row = inner_products(state.units[:, : state.count], unit)
+        gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
+        gram[:, slot, : state.count] = row
+        gram[:, : state.count, slot] = row
+        state.gram = gram
+
+
+@dataclass
+class BroydenState:
+    """Steps as unit vectors (B, k, D) with their lengths (B, k) and Gram matrix (B, k, k)."""
+
+    units: Tensor
+    lengths: Tensor
+    gram: Tensor
+    count: int = 0
+
+    def clear(self) -> None:
+        self.count = 0
+
+    def restart(self, rows: Tensor) -> None:
+        """Forget the history of some rows (B,) bool."""
+        keep = ~rows
+        self.units = where_rows(keep, self.units, torch.zeros_like(self.units))
+        self.lengths = where_rows(keep, self.lengths, torch.zeros_like(self.lengths))
+        self.gram = where_rows(keep, self.gram, torch.zeros_like(self.gram))
+
+    def grow(self, memory: int) -> None:
+        """Double the storage when it is full, up to ``memory``."""
+        capacity = self.units.shape[1]
+        if self.count < capacity:
+            return
+        extra = min(capacity, memory - capacity)
+        pad = torch.nn.functional.pad
+        self.units = pad(self.units, (0, 0, 0, extra))
+        self.lengths = pad(self.lengths, (0, extra))
+        self.gram = pad(self.gram, (0, extra, 0, extra))

@@ -1,0 +1,156 @@
+"""One tracked evaluation of ``f`` at the solution, cut off from the graph around it.
+
+Whatever ``f`` reads that requires a gradient - arguments, parameters of a module, tensors that a
+closure captured - is replaced by a detached alias while ``f`` runs. The recorded graph then has
+exactly these aliases and the state as leaves, and its derivatives are partial ones, as implicit
+differentiation wants them. Nobody has to list parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from solvers.problem import Problem
+
+
+@dataclass
+class Tracked:
+    """``output = f(point; aliases)``, (B, D), with ``inputs[i]`` the tensor behind ``aliases[i]``."""
+
+    point: Tensor
+    output: Tensor
+    inputs: list[Tensor]
+    aliases: list[Tensor]
+
+    def pullback(self, cotangent: Tensor) -> Tensor:
+        """``J^T cotangent`` with J = d output / d point."""
+        if not self.output.requires_grad:
+            return torch.zeros_like(cotangent)
+        (product,) = torch.autograd.grad(
+            self.output, self.point, cotangent, retain_graph=True, allow_unused=True
+        )
+        return torch.zeros_like(cotangent) if product is None else product
+
+    def input_gradients(self, cotangent: Tensor) -> list[Tensor | None]:
+        """``(d output / d input)^T cotangent`` for every input."""
+        return list(
+            torch.autograd.grad(
+                self.output, self.aliases, cotangent, retain_graph=True, allow_unused=True
+            )
+        )
+
+
+@dataclass
+class Aliases:
+    """Pairs of an outside tensor and its detached stand-in, found by identity."""
+
+    pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def of(self, outside: Tensor) -> Tensor:
+        known = self.pairs.get(id(outside))
+        if known is None:
+            known = (outside, outside.detach().requires_grad_())
+            self.pairs[id(outside)] = known
+        return known[1]
+
+
+class _Substitution(TorchFunctionMode):
+    """Replaces outside tensors that require a gradient in the arguments of every torch function."""
+
+    def __init__(self, aliases: Aliases, point: Tensor, *, discover: bool) -> None:
+        super().__init__()
+        self.aliases, self.discover = aliases, discover
+        self.start = _sequence_number()
+        # Leaves that belong to the evaluation: the state, the aliases, leaves made by f itself.
+        self.inside: dict[int, Tensor] = {id(point): point}
+        for _, alias in aliases.pairs.values():
+            self.inside[id(alias)] = alias
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            args = [self._replace(value) for value in args]
+            kwargs = {name: self._replace(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_leaf and result.requires_grad:
+            self.inside[id(result)] = result
+        return result
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.requires_grad and self._outside(value):
+                alias = self.aliases.of(value)
+                self.inside[id(alias)] = alias
+                return alias
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(self._replace(item) for item in value)
+        return value
+
+    def _outside(self, value: Tensor) -> bool:
+        if id(value) in self.aliases.pairs:
+            return True
+        if not self.discover or id(value) in self.inside:
+            return False
+        node = value.grad_fn
+        return node is None or node._sequence_nr() < self.start
+
+
+def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> Tracked:
+    """Record ``f`` at z (B, D).
+
+    The first recording discovers what to alias; later ones use the aliases that it found.
+
+    What escapes the substitution (a tensor handed straight to a custom autograd function) stays
+    attached to its own graph and is followed to its leaves, so that no gradient is lost.
+    """
+    point = z.detach().requires_grad_()
+
+    def stand_in(leaf: Any) -> Any:
+        needs = isinstance(leaf, Tensor) and leaf.requires_grad
+        return aliases.of(leaf) if needs else leaf
+
+    args = pytree.tree_map(stand_in, problem.args)
+    with torch.enable_grad(), _Substitution(aliases, point, discover=discover) as mode:
+        output = problem.with_args(args).held_map(point)
+    inputs = [pair[0] for pair in aliases.pairs.values()]
+    stand_ins = [pair[1] for pair in aliases.pairs.values()]
+    if output.requires_grad:
+        for leaf in _other_leaves(output, mode.inside):
+            inputs.append(leaf)
+            stand_ins.append(leaf)
+    return Tracked(point, output, inputs, stand_ins)
+
+
+def _other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
+    """Leaves of the recorded graph that are neither the state nor an alias."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    stack: list[Any] = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in inside:
+            found.append(variable)
+        stack.extend(edge[0] for edge in node.next_functions)
+    return found
+
+
+def _sequence_number() -> int:
+    """Number that autograd gives to the next node of this thread."""
+    with torch.enable_grad():
+        probe = torch.ones((), requires_grad=True) * 1
+    node = probe.grad_fn
+    assert node is not None
+    return node._sequence_nr()

@@ -1,0 +1,34 @@
+"""Forward iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from solvers.solver import Linearizable, Point, Solver, Turn, require_number
+
+
+@dataclass(frozen=True)
+class Forward(Solver):
+    """Damped (Picard, Krasnoselskii-Mann) iteration ``z <- (1 - damping) z + damping f(z)``.
+
+    Args:
+        damping: in (0, 2]; 1 is the plain iteration.
+    """
+
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
+
+    def init(self, point: Point, problem: Linearizable) -> Stateless:
+        return Stateless()
+
+    def step(self, state: Stateless, turn: Turn) -> Tensor:
+        return turn.current.z.add(turn.current.residual, alpha=self.damping)
+
+
+@dataclass
+class Stateless:
+    """Nothing to remember."""

@@ -1,0 +1,85 @@
+"""Gradient methods: plain, heavy ball, Nesterov; fixed or automatic step per sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from solvers.solver import Linearizable, Point, Solver, Turn, require_number
+
+
+@dataclass(frozen=True)
+class GradientDescent(Solver):
+    r"""First-order descent along ``r = f(z) - z`` (for a gradient step, ``r = -eta dE/dz``).
+
+    Plain ``z <- z + a r``; momentum ``p <- beta p + r, z <- z + a p``; Nesterov evaluates ``r`` ahead,
+    at ``z + beta (z - z_previous)``. With ``step_size="auto"`` each sample has its own
+    Barzilai-Borwein step: ``s.s / s.y`` where the two choices agree (their ratio, the squared cosine
+    between s and y, exceeds 1/2), else the shorter ``s.y / y.y``.
+
+    Args:
+        step_size: positive number ``a``, or "auto".
+        momentum: ``beta`` in [0, 1); with "auto" it must be 0.
+        nesterov: look ahead; needs ``momentum > 0``.
+
+    Source: Polyak (1964); Nesterov (1983); Barzilai and Borwein (1988), the choice between the two
+    steps from Zhou, Gao and Dai, Comput. Optim. Appl. 35 (2006).
+    """
+
+    step_size: float | Literal["auto"] = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if self.step_size != "auto":
+            require_number("step_size", self.step_size, low=0.0, high=float("inf"), closed=False)
+        require_number("momentum", self.momentum, low=0.0, high=1.0)
+        if self.momentum == 1.0:
+            raise ValueError("momentum must be < 1, got 1.0")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs momentum > 0, got 0.0")
+        if self.step_size == "auto" and self.momentum > 0.0:
+            raise ValueError(f'step_size="auto" needs momentum=0, got {self.momentum!r}')
+
+    def init(self, point: Point, problem: Linearizable) -> GradientState:
+        return GradientState(step_size=torch.ones_like(point.norm))
+
+    def step(self, state: GradientState, turn: Turn) -> Tensor:
+        current = turn.current
+        if self.step_size == "auto":
+            return self._automatic(state, current)
+        if self.momentum == 0.0:
+            return current.z.add(current.residual, alpha=self.step_size)
+        if self.nesterov:
+            landed = current.z.add(current.residual, alpha=self.step_size)
+            ahead = landed if state.memory is None else landed + self.momentum * (landed - state.memory)
+            state.memory = landed
+            return ahead
+        velocity = current.residual
+        if state.memory is not None:
+            velocity = velocity.add(state.memory, alpha=self.momentum)
+        state.memory = velocity
+        return current.z.add(velocity, alpha=self.step_size)
+
+    def _automatic(self, state: GradientState, current: Point) -> Tensor:
+        if state.memory is not None and state.last_residual is not None:
+            s, y = current.z - state.memory, state.last_residual - current.residual
+            along, squares, changes = (s * y).sum(1), (s * s).sum(1), (y * y).sum(1)
+            usable = (along > 0) & (changes > 0)
+            cosine = along * along / (squares * changes)
+            step = torch.where(cosine > 0.5, squares / along, along / changes)
+            state.step_size = torch.where(usable, step.to(state.step_size.dtype), state.step_size)
+        state.memory, state.last_residual = current.z, current.residual
+        return current.z + state.step_size.to(current.z.dtype)[:, None] * current.residual
+
+
+@dataclass
+class GradientState:
+    """``memory``: velocity (heavy ball), landing point (Nesterov) or last iterate (automatic)."""
+
+    step_size: Tensor
+    memory: Tensor | None = None
+    last_residual: Tensor | None = None

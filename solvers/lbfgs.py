@@ -1,0 +1,181 @@
+"""Limited-memory BFGS for energies, one line search per sample, all samples in step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from solvers.anderson import inner_products
+from solvers.safeguard import interpolation
+from solvers.solver import (
+    Linearizable,
+    Point,
+    Solver,
+    Turn,
+    require_count,
+    small_dtype,
+    where_rows,
+    write_slot,
+)
+
+CURVATURE = 1e-6  # smallest cosine between a step and its change of gradient that is learned from
+
+
+@dataclass(frozen=True)
+class LBFGS(Solver):
+    r"""Quasi-Newton descent of an energy with Armijo's rule, in the compact representation.
+
+    With ``memory`` pairs ``s = dz, y = dg`` scaled to ``s.y = 1``, ``R`` the upper triangle (in time)
+    of ``S^T Y`` and ``g = dE/dz``::
+
+        H g = gamma g + S u - gamma Y w,   R w = S^T g,   R^T u = (I + gamma Y^T Y) w - gamma Y^T g
+
+    The trial ``z - H g`` is accepted where it satisfies Armijo's rule. A rejected trial still teaches:
+    its pair corrects ``H`` and a new direction is tried once from the old point; after that the step
+    along the same direction is shortened by interpolation until it is accepted. Every evaluation is
+    one energy and one gradient, so a sample costs what it needs.
+
+    Args:
+        memory: number of pairs kept, >= 1.
+
+    Source: Byrd, Nocedal and Schnabel, Math. Programming 63 (1994), theorem 2.2 and eq. 3.1.
+    """
+
+    memory: int = 6
+
+    needs_energy: ClassVar[bool] = True
+    searches: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_count("memory", self.memory)
+
+    def init(self, point: Point, problem: Linearizable) -> LBFGSState:
+        batch, size = point.z.shape
+        kept = min(self.memory, size)
+        dtype = small_dtype(point.z.dtype)
+        small = {"dtype": dtype, "device": point.z.device}
+        gradient = _gradient(point)
+        # The plain step r = f(z) - z sets the first scale: r = -gamma g for a gradient step.
+        squares = (gradient * gradient).sum(1, dtype=dtype)
+        along = -(point.residual * gradient).sum(1, dtype=dtype)
+        gamma = torch.where((squares > 0) & (along > 0), along / squares, 1.0)
+        return LBFGSState(
+            pairs=point.z.new_zeros(batch, 2 * kept, size),
+            products=torch.zeros(batch, 2 * kept, 2 * kept, **small),
+            gamma=gamma,
+            point=point,
+            direction=point.residual,
+            length=torch.ones(batch, **small),
+            rejections=torch.zeros(batch, dtype=torch.int64, device=point.z.device),
+            order=[0] * kept,
+        )
+
+    def step(self, state: LBFGSState, turn: Turn) -> Tensor:
+        current, trial, accepted = turn.current, turn.trial, turn.accepted
+        if not state.started:
+            state.started = True
+            return current.z + state.direction
+        learned = self._learn(state, trial, accepted)
+        direction = self._direction(state, _gradient(current))
+        if accepted is not None:
+            state.rejections = torch.where(accepted, 0, state.rejections + 1)
+            renew = accepted | (learned & (state.rejections == 1))
+            shorter = state.length * interpolation(current, trial).to(state.length.dtype)
+            direction = where_rows(renew, direction, state.direction)
+            state.length = torch.where(renew, 1.0, shorter)
+        elif bool((state.length != 1.0).any()) if current.z.device.type == "cpu" else True:
+            state.length = torch.ones_like(state.length)
+        state.point, state.direction = current, direction
+        return current.z + state.length.to(current.z.dtype).unsqueeze(1) * direction
+
+    def _learn(self, state: LBFGSState, trial: Point, accepted: Tensor | None) -> Tensor:
+        """Store the pair of the last trial where it has positive curvature; (B,) bool."""
+        kept = state.pairs.shape[1] // 2
+        s, y = trial.z - state.point.z, _gradient(trial) - _gradient(state.point)
+        dtype = state.gamma.dtype
+        along, squares = (s * y).sum(1, dtype=dtype), (s * s).sum(1, dtype=dtype)
+        changes = (y * y).sum(1, dtype=dtype)
+        good = along > CURVATURE * (squares * changes).sqrt()  # False where not finite
+        good = good & torch.isfinite(changes)
+        scale = torch.where(good, along, 1.0).rsqrt().to(s.dtype).unsqueeze(1)
+        if maybe_not_all(good):
+            s, y = (where_rows(good, t, torch.zeros_like(t)) for t in (s, y))
+        slot = state.count % kept
+        state.count += 1
+        state.order[slot] = state.count
+        state.pairs = write_slot(write_slot(state.pairs, slot, s * scale), kept + slot, y * scale)
+        state.update_products(slot)
+        safe = torch.where(good, changes, 1.0)
+        # Non-positive curvature along an accepted step: be bolder next time.
+        bolder = 2.0 if accepted is None else torch.where(accepted, 2.0, 1.0)
+        state.gamma = torch.where(good, along / safe, bolder * state.gamma)
+        return good
+
+    def _direction(self, state: LBFGSState, gradient: Tensor) -> Tensor:
+        """``-H g``, or ``-gamma g`` in rows where rounding has spoilt the descent."""
+        kept = state.pairs.shape[1] // 2
+        gamma = state.gamma.unsqueeze(1)
+        along = inner_products(state.pairs, gradient)
+        upper = state.upper_triangle()
+        changes = state.products[:, kept:, kept:]
+        w = torch.linalg.solve_ex(upper, along[:, :kept])[0]
+        right = w + gamma * (torch.bmm(changes, w.unsqueeze(2)).squeeze(2) - along[:, kept:])
+        u = torch.linalg.solve_ex(upper.mT, right)[0]
+        weights = torch.cat([u, -gamma * w], dim=1).to(gradient.dtype).unsqueeze(1)
+        plain = gamma.to(gradient.dtype) * gradient
+        ascent = torch.baddbmm(plain.unsqueeze(1), weights, state.pairs).squeeze(1)
+        good = (ascent * gradient).sum(1) > 0
+        if maybe_not_all(good):
+            ascent = where_rows(good, ascent, plain)
+        return -ascent
+
+
+@dataclass
+class LBFGSState:
+    """Pairs (B, 2m, D) as [S, Y] in ring order with all their products (B, 2m, 2m)."""
+
+    pairs: Tensor
+    products: Tensor
+    gamma: Tensor
+    point: Point
+    direction: Tensor
+    length: Tensor
+    rejections: Tensor
+    order: list[int]  # time at which each slot was written
+    count: int = 0
+    started: bool = False
+
+    def update_products(self, slot: int) -> None:
+        kept = self.pairs.shape[1] // 2
+        products = self.products.clone() if torch.is_grad_enabled() else self.products
+        new = self.pairs[:, [slot, kept + slot]]
+        if new.dtype != products.dtype:
+            rows = torch.bmm(new.to(products.dtype), self.pairs.to(products.dtype).mT)
+        else:
+            rows = torch.bmm(new, self.pairs.mT)
+        products[:, [slot, kept + slot]] = rows
+        products[:, :, [slot, kept + slot]] = rows.mT
+        self.products = products
+
+    def upper_triangle(self) -> Tensor:
+        """R (B, m, m): s_i.y_j where i is not younger than j, unit diagonal in empty slots."""
+        kept = self.pairs.shape[1] // 2
+        time = torch.tensor(self.order)
+        older = (time[:, None] <= time[None, :]).to(self.products.device)
+        upper = torch.where(older, self.products[:, :kept, kept:], 0.0)
+        empty = torch.diag_embed((upper.diagonal(dim1=1, dim2=2) == 0).to(upper.dtype))
+        return upper + empty
+
+
+def maybe_not_all(mask: Tensor) -> bool:
+    """Whether a row fails; on a GPU always True (see :func:`solvers.poll.maybe_any`)."""
+    return not bool(mask.all()) if mask.device.type == "cpu" else True
+
+
+def _gradient(point: Point) -> Tensor:
+    if point.gradient is None:
+        raise ValueError("LBFGS needs the gradient of the energy; EnergyUpdate.joint returned None")
+    return point.gradient

@@ -1,0 +1,271 @@
+"""The only loop: evaluate, judge, record, let finished samples leave, ask for the next point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solvers.poll import maybe_any
+from solvers.problem import Problem
+from solvers.safeguard import MAX_REJECTIONS, Backtracking, acceptable, fall_back
+from solvers.solution import Solution, Status, Trace
+from solvers.solver import Point, Solver, Turn, merge_points, select_rows, where_rows
+from solvers.tolerance import Tolerance
+from solvers.watch import Watch
+
+RUNNING = -1
+DIVERGENCE = 1e6  # growth of the residual, against the scale of the first evaluation
+PATIENCE = 30  # evaluations without a better residual after which a sample has stalled
+SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
+
+
+@dataclass
+class Progress:
+    """What a callback sees after each evaluation.
+
+    Attributes:
+        evaluation: how many evaluations a sample that is still running has had.
+        residual: (B,) relative residual of this evaluation, NaN where the sample has ended.
+        energy: (B,) energy of this evaluation or None, NaN where the sample has ended.
+        running: number of samples still being solved.
+    """
+
+    evaluation: int
+    residual: Tensor
+    energy: Tensor | None
+    running: int
+
+
+@dataclass
+class Rows:
+    """Everything that is kept per sample of the working batch; first dimension the rows."""
+
+    index: Tensor  # position in the caller's batch
+    value: Tensor  # best accepted iterate
+    relative: Tensor
+    norm: Tensor
+    energy: Tensor | None
+    status: Tensor
+    steps: Tensor
+    evaluations: Tensor
+    limit: Tensor  # residual norm beyond which the sample diverges
+    milestone: Tensor  # best relative residual at the last check for progress
+
+
+class Loop:
+    """One solve. ``run`` returns a :class:`Solution` whose value is the matrix (B, D)."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        solver: Solver,
+        tolerance: Tolerance,
+        max_steps: int,
+        *,
+        compact: bool = True,
+        record: bool = False,
+        callback: Callable[[Progress], object] | None = None,
+    ) -> None:
+        self.problem, self.solver, self.tolerance = problem, solver, tolerance
+        self.max_steps, self.compact = max_steps, compact
+        self.columns: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] | None = None
+        if record:
+            self.columns = []
+        self.callback = callback
+        self.finished: list[Rows] = []
+        self.extra: Tensor | None = None  # products with the Jacobian, per row (Newton methods)
+
+    def run(self, z: Tensor) -> Solution:
+        self.batch = z.shape[0]
+        self.problem.max_steps = self.max_steps
+        self.watch = Watch(z.device)
+        last: Point | None = None
+        state: Any = None
+        for evaluation in range(1, self.max_steps + 1):
+            trial = self.problem.evaluate(z)
+            accepted = self._judge(trial, last)
+            if last is None:
+                self.rows = self._first(trial)
+                self.memory = Backtracking.start(trial.norm)
+            self._record(trial, accepted, evaluation)
+            if self._all_ended():
+                break
+            current = trial if accepted is None or last is None else merge_points(accepted, trial, last)
+            current, trial, accepted, state = self._shrink(current, trial, accepted, state)
+            if state is None:
+                state = self.solver.init(current, self.problem)
+            z = self._propose(state, current, trial, accepted)
+            self.extra = getattr(state, "extra", None)
+            last = current
+        return self._solution()
+
+    def _judge(self, trial: Point, last: Point | None) -> Tensor | None:
+        """Accepted rows, or None for all of them."""
+        accepted = acceptable(trial, last)
+        return accepted if maybe_any(~accepted) else None
+
+    def _first(self, trial: Point) -> Rows:
+        count = trial.norm.shape[0]
+        infinite = torch.full_like(trial.norm, torch.inf)
+        whole = torch.zeros(count, dtype=torch.int64, device=trial.norm.device)
+        scale = torch.maximum(trial.norm, trial.reference)
+        return Rows(
+            index=torch.arange(count, device=trial.norm.device),
+            value=trial.z,
+            relative=infinite,
+            norm=infinite,
+            energy=None if trial.energy is None else torch.full_like(trial.energy, torch.nan),
+            status=whole + RUNNING,
+            steps=whole,
+            evaluations=whole,
+            limit=DIVERGENCE * scale,
+            milestone=infinite,
+        )
+
+    def _record(self, trial: Point, accepted: Tensor | None, evaluation: int) -> None:
+        """Update the best iterate and the status of every row that is still running."""
+        rows = self.rows
+        running = rows.status == RUNNING
+        tiny = torch.finfo(trial.norm.dtype).tiny
+        relative = trial.norm / trial.reference.clamp_min(tiny)
+        taken = running if accepted is None else running & accepted
+        converged = taken & (trial.norm <= self.tolerance.threshold(trial.reference))
+        better = (taken & (relative < rows.relative)) | converged
+        self._keep(trial, relative, better)
+        spent = evaluation if self.extra is None else evaluation + self.extra
+        rows.evaluations = torch.where(running, spent, rows.evaluations)
+        rows.steps = rows.steps + taken
+        self._trace(relative, trial.energy, accepted, running, evaluation)
+        status = torch.where(converged, int(Status.CONVERGED), rows.status)
+        status = torch.where(taken & (trial.norm > rows.limit), int(Status.DIVERGED), status)
+        if self.extra is not None:
+            over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
+            status = torch.where(over, int(Status.MAX_STEPS), status)
+        if accepted is not None:
+            status = self._give_up(status, accepted, trial, evaluation)
+        if evaluation % PATIENCE == 0:
+            stuck = (rows.relative > 0.99 * rows.milestone) & (status == RUNNING)
+            status = torch.where(stuck, int(Status.STALLED), status)
+            rows.milestone = rows.relative
+        rows.status = status
+
+    def _keep(self, trial: Point, relative: Tensor, better: Tensor) -> None:
+        rows = self.rows
+        if trial.z.device.type == "cpu" and bool(better.all()):
+            rows.value, rows.relative, rows.norm = trial.z, relative, trial.norm
+            rows.energy = trial.energy
+            return
+        if not maybe_any(better):
+            return
+        rows.value = where_rows(better, trial.z, rows.value)
+        rows.relative = torch.where(better, relative, rows.relative)
+        rows.norm = torch.where(better, trial.norm, rows.norm)
+        if rows.energy is not None and trial.energy is not None:
+            rows.energy = torch.where(better, trial.energy, rows.energy)
+
+    def _give_up(self, status: Tensor, accepted: Tensor, trial: Point, evaluation: int) -> Tensor:
+        """Rows whose trials were rejected too often; the very first point has nothing to fall back on."""
+        tried = MAX_REJECTIONS if evaluation > 1 else 0
+        hopeless = ~accepted & (status == RUNNING) & (self.memory.rejections >= tried)
+        finite = torch.isfinite(trial.norm)
+        reason = torch.where(finite, int(Status.STALLED), int(Status.NONFINITE))
+        return torch.where(hopeless, reason, status)
+
+    def _propose(
+        self, state: Any, current: Point, trial: Point, accepted: Tensor | None
+    ) -> Tensor:
+        candidate = self.solver.step(state, Turn(current, trial, accepted, self.problem))
+        if accepted is None:
+            if current.energy is not None:
+                self.memory.rejections = torch.zeros_like(self.memory.rejections)
+            return candidate
+        if self.solver.searches:
+            self.memory.rejections = torch.where(accepted, 0, self.memory.rejections + 1)
+            return candidate
+        return fall_back(self.memory, current, trial, accepted, candidate)
+
+    def _all_ended(self) -> bool:
+        seen = self.watch(self.rows.status == RUNNING)
+        return seen is not None and not bool(seen.any())
+
+    def _shrink(
+        self, current: Point, trial: Point, accepted: Tensor | None, state: Any
+    ) -> tuple[Point, Point, Tensor | None, Any]:
+        """Let finished rows leave, their history with them, when enough of them have finished."""
+        ended = self.rows.status != RUNNING
+        if not self.compact or current.z.device.type != "cpu":
+            return current, trial, accepted, state
+        number = int(ended.sum())
+        if number * SHRINK < ended.numel() or number == 0:
+            return current, trial, accepted, state
+        stay = torch.nonzero(~ended).flatten()
+        self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
+        self.rows = select_rows(self.rows, stay)
+        self.memory = select_rows(self.memory, stay)
+        self.problem = self.problem.rows(stay, ended.numel())
+        if self.extra is not None:
+            self.extra = self.extra.index_select(0, stay)
+        same = trial is current
+        current = select_rows(current, stay)
+        trial = current if same else select_rows(trial, stay)
+        accepted = None if accepted is None else accepted.index_select(0, stay)
+        return current, trial, accepted, None if state is None else select_rows(state, stay)
+
+    def _trace(
+        self,
+        relative: Tensor,
+        energy: Tensor | None,
+        accepted: Tensor | None,
+        running: Tensor,
+        evaluation: int,
+    ) -> None:
+        if self.columns is None and self.callback is None:
+            return
+        index = self.rows.index[running]
+
+        def spread(values: Tensor, empty: float) -> Tensor:
+            column = values.new_full((self.batch,), empty)
+            return column.index_copy(0, index, values.detach()[running])
+
+        residual = spread(relative, torch.nan)
+        energies = None if energy is None else spread(energy, torch.nan)
+        taken = torch.ones_like(running) if accepted is None else accepted
+        column = (residual, spread(taken, False), energies, index)
+        if self.columns is not None:
+            self.columns.append(column)
+        if self.callback is not None:
+            self.callback(Progress(evaluation, residual, energies, index.numel()))
+
+    def _solution(self) -> Solution:
+        """Gather the rows in the caller's order."""
+        parts = [*self.finished, self.rows]
+        order = torch.argsort(torch.cat([part.index for part in parts]))
+
+        def gather(name: str) -> Tensor:
+            pieces = [getattr(part, name) for part in parts]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces).index_select(0, order)
+
+        status = gather("status")
+        status = torch.where(status == RUNNING, int(Status.MAX_STEPS), status)
+        trace = None
+        if self.columns is not None:
+            energies = [column[2] for column in self.columns if column[2] is not None]
+            trace = Trace(
+                torch.stack([column[0] for column in self.columns], dim=1),
+                torch.stack(energies, dim=1) if energies else None,
+                torch.stack([column[1] for column in self.columns], dim=1),
+            )
+        return Solution(
+            value=gather("value"),
+            status=status,
+            residual=gather("relative"),
+            residual_norm=gather("norm"),
+            steps=gather("steps"),
+            evaluations=gather("evaluations"),
+            energy=None if self.rows.energy is None else gather("energy").detach(),
+            trace=trace,
+        )

@@ -1,0 +1,119 @@
+"""Newton-Krylov: inexact Newton steps from products with the Jacobian alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from solvers.cg import CG
+from solvers.gmres import GMRES
+from solvers.krylov import LinearSolver
+from solvers.poll import maybe_any
+from solvers.solver import Linearizable, Point, Solver, Turn, merge_points, require_number, where_rows
+
+DECREASE = 1e-4
+
+
+@dataclass(frozen=True)
+class Newton(Solver):
+    r"""Inexact Newton method for ``r(z) = f(z) - z = 0``.
+
+    Each step solves ``(I - J) s = r`` to ``|r - (I - J) s| <= eta |r|`` by a Krylov method and moves
+    by ``t s``. With an energy the step is cut at non-positive curvature (truncated Newton) and judged
+    by Armijo's rule; without one it must reduce ``|r|``, else ``t`` is halved. The forcing term is
+    ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``.
+
+    Products with J count as evaluations: one vector-Jacobian product where f says that its Jacobian is
+    symmetric, else reverse over reverse. ``f`` must be twice differentiable by autograd for the latter.
+
+    Args:
+        linear: Krylov solver of the steps; None chooses CG where J is symmetric, else GMRES(restart=30).
+        forcing: largest relative residual of the linear solves, in (0, 1).
+
+    Source: Dembo, Eisenstat and Steihaug (1982); Eisenstat and Walker, SIAM J. Sci. Comput. 17 (1996),
+    choice 2.
+    """
+
+    linear: LinearSolver | None = None
+    forcing: float = 0.1
+
+    searches: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.linear is not None and not isinstance(self.linear, LinearSolver):
+            raise TypeError(f"linear must be CG(), MINRES(), GMRES() or None, got {self.linear!r}")
+        require_number("forcing", self.forcing, low=0.0, high=0.99, closed=False)
+
+    def init(self, point: Point, problem: Linearizable) -> NewtonState:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Newton's inner solves cannot be unrolled; use adjoint=Implicit() or another solver"
+            )
+        nothing = torch.zeros(point.norm.shape, dtype=torch.int64, device=point.z.device)
+        return NewtonState(
+            base=point,
+            direction=torch.zeros_like(point.z),
+            length=torch.ones_like(point.norm),
+            forcing=torch.full_like(point.norm, self.forcing),
+            extra=nothing,
+        )
+
+    def step(self, state: NewtonState, turn: Turn) -> Tensor:
+        trial = turn.trial
+        first = state.evaluations == 0
+        state.evaluations += 1
+        moved = torch.ones_like(trial.norm, dtype=torch.bool)
+        if not first:
+            moved = _progress(state, trial, turn.accepted)
+            shrinking = (trial.norm / state.base.norm).square() * 0.9
+            forcing = torch.nan_to_num(shrinking, nan=self.forcing).clamp(1e-3, self.forcing)
+            state.forcing = torch.where(moved, forcing, state.forcing)
+            state.base = merge_points(moved, trial, state.base)
+        state.length = torch.where(moved, 1.0, 0.5 * state.length)
+        if maybe_any(moved):
+            direction = self._direction(state, moved, turn.problem)
+            state.direction = where_rows(moved, direction, state.direction)
+        return state.base.z + state.length.to(trial.z.dtype)[:, None] * state.direction
+
+    def _direction(self, state: NewtonState, rows: Tensor, problem: Linearizable) -> Tensor:
+        """Inexact solution of ``(I - J) s = r`` in ``rows``, never more products than are left."""
+        base = state.base
+        solver = self.linear or (CG() if problem.symmetric else GMRES(restart=30))
+        product = problem.jacobian_product(base.z)
+        left = problem.max_steps - state.evaluations - state.extra - 1
+        working = torch.promote_types(base.z.dtype, torch.float32)
+        residual = base.residual.to(working)
+        limit = (state.forcing * base.norm).to(working)[:, None]
+        run = solver.start(residual, limit, (rows & (left > 0))[:, None])
+        while not run.exhausted and bool(run.active.any()):
+            along = run.direction.to(base.z.dtype)
+            run.absorb(run.direction - product(along).to(working))
+            run.stop(run.products >= left[:, None])
+        state.extra = state.extra + run.products.flatten()
+        step = run.solution().to(base.z.dtype)
+        # A direction that does not descend (or none at all) gives way to the plain step.
+        uphill = (step * base.residual).sum(1) <= 0 if base.energy is not None else step.eq(0).all(1)
+        return where_rows(uphill, base.residual, step)
+
+
+def _progress(state: NewtonState, trial: Point, accepted: Tensor | None) -> Tensor:
+    """Rows that take the trial: Armijo on the energy (the loop's verdict), else a smaller residual."""
+    taken = torch.ones_like(trial.norm, dtype=torch.bool) if accepted is None else accepted
+    if trial.energy is not None:
+        return taken
+    return taken & (trial.norm <= (1 - DECREASE * state.length) * state.base.norm)
+
+
+@dataclass
+class NewtonState:
+    """``base``: the point that the current direction starts from; ``extra``: products per row."""
+
+    base: Point
+    direction: Tensor
+    length: Tensor
+    forcing: Tensor
+    extra: Tensor
+    evaluations: int = 0

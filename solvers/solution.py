@@ -1,0 +1,117 @@
+"""What a solve returns: a value, and per sample how it ended, how far it is and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Status(IntEnum):
+    """How the solve of one sample ended.
+
+    Only ``CONVERGED`` means that the tolerance was met. ``INDEFINITE`` is used by
+    :class:`solvers.CG` alone: a direction of non-positive curvature was met, so the matrix is not
+    positive definite.
+    """
+
+    CONVERGED = 0
+    MAX_STEPS = 1
+    STALLED = 2
+    DIVERGED = 3
+    NONFINITE = 4
+    INDEFINITE = 5
+
+
+class SolveWarning(UserWarning):
+    """Some samples of a solve did not converge (``on_failure="warn"``)."""
+
+
+class SolveError(RuntimeError):
+    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has the rest."""
+
+    def __init__(self, message: str, solution: Solution) -> None:
+        super().__init__(message)
+        self.solution = solution
+
+
+@dataclass
+class Trace:
+    """History of a solve, one column per evaluation.
+
+    Attributes:
+        residual: (B, T) relative residual at each evaluated point; NaN where the sample had
+            already ended (nothing was evaluated there).
+        energy: (B, T) energy at the same points, or None where no energy was given.
+        accepted: (B, T) bool, True where the evaluated point became the current iterate (a
+            safeguarded solver may reject a trial point), or None where every point is accepted.
+    """
+
+    residual: Tensor
+    energy: Tensor | None = None
+    accepted: Tensor | None = None
+
+
+@dataclass
+class AdjointReport:
+    """The linear solve behind the last backward pass; empty until a backward pass has run.
+
+    Attributes:
+        solution: the :class:`Solution` of the adjoint system of the latest backward pass, detached.
+        solves: how many adjoint systems have been solved through this report.
+    """
+
+    solution: Solution | None = None
+    solves: int = 0
+
+
+@dataclass
+class Solution:
+    """Result of :func:`solvers.fixed_point` or :func:`solvers.solve_linear`; (B,) per sample.
+
+    Attributes:
+        value: the best iterate seen, same structure as the initial state.
+        status: (B,) int64, values of :class:`Status`.
+        residual: (B,) relative residual measured at exactly ``value``:
+            ``|f(z) - z| / |f(z)|`` for a fixed point, ``|b - A x| / |b|`` for a linear system.
+        residual_norm: (B,) the same, absolute.
+        steps: (B,) int64, iterations that the solver made for the sample.
+        evaluations: (B,) int64, evaluations of ``f`` (or products with ``A``) spent on the sample,
+            inner products of Newton-Krylov included.
+        energy: (B,) energy at ``value``, or None.
+        trace: history, if ``record=True``.
+        adjoint: filled by the backward pass of an implicit adjoint.
+    """
+
+    value: Any
+    status: Tensor
+    residual: Tensor
+    residual_norm: Tensor
+    steps: Tensor
+    evaluations: Tensor
+    energy: Tensor | None = None
+    trace: Trace | None = None
+    adjoint: AdjointReport = field(default_factory=AdjointReport)
+
+    @property
+    def converged(self) -> Tensor:
+        """(B,) bool."""
+        return self.status == Status.CONVERGED
+
+    def counts(self) -> dict[str, int]:
+        """Number of samples per status, statuses that did not occur left out."""
+        number = torch.bincount(self.status, minlength=len(Status)).tolist()
+        return {status.name: number[status] for status in Status if number[status]}
+
+    def summary(self) -> str:
+        """One line for a log: statuses, worst residual, median and largest evaluations."""
+        statuses = ", ".join(f"{name} {number}" for name, number in self.counts().items())
+        evaluations = self.evaluations
+        return (
+            f"{statuses} of {self.status.numel()}; worst relative residual "
+            f"{self.residual.max().item():.2e}; evaluations median "
+            f"{evaluations.median().item()}, most {evaluations.max().item()}"
+        )

@@ -1,0 +1,40 @@
+"""When a sample is done."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A sample has converged where ``|residual| <= max(atol, rtol * |reference|)`` (Euclidean norms).
+
+    The reference is ``f(z)`` for a fixed point and the right-hand side for a linear system, so the
+    default is scale-free. A fixed point at zero has no scale: give ``atol`` there.
+
+    Args:
+        rtol: relative part, finite and >= 0.
+        atol: absolute part, finite and >= 0.
+
+    Raises:
+        ValueError: if one is negative, infinite or not a number.
+    """
+
+    rtol: float = 1e-4
+    atol: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+
+    def threshold(self, reference: Tensor) -> Tensor:
+        """Largest residual norm that counts as converged, (B,), for reference norms (B,)."""
+        limit = reference * self.rtol
+        return limit.clamp_min(self.atol) if self.atol else limit

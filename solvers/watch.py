@@ -1,0 +1,55 @@
+"""How the host learns which samples of a batch still run, without waiting for the accelerator."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+CUDA_LAG = 2  # steps that the host may run ahead: enough to keep the queue of kernels filled
+
+
+def lag_of(device: torch.device) -> int:
+    """How many steps old the host's knowledge may be: 0 where reading a tensor is free."""
+    return CUDA_LAG if device.type == "cuda" else 0
+
+
+class Watch:
+    """The host's view of a mask of running samples.
+
+    On the CPU the view is the mask itself. On CUDA each call queues an asynchronous copy and
+    returns the mask as it was ``lag`` calls ago, so that the host neither waits for a kernel that
+    it has just launched nor runs far ahead. Samples only ever stop, so an old mask is a safe one:
+    what it calls stopped has stopped. The loop that uses it must freeze stopped samples itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._lag = lag_of(device)
+        self._queue: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def __call__(self, running: Tensor) -> Tensor | None:
+        """Queue ``running`` (n,) bool; return a host mask, or None while nothing is known yet."""
+        if self._lag == 0:
+            return running.cpu()
+        self._queue.append(self._copy(running))
+        if len(self._queue) <= self._lag:
+            return None
+        mask, event = self._queue.popleft()
+        if event is not None:
+            event.synchronize()
+        return mask
+
+    def reset(self) -> None:
+        """Forget queued masks; call it when the batch has shrunk."""
+        self._queue.clear()
+
+    def _copy(self, running: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        if not self._cuda:
+            return running.clone(), None
+        mask = torch.empty(running.shape, dtype=torch.bool, pin_memory=True)
+        mask.copy_(running, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return mask, event
