@@ -28,8 +28,8 @@ class Anderson(Solver):
 
         z_{k+1} = z_k - dZ c + damping (r_k - dR c)
 
-    The Gram matrix ``dR^T dR`` gains one row and column per step. It is scaled to unit diagonal and
-    the ridge is relative to that, so a problem and its multiple take the same steps.
+    The Gram matrix ``dR^T dR`` gains one row and column per step. The ridge multiplies its diagonal,
+    so a problem and its multiple take the same steps.
 
     Args:
         memory: number of differences kept, >= 1.
@@ -57,61 +57,57 @@ class Anderson(Solver):
             steps=point.z.new_empty(batch, kept, size),
             changes=point.z.new_empty(batch, kept, size),
             gram=torch.zeros(batch, kept, kept, dtype=dtype, device=point.z.device),
-            last_z=None,
+            last_plain=None,
             last_residual=None,
         )
 
     def step(self, state: AndersonState, turn: Turn) -> Tensor:
-        z, residual = turn.current.z, turn.current.residual
-        plain = z.add(residual, alpha=self.damping)
-        if state.last_z is not None and state.last_residual is not None:
-            self._remember(state, z - state.last_z, residual - state.last_residual)
-        state.last_z, state.last_residual = z, residual
+        residual = turn.current.residual
+        plain = turn.current.z.add(residual, alpha=self.damping)
+        if state.last_plain is not None and state.last_residual is not None:
+            self._remember(state, plain - state.last_plain, residual - state.last_residual)
+        state.last_plain, state.last_residual = plain, residual
         if state.filled == 0:
             return plain
-        steps, changes = state.steps[:, : state.filled], state.changes[:, : state.filled]
-        weights = self._weights(state, changes, residual).to(z.dtype).unsqueeze(1)
-        out = torch.baddbmm(plain.unsqueeze(1), weights, steps, alpha=-1)
-        return torch.baddbmm(out, weights, changes, alpha=-self.damping).squeeze(1)
+        filled = state.filled
+        right = inner_products(state.changes[:, :filled], residual)
+        gram = state.gram[:, :filled, :filled]
+        weights = torch.linalg.solve_ex(gram, right.unsqueeze(2))[0].to(plain.dtype)
+        steps = state.steps[:, :filled]
+        return torch.baddbmm(plain.unsqueeze(1), weights.mT, steps, alpha=-1).squeeze(1)
 
     def _remember(self, state: AndersonState, step: Tensor, change: Tensor) -> None:
         """Store a difference in the oldest slot and refresh its row of the Gram matrix."""
         kept = state.steps.shape[1]
         slot = state.count % kept
         state.count += 1
-        state.filled = min(state.count, kept)
+        filled = state.filled = min(state.count, kept)
         state.steps = write_slot(state.steps, slot, step)
         state.changes = write_slot(state.changes, slot, change)
-        row = inner_products(state.changes[:, : state.filled], change)
         gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
-        gram[:, slot, : state.filled] = row
-        gram[:, : state.filled, slot] = row
+        row = inner_products(state.changes[:, :filled], change)
+        gram[:, slot, :filled] = row
+        gram[:, :filled, slot] = row
+        # The ridge, relative to each diagonal entry: a scaling of the problem scales it too. A zero
+        # difference (a rejected step) gets a row of the unit matrix, and weight zero.
+        limits = torch.finfo(gram.dtype)
+        ridge = max(self.regularization, 4 * limits.eps)
+        square = row[:, slot]
+        gram[:, slot, slot] = torch.where(square > limits.tiny, square * (1 + ridge), 1.0)
         state.gram = gram
-
-    def _weights(self, state: AndersonState, changes: Tensor, residual: Tensor) -> Tensor:
-        """(B, m) solution of the scaled, regularised normal equations."""
-        gram = state.gram[:, : state.filled, : state.filled]
-        diagonal = gram.diagonal(dim1=1, dim2=2)
-        # A zero difference (a rejected step) gets weight zero, whatever the dtype.
-        tiny = torch.finfo(gram.dtype).tiny
-        scale = torch.where(diagonal > tiny, diagonal, torch.inf).rsqrt()
-        ridge = max(self.regularization, 4 * torch.finfo(gram.dtype).eps)
-        right = inner_products(changes, residual) * scale
-        system = gram * scale.unsqueeze(1) * scale.unsqueeze(2)
-        unit = torch.eye(state.filled, dtype=gram.dtype, device=gram.device)
-        # Unit diagonal also in the rows of zero differences keeps the system regular.
-        system = torch.where(unit.bool(), 1.0 + ridge, system)
-        return torch.linalg.solve_ex(system, right)[0] * scale
 
 
 @dataclass
 class AndersonState:
-    """``steps``, ``changes`` (B, m, D) dZ and dR in ring order; ``gram`` (B, m, m) dR^T dR."""
+    """``steps``, ``changes`` (B, m, D): dZ + damping dR and dR in ring order.
+
+    ``gram`` (B, m, m) is dR^T dR with its ridge; ``last_plain`` the last z + damping r.
+    """
 
     steps: Tensor
     changes: Tensor
     gram: Tensor
-    last_z: Tensor | None
+    last_plain: Tensor | None
     last_residual: Tensor | None
     count: int = 0
     filled: int = 0

@@ -45,7 +45,7 @@ class Broyden(Solver):
     Source: C. T. Kelley, "Iterative Methods for Linear and Nonlinear Equations" (SIAM 1995), 7.3.
     """
 
-    memory: int = 30
+    memory: int = 100
     damping: float = 1.0
 
     def __post_init__(self) -> None:

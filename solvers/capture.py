@@ -48,9 +48,13 @@ class Tracked:
 
 @dataclass
 class Aliases:
-    """Pairs of an outside tensor and its detached stand-in, found by identity."""
+    """Pairs of an outside tensor and its detached stand-in, found by identity.
+
+    ``others`` are leaves that escaped the substitution and stand for themselves.
+    """
 
     pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    others: list[Tensor] = field(default_factory=list)
 
     def of(self, outside: Tensor) -> Tensor:
         known = self.pairs.get(id(outside))
@@ -123,11 +127,23 @@ def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> T
         output = problem.with_args(args).held_map(point)
     inputs = [pair[0] for pair in aliases.pairs.values()]
     stand_ins = [pair[1] for pair in aliases.pairs.values()]
-    if output.requires_grad:
-        for leaf in _other_leaves(output, mode.inside):
-            inputs.append(leaf)
-            stand_ins.append(leaf)
+    if output.requires_grad and discover:
+        aliases.others = _other_leaves(output, mode.inside)
+    elif output.requires_grad:
+        _check_same(aliases, _other_leaves(output, mode.inside))
+    inputs += aliases.others
+    stand_ins += aliases.others
     return Tracked(point, output, inputs, stand_ins)
+
+
+def _check_same(aliases: Aliases, found: list[Tensor]) -> None:
+    """A second recording must read the tensors of the first, or derivatives would be lost."""
+    known = {id(leaf) for leaf in aliases.others}
+    if any(id(leaf) not in known for leaf in found):
+        raise RuntimeError(
+            "f read other tensors than in the forward pass (weights cached by an outer "
+            "parametrize.cached()?), so its second derivative is not at hand"
+        )
 
 
 def _other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.krylov import KrylovRun, LinearSolver, choose, dot
+from solvers.krylov import KrylovRun, LinearSolver, dot
+from solvers.small import Array
 from solvers.solution import Status
 
 
@@ -23,7 +24,7 @@ class CG(LinearSolver):
     A direction with ``p.Ap <= 0`` ends the sample with ``Status.INDEFINITE``.
 
     Reference: Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems"
-    (1952).
+    (J. Res. Nat. Bur. Standards 49, 1952).
     """
 
     def start(self, residual: Tensor, limit: Tensor, active: Tensor) -> CGRun:
@@ -34,56 +35,53 @@ class CGRun(KrylovRun):
     """State of CG; ``square`` is ``r.r`` at the latest iterate, ``best_square`` at the best."""
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
-        self.active = active
-        self.products = torch.zeros_like(active, dtype=torch.int64)
-        self.direction = residual
-        self.remainder = residual
+        super().__init__(residual, limit, active)
+        self.direction = self.remainder = residual
         self.iterate = self.best = torch.zeros_like(residual)
-        self.square = self.best_square = dot(residual, residual)
-        self.limit_square = limit * limit
-        self.curvature = torch.ones_like(limit)
-        self.matrix_norm = torch.zeros_like(limit)
-        self._zero = torch.zeros_like(limit)
+        self.square = self.best_square = self.small.read(dot(residual, residual))
+        self.limit_square = self.limit * self.limit
+        self.curvature = self.zero + 1
 
-    def absorb(self, product: Tensor) -> None:
-        self.products += self.active
-        self.curvature = torch.where(self.active, dot(self.direction, product), self.curvature)
-        active = self.active & (self.curvature > 0)
+    def _advance(self, product: Tensor) -> None:
+        small, where = self.small, self.small.xp.where
+        self.used = self.used + self.running
+        curvature = small.read(dot(self.direction, product))
+        self.curvature = where(self.running, curvature, self.curvature)
+        active = self.running & (self.curvature > 0)
         # 1 / alpha never exceeds a diagonal entry of the Lanczos matrix, hence never |A|.
         inverse = self.curvature / self.square
-        self.matrix_norm = torch.where(
-            active, torch.maximum(self.matrix_norm, inverse), self.matrix_norm
-        )
-        alpha = torch.where(active, inverse.reciprocal(), self._zero)
+        grown = active & (inverse > self.matrix_norm)
+        self.matrix_norm = where(grown, inverse, self.matrix_norm)
+        alpha = small.write(where(active, 1 / inverse, self.zero))
         self.iterate = torch.addcmul(self.iterate, alpha, self.direction)
         self.remainder = torch.addcmul(self.remainder, alpha, product, value=-1)
-        square = dot(self.remainder, self.remainder)
+        square = small.read(dot(self.remainder, self.remainder))
         better = active & (square < self.best_square)
-        self.best = choose(better, self.iterate, self.best)
-        self.best_square = torch.where(better, square, self.best_square)
-        beta = torch.where(active, square / self.square, self._zero)
+        self.best = small.choose(better, self.iterate, self.best)
+        self.best_square = where(better, square, self.best_square)
+        beta = small.write(where(active, square / self.square, self.zero))
         self.direction = torch.addcmul(self.remainder, beta, self.direction)
         self.square = square
-        self.active = active & (square > self.limit_square)
+        self.running = active & (square > self.limit_square)
 
     def solution(self) -> Tensor:
         return self.best
 
-    def residual(self) -> Tensor:
-        return self.best_square.sqrt()
+    def residual(self) -> Array:
+        return self.small.xp.sqrt(self.best_square)
 
-    def current(self) -> Tensor:
-        return self.square.sqrt()
+    def current(self) -> Array:
+        return self.small.xp.sqrt(self.square)
 
-    def reliable(self) -> Tensor:
-        return torch.ones_like(self.active)
+    def reliable(self) -> Array:
+        return self.matrix_norm >= 0
 
-    def verdict(self) -> Tensor:
-        verdict = torch.full_like(self.products, Status.MAX_STEPS)
-        verdict.masked_fill_(self.curvature <= 0, Status.INDEFINITE)
-        finite = torch.isfinite(self.curvature) & torch.isfinite(self.square)
-        verdict.masked_fill_(~finite, Status.NONFINITE)
-        return verdict.masked_fill_(self.best_square <= self.limit_square, Status.CONVERGED)
+    def verdict(self) -> Array:
+        where, isfinite = self.small.xp.where, self.small.xp.isfinite
+        finite = isfinite(self.curvature) & isfinite(self.square)
+        verdict = where(self.curvature <= 0, int(Status.INDEFINITE), int(Status.MAX_STEPS))
+        verdict = where(finite, verdict, int(Status.NONFINITE))
+        return where(self.best_square <= self.limit_square, int(Status.CONVERGED), verdict)
 
     def quiet(self) -> None:
         self.direction = torch.where(self.active, self.direction, 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from solvers.adjoint import Adjoint, Implicit
@@ -50,7 +51,7 @@ def fixed_point(
         args: further inputs of ``f``, pytrees of tensors batched along dim 0. Finished samples
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share (weights) belong into ``f`` itself; gradients reach them.
-        solver: default ``LBFGS()`` where there is an energy, else ``Anderson(memory=5)``.
+        solver: default ``LBFGS()`` where ``f`` is a gradient step of an energy, else ``Anderson(memory=5)``.
         tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``.
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
         adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
@@ -80,9 +81,11 @@ def fixed_point(
     start = layout.vector(z0)
 
     def solve(target: Problem, vector: Tensor) -> Solution:
-        if isinstance(solver, ExternalSolver):
-            return solver.run(target, vector, tolerance, max_steps)
-        return Loop(target, solver, tolerance, max_steps, **options).run(vector)
+        # Weights stand still during a solve: parametrised ones are computed once.
+        with parametrize.cached():
+            if isinstance(solver, ExternalSolver):
+                return solver.run(target, vector, tolerance, max_steps)
+            return Loop(target, solver, tolerance, max_steps, **options).run(vector)
 
     differentiate = adjoint is not None and torch.is_grad_enabled()
     if adjoint is not None and differentiate:
@@ -100,8 +103,8 @@ def _choose(
 ) -> Solver:
     if solver is not None:
         return solver
-    gradient_known = isinstance(f, EnergyUpdate) and energy is None
-    return LBFGS() if gradient_known else Anderson(memory=5)
+    descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
+    return LBFGS() if descends else Anderson(memory=5)
 
 
 def _check_options(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
 from solvers.krylov import KrylovRun, LinearSolver, norm
+from solvers.small import Array
 from solvers.solution import Status
 from solvers.solver import require_count
 
 _FIRST_CAPACITY = 8  # basis vectors allocated at first; doubled whenever they are used up
+# Up to this many numbers in a batch of vectors NumPy's batched products beat those of torch, whose
+# threads cost more than they bring (and stall where other processes want the cores).
+_NUMPY_SIZE = 2**17
 
 
 @dataclass(frozen=True)
@@ -43,120 +48,134 @@ class GMRES(LinearSolver):
 class GMRESRun(KrylovRun):
     """One cycle.
 
-    The rotations of the usual formulation are not carried out step by step. Their product is known
-    in closed form from the left null vector ``u`` of ``H`` (``u_1 = 1``, ``u^T H = 0``), which
-    grows by one entry a step: the residual norm is ``beta / |u|``, and row j of the orthogonal
-    factor is ``(c_j u_1..j / |u_1..j|, s_j)``, with ``s_j = |u_1..j| / |u_1..j+1|`` and
-    ``c_j = -u_j+1 / |u_1..j+1|``.
+    The rotations that make ``H`` triangular are kept as their product: row j of the orthogonal
+    factor is ``(c_j u_1..j, s_j)``, where ``u`` is the left null vector of the first j - 1 columns,
+    ``c_j`` and ``s_j`` rotate the new column's last two entries into one, and ``u`` becomes
+    ``(-s_j u, c_j)``. The residual norm shrinks by ``s_j`` a step.
     """
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor, restart: int) -> None:
-        rows, capacity = residual.shape[0], min(restart + 1, _FIRST_CAPACITY)
-        self.active, self.limit, self.restart = active, limit, restart
-        self.products = torch.zeros_like(active, dtype=torch.int64)
-        self.columns = torch.zeros_like(self.products)  # columns of H that are finite
-        self.beta = self.norm = norm(residual)
-        self.matrix_norm = torch.zeros_like(limit)
-        self.broken = torch.zeros_like(active)
-        self.basis = residual.new_zeros(rows, capacity, residual.shape[1])
-        self.hessenberg = residual.new_zeros(rows, capacity, capacity)  # row j is column j of H
-        self.null = residual.new_zeros(rows, capacity)
+        super().__init__(residual, limit, active)
+        small, rows = self.small, residual.shape[0]
+        capacity = min(restart + 1, _FIRST_CAPACITY)
+        length = norm(residual)
+        self.restart, self.step = restart, 0
+        self.beta = self.norm = small.read(length)
+        self.columns = self.used  # columns of H that are finite
+        self.broken = self.running & False
+        self.in_numpy = small.host and residual.numel() <= _NUMPY_SIZE
+        self.direction = residual / torch.where(length > 0, length, 1)
+        self.basis = self._wide(residual.new_empty(rows, capacity, residual.shape[1]))
+        self.basis[:, 0] = self._wide(self.direction)
+        self.hessenberg = small.read(residual.new_zeros(rows, capacity, capacity + 1))
+        self.rotation = small.read(residual.new_zeros(rows, capacity, capacity + 1))
+        self.null = small.read(residual.new_zeros(rows, capacity + 1))
         self.null[:, 0] = 1
-        self.square = torch.ones_like(limit)  # |u|^2
-        inverse = torch.where(self.beta > 0, self.beta.reciprocal(), 0)
-        self.direction = torch.mul(residual, inverse, out=self.basis[:, 0])
         precision = torch.finfo(residual.dtype)
-        self.floor, self.tiny, self.huge = 16 * precision.eps, precision.tiny, 1e3 / precision.eps
-        self.step = 0
+        self.floor, self.tiny = 16 * precision.eps, self.zero + precision.tiny
 
-    def absorb(self, product: Tensor) -> None:
-        self.products += self.active
+    def _wide(self, tensor: Tensor) -> Array:
+        """A tensor of basis vectors in the form that Gram-Schmidt works on, without a copy."""
+        return tensor.numpy() if self.in_numpy else tensor
+
+    def _tensor(self, wide: Array) -> Tensor:
+        return torch.from_numpy(wide) if self.in_numpy else wide
+
+    def _advance(self, product: Tensor) -> None:
+        self.used = self.used + self.running
         step = self.step
-        if step + 2 > self.basis.shape[1]:
+        if step + 1 >= self.basis.shape[1]:
             self._grow()
-        basis = self.basis[:, : step + 1]
-        across = basis.transpose(1, 2)
-        vector = product.unsqueeze(1)
-        first = torch.bmm(vector, across)
-        vector = torch.baddbmm(vector, first, basis, alpha=-1)
-        second = torch.bmm(vector, across)
-        vector = torch.baddbmm(vector, second, basis, alpha=-1).squeeze(1)
-        column = self.hessenberg[:, step]
-        entries = torch.add(first, second, out=self.hessenberg[:, step : step + 1, : step + 1])
-        below = norm(vector)
-        column[:, step + 1 : step + 2] = below
-        self.direction = torch.div(vector, below, out=self.basis[:, step + 1])
-        self._update(entries.squeeze(1), below, norm(product))
+        matmul = numpy.matmul if self.in_numpy else torch.matmul
+        basis, vector = self.basis[:, : step + 1], self._wide(product)
+        first = matmul(basis, vector[:, :, None])
+        vector = vector - matmul(first.swapaxes(1, 2), basis)[:, 0]
+        second = matmul(basis, vector[:, :, None])
+        rest = self._tensor(vector - matmul(second.swapaxes(1, 2), basis)[:, 0])
+        below = norm(rest)
+        self.direction = rest / below
+        self.basis[:, step + 1] = self._wide(self.direction)
+        entries = self.small.read(self._tensor((first + second)[:, :, 0]))
+        self._extend(entries, self.small.read(below))
         self.step = step + 1
         self.exhausted = self.step == self.restart
 
-    def _update(self, entries: Tensor, below: Tensor, size: Tensor) -> None:
-        """Extend the left null vector; stop rows that have converged or broken down."""
-        step, running = self.step, self.active
-        good = running & (size < torch.inf)
-        size = torch.maximum(self.matrix_norm, size)
-        self.matrix_norm = torch.where(good, size, self.matrix_norm)
-        self.broken = torch.where(good, below <= self.floor * size, self.broken)
-        projection = (entries * self.null[:, : step + 1]).sum(1, keepdim=True)
-        entry = (projection / -below.clamp_min(self.tiny)).clamp(-self.huge, self.huge)
-        self.null[:, step + 1 : step + 2] = entry
-        self.square = torch.addcmul(self.square, entry, entry)
-        self.norm = torch.where(good, self.beta * self.square.rsqrt(), self.norm)
-        self.columns += good
-        self.active = good & (self.norm > self.limit) & ~self.broken
+    def _extend(self, entries: Array, below: Array) -> None:
+        """Rotate a new column of H; stop the rows that have converged or broken down."""
+        xp, running, step = self.small.xp, self.running, self.step
+        size = xp.sqrt((entries * entries).sum(axis=1, keepdims=True) + below * below)
+        good = running & (size < xp.inf)
+        size = xp.maximum(self.matrix_norm, size)
+        self.matrix_norm = xp.where(good, size, self.matrix_norm)
+        self.broken = xp.where(good, below <= self.floor * size, self.broken)
+        null = self.null[:, : step + 1]
+        projection = (null * entries).sum(axis=1, keepdims=True)
+        pivot = xp.hypot(projection, xp.maximum(below, self.tiny))
+        cosine, sine = projection / pivot, below / pivot
+        self.hessenberg[:, step, : step + 1] = entries
+        self.hessenberg[:, step, step + 1 : step + 2] = below
+        self.rotation[:, step, : step + 1] = cosine * null
+        self.rotation[:, step, step + 1 : step + 2] = sine
+        self.null[:, : step + 1] = -sine * null
+        self.null[:, step + 1 : step + 2] = cosine
+        self.norm = xp.where(good, sine * self.norm, self.norm)
+        self.columns = self.columns + good
+        self.running = good & (self.norm > self.limit) & ~self.broken
 
     def _grow(self) -> None:
-        old = self.basis.shape[1]
+        rows, old, width = self.basis.shape
         capacity = min(2 * old, self.restart + 1)
-        rows, _, width = self.basis.shape
-        basis = self.basis.new_empty(rows, capacity, width)
+        basis = self._wide(self.direction.new_empty(rows, capacity, width))
         basis[:, :old] = self.basis
-        hessenberg = self.basis.new_zeros(rows, capacity, capacity)
-        hessenberg[:, :old, :old] = self.hessenberg
-        null = self.basis.new_zeros(rows, capacity)
-        null[:, :old] = self.null
-        self.basis, self.hessenberg, self.null = basis, hessenberg, null
+        self.basis = basis
+        for name in ("hessenberg", "rotation", "null"):
+            self._enlarge(name, capacity)
+
+    def _enlarge(self, name: str, capacity: int) -> None:
+        """Zeros added to an array (n, a) or (n, a, b) up to ``capacity`` steps."""
+        old = getattr(self, name)
+        shape = (len(old), *([capacity] * (old.ndim - 2)), capacity + 1)
+        new = self.small.read(self.direction.new_zeros(shape))
+        if old.ndim == 2:
+            new[:, : old.shape[1]] = old
+        else:
+            new[:, : old.shape[1], : old.shape[2]] = old
+        setattr(self, name, new)
 
     def solution(self) -> Tensor:
         step = self.step
         if step == 0:
-            return torch.zeros_like(self.basis[:, 0])
-        kept = torch.arange(step + 1, device=self.basis.device) < self.columns + 1
-        kept_columns = kept[:, 1:]
-        null = torch.where(kept, self.null[:, : step + 1], 0)
-        # What a stopped row did afterwards is masked: it may be NaN.
-        entries = torch.where(kept_columns.unsqueeze(2), self.hessenberg[:, :step, : step + 1], 0)
-        rotation = self._rotation(null)
-        triangle = rotation @ entries.transpose(1, 2)
+            return torch.zeros_like(self.direction)
+        xp, write = self.small.xp, self.small.write
+        kept = self.small.range(step) < self.columns
+        # What a row did after it had stopped is masked: it may be NaN.
+        mask = kept[:, :, None]
+        entries = xp.where(mask, self.hessenberg[:, :step, : step + 1], 0)
+        rotation = xp.where(mask, self.rotation[:, :step, : step + 1], 0)
+        triangle = write(xp.matmul(rotation, entries.swapaxes(1, 2)))
         diagonal = triangle.diagonal(dim1=1, dim2=2)
-        usable = kept_columns & (diagonal.abs() > self.floor * self.matrix_norm)
-        triangle.diagonal(dim1=1, dim2=2).copy_(torch.where(usable, diagonal, 1))
-        target = torch.where(usable, self.beta * rotation[:, :, 0], 0).unsqueeze(2)
-        weights = torch.linalg.solve_triangular(triangle, target, upper=True)
-        basis = torch.where(kept[:, :-1].unsqueeze(2), self.basis[:, :step], 0)
-        return torch.bmm(weights.transpose(1, 2), basis).squeeze(1)
+        usable = write(kept) & (diagonal.abs() > write(self.floor * self.matrix_norm))
+        diagonal.copy_(torch.where(usable, diagonal, 1))
+        target = torch.where(usable, write(self.beta * rotation[:, :, 0]), 0).unsqueeze(2)
+        weights = torch.linalg.solve_triangular(triangle, target, upper=True).transpose(1, 2)
+        basis = self.basis[:, :step]
+        if not self.small.host or bool((self.columns < step).any()):
+            scrubbed = torch.where(write(mask), self._tensor(basis), 0)
+            return torch.bmm(weights, scrubbed).squeeze(1)
+        matmul = numpy.matmul if self.in_numpy else torch.matmul
+        return self._tensor(matmul(self._wide(weights), basis)[:, 0])
 
-    @staticmethod
-    def _rotation(null: Tensor) -> Tensor:
-        """First k rows of the orthogonal factor of H, (n, k, k + 1)."""
-        lengths = null.square().cumsum(1).sqrt()
-        before, after = lengths[:, :-1], lengths[:, 1:]
-        cosine = -null[:, 1:] / after
-        rotation = ((cosine / before).unsqueeze(2) * null.unsqueeze(1)).tril()
-        rotation.diagonal(offset=1, dim1=1, dim2=2).copy_(before / after)
-        return rotation
-
-    def residual(self) -> Tensor:
+    def residual(self) -> Array:
         return self.norm
 
-    def reliable(self) -> Tensor:
+    def reliable(self) -> Array:
         return ~self.broken
 
-    def verdict(self) -> Tensor:
-        verdict = torch.full_like(self.products, Status.MAX_STEPS)
-        verdict.masked_fill_(self.broken, Status.STALLED)
-        verdict.masked_fill_(self.columns < self.products, Status.NONFINITE)
-        return verdict.masked_fill_(self.norm <= self.limit, Status.CONVERGED)
+    def verdict(self) -> Array:
+        where = self.small.xp.where
+        verdict = where(self.broken, int(Status.STALLED), int(Status.MAX_STEPS))
+        verdict = where(self.columns < self.used, int(Status.NONFINITE), verdict)
+        return where(self.norm <= self.limit, int(Status.CONVERGED), verdict)
 
     def quiet(self) -> None:
         self.direction = torch.where(self.active, self.direction, 0)

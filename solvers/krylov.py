@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from copy import copy
 
+import numpy
 import torch
 from torch import Tensor
+
+from solvers.small import Array, Small
 
 
 class LinearSolver(ABC):
@@ -18,54 +21,74 @@ class LinearSolver(ABC):
 
         Args:
             residual: (n, D) right-hand sides, float32 or float64.
-            limit: (n, 1) residual norm at which a row has converged.
+            limit: (n, 1) residual norm at which a row has converged, same dtype.
             active: (n, 1) bool; the other rows are carried along, and frozen.
         """
 
 
 class KrylovRun(ABC):
-    """A run of a Krylov method on the rows of a working batch; all its tensors are per row.
+    """A run of a Krylov method on the rows of a working batch.
 
-    The driver multiplies ``direction`` by the matrix and hands the product to ``absorb``, until
-    no row is ``active``. Rows that have stopped are frozen: their result no longer changes, however
-    often ``absorb`` is called, so the driver may learn late that they have stopped.
+    The driver multiplies ``direction`` by the matrix and hands the product to ``absorb``, until no
+    row is ``active`` or the run is ``exhausted``. Rows that have stopped are frozen: their result no
+    longer changes, however often ``absorb`` is called, so a driver may learn late that they have
+    stopped. Tensors are (n, D), arrays (see :class:`solvers.small.Small`) are (n, 1).
 
     Attributes:
-        active: (n, 1) bool, rows still running.
-        products: (n, 1) int64, products that the row has used.
         direction: (n, D), what the matrix is to be applied to next.
-        matrix_norm: (n, 1), largest lower bound of ``|A|`` seen.
+        running: (n, 1) bool array, rows that go on.
+        used: (n, 1) int64 array, products that the row has used.
+        matrix_norm: (n, 1) array, largest lower bound of ``|A|`` seen.
         exhausted: True when the run can take no further product (the end of a GMRES cycle).
     """
 
-    active: Tensor
-    products: Tensor
     direction: Tensor
-    matrix_norm: Tensor
     exhausted: bool = False
 
-    @abstractmethod
+    def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
+        self.small = Small(residual.device)
+        self.limit = self.small.read(limit)
+        self.running = self.small.read(active)
+        self.used = self.running * 0
+        self.zero = self.limit * 0
+        self.matrix_norm = self.zero
+
+    @property
+    def active(self) -> Tensor:
+        """(n, 1) bool: rows that go on."""
+        return self.small.write(self.running)
+
+    @property
+    def products(self) -> Tensor:
+        """(n, 1) int64: products that the row has used."""
+        return self.small.write(self.used)
+
     def absorb(self, product: Tensor) -> None:
         """Take the product of the matrix with ``direction``, (n, D), and advance."""
+        with numpy.errstate(all="ignore"):  # rows that fail are judged by what came out
+            self._advance(product)
+
+    @abstractmethod
+    def _advance(self, product: Tensor) -> None: ...
 
     @abstractmethod
     def solution(self) -> Tensor:
         """(n, D): the best ``d`` of each row, finite whatever the products were."""
 
     @abstractmethod
-    def residual(self) -> Tensor:
+    def residual(self) -> Array:
         """(n, 1): ``|residual - A d|`` at ``solution()``, as the recurrence has it."""
 
-    def current(self) -> Tensor:
+    def current(self) -> Array:
         """(n, 1): the same at the latest iterate, which need not be the best one."""
         return self.residual()
 
     @abstractmethod
-    def reliable(self) -> Tensor:
+    def reliable(self) -> Array:
         """(n, 1) bool: ``residual()`` differs from the true one by nothing but rounding."""
 
     @abstractmethod
-    def verdict(self) -> Tensor:
+    def verdict(self) -> Array:
         """(n, 1) int64 :class:`Status`; MAX_STEPS for a row that could have gone on."""
 
     @abstractmethod
@@ -74,14 +97,17 @@ class KrylovRun(ABC):
 
     def stop(self, rows: Tensor) -> None:
         """Stop the rows where ``rows`` (n, 1) is True."""
-        self.active = self.active & ~rows
+        self.running = self.running & ~self.small.read(rows)
 
-    def rows(self, index: Tensor) -> KrylovRun:
+    def rows(self, index: Array) -> KrylovRun:
         """The run of the rows ``index`` alone."""
         part = copy(self)
+        where = self.small.write(index)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(part, name, value.index_select(0, index))
+                setattr(part, name, value.index_select(0, where))
+            elif isinstance(value, numpy.ndarray):
+                setattr(part, name, value[index])
         return part
 
 
@@ -93,13 +119,3 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 def norm(vectors: Tensor) -> Tensor:
     """Euclidean norms of the rows, (n, D) -> (n, 1)."""
     return torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-
-
-def choose(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Rows of ``new`` (n, D) where ``mask`` (n, 1), else rows of ``old``: never a mixture.
-
-    Where every row is new the result is ``new`` itself; looking is free on the CPU alone.
-    """
-    if mask.device.type == "cpu" and bool(mask.all()):
-        return new
-    return torch.where(mask, new, old)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
-from solvers.krylov import KrylovRun, LinearSolver, choose, norm
+from solvers.krylov import KrylovRun, LinearSolver, norm
 from solvers.loop import SHRINK, Progress
 from solvers.product import Product
+from solvers.small import Array, Small
 from solvers.solution import Solution, Status, Trace
 from solvers.tolerance import Tolerance
 from solvers.watch import Watch
@@ -24,40 +26,31 @@ HALVED = 0.5
 
 @dataclass
 class Round:
-    """What a round of the Krylov method says of each sample; all (B, ...), in the caller's order."""
+    """What a round of the Krylov method says of each sample, in the caller's order."""
 
     step: Tensor  # (B, D) to be added to x
-    residual: Tensor  # (B, 1)
-    verdict: Tensor
-    products: Tensor
-    matrix_norm: Tensor
-    reliable: Tensor
+    residual: Array  # (B, 1), as are the others
+    verdict: Array
+    used: Array
+    matrix_norm: Array
+    reliable: Array
 
     @classmethod
-    def empty(cls, x: Tensor, residual: Tensor) -> Round:
-        whole = torch.zeros_like(residual, dtype=torch.int64)
+    def of(cls, run: KrylovRun) -> Round:
         return cls(
-            step=torch.zeros_like(x),
-            residual=residual,
-            verdict=whole + int(Status.MAX_STEPS),
-            products=whole,
-            matrix_norm=torch.zeros_like(residual),
-            reliable=torch.ones_like(residual, dtype=torch.bool),
+            run.solution(),
+            run.residual(),
+            run.verdict(),
+            run.used,
+            run.matrix_norm,
+            run.reliable(),
         )
 
-    def harvest(self, run: KrylovRun, rows: Tensor) -> None:
-        """Take over the results of ``run``, whose rows are the samples ``rows``."""
-        for name, value in (
-            ("step", run.solution()),
-            ("residual", run.residual()),
-            ("verdict", run.verdict()),
-            ("products", run.products),
-            ("matrix_norm", run.matrix_norm),
-            ("reliable", run.reliable()),
-        ):
-            whole = getattr(self, name)
-            full = rows.numel() == whole.shape[0]
-            setattr(self, name, value if full else whole.index_copy(0, rows, value))
+    def put(self, part: Round, rows: Array, small: Small) -> None:
+        """Write ``part`` into the samples ``rows``."""
+        self.step.index_copy_(0, small.write(rows), part.step)
+        for name in ("residual", "verdict", "used", "matrix_norm", "reliable"):
+            getattr(self, name)[rows] = getattr(part, name)
 
 
 class History:
@@ -65,39 +58,41 @@ class History:
 
     def __init__(
         self,
-        reference: Tensor,
-        start: Tensor,
+        small: Small,
+        reference: Array,
         record: bool,
         callback: Callable[[Progress], object] | None,
     ) -> None:
-        self.reference, self.record, self.callback = reference, record, callback
+        self.small, self.record, self.callback = small, record, callback
+        self.reference = small.write(reference)
         self.wanted = record or callback is not None
-        self.columns = [self._relative(start)] if record else []
+        self.columns: list[Tensor] = []
         self.products = 0
 
-    def note(self, rows: Tensor, running: Tensor, residual: Tensor) -> None:
+    def start(self, residual: Array) -> None:
+        if self.record:
+            self.columns.append(relative_norm(self.small.write(residual), self.reference))
+
+    def note(self, rows: Array, running: Array, residual: Array) -> None:
         """One product: residual norms (n, 1) of the samples ``rows``, where ``running`` (n, 1)."""
-        if not self.wanted:
-            return
+        write = self.small.write
         norms = torch.full_like(self.reference, torch.nan)
-        norms.index_copy_(0, rows, torch.where(running, residual, torch.nan))
+        known = torch.where(write(running), write(residual), torch.nan)
+        column = relative_norm(norms.index_copy(0, write(rows), known), self.reference)
         self.products += 1
-        column = self._relative(norms)
         if self.record:
             self.columns.append(column)
         if self.callback is not None:
-            self.callback(Progress(self.products, column, None, int(running.sum())))
-
-    def _relative(self, norms: Tensor) -> Tensor:
-        return relative_norm(norms, self.reference).squeeze(1)
+            residuals, left = column.squeeze(1), self.small.count(running)
+            self.callback(Progress(self.products, residuals, None, left))
 
     def trace(self) -> Trace | None:
-        return Trace(torch.stack(self.columns, dim=1)) if self.record else None
+        return Trace(torch.cat(self.columns, dim=1)) if self.record else None
 
 
 def relative_norm(norms: Tensor, reference: Tensor) -> Tensor:
     """``norms / reference``, 0 where both are 0."""
-    return torch.where(norms == 0, 0.0, norms / reference)
+    return torch.where(norms == 0, norms, norms / reference)
 
 
 class LinearLoop:
@@ -125,183 +120,219 @@ class LinearLoop:
         self.record, self.callback = record, callback
 
     def run(self, b: Tensor, x0: Tensor | None) -> Solution:
-        """Solve for the rows of ``b`` (B, D); the solution's value is a matrix in its dtype."""
-        self._prepare(b)
-        self._begin(x0)
+        """Solve for the rows of ``b`` (B, D); the solution's value is a matrix (B, D)."""
+        self.small = Small(b.device)
+        with numpy.errstate(all="ignore"):
+            self._prepare(b)
+            self._begin(x0)
         while True:
-            rows = torch.nonzero(self.open.squeeze(1)).flatten()
-            if rows.numel() == 0:
+            rows = self.small.index(self.open)
+            if len(rows) == 0:
                 break
             outcome = self._round(rows)
-            self._judge(outcome, rows)
-        relative = relative_norm(self.residual, self.reference)
-        return Solution(
-            value=(self.x * self.scale).to(b.dtype),
-            status=self.status.squeeze(1),
-            residual=relative.squeeze(1),
-            residual_norm=(self.residual * self.scale).squeeze(1),
-            steps=self.steps.squeeze(1),
-            evaluations=self.evaluations.squeeze(1),
-            trace=self.history.trace(),
-        )
+            with numpy.errstate(all="ignore"):
+                self._judge(outcome)
+        return self._solution(b.dtype)
 
     def _prepare(self, b: Tensor) -> None:
         """Scale every row by a power of two, which rounds nothing; norms and limits."""
+        small = self.small
         vectors = b.to(self.product.dtype)
-        largest = vectors.abs().amax(1, keepdim=True)
-        self.usable = torch.isfinite(largest)
-        _, exponent = torch.frexp(torch.where(self.usable, largest, 1))
-        self.scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(-100, 100))
-        self.b = torch.where(self.usable, vectors / self.scale, 0)
-        self.reference = norm(self.b)
-        limit = self.tolerance.threshold((self.reference * self.scale).squeeze(1)).unsqueeze(1)
-        self.limit = limit / self.scale
-        self.all_rows = torch.arange(b.shape[0], device=b.device)
+        largest = small.read(vectors.abs().amax(1, keepdim=True))
+        self.usable = largest < small.xp.inf
+        exponent = small.xp.frexp(small.xp.where(self.usable, largest, 1))[1].clip(-100, 100)
+        self.scale = small.xp.ldexp(largest * 0 + 1, exponent)
+        self.factor = small.write(self.scale)
+        self.b = vectors / self.factor
+        if not small.host or not self.usable.all():
+            self.b = torch.where(small.write(self.usable), self.b, 0)
+        self.reference = small.read(norm(self.b))
+        reference = small.write(self.reference * self.scale).squeeze(1)
+        self.limit = small.read(self.tolerance.threshold(reference).unsqueeze(1)) / self.scale
+        self.all_rows = small.range(b.shape[0])
 
     def _begin(self, x0: Tensor | None) -> None:
         """Close the samples that need no work; residuals of the others."""
+        where = self.small.xp.where
         self.x = torch.zeros_like(self.b)
         self.r, self.residual = self.b, self.reference
-        self.status = torch.full_like(self.scale, Status.MAX_STEPS, dtype=torch.int64)
-        self.steps = torch.zeros_like(self.status)
-        self.evaluations = torch.zeros_like(self.status)
         self.open = self.usable & (self.reference > 0)
+        self.used = self.open * 0
+        self.evaluations = self.used
+        self.status = self.used + int(Status.MAX_STEPS)
         if x0 is not None:
-            self._start_at(x0.to(self.b.dtype) / self.scale)
+            self._start_at(x0.to(self.b.dtype) / self.factor)
         self._close(~self.usable, Status.NONFINITE)
-        self.residual = torch.where(self.usable, self.residual, torch.inf)
-        self._close(self.usable & (self.residual <= self.limit), Status.CONVERGED)
-        self.history = History(self.reference, self.residual, self.record, self.callback)
+        self.residual = where(self.usable, self.residual, torch.inf)
+        self._close(self.residual <= self.limit, Status.CONVERGED)
+        self.history = History(self.small, self.reference, self.record, self.callback)
+        self.history.start(self.residual)
 
     def _start_at(self, x: Tensor) -> None:
-        rows = torch.nonzero(self.open.squeeze(1)).flatten()
-        if rows.numel() == 0:
+        small = self.small
+        rows = small.index(self.open)
+        if len(rows) == 0:
             return
-        finite = torch.isfinite(x).all(1, keepdim=True)
-        x = torch.where(self.open & finite, x, 0)
+        finite = small.read(torch.isfinite(x).all(1, keepdim=True))
+        x = torch.where(small.write(self.open & finite), x, 0)
         r = self._true_residual(x, rows)
-        length = norm(r)
-        good = finite & torch.isfinite(length)
-        self.evaluations += self.open
-        self._close(self.open & ~good, Status.NONFINITE)
+        length = small.read(norm(r))
+        good = finite & (length < torch.inf)
+        self.evaluations = self.evaluations + self.open
         moved = self.open & good
-        self.x, self.r = torch.where(moved, x, self.x), torch.where(moved, r, self.r)
-        self.residual = torch.where(moved, length, self.residual)
+        self._close(self.open & ~good, Status.NONFINITE)
+        self._move(moved, x, r, length)
 
-    def _close(self, rows: Tensor, status: Status | Tensor) -> None:
-        self.status = torch.where(rows, status, self.status)
+    def _move(self, rows: Array, x: Tensor, r: Tensor, length: Array) -> None:
+        """In ``rows`` (B, 1) the point ``x`` with residual ``r`` becomes the current one."""
+        self.x = self.small.choose(rows, x, self.x)
+        self.r = self.small.choose(rows, r, self.r)
+        self.residual = self.small.xp.where(rows, length, self.residual)
+
+    def _close(self, rows: Array, status: Status | Array) -> None:
+        self.status = self.small.xp.where(rows, status, self.status)
         self.open = self.open & ~rows
 
-    def _true_residual(self, x: Tensor, rows: Tensor) -> Tensor:
+    def _true_residual(self, x: Tensor, rows: Array) -> Tensor:
         """``b - A x`` (B, D), by one product for the samples ``rows``; ``b`` elsewhere."""
-        sent = x * self.scale
-        if not self.compact or rows.numel() == self.b.shape[0]:
-            self.product.select(self.all_rows)
-            return self.b - self.product.exact(sent) / self.scale
-        self.product.select(rows)
-        image = self.product.exact(sent.index_select(0, rows))
-        return self.b.index_add(0, rows, image / self.scale.index_select(0, rows), alpha=-1)
+        sent = x * self.factor
+        if not self.compact or len(rows) == len(self.all_rows):
+            self.product.select(self.small.write(self.all_rows))
+            return self.b - self.product.exact(sent) / self.factor
+        index = self.small.write(rows)
+        self.product.select(index)
+        image = self.product.exact(sent.index_select(0, index))
+        return self.b.index_add(0, index, image / self.factor.index_select(0, index), alpha=-1)
 
-    def _round(self, rows: Tensor) -> Round:
+    def _round(self, rows: Array) -> Round:
         """Run the Krylov method until every sample of ``rows`` has stopped."""
-        outcome = Round.empty(self.x, self.residual)
+        small, write = self.small, self.small.write
         budget = self.max_steps - self.evaluations
-        caps = set(budget.index_select(0, rows).flatten().tolist())
+        caps = set(budget[rows].flatten().tolist())
         if not self.compact:
             rows = self.all_rows
-        self.product.select(rows)
-        whole = rows.numel() == self.all_rows.numel()
-
-        def part(tensor: Tensor) -> Tensor:
-            return tensor if whole else tensor.index_select(0, rows)
-
-        run = self.solver.start(part(self.r), part(self.limit), part(self.open))
-        watch, running = Watch(self.b.device), rows.numel()
+        index = write(rows)
+        self.product.select(index)
+        whole = len(rows) == len(self.all_rows)
+        r = self.r if whole else self.r.index_select(0, index)
+        run = self.solver.start(r, write(self.limit[rows]), write(self.open[rows]))
+        watch, running = Watch(self.b.device), len(rows)
+        outcome: Round | None = None
         for step in range(max(caps)):
             if step + 1 in caps:
-                self._reserve(run, rows, budget.index_select(0, rows) == step + 1)
+                self._reserve(run, rows, budget[rows] == step + 1)
             if step in caps:
-                run.stop(budget.index_select(0, rows) == step)
-            active = run.active
+                run.stop(write(budget[rows] == step))
+            active = run.running
             run.absorb(self.product(run.direction))
-            self.history.note(rows, active, run.current())
+            if self.history.wanted:
+                self.history.note(rows, active, run.current())
             if run.exhausted:
                 break
-            mask = watch(run.active.squeeze(1))
-            left = running if mask is None else int(mask.count_nonzero())
+            mask = run.running if small.host else watch(run.running)
+            left = running if mask is None else small.count(mask)
             if left == 0:
                 break
             if left == running or mask is None:
                 continue
-            if not self.compact or (rows.numel() - left) * SHRINK < rows.numel():
-                run.quiet()
-                running = left
-                continue
-            run, rows = self._shrink(run, rows, mask, outcome)
             running = left
+            if not self.compact or (len(rows) - left) * SHRINK < len(rows):
+                run.quiet()
+                continue
+            outcome = outcome or self._nothing()
+            run, rows = self._shrink(run, rows, mask, outcome)
             watch.reset()
-        outcome.harvest(run, rows)
+        if outcome is None and whole:
+            return Round.of(run)
+        outcome = outcome or self._nothing()
+        outcome.put(Round.of(run), rows, small)
         return outcome
 
+    def _nothing(self) -> Round:
+        """The round in which no sample does anything."""
+        none, zero = self.used * 0, self.residual * 0
+        return Round(
+            torch.zeros_like(self.x),
+            self.residual + zero,
+            none + int(Status.MAX_STEPS),
+            none,
+            zero,
+            none == 0,
+        )
+
     def _shrink(
-        self, run: KrylovRun, rows: Tensor, mask: Tensor, outcome: Round
-    ) -> tuple[KrylovRun, Tensor]:
+        self, run: KrylovRun, rows: Array, mask: Array, outcome: Round
+    ) -> tuple[KrylovRun, Array]:
         """Let the rows leave where the host's ``mask`` is False; their results are kept."""
-        gone = torch.nonzero(~mask).flatten().to(rows.device)
-        stay = torch.nonzero(mask).flatten().to(rows.device)
-        outcome.harvest(run.rows(gone), rows.index_select(0, gone))
-        rows = rows.index_select(0, stay)
-        self.product.select(rows)
+        gone, stay = self.small.index(~mask), self.small.index(mask)
+        outcome.put(Round.of(run.rows(gone)), rows[gone], self.small)
+        rows = rows[stay]
+        self.product.select(self.small.write(rows))
         return run.rows(stay), rows
 
-    def _reserve(self, run: KrylovRun, rows: Tensor, last: Tensor) -> None:
+    def _reserve(self, run: KrylovRun, rows: Array, last: Array) -> None:
         """Before the last product: keep it for the check, where the check will be needed."""
-        x = self.x.index_select(0, rows) + run.solution()
-        believed = run.reliable() & (self._drift(x, rows, run.matrix_norm) <= run.residual())
-        run.stop(last & ~believed)
+        x = self.x.index_select(0, self.small.write(rows)) + run.solution()
+        drift = self._drift(x, self.reference[rows], run.matrix_norm)
+        believed = run.reliable() & (drift <= run.residual())
+        run.stop(self.small.write(last & ~believed))
 
-    def _drift(self, x: Tensor, rows: Tensor, matrix_norm: Tensor) -> Tensor:
+    def _drift(self, x: Tensor, reference: Array, matrix_norm: Array) -> Array:
         """Bound on what rounding has done to the residual of a recurrence, (n, 1)."""
-        reference = self.reference.index_select(0, rows)
-        return DRIFT * self.product.eps * (matrix_norm * norm(x) + reference)
+        size = self.small.read(norm(x))
+        return DRIFT * self.product.eps * (matrix_norm * size + reference)
 
-    def _judge(self, outcome: Round, rows: Tensor) -> None:
+    def _judge(self, outcome: Round) -> None:
         """Close the samples of a round, check those whose residual cannot be believed."""
-        self.steps = self.steps + outcome.products
-        self.evaluations = self.evaluations + outcome.products
+        small = self.small
+        self.used = self.used + outcome.used
+        self.evaluations = self.evaluations + outcome.used
         x = self.x + outcome.step
-        drift = self._drift(x, self.all_rows, outcome.matrix_norm)
+        drift = self._drift(x, self.reference, outcome.matrix_norm)
+        small_drift = drift <= small.xp.maximum(outcome.residual, self.limit)
         exact = outcome.residual == self.residual  # no step was taken
-        believed = outcome.reliable & (drift <= torch.maximum(outcome.residual, self.limit)) | exact
-        spent = (self.evaluations >= self.max_steps) | (outcome.products == 0)
-        unfinished = outcome.verdict == Status.MAX_STEPS
-        closing = self.open & (spent | (believed & ~unfinished))
+        believed = (outcome.reliable & small_drift) | exact
+        spent = (self.evaluations >= self.max_steps) | (outcome.used == 0)
+        finished = outcome.verdict != int(Status.MAX_STEPS)
+        closing = self.open & (spent | (believed & finished))
         better = closing & (outcome.residual < self.residual)
-        self.x = choose(better, x, self.x)
-        self.residual = torch.where(better, outcome.residual, self.residual)
+        self.x = small.choose(better, x, self.x)
+        self.residual = small.xp.where(better, outcome.residual, self.residual)
         self._close(closing, outcome.verdict)
-        self._check(outcome, x)
+        rows = small.index(self.open)
+        if len(rows) > 0:
+            self._check(outcome, x, rows)
 
-    def _check(self, outcome: Round, x: Tensor) -> None:
+    def _check(self, outcome: Round, x: Tensor, rows: Array) -> None:
         """True residuals of the samples still open at ``x``; who has gained nothing has stalled."""
-        rows = torch.nonzero(self.open.squeeze(1)).flatten()
-        if rows.numel() == 0:
-            return
-        x = self.product.rounded(x * self.scale) / self.scale
+        small = self.small
+        x = self.product.rounded(x * self.factor) / self.factor
         checked = self.open
         r = self._true_residual(x, rows)
-        length = norm(r)
+        length = small.read(norm(r))
         self.evaluations = self.evaluations + checked
-        self.history.note(self.all_rows, checked, length)
-        better = checked & (length < self.residual)
-        claimed = outcome.verdict == Status.CONVERGED
-        enough = torch.where(claimed, HALVED, 1 - torch.finfo(length.dtype).eps ** 0.5)
-        gained = length <= enough * self.residual
-        self.x, self.r = torch.where(better, x, self.x), torch.where(better, r, self.r)
-        self.residual = torch.where(better, length, self.residual)
+        if self.history.wanted:
+            self.history.note(self.all_rows, checked, length)
+        claimed = outcome.verdict == int(Status.CONVERGED)
+        creeping = 1 - torch.finfo(self.b.dtype).eps ** 0.5
+        gained = length <= small.xp.where(claimed, HALVED, creeping) * self.residual
+        self._move(checked & (length < self.residual), x, r, length)
         self._close(checked & (length <= self.limit), Status.CONVERGED)
-        self._close(self.open & ~torch.isfinite(length), Status.NONFINITE)
-        broken = ~claimed & (outcome.verdict != Status.MAX_STEPS)
+        self._close(self.open & ~(length < torch.inf), Status.NONFINITE)
+        broken = ~claimed & (outcome.verdict != int(Status.MAX_STEPS))
         self._close(self.open & broken, outcome.verdict)
         self._close(self.open & ~gained, Status.STALLED)
         self._close(self.open & (self.evaluations >= self.max_steps), Status.MAX_STEPS)
+
+    def _solution(self, dtype: torch.dtype) -> Solution:
+        write = self.small.write
+        residual = write(self.residual)
+        return Solution(
+            value=(self.x * self.factor).to(dtype),
+            status=write(self.status).squeeze(1),
+            residual=relative_norm(residual, write(self.reference)).squeeze(1),
+            residual_norm=(residual * self.factor).squeeze(1),
+            steps=write(self.used).squeeze(1),
+            evaluations=write(self.evaluations).squeeze(1),
+            trace=self.history.trace(),
+        )

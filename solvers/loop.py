@@ -50,8 +50,9 @@ class Rows:
     norm: Tensor
     energy: Tensor | None
     status: Tensor
-    steps: Tensor
+    rejected: Tensor  # trials that were not taken
     evaluations: Tensor
+    extra: Tensor  # products with the Jacobian (Newton methods)
     limit: Tensor  # residual norm beyond which the sample diverges
     milestone: Tensor  # best relative residual at the last check for progress
 
@@ -77,16 +78,24 @@ class Loop:
             self.columns = []
         self.callback = callback
         self.finished: list[Rows] = []
-        self.extra: Tensor | None = None  # products with the Jacobian, per row (Newton methods)
+        self.ended = False  # some row of the working batch has ended
+        # Nobody looks at every single evaluation: uneventful ones can take the fast path.
+        watched = problem.has_energy or solver.searches or record or callback
+        self.plain = not (watched or tolerance.atol)
 
     def run(self, z: Tensor) -> Solution:
         self.batch = z.shape[0]
         self.problem.max_steps = self.max_steps
+        self.plain = self.plain and z.device.type == "cpu"
         self.watch = Watch(z.device)
         last: Point | None = None
         state: Any = None
         for evaluation in range(1, self.max_steps + 1):
             trial = self.problem.evaluate(z)
+            if state is not None and self._smooth(trial, evaluation):
+                last = trial
+                z = self.solver.step(state, Turn(trial, trial, None, self.problem))
+                continue
             accepted = self._judge(trial, last)
             if last is None:
                 self.rows = self._first(trial)
@@ -99,9 +108,26 @@ class Loop:
             if state is None:
                 state = self.solver.init(current, self.problem)
             z = self._propose(state, current, trial, accepted)
-            self.extra = getattr(state, "extra", None)
+            self.rows.extra = getattr(state, "extra", self.rows.extra)
             last = current
         return self._solution()
+
+    def _smooth(self, trial: Point, evaluation: int) -> bool:
+        """Fast path of the CPU: every row is running, improves, and none has converged.
+
+        Then only the best iterate changes; counts are brought up to date by the next full account.
+        """
+        due = evaluation == self.max_steps or evaluation % PATIENCE == 0
+        if due or self.ended or not self.plain:
+            return False
+        relative = trial.norm / trial.reference
+        if not bool((relative < self.rows.relative).all()):  # False also for NaN
+            return False
+        if float(relative.min()) <= self.tolerance.rtol:
+            return False
+        rows = self.rows
+        rows.value, rows.relative, rows.norm = trial.z, relative, trial.norm
+        return True
 
     def _judge(self, trial: Point, last: Point | None) -> Tensor | None:
         """Accepted rows, or None for all of them."""
@@ -120,8 +146,9 @@ class Loop:
             norm=infinite,
             energy=None if trial.energy is None else torch.full_like(trial.energy, torch.nan),
             status=whole + RUNNING,
-            steps=whole,
+            rejected=whole,
             evaluations=whole,
+            extra=whole,
             limit=DIVERGENCE * scale,
             milestone=infinite,
         )
@@ -136,15 +163,14 @@ class Loop:
         converged = taken & (trial.norm <= self.tolerance.threshold(trial.reference))
         better = (taken & (relative < rows.relative)) | converged
         self._keep(trial, relative, better)
-        spent = evaluation if self.extra is None else evaluation + self.extra
-        rows.evaluations = torch.where(running, spent, rows.evaluations)
-        rows.steps = rows.steps + taken
+        rows.evaluations = torch.where(running, evaluation + rows.extra, rows.evaluations)
+        if accepted is not None:
+            rows.rejected = rows.rejected + (running & ~accepted)
         self._trace(relative, trial.energy, accepted, running, evaluation)
         status = torch.where(converged, int(Status.CONVERGED), rows.status)
         status = torch.where(taken & (trial.norm > rows.limit), int(Status.DIVERGED), status)
-        if self.extra is not None:
-            over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
-            status = torch.where(over, int(Status.MAX_STEPS), status)
+        over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
+        status = torch.where(over, int(Status.MAX_STEPS), status)
         if accepted is not None:
             status = self._give_up(status, accepted, trial, evaluation)
         if evaluation % PATIENCE == 0:
@@ -190,25 +216,27 @@ class Loop:
 
     def _all_ended(self) -> bool:
         seen = self.watch(self.rows.status == RUNNING)
-        return seen is not None and not bool(seen.any())
+        if seen is None:
+            return False
+        self.ended = not bool(seen.all())
+        return self.ended and not bool(seen.any())
 
     def _shrink(
         self, current: Point, trial: Point, accepted: Tensor | None, state: Any
     ) -> tuple[Point, Point, Tensor | None, Any]:
         """Let finished rows leave, their history with them, when enough of them have finished."""
-        ended = self.rows.status != RUNNING
-        if not self.compact or current.z.device.type != "cpu":
+        if not (self.ended and self.compact):
             return current, trial, accepted, state
-        number = int(ended.sum())
+        ended = self.rows.status != RUNNING
+        number = int(ended.sum()) if current.z.device.type == "cpu" else 0
         if number * SHRINK < ended.numel() or number == 0:
             return current, trial, accepted, state
+        self.ended = False
         stay = torch.nonzero(~ended).flatten()
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
         self.rows = select_rows(self.rows, stay)
         self.memory = select_rows(self.memory, stay)
         self.problem = self.problem.rows(stay, ended.numel())
-        if self.extra is not None:
-            self.extra = self.extra.index_select(0, stay)
         same = trial is current
         current = select_rows(current, stay)
         trial = current if same else select_rows(trial, stay)
@@ -250,7 +278,6 @@ class Loop:
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces).index_select(0, order)
 
         status = gather("status")
-        status = torch.where(status == RUNNING, int(Status.MAX_STEPS), status)
         trace = None
         if self.columns is not None:
             energies = [column[2] for column in self.columns if column[2] is not None]
@@ -264,7 +291,7 @@ class Loop:
             status=status,
             residual=gather("relative"),
             residual_norm=gather("norm"),
-            steps=gather("steps"),
+            steps=gather("evaluations") - gather("extra") - gather("rejected"),
             evaluations=gather("evaluations"),
             energy=None if self.rows.energy is None else gather("energy").detach(),
             trace=trace,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.krylov import KrylovRun, LinearSolver, choose, dot, norm
+from solvers.krylov import KrylovRun, LinearSolver, dot, norm
+from solvers.small import Array
 from solvers.solution import Status
 
 
@@ -39,74 +40,75 @@ class MINRESRun(KrylovRun):
     """State of MINRES in the notation of Paige and Saunders; scalars are (n, 1)."""
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
-        self.active = active
-        self.products = torch.zeros_like(active, dtype=torch.int64)
-        self.limit = limit
-        self.phi_bar = norm(residual)
-        self._zero = torch.zeros_like(limit)
-        inverse = torch.where(self.phi_bar > 0, self.phi_bar.reciprocal(), self._zero)
-        self.direction = residual * inverse
+        super().__init__(residual, limit, active)
+        length = norm(residual)
+        self.phi_bar = self.small.read(length)
+        self.direction = residual / torch.where(length > 0, length, 1)
         self.old_direction = self.w = self.old_w = self.iterate = torch.zeros_like(residual)
-        self.beta = self.delta_bar = self.epsilon = self.sine = self.matrix_norm = self._zero
-        self.cosine = torch.full_like(limit, -1.0)
-        self.gamma = torch.ones_like(limit)
-        self.stuck = torch.zeros_like(active)
+        self.beta = self.delta_bar = self.epsilon = self.sine = self.zero
+        self.cosine = self.zero - 1
+        self.gamma = self.zero + 1
+        self.stuck = self.running & False
         self.floor = 16 * torch.finfo(residual.dtype).eps
 
-    def absorb(self, product: Tensor) -> None:
-        self.products += self.active
+    def _advance(self, product: Tensor) -> None:
+        small, where = self.small, self.small.xp.where
+        self.used = self.used + self.running
         v = self.direction
-        alpha = dot(v, product)
-        u = torch.addcmul(product, alpha, v, value=-1)
-        u = torch.addcmul(u, self.beta, self.old_direction, value=-1)
-        beta = norm(u)
-        epsilon, delta, gamma_bar = self._rotate(alpha, beta)
+        u = torch.addcmul(product, small.write(self.beta), self.old_direction, value=-1)
+        along = dot(v, u)
+        u = torch.addcmul(u, along, v, value=-1)
+        length = norm(u)
+        alpha, beta = small.read(along), small.read(length)
+        delta, epsilon, gamma_bar = self._rotate(alpha, beta)
         active = self._judge(alpha, beta, gamma_bar)
         self.cosine, self.sine = gamma_bar / self.gamma, beta / self.gamma
-        w = torch.addcmul(v, delta, self.w, value=-1)
-        w = torch.addcmul(w, epsilon, self.old_w, value=-1) / self.gamma
-        step = torch.addcmul(self.iterate, self.cosine * self.phi_bar, w)
-        self.iterate = choose(active, step, self.iterate)
-        self.phi_bar = torch.where(active, self.sine * self.phi_bar, self.phi_bar)
+        w = torch.addcmul(v, small.write(delta), self.w, value=-1)
+        w = torch.addcmul(w, small.write(epsilon), self.old_w, value=-1)
+        w = w / small.write(self.gamma)
+        step = torch.addcmul(self.iterate, small.write(self.cosine * self.phi_bar), w)
+        self.iterate = small.choose(active, step, self.iterate)
+        self.phi_bar = where(active, self.sine * self.phi_bar, self.phi_bar)
         self.w, self.old_w = w, self.w
-        self.direction, self.old_direction = u / beta, v
+        self.direction, self.old_direction = u / length, v
         self.beta = beta
-        self.active = active & (self.phi_bar > self.limit)
+        self.running = active & (self.phi_bar > self.limit)
 
-    def _rotate(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the last rotation to the new column; epsilon, delta of this column, gamma_bar."""
+    def _rotate(self, alpha: Array, beta: Array) -> tuple[Array, Array, Array]:
+        """Apply the last rotation to the new column; its delta, epsilon and gamma_bar."""
         epsilon = self.epsilon
-        delta = torch.addcmul(self.cosine * self.delta_bar, self.sine, alpha)
-        gamma_bar = torch.addcmul(self.sine * self.delta_bar, self.cosine, alpha, value=-1)
+        delta = self.cosine * self.delta_bar + self.sine * alpha
+        gamma_bar = self.sine * self.delta_bar - self.cosine * alpha
         self.epsilon = self.sine * beta
         self.delta_bar = -self.cosine * beta
-        return epsilon, delta, gamma_bar
+        return delta, epsilon, gamma_bar
 
-    def _judge(self, alpha: Tensor, beta: Tensor, gamma_bar: Tensor) -> Tensor:
+    def _judge(self, alpha: Array, beta: Array, gamma_bar: Array) -> Array:
         """Rows that may take this step: finite, and with a residual that can still shrink."""
-        running = self.active
-        size = torch.maximum(self.matrix_norm, torch.hypot(alpha, beta))
-        self.matrix_norm = torch.where(running, size, self.matrix_norm)
-        self.gamma = torch.where(running, torch.hypot(gamma_bar, beta), self.gamma)
+        xp, running = self.small.xp, self.running
+        size = xp.maximum(self.matrix_norm, xp.hypot(alpha, beta))
+        self.gamma = xp.where(running, xp.hypot(gamma_bar, beta), self.gamma)
+        finite = running & (self.gamma < xp.inf)
+        self.matrix_norm = xp.where(finite, size, self.matrix_norm)
         # |A r| / |r| of the present iterate (Paige and Saunders, section 6).
-        shrinking = torch.hypot(gamma_bar, self.delta_bar)
-        self.stuck = torch.where(running, shrinking <= self.floor * size, self.stuck)
-        return running & (self.gamma < torch.inf) & ~self.stuck
+        shrinking = xp.hypot(gamma_bar, self.delta_bar)
+        self.stuck = xp.where(running, shrinking <= self.floor * size, self.stuck)
+        return finite & ~self.stuck
 
     def solution(self) -> Tensor:
         return self.iterate
 
-    def residual(self) -> Tensor:
+    def residual(self) -> Array:
         return self.phi_bar
 
-    def reliable(self) -> Tensor:
-        return self.products == 0
+    def reliable(self) -> Array:
+        return self.used == 0
 
-    def verdict(self) -> Tensor:
-        verdict = torch.full_like(self.products, Status.MAX_STEPS)
-        verdict.masked_fill_(self.stuck, Status.STALLED)
-        verdict.masked_fill_(~torch.isfinite(self.gamma), Status.NONFINITE)
-        return verdict.masked_fill_(self.phi_bar <= self.limit, Status.CONVERGED)
+    def verdict(self) -> Array:
+        where, isfinite = self.small.xp.where, self.small.xp.isfinite
+        verdict = where(self.stuck, int(Status.STALLED), int(Status.MAX_STEPS))
+        verdict = where(isfinite(self.gamma), verdict, int(Status.NONFINITE))
+        return where(self.phi_bar <= self.limit, int(Status.CONVERGED), verdict)
 
     def quiet(self) -> None:
         for name in ("direction", "old_direction", "w", "old_w"):

@@ -108,28 +108,43 @@ class Problem(Linearizable):
             residual = torch.where(self.mask, residual, zero)
             value = torch.where(self.mask, value, zero)
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
-        detached, scale = residual.detach(), value.detach()
-        return Point(z, residual, row_norm(detached), row_norm(scale), energy, gradient)
+        norm, reference = row_norm(residual.detach()), row_norm(value.detach())
+        return Point(z, residual, norm, reference, energy, gradient)
 
     def map(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``(f(z), E(z), dE/dz)`` as vectors, the last two where known."""
-        if self.checkpoint and torch.is_grad_enabled():
-            return checkpoint(self._map, z, use_reentrant=False)  # type: ignore[no-any-return]
-        return self._map(z)
+        return self._run(self._joint, z)
 
-    def _map(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        tree = self.layout.tree(z)
-        energy, gradient = None, None
+    def held_map(self, z: Tensor) -> Tensor:
+        """``f(z)`` in the coordinates that the mask leaves free, constants in the others."""
+        if self.mask is None:
+            return self._run(self._alone, z)
+        held = z.detach()
+        free = torch.where(self.mask, z, held)
+        return torch.where(self.mask, self._run(self._alone, free), held)
+
+    def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
-            if isinstance(self.f, EnergyUpdate) and self.energy is None:
-                output, energy, gradient = self.f.joint(tree, *self.args)
-            else:
-                output = self.f(tree, *self.args)
-                if self.energy is not None:
-                    energy = self.energy(tree, *self.args)
+            if self.checkpoint and torch.is_grad_enabled():
+                return checkpoint(function, z, use_reentrant=False)
+            return function(z)
         except (RuntimeError, ValueError) as error:
             self._explain_shrinking(error, z.shape[0])
             raise
+
+    def _alone(self, z: Tensor) -> Tensor:
+        output = self.f(self.layout.tree(z), *self.args)
+        return self.layout.vector(output).to(z.dtype)
+
+    def _joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        tree = self.layout.tree(z)
+        energy, gradient = None, None
+        if isinstance(self.f, EnergyUpdate) and self.energy is None:
+            output, energy, gradient = self.f.joint(tree, *self.args)
+        else:
+            output = self.f(tree, *self.args)
+            if self.energy is not None:
+                energy = self.energy(tree, *self.args)
         if not self._checked or z.shape[0] == 1:
             self._check_output(output, energy, z)
         vector = self.layout.vector(output).to(z.dtype)
@@ -149,13 +164,6 @@ class Problem(Linearizable):
         other = copy(self)
         other.args = args
         return other
-
-    def held_map(self, z: Tensor) -> Tensor:
-        """``f(z)`` in the coordinates that the mask leaves free, constants in the others."""
-        if self.mask is None:
-            return self.map(z)[0]
-        held = z.detach()
-        return torch.where(self.mask, self.map(torch.where(self.mask, z, held))[0], held)
 
     def jacobian_product(self, z: Tensor) -> Callable[[Tensor], Tensor]:
         """v -> J(z) v: a vector-Jacobian product where J is symmetric, else reverse over reverse."""
@@ -193,9 +201,7 @@ class Problem(Linearizable):
     def _explain_shrinking(self, error: Exception, batch: int) -> None:
         """After finished samples have left, a failing f has most likely closed over the batch."""
         if self.shrunk:
-            error.add_note(_SHRUNK.format(batch)) if hasattr(error, "add_note") else None
-            if not hasattr(error, "add_note"):  # Python 3.10
-                raise type(error)(f"{error}\n{_SHRUNK.format(batch)}") from error
+            raise type(error)(f"{error}\n{_SHRUNK.format(batch)}") from error
 
 
 _SHRUNK = (

@@ -27,16 +27,18 @@ class Product:
         self._layout = layout
         self._all_args = args
         self._args = args
-        self._batch = batch
+        self._batch = self._rows = batch
         self._single = layout.spec == pytree.tree_flatten(torch.empty(0))[1]
-        self._flat = self._single and len(layout.shapes[0]) == 1
         self._narrow = any(torch.finfo(dtype).bits < 32 for dtype in layout.dtypes)
         self.dtype = torch.promote_types(layout.dtype, torch.float32)
         self.eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
+        # A matrix (B, D) of float32 or float64 is handed over as it is.
+        self._plain = self._single and len(layout.shapes[0]) == 1 and not self._narrow
 
     def select(self, rows: Tensor) -> None:
         """Keep the rows ``rows`` (indices into the whole batch) of every argument."""
         self._args = self._all_args
+        self._rows = rows.numel()
         if rows.numel() < self._batch:
             # Always out of the original: a leaf that is not batched could by chance have as many
             # rows as a batch that has shrunk.
@@ -58,22 +60,39 @@ class Product:
 
     def exact(self, vectors: Tensor) -> Tensor:
         """The product without rescaling."""
-        if self._single:
-            shape = vectors.shape if self._flat else (vectors.shape[0], *self._layout.shapes[0])
-            sent = vectors.reshape(shape).to(self._layout.dtypes[0])
-            received = self._matvec(sent, *self._args)
-            if (
-                type(received) is Tensor
-                and received.shape == sent.shape
-                and received.dtype == sent.dtype
-                and received.device == sent.device
-            ):
-                return received.detach().reshape(vectors.shape).to(self.dtype)
-        else:
-            sent = self._layout.tree(vectors)
-            received = self._matvec(sent, *self._args)
-        _check_like(received, sent)
+        if self._plain:
+            received = self._call(vectors)
+            if _alike(received, vectors):
+                return received.detach() if received.requires_grad else received
+            _check_like(received, vectors)
+        sent = self._layout.tree(vectors.to(self._layout.dtype))
+        received = self._call(sent)
+        if not (self._single and _alike(received, sent)):
+            _check_like(received, sent)
         return self._layout.vector(pytree.tree_map(Tensor.detach, received)).to(self.dtype)
+
+    def _call(self, sent: Any) -> Any:
+        try:
+            return self._matvec(sent, *self._args)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self._rows < self._batch and hasattr(error, "add_note"):  # Python >= 3.11
+                error.add_note(_SHRUNK.format(self._rows, self._batch))
+            raise
+
+
+_SHRUNK = (
+    "matvec was called with the {} of {} samples that are still being solved. If it closes over a "
+    "tensor of the whole batch, pass that tensor in args=(...), or give compact=False."
+)
+
+
+def _alike(received: Any, sent: Tensor) -> bool:
+    return (
+        isinstance(received, Tensor)
+        and received.shape == sent.shape
+        and received.dtype == sent.dtype
+        and received.device == sent.device
+    )
 
 
 def _check_like(received: Any, sent: Any) -> None:

@@ -37,7 +37,8 @@ def acceptable(trial: Point, last: Point | None) -> Tensor:
     energy must not rise. Where two energies agree to rounding they cannot be told apart, and the
     trial is taken if its residual is not larger.
     """
-    finite = torch.isfinite(trial.norm)
+    # Both norms: a residual over an overflowed f(z) would look converged.
+    finite = torch.isfinite(trial.norm + trial.reference)
     if trial.energy is None:
         return finite
     energy = trial.energy.detach()

@@ -1,0 +1,68 @@
+# Two commands need nothing but Python >= 3.10 and make: `make demo` and `make test`.
+# Everything is installed into .venv; stamp files in there keep an install from being repeated.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# More arguments for the command that a target runs, e.g. make test ARGS="-k digits -n 0"
+ARGS ?=
+# More arguments for pip, e.g. PIP_ARGS="--extra-index-url ..." for a torch build without CUDA
+PIP_ARGS ?=
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+INSTALL := $(PIP) install $(PIP_ARGS) -c constraints.txt
+REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format types bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/examples.stamp ## train on the embedded digits, write the report to runs/
+	$(BIN)/python examples/classify.py $(ARGS)
+
+test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+
+lint: $(VENV)/dev.stamp ## ruff: rules and formatting, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/dev.stamp ## ruff: mend what can be mended, format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/dev.stamp ## basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/examples.stamp ## ratios against torchdeq, printed
+	$(BIN)/python benchmarks/vs_torchdeq.py $(ARGS)
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/python.stamp:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "$(PYTHON) was not found: install Python 3.10 or newer, or name it: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "Python 3.10 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "$(PYTHON) could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/examples.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+	@echo "installing the package and what the examples need into $(VENV) (minutes the first time) ..."
+	@$(INSTALL) -e ".[examples]"
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+	@echo "installing the package and what the tests need into $(VENV) (minutes the first time) ..."
+	@$(INSTALL) -e ".[test]"
+	@touch $@ $(VENV)/examples.stamp
+
+$(VENV)/dev.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+	@echo "installing the package and the developer's tools into $(VENV) (minutes the first time) ..."
+	@$(INSTALL) -e ".[test,dev]"
+	@touch $@ $(VENV)/test.stamp $(VENV)/examples.stamp

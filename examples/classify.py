@@ -1,0 +1,280 @@
+"""Train an energy-defined equilibrium layer to read handwritten digits, and report on it.
+
+    python examples/classify.py                          # embedded 8x8 digits, about a minute
+    python examples/classify.py --data mnist --patch 4   # MNIST, local or downloaded
+    python examples/classify.py --resume                 # go on where an interrupted run stopped
+
+Each image becomes tokens x; the layer returns the tokens z* that minimise
+``a E_attention(z) + b E_memory(z) + 1/2 |z - x|^2``; a linear readout classifies z*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import solvers
+from implicit_attn.checkpoint import load_checkpoint, save_checkpoint
+from implicit_attn.data import LOADERS, ImageData, batches, epoch_generator, load
+from implicit_attn.models import PatchClassifier
+from implicit_attn.studies import (
+    accuracy_by_evaluations,
+    format_table,
+    solve_history,
+    write_table,
+)
+from implicit_attn.studies.plots import training_report
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--data", choices=sorted(LOADERS), default="digits")
+    add("--readout", choices=("tokens", "class"), default="tokens", help="all tokens or a class token")
+    add("--patch", type=int, default=2, help="height = width of a patch")
+    add("--dim", type=int, default=64, help="features of a token")
+    add("--heads", type=int, default=4)
+    add("--memories", type=int, default=128, help="rows of the feed-forward energy")
+    add("--epochs", type=int, default=30)
+    add("--batch", type=int, default=64)
+    add("--rate", type=float, default=2e-3, help="peak learning rate (cosine decay)")
+    add("--rtol", type=float, default=1e-3, help="relative residual at which a sample has converged")
+    add("--max-steps", type=int, default=60, help="evaluations per sample, at most")
+    add("--seed", type=int, default=0)
+    add("--limit", type=int, default=0, help="use only so many training images (0: all)")
+    add("--out", type=Path, default=None, help="folder of the report (default runs/DATA-READOUT)")
+    add("--resume", action="store_true", help="continue from the checkpoint in that folder")
+    options = parser.parse_args()
+    options.out = options.out or Path("runs") / f"{options.data}-{options.readout}"
+    return options
+
+
+def build(options: argparse.Namespace, data: ImageData) -> PatchClassifier:
+    torch.manual_seed(options.seed)
+    _, channels, size, _ = data.train_images.shape
+    return PatchClassifier(
+        size,
+        channels,
+        data.classes,
+        patch=options.patch,
+        dim=options.dim,
+        heads=options.heads,
+        memories=options.memories,
+        readout=options.readout,
+        layer={
+            "tolerance": solvers.Tolerance(rtol=options.rtol),
+            "max_steps": options.max_steps,
+            "on_failure": "ignore",  # counted and shown instead
+        },
+    )
+
+
+class Training:
+    """State of a run: what the checkpoint holds."""
+
+    def __init__(self, options: argparse.Namespace, data: ImageData) -> None:
+        self.options, self.data = options, data
+        self.model = build(options, data)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.rate, weight_decay=1e-2
+        )
+        self.epoch, self.batch = 0, 0
+        self.sums: dict[str, float] = {}
+        self.history: list[dict[str, Any]] = []
+        self.path = options.out / "checkpoint.safetensors"
+        self.stopping = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        ignored = {"out", "resume"}
+        return {name: v for name, v in vars(self.options).items() if name not in ignored}
+
+    def save(self) -> None:
+        names = ("epoch", "batch", "sums", "history", "settings")
+        progress = {name: getattr(self, name) for name in names}
+        save_checkpoint(self.path, self.model, self.optimizer, progress)
+
+    def resume(self) -> None:
+        progress = load_checkpoint(self.path, self.model, self.optimizer)
+        if progress["settings"] != self.settings:
+            raise SystemExit(
+                f"{self.path} was made with other settings: {progress['settings']}; "
+                "give the same options, or another --out"
+            )
+        for name in ("epoch", "batch", "sums", "history"):
+            setattr(self, name, progress[name])
+
+    def stop(self) -> None:
+        """Ctrl-C: finish the batch, save, leave. A second one leaves at once."""
+        self.stopping = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def run(self) -> None:
+        while self.epoch < self.options.epochs:
+            self.run_epoch()
+            self.epoch, self.batch, self.sums = self.epoch + 1, 0, {}
+            self.save()
+
+    def run_epoch(self) -> None:
+        options, data = self.options, self.data
+        generator = epoch_generator(options.seed, self.epoch)
+        parts = list(batches(data.train_images, data.train_labels, options.batch, generator))
+        start = time.perf_counter()
+        bar = tqdm(parts, desc=f"epoch {self.epoch + 1}/{options.epochs}", unit="batch", leave=False)
+        for index, (images, labels) in enumerate(bar):
+            if index < self.batch:  # already done before an interruption
+                continue
+            self.step(images, labels, (self.epoch + index / len(parts)) / options.epochs)
+            self.batch = index + 1
+            bar.set_postfix_str(self.status())
+            if self.stopping:
+                bar.close()
+                self.save()
+                print(f"interrupted; {self.path} holds everything: continue with --resume")
+                raise SystemExit(130)
+        row = {"epoch": self.epoch + 1, **self.means(), "seconds": time.perf_counter() - start}
+        row["test_accuracy"] = accuracy(self.model, data.test_images, data.test_labels)
+        self.history.append(row)
+        tqdm.write(
+            f"epoch {row['epoch']:3d}  {self.status()}  test {100 * row['test_accuracy']:.2f} %  "
+            f"{row['seconds']:.1f} s"
+        )
+
+    def step(self, images: Tensor, labels: Tensor, progress: float) -> None:
+        """One optimiser step; ``progress`` in [0, 1) sets the learning rate."""
+        warm = min(1.0, progress * 20)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+        self.model.train()
+        loss = F.cross_entropy(self.model(images), labels)
+        if not math.isfinite(loss.item()):
+            raise SystemExit(f"the loss is {loss.item()} in epoch {self.epoch + 1}; nothing was updated")
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        solve = self.model.layer.last
+        assert solve is not None
+        adjoint = solve.adjoint.solution
+        assert adjoint is not None
+        number = len(images)
+        for name, value in {
+            "samples": number,
+            "loss": loss.item() * number,
+            "converged": int(solve.converged.sum()),
+            "evaluations": int(solve.evaluations.sum()),
+            "adjoint_converged": int(adjoint.converged.sum()),
+            "adjoint_products": int(adjoint.evaluations.sum()),
+        }.items():
+            self.sums[name] = self.sums.get(name, 0) + value
+        worst = adjoint.residual.max().item()
+        self.sums["adjoint_residual"] = max(self.sums.get("adjoint_residual", 0.0), worst)
+        self.sums["most_evaluations"] = max(
+            self.sums.get("most_evaluations", 0), int(solve.evaluations.max())
+        )
+
+    def means(self) -> dict[str, float]:
+        worst = ("adjoint_residual", "most_evaluations")
+        number = max(self.sums.get("samples", 0), 1)
+        mean = {n: v / number for n, v in self.sums.items() if n not in (*worst, "samples")}
+        return mean | {name: self.sums.get(name, 0.0) for name in worst}
+
+    def status(self) -> str:
+        row = self.means()
+        return (
+            f"loss {row['loss']:.4f}  converged {100 * row['converged']:.1f} %  "
+            f"evaluations {row['evaluations']:.1f}  adjoint {row['adjoint_residual']:.0e}"
+        )
+
+
+def accuracy(model: PatchClassifier, images: Tensor, labels: Tensor) -> float:
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for part, answers in batches(images, labels, 256):
+            right += int((model(part).argmax(1) == answers).sum())
+    return right / len(images)
+
+
+def report(training: Training) -> None:
+    """Tables as CSV and text, one picture."""
+    model, data, out = training.model.eval(), training.data, training.options.out
+    sample = data.test_images[:256]
+    with torch.no_grad():
+        tokens = model.tokens(sample)
+    quiet = {"on_failure": "ignore"}
+    convergence, solution = solve_history(
+        model.layer, tokens, tolerance=solvers.Tolerance(rtol=1e-5), max_steps=100, **quiet
+    )
+    trained = max(1, round(training.history[-1]["evaluations"]))
+    budgets = sorted({2**k for k in range(20) if 2**k < trained} | {trained, 2 * trained, 4 * trained})
+    extrapolation = accuracy_by_evaluations(
+        model.layer,
+        model.tokens,
+        model.classify,
+        data.test_images,
+        data.test_labels,
+        budgets,
+    )
+    tables = {"epochs": training.history, "convergence": convergence, "extrapolation": extrapolation}
+    for name, table in tables.items():
+        write_table(out / f"{name}.csv", table)
+    last = training.history[-1]
+    title = (
+        f"{data.name}, {training.options.readout} readout: test accuracy "
+        f"{100 * last['test_accuracy']:.2f} %, {sum(p.numel() for p in model.parameters())} parameters"
+    )
+    training_report(
+        out / "report.png",
+        title,
+        *tables.values(),
+        rtol=training.options.rtol,
+        trained_evaluations=trained,
+    )
+    print(f"\n{title}")
+    print(f"\nConvergence on {len(sample)} test images ({solution.summary()}):")
+    print(format_table(convergence[:: max(1, len(convergence) // 12)]))
+    print("\nAccuracy against evaluations at test time:")
+    print(format_table(extrapolation))
+    seconds = sum(row["seconds"] for row in training.history)
+    share = 100 * min(row["converged"] for row in training.history)
+    middle = statistics.median(row["evaluations"] for row in training.history)
+    print(
+        f"\ntraining {seconds:.0f} s; converged training samples, worst epoch {share:.2f} %; "
+        f"evaluations per sample, median epoch {middle:.1f}"
+    )
+    print(f"report: {out / 'report.png'} (tables beside it as CSV)")
+
+
+def main() -> None:
+    options = arguments()
+    data = load(options.data)
+    if options.limit:
+        data = ImageData(
+            data.name,
+            data.classes,
+            data.train_images[: options.limit],
+            data.train_labels[: options.limit],
+            data.test_images,
+            data.test_labels,
+        )
+    training = Training(options, data)
+    if options.resume:
+        training.resume()
+    signal.signal(signal.SIGINT, lambda *_: training.stop())
+    training.run()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    report(training)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Labelled images, a stratified hold-out, and batches in an order that can be repeated exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set of labelled images, split into training and test.
+
+    Attributes:
+        name: the name that :func:`implicit_attn.data.load` knows it by.
+        classes: number of classes C.
+        train_images: (N, channels, height, width) float32 in [0, 1].
+        train_labels: (N,) int64 in 0 .. C - 1.
+        test_images: (M, channels, height, width) float32 in [0, 1].
+        test_labels: (M,) int64 in 0 .. C - 1.
+
+    Raises:
+        TypeError: a dtype differs from those above.
+        ValueError: a shape or a range differs from those above.
+    """
+
+    name: str
+    classes: int
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            self._check(part, getattr(self, f"{part}_images"), getattr(self, f"{part}_labels"))
+        if self.train_images.shape[1:] != self.test_images.shape[1:]:
+            raise ValueError(
+                f"{self.name}: an image of test_images is {tuple(self.test_images.shape[1:])}, "
+                f"expected {tuple(self.train_images.shape[1:])} as in train_images"
+            )
+
+    def _check(self, part: str, images: Tensor, labels: Tensor) -> None:
+        if images.dtype != torch.float32 or labels.dtype != torch.int64:
+            raise TypeError(
+                f"{self.name}: {part}_images and {part}_labels are {images.dtype} and "
+                f"{labels.dtype}, expected torch.float32 and torch.int64"
+            )
+        if images.dim() != 4 or images.numel() == 0 or labels.shape != images.shape[:1]:
+            raise ValueError(
+                f"{self.name}: {part}_images {tuple(images.shape)} and {part}_labels "
+                f"{tuple(labels.shape)}, expected (N, channels, height, width) and (N,), none empty"
+            )
+        for what, values, top in (("images", images, 1), ("labels", labels, self.classes - 1)):
+            low, high = values.min().item(), values.max().item()
+            # Written so that NaN, which compares false, is refused as well.
+            if not (low >= 0 and high <= top):
+                raise ValueError(
+                    f"{self.name}: {part}_{what} lie in [{low}, {high}], expected [0, {top}]"
+                )
+
+
+def stratified_holdout(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Split indices so that every class gives the same share to the hold-out.
+
+    Of a class with n members, ``round(fraction * n)`` are held out, drawn by ``seed`` alone.
+
+    Args:
+        labels: (N,) integer.
+        fraction: share to hold out, strictly between 0 and 1.
+        seed: of the draw.
+
+    Returns:
+        Indices kept and indices held out: int64, each in increasing order, disjoint, together
+        0 .. N - 1.
+
+    Raises:
+        ValueError: ``labels`` is not a non-empty vector, ``fraction`` is outside (0, 1), or a class
+            is too small to be in both parts.
+    """
+    if labels.dim() != 1 or labels.numel() == 0:
+        raise ValueError(f"labels has shape {tuple(labels.shape)}, expected (N,) with N >= 1")
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction is {fraction}, expected a number strictly between 0 and 1")
+    generator = torch.Generator().manual_seed(seed)
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique().tolist():
+        members = (labels == label).nonzero().flatten()
+        count = round(fraction * len(members))
+        if not 0 < count < len(members):
+            raise ValueError(
+                f"labels: class {label} has {len(members)} members, too few to hold out a share of "
+                f"{fraction} and keep the rest"
+            )
+        held_out[members[torch.randperm(len(members), generator=generator)[:count]]] = True
+    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """A CPU generator whose numbers depend on ``(seed, epoch)`` only.
+
+    A training that resumes at an epoch draws the same order as one that was never interrupted,
+    because nothing that happened in earlier epochs enters. The pair is hashed by numpy's
+    ``SeedSequence``, so that ``(0, 1)`` and ``(1, 0)`` are unrelated streams.
+
+    Raises:
+        ValueError: ``seed`` or ``epoch`` is negative.
+    """
+    if seed < 0 or epoch < 0:
+        raise ValueError(f"seed is {seed} and epoch is {epoch}, expected both >= 0")
+    entropy = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(entropy[0]))
+
+
+def batches(
+    images: Tensor, labels: Tensor, size: int, generator: torch.Generator | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Go once through the data in batches; the last batch may be smaller.
+
+    The order is drawn when this is called, not while iterating, so that other uses of the generator
+    between two batches change nothing.
+
+    Args:
+        images: (N, ...).
+        labels: (N,), on the same device.
+        size: samples a batch, >= 1.
+        generator: a CPU generator that draws the order, usually ``epoch_generator(seed, epoch)``;
+            None: the order of the data.
+
+    Returns:
+        An iterator over pairs of images (B, ...) and labels (B,), B <= size.
+
+    Raises:
+        TypeError: ``size`` is not an integer.
+        ValueError: ``size`` < 1, no samples, or different numbers of images and labels.
+    """
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"size is {size!r}, expected an int >= 1")
+    if size < 1:
+        raise ValueError(f"size is {size}, expected an int >= 1")
+    if images.dim() == 0 or labels.shape != images.shape[:1] or len(labels) == 0:
+        raise ValueError(
+            f"images {tuple(images.shape)} and labels {tuple(labels.shape)}, "
+            "expected (N, ...) and (N,) with N >= 1"
+        )
+    if generator is None:
+        return zip(images.split(size), labels.split(size), strict=True)
+    order = torch.randperm(len(images), generator=generator).to(images.device)
+    return ((images[index], labels[index]) for index in order.split(size))

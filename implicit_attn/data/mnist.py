@@ -1,0 +1,108 @@
+"""MNIST and Fashion-MNIST: 60,000 training and 10,000 test images of 28x28, 10 classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from implicit_attn.data.files import RemoteFile, fetch
+from implicit_attn.data.idx import parse_idx
+from implicit_attn.data.images import ImageData
+
+_NAMES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+_SHAPES = ((60_000, 28, 28), (60_000,), (10_000, 28, 28), (10_000,))
+
+
+def _files(
+    folder: str, mirrors: tuple[str, ...], checksums: tuple[tuple[str, str], ...]
+) -> tuple[RemoteFile, ...]:
+    return tuple(
+        RemoteFile(folder, name, archive_md5, content_md5, mirrors)
+        for name, (archive_md5, content_md5) in zip(_NAMES, checksums, strict=True)
+    )
+
+
+# md5 of the distributed archive, md5 of what is in it; in the order of _NAMES
+MNIST_FILES = _files(
+    "mnist",
+    (
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    (
+        ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
+        ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
+        ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
+        ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+    ),
+)
+FASHION_MNIST_FILES = _files(
+    "fashion-mnist",
+    (
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    ),
+    (
+        ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+        ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
+        ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
+        ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
+    ),
+)
+
+
+def load_mnist() -> ImageData:
+    """MNIST (LeCun, Bottou, Bengio, Haffner, 1998), in its own split.
+
+    The four files are looked for in ``$IMPLICIT_ATTN_DATA/mnist``, then in the cache, gzipped or
+    not, else downloaded into the cache by pooch. Their decompressed content is checked by md5.
+
+    Returns:
+        :class:`ImageData` with images (60000, 1, 28, 28) and (10000, 1, 28, 28).
+
+    Raises:
+        FileNotFoundError: a file is in no local folder, and no mirror gave it.
+        ImportError: a file is in no local folder, and pooch is not installed.
+        NotADirectoryError: ``IMPLICIT_ATTN_DATA`` is not a folder.
+        ValueError: a file is corrupt or is another one.
+    """
+    return _load("mnist", MNIST_FILES)
+
+
+def load_fashion_mnist() -> ImageData:
+    """Fashion-MNIST (Xiao, Rasul, Vollgraf, arXiv:1708.07747), in its own split.
+
+    As :func:`load_mnist`, with the folder ``fashion-mnist``.
+    """
+    return _load("fashion-mnist", FASHION_MNIST_FILES)
+
+
+def _load(name: str, files: tuple[RemoteFile, ...]) -> ImageData:
+    arrays = [_read(file, shape) for file, shape in zip(files, _SHAPES, strict=True)]
+    return ImageData(
+        name=name,
+        classes=10,
+        train_images=_scaled(arrays[0]),
+        train_labels=arrays[1].long(),
+        test_images=_scaled(arrays[2]),
+        test_labels=arrays[3].long(),
+    )
+
+
+def _read(file: RemoteFile, shape: tuple[int, ...]) -> Tensor:
+    array = parse_idx(fetch(file), source=f"{file.folder}/{file.name}")
+    if array.dtype != torch.uint8 or array.shape != shape:
+        raise ValueError(
+            f"{file.folder}/{file.name}: {array.dtype} of shape {tuple(array.shape)}, "
+            f"expected torch.uint8 of shape {shape}"
+        )
+    return array
+
+
+def _scaled(pixels: Tensor) -> Tensor:
+    return pixels.unsqueeze(1).float().div_(255)

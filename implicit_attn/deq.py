@@ -1,0 +1,183 @@
+"""The layer: an energy or an update in, its differentiable fixed point out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
+
+import solvers
+from implicit_attn.energies.base import Energy
+from implicit_attn.energies.simple import FunctionEnergy
+from implicit_attn.updates.base import FunctionUpdate, Update
+from implicit_attn.updates.gradient_step import GradientStep
+
+OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure")
+
+
+class DEQ(nn.Module):
+    """Deep-equilibrium layer: ``z* = f(z*, x)``, gradients by implicit differentiation.
+
+    Args:
+        update: an :class:`Update`, or an :class:`Energy` (then ``GradientStep(energy)``).
+        solver: a ``solvers.Solver``; None: L-BFGS for gradient steps of an energy, else Anderson.
+        tolerance: ``solvers.Tolerance``, per sample.
+        max_steps: evaluations per sample, an upper bound.
+        adjoint: how gradients flow, ``solvers.Implicit()`` by default; None: not at all.
+        init: where the solve starts: "input" (z0 = x), "zeros" (like x), or a function ``x -> z0``.
+        on_failure: "warn", "raise" or "ignore" about samples that do not converge.
+
+    Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
+    ``mask`` (B, N) bool marks the tokens that count: the others do not move, count in no norm and
+    influence nobody.
+
+    Attributes:
+        last: the :class:`solvers.Solution` of the latest solve without its value: per-sample status,
+            residual, evaluations, and ``last.adjoint.solution`` after a backward pass.
+
+    Example:
+        >>> layer = DEQ(BiSoftmaxAttention(64, heads=4) + ReLUFeedForward(64, 128) + Quadratic())
+        >>> z = layer(x)                        # (B, N, 64)
+        >>> layer.solve(x, max_steps=200).status
+    """
+
+    def __init__(
+        self,
+        update: Update | Energy,
+        *,
+        solver: solvers.Solver | None = None,
+        tolerance: solvers.Tolerance | None = None,
+        max_steps: int = 50,
+        adjoint: solvers.Adjoint | None = solvers.Implicit(),  # noqa: B008 (immutable)
+        init: str | Callable[[Any], Any] = "input",
+        on_failure: str = "warn",
+    ) -> None:
+        super().__init__()
+        if isinstance(update, Energy):
+            update = GradientStep(update)
+        if not isinstance(update, Update):
+            raise TypeError(
+                "update must be an Update or an Energy (wrap plain functions by DEQ.from_update or "
+                f"DEQ.from_energy), got {type(update)}"
+            )
+        if not callable(init) and init not in ("input", "zeros"):
+            raise ValueError(f'init must be "input", "zeros" or a function of x, got {init!r}')
+        self.update = update
+        self.solver = solver
+        self.tolerance = solvers.Tolerance() if tolerance is None else tolerance
+        self.max_steps = max_steps
+        self.adjoint = adjoint
+        self.init = init
+        self.on_failure = on_failure
+        self.last: solvers.Solution | None = None
+
+    @classmethod
+    def from_energy(
+        cls, function: Callable[..., Tensor], *, step_size: float = 1.0, **options: Any
+    ) -> DEQ:
+        """A layer from a plain energy ``fn(z)`` or ``fn(z, x)`` -> (B,); options as for ``DEQ``."""
+        return cls(GradientStep(FunctionEnergy(function), step_size), **options)
+
+    @classmethod
+    def from_update(
+        cls, function: Callable[..., Any], *, symmetric: bool = False, **options: Any
+    ) -> DEQ:
+        """A layer from a plain update ``fn(z)`` or ``fn(z, x)``; options as for ``DEQ``."""
+        return cls(FunctionUpdate(function, symmetric=symmetric), **options)
+
+    def forward(self, x: Any, mask: Tensor | None = None) -> Any:
+        """The fixed point for input ``x``, shaped like the initial state."""
+        return self.solve(x, mask).value
+
+    @torch.compiler.disable
+    def solve(
+        self,
+        x: Any,
+        mask: Tensor | None = None,
+        *,
+        z0: Any = None,
+        record: bool = False,
+        callback: Callable[[solvers.Progress], object] | None = None,
+        **options: Any,
+    ) -> solvers.Solution:
+        """The whole :class:`solvers.Solution`, with the same gradients as ``forward``.
+
+        Args:
+            x, mask: as for the layer.
+            z0: initial state instead of ``init``.
+            record: keep the trace of residuals and energies.
+            callback: called after every evaluation.
+            options: any of solver, tolerance, max_steps, adjoint, on_failure for this solve only.
+        """
+        unknown = sorted(set(options) - set(OPTIONS))
+        if unknown:
+            raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
+        self._refuse_dropout()
+        self._fill_cache()
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
+        solution = solvers.fixed_point(
+            _MonitoredMap(self.update) if self.update.monitored else _Map(self.update),
+            self._initial(x) if z0 is None else z0,
+            (x, mask),
+            mask=mask,
+            record=record,
+            callback=callback,
+            **chosen,
+        )
+        self.last = replace(solution, value=None)
+        return solution
+
+    def extra_repr(self) -> str:
+        return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
+
+    def _initial(self, x: Any) -> Any:
+        if callable(self.init):
+            return self.init(x)
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"x must be a tensor where init={self.init!r}, got {type(x)}; give init a function "
+                "x -> z0"
+            )
+        return x if self.init == "input" else torch.zeros_like(x)
+
+    def _refuse_dropout(self) -> None:
+        """Plain dropout draws a new mask at every evaluation: there is no fixed point to find."""
+        for name, module in self.update.named_modules():
+            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+                raise ValueError(
+                    f"the update holds {module} ({name!r}) in training mode, which changes the map "
+                    "at every evaluation; drop out the layer's input or output instead"
+                )
+
+    def _fill_cache(self) -> None:
+        """Under an outer ``parametrize.cached()`` let weights be computed with their gradient first."""
+        if not (torch.is_grad_enabled() and getattr(parametrize, "_cache_enabled", 0)):
+            return
+        for module in self.update.modules():
+            if parametrize.is_parametrized(module):
+                for name in module.parametrizations:  # type: ignore[union-attr]
+                    getattr(module, name)
+
+
+class _Map:
+    """An update in the form that ``solvers`` takes: ``f(z, x, mask)``."""
+
+    def __init__(self, update: Update) -> None:
+        self.update, self.symmetric = update, update.symmetric
+
+    def __call__(self, z: Any, x: Any, mask: Tensor | None) -> Any:
+        return self.update(z, x, mask=mask)
+
+
+class _MonitoredMap(_Map, solvers.EnergyUpdate):
+    """The same with the energy."""
+
+    def joint(self, z: Any, x: Any, mask: Tensor | None) -> tuple[Any, Tensor, Any | None]:  # type: ignore[override]
+        return self.update.joint(z, x, mask=mask)
+
+

@@ -1,0 +1,301 @@
+"""Energies: one number per sample, and the algebra that builds a layer's energy from parts."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from implicit_attn.energies.checks import check_energy, check_positive
+from implicit_attn.energies.differentiation import hessian_product, value_and_gradient
+from implicit_attn.energies.trees import add_trees, scale_tree
+
+
+class Energy(nn.Module):
+    """A scalar per sample whose stationary points in ``z`` are the layer's output.
+
+    A subclass writes ``forward``; gradient and Hessian-vector product come from automatic
+    differentiation, and may be overridden by closed forms: ``value_and_grad`` where the two share
+    work, else ``grad``. Energies add and scale::
+
+        BiSoftmaxAttention(64, heads=4) + 0.5 * ReLUFeedForward(64, 256) + Quadratic()
+
+    The state ``z`` is a tensor (B, ...), mostly tokens (B, N, d); an energy that only uses the
+    defaults may also take a pytree of such tensors. Samples must not influence each other.
+
+    Attributes:
+        concave: True where the energy is concave in ``z`` for any weights (then the unit step on
+            ``Quadratic() + energy`` never raises it); False where it is not, or is not known to be.
+    """
+
+    concave: bool = False
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        """Energy of each sample.
+
+        Args:
+            z: state, (B, ...).
+            x: the layer's input, held constant; energies that need none ignore it.
+            mask: (B, N) bool, True where a token counts; None: all count.
+
+        Returns:
+            (B,).
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
+
+    def value_and_grad(
+        self, z: Any, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Energy (B,) and its gradient by ``z`` (like ``z``), in one pass.
+
+        Raises:
+            ValueError: if ``forward`` returns anything but one number per sample.
+        """
+        if type(self).grad is not Energy.grad:  # a subclass with its own closed form
+            return self._checked(z, x, mask), self.grad(z, x, mask=mask)
+        return value_and_gradient(self._checked, z, x, mask)
+
+    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        """Gradient by ``z``, like ``z``; differentiable where gradients are being recorded."""
+        return self.value_and_grad(z, x, mask=mask)[1]
+
+    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        """Hessian by ``z`` times ``v``, like ``z``."""
+
+        def gradient(z: Any, x: Any, mask: Tensor | None) -> Any:
+            return self.grad(z, x, mask=mask)
+
+        return hessian_product(gradient, z, v, x, mask)
+
+    def select(self, key: Any) -> Select:
+        """This energy with ``x[key]`` for its input, where the layer's input is a dict or tuple."""
+        return Select(self, key)
+
+    def weighted(self, initial: float = 1.0, maximum: float | None = None) -> Weighted:
+        """This energy times a learned weight that stays positive, and below ``maximum``."""
+        return Weighted(self, initial, maximum)
+
+    def __add__(self, other: Any) -> Sum:
+        return Sum([self, other]) if isinstance(other, Energy) else NotImplemented
+
+    def __radd__(self, other: Any) -> Energy:
+        # The builtin sum() starts from 0.
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+    def __sub__(self, other: Any) -> Sum:
+        return Sum([self, -other]) if isinstance(other, Energy) else NotImplemented
+
+    def __mul__(self, weight: Any) -> Scaled:
+        if isinstance(weight, (int, float, nn.Parameter)) and not isinstance(weight, bool):
+            return Scaled(self, weight)
+        return NotImplemented
+
+    def __rmul__(self, weight: Any) -> Scaled:
+        return self.__mul__(weight)
+
+    def __neg__(self) -> Scaled:
+        return Scaled(self, -1.0)
+
+    def _checked(self, z: Any, x: Any, mask: Tensor | None) -> Tensor:
+        value = self(z, x, mask=mask)
+        check_energy(value, _batch_size(z), self._label())
+        return value
+
+    def _label(self) -> str:
+        return f"{type(self).__name__}.forward"
+
+
+class _Multiple(Energy):
+    """``weight * energy``."""
+
+    def __init__(self, energy: Energy) -> None:
+        super().__init__()
+        _check_energies([energy])
+        self.energy = energy
+
+    @abstractmethod
+    def factor(self) -> float | Tensor:
+        """The weight: a number or a tensor without dimensions."""
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self.energy._checked(z, x, mask) * self.factor()
+
+    def value_and_grad(
+        self, z: Any, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        value, gradient = self.energy.value_and_grad(z, x, mask=mask)
+        factor = self.factor()
+        return value * factor, scale_tree(gradient, factor)
+
+    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        return scale_tree(self.energy.hvp(z, v, x, mask=mask), self.factor())
+
+
+class Scaled(_Multiple):
+    """An energy times a constant, or times a scalar ``nn.Parameter`` of either sign.
+
+    Args:
+        energy: what is scaled.
+        weight: a finite number, or an ``nn.Parameter`` without dimensions.
+    """
+
+    weight: float | nn.Parameter
+
+    def __init__(self, energy: Energy, weight: float | nn.Parameter) -> None:
+        super().__init__(energy)
+        if isinstance(weight, nn.Parameter):
+            if weight.dim() != 0:
+                raise ValueError(f"weight must have no dimensions, got shape {tuple(weight.shape)}")
+            self.weight = weight
+        elif not math.isfinite(weight):
+            raise ValueError(f"weight must be finite, got {weight!r}")
+        else:
+            self.weight = float(weight)
+            self.concave = self.weight == 0.0 or (self.weight > 0.0 and energy.concave)
+
+    def factor(self) -> float | Tensor:
+        return self.weight
+
+    def extra_repr(self) -> str:
+        return "" if isinstance(self.weight, nn.Parameter) else f"weight={self.weight}"
+
+
+class Weighted(_Multiple):
+    """An energy times a learned positive weight, one parameter ``raw``.
+
+    The weight is ``log(1 + exp(raw))``, or ``maximum / (1 + exp(-raw))`` where a maximum is given,
+    which keeps the curvature of the term bounded during training.
+
+    Args:
+        energy: what is weighted.
+        initial: the weight to start from, > 0 and, where given, < ``maximum``.
+        maximum: upper bound of the weight, or None.
+    """
+
+    def __init__(self, energy: Energy, initial: float = 1.0, maximum: float | None = None) -> None:
+        super().__init__(energy)
+        initial = check_positive(initial, "initial")
+        self.maximum = None if maximum is None else check_positive(maximum, "maximum")
+        if self.maximum is None:
+            raw = initial + math.log(-math.expm1(-initial))
+        elif initial < self.maximum:
+            raw = math.log(initial / (self.maximum - initial))
+        else:
+            raise ValueError(f"initial must be below maximum={maximum!r}, got {initial!r}")
+        self.raw = nn.Parameter(torch.tensor(raw))
+        self.concave = energy.concave
+
+    def factor(self) -> Tensor:
+        if self.maximum is None:
+            return F.softplus(self.raw)
+        return self.maximum * torch.sigmoid(self.raw)
+
+    def extra_repr(self) -> str:
+        return f"weight={self.factor().item():.4g}, maximum={self.maximum}"
+
+
+class Sum(Energy):
+    """Sum of energies; sums inside are opened, so that ``a + b + c`` is one sum of three terms.
+
+    Args:
+        terms: at least one energy.
+    """
+
+    def __init__(self, terms: Iterable[Energy]) -> None:
+        super().__init__()
+        flat: list[Energy] = []
+        terms = list(terms)
+        _check_energies(terms)
+        for term in terms:
+            flat.extend(term.terms if isinstance(term, Sum) else [term])
+        if not flat:
+            raise ValueError("terms must hold at least one energy, got none")
+        self.terms: Any = nn.ModuleList(flat)
+        self.concave = all(term.concave for term in flat)
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        first, *others = self.terms
+        value = first._checked(z, x, mask)
+        for term in others:
+            value = value + term._checked(z, x, mask)
+        return value
+
+    def value_and_grad(
+        self, z: Any, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        total: Any = None
+        value: Any = None
+        for index, term in enumerate(self.terms):
+            # A weight is applied while adding: no pass of its own over the gradient.
+            factor, term = (
+                (term.factor(), term.energy) if isinstance(term, _Multiple) else (1.0, term)
+            )
+            part, gradient = term.value_and_grad(z, x, mask=mask)
+            value = add_trees(value, part, factor)
+            total = add_trees(total, gradient, factor, owned=index > 1)
+        return value, total
+
+    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        total: Any = None
+        for index, term in enumerate(self.terms):
+            total = add_trees(total, term.hvp(z, v, x, mask=mask), 1.0, owned=index > 1)
+        return total
+
+
+class Select(Energy):
+    """An energy that sees ``x[key]`` in place of ``x``.
+
+    Args:
+        energy: what sees the part.
+        key: key of a dict or index of a tuple or list.
+    """
+
+    def __init__(self, energy: Energy, key: Any) -> None:
+        super().__init__()
+        _check_energies([energy])
+        self.energy = energy
+        self.key = key
+        self.concave = energy.concave
+
+    def _part(self, x: Any) -> Any:
+        if not isinstance(x, (dict, tuple, list)):
+            raise TypeError(
+                f"x must be a dict or a tuple that holds {self.key!r}, got {type(x).__name__}"
+            )
+        try:
+            return x[self.key]
+        except (KeyError, IndexError, TypeError) as error:
+            held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
+            raise ValueError(f"x must hold {self.key!r}, it holds {held}") from error
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self.energy._checked(z, self._part(x), mask)
+
+    def value_and_grad(
+        self, z: Any, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        return self.energy.value_and_grad(z, self._part(x), mask=mask)
+
+    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        return self.energy.hvp(z, v, self._part(x), mask=mask)
+
+    def extra_repr(self) -> str:
+        return f"key={self.key!r}"
+
+
+def _check_energies(terms: Iterable[Any]) -> None:
+    for term in terms:
+        if not isinstance(term, Energy):
+            raise TypeError(
+                f"an Energy is expected (wrap plain functions in FunctionEnergy), got {term!r}"
+            )
+
+
+def _batch_size(z: Any) -> int:
+    return pytree.tree_leaves(z)[0].shape[0]

@@ -1,0 +1,100 @@
+"""Checks of what users pass to energies: errors that name argument, value and expectation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_energy(energy: Any, batch: int, name: str) -> None:
+    """``energy`` must be a tensor (B,): one number per sample."""
+    if not isinstance(energy, Tensor):
+        raise TypeError(f"{name} must return a tensor of shape (B,), got {type(energy).__name__}")
+    if energy.dim() == 0:
+        raise ValueError(
+            f"{name} returned a scalar; an energy must return one number per sample, shape "
+            f"(B,) = ({batch},): sum over every dimension but the first"
+        )
+    if tuple(energy.shape) != (batch,):
+        raise ValueError(
+            f"{name} must return one number per sample, shape (B,) = ({batch},), "
+            f"got shape {tuple(energy.shape)}"
+        )
+
+
+def check_state(z: Any, name: str, *, dim: int | None = None, tokens: bool = False) -> None:
+    """``z`` must be a floating tensor (B, ..., dim), or (B, N, dim) where ``tokens``."""
+    shape = "(B, N, d)" if tokens else "(B, ...)" if dim is None else "(B, ..., d)"
+    if not isinstance(z, Tensor):
+        raise TypeError(f"{name}: z must be a tensor {shape}, got {type(z).__name__}")
+    if not z.is_floating_point():
+        raise TypeError(f"{name}: z must be of a floating dtype, got {z.dtype}")
+    least = 1 if dim is None else 2
+    if (tokens and z.dim() != 3) or z.dim() < least:
+        raise ValueError(f"{name}: z must have the shape {shape}, got {tuple(z.shape)}")
+    if dim is not None and z.shape[-1] != dim:
+        raise ValueError(f"{name}: z must have {dim} features (d), got shape {tuple(z.shape)}")
+
+
+def check_mask(mask: Tensor | None, z: Tensor, name: str, *, features: int = 0) -> None:
+    """``mask`` must be bool (B, N) for a state (B, N, ...) with ``features`` dimensions after N."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name}: mask must be a bool tensor (B, N), got {kind}")
+    if z.dim() < 2 + features:
+        raise ValueError(
+            f"{name}: mask needs a state with tokens (B, N, ...), got z of shape {tuple(z.shape)}"
+        )
+    if mask.shape != z.shape[:2]:
+        raise ValueError(
+            f"{name}: mask must have the shape (B, N) = {tuple(z.shape[:2])}, "
+            f"got {tuple(mask.shape)}"
+        )
+    if mask.device != z.device:
+        raise ValueError(f"{name}: mask must be on {z.device} like z, got {mask.device}")
+
+
+def check_input(x: Any, z: Tensor, name: str) -> Tensor:
+    """``x`` must be a tensor of the shape and device of ``z``."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: x must be a tensor like z, {tuple(z.shape)}, got {type(x).__name__}; "
+            "where x is a dict or a tuple, choose its part with .select(key)"
+        )
+    if x.shape != z.shape:
+        raise ValueError(
+            f"{name}: x must have the shape of z, {tuple(z.shape)}, got {tuple(x.shape)}"
+        )
+    if x.device != z.device:
+        raise ValueError(f"{name}: x must be on {z.device} like z, got {x.device}")
+    return x
+
+
+def check_positive(value: Any, name: str) -> float:
+    """``value`` must be a finite number > 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+    return float(value)
+
+
+def check_count(value: Any, name: str) -> int:
+    """``value`` must be an integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be >= 1, got {value!r}")
+    return value
+
+
+def check_vector(v: Any, z: Tensor) -> None:
+    """``v`` must be like ``z``."""
+    if not isinstance(v, Tensor) or v.shape != z.shape:
+        got = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
+        raise ValueError(f"v must be like z, shape {tuple(z.shape)}, got {got}")

@@ -1,0 +1,97 @@
+"""Derivatives of energies by automatic differentiation: what a user's energy gets for free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) -> tuple[Tensor, Any]:
+    """``function(z, *inputs)`` of shape (B,) and its gradient by ``z`` (a tensor or a pytree).
+
+    Differentiable itself where gradients are being recorded; works under ``no_grad`` and
+    ``inference_mode`` too.
+    """
+    record = torch.is_grad_enabled()
+    with _recording():
+        point, leaves, spec = _fresh(z, record)
+        value = function(point, *_ordinary(inputs))
+        if not value.requires_grad:  # a constant
+            return value, pytree.tree_unflatten([torch.zeros_like(t) for t in leaves], spec)
+        # Samples are independent, so the gradient of the sum holds the gradient of each.
+        gradients = torch.autograd.grad(
+            value.sum(), leaves, create_graph=record, materialize_grads=True
+        )
+    gradient = pytree.tree_unflatten(list(gradients), spec)
+    return (value if record else value.detach()), gradient
+
+
+def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) -> Any:
+    """Jacobian of ``gradient(z, *inputs)`` by ``z`` (symmetric: a Hessian) times ``v``."""
+    record = torch.is_grad_enabled()
+    with _recording():
+        point, leaves, spec = _fresh(z, record)
+        outputs = pytree.tree_leaves(gradient(point, *_ordinary(inputs)))
+        vectors = pytree.tree_leaves(v)
+        _check_vectors(vectors, leaves)
+        # Parts that do not depend on z (a linear energy) have no graph and no curvature.
+        pairs = [(g, w) for g, w in zip(outputs, vectors, strict=True) if g.requires_grad]
+        if pairs:
+            products = torch.autograd.grad(
+                [g for g, _ in pairs],
+                leaves,
+                grad_outputs=_ordinary([w for _, w in pairs]),
+                create_graph=record,
+                materialize_grads=True,
+            )
+        else:
+            products = [torch.zeros_like(leaf) for leaf in leaves]
+    return pytree.tree_unflatten(list(products), spec)
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Gradients on, whatever surrounds the call."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    else:
+        with torch.enable_grad():
+            yield
+
+
+def _ordinary(tree: Any) -> Any:
+    """Tensors made in inference mode cannot be saved for a backward pass; their copies can."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+    return pytree.tree_map(copy, tree)
+
+
+def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
+    """``z`` as new graph nodes: an input that is ``z``, or was made from it, stays a constant."""
+    leaves, spec = pytree.tree_flatten(_ordinary(z))
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
+            kind = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+            raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {kind}")
+    if not leaves:
+        raise ValueError("z must hold at least one tensor, got an empty structure")
+    fresh = [
+        leaf.view_as(leaf) if record and leaf.requires_grad else leaf.detach().requires_grad_()
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(fresh, spec), fresh, spec
+
+
+def _check_vectors(vectors: list[Any], leaves: list[Tensor]) -> None:
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in vectors]
+    expected = [tuple(leaf.shape) for leaf in leaves]
+    if shapes != expected:
+        raise ValueError(f"v must be like z, shapes {expected}, got {shapes}")

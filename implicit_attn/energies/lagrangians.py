@@ -1,0 +1,146 @@
+"""Lagrangians of neurons: convex functions whose gradients are activations.
+
+In the associative-memory form a token's state z and its activation ``g = dLag/dz`` are two sides of
+one neuron: the energy is ``sum_i [z_i.g_i - Lag(z_i) - x_i.g_i] + E_int(g)`` and the dynamics
+``z <- z - eta (z - x + dE_int/dg)`` descend it because ``dg/dz``, the Hessian of the Lagrangian, is
+positive semidefinite (Krotov & Hopfield, arXiv 2008.06996; Hoover et al., "Energy Transformer",
+arXiv 2302.07253).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from implicit_attn.energies.checks import check_mask, check_positive, check_state
+from implicit_attn.energies.norms import RMSNorm
+from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
+
+
+class Lagrangian(ABC):
+    """A convex function of each token, over the last dimension, summed over the tokens."""
+
+    def value(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """Lagrangian of each sample, (B, ..., d) -> (B,), in float32 or wider.
+
+        Args:
+            z: state, (B, ..., d).
+            mask: (B, N) bool for ``z`` (B, N, ..., d), True where a token counts; None: all count.
+        """
+        check_state(z, type(self).__name__)
+        check_mask(mask, z, type(self).__name__, features=1)
+        wide = hide(z, mask).to(accumulation_dtype(z.dtype))
+        return sum_samples(hide(self.token_value(wide), mask))
+
+    def __call__(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """The same as ``value``."""
+        return self.value(z, mask=mask)
+
+    @abstractmethod
+    def token_value(self, z: Tensor) -> Tensor:
+        """Lagrangian of each token, (B, ..., d) -> (B, ...)."""
+
+    @abstractmethod
+    def activation(self, z: Tensor) -> Tensor:
+        """``g = dLag/dz``, like ``z``."""
+
+    @abstractmethod
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        """``(dg/dz) v``, like ``z``; ``dg/dz`` is symmetric and positive semidefinite."""
+
+
+@dataclass(frozen=True)
+class IdentityLagrangian(Lagrangian):
+    """``Lag = 1/2 |z|^2``, ``g = z``."""
+
+    def token_value(self, z: Tensor) -> Tensor:
+        return 0.5 * z.square().sum(-1)
+
+    def activation(self, z: Tensor) -> Tensor:
+        return z
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return v
+
+
+@dataclass(frozen=True)
+class ReLULagrangian(Lagrangian):
+    """``Lag = 1/2 sum relu(z)^2``, ``g = relu(z)``."""
+
+    def token_value(self, z: Tensor) -> Tensor:
+        return 0.5 * F.relu(z).square().sum(-1)
+
+    def activation(self, z: Tensor) -> Tensor:
+        return F.relu(z)
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return v * (z > 0).to(v.dtype)
+
+
+@dataclass(frozen=True)
+class SoftmaxLagrangian(Lagrangian):
+    """``Lag = log sum exp(z)``, ``g = softmax(z)``."""
+
+    def token_value(self, z: Tensor) -> Tensor:
+        return z.logsumexp(-1)
+
+    def activation(self, z: Tensor) -> Tensor:
+        return z.softmax(-1)
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        g = z.softmax(-1)
+        return g * (v - (g * v).sum(-1, keepdim=True))
+
+
+@dataclass(frozen=True)
+class RMSNormLagrangian(Lagrangian):
+    """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``.
+
+    Args:
+        epsilon: finite, > 0; of order 1 for equilibria, small for the plain norm.
+    """
+
+    epsilon: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self.epsilon, "epsilon")
+
+    def token_value(self, z: Tensor) -> Tensor:
+        return z.shape[-1] * (z.square().mean(-1) + self.epsilon).sqrt()
+
+    def activation(self, z: Tensor) -> Tensor:
+        return RMSNorm(self.epsilon).normalise(z)[0]
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return RMSNorm.jacobian_product(*RMSNorm(self.epsilon).normalise(z), v)
+
+
+@dataclass(frozen=True)
+class LayerNormLagrangian(Lagrangian):
+    """``Lag = d sqrt(var(z) + epsilon)``, ``g = (z - mean(z)) / sqrt(var(z) + epsilon)``, no gain.
+
+    Args:
+        epsilon: finite, > 0; of order 1 for equilibria, small for the plain norm.
+    """
+
+    epsilon: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self.epsilon, "epsilon")
+
+    def token_value(self, z: Tensor) -> Tensor:
+        return z.shape[-1] * (_centred(z).square().mean(-1) + self.epsilon).sqrt()
+
+    def activation(self, z: Tensor) -> Tensor:
+        return RMSNorm(self.epsilon).normalise(_centred(z))[0]
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        unit, radius = RMSNorm(self.epsilon).normalise(_centred(z))
+        return RMSNorm.jacobian_product(unit, radius, _centred(v))
+
+
+def _centred(z: Tensor) -> Tensor:
+    return z - z.mean(-1, keepdim=True)

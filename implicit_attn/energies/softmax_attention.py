@@ -1,0 +1,206 @@
+"""Softmax attention as a free energy of queries among keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from implicit_attn.energies.attention import head_width
+from implicit_attn.energies.base import Energy
+from implicit_attn.energies.checks import check_count, check_mask, check_positive, check_state
+from implicit_attn.energies.norms import SOFT_NORM, Projection, RMSNorm, check_norm
+from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
+
+# exp of scores within this bound stays in float32, so no row maximum is needed.
+_PLAIN_EXPONENTIAL = 60.0
+
+
+class SoftmaxAttention(Energy):
+    """Helmholtz free energy of each query among the keys, ``-T lse``, with ``T = 1 / beta``.
+
+    ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``; gradient by q
+    ``-sum_j P_ij k_j``: a step moves a token along its attention output (Ren, Ouyang, Tang, Liu,
+    "Transformers as Intrinsic Optimizers", equation 3).
+    ``energy="elastic"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(-beta |q_i - k_j|^2 / 2)``;
+    gradient by q ``q_i - sum_j P_ij k_j`` (same source, theorem 1); bounded below.
+
+    ``q = norm(W_q z)``; ``k = norm(W_k z)``, or ``k = norm(W_k x)`` where ``cross``. In
+    self-attention a token is a key too, and the gradient holds that term, so it is exact and its
+    Jacobian symmetric. Concave in z for cross attention with ``energy="inner"`` and no norm.
+
+    ``causal`` (self only) restricts the energy of token i to ``j <= i``; the key term of the
+    gradient still moves information from later to earlier tokens.
+
+    Shapes: ``z`` (B, N, d). Self: ``x`` is ignored, ``mask`` (B, N). Cross: ``x`` (B, M,
+    context_dim), or a pair of it and a bool (B, M), True where a context token counts; ``mask`` is
+    for ``z``. A query without any key has energy 0.
+
+    Args:
+        dim: features d of the tokens.
+        heads: number of heads.
+        energy: ``"inner"`` or ``"elastic"``.
+        cross: keys from ``x`` in place of ``z``.
+        context_dim: features of the context, default ``dim``; for ``cross`` only.
+        head_dim: width p of a head; None: ``dim / heads``.
+        beta: inverse temperature; None: ``1 / sqrt(p)``.
+        norm: norm of each head's queries and keys, ``RMSNorm(epsilon)`` or None.
+        bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
+        causal: see above.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        energy: str = "inner",
+        cross: bool = False,
+        context_dim: int | None = None,
+        head_dim: int | None = None,
+        beta: float | None = None,
+        norm: RMSNorm | None = SOFT_NORM,
+        bound: float | None = None,
+        causal: bool = False,
+    ) -> None:
+        super().__init__()
+        if energy not in ("inner", "elastic"):
+            raise ValueError(f"energy must be 'inner' or 'elastic', got {energy!r}")
+        if context_dim is not None and not cross:
+            raise ValueError(f"context_dim needs cross=True, got context_dim={context_dim!r}")
+        if causal and cross:
+            raise ValueError("causal needs self-attention, got causal=True with cross=True")
+        width = head_width(dim, heads, head_dim)
+        self.dim, self.heads, self.width = dim, heads, width
+        self.context_dim = dim if context_dim is None else check_count(context_dim, "context_dim")
+        self.energy, self.cross, self.causal = energy, cross, causal
+        self.beta = width**-0.5 if beta is None else check_positive(beta, "beta")
+        self.norm = check_norm(norm)
+        self.query = Projection(dim, heads * width, bound)
+        self.key = Projection(self.context_dim, heads * width, bound)
+        self.concave = cross and energy == "inner" and norm is None
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        z, context, blocked = self._read(z, x, mask)
+        query, _ = self._features(z, self.query.weight)
+        key, _ = self._features(context, self.key.weight)
+        _, lse, attends = self._attend(query, key, blocked)
+        return self._value(query, lse, attends)
+
+    def value_and_grad(
+        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        z, context, blocked = self._read(z, x, mask)
+        query_weight, key_weight = self.query.weight, self.key.weight
+        query, query_radius = self._features(z, query_weight)
+        key, key_radius = self._features(context, key_weight)
+        weights, lse, attends = self._attend(query, key, blocked)
+        force = -(weights @ key)
+        if self.energy == "elastic":
+            force = force + _where_attends(query, attends)
+        gradient = self._pull_back(force, query, query_radius, query_weight)
+        if not self.cross:
+            force = -(weights.mT @ query)
+            if self.energy == "elastic":
+                force = force + weights.sum(-2).unsqueeze(-1) * key
+            gradient = gradient + self._pull_back(force, key, key_radius, key_weight)
+        return self._value(query, lse, attends), hide(gradient, mask)
+
+    def _read(self, z: Tensor, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """State and context, zero where they do not count, and the pairs that do not meet."""
+        name = type(self).__name__
+        check_state(z, name, dim=self.dim, tokens=True)
+        check_mask(mask, z, name, features=1)
+        z = hide(z, mask)
+        context, context_mask = self._context(x, z) if self.cross else (z, mask)
+        blocked = None
+        if mask is not None:
+            blocked = ~mask[:, None, :, None]
+        if context_mask is not None:
+            keys = ~context_mask[:, None, None, :]
+            blocked = keys if blocked is None else blocked | keys
+        if self.causal:
+            later = torch.ones(z.shape[1], z.shape[1], dtype=torch.bool, device=z.device).triu(1)
+            blocked = later[None, None] if blocked is None else blocked | later
+        return z, context, blocked
+
+    def _context(self, x: Any, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        name = "SoftmaxAttention (cross)"
+        context, mask = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
+        shape = f"({z.shape[0]}, M, {self.context_dim})"
+        if not isinstance(context, Tensor):
+            raise TypeError(
+                f"{name}: x must be a tensor {shape}, or a pair of it and a mask, "
+                f"got {type(x).__name__}; where x is a dict, choose its part with .select(key)"
+            )
+        if context.dim() != 3 or (context.shape[0], context.shape[2]) != (
+            z.shape[0],
+            self.context_dim,
+        ):
+            raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(context.shape)}")
+        if context.device != z.device:
+            raise ValueError(f"{name}: x must be on {z.device} like z, got {context.device}")
+        check_mask(mask, context, f"{name}, context", features=1)
+        return hide(context, mask), mask
+
+    def _features(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(B, N, d) -> (B, heads, N, p), and the radius where there is a norm."""
+        y = F.linear(tokens, weight).view(*tokens.shape[:2], self.heads, self.width)
+        y = y.transpose(1, 2).contiguous()
+        return (y, None) if self.norm is None else self.norm.normalise(y)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, blocked: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Weights P (B, H, N, M), lse (B, H, N), and where a query has a key, (B or 1, 1, N) bool.
+
+        For the elastic energy the part of ``|q|^2``, equal for all keys, is left out of both.
+        """
+        wide = accumulation_dtype(query.dtype)
+        scores = (query.to(wide) @ key.to(wide).mT) * self.beta
+        if self.energy == "elastic":
+            scores = scores - (0.5 * self.beta) * key.to(wide).square().sum(-1).unsqueeze(-2)
+        attends, closed = None, None
+        if blocked is not None:
+            closed = blocked.all(-1, keepdim=True)
+            attends = ~closed.squeeze(-1)
+            # A row without keys stays open here and is emptied below, which spares it the NaN.
+            scores = scores.masked_fill(blocked & ~closed, -torch.inf)
+        limit = 1.5 * self.beta * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
+        if self.norm is not None and limit <= _PLAIN_EXPONENTIAL:
+            exponentials = scores.exp()
+            total = exponentials.sum(-1, keepdim=True)
+            weights, lse = exponentials / total, total.log().squeeze(-1)
+        else:
+            lse = scores.logsumexp(-1)
+            weights = (scores - lse.unsqueeze(-1)).exp()
+        if closed is not None and attends is not None:
+            weights = weights.masked_fill(closed, 0.0)
+            lse = lse.masked_fill(~attends, 0.0)
+        return weights.to(query.dtype), lse, attends
+
+    def _value(self, query: Tensor, lse: Tensor, attends: Tensor | None) -> Tensor:
+        value = sum_samples(lse) / -self.beta
+        if self.energy == "elastic":
+            value = value + 0.5 * sum_squares(_where_attends(query, attends))
+        return value
+
+    def _pull_back(
+        self, force: Tensor, unit: Tensor, radius: Tensor | None, weight: Tensor
+    ) -> Tensor:
+        if self.norm is not None and radius is not None:
+            force = self.norm.jacobian_product(unit, radius, force)
+        batch, heads, tokens, width = force.shape
+        return force.transpose(1, 2).reshape(batch, tokens, heads * width) @ weight
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, energy={self.energy}, cross={self.cross}, beta={self.beta:.4g}, "
+            f"norm={self.norm}, causal={self.causal}"
+        )
+
+
+def _where_attends(query: Tensor, attends: Tensor | None) -> Tensor:
+    return query if attends is None else query.masked_fill(~attends.unsqueeze(-1), 0.0)

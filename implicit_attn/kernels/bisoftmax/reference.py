@@ -1,0 +1,173 @@
+"""Bi-softmax attention in dense tensor operations: the definition that other backends must match.
+
+The energy of one head with rows ``z_i`` is ``E(Z) = beta^-1 sum_i L_i`` with ``S = beta Z Z^T`` and
+``L_i = log sum_j exp(S_ij)`` (Hu, Zou, Xu, "Hyper-SET", arXiv 2502.11646, equation 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# exp of scores within this bound, and sums of them over any number of tokens, stay in float32.
+_PLAIN_EXPONENTIAL = 60.0
+
+
+def bisoftmax(
+    z: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the bi-softmax energy, and the log-sum-exp of each row.
+
+    With ``P_ij = m_ij exp(S_ij - L_i)`` the gradient is ``(P + P^T) Z``, for any mask ``m``; the
+    energy is ``lse.sum(dim=(1, 2)) / beta``. A token attends and is attended to only where it
+    counts (``m_ij = mask_i mask_j``). ``causal`` keeps ``j <= i``: the energy is then causal, its
+    gradient is not, because the column term carries later tokens into earlier ones.
+
+    Args:
+        z: (B, H, N, p) projected tokens, floating.
+        beta: inverse temperature, > 0.
+        mask: (B, N) bool, True where a token counts; None: all count.
+        causal: restrict row i to columns ``j <= i``.
+        limit: a bound on every ``|S_ij|`` that the caller vouches for, as RMS-normalised rows have
+            (``beta p``); a moderate one saves the search for each row's maximum.
+
+    Returns:
+        gradient (B, H, N, p) in the dtype of ``z``, and lse (B, H, N) in float32 or wider. Tokens
+        that do not count have zero in both, and their content is never used.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or ``beta`` other than the above.
+    """
+    _check(z, beta, mask)
+    blocked = _blocked(z, mask, causal)
+    z = _counting(z, mask).contiguous()
+    if limit is not None and limit <= _PLAIN_EXPONENTIAL and not causal:
+        both, lse = _symmetric_softmax(z, beta, blocked)
+    else:
+        weights, lse = _row_softmax(z, beta, blocked)
+        both = weights + weights.mT
+    return torch.matmul(both, z), lse
+
+
+def bisoftmax_hvp(
+    z: Tensor,
+    v: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Hessian of the bi-softmax energy times ``v``.
+
+    With ``T = beta (V Z^T + Z V^T)``, ``r_i = sum_j P_ij T_ij`` and ``W = P * (T - r)`` it is
+    ``(P + P^T) V + (W + W^T) Z``.
+
+    Args:
+        z: (B, H, N, p), as in ``bisoftmax``.
+        v: like ``z``.
+        beta: as in ``bisoftmax``.
+        mask: as in ``bisoftmax``.
+        causal: as in ``bisoftmax``.
+        lse: what ``bisoftmax`` returned for the same arguments; saves computing it again.
+
+    Returns:
+        (B, H, N, p) like ``z``; zero for tokens that do not count.
+
+    Raises:
+        TypeError, ValueError: as ``bisoftmax``, or if ``v`` is not like ``z``.
+    """
+    _check(z, beta, mask)
+    if v.shape != z.shape or v.dtype != z.dtype:
+        raise ValueError(
+            f"v must be like z, {tuple(z.shape)} {z.dtype}, got {tuple(v.shape)} {v.dtype}"
+        )
+    blocked = _blocked(z, mask, causal)
+    z = _counting(z, mask).contiguous()
+    v = _counting(v, mask).contiguous()
+    if lse is None:
+        weights, _ = _row_softmax(z, beta, blocked)
+    else:
+        scores = _scores(z, beta, blocked)
+        weights = (scores - lse.unsqueeze(-1)).exp().to(z.dtype)
+    one_side = torch.matmul(v, z.mT)
+    tangent = (one_side + one_side.mT) * beta
+    mean = (weights * tangent).sum(-1, keepdim=True)
+    tilted = weights * (tangent - mean)
+    return torch.matmul(weights + weights.mT, v) + torch.matmul(tilted + tilted.mT, z)
+
+
+def _check(z: Tensor, beta: float, mask: Tensor | None) -> None:
+    if not z.is_floating_point():
+        raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
+    if z.dim() != 4:
+        raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
+    if not beta > 0:
+        raise ValueError(f"beta must be > 0, got {beta!r}")
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")
+    expected = (z.shape[0], z.shape[2])
+    if tuple(mask.shape) != expected:
+        raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
+
+
+def _counting(z: Tensor, mask: Tensor | None) -> Tensor:
+    """``z`` with zeros at the tokens that do not count, whatever they held."""
+    return z if mask is None else z.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def _blocked(z: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """(B or 1, 1, N, N) bool, True where ``m_ij = 0``; the diagonal stays open.
+
+    A token that does not count is a zero row that meets only itself: its log-sum-exp is 0 and its
+    part of the gradient is 0, so no row is ever empty and nothing needs repair afterwards.
+    """
+    if mask is None and not causal:
+        return None
+    tokens = z.shape[2]
+    if mask is None:
+        return torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=z.device).triu(1)
+    open_pairs = mask[:, None, :, None] & mask[:, None, None, :]
+    if causal:
+        open_pairs = open_pairs.tril()
+    return ~(open_pairs | torch.eye(tokens, dtype=torch.bool, device=z.device))
+
+
+def _scores(z: Tensor, beta: float, blocked: Tensor | None) -> Tensor:
+    """``S = beta Z Z^T``, minus infinity where blocked; float32 for half precision."""
+    if z.dtype in (torch.float16, torch.bfloat16):
+        z = z.float()
+    batch, heads, tokens, width = z.shape
+    rows = z.view(batch * heads, tokens, width)
+    scores = torch.baddbmm(z.new_zeros(()), rows, rows.mT, beta=0.0, alpha=beta)
+    scores = scores.view(batch, heads, tokens, tokens)
+    return scores if blocked is None else scores.masked_fill(blocked, -torch.inf)
+
+
+def _row_softmax(z: Tensor, beta: float, blocked: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``P`` (B, H, N, N) and ``L`` (B, H, N)."""
+    scores = _scores(z, beta, blocked)
+    log_weights = scores.log_softmax(-1)
+    # L_i = S_ii - log P_ii: the diagonal is never blocked, so both are finite.
+    lse = scores.diagonal(dim1=-2, dim2=-1) - log_weights.diagonal(dim1=-2, dim2=-1)
+    return log_weights.exp().to(z.dtype), lse
+
+
+def _symmetric_softmax(z: Tensor, beta: float, blocked: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``P + P^T`` and ``L`` for bounded scores and a symmetric mask.
+
+    With ``e = exp(S)``, symmetric, and ``l_i = sum_j e_ij``: ``(P + P^T)_ij`` is
+    ``e_ij (1 / l_i + 1 / l_j)``.
+    """
+    exponentials = _scores(z, beta, blocked).exp()
+    totals = exponentials.sum(-2)  # columns and rows sum to the same
+    shares = totals.reciprocal()
+    both = exponentials * (shares.unsqueeze(-1) + shares.unsqueeze(-2))
+    return both.to(z.dtype), totals.log()

@@ -1,0 +1,95 @@
+"""A small image classifier around one energy-defined equilibrium layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.deq import DEQ
+from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, ReLUFeedForward
+
+READOUTS = ("tokens", "class")
+
+
+class PatchClassifier(nn.Module):
+    r"""Patches -> tokens x -> minimiser z* of an energy -> linear readout.
+
+    The energy of the tokens z for the embedded image x is ::
+
+        E(z, x) = a E_bisoftmax(z) + b E_relu(z) + 1/2 |z - x|^2
+
+    with learned weights 0 < a, b < ``maximum`` and projections whose spectral norms are bounded, so
+    that training cannot walk to where the equilibrium is lost.
+
+    Args:
+        image_size: height = width of an image, a multiple of ``patch``.
+        channels: image channels.
+        classes: number of classes.
+        patch: height = width of a patch.
+        dim: features d of a token.
+        heads: attention heads.
+        memories: rows M of the feed-forward energy.
+        readout: "tokens" reads out all tokens, "class" an additional class token.
+        bound: bound on the spectral norms.
+        maximum: bound on the weights a and b.
+        layer: options of :class:`DEQ` (solver, tolerance, max_steps, ...).
+
+    Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
+
+    Source: the energy is Hyper-SET's (Hu, Zou, Xu, arXiv 2502.11646, eqs. 3-8) with a soft norm.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        channels: int,
+        classes: int,
+        *,
+        patch: int = 2,
+        dim: int = 64,
+        heads: int = 4,
+        memories: int = 128,
+        readout: str = "tokens",
+        bound: float = 2.0,
+        maximum: float = 1.0,
+        layer: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if image_size % patch:
+            raise ValueError(f"patch must divide image_size={image_size}, got {patch}")
+        if readout not in READOUTS:
+            raise ValueError(f"readout must be one of {READOUTS}, got {readout!r}")
+        self.patch, self.readout = patch, readout
+        tokens = (image_size // patch) ** 2
+        self.embed = nn.Linear(channels * patch**2, dim)
+        self.position = nn.Parameter(0.5 * torch.randn(tokens, dim))
+        self.class_token = nn.Parameter(torch.randn(dim)) if readout == "class" else None
+        energy: Energy = (
+            BiSoftmaxAttention(dim, heads, bound=bound).weighted(0.2, maximum)
+            + ReLUFeedForward(dim, memories, bound=bound).weighted(0.2, maximum)
+            + Quadratic()
+        )
+        self.layer = DEQ(energy, **(layer or {}))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim if readout == "class" else tokens * dim, classes)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """Images -> the layer's input x, (B, N, d)."""
+        if images.dim() != 4:
+            raise ValueError(f"images must be (B, C, H, W), got shape {tuple(images.shape)}")
+        patches = F.unfold(images, self.patch, stride=self.patch).mT
+        x = self.embed(patches) + self.position
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(x.shape[0], 1, -1), x], dim=1)
+        return x
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Equilibrium z (B, N, d) -> logits (B, classes)."""
+        z = self.norm(z)
+        return self.head(z[:, 0] if self.class_token is not None else z.flatten(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classify(self.layer(self.tokens(images)))

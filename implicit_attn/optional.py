@@ -1,0 +1,28 @@
+"""Optional dependencies: imported where they are used, with an error that says how to get them."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def require(module: str, *, extra: str) -> ModuleType:
+    """Import ``module``, or say which extra of this package installs it.
+
+    Args:
+        module: dotted name, for instance ``"sklearn.datasets"``.
+        extra: the extra in ``setup.cfg`` that lists it, for instance ``"examples"``.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: the module, or something that it imports, is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{module} could not be imported ({error}); "
+            f'it comes with: pip install "implicit-attn[{extra}]"'
+        ) from error

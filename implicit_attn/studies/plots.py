@@ -1,0 +1,111 @@
+"""Pictures of the tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from implicit_attn.optional import require
+from implicit_attn.studies.tables import Table
+
+BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#777777"
+
+
+def training_report(
+    path: str | Path,
+    title: str,
+    epochs: Table,
+    convergence: Table,
+    extrapolation: Table,
+    *,
+    rtol: float,
+    trained_evaluations: float,
+) -> None:
+    """Four panels: training, residual, energy, accuracy against test-time evaluations.
+
+    Args:
+        path: of the PNG.
+        title: of the figure.
+        epochs: rows with epoch, loss, test_accuracy and converged (share of training samples).
+        convergence: of :func:`implicit_attn.studies.solve_history`.
+        extrapolation: of :func:`implicit_attn.studies.accuracy_by_evaluations`.
+        rtol: tolerance of training, drawn as a line.
+        trained_evaluations: median evaluations per sample in training, drawn as a line.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    figure.suptitle(title, fontsize=13)
+    draw_training(axes[0, 0], epochs)
+    draw_residual(axes[0, 1], convergence, rtol)
+    draw_energy(axes[1, 0], convergence)
+    draw_extrapolation(axes[1, 1], extrapolation, trained_evaluations)
+    figure.savefig(Path(path), dpi=130)
+    pyplot.close(figure)
+
+
+def draw_training(axes: Any, epochs: Table) -> None:
+    """Loss and test accuracy per epoch, with the share of converged training samples."""
+    number = [row["epoch"] for row in epochs]
+    axes.plot(number, [row["loss"] for row in epochs], color=BLUE, label="training loss")
+    axes.set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training")
+    axes.yaxis.label.set_color(BLUE)
+    right = axes.twinx()
+    right.plot(number, [100 * row["test_accuracy"] for row in epochs], color=ORANGE)
+    right.plot(number, [100 * row["converged"] for row in epochs], color=GREEN, linestyle=":")
+    right.set_ylabel("test accuracy (solid), converged samples (dotted), %", color=ORANGE)
+    right.set_ylim(min(60.0, 100 * min(row["test_accuracy"] for row in epochs)), 101)
+
+
+def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
+    """Median and 10-90 % band of the best residual so far."""
+    steps = [row["evaluation"] for row in convergence]
+    low = [row["residual_10"] for row in convergence]
+    high = [row["residual_90"] for row in convergence]
+    axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, label="10 % to 90 % of samples")
+    axes.plot(steps, [row["residual"] for row in convergence], color=BLUE, label="median")
+    axes.axhline(rtol, color=GREY, linestyle="--", label="tolerance in training")
+    axes.set(
+        xlabel="evaluations of energy and gradient",
+        ylabel="relative residual |f(z) - z| / |f(z)|",
+        yscale="log",
+        title="How the equilibrium is found",
+    )
+    axes.legend(frameon=False)
+
+
+def draw_energy(axes: Any, convergence: Table) -> None:
+    """Median energy above its final value; it must fall."""
+    rows = [row for row in convergence if "energy_drop" in row]
+    final = min(row["energy_drop"] for row in rows)
+    above = [row["energy_drop"] - final for row in rows]
+    floor = max(above) * 1e-7
+    steps = [row["evaluation"] for row in rows]
+    axes.plot(steps, [max(value, floor) for value in above], color=GREEN, marker="o", markersize=3)
+    axes.set(
+        xlabel="evaluations of energy and gradient",
+        ylabel="energy above its final value (median)",
+        yscale="log",
+        title="The energy falls along the way",
+    )
+
+
+def draw_extrapolation(axes: Any, extrapolation: Table, trained_evaluations: float) -> None:
+    """Test accuracy against evaluations allowed per sample."""
+    budgets = [row["evaluations"] for row in extrapolation]
+    accuracy = [100 * row["accuracy"] for row in extrapolation]
+    axes.plot(budgets, accuracy, color=ORANGE, marker="o")
+    axes.axvline(trained_evaluations, color=GREY, linestyle="--", label="median in training")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(budgets, [str(budget) for budget in budgets])
+    axes.minorticks_off()
+    axes.set(
+        xlabel="evaluations per sample at test time",
+        ylabel="test accuracy, %",
+        title="More iterations at test time",
+    )
+    axes.legend(frameon=False)
+
+
+def _pyplot() -> Any:
+    require("matplotlib", extra="examples").use("Agg")
+    return require("matplotlib.pyplot", extra="examples")

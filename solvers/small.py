@@ -1,0 +1,64 @@
+"""Arithmetic on the few numbers per sample that steer a solve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+# An array (n, 1) or (n, k): numpy.ndarray on the CPU, Tensor elsewhere.
+Array = Any
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether the numbers are kept in NumPy arrays."""
+    return device.type == "cpu"
+
+
+class Small:
+    """NumPy on the CPU, where it handles 64 numbers three times as fast as torch; torch elsewhere.
+
+    Code writes ``xp.where``, ``xp.maximum``, ``a * b``, ``a[rows]``, which both understand.
+
+    Attributes:
+        xp: the module ``numpy`` or ``torch``.
+        host: True for NumPy; looking at a number then costs nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.host = on_host(device)
+        self.xp: Any = numpy if self.host else torch
+
+    def read(self, tensor: Tensor) -> Array:
+        """Tensor -> array, without a copy."""
+        return tensor.numpy() if self.host else tensor
+
+    def write(self, array: Array) -> Tensor:
+        """Array -> tensor, without a copy."""
+        return torch.from_numpy(array) if self.host else array
+
+    def range(self, length: int) -> Array:
+        """0, 1, ..., length - 1."""
+        return numpy.arange(length) if self.host else torch.arange(length, device=self.device)
+
+    def index(self, mask: Array) -> Array:
+        """Indices of the True entries of a mask of n entries; waits for the device."""
+        if self.host:
+            return numpy.flatnonzero(mask)
+        return torch.nonzero(mask.reshape(-1)).reshape(-1)
+
+    def count(self, mask: Array) -> int:
+        """Number of True entries; waits for the device."""
+        return int(numpy.count_nonzero(mask)) if self.host else int(mask.count_nonzero())
+
+    def choose(self, mask: Array, new: Tensor, old: Tensor) -> Tensor:
+        """Rows of ``new`` (n, D) where ``mask`` (n, 1), else rows of ``old``; NaN does not leak.
+
+        Where every row is new, and the host can see it, the result is ``new`` itself.
+        """
+        if self.host and mask.all():
+            return new
+        return torch.where(self.write(mask), new, old)

@@ -1,0 +1,97 @@
+"""The concave flag, and what it promises: the unit step on Quadratic() + energy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from energies_cases import ENERGIES, EnergyCase, build, few_energies, tokens
+from implicit_attn.energies import Energy, Field, Quadratic, ReLUFeedForward, SigmoidAttention
+
+CONCAVE = [case for case in ENERGIES if build(case).concave]
+EXPECTED = {
+    "field",
+    "dense-2",
+    "dense-exp",
+    "classical",
+    "relu-none",
+    "softmax-ff-none",
+    "gated-relu-none",
+    "softmax-cross-none-1",
+    "softmax-cross-none-4",
+}
+
+
+def test_flagged_energies() -> None:
+    assert {case.id for case in CONCAVE} == EXPECTED
+
+
+@pytest.mark.parametrize("case", CONCAVE, ids=[case.id for case in CONCAVE])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
+def test_midpoint_inequality(case: EnergyCase, scale: float) -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        energy = case.factory(8).double()
+        a, x = tokens(case, seed=seed)
+        b, _ = tokens(case, seed=seed + 100)
+        a, b = scale * a, scale * b
+        ends = 0.5 * (energy(a, x) + energy(b, x))
+        assert (energy(0.5 * (a + b), x) >= ends - 1e-9 * ends.abs().clamp_min(1.0)).all()
+
+
+@few_energies(*[case.id for case in ENERGIES if case.id not in EXPECTED])
+def test_unflagged_energies_curve_upwards_somewhere(case: EnergyCase) -> None:
+    """The flag is not merely cautious: where it is False there are weights and a state with
+    positive curvature."""
+    assert any(largest_curvature(case, seed) > 1e-6 for seed in range(30))
+
+
+def largest_curvature(case: EnergyCase, seed: int) -> float:
+    """Largest Hessian eigenvalue of one sample at one random state and random weights."""
+    torch.manual_seed(seed)
+    energy = case.factory(4).double()
+    z, x = tokens(case, batch=1, count=2, dim=4, seed=seed)
+    z = (0.3, 1.0, 3.0)[seed % 3] * z
+    directions = torch.eye(8, dtype=torch.float64).reshape(8, 1, 2, 4)
+    hessian = torch.stack([energy.hvp(z, v, x).flatten() for v in directions])
+    return torch.linalg.eigvalsh(hessian).max().item()
+
+
+@pytest.mark.parametrize("case", CONCAVE, ids=[case.id for case in CONCAVE])
+def test_unit_step_never_raises_the_energy(case: EnergyCase) -> None:
+    """``z <- x - C'(z)`` on ``1/2 |z - x|^2 + C(z)``, whatever the weights."""
+    for strength in (0.3, 1.0, 10.0):
+        torch.manual_seed(3)
+        concave = case.factory(8).double()
+        with torch.no_grad():
+            for weight in [*concave.parameters(), *concave.buffers()]:
+                weight.mul_(strength)
+        energy = Quadratic().select("input") + concave.select("other")
+        z, _ = tokens(case)
+        generator = torch.Generator().manual_seed(9)
+        x = {
+            key: torch.randn(z.shape, generator=generator, dtype=torch.float64)
+            for key in ("input", "other")
+        }
+        value, gradient = energy.value_and_grad(z, x)
+        for _ in range(15):
+            if not (torch.isfinite(value).all() and z.abs().max() < 1e6):
+                break  # an energy without a floor runs away, downwards
+            z = z - gradient
+            lower, gradient = energy.value_and_grad(z, x)
+            bounded = torch.isfinite(lower)
+            slack = 1e-9 * value.abs().clamp_min(1.0)
+            assert (lower <= value + slack)[bounded].all()
+            value = lower
+
+
+def test_flags_combine() -> None:
+    concave = ReLUFeedForward(8, 4, norm=None)
+    assert concave.concave and not ReLUFeedForward(8, 4).concave
+    assert (concave + Field()).concave
+    assert not (concave + Quadratic()).concave
+    assert (2.0 * concave).concave and (0.0 * Quadratic()).concave
+    assert not (-1.0 * concave).concave
+    assert concave.weighted(0.5).concave and concave.select("x").concave
+    assert not SigmoidAttention(8, 2, norm=None).weighted(0.5).concave
+    assert not Energy().concave

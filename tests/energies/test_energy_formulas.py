@@ -1,0 +1,264 @@
+"""Each energy against its definition, written out token by token and head by head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    ClassicalHopfield,
+    DenseAssociative,
+    Energy,
+    Field,
+    GatedFeedForward,
+    Hopfield,
+    LinearAttention,
+    Quadratic,
+    ReLUFeedForward,
+    RMSNorm,
+    SigmoidAttention,
+    SoftmaxAttention,
+    SoftmaxFeedForward,
+)
+
+DIM, HEADS, WIDTH, MEMORIES, BETA = 6, 2, 3, 5, 0.7
+
+
+def normalised(y: Tensor, norm: RMSNorm | None) -> Tensor:
+    if norm is None:
+        return y
+    return y / math.sqrt(sum(float(c) ** 2 for c in y) / len(y) + norm.epsilon)
+
+
+def heads_of(weight: Tensor, tokens: Tensor, norm: RMSNorm | None) -> list[list[Tensor]]:
+    """Projected tokens of each head: ``norm(W_h z_i)``."""
+    return [
+        [normalised(weight[h * WIDTH : (h + 1) * WIDTH] @ token, norm) for token in tokens]
+        for h in range(HEADS)
+    ]
+
+
+def log_sum_exp(scores: list[float]) -> float:
+    return math.log(sum(math.exp(s) for s in scores))
+
+
+def by_pairs(
+    energy: BiSoftmaxAttention | SigmoidAttention | LinearAttention,
+    z: Tensor,
+    value: Callable[[list[Tensor]], float],
+) -> float:
+    return sum(value(y) for y in heads_of(energy.projection.weight.detach(), z, energy.norm))
+
+
+def bisoftmax_value(y: list[Tensor]) -> float:
+    return sum(log_sum_exp([BETA * float(a @ b) for b in y]) for a in y) / BETA
+
+
+def causal_value(y: list[Tensor]) -> float:
+    rows = range(len(y))
+    return sum(log_sum_exp([BETA * float(y[i] @ y[j]) for j in range(i + 1)]) for i in rows) / BETA
+
+
+def sigmoid_value(y: list[Tensor]) -> float:
+    return sum(1 / (1 + math.exp(-BETA * float(a @ b))) for a in y for b in y) / (2 * BETA)
+
+
+def linear_value(y: list[Tensor], phi: Callable[[Tensor], Tensor]) -> float:
+    return sum((BETA * float(phi(a) @ phi(b))) ** 2 for a in y for b in y) / (4 * BETA)
+
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda y: y,
+    "relu": lambda y: y.clamp_min(0),
+    "elu": lambda y: torch.where(y > 0, y + 1, y.exp()),
+}
+
+
+@pytest.fixture
+def z() -> Tensor:
+    return torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def assert_energy(energy: Energy, z: Tensor, x: Tensor | None, expected: list[float]) -> None:
+    reference = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(energy(z, x).detach(), reference, rtol=1e-12, atol=0)
+
+
+def attention_options(norm: RMSNorm | None) -> dict[str, object]:
+    return {"heads": HEADS, "head_dim": WIDTH, "beta": BETA, "norm": norm}
+
+
+each_norm = pytest.mark.parametrize("norm", [None, RMSNorm(1.0), RMSNorm(1e-6)], ids=str)
+
+
+@each_norm
+@pytest.mark.parametrize("causal", [False, True])
+def test_bisoftmax(z: Tensor, norm: RMSNorm | None, causal: bool) -> None:
+    torch.manual_seed(0)
+    energy = BiSoftmaxAttention(DIM, causal=causal, **attention_options(norm)).double()  # type: ignore[arg-type]
+    definition = causal_value if causal else bisoftmax_value
+    assert_energy(energy, z, None, [by_pairs(energy, sample, definition) for sample in z])
+
+
+@each_norm
+def test_sigmoid(z: Tensor, norm: RMSNorm | None) -> None:
+    torch.manual_seed(0)
+    energy = SigmoidAttention(DIM, **attention_options(norm)).double()  # type: ignore[arg-type]
+    assert_energy(energy, z, None, [by_pairs(energy, sample, sigmoid_value) for sample in z])
+
+
+@each_norm
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_linear(z: Tensor, norm: RMSNorm | None, feature_map: str) -> None:
+    torch.manual_seed(0)
+    options = attention_options(norm)
+    energy = LinearAttention(DIM, feature_map=feature_map, **options).double()  # type: ignore[arg-type]
+    phi = FEATURE_MAPS[feature_map]
+    expected = [by_pairs(energy, sample, lambda y: linear_value(y, phi)) for sample in z]
+    assert_energy(energy, z, None, expected)
+
+
+@each_norm
+@pytest.mark.parametrize("kind", ["inner", "elastic"])
+@pytest.mark.parametrize("cross", [False, True])
+def test_softmax(z: Tensor, x: Tensor, norm: RMSNorm | None, kind: str, cross: bool) -> None:
+    torch.manual_seed(0)
+    options = attention_options(norm)
+    energy = SoftmaxAttention(DIM, energy=kind, cross=cross, **options).double()  # type: ignore[arg-type]
+
+    def score(query: Tensor, key: Tensor) -> float:
+        if kind == "inner":
+            return BETA * float(query @ key)
+        return -BETA * float((query - key) @ (query - key)) / 2
+
+    expected = []
+    for sample, context in zip(z, x if cross else z, strict=True):
+        queries = heads_of(energy.query.weight.detach(), sample, norm)
+        keys = heads_of(energy.key.weight.detach(), context, norm)
+        total = 0.0
+        for query_head, key_head in zip(queries, keys, strict=True):
+            for query in query_head:
+                total -= log_sum_exp([score(query, key) for key in key_head]) / BETA
+        expected.append(total)
+    assert_energy(energy, z, x if cross else None, expected)
+
+
+def relu_value(y: Tensor) -> float:
+    return -0.5 * sum(max(float(c), 0.0) ** 2 for c in y)
+
+
+def softmax_value(y: Tensor) -> float:
+    return -log_sum_exp([float(c) for c in y])
+
+
+def gelu_value(y: Tensor) -> float:
+    return -0.5 * sum(0.5 * float(c) * (1 + math.erf(float(c) / math.sqrt(2))) for c in y) ** 2
+
+
+def gated_relu_value(y: Tensor) -> float:
+    return -0.5 * sum(max(float(c), 0.0) for c in y) ** 2
+
+
+@each_norm
+@pytest.mark.parametrize(
+    ("build", "definition"),
+    [
+        (lambda norm: ReLUFeedForward(DIM, MEMORIES, norm=norm), relu_value),
+        (lambda norm: SoftmaxFeedForward(DIM, MEMORIES, norm=norm), softmax_value),
+        (lambda norm: GatedFeedForward(DIM, MEMORIES, norm=norm), gelu_value),
+        (
+            lambda norm: GatedFeedForward(DIM, MEMORIES, activation="relu", norm=norm),
+            gated_relu_value,
+        ),
+    ],
+    ids=["relu", "softmax", "gated-gelu", "gated-relu"],
+)
+def test_feed_forward(
+    z: Tensor,
+    norm: RMSNorm | None,
+    build: Callable[[RMSNorm | None], ReLUFeedForward],
+    definition: Callable[[Tensor], float],
+) -> None:
+    torch.manual_seed(0)
+    energy = build(norm).double()
+    weight = energy.projection.weight.detach()
+    expected = [sum(definition(normalised(weight @ t, norm)) for t in sample) for sample in z]
+    assert_energy(energy, z, None, expected)
+
+
+def test_quadratic_and_field(z: Tensor, x: Tensor) -> None:
+    pairs = list(zip(z, x, strict=True))
+    assert_energy(Quadratic(), z, x, [0.5 * float(((a - b) ** 2).sum()) for a, b in pairs])
+    assert_energy(Quadratic(), z, None, [0.5 * float((a**2).sum()) for a in z])
+    assert_energy(Field(), z, x, [-float((a * b).sum()) for a, b in pairs])
+
+
+def test_hopfield_energies(z: Tensor) -> None:
+    generator = torch.Generator().manual_seed(2)
+    patterns = torch.randn(MEMORIES, DIM, generator=generator, dtype=torch.float64)
+    bias = torch.randn(DIM, generator=generator, dtype=torch.float64)
+
+    def expected(value: Callable[[Tensor], float]) -> list[float]:
+        return [sum(value(token) for token in sample) for sample in z]
+
+    def overlaps(token: Tensor) -> list[float]:
+        return [float(pattern @ token) for pattern in patterns]
+
+    def modern(token: Tensor) -> float:
+        lse = log_sum_exp([BETA * y for y in overlaps(token)])
+        return 0.5 * float(token @ token) - lse / BETA
+
+    def classical(token: Tensor) -> float:
+        couplings = sum(torch.outer(pattern, pattern) for pattern in patterns)
+        return float(-0.5 * token @ couplings @ token + bias @ token)
+
+    assert_energy(Hopfield(patterns, beta=BETA), z, None, expected(modern))
+    assert_energy(ClassicalHopfield(patterns, bias=bias), z, None, expected(classical))
+    for power in (2, 3, 4):
+        cubic = expected(lambda token, power=power: -sum(y**power for y in overlaps(token)))
+        assert_energy(DenseAssociative(patterns, power=power), z, None, cubic)
+    exponential = expected(lambda token: -sum(math.exp(y) for y in overlaps(token)))
+    assert_energy(DenseAssociative(patterns, power="exp"), z, None, exponential)
+
+
+def test_hopfield_unit_step_is_attention_over_the_patterns(z: Tensor) -> None:
+    patterns = torch.randn(9, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    energy = Hopfield(patterns, beta=2.0)
+    attention = torch.softmax(2.0 * z @ patterns.T, dim=-1) @ patterns
+    torch.testing.assert_close(z - energy.grad(z), attention, rtol=1e-12, atol=1e-12)
+    assert (energy(z - energy.grad(z)) <= energy(z)).all()
+
+
+def test_token_energies_take_states_without_tokens(z: Tensor) -> None:
+    """A state (B, d) is one token a sample."""
+    torch.manual_seed(0)
+    energies: list[Energy] = [
+        ReLUFeedForward(DIM, MEMORIES),
+        SoftmaxFeedForward(DIM, MEMORIES),
+        GatedFeedForward(DIM, MEMORIES),
+        Hopfield(torch.randn(MEMORIES, DIM)),
+        Quadratic(),
+    ]
+    flat = z[:, 0]
+    for energy in energies:
+        energy = energy.double()
+        torch.testing.assert_close(energy(flat), energy(z[:, :1]))
+        torch.testing.assert_close(energy.grad(flat), energy.grad(z[:, :1])[:, 0])
+
+
+def test_quadratic_takes_any_state_shape() -> None:
+    for shape in [(3,), (3, 2), (3, 2, 4, 5)]:
+        z = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        value, gradient = Quadratic().value_and_grad(z)
+        torch.testing.assert_close(value, 0.5 * z.reshape(3, -1).square().sum(1))
+        assert torch.equal(gradient, z)

@@ -1,0 +1,162 @@
+"""Every energy class with every option, for tests that must hold for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    ClassicalHopfield,
+    DenseAssociative,
+    Energy,
+    Field,
+    FunctionEnergy,
+    GatedFeedForward,
+    Hopfield,
+    LinearAttention,
+    Quadratic,
+    ReLUFeedForward,
+    RMSNorm,
+    SigmoidAttention,
+    SoftmaxAttention,
+    SoftmaxFeedForward,
+)
+
+
+class EnergyCase(NamedTuple):
+    id: str
+    factory: Callable[[int], Energy]  # features d -> energy of tokens (B, N, d), random weights
+    needs_x: bool  # x like z
+
+
+NORMS = {"soft": RMSNorm(epsilon=1.0), "tiny": RMSNorm(epsilon=1e-6), "none": None}
+MEMORIES = 12
+
+
+def _attention(cls: Callable[..., Energy], dim: int, heads: int, **options: Any) -> Energy:
+    return cls(dim, heads=heads, **options)
+
+
+def _feedforward(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
+    return cls(dim, MEMORIES, **options)
+
+
+def _patterns(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
+    return cls(torch.randn(5, dim), **options)
+
+
+def _classical(dim: int) -> Energy:
+    return ClassicalHopfield(torch.randn(5, dim) / dim**0.5, bias=torch.randn(dim), learnable=True)
+
+
+def _double_well(z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    if mask is not None:
+        z = torch.where(mask.unsqueeze(-1), z, 0.0)
+    return (0.25 * z**4 - 0.5 * z**2).flatten(1).sum(1)
+
+
+def _composition(dim: int) -> Energy:
+    attention = BiSoftmaxAttention(dim, heads=2).weighted(0.4, maximum=2.0)
+    return attention + 0.3 * ReLUFeedForward(dim, MEMORIES) + Quadratic()
+
+
+def _cases() -> list[EnergyCase]:
+    cases = [
+        EnergyCase("quadratic", lambda dim: Quadratic(), False),
+        EnergyCase("quadratic-input", lambda dim: Quadratic(), True),
+        EnergyCase("field", lambda dim: Field(), True),
+        EnergyCase("function", lambda dim: FunctionEnergy(_double_well), False),
+        EnergyCase("composition", _composition, True),
+        EnergyCase("hopfield", partial(_patterns, Hopfield), False),
+        EnergyCase("hopfield-learnable", partial(_patterns, Hopfield, learnable=True), False),
+        EnergyCase("hopfield-cold", partial(_patterns, Hopfield, beta=3.0), False),
+        EnergyCase("dense-2", partial(_patterns, DenseAssociative, power=2), False),
+        EnergyCase("dense-3", partial(_patterns, DenseAssociative), False),
+        EnergyCase("dense-exp", partial(_patterns, DenseAssociative, power="exp"), False),
+        EnergyCase("classical", _classical, False),
+    ]
+    attentions: list[tuple[str, Callable[..., Energy], dict[str, Any], bool]] = [
+        ("bisoftmax", BiSoftmaxAttention, {}, False),
+        ("bisoftmax-causal", BiSoftmaxAttention, {"causal": True}, False),
+        ("sigmoid", SigmoidAttention, {}, False),
+        ("linear", LinearAttention, {}, False),
+        ("linear-relu", LinearAttention, {"feature_map": "relu"}, False),
+        ("linear-elu", LinearAttention, {"feature_map": "elu"}, False),
+        ("softmax-inner", SoftmaxAttention, {}, False),
+        ("softmax-elastic", SoftmaxAttention, {"energy": "elastic"}, False),
+        ("softmax-causal", SoftmaxAttention, {"causal": True}, False),
+        ("softmax-cross", SoftmaxAttention, {"cross": True}, True),
+        ("softmax-cross-elastic", SoftmaxAttention, {"cross": True, "energy": "elastic"}, True),
+    ]
+    feedforwards: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
+        ("relu", ReLUFeedForward, {}),
+        ("softmax-ff", SoftmaxFeedForward, {}),
+        ("gated-gelu", GatedFeedForward, {}),
+        ("gated-relu", GatedFeedForward, {"activation": "relu"}),
+    ]
+    for name, norm in NORMS.items():
+        for label, cls, options, needs_x in attentions:
+            for heads in (1, 4):
+                factory = partial(_attention, cls, heads=heads, norm=norm, **options)
+                cases.append(EnergyCase(f"{label}-{name}-{heads}", factory, needs_x))
+        for label, cls, options in feedforwards:
+            factory = partial(_feedforward, cls, norm=norm, **options)
+            cases.append(EnergyCase(f"{label}-{name}", factory, False))
+    for label, cls, options, needs_x in attentions:
+        factory = partial(_attention, cls, heads=2, head_dim=3, beta=0.8, bound=0.7, **options)
+        cases.append(EnergyCase(f"{label}-bound", factory, needs_x))
+    for label, cls, options in feedforwards:
+        factory = partial(_feedforward, cls, bound=0.7, **options)
+        cases.append(EnergyCase(f"{label}-bound", factory, False))
+    return cases
+
+
+ENERGIES = _cases()
+DIM = 8
+
+each_energy = pytest.mark.parametrize("case", ENERGIES, ids=[case.id for case in ENERGIES])
+
+
+def few_energies(*ids: str) -> pytest.MarkDecorator:
+    """The cases of these ids."""
+    chosen = {case.id: case for case in ENERGIES}
+    return pytest.mark.parametrize("case", [chosen[i] for i in ids], ids=ids)
+
+
+def build(case: EnergyCase, dim: int = DIM, dtype: torch.dtype = torch.float64) -> Energy:
+    """The case's energy with seeded weights."""
+    torch.manual_seed(7)
+    return case.factory(dim).to(dtype)
+
+
+def tokens(
+    case: EnergyCase, batch: int = 3, count: int = 5, dim: int = DIM, seed: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """A seeded state (B, N, d) and the input that the case needs, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(batch, count, dim, generator=generator, dtype=torch.float64)
+    x = torch.randn(batch, count, dim, generator=generator, dtype=torch.float64)
+    return z, x if case.needs_x else None
+
+
+def masks(batch: int = 3, count: int = 5) -> dict[str, Tensor | None]:
+    """No mask, one with holes, and one where the first sample has no token that counts."""
+    generator = torch.Generator().manual_seed(1)
+    holes = torch.rand(batch, count, generator=generator) < 0.6
+    holes[:, 0] = True
+    holes[0, 1] = False
+    empty = holes.clone()
+    empty[0] = False
+    return {"no-mask": None, "holes": holes, "empty-sample": empty}
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Norm of the difference by the norm of the reference (1 where that is 0)."""
+    scale = reference.double().norm().item() or 1.0
+    return (value.double() - reference.double()).norm().item() / scale

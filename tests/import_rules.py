@@ -1,0 +1,251 @@
+"""Rules for the layout, each a function from parsed files to a list of offences.
+
+The sources are read, not imported. CONTRIBUTING.md says what the rules are for.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("solvers", "implicit_attn", "examples", "benchmarks")
+LONGEST_FILE, LONGEST_FUNCTION = 320, 60
+
+# What each part of the library may import of the library; itself goes without saying.
+_BELOW_ENERGIES = {"implicit_attn.kernels", "implicit_attn.optional"}
+_BELOW_UPDATES = _BELOW_ENERGIES | {"implicit_attn.energies", "solvers"}
+_BELOW_DEQ = _BELOW_UPDATES | {"implicit_attn.updates"}
+_BELOW_MODELS = (_BELOW_DEQ - {"solvers"}) | {"implicit_attn.deq", "implicit_attn.data"}
+MAY_IMPORT = {
+    "solvers": set[str](),
+    "implicit_attn.optional": set[str](),
+    "implicit_attn.data": {"implicit_attn.optional"},
+    "implicit_attn.kernels": {"implicit_attn.optional"},
+    "implicit_attn.energies": _BELOW_ENERGIES,
+    "implicit_attn.updates": _BELOW_UPDATES,
+    "implicit_attn.deq": _BELOW_DEQ,
+    "implicit_attn.models": _BELOW_MODELS,
+    "implicit_attn.studies": _BELOW_MODELS | {"implicit_attn.models", "solvers"},
+    "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
+}
+# An update may state which protocol it fulfils; it may not call a solver.
+SOLVERS_NAMES_FOR_UPDATES = {"EnergyUpdate"}
+CORE_DEPENDENCIES = {"torch", "numpy", "scipy"}
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str  # the module, as deep as the tree knows it, or the full name of an outside one
+    names: tuple[str, ...]  # what is taken from it; empty for "import module"
+    line: int
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    tree: ast.Module
+    lines: int
+    imports: tuple[Import, ...]
+
+    @property
+    def module(self) -> str:
+        return module_name(self.path)
+
+    @property
+    def layer(self) -> str | None:
+        return layer_of(self.module)
+
+    @property
+    def in_library(self) -> bool:
+        return self.path.startswith(("solvers/", "implicit_attn/"))
+
+
+Files = list[File]
+Rule = Callable[[Files], list[str]]
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def layer_of(module: str) -> str | None:
+    """The part of the library that a module belongs to; None: outside, or in no part."""
+    if module in MAY_IMPORT:
+        return module
+    parts = module.split(".")
+    depth = 1 if parts[0] == "solvers" else 2
+    name = ".".join(parts[:depth])
+    return name if name in MAY_IMPORT else None
+
+
+def read_imports(path: str, tree: ast.Module, modules: set[str]) -> Iterator[Import]:
+    parents = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    if not path.endswith("/__init__.py"):
+        parents.pop()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, (), node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            source = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                if inner in modules:
+                    yield Import(inner, (), node.lineno)
+                else:
+                    yield Import(source, (alias.name,), node.lineno)
+
+
+def parse(sources: dict[str, str]) -> Files:
+    modules = {module_name(path) for path in sources}
+    trees = {path: ast.parse(text, path) for path, text in sources.items()}
+    return [
+        File(path, tree, len(sources[path].splitlines()), tuple(read_imports(path, tree, modules)))
+        for path, tree in trees.items()
+    ]
+
+
+def repository() -> Files:
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return parse({path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths})
+
+
+def library(files: Files) -> Files:
+    return [file for file in files if file.in_library]
+
+
+def imports_go_down(files: Files) -> list[str]:
+    found = [f"{file.path}: in no layer of MAY_IMPORT" for file in library(files) if not file.layer]
+    for file in library(files):
+        for each in file.imports:
+            if each.target.split(".")[0] not in ("solvers", "implicit_attn"):
+                continue
+            layer = layer_of(each.target)
+            if file.layer and layer != file.layer and layer not in MAY_IMPORT[file.layer]:
+                found.append(f"{file.path}:{each.line}: {file.layer} imports {each.target}")
+    return found
+
+
+def updates_call_no_solver(files: Files) -> list[str]:
+    return [
+        f"{file.path}:{each.line}: an update imports {each.names or 'all'} of {each.target}"
+        for file in files
+        if file.layer == "implicit_attn.updates"
+        for each in file.imports
+        if layer_of(each.target) == "solvers"
+        and not (each.names and set(each.names) <= SOLVERS_NAMES_FOR_UPDATES)
+    ]
+
+
+def only_core_dependencies(files: Files) -> list[str]:
+    """What else is imported comes through ``require``; tests and examples are outside as well."""
+    found = []
+    for file in library(files):
+        allowed = {*sys.stdlib_module_names, *CORE_DEPENDENCIES, "solvers", "implicit_attn"}
+        if file.path == "solvers/torchdeq_bridge.py":
+            allowed.add("torchdeq")
+        if file.layer == "implicit_attn.kernels" and Path(file.path).name.startswith("triton_"):
+            allowed.add("triton")
+        found += [
+            f"{file.path}:{each.line}: imports {each.target}"
+            for each in file.imports
+            if each.target.split(".")[0] not in allowed
+        ]
+    return found
+
+
+def no_cycles(files: Files) -> list[str]:
+    modules = {file.module for file in files}
+    graph = {
+        file.module: {each.target for each in file.imports} & modules - {file.module}
+        for file in files
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" <- ".join(error.args[1])]
+    return []
+
+
+def imports_stand_at_the_top(files: Files) -> list[str]:
+    found = []
+    for file in library(files):
+        for outer in ast.walk(file.tree):
+            if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found += [
+                    f"{file.path}:{node.lineno}: import inside {outer.name}"
+                    for node in ast.walk(outer)
+                    if isinstance(node, ast.Import | ast.ImportFrom)
+                ]
+        if file.module != "implicit_attn.optional":
+            found += [
+                f"{file.path}:{each.line}: importlib, where require is meant"
+                for each in file.imports
+                if each.target.split(".")[0] == "importlib"
+            ]
+            found += [
+                f"{file.path}:{node.lineno}: __import__, where require is meant"
+                for node in ast.walk(file.tree)
+                if isinstance(node, ast.Name) and node.id == "__import__"
+            ]
+    return found
+
+
+def kernels_define_no_module(files: Files) -> list[str]:
+    return [
+        f"{file.path}:{node.lineno}: class {node.name}({ast.unparse(base)})"
+        for file in files
+        if file.layer == "implicit_attn.kernels"
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        if ast.unparse(base).startswith(("nn.", "torch.nn.")) or ast.unparse(base) == "Module"
+    ]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def examples_use_public_names(files: Files) -> list[str]:
+    found = []
+    for file in files:
+        if not file.path.startswith("examples/"):
+            continue
+        for each in file.imports:
+            found += [
+                f"{file.path}:{each.line}: imports {name}"
+                for name in (*each.target.split("."), *each.names)
+                if is_private(name)
+            ]
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                owner = ast.unparse(node.value)
+                if owner not in ("self", "cls"):
+                    found.append(f"{file.path}:{node.lineno}: uses {owner}.{node.attr}")
+    return found
+
+
+def files_and_functions_are_short(files: Files) -> list[str]:
+    found = [f"{f.path}: {f.lines} lines" for f in library(files) if f.lines > LONGEST_FILE]
+    for file in library(files):
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = _lines_without_docstring(node)
+                if length > LONGEST_FUNCTION:
+                    found.append(f"{file.path}:{node.lineno}: {node.name} has {length} lines")
+    return found
+
+
+def _lines_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    length = (node.end_lineno or node.lineno) - node.lineno + 1
+    if ast.get_docstring(node) is not None:
+        docstring = node.body[0]
+        length -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+    return length

@@ -1,0 +1,94 @@
+"""The problem zoo: fixed-point problems with known answers, by name.
+
+>>> problem = make("kepler")
+>>> residual = problem.f(problem.z0, *problem.args) - problem.z0
+
+Every factory in ``PROBLEMS`` takes ``dtype``, ``device`` and ``seed`` and returns a
+:class:`Problem`; the numbers are drawn in float64 on the CPU, so one seed gives the same problem
+everywhere. Adding a problem is one builder and one entry in the ``BUILDS`` of its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+
+import problems_attention
+import problems_energies
+import problems_layers
+import problems_linear
+import problems_maps
+import problems_pathological
+import problems_systems
+from problems_base import Build, Problem, cast, residual_norms, rows, scaled
+
+__all__ = [
+    "ENERGY",
+    "LINEAR",
+    "NONLINEAR",
+    "PATHOLOGICAL",
+    "PROBLEMS",
+    "SOLVABLE",
+    "Problem",
+    "make",
+    "residual_norms",
+    "rows",
+    "scaled",
+]
+
+_ATTENTION = problems_attention.BUILDS
+LINEAR = list(problems_linear.BUILDS)
+NONLINEAR = [
+    *problems_maps.BUILDS,
+    *problems_layers.BUILDS,
+    *problems_systems.BUILDS,
+    *(name for name in _ATTENTION if not name.startswith("energy_")),
+]
+ENERGY = [
+    *problems_energies.BUILDS,
+    *(name for name in _ATTENTION if name.startswith("energy_")),
+]
+PATHOLOGICAL = list(problems_pathological.BUILDS)
+
+_BUILDS: dict[str, Build] = {
+    **problems_linear.BUILDS,
+    **problems_maps.BUILDS,
+    **problems_layers.BUILDS,
+    **problems_systems.BUILDS,
+    **_ATTENTION,
+    **problems_energies.BUILDS,
+    **problems_pathological.BUILDS,
+}
+
+
+@cache
+def _original(name: str, seed: int) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+    problem = replace(_BUILDS[name](generator), name=name)
+    if problem.reference is None:
+        return problem
+    # solved at most once for all copies in other dtypes
+    return replace(problem, reference=cache(problem.reference))
+
+
+def make(
+    name: str,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Problem:
+    """The problem ``name`` in tensors of its own, safe to overwrite.
+
+    Raises:
+        ValueError: if there is no such problem.
+    """
+    if name not in _BUILDS:
+        raise ValueError(f"name must be one of {sorted(_BUILDS)}, got {name!r}")
+    return cast(_original(name, seed), dtype, device)
+
+
+PROBLEMS: dict[str, Callable[..., Problem]] = {name: partial(make, name) for name in _BUILDS}
+SOLVABLE = [name for name in PROBLEMS if _original(name, 0).expect == "converges"]

@@ -1,0 +1,209 @@
+"""Energies: convex ones of every condition number, curved valleys, wells, log-sum-exp."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Generator, Tensor
+
+from nonlinear_systems import helical_valley, powell_singular
+from problems_base import Build, Expect, Problem, matvec, normal
+from problems_linear import affine, affine_energy, dense_solve, symmetric_matrix
+from problems_reference import minimum
+
+MGH = "J. Moré, B. Garbow, K. Hillstrom, ACM Trans. Math. Softw. 7 (1981) 17, problem {}"
+
+
+def quadratic(generator: Generator, *, condition: float, plain: bool = True) -> Problem:
+    """Convex quadratic, Hessian eigenvalues log-spaced in [1 / condition, 1], minimum N(0, 1)."""
+    batch, dim = 6, 40
+    curvature = torch.logspace(0, -1, dim, base=condition, dtype=torch.float64).repeat(batch, 1)
+    matrix = symmetric_matrix(generator, 1 - curvature)
+    minimiser = normal(generator, batch, dim)
+    offset = minimiser - matvec(matrix, minimiser)
+    return Problem(
+        name="",
+        f=affine,
+        z0=normal(generator, batch, dim),
+        args=(matrix, offset),
+        symmetric=True,
+        converges_plain=plain,
+        expect="converges",
+        source="J. Nocedal, S. Wright, Numerical Optimization (2nd ed., 2006), section 3.3",
+        reference=lambda: dense_solve(matrix, offset),
+        energy=affine_energy,
+    )
+
+
+def valley_map(z: Tensor, steepness: Tensor) -> Tensor:
+    """``z - s dV/dz`` of the valley ``V = (1 - z1)^2 + steepness (z2 - z1^2)^2``."""
+    first, second = z.unbind(1)
+    gap = second - first**2
+    gradient = torch.stack(
+        [2 * (first - 1) - 4 * steepness[:, 0] * first * gap, 2 * steepness[:, 0] * gap], 1
+    )
+    return z - gradient / (20 * steepness)
+
+
+def valley_energy(z: Tensor, steepness: Tensor) -> Tensor:
+    """``V / (20 steepness)``."""
+    first, second = z.unbind(1)
+    value = (1 - first) ** 2 + steepness[:, 0] * (second - first**2) ** 2
+    return value / (20 * steepness[:, 0])
+
+
+def valley(generator: Generator, *, steepness: float, plain: bool = True) -> Problem:
+    """Rosenbrock's valley (steepness 100 in the original), step below 2 / curvature at (1, 1)."""
+    batch = 4
+    z0 = torch.tensor([-1.2, 1.0], dtype=torch.float64).repeat(batch, 1)
+    z0[1:] += 0.1 * normal(generator, batch - 1, 2)
+    return Problem(
+        name="",
+        f=valley_map,
+        z0=z0,
+        args=(torch.full((batch, 1), steepness, dtype=torch.float64),),
+        symmetric=True,
+        converges_plain=plain,
+        expect="converges",
+        source="H. Rosenbrock, Computer Journal 3 (1960) 175; " + MGH.format(1),
+        reference=lambda: torch.ones(batch, 2, dtype=torch.float64),
+        energy=valley_energy,
+    )
+
+
+def log_sum_exp_map(z: Tensor, design: Tensor, offset: Tensor, centre: Tensor) -> Tensor:
+    """``z - s dE/dz`` of :func:`log_sum_exp_energy`, with the same s."""
+    weights = (matvec(design, z) + offset).softmax(1)
+    return z - _step(design) * (matvec(design.mT, weights) + 0.1 * (z - centre))
+
+
+def log_sum_exp_energy(z: Tensor, design: Tensor, offset: Tensor, centre: Tensor) -> Tensor:
+    """``s (lse(A z + c) + |z - centre|^2 / 20)``, (B,); s from a bound on the curvature."""
+    value = (matvec(design, z) + offset).logsumexp(1) + 0.05 * (z - centre).square().sum(1)
+    return _step(design).squeeze(1) * value
+
+
+def _step(design: Tensor) -> Tensor:
+    """``1 / (max row |a|^2 + 0.1)``, (B, 1): lse has no curvature above the largest row norm."""
+    return 1 / (design.square().sum(2).amax(1, keepdim=True) + 0.1)
+
+
+def log_sum_exp(generator: Generator) -> Problem:
+    """Smooth maximum of 50 random affine functions and a weak quadratic; ill conditioned."""
+    batch, terms, dim = 6, 50, 20
+    design = normal(generator, batch, terms, dim)
+    args = (design, normal(generator, batch, terms), normal(generator, batch, dim))
+    z0 = normal(generator, batch, dim)
+    return Problem(
+        name="",
+        f=log_sum_exp_map,
+        z0=z0,
+        args=args,
+        symmetric=True,
+        converges_plain=True,
+        expect="converges",
+        source="S. Boyd, L. Vandenberghe, Convex Optimization (2004), sections 3.1.5 and 9.2",
+        reference=lambda: minimum(log_sum_exp_map, log_sum_exp_energy, z0, args),
+        energy=log_sum_exp_energy,
+    )
+
+
+def wells_map(z: Tensor, coupling: Tensor) -> Tensor:
+    """``z - 0.2 (z^3 - z + K z)``."""
+    return z - 0.2 * (z**3 - z + matvec(coupling, z))
+
+
+def wells_energy(z: Tensor, coupling: Tensor) -> Tensor:
+    """``0.2 (sum (z^2 - 1)^2 / 4 + z^T K z / 2)``."""
+    return 0.2 * ((z * z - 1).square() / 4 + 0.5 * z * matvec(coupling, z)).sum(1)
+
+
+def wells(generator: Generator) -> Problem:
+    """Coupled double wells, started near the saddle at 0: many minima, more saddles."""
+    batch, dim = 6, 20
+    raw = normal(generator, batch, dim, dim) / dim**0.5
+    coupling = 0.3 * (raw + raw.mT) / 2**0.5
+    z0 = 0.05 * normal(generator, batch, dim)
+    args = (coupling,)
+    return Problem(
+        name="",
+        f=wells_map,
+        z0=z0,
+        args=args,
+        symmetric=True,
+        converges_plain=True,
+        expect="converges",
+        source="D. Wales, Energy Landscapes (2003): coupled quartic double wells",
+        reference=lambda: minimum(wells_map, wells_energy, z0, args),
+        energy=wells_energy,
+        unique=False,
+    )
+
+
+SYSTEMS = {"powell": powell_singular, "helical": helical_valley}
+
+
+def squares_energy(z: Tensor, origin: Tensor, system: str, step: float) -> Tensor:
+    """``step |F(z - o)|^2 / 2``, (B,)."""
+    return 0.5 * step * SYSTEMS[system](z - origin).square().sum(1)
+
+
+def squares_map(z: Tensor, origin: Tensor, system: str, step: float) -> Tensor:
+    """``z - step F'(z - o)^T F(z - o)``, F' by automatic differentiation; differentiable again."""
+    value, *rest = torch.func.vjp(SYSTEMS[system], z - origin)
+    (gradient,) = rest[0](value)
+    return z - step * gradient
+
+
+def least_squares(
+    generator: Generator, *, system: str, start: tuple[float, ...], answer: tuple[float, ...],
+    step: float, source: str, origin: float = 0.0, expect: Expect = "converges", plain: bool = True,
+) -> Problem:  # fmt: skip
+    """The sum of squares of a system: symmetric where the system itself is not."""
+    batch = 4
+    z0 = torch.tensor(start, dtype=torch.float64).repeat(batch, 1)
+    z0[1:] += 0.1 * normal(generator, batch - 1, len(start))
+    moved = torch.full_like(z0, origin)
+    return Problem(
+        name="",
+        f=partial(squares_map, system=system, step=step),
+        z0=z0 + moved,
+        args=(moved,),
+        symmetric=True,
+        converges_plain=plain,
+        expect=expect,
+        source=source,
+        reference=lambda: moved + torch.tensor(answer, dtype=torch.float64),
+        energy=partial(squares_energy, system=system, step=step),
+    )
+
+
+BUILDS: dict[str, Build] = {
+    "energy_quadratic_10": partial(quadratic, condition=1e1),
+    "energy_quadratic_100": partial(quadratic, condition=1e2),
+    "energy_quadratic_1e4": partial(quadratic, condition=1e4, plain=False),
+    "energy_rosenbrock_10": partial(valley, steepness=10.0),
+    "energy_rosenbrock_100": partial(valley, steepness=100.0, plain=False),
+    "energy_log_sum_exp": log_sum_exp,
+    "energy_double_wells": wells,
+    "energy_powell_singular": partial(
+        least_squares,
+        system="powell",
+        start=(3.0, -1.0, 0.0, 1.0),
+        answer=(0.0, 0.0, 0.0, 0.0),
+        origin=1.0,
+        step=2e-3,
+        plain=False,
+        source=MGH.format(13),
+    ),
+    "energy_helical_valley": partial(
+        least_squares,
+        system="helical",
+        start=(-1.0, 0.0, 0.0),
+        answer=(1.0, 0.0, 0.0),
+        step=2e-3,
+        plain=False,
+        source=MGH.format(7),
+    ),
+}

@@ -1,0 +1,160 @@
+"""The counter of evaluations: it sees every call, trusts no solver, and hides no failure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchdeq_oracle as oracle
+from problems import make, residual_norms, rows
+
+
+def plain_count(name: str, tolerance: float, limit: int) -> list[float]:
+    """First evaluation of plain iteration within the tolerance, by hand, sample by sample."""
+    found = []
+    for i in range(make(name).batch):
+        problem = rows(make(name), torch.tensor([i]))
+        z, number = problem.z0, math.inf
+        for k in range(1, limit + 1):
+            fz = problem.f(z, *problem.args)
+            residual, reference = residual_norms(z, fz)
+            if float(residual) <= tolerance * float(reference):
+                number = float(k)
+                break
+            z = fz
+        found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("name", ["cos", "linear_one_hard_sample", "start_at_solution"])
+@pytest.mark.parametrize("limit", [9, 500])
+def test_forward_counts_are_those_by_hand(name: str, limit: int) -> None:
+    counted = oracle.evaluations_to(1e-6, make(name), "fixed_point_iter", limit)
+    assert counted.tolist() == plain_count(name, 1e-6, limit)
+
+
+@pytest.mark.parametrize("solver", list(oracle.SOLVERS))
+def test_a_count_is_that_of_the_sample_alone(solver: str) -> None:
+    problem = make("relu_0.9")
+    together = oracle.evaluations_to(1e-5, problem, solver)
+    alone = [
+        oracle.evaluations_to(1e-5, rows(problem, torch.tensor([i])), solver)
+        for i in range(problem.batch)
+    ]
+    assert together.tolist() == torch.cat(alone).tolist()
+
+
+@dataclass
+class Answer:
+    value: Tensor
+    evaluations: Tensor
+
+
+def shrinking_forward(f: Any, z0: Tensor, args: tuple[Any, ...]) -> Answer:
+    """Plain iteration whose finished samples leave the batch."""
+    value, evaluations = z0.clone(), torch.zeros(z0.shape[0], dtype=torch.int64)
+    active = torch.arange(z0.shape[0])
+    while active.numel():
+        z = value[active]
+        fz = f(z, *(tensor[active] for tensor in args))
+        evaluations[active] += 1
+        residual, reference = residual_norms(z, fz)
+        running = residual > 1e-6 * reference
+        value[active[running]] = fz[running]
+        active = active[running]
+    return Answer(value, evaluations)
+
+
+def test_a_shrinking_batch_is_followed() -> None:
+    problem = make("linear_one_hard_sample")
+    result = oracle.count(problem, 1e-6, 1000, shrinking_forward)
+    assert result.evaluations.tolist() == plain_count(problem.name, 1e-6, 1000)
+    assert not result.reasons
+
+
+def test_hidden_evaluations_are_billed() -> None:
+    problem = make("linear_one_hard_sample")
+
+    def run(f: Any, z0: Tensor, args: tuple[Any, ...]) -> Answer:
+        answer = shrinking_forward(f, z0, args)
+        return replace(answer, evaluations=answer.evaluations + 100)
+
+    honest = oracle.count(problem, 1e-6, 1000, shrinking_forward).evaluations
+    assert torch.equal(oracle.count(problem, 1e-6, 1000, run).evaluations, honest + 100)
+    assert oracle.count(problem, 1e-6, 105, run).evaluations.isinf().all()
+
+
+def test_an_answer_found_without_f_counts_by_its_evaluations_only_if_it_is_one() -> None:
+    problem = make("linear_symmetric_0.5")
+    solution = problem.solution
+    assert solution is not None
+    value = solution.clone()
+    value[1] += 1.0
+
+    def run(f: Any, z0: Tensor, args: tuple[Any, ...]) -> Answer:
+        return Answer(value, torch.full((problem.batch,), 7))
+
+    result = oracle.count(problem, 1e-6, 100, run)
+    expected = [7.0, math.inf, *[7.0] * (problem.batch - 2)]
+    assert result.evaluations.tolist() == expected
+    assert list(result.reasons) == [1]
+
+
+def test_the_energy_ignores_the_sample_numbers() -> None:
+    problem = make("linear_symmetric_0.5")
+    recorder = oracle.Recorder(problem, 1e-6)
+    assert problem.energy is not None
+    expected = problem.energy(problem.z0, *problem.args)
+    assert torch.equal(recorder.energy(problem.z0, *recorder.args), expected)
+    with pytest.raises(ValueError, match="'bellman' has no energy"):
+        oracle.Recorder(make("bellman"), 1e-6).energy(problem.z0, problem.z0)
+
+
+def test_failures_keep_their_reason() -> None:
+    result = oracle.outcome(make("nan_from_start"), 1e-6, "fixed_point_iter")
+    assert result.evaluations[2].isinf()
+    assert result.evaluations[[0, 1, 3, 4]].isfinite().all()
+    assert list(result.reasons) == [2]
+    assert "inf after 500 evaluations" in result.reasons[2]
+
+
+def test_an_exception_of_torchdeq_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(oracle.SOLVERS, "memory_1", ("anderson", {"m": 1}, False))
+    problem = make("cos")
+    result = oracle.outcome(problem, 1e-6, "memory_1")
+    assert result.evaluations.isinf().all()
+    assert set(result.reasons) == set(range(problem.batch))
+    assert all(reason.startswith("IndexError: ") for reason in result.reasons.values())
+
+
+def test_an_overflowing_norm_is_no_small_residual() -> None:
+    z = torch.full((1, 2), 1e200, dtype=torch.float64)
+    assert oracle.true_residual(z, z + 1e190).isinf().all()
+    assert oracle.true_residual(z, z * torch.nan).isinf().all()
+    assert oracle.true_residual(0 * z, 0 * z).tolist() == [0.0]
+
+
+def test_best_is_the_smallest_median_among_the_complete() -> None:
+    problem = make("cos")
+    winner, evaluations = oracle.best(problem, 1e-6)
+    medians = {name: oracle.outcome(problem, 1e-6, name).order for name in oracle.SOLVERS}
+    assert medians[winner] == min(medians.values())
+    assert torch.equal(evaluations, oracle.evaluations_to(1e-6, problem, winner))
+
+
+def test_unknown_solvers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"solver_name must be one of .*'newton'"):
+        oracle.evaluations_to(1e-6, make("cos"), "newton")
+
+
+def test_the_table_names_each_failure() -> None:
+    lines = oracle.table(["runaway"], 1e-6, 30)
+    assert lines[2].startswith("| runaway |")
+    assert lines[2].endswith("| none |")
+    samples = make("runaway").batch * len(oracle.SOLVERS)
+    assert f"{samples} samples not solved:" in lines

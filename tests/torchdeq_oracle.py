@@ -1,0 +1,298 @@
+"""How many evaluations torchdeq's solvers need on the zoo: what ours have to beat.
+
+The count of a sample is the number of calls of f up to the first one at a point z whose *true*
+relative residual ``|f(z) - z| / |f(z)|`` is within the tolerance; infinite if there is none. It is
+taken inside f, so it means the same for every solver: no solver's own bookkeeping enters, stopping
+late costs nothing and neither does a bad choice of the iterate to return.
+
+Run as a script it prints the table:
+
+    python tests/torchdeq_oracle.py [--tolerance 1e-6] [--max-evaluations 500] [name ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdeq.solver import get_solver
+
+import problems
+from problems import Problem, residual_norms
+
+Run = Callable[[Callable[..., Tensor], Tensor, tuple[Any, ...]], Any]
+
+# name -> (torchdeq's name, its options, whether its samples influence each other)
+SOLVERS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "anderson": ("anderson", {}, False),
+    "anderson_ridge_1e-10": ("anderson", {"lam": 1e-10}, False),
+    "anderson_tau_0.5": ("anderson", {"tau": 0.5}, False),
+    "broyden": ("broyden", {}, False),
+    "broyden_line_search": ("broyden", {"ls": True}, True),
+    "fixed_point_iter": ("fixed_point_iter", {}, False),
+    "fixed_point_iter_tau_0.5": ("fixed_point_iter", {"tau": 0.5}, False),
+}
+STOCK = ("anderson", "broyden", "fixed_point_iter")
+
+
+# a solver that stops on the same test, rounded differently, must not miss by an ulp
+ROUNDING = 1e-6
+
+
+class Enough(Exception):
+    """Ends a solver from inside f: every sample is done, or the budget is spent."""
+
+
+def true_residual(z: Tensor, fz: Tensor) -> Tensor:
+    """``|f(z) - z| / |f(z)|`` per sample, (B,) float64 on the CPU; infinite where not finite.
+
+    ``|f(z)|`` may overflow where the difference does not: that is no small residual.
+    """
+    residual, reference = (norm.detach().double().cpu() for norm in residual_norms(z, fz))
+    finite = residual.isfinite() & reference.isfinite()
+    relative = torch.where(finite, residual / reference, math.inf)
+    return torch.where(residual == 0, torch.zeros_like(relative), relative)
+
+
+@dataclass
+class Recorder:
+    """``problem.f`` that notes at which call each sample's true residual met the tolerance.
+
+    Pass the recorder as f, ``recorder.args`` as args and, if wanted, ``recorder.energy`` as energy.
+    ``args`` ends with the sample numbers, batched like everything else, so that a solver whose
+    batch shrinks is followed too.
+
+    Attributes:
+        calls: (B,) evaluations of f spent on each sample.
+        reached: (B,) the call at which the tolerance was first met, infinite if it was not.
+        best: (B,) smallest finite relative residual seen.
+    """
+
+    problem: Problem
+    tolerance: float
+    max_evaluations: float = math.inf
+    stop_when_done: bool = False
+    calls: Tensor = field(init=False)
+    reached: Tensor = field(init=False)
+    best: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        batch = self.problem.batch
+        self.calls = torch.zeros(batch, dtype=torch.int64)
+        self.reached = torch.full((batch,), math.inf, dtype=torch.float64)
+        self.best = torch.full((batch,), math.inf, dtype=torch.float64)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The problem's arguments and the number of each sample (B,)."""
+        index = torch.arange(self.problem.batch, device=self.problem.z0.device)
+        return (*self.problem.args, index)
+
+    def energy(self, z: Tensor, *args: Any) -> Tensor:
+        """The problem's energy, for ``args`` that end with the sample numbers."""
+        if self.problem.energy is None:
+            raise ValueError(f"the problem {self.problem.name!r} has no energy")
+        return self.problem.energy(z, *args[:-1])
+
+    def __call__(self, z: Tensor, *args: Any) -> Tensor:
+        index = args[-1].cpu()
+        if bool((self.calls[index] >= self.max_evaluations).all()):
+            raise Enough
+        fz = self.problem.f(z, *args[:-1])
+        self._note(index, z.detach(), fz.detach())
+        if self.stop_when_done and bool(self.reached.isfinite().all()):
+            raise Enough
+        return fz
+
+    def _note(self, index: Tensor, z: Tensor, fz: Tensor) -> None:
+        relative = true_residual(z, fz)
+        self.calls[index] += 1
+        self.best[index] = torch.minimum(self.best[index], relative)
+        hit = (relative <= self.tolerance * (1 + ROUNDING)) & self.reached[index].isinf()
+        hit &= self.calls[index] <= self.max_evaluations
+        self.reached[index] = torch.where(hit, self.calls[index].double(), self.reached[index])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Evaluations per sample, and why a sample has none.
+
+    Attributes:
+        evaluations: (B,) float64, infinite where the tolerance was never met.
+        best: (B,) smallest relative residual seen at an evaluated point.
+        reasons: sample number -> why its count is infinite.
+    """
+
+    evaluations: Tensor
+    best: Tensor
+    reasons: dict[int, str]
+
+    @property
+    def order(self) -> tuple[float, float, float]:
+        """Smaller is better: samples that failed, median, maximum."""
+        failed = float(self.evaluations.isinf().sum())
+        return failed, _median(self.evaluations), float(self.evaluations.max())
+
+
+def count(problem: Problem, tolerance: float, max_evaluations: float, run: Run) -> Outcome:
+    """Evaluations that ``run(f, z0, args)`` needs, for a solver of any kind.
+
+    If ``run`` returns an object with ``evaluations`` (B,) and ``value``, as our solvers do, those
+    are the least that a sample is charged, so products with the Jacobian, which f cannot see, are
+    billed; and a sample may have met the tolerance at ``value`` without a call of f, by an energy's
+    gradient. Only its own end stops the run: a count beyond ``max_evaluations`` becomes infinite.
+    """
+    recorder = Recorder(problem, tolerance)
+    result = run(recorder, problem.z0.clone(), recorder.args)
+    reached = recorder.reached
+    if hasattr(result, "evaluations") and hasattr(result, "value"):
+        with torch.no_grad():
+            relative = true_residual(result.value, problem.f(result.value, *problem.args))
+        spent = result.evaluations.double().cpu()
+        arrived = reached.isfinite() | (relative <= tolerance * (1 + ROUNDING))
+        charge = torch.where(reached.isfinite(), torch.maximum(reached, spent), spent)
+        reached = torch.where(arrived, charge, math.inf)
+    reached = torch.where(reached <= max_evaluations, reached, math.inf)
+    return _outcome(recorder, reached, {})
+
+
+def evaluations_to(
+    tolerance: float, problem: Problem, solver_name: str, max_evaluations: int = 500
+) -> Tensor:
+    """Evaluations (B,) that a torchdeq solver of ``SOLVERS`` needs, infinite where it fails."""
+    return outcome(problem, tolerance, solver_name, max_evaluations).evaluations
+
+
+def outcome(
+    problem: Problem, tolerance: float, solver_name: str, max_evaluations: int = 500
+) -> Outcome:
+    """The same with the reasons of the failures.
+
+    A batch whose solver raised, or whose samples influence each other by design, is run again
+    sample by sample: a sample's count is the best that torchdeq can do for it.
+
+    Raises:
+        ValueError: if there is no such solver.
+    """
+    if solver_name not in SOLVERS:
+        raise ValueError(f"solver_name must be one of {list(SOLVERS)}, got {solver_name!r}")
+    coupled = SOLVERS[solver_name][2]
+    if not coupled or problem.batch == 1:
+        together, error = _solve(problem, tolerance, solver_name, max_evaluations)
+        if error is None or problem.batch == 1:
+            reasons = {} if error is None else {0: error}
+            return _outcome(together, together.reached, reasons)
+    alone = [
+        outcome(problems.rows(problem, torch.tensor([i])), tolerance, solver_name, max_evaluations)
+        for i in range(problem.batch)
+    ]
+    return Outcome(
+        torch.cat([single.evaluations for single in alone]),
+        torch.cat([single.best for single in alone]),
+        {i: single.reasons[0] for i, single in enumerate(alone) if single.reasons},
+    )
+
+
+def best(
+    problem: Problem,
+    tolerance: float,
+    max_evaluations: int = 500,
+    solvers: Iterable[str] = tuple(SOLVERS),
+) -> tuple[str, Tensor]:
+    """Name and evaluations (B,) of torchdeq's best solver: fewest failures, then median."""
+    results = {name: outcome(problem, tolerance, name, max_evaluations) for name in solvers}
+    winner = min(results, key=lambda name: results[name].order)
+    return winner, results[winner].evaluations
+
+
+def _solve(
+    problem: Problem, tolerance: float, solver_name: str, max_evaluations: int
+) -> tuple[Recorder, str | None]:
+    """One run of torchdeq on the whole batch; its own stopping test is off (tolerance 0)."""
+    name, options, _ = SOLVERS[solver_name]
+    recorder = Recorder(problem, tolerance, max_evaluations, stop_when_done=True)
+    args = recorder.args
+    error = None
+    try:
+        with torch.no_grad():
+            get_solver(name)(
+                lambda z: recorder(z, *args),
+                problem.z0.clone(),
+                max_iter=max_evaluations,
+                tol=0.0,
+                stop_mode="rel",
+                **options,
+            )
+    except Enough:
+        pass
+    except Exception as exception:  # torchdeq's own failures: kept, and shown with the count
+        error = f"{type(exception).__name__}: {str(exception).splitlines()[0]}"
+    return recorder, error
+
+
+def _outcome(recorder: Recorder, reached: Tensor, errors: dict[int, str]) -> Outcome:
+    reasons = {}
+    for sample in reached.isinf().nonzero().flatten().tolist():
+        calls, smallest = int(recorder.calls[sample]), float(recorder.best[sample])
+        reasons[sample] = errors.get(
+            sample, f"best relative residual {smallest:.1e} after {calls} evaluations"
+        )
+    return Outcome(reached, recorder.best, reasons)
+
+
+def _median(values: Tensor) -> float:
+    """Median, the mean of the two middle values for an even number; infinite if one of them is."""
+    ordered = values.sort().values
+    middle = values.numel() // 2
+    if values.numel() % 2:
+        return float(ordered[middle])
+    return 0.5 * float(ordered[middle - 1] + ordered[middle])
+
+
+def _cell(result: Outcome) -> str:
+    def number(value: float) -> str:
+        return f"{value:g}" if math.isfinite(value) else "-"
+
+    _, median, largest = result.order
+    return f"{number(median)} / {number(largest)}"
+
+
+def table(names: Sequence[str], tolerance: float, max_evaluations: int) -> list[str]:
+    """Rows ``problem | median / max per solver | best``, and the reasons of all failures below."""
+    header = "| problem | " + " | ".join(SOLVERS) + " | best |"
+    lines, failures = [header, "|---" * (len(SOLVERS) + 2) + "|"], []
+    for name in names:
+        problem = problems.make(name)
+        results = {key: outcome(problem, tolerance, key, max_evaluations) for key in SOLVERS}
+        winner = min(results, key=lambda key: results[key].order)
+        solved = math.isfinite(results[winner].evaluations.min().item())
+        cells = " | ".join(_cell(result) for result in results.values())
+        champion = f"{winner} {_cell(results[winner])}" if solved else "none"
+        lines.append(f"| {name} | {cells} | {champion} |")
+        for key, result in results.items():
+            for sample, reason in result.reasons.items():
+                failures.append(f"{name}, {key}, sample {sample}: {reason}")
+    return [*lines, "", f"{len(failures)} samples not solved:", *failures]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="torchdeq on the zoo")
+    parser.add_argument("names", nargs="*", help="problems; all of them by default")
+    parser.add_argument("--tolerance", type=float, default=1e-6)
+    parser.add_argument("--max-evaluations", type=int, default=500)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"Evaluations of f to a relative residual of {options.tolerance:g}: median / largest")
+    print(f"over the samples of each problem; - : not within {options.max_evaluations}.\n")
+    names = options.names or list(problems.PROBLEMS)
+    print("\n".join(table(names, options.tolerance, options.max_evaluations)))
+
+
+if __name__ == "__main__":
+    main()
