@@ -40,7 +40,7 @@ class Anderson(Solver):
     49 (2011), eq. 2.1; Fang and Saad (2009) for the type.
     """
 
-    memory: int = 5
+    memory: int = 10
     damping: float = 1.0
     regularization: float = 1e-12
 
@@ -65,7 +65,7 @@ class Anderson(Solver):
         residual = turn.current.residual
         plain = turn.current.z.add(residual, alpha=self.damping)
         if state.last_plain is not None and state.last_residual is not None:
-            self._remember(state, plain - state.last_plain, residual - state.last_residual)
+            self._remember(state, plain, residual)
         state.last_plain, state.last_residual = plain, residual
         if state.filled == 0:
             return plain
@@ -76,25 +76,28 @@ class Anderson(Solver):
         steps = state.steps[:, :filled]
         return torch.baddbmm(plain.unsqueeze(1), weights.mT, steps, alpha=-1).squeeze(1)
 
-    def _remember(self, state: AndersonState, step: Tensor, change: Tensor) -> None:
-        """Store a difference in the oldest slot and refresh its row of the Gram matrix."""
+    def _remember(self, state: AndersonState, plain: Tensor, residual: Tensor) -> None:
+        """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""
         kept = state.steps.shape[1]
         slot = state.count % kept
         state.count += 1
         filled = state.filled = min(state.count, kept)
-        state.steps = write_slot(state.steps, slot, step)
-        state.changes = write_slot(state.changes, slot, change)
-        gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
-        row = inner_products(state.changes[:, :filled], change)
+        gram = state.gram
+        if torch.is_grad_enabled():
+            state.steps = write_slot(state.steps, slot, plain - state.last_plain)
+            state.changes = write_slot(state.changes, slot, residual - state.last_residual)
+            gram = state.gram = gram.clone()
+        else:
+            torch.sub(plain, state.last_plain, out=state.steps[:, slot])
+            torch.sub(residual, state.last_residual, out=state.changes[:, slot])
+        row = inner_products(state.changes[:, :filled], state.changes[:, slot])
         gram[:, slot, :filled] = row
         gram[:, :filled, slot] = row
-        # The ridge, relative to each diagonal entry: a scaling of the problem scales it too. A zero
-        # difference (a rejected step) gets a row of the unit matrix, and weight zero.
+        # The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
+        # smallest normal number gives a zero difference (a rejected step) the weight zero.
         limits = torch.finfo(gram.dtype)
         ridge = max(self.regularization, 4 * limits.eps)
-        square = row[:, slot]
-        gram[:, slot, slot] = torch.where(square > limits.tiny, square * (1 + ridge), 1.0)
-        state.gram = gram
+        gram[:, slot, slot] = row[:, slot] * (1 + ridge) + limits.tiny
 
 
 @dataclass

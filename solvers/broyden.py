@@ -21,7 +21,7 @@ from solvers.solver import (
 )
 
 FIRST_CAPACITY = 8
-NEARLY_SINGULAR = 1e-2
+NEARLY_SINGULAR = 1e-3
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def fixed_point(
         args: further inputs of ``f``, pytrees of tensors batched along dim 0. Finished samples
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share (weights) belong into ``f`` itself; gradients reach them.
-        solver: default ``LBFGS()`` where ``f`` is a gradient step of an energy, else ``Anderson(memory=5)``.
+        solver: default ``LBFGS()`` where ``f`` is a gradient step of an energy, else ``Anderson()``.
         tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``.
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
         adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
@@ -104,7 +104,7 @@ def _choose(
     if solver is not None:
         return solver
     descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
-    return LBFGS() if descends else Anderson(memory=5)
+    return LBFGS() if descends else Anderson()
 
 
 def _check_options(

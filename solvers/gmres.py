@@ -110,8 +110,9 @@ class GMRESRun(KrylovRun):
         self.broken = xp.where(good, below <= self.floor * size, self.broken)
         null = self.null[:, : step + 1]
         projection = (null * entries).sum(axis=1, keepdims=True)
-        pivot = xp.hypot(projection, xp.maximum(below, self.tiny))
-        cosine, sine = projection / pivot, below / pivot
+        positive = xp.maximum(below, self.tiny)
+        pivot = xp.hypot(projection, positive)
+        cosine, sine = projection / pivot, positive / pivot
         self.hessenberg[:, step, : step + 1] = entries
         self.hessenberg[:, step, step + 1 : step + 2] = below
         self.rotation[:, step, : step + 1] = cosine * null
@@ -147,23 +148,24 @@ class GMRESRun(KrylovRun):
         if step == 0:
             return torch.zeros_like(self.direction)
         xp, write = self.small.xp, self.small.write
+        entries = self.hessenberg[:, :step, : step + 1]
+        rotation = self.rotation[:, :step, : step + 1]
+        basis = self._tensor(self.basis[:, :step])
         kept = self.small.range(step) < self.columns
-        # What a row did after it had stopped is masked: it may be NaN.
-        mask = kept[:, :, None]
-        entries = xp.where(mask, self.hessenberg[:, :step, : step + 1], 0)
-        rotation = xp.where(mask, self.rotation[:, :step, : step + 1], 0)
+        if not (self.small.host and kept.all()):
+            # What a row did after it had stopped is masked: it may be NaN.
+            mask = kept[:, :, None]
+            entries, rotation = xp.where(mask, entries, 0), xp.where(mask, rotation, 0)
+            basis = torch.where(write(mask), basis, 0)
         triangle = write(xp.matmul(rotation, entries.swapaxes(1, 2)))
         diagonal = triangle.diagonal(dim1=1, dim2=2)
-        usable = write(kept) & (diagonal.abs() > write(self.floor * self.matrix_norm))
+        usable = diagonal.abs() > write(self.floor * self.matrix_norm)
+        target = write(self.beta * rotation[:, :, 0]) * usable
         diagonal.copy_(torch.where(usable, diagonal, 1))
-        target = torch.where(usable, write(self.beta * rotation[:, :, 0]), 0).unsqueeze(2)
-        weights = torch.linalg.solve_triangular(triangle, target, upper=True).transpose(1, 2)
-        basis = self.basis[:, :step]
-        if not self.small.host or bool((self.columns < step).any()):
-            scrubbed = torch.where(write(mask), self._tensor(basis), 0)
-            return torch.bmm(weights, scrubbed).squeeze(1)
+        weights = torch.linalg.solve_triangular(triangle, target.unsqueeze(2), upper=True)
+        across = self._wide(weights.transpose(1, 2))
         matmul = numpy.matmul if self.in_numpy else torch.matmul
-        return self._tensor(matmul(self._wide(weights), basis)[:, 0])
+        return self._tensor(matmul(across, self._wide(basis))[:, 0])
 
     def residual(self) -> Array:
         return self.norm

@@ -30,8 +30,8 @@ class KrylovRun(ABC):
     """A run of a Krylov method on the rows of a working batch.
 
     The driver multiplies ``direction`` by the matrix and hands the product to ``absorb``, until no
-    row is ``active`` or the run is ``exhausted``. Rows that have stopped are frozen: their result no
-    longer changes, however often ``absorb`` is called, so a driver may learn late that they have
+    row is ``active`` or the run is ``exhausted``. Rows that have stopped are frozen: their result
+    no longer changes, however often ``absorb`` is called, so a driver may learn late that they have
     stopped. Tensors are (n, D), arrays (see :class:`solvers.small.Small`) are (n, 1).
 
     Attributes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 from solvers.krylov import KrylovRun, LinearSolver, norm
 from solvers.loop import SHRINK, Progress
 from solvers.product import Product
+from solvers.rounds import History, Round
 from solvers.small import Array, Small
-from solvers.solution import Solution, Status, Trace
+from solvers.solution import Solution, Status
 from solvers.tolerance import Tolerance
 from solvers.watch import Watch
 
@@ -22,81 +22,12 @@ from solvers.watch import Watch
 DRIFT = 40.0
 # A round that was to converge and did not even halve the true residual has met rounding.
 HALVED = 0.5
-
-
-@dataclass
-class Round:
-    """What a round of the Krylov method says of each sample, in the caller's order."""
-
-    step: Tensor  # (B, D) to be added to x
-    residual: Array  # (B, 1), as are the others
-    verdict: Array
-    used: Array
-    matrix_norm: Array
-    reliable: Array
-
-    @classmethod
-    def of(cls, run: KrylovRun) -> Round:
-        return cls(
-            run.solution(),
-            run.residual(),
-            run.verdict(),
-            run.used,
-            run.matrix_norm,
-            run.reliable(),
-        )
-
-    def put(self, part: Round, rows: Array, small: Small) -> None:
-        """Write ``part`` into the samples ``rows``."""
-        self.step.index_copy_(0, small.write(rows), part.step)
-        for name in ("residual", "verdict", "used", "matrix_norm", "reliable"):
-            getattr(self, name)[rows] = getattr(part, name)
-
-
-class History:
-    """Residuals per sample, for the trace and the callback."""
-
-    def __init__(
-        self,
-        small: Small,
-        reference: Array,
-        record: bool,
-        callback: Callable[[Progress], object] | None,
-    ) -> None:
-        self.small, self.record, self.callback = small, record, callback
-        self.reference = small.write(reference)
-        self.wanted = record or callback is not None
-        self.columns: list[Tensor] = []
-        self.products = 0
-
-    def start(self, residual: Array) -> None:
-        if self.record:
-            self.columns.append(relative_norm(self.small.write(residual), self.reference))
-
-    def note(self, rows: Array, running: Array, residual: Array) -> None:
-        """One product: residual norms (n, 1) of the samples ``rows``, where ``running`` (n, 1)."""
-        write = self.small.write
-        norms = torch.full_like(self.reference, torch.nan)
-        known = torch.where(write(running), write(residual), torch.nan)
-        column = relative_norm(norms.index_copy(0, write(rows), known), self.reference)
-        self.products += 1
-        if self.record:
-            self.columns.append(column)
-        if self.callback is not None:
-            residuals, left = column.squeeze(1), self.small.count(running)
-            self.callback(Progress(self.products, residuals, None, left))
-
-    def trace(self) -> Trace | None:
-        return Trace(torch.cat(self.columns, dim=1)) if self.record else None
-
-
-def relative_norm(norms: Tensor, reference: Tensor) -> Tensor:
-    """``norms / reference``, 0 where both are 0."""
-    return torch.where(norms == 0, norms, norms / reference)
+# Right-hand sides whose norms lie between 1 / MODERATE and MODERATE need no rescaling.
+MODERATE = 1e6
 
 
 class LinearLoop:
-    """One solve, in units in which ``b`` is of magnitude one (an exact rescaling of each sample).
+    """One solve, in units in which ``b`` is of moderate magnitude.
 
     A round runs the Krylov method on ``A d = r`` for the samples that are still open, in lockstep,
     until each has converged by its recurrence, has broken down, or may spend no more. Then each
@@ -135,21 +66,38 @@ class LinearLoop:
         return self._solution(b.dtype)
 
     def _prepare(self, b: Tensor) -> None:
-        """Scale every row by a power of two, which rounds nothing; norms and limits."""
+        """Norms and limits; rows of extreme magnitude are scaled by a power of two."""
         small = self.small
-        vectors = b.to(self.product.dtype)
-        largest = small.read(vectors.abs().amax(1, keepdim=True))
-        self.usable = largest < small.xp.inf
-        exponent = small.xp.frexp(small.xp.where(self.usable, largest, 1))[1].clip(-100, 100)
-        self.scale = small.xp.ldexp(largest * 0 + 1, exponent)
-        self.factor = small.write(self.scale)
-        self.b = vectors / self.factor
-        if not small.host or not self.usable.all():
-            self.b = torch.where(small.write(self.usable), self.b, 0)
+        self.b = b.detach().to(self.product.dtype)
         self.reference = small.read(norm(self.b))
-        reference = small.write(self.reference * self.scale).squeeze(1)
-        self.limit = small.read(self.tolerance.threshold(reference).unsqueeze(1)) / self.scale
+        self.usable = self.reference < torch.inf
+        self.scale = self.reference * 0 + 1
+        self.factor: Tensor | None = None
+        moderate = (self.reference > 1 / MODERATE) & (self.reference < MODERATE)
+        if not (small.host and moderate.all()):
+            self._rescale()
+        norms = small.write(self.reference * self.scale).squeeze(1)
+        self.limit = small.read(self.tolerance.threshold(norms).unsqueeze(1)) / self.scale
+        self.aim = self.limit
         self.all_rows = small.range(b.shape[0])
+
+    def _rescale(self) -> None:
+        """Bring every row to magnitude one, so that no square overflows or underflows."""
+        small, xp = self.small, self.small.xp
+        largest = small.read(self.b.abs().amax(1, keepdim=True))
+        self.usable = largest < xp.inf
+        exponent = xp.frexp(xp.where(self.usable, largest, 1))[1].clip(-100, 100)
+        self.scale = xp.ldexp(xp.ones_like(largest), exponent)
+        self.factor = small.write(self.scale)
+        self.b = torch.where(small.write(self.usable), self.b / self.factor, 0)
+        self.reference = small.read(norm(self.b))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """From the caller's units to those of the loop."""
+        return x if self.factor is None else x / self.factor
+
+    def _unscaled(self, x: Tensor) -> Tensor:
+        return x if self.factor is None else x * self.factor
 
     def _begin(self, x0: Tensor | None) -> None:
         """Close the samples that need no work; residuals of the others."""
@@ -161,7 +109,7 @@ class LinearLoop:
         self.evaluations = self.used
         self.status = self.used + int(Status.MAX_STEPS)
         if x0 is not None:
-            self._start_at(x0.to(self.b.dtype) / self.factor)
+            self._start_at(self._scaled(x0.detach().to(self.b.dtype)))
         self._close(~self.usable, Status.NONFINITE)
         self.residual = where(self.usable, self.residual, torch.inf)
         self._close(self.residual <= self.limit, Status.CONVERGED)
@@ -195,14 +143,15 @@ class LinearLoop:
 
     def _true_residual(self, x: Tensor, rows: Array) -> Tensor:
         """``b - A x`` (B, D), by one product for the samples ``rows``; ``b`` elsewhere."""
-        sent = x * self.factor
+        sent = self._unscaled(x)
         if not self.compact or len(rows) == len(self.all_rows):
             self.product.select(self.small.write(self.all_rows))
-            return self.b - self.product.exact(sent) / self.factor
+            return self.b - self._scaled(self.product.exact(sent))
         index = self.small.write(rows)
         self.product.select(index)
-        image = self.product.exact(sent.index_select(0, index))
-        return self.b.index_add(0, index, image / self.factor.index_select(0, index), alpha=-1)
+        image = torch.zeros_like(x)
+        image.index_copy_(0, index, self.product.exact(sent.index_select(0, index)))
+        return self.b - self._scaled(image)
 
     def _round(self, rows: Array) -> Round:
         """Run the Krylov method until every sample of ``rows`` has stopped."""
@@ -215,7 +164,7 @@ class LinearLoop:
         self.product.select(index)
         whole = len(rows) == len(self.all_rows)
         r = self.r if whole else self.r.index_select(0, index)
-        run = self.solver.start(r, write(self.limit[rows]), write(self.open[rows]))
+        run = self.solver.start(r, write(self.aim[rows]), write(self.open[rows]))
         watch, running = Watch(self.b.device), len(rows)
         outcome: Round | None = None
         for step in range(max(caps)):
@@ -223,6 +172,8 @@ class LinearLoop:
                 self._reserve(run, rows, budget[rows] == step + 1)
             if step in caps:
                 run.stop(write(budget[rows] == step))
+            if (step in caps or step + 1 in caps) and small.count(run.running) == 0:
+                break
             active = run.running
             run.absorb(self.product(run.direction))
             if self.history.wanted:
@@ -239,26 +190,14 @@ class LinearLoop:
             if not self.compact or (len(rows) - left) * SHRINK < len(rows):
                 run.quiet()
                 continue
-            outcome = outcome or self._nothing()
+            outcome = outcome or Round.nothing(self.x, self.residual)
             run, rows = self._shrink(run, rows, mask, outcome)
             watch.reset()
         if outcome is None and whole:
             return Round.of(run)
-        outcome = outcome or self._nothing()
+        outcome = outcome or Round.nothing(self.x, self.residual)
         outcome.put(Round.of(run), rows, small)
         return outcome
-
-    def _nothing(self) -> Round:
-        """The round in which no sample does anything."""
-        none, zero = self.used * 0, self.residual * 0
-        return Round(
-            torch.zeros_like(self.x),
-            self.residual + zero,
-            none + int(Status.MAX_STEPS),
-            none,
-            zero,
-            none == 0,
-        )
 
     def _shrink(
         self, run: KrylovRun, rows: Array, mask: Array, outcome: Round
@@ -306,7 +245,7 @@ class LinearLoop:
     def _check(self, outcome: Round, x: Tensor, rows: Array) -> None:
         """True residuals of the samples still open at ``x``; who has gained nothing has stalled."""
         small = self.small
-        x = self.product.rounded(x * self.factor) / self.factor
+        x = self._scaled(self.product.rounded(self._unscaled(x)))
         checked = self.open
         r = self._true_residual(x, rows)
         length = small.read(norm(r))
@@ -314,10 +253,15 @@ class LinearLoop:
         if self.history.wanted:
             self.history.note(self.all_rows, checked, length)
         claimed = outcome.verdict == int(Status.CONVERGED)
+        within = length <= self.limit
         creeping = 1 - torch.finfo(self.b.dtype).eps ** 0.5
-        gained = length <= small.xp.where(claimed, HALVED, creeping) * self.residual
-        self._move(checked & (length < self.residual), x, r, length)
-        self._close(checked & (length <= self.limit), Status.CONVERGED)
+        # An iterate that is no better by anything but rounding may be worse in every other way.
+        better = within | (length < creeping * self.residual)
+        gained = better & ((length <= HALVED * self.residual) | ~claimed)
+        self._move(checked & better, x, r, length)
+        # Whose recurrence said "converged" too early has to aim lower from now on.
+        self.aim = small.xp.where(checked & claimed, HALVED * self.limit, self.aim)
+        self._close(checked & within, Status.CONVERGED)
         self._close(self.open & ~(length < torch.inf), Status.NONFINITE)
         broken = ~claimed & (outcome.verdict != int(Status.MAX_STEPS))
         self._close(self.open & broken, outcome.verdict)
@@ -326,13 +270,12 @@ class LinearLoop:
 
     def _solution(self, dtype: torch.dtype) -> Solution:
         write = self.small.write
-        residual = write(self.residual)
         return Solution(
-            value=(self.x * self.factor).to(dtype),
-            status=write(self.status).squeeze(1),
-            residual=relative_norm(residual, write(self.reference)).squeeze(1),
-            residual_norm=(residual * self.factor).squeeze(1),
-            steps=write(self.used).squeeze(1),
-            evaluations=write(self.evaluations).squeeze(1),
+            value=self._unscaled(self.x).to(dtype),
+            status=write(self.status.reshape(-1)),
+            residual=write(self.small.ratio(self.residual, self.reference).reshape(-1)),
+            residual_norm=write((self.residual * self.scale).reshape(-1)),
+            steps=write(self.used.reshape(-1)),
+            evaluations=write(self.evaluations.reshape(-1)),
             trace=self.history.trace(),
         )

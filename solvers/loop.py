@@ -19,7 +19,7 @@ from solvers.watch import Watch
 
 RUNNING = -1
 DIVERGENCE = 1e6  # growth of the residual, against the scale of the first evaluation
-PATIENCE = 30  # evaluations without a better residual after which a sample has stalled
+PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
 
 

@@ -25,8 +25,9 @@ class MINRES(LinearSolver):
     rounding nor a matrix that is not symmetric respects; so it is always checked by one more
     product, counted like the others, before it is reported.
 
-    Where the system has no solution (``A r = 0`` to rounding, ``r`` above the tolerance) the sample
-    ends with ``Status.STALLED`` at a least-squares solution.
+    Where ``|A r|`` becomes small against ``|A| |r|`` the process is begun anew from the true residual;
+    if that lowers it no further, the sample ends with ``Status.STALLED``, at a least-squares
+    solution of a system that has no other.
 
     Reference: Paige and Saunders, "Solution of sparse indefinite systems of linear equations"
     (SIAM J. Numer. Anal. 12, 1975).
@@ -48,8 +49,11 @@ class MINRESRun(KrylovRun):
         self.beta = self.delta_bar = self.epsilon = self.sine = self.zero
         self.cosine = self.zero - 1
         self.gamma = self.zero + 1
-        self.stuck = self.running & False
-        self.floor = 16 * torch.finfo(residual.dtype).eps
+        self.stuck = self.running & False  # |A r| is small against |A| |r|
+        precision = torch.finfo(residual.dtype).eps
+        self.floor = self.small.xp.maximum(
+            self.small.ratio(self.limit, 10 * self.phi_bar), self.zero + precision**0.5
+        )
 
     def _advance(self, product: Tensor) -> None:
         small, where = self.small, self.small.xp.where
@@ -106,8 +110,7 @@ class MINRESRun(KrylovRun):
 
     def verdict(self) -> Array:
         where, isfinite = self.small.xp.where, self.small.xp.isfinite
-        verdict = where(self.stuck, int(Status.STALLED), int(Status.MAX_STEPS))
-        verdict = where(isfinite(self.gamma), verdict, int(Status.NONFINITE))
+        verdict = where(isfinite(self.gamma), int(Status.MAX_STEPS), int(Status.NONFINITE))
         return where(self.phi_bar <= self.limit, int(Status.CONVERGED), verdict)
 
     def quiet(self) -> None:

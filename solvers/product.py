@@ -75,8 +75,8 @@ class Product:
         try:
             return self._matvec(sent, *self._args)
         except (RuntimeError, ValueError, IndexError) as error:
-            if self._rows < self._batch and hasattr(error, "add_note"):  # Python >= 3.11
-                error.add_note(_SHRUNK.format(self._rows, self._batch))
+            if self._rows < self._batch:
+                error.args = (f"{error}\n{_SHRUNK.format(self._rows, self._batch)}",)
             raise
 
 

@@ -1,4 +1,4 @@
-"""What happens when samples of a solve did not converge: the policy ``on_failure``, in one place."""
+"""The policy ``on_failure``: what happens when samples of a solve did not converge."""
 
 from __future__ import annotations
 

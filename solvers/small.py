@@ -54,6 +54,11 @@ class Small:
         """Number of True entries; waits for the device."""
         return int(numpy.count_nonzero(mask)) if self.host else int(mask.count_nonzero())
 
+    def ratio(self, numerator: Array, denominator: Array) -> Array:
+        """``numerator / denominator``, 0 where the numerator is 0."""
+        with numpy.errstate(all="ignore"):
+            return self.xp.where(numerator == 0, numerator, numerator / denominator)
+
     def choose(self, mask: Array, new: Tensor, old: Tensor) -> Tensor:
         """Rows of ``new`` (n, D) where ``mask`` (n, 1), else rows of ``old``; NaN does not leak.
 

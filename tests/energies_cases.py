@@ -48,7 +48,7 @@ def _feedforward(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy
 
 
 def _patterns(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
-    return cls(torch.randn(5, dim), **options)
+    return cls(torch.randn(5, dim) / dim**0.25, **options)
 
 
 def _classical(dim: int) -> Energy:

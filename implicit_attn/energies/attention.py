@@ -187,7 +187,7 @@ class LinearAttention(HeadsEnergy):
     ) -> tuple[Tensor, Tensor]:
         phi = self._phi(y, mask)
         slope = self._slope(y)
-        shift = v if slope is None else _hide_heads(slope * v, mask)
+        shift = v if slope is None else slope * v
         moment = phi.mT @ phi
         one_side = shift.mT @ phi
         force = (phi @ moment) * self.beta

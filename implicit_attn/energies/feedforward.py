@@ -85,14 +85,15 @@ class ReLUFeedForward(MemoryEnergy):
         if self.norm is None:
             return super().value_and_force(raw, mask)
         # relu(y / r) = relu(y) / r: with a = relu(y), the value is -|a|^2 / 2 r^2 and its gradient
-        # (y |a|^2 / (M r^2) - a) / r^2, two passes fewer than through y / r.
+        # (y |a|^2 / (M r^2) - a) / r^2, two passes fewer than through y / r. Tokens that do not
+        # count are rows of zeros, and add none.
         active = F.relu(raw)
         square = self.norm.mean_square(raw)
         wide = active.to(square.dtype)
         share = wide.square().sum(-1, keepdim=True) / square
         along = (share / raw.shape[-1]).to(raw.dtype)
         force = torch.addcmul(active, raw, along, value=-1.0) / -square.to(raw.dtype)
-        return -0.5 * sum_samples(hide(share, mask)), force
+        return -0.5 * sum_samples(share), force
 
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None

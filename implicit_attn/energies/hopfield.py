@@ -57,13 +57,13 @@ class PatternEnergy(Energy):
     ) -> tuple[Tensor, Tensor]:
         y = F.linear(self._visible(z, mask), self.patterns)
         value = sum_samples(hide(self.overlap_value(y), mask))
-        return value, hide(self.overlap_force(y) @ self.patterns, mask)
+        return value, hide(self.overlap_force(y) @ self.patterns, mask).to(z.dtype)
 
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         z = self._visible(z, mask)
         check_vector(v, z)
         y, tangent = F.linear(z, self.patterns), F.linear(hide(v, mask), self.patterns)
-        return hide(self.overlap_curvature(y, tangent) @ self.patterns, mask)
+        return hide(self.overlap_curvature(y, tangent) @ self.patterns, mask).to(z.dtype)
 
     def _visible(self, z: Tensor, mask: Tensor | None) -> Tensor:
         name = type(self).__name__

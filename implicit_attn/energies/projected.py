@@ -18,8 +18,10 @@ class ProjectedEnergy(Energy):
     """``E(z) = potential(norm(z W^T))``, with gradient and Hessian-vector product in closed form.
 
     A subclass states the potential of the features alone: its value, its gradient (force), and
-    its Hessian times a vector. Projection, norm, heads and masks are handled here. The weight is
-    read once per evaluation.
+    its Hessian times a vector. Projection, norm and heads are handled here, and so are masks as
+    far as they can be: features (and vectors) of tokens that do not count are zero, and what the
+    potential says about them is dropped from the gradient; their part of the value is left to
+    the subclass. The weight is read once per evaluation.
 
     Args:
         dim: features d of the state.
@@ -78,7 +80,7 @@ class ProjectedEnergy(Energy):
         z = self._visible(z, mask)
         weight = self.projection.weight
         value, force = self.value_and_force(self._split(F.linear(z, weight)), mask)
-        return value, self._pull_back(force, weight, mask)
+        return value, self._pull_back(force, weight, mask).to(z.dtype)
 
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         z = self._visible(z, mask)
@@ -92,7 +94,7 @@ class ProjectedEnergy(Energy):
             tangent = self.norm.jacobian_product(y, radius, raw)
             force, curved = self.force_and_curvature(y, tangent, mask)
             curved = self.norm.hessian_product(y, radius, force, curved, raw)
-        return self._pull_back(curved, weight, mask)
+        return self._pull_back(curved, weight, mask).to(z.dtype)
 
     def _visible(self, z: Tensor, mask: Tensor | None) -> Tensor:
         name = type(self).__name__

@@ -106,7 +106,7 @@ class SoftmaxAttention(Energy):
             if self.energy == "elastic":
                 force = force + weights.sum(-2).unsqueeze(-1) * key
             gradient = gradient + self._pull_back(force, key, key_radius, key_weight)
-        return self._value(query, lse, attends), hide(gradient, mask)
+        return self._value(query, lse, attends), hide(gradient, mask).to(z.dtype)
 
     def _read(self, z: Tensor, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """State and context, zero where they do not count, and the pairs that do not meet."""

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from energies_cases import ENERGIES, EnergyCase, build, few_energies, tokens
-from implicit_attn.energies import Energy, Field, Quadratic, ReLUFeedForward, SigmoidAttention
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    Energy,
+    Field,
+    Quadratic,
+    ReLUFeedForward,
+    SigmoidAttention,
+)
 
 CONCAVE = [case for case in ENERGIES if build(case).concave]
 EXPECTED = {
@@ -49,10 +56,10 @@ def test_unflagged_energies_curve_upwards_somewhere(case: EnergyCase) -> None:
 def largest_curvature(case: EnergyCase, seed: int) -> float:
     """Largest Hessian eigenvalue of one sample at one random state and random weights."""
     torch.manual_seed(seed)
-    energy = case.factory(4).double()
-    z, x = tokens(case, batch=1, count=2, dim=4, seed=seed)
+    energy = case.factory(8).double()
+    z, x = tokens(case, batch=1, count=2, seed=seed)
     z = (0.3, 1.0, 3.0)[seed % 3] * z
-    directions = torch.eye(8, dtype=torch.float64).reshape(8, 1, 2, 4)
+    directions = torch.eye(16, dtype=torch.float64).reshape(16, 1, 2, 8)
     hessian = torch.stack([energy.hvp(z, v, x).flatten() for v in directions])
     return torch.linalg.eigvalsh(hessian).max().item()
 
@@ -95,3 +102,20 @@ def test_flags_combine() -> None:
     assert concave.weighted(0.5).concave and concave.select("x").concave
     assert not SigmoidAttention(8, 2, norm=None).weighted(0.5).concave
     assert not Energy().concave
+
+
+def test_attractive_self_attention_is_not_concave_and_its_unit_step_can_rise() -> None:
+    """Tokens at 10 and 20 on a line both attend to the second: ``E_int = -w^2 (z_1 z_2 + z_2^2)``
+    there, which is indefinite. So the promise holds for cross attention only."""
+    repulsion = BiSoftmaxAttention(1, 1, norm=None).double()
+    with torch.no_grad():
+        repulsion.projection.weight.fill_(3.0)
+    attraction = -repulsion
+    z = torch.tensor([[[10.0], [20.0]]], dtype=torch.float64)
+    target = torch.tensor([[[10.1], [20.0 - 0.1 * (2**0.5 - 1)]]], dtype=torch.float64)
+    x = target + attraction.grad(z)  # so that the unit step leads to the target
+    energy = attraction + Quadratic()
+    step = z - energy.grad(z, x)
+    torch.testing.assert_close(step, target)
+    assert (energy(step, x) > energy(z, x) + 1e-3).all()
+    assert not attraction.concave

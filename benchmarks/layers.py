@@ -1,0 +1,85 @@
+"""The layers that the benchmarks solve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, ReLUFeedForward
+
+B, N, D = 64, 17, 10
+
+
+class MeanField(nn.Module):
+    """``z = J z - ffn(z) + x`` with symmetric couplings without self-coupling; Bal (2021)."""
+
+    def __init__(self, scale: float = 1.0, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.raw = nn.Parameter(scale * torch.randn(N * D, N * D) / (N * D * D) ** 0.5)
+        self.first, self.second = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        blocks = torch.kron(1 - torch.eye(N), torch.ones(D, D))
+        self.register_buffer("blocks", blocks)
+        self.x = torch.randn(B, N, D)
+        self.cotangent = torch.randn(B, N, D)
+
+    def couplings(self) -> Tensor:
+        return (self.raw + self.raw.mT) / 2 * self.blocks
+
+    def update(self, z: Tensor, x: Tensor, couplings: Tensor) -> Tensor:
+        field = F.linear(z.reshape(len(z), -1), couplings).view_as(z)
+        return field - self.second(F.gelu(self.first(z))) + x
+
+    def exact(self) -> tuple[Tensor, list[Tensor]]:
+        """Fixed point and gradients of <cotangent, z> by a dense float64 solve."""
+        with _Double(self):
+            couplings = self.couplings()
+            x, cotangent = self.x.double(), self.cotangent.double()
+            z = torch.zeros_like(x)
+            with torch.no_grad():
+                for _ in range(20):  # Newton
+                    jacobian = self._jacobian(z, couplings)
+                    residual = self.update(z, x, couplings) - z
+                    unit = torch.eye(N * D, dtype=z.dtype)
+                    z = z + solve_each(unit - jacobian, residual.flatten(1)).view_as(z)
+            jacobian = self._jacobian(z, couplings)
+            unit = torch.eye(N * D, dtype=z.dtype)
+            u = solve_each((unit - jacobian).mT, cotangent.flatten(1)).view_as(z)
+            loss = (self.update(z, x, couplings) * u.detach()).sum()
+            gradients = torch.autograd.grad(loss, list(self.parameters()))
+        return z, [g.detach() for g in gradients]
+
+    def _jacobian(self, z: Tensor, couplings: Tensor) -> Tensor:
+        def one(state: Tensor, x: Tensor) -> Tensor:
+            return self.update(state.view(1, N, D), x[None], couplings).flatten()
+
+        return torch.func.vmap(torch.func.jacrev(one))(z.flatten(1), self.x.to(z.dtype)).detach()
+
+
+def solve_each(matrices: Tensor, right: Tensor) -> Tensor:
+    """Dense solves one by one: batched LU of large matrices breaks after ``set_num_threads(2)``."""
+    pairs = zip(matrices, right, strict=True)
+    return torch.stack([torch.linalg.solve(matrix, vector) for matrix, vector in pairs])
+
+
+class _Double:
+    """A module in float64 inside the context."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __enter__(self) -> None:
+        self.module.double()
+
+    def __exit__(self, *_: Any) -> None:
+        self.module.float()
+
+
+def hyper_energy(a: float, b: float, seed: int = 0) -> tuple[Energy, Tensor]:
+    """The exact bi-softmax + ReLU energy at N 16, d 64, 4 heads, M 128, epsilon 1, and an input."""
+    torch.manual_seed(seed)
+    energy = a * BiSoftmaxAttention(64, heads=4) + b * ReLUFeedForward(64, 128) + Quadratic()
+    return energy, torch.randn(B, 16, 64)

@@ -1,0 +1,307 @@
+"""Our solvers against torchdeq's, in one run: python benchmarks/vs_torchdeq.py [--rounds 40] [part ...]
+
+Parts: step (training step, VJPs, overhead, memory), energy, batch, zoo. Ratios are ours / torchdeq.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdeq.core import get_deq
+from torchdeq.solver import get_solver
+
+import solvers
+from benchmarks.layers import MeanField, hyper_energy
+from benchmarks.measure import interleaved, peak_bytes, table
+from implicit_attn import DEQ, GradientStep
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
+RESIDUAL, GRADIENT = 1e-4, 1e-3  # what every contestant of the training step must reach
+TOLERANCES = [10 ** (-k / 2) for k in range(4, 15)]
+
+
+# --- (a) the training step ---------------------------------------------------------------------
+
+
+class Ours:
+    def __init__(self, layer: MeanField, solver: solvers.Solver | None) -> None:
+        self.layer, self.solver = layer, solver
+
+    def step(self, tolerance: float) -> Tensor:
+        couplings, layer = self.layer.couplings(), self.layer
+        solution = solvers.fixed_point(
+            lambda z, x: layer.update(z, x, couplings),
+            torch.zeros_like(layer.x),
+            (layer.x,),
+            solver=self.solver,
+            tolerance=solvers.Tolerance(tolerance),
+            max_steps=100,
+        )
+        layer.zero_grad()
+        solution.value.backward(layer.cotangent)
+        return solution.value.detach()
+
+
+class Theirs:
+    def __init__(self, layer: MeanField, solver: str) -> None:
+        self.layer, self.solver = layer, solver
+        self.deq: dict[float, Any] = {}
+
+    def step(self, tolerance: float) -> Tensor:
+        if tolerance not in self.deq:
+            self.deq[tolerance] = get_deq(
+                ift=True,
+                f_solver=self.solver,
+                b_solver=self.solver,
+                f_tol=tolerance,
+                b_tol=tolerance,
+                f_stop_mode="rel",
+                b_stop_mode="rel",
+                f_max_iter=100,
+                b_max_iter=100,
+            )
+        couplings, layer = self.layer.couplings(), self.layer
+        outputs, _ = self.deq[tolerance](
+            lambda z: layer.update(z, layer.x, couplings), torch.zeros_like(layer.x)
+        )
+        layer.zero_grad()
+        outputs[-1].backward(layer.cotangent)
+        return outputs[-1].detach()
+
+
+def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:
+    """Worst true relative residual of a sample, and relative error of the parameter gradient."""
+    with torch.no_grad():
+        fz = layer.update(z, layer.x, layer.couplings())
+    residual = ((fz - z).flatten(1).norm(dim=1) / fz.flatten(1).norm(dim=1)).max().item()
+    got = torch.cat([p.grad.flatten().double() for p in layer.parameters() if p.grad is not None])
+    want = torch.cat([g.flatten() for g in exact[1]])
+    return residual, ((got - want).norm() / want.norm()).item()
+
+
+def part_step(rounds: int) -> None:
+    for scale in (1.0, 2.0):
+        layer = MeanField(scale)
+        exact = layer.exact()
+        contestants: dict[str, Any] = {f"torchdeq {name}": Theirs(layer, name) for name in TORCHDEQ}
+        contestants |= {
+            "ours anderson": Ours(layer, solvers.Anderson()),
+            "ours broyden": Ours(layer, solvers.Broyden()),
+            "ours forward": Ours(layer, solvers.Forward()),
+            "ours default": Ours(layer, None),
+        }
+        chosen: dict[str, float] = {}
+        rows: list[dict[str, Any]] = []
+        for name, contestant in contestants.items():
+            for tolerance in TOLERANCES:
+                residual, error = errors(layer, contestant.step(tolerance), exact)
+                if residual <= RESIDUAL and error <= GRADIENT:
+                    break
+            chosen[name] = tolerance
+            rows.append({"solver": name, "tolerance": tolerance, "residual": residual, "gradient error": error})
+        runs = {name: _runner(contestants[name], chosen[name]) for name in contestants}
+        seconds = interleaved(runs, rounds)
+        fastest = min(value for name, value in seconds.items() if name.startswith("torchdeq"))
+        for row in rows:
+            name = row["solver"]
+            contestant, tolerance = contestants[name], chosen[name]
+            row["ms"] = 1e3 * seconds[name]
+            same = "torchdeq " + name.split()[1].replace("forward", "fixed_point_iter")
+            row["/ its torchdeq"] = seconds[name] / seconds[same] if same in seconds else ""
+            row["/ fastest torchdeq"] = seconds[name] / fastest
+            row["f"], row["vjp"], row["overhead"] = _account(layer, contestant, tolerance)
+            row["peak MB"] = peak_bytes(runs[name]) / 2**20
+        print(f"\n(a) training step, mean-field layer, couplings x {scale:g}; residual <= {RESIDUAL:g}, "
+              f"gradient error <= {GRADIENT:g}\n")
+        print(table(rows))
+
+
+def _runner(contestant: Any, tolerance: float) -> Callable[[], Tensor]:
+    return lambda: contestant.step(tolerance)
+
+
+def _account(layer: MeanField, contestant: Any, tolerance: float) -> tuple[int, int, float]:
+    """Calls of f, VJPs, and the share of a step spent in neither."""
+    spent, calls = [0.0, 0.0], [0, 0]
+    update, grad = layer.update, torch.autograd.grad
+
+    def timed(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent[index] += time.perf_counter() - start
+            calls[index] += 1
+            return result
+
+        return run
+
+    layer.update, torch.autograd.grad = timed(0, update), timed(1, grad)  # type: ignore[method-assign]
+    shares, repeats = [], 15
+    try:
+        for _ in range(repeats):
+            spent[:] = [0.0, 0.0]
+            start = time.perf_counter()
+            contestant.step(tolerance)
+            shares.append(1 - sum(spent) / (time.perf_counter() - start))
+    finally:
+        layer.update, torch.autograd.grad = update, grad  # type: ignore[method-assign]
+    return calls[0] // repeats, calls[1] // repeats, statistics.median(shares)
+
+
+# --- (b) the exact energy ------------------------------------------------------------------------
+
+
+def part_energy(rounds: int) -> None:
+    rows: list[dict[str, Any]] = []
+    for a, b in ((0.2, 0.2), (0.4, 0.2), (1.0, 0.3)):
+        energy, x = hyper_energy(a, b)
+        ours: dict[str, solvers.Solver | None] = {
+            "default (L-BFGS)": None,
+            "anderson": solvers.Anderson(),
+            "broyden": solvers.Broyden(),
+            "newton": solvers.Newton(),
+        }
+        for name, solver in ours.items():
+            layer = DEQ(energy, solver=solver, tolerance=solvers.Tolerance(1e-3), max_steps=100)
+            with torch.no_grad():
+                solution = layer.solve(x, on_failure="ignore")
+            counts = torch.where(solution.converged, solution.evaluations.double(), math.inf)
+            rows.append(_energy_row(f"{a}, {b}", f"ours {name}", counts))
+        for name, options in (
+            ("anderson", {}),
+            ("anderson", {"lam": 1e-8}),
+            ("anderson", {"lam": 1e-8, "tau": 0.5}),
+            ("broyden", {}),
+            ("broyden", {"ls": True}),
+            ("fixed_point_iter", {}),
+            ("fixed_point_iter", {"tau": 0.5}),
+        ):
+            label = f"torchdeq {name} {options or ''}"
+            rows.append(_energy_row(f"{a}, {b}", label, first_hits(energy, x, name, options)))
+    print("\n(b) evaluations of energy and gradient to a relative residual of 1e-3, 64 samples\n")
+    print(table(rows))
+
+
+def _energy_row(weights: str, name: str, counts: Tensor) -> dict[str, Any]:
+    middle = counts.sort().values[(len(counts) - 1) // 2].item()
+    return {
+        "weights": weights,
+        "solver": name,
+        "median": middle,
+        "most": counts.max().item(),
+        "converged": int(torch.isfinite(counts).sum()),
+    }
+
+
+def first_hits(energy: Any, x: Tensor, name: str, options: dict[str, Any]) -> Tensor:
+    """Call of f at which each sample first met the tolerance under one of torchdeq's solvers."""
+    step, seen = GradientStep(energy), []
+
+    def f(z: Tensor) -> Tensor:
+        fz = step(z, x)
+        seen.append((fz - z).flatten(1).norm(dim=1) / fz.flatten(1).norm(dim=1))
+        return fz
+
+    with torch.no_grad():
+        get_solver(name)(f, x, max_iter=100, tol=1e-3, stop_mode="rel", **options)
+    met = torch.stack(seen) <= 1e-3
+    first = met.double().argmax(0) + 1.0
+    return torch.where(met.any(0), first, math.inf)
+
+
+# --- (c) one hard sample ---------------------------------------------------------------------------
+
+
+def part_batch(rounds: int) -> None:
+    torch.manual_seed(0)
+    size = 100
+    radius = torch.full((64, 1), 0.3, dtype=torch.float64)
+    radius[-1] = 0.98
+    eigenvalues = radius * torch.linspace(-1, 1, size, dtype=torch.float64)
+    x = torch.randn(64, size, dtype=torch.float64)
+    billed = [0]
+
+    def f(z: Tensor, x: Tensor, eigenvalues: Tensor) -> Tensor:
+        billed[0] += len(z)
+        return eigenvalues * z + x
+
+    def total(rows: slice, solver: solvers.Solver) -> int:
+        billed[0] = 0
+        part = x[rows]
+        solvers.fixed_point(
+            f,
+            torch.zeros_like(part),
+            (part, eigenvalues[rows]),
+            solver=solver,
+            tolerance=solvers.Tolerance(1e-6),
+            max_steps=500,
+            adjoint=None,
+        )
+        return billed[0]
+
+    rows = []
+    for solver in (solvers.Anderson(), solvers.Broyden(), solvers.Forward()):
+        together = total(slice(None), solver)
+        alone = sum(total(slice(i, i + 1), solver) for i in range(64))
+        name = {"Anderson": "anderson", "Broyden": "broyden", "Forward": "fixed_point_iter"}
+        theirs = name[type(solver).__name__]
+        billed[0] = 0
+        get_solver(theirs)(
+            lambda z: f(z, x, eigenvalues),
+            torch.zeros_like(x),
+            max_iter=1000,
+            tol=1e-6,
+            stop_mode="rel",
+        )
+        rows.append(
+            {
+                "solver": type(solver).__name__,
+                "samples evaluated": together,
+                "sum over single solves": alone,
+                "ratio": together / alone,
+                "torchdeq": billed[0],
+                "ours / torchdeq": together / billed[0],
+            }
+        )
+    print("\n(c) 63 easy samples and a hard one, to 1e-6\n")
+    print(table(rows))
+
+
+# --- the zoo -----------------------------------------------------------------------------------------
+
+
+def part_zoo(rounds: int) -> None:
+    from benchmarks.zoo import compare  # the zoo needs the tests' folder on the path
+
+    compare()
+
+
+PARTS = {"step": part_step, "energy": part_energy, "batch": part_batch, "zoo": part_zoo}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    warnings.simplefilter("ignore", solvers.SolveWarning)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for name in options.parts or PARTS:
+        PARTS[name](options.rounds)
+
+
+if __name__ == "__main__":
+    main()

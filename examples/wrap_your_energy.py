@@ -1,0 +1,56 @@
+"""Your own energy, a plain function, as a trained layer: a denoiser learns what edges look like.
+
+    python examples/wrap_your_energy.py
+
+Piecewise constant signals come with noise. The layer returns the signal z that minimises ``energy``:
+close to the noisy x, and with small responses to filters that nobody designed. Training through the
+minimiser by implicit differentiation shapes the filters. Each of them sums to nearly zero in the
+end: the layer has found out by itself that what counts are differences (total variation).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from implicit_attn import DEQ
+
+torch.manual_seed(0)
+filters = torch.nn.Parameter(0.3 * torch.randn(3, 1, 3))
+
+
+def energy(z: Tensor, x: Tensor) -> Tensor:
+    """Distance to x plus the absolute responses of the filters, one number per sample: (B,)."""
+    response = F.conv1d(z.unsqueeze(1), filters)
+    return 0.5 * (z - x).square().sum(1) + (response.square() + 0.01).sqrt().flatten(1).sum(1)
+
+
+def signals(count: int) -> tuple[Tensor, Tensor]:
+    """Constant runs of 8 values at random heights, clean and with noise, (count, 64) each."""
+    clean = torch.randn(count, 9).repeat_interleave(8, dim=1)[:, torch.randint(8, ()) :][:, :64]
+    return clean, clean + 0.3 * torch.randn_like(clean)
+
+
+parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+parser.add_argument("--steps", type=int, default=150, help="training steps")
+steps = parser.parse_args().steps
+
+layer = DEQ.from_energy(energy, max_steps=100)
+optimizer = torch.optim.Adam([filters], lr=0.02)
+for step in range(steps + 1):
+    clean, noisy = signals(64)
+    solution = layer.solve(noisy)
+    loss = F.mse_loss(solution.value, clean)
+    if step % max(1, steps // 6) == 0:
+        print(
+            f"step {step:3d}  error {loss.item():.4f} (noisy {F.mse_loss(noisy, clean).item():.4f})  "
+            f"converged {100 * solution.converged.float().mean().item():.0f} %  "
+            f"energy {energy(noisy, noisy).mean().item():.2f} -> {solution.energy.mean().item():.2f}"
+        )
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("filters:", *[[round(v, 2) for v in row] for row in filters[:, 0].tolist()], sep="\n  ")

@@ -1,0 +1,168 @@
+"""Products with the linearisation of a map, of an energy's gradient, or of a given product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from solvers.batch import Layout, take
+
+KINDS = ("map", "energy", "product")
+
+
+class Linearization:
+    """``J`` at a state ``z``: see :func:`solvers.spectrum.spectrum` for ``f``, ``args``, ``kind``.
+
+    Attributes:
+        batch, size: number of samples, and of unknowns per sample.
+        eps: relative rounding of the dtype of ``z``.
+    """
+
+    def __init__(self, f: Callable[..., Any], z: Any, args: tuple[Any, ...], kind: str) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+        if not isinstance(args, tuple):
+            raise TypeError(f"args must be a tuple of inputs, got {type(args)}")
+        self.layout = Layout.of(z, "z")
+        self.size = sum(shape.numel() for shape in self.layout.shapes)
+        if self.size == 0:
+            raise ValueError("z must hold at least one number per sample, got none")
+        self.f, self.kind, self.args = f, kind, args
+        self.z = pytree.tree_map(Tensor.detach, z)
+        first = pytree.tree_leaves(z)[0]
+        self.batch, self.device = first.shape[0], first.device
+        for position, argument in enumerate(args):
+            _check_batched(argument, f"args[{position}]", self.batch)
+        self.eps = max(torch.finfo(dtype).eps for dtype in self.layout.dtypes)
+
+    def part(self, number: int) -> Linearization:
+        """The linearisation of one sample."""
+        index = torch.tensor([number], device=self.device)
+        z, args = take(self.z, index, self.batch), take(self.args, index, self.batch)
+        return Linearization(self.f, z, args, self.kind)
+
+    def sample(self, number: int) -> SampleProduct:
+        """Products of one sample on NumPy vectors."""
+        return SampleProduct(self.part(number).product(), self.layout.dtype, self.device)
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        """v (B, D) -> ``J^T v`` ("map") or ``J v``."""
+        z, args = self.z, self.args
+        if self.kind == "product":
+            return lambda v: self._image(self.f(z, self.layout.tree(v), *args))
+        leaves, spec = pytree.tree_flatten(z)
+        with torch.enable_grad():
+            points = [leaf.detach().requires_grad_() for leaf in leaves]
+            output = self.f(pytree.tree_unflatten(points, spec), *args)
+            if self.kind == "energy":
+                output = self._gradient(output, points)
+            vector = self._image(output)
+        if not vector.requires_grad:
+            if self.kind == "energy":  # a linear energy: its gradient is a constant
+                return torch.zeros_like
+            raise ValueError(
+                "f(z) must depend on z through autograd, got a result without gradient"
+            )
+
+        def pullback(v: Tensor) -> Tensor:
+            gradients = torch.autograd.grad(
+                vector, points, v, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            return self.layout.vector(pytree.tree_unflatten(list(gradients), spec))
+
+        return pullback
+
+    def _gradient(self, energy: Any, points: list[Tensor]) -> Any:
+        rows = points[0].shape[0]
+        if not isinstance(energy, Tensor) or energy.shape != (rows,):
+            shape = tuple(energy.shape) if isinstance(energy, Tensor) else type(energy)
+            raise ValueError(f"an energy must return one number per sample, ({rows},), got {shape}")
+        if not energy.requires_grad:
+            raise ValueError(
+                "f(z) must depend on z through autograd, got an energy without gradient"
+            )
+        gradients = torch.autograd.grad(
+            energy.sum(), points, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return pytree.tree_unflatten(list(gradients), self.layout.spec)
+
+    def _image(self, output: Any) -> Tensor:
+        """Check that ``output`` is like z; as a matrix (n, D)."""
+        leaves, spec = pytree.tree_flatten(output)
+        if spec != self.layout.spec:
+            raise TypeError(f"f must return the structure of z, {self.layout.spec}, got {spec}")
+        for leaf, shape in zip(leaves, self.layout.shapes, strict=True):
+            if not isinstance(leaf, Tensor) or leaf.shape[1:] != shape:
+                came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
+                raise ValueError(f"f must return leaves of shape (B, *{tuple(shape)}), got {came}")
+        return self.layout.vector(output)
+
+    def dense(self) -> Tensor:
+        """``J`` (B, D, D), by D products with the whole batch."""
+        product = self.product()
+        rows = []
+        for column in range(self.size):
+            unit = torch.zeros(self.batch, self.size, dtype=self.layout.dtype, device=self.device)
+            unit[:, column] = 1
+            rows.append(product(unit).detach())
+        # A pullback of the i-th unit vector is the i-th row, a product with it the i-th column.
+        return torch.stack(rows, dim=1 if self.kind == "map" else 2)
+
+    def require_symmetric(self) -> None:
+        """Raise ValueError unless ``u.Jv = v.Ju`` for two random vectors; two products."""
+        if self.kind == "energy":
+            return
+        product = self.product()
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.batch, self.size)
+        u, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        images = [product(t.to(self.device, self.layout.dtype)).double().cpu() for t in (u, v)]
+        scale = (images[0].norm(dim=1) + images[1].norm(dim=1)) * self.size**0.5
+        asymmetry = ((u * images[1]).sum(1) - (v * images[0]).sum(1)).abs() / scale
+        bad = asymmetry > self.eps**0.5
+        if bool(bad.any()):
+            samples = torch.nonzero(bad).flatten().tolist()
+            raise ValueError(
+                "the linearisation must be symmetric for extreme eigenvalues, got a relative "
+                f"asymmetry of {asymmetry.nan_to_num(0).max().item():.1e} in samples {samples[:10]}"
+            )
+
+
+class SampleProduct:
+    """v (D,) float64 -> its product, float64, made in the state's dtype; ``calls`` counts."""
+
+    def __init__(
+        self, product: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._product, self._dtype, self._device = product, dtype, device
+        self.calls = 0
+
+    def __call__(self, vector: numpy.ndarray) -> numpy.ndarray:
+        """Raises FloatingPointError where the product is not finite."""
+        self.calls += 1
+        sent = torch.from_numpy(numpy.ascontiguousarray(vector).reshape(1, -1))
+        received = self._product(sent.to(self._device, self._dtype))
+        image = received.detach().double().cpu().numpy().reshape(-1)
+        if not numpy.isfinite(image).all():
+            raise FloatingPointError("a product with the Jacobian is not finite")
+        return image
+
+    def image(self, vector: Any) -> numpy.ndarray:
+        """The product with a vector that may be complex."""
+        if not numpy.iscomplexobj(vector):
+            return self(vector)
+        return self(vector.real) + 1j * self(vector.imag)
+
+
+def _check_batched(argument: Any, name: str, batch: int) -> None:
+    for leaf in pytree.tree_leaves(argument):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch:
+            raise ValueError(
+                f"{name} must be batched along dim 0 like z ({batch} samples), got shape "
+                f"{tuple(leaf.shape)}; tensors that all samples share belong into f"
+            )

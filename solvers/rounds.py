@@ -1,0 +1,90 @@
+"""What the loop over linear systems keeps: results of a round, residuals for the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from solvers.krylov import KrylovRun
+from solvers.loop import Progress
+from solvers.small import Array, Small
+from solvers.solution import Status, Trace
+
+
+@dataclass
+class Round:
+    """What a round of the Krylov method says of each sample, in the caller's order."""
+
+    step: Tensor  # (B, D) to be added to x
+    residual: Array  # (B, 1), as are the others
+    verdict: Array
+    used: Array
+    matrix_norm: Array
+    reliable: Array
+
+    @classmethod
+    def of(cls, run: KrylovRun) -> Round:
+        return cls(
+            run.solution(),
+            run.residual(),
+            run.verdict(),
+            run.used,
+            run.matrix_norm,
+            run.reliable(),
+        )
+
+    @classmethod
+    def nothing(cls, x: Tensor, residual: Array) -> Round:
+        """The round in which no sample does anything: ``x`` (B, D), ``residual`` (B, 1)."""
+        zero = residual * 0
+        none = (zero > 0) * 0
+        verdict = none + int(Status.MAX_STEPS)
+        return cls(torch.zeros_like(x), residual + zero, verdict, none, zero, none == 0)
+
+    def put(self, part: Round, rows: Array, small: Small) -> None:
+        """Write ``part`` into the samples ``rows``."""
+        self.step.index_copy_(0, small.write(rows), part.step)
+        for name in ("residual", "verdict", "used", "matrix_norm", "reliable"):
+            getattr(self, name)[rows] = getattr(part, name)
+
+
+class History:
+    """Residuals per sample, for the trace and the callback."""
+
+    def __init__(
+        self,
+        small: Small,
+        reference: Array,
+        record: bool,
+        callback: Callable[[Progress], object] | None,
+    ) -> None:
+        self.small, self.reference = small, reference
+        self.record, self.callback = record, callback
+        self.wanted = record or callback is not None
+        self.columns: list[Tensor] = []
+        self.products = 0
+
+    def start(self, residual: Array) -> None:
+        if self.record:
+            self.columns.append(self._relative(residual))
+
+    def note(self, rows: Array, running: Array, residual: Array) -> None:
+        """One product: residual norms (n, 1) of the samples ``rows``, where ``running`` (n, 1)."""
+        norms = self.reference * 0 + torch.nan
+        norms[rows] = self.small.xp.where(running, residual, torch.nan)
+        column = self._relative(norms)
+        self.products += 1
+        if self.record:
+            self.columns.append(column)
+        if self.callback is not None:
+            left = self.small.count(running)
+            self.callback(Progress(self.products, column, None, left))
+
+    def _relative(self, norms: Array) -> Tensor:
+        return self.small.write(self.small.ratio(norms, self.reference).reshape(-1))
+
+    def trace(self) -> Trace | None:
+        return Trace(torch.stack(self.columns, dim=1)) if self.record else None

@@ -1,0 +1,301 @@
+"""Eigenvalues of the linearisation at a state: does the iteration contract, is it a minimum?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from scipy.sparse.linalg import ArpackError
+from torch import Tensor
+
+from solvers.arpack import eigenpairs
+from solvers.linearization import Linearization
+from solvers.report import check_on_failure
+from solvers.solution import SolveWarning
+from solvers.solver import require_count, require_number
+
+METHODS = ("auto", "dense", "arpack")
+WHAT = ("largest_magnitude", "extremes")
+# Up to this many unknowns all eigenvalues are computed: as many products as there are unknowns.
+DENSE_SIZE = 64
+RESCUE_SIZE = 2048  # and up to this many where ARPACK has failed
+
+
+class SpectrumError(RuntimeError):
+    """Eigenvalues of some samples were not found; ``spectrum`` has the others."""
+
+    def __init__(self, message: str, spectrum: Spectrum) -> None:
+        super().__init__(message)
+        self.spectrum = spectrum
+
+
+@dataclass
+class Spectrum:
+    """Eigenvalues per sample.
+
+    Attributes:
+        eigenvalues: (B, count) complex128, largest magnitude first; or (B, 2 count) float64, the
+            ``count`` smallest and the ``count`` largest, ascending. NaN where not ``converged``.
+        residual: (B,) float64, ``max |J v - lambda v| / max |lambda|`` over the eigenpairs, v of
+            norm one. For a symmetric J it bounds the error of the eigenvalues.
+        converged: (B,) bool.
+        products: (B,) int64, products with J (or its transpose) that the sample took.
+    """
+
+    eigenvalues: Tensor
+    residual: Tensor
+    converged: Tensor
+    products: Tensor
+
+
+def spectrum(
+    f: Callable[..., Any],
+    z: Any,
+    args: tuple[Any, ...] = (),
+    *,
+    what: str = "largest_magnitude",
+    kind: str = "map",
+    count: int = 1,
+    method: str = "auto",
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    on_failure: str = "raise",
+) -> Spectrum:
+    """Eigenvalues of ``J``, the linearisation of ``f`` at ``z``, sample by sample.
+
+    Products are made in the dtype of ``z`` by autograd (``J^T v``, which has the same eigenvalues),
+    everything else in float64.
+
+    Args:
+        f: what is linearised, see ``kind``; each sample on its own.
+        z: state, a tensor (B, ...) or a pytree of them.
+        args: further inputs of ``f``, pytrees of tensors batched along dim 0; samples are treated
+            one at a time, so whatever is batched must come through here.
+        what: "largest_magnitude", or "extremes": the smallest and the largest eigenvalues of a
+            symmetric ``J``.
+        kind: "map": ``f(z, *args) -> like z``, J its Jacobian; "energy": ``f(z, *args) -> (B,)``, J
+            its Hessian; "product": ``f(z, v, *args) -> like z`` is the product ``J v`` itself.
+        count: eigenvalues wanted (at each end).
+        method: "dense" (all eigenvalues of the matrix, D products), "arpack" (implicitly restarted
+            Arnoldi or Lanczos, for D >= 2 count + 3), or "auto": dense up to D = 64; above ARPACK,
+            and dense for the samples on which it fails if D <= 2048.
+        tolerance: relative accuracy that ARPACK is asked for; default 100 eps of the dtype of z,
+            but at least 1e-6 and at most 0.01.
+        max_products: bound on the restarts of ARPACK, in products per sample; default 20 D + 1000.
+        on_failure: about samples whose eigenvalues were not found: "raise", "warn" or "ignore".
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit; if ``f`` does not depend on z through
+            autograd; if "extremes" are asked for and J is not symmetric.
+        SpectrumError: under "raise", if a sample did not converge.
+
+    Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy.
+    """
+    _check(f, what, method, tolerance, max_products)
+    check_on_failure(on_failure)
+    require_count("count", count)
+    linear = Linearization(f, z, args, kind)
+    symmetric = what == "extremes"
+    if symmetric:
+        linear.require_symmetric()
+    rescue = method == "auto" and linear.size <= RESCUE_SIZE
+    if method == "auto":
+        method = "dense" if linear.size <= DENSE_SIZE else "arpack"
+    wanted = 2 * count if symmetric else count
+    smallest = wanted if method == "dense" else 2 * count + 3
+    if linear.size < smallest:
+        raise ValueError(
+            f"count={count} with method={method!r} needs at least {smallest} unknowns per sample, "
+            f"got {linear.size}"
+        )
+    if method == "dense":
+        result = _dense(linear, count, symmetric)
+    else:
+        accuracy = min(max(100 * linear.eps, 1e-6), 0.01) if tolerance is None else tolerance
+        budget = 20 * linear.size + 1000 if max_products is None else max_products
+        result = _arpack(linear, count, symmetric, accuracy, budget, rescue)
+    _report(result, on_failure)
+    return result
+
+
+def spectral_radius(
+    f: Callable[..., Any],
+    z: Any,
+    args: tuple[Any, ...] = (),
+    *,
+    kind: str = "map",
+    method: str = "auto",
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    on_failure: str = "raise",
+) -> Tensor:
+    """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
+
+    Below one, the plain iteration ``z <- f(z)`` converges locally, by about this factor a step.
+    Arguments and errors are those of :func:`spectrum`.
+    """
+    result = spectrum(
+        f,
+        z,
+        args,
+        kind=kind,
+        method=method,
+        tolerance=tolerance,
+        max_products=max_products,
+        on_failure=on_failure,
+    )
+    return result.eigenvalues[:, 0].abs()
+
+
+def extreme_eigenvalues(
+    f: Callable[..., Any],
+    z: Any,
+    args: tuple[Any, ...] = (),
+    *,
+    kind: str = "energy",
+    method: str = "auto",
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    on_failure: str = "raise",
+) -> tuple[Tensor, Tensor]:
+    """Smallest and largest eigenvalue of the Hessian of an energy at ``z``, each (B,) float64.
+
+    A smallest eigenvalue above zero at a stationary point makes it a strict minimum. With
+    ``kind="map"`` the eigenvalues of a map's symmetric Jacobian, with ``kind="product"`` those of a
+    symmetric product ``f(z, v, *args)``. Arguments and errors are those of :func:`spectrum`.
+    """
+    result = spectrum(
+        f,
+        z,
+        args,
+        what="extremes",
+        kind=kind,
+        method=method,
+        tolerance=tolerance,
+        max_products=max_products,
+        on_failure=on_failure,
+    )
+    return result.eigenvalues[:, 0], result.eigenvalues[:, -1]
+
+
+def jacobian(
+    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "map"
+) -> Tensor:
+    """The dense linearisation ``J[b, i, j] = d f_i / d z_j`` at ``z``, (B, D, D), in z's dtype.
+
+    Pytrees are flattened leaf after leaf. Takes D products for the whole batch. ``kind`` as for
+    :func:`spectrum`.
+    """
+    return Linearization(f, z, args, kind).dense()
+
+
+def _check(
+    f: object, what: object, method: object, tolerance: object, max_products: object
+) -> None:
+    if not callable(f):
+        raise TypeError(f"f must be callable, got {type(f)}")
+    if what not in WHAT:
+        raise ValueError(f"what must be one of {WHAT}, got {what!r}")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    if tolerance is not None:
+        require_number("tolerance", tolerance, low=0.0, high=1.0)
+    if max_products is not None:
+        require_count("max_products", max_products)
+
+
+def _dense(linear: Linearization, count: int, symmetric: bool) -> Spectrum:
+    matrix = linear.dense().double().cpu().numpy()
+    finite = numpy.isfinite(matrix).all(axis=(1, 2))
+    matrix[~finite] = 0
+    if symmetric:
+        values, vectors = numpy.linalg.eigh((matrix + matrix.swapaxes(1, 2)) / 2)
+        order = numpy.tile(numpy.r_[0:count, -count:0], (len(matrix), 1))
+    else:
+        values, vectors = numpy.linalg.eig(matrix)
+        values = values.astype(complex)
+        order = numpy.argsort(-numpy.abs(values), axis=1)[:, :count]
+    values = numpy.take_along_axis(values, order % linear.size, axis=1)
+    vectors = numpy.take_along_axis(vectors, order[:, None, :] % linear.size, axis=2)
+    residual = _residual(matrix @ vectors, values, vectors)
+    return _spectrum(linear, values, residual, finite, numpy.full(len(matrix), linear.size))
+
+
+def _arpack(
+    linear: Linearization, count: int, symmetric: bool, tolerance: float, budget: int, rescue: bool
+) -> Spectrum:
+    """Sample by sample; ``rescue`` computes the whole matrix where ARPACK fails."""
+    width = 2 * count if symmetric else count
+    result = _nothing_found(linear, width, symmetric)
+    for sample in range(linear.batch):
+        product = linear.sample(sample)
+        try:
+            found, vectors = eigenpairs(product, linear.size, count, symmetric, tolerance, budget)
+            images = numpy.stack([product.image(v) for v in vectors.T], axis=1)
+        except FloatingPointError:  # said by ``converged``
+            result.products[sample] = product.calls
+            continue
+        except ArpackError:
+            if rescue:
+                _put(result, sample, _dense(linear.part(sample), count, symmetric))
+            result.products[sample] += product.calls
+            continue
+        residual = _residual(images[None], found[None], vectors[None])
+        known, calls = numpy.ones(1, dtype=bool), numpy.full(1, product.calls)
+        _put(result, sample, _spectrum(linear, found[None], residual, known, calls))
+    return result
+
+
+def _nothing_found(linear: Linearization, width: int, symmetric: bool) -> Spectrum:
+    values = numpy.zeros((linear.batch, width), dtype=float if symmetric else complex)
+    zeros = numpy.zeros(linear.batch)
+    return _spectrum(linear, values, zeros, zeros > 0, zeros.astype(int))
+
+
+def _put(whole: Spectrum, sample: int, part: Spectrum) -> None:
+    """Write a spectrum of one sample into its row."""
+    whole.eigenvalues[sample] = part.eigenvalues[0]
+    whole.residual[sample] = part.residual[0]
+    whole.converged[sample] = part.converged[0]
+    whole.products[sample] = part.products[0]
+
+
+def _residual(
+    images: numpy.ndarray, values: numpy.ndarray, vectors: numpy.ndarray
+) -> numpy.ndarray:
+    """``max |J v - lambda v| / max |lambda|`` per sample; arrays (B, D, k), (B, k), (B, D, k)."""
+    error = numpy.linalg.norm(images - values[:, None, :] * vectors, axis=1).max(axis=1)
+    scale = numpy.abs(values).max(axis=1)
+    return numpy.divide(error, scale, out=numpy.where(error > 0, numpy.inf, 0), where=scale > 0)
+
+
+def _spectrum(
+    linear: Linearization,
+    values: numpy.ndarray,
+    residual: numpy.ndarray,
+    converged: Any,
+    products: numpy.ndarray,
+) -> Spectrum:
+    """Onto the device of the state; what was not found is NaN."""
+    values = numpy.where(converged[:, None], values, numpy.nan)
+    residual = numpy.where(converged, residual, numpy.nan)
+    arrays = (values, residual, converged, products)
+    return Spectrum(*(torch.from_numpy(array).to(linear.device) for array in arrays))
+
+
+def _report(result: Spectrum, on_failure: str) -> None:
+    if on_failure == "ignore" or bool(result.converged.all()):
+        return
+    failed = torch.nonzero(~result.converged).flatten().tolist()
+    message = (
+        f"eigenvalues of {len(failed)} of {result.converged.numel()} samples were not found, "
+        f"samples {failed[:10]}: raise max_products or tolerance, use method='dense', or look for "
+        "NaN in f"
+    )
+    if on_failure == "raise":
+        raise SpectrumError(message, result)
+    warnings.warn(message, SolveWarning, stacklevel=3)

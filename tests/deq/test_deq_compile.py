@@ -1,0 +1,112 @@
+"""``torch.compile`` around a model that holds a layer: same values, same gradients."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deq_cases import DIM, gradients, make, relative_error, tokens
+from solvers import Tolerance
+
+pytestmark = [
+    # Where compiled code goes on after a layer, torch's tracer looks at the .grad of its input.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    # torch's code generator uses parts of torch and Python that are deprecated.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+HAS_COMPILER = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Model(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(3, DIM).double()
+        self.layer = make(name, tolerance=Tolerance(rtol=1e-10), max_steps=200)
+        self.head = nn.Linear(DIM, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(torch.relu(self.embed(x)))).mean(1))
+
+
+def run(function: nn.Module, model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    value = function(leaf)
+    value.square().sum().backward()
+    assert leaf.grad is not None
+    return gradients(model) | {"x": leaf.grad, "value": value.detach()}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("gradient", "eager"),
+        ("gradient", "aot_eager"),
+        ("activation", "eager"),
+        ("update", "eager"),
+    ],
+)
+def test_compiled_model_equals_eager(name: str, backend: str) -> None:
+    model = Model(name)
+    compiled = torch.compile(model, backend=backend)
+    for seed, batch in ((0, 2), (1, 3)):
+        x = tokens(batch=batch, dim=3, seed=seed)
+        expected = run(model, model, x)
+        found = run(compiled, model, x)  # type: ignore[arg-type]
+        for key, reference in expected.items():
+            assert relative_error(found[key], reference) <= 1e-8, key
+    layer = model.layer
+    assert layer.last is not None and bool(layer.last.converged.all())
+    assert layer.last.adjoint.solution is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler")
+def test_inductor() -> None:
+    """The real code generator; the layer itself stays outside of what is compiled."""
+    model = Model("gradient")
+    x = tokens(dim=3)
+    expected = run(model, model, x)
+    found = run(torch.compile(model), model, x)  # type: ignore[arg-type]
+    for key, reference in expected.items():
+        assert relative_error(found[key], reference) <= 1e-8, key
+
+
+def test_compiled_layer_alone() -> None:
+    layer = make("gradient", tolerance=Tolerance(rtol=1e-10))
+    expected = run(layer, layer, tokens())
+    found = run(torch.compile(layer, backend="aot_eager"), layer, tokens())  # type: ignore[arg-type]
+    for key, reference in expected.items():
+        assert relative_error(found[key], reference) <= 1e-8, key
+
+
+def test_compiled_evaluation_and_training_steps() -> None:
+    """A loop as people write it: steps, evaluation under no_grad, steps again."""
+    losses = []
+    for backend in (None, "aot_eager"):
+        model = Model("gradient")
+        function = model if backend is None else torch.compile(model, backend=backend)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        history = []
+        for step in range(3):
+            loss = function(tokens(batch=4, dim=3, seed=step)).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                held_out = function(tokens(batch=2, dim=3, seed=9)).square().sum()
+            history += [loss.item(), held_out.item()]
+        losses.append(history)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-7)

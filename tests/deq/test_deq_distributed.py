@@ -1,0 +1,66 @@
+"""Two processes on gloo: averaged gradients are those of the joint batch, and stay in step."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from deq_ddp_worker import STEPS, build, train
+from torch import Tensor
+
+from deq_cases import relative_error
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+WORLD = 2
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+
+
+def run_workers(folder: Path) -> list[list[dict[str, Tensor]]]:
+    paths = [str(ROOT), str(ROOT / "tests"), str(HERE)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+    }
+    if "lo" in [name for _, name in socket.if_nameindex()]:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    script = str(HERE / "deq_ddp_worker.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(WORLD), str(folder / "store"),
+             str(folder / f"rank{rank}.pt")],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    ranks = run_workers(tmp_path)
+    single = train(build(), slice(None))
+    assert len(single) == STEPS + 1
+    for step, expected in enumerate(single):
+        for name, reference in expected.items():
+            first, second = ranks[0][step][name], ranks[1][step][name]
+            assert torch.equal(first, second), (step, name)
+            # A sample's solve does not depend on who else is in the batch.
+            assert relative_error(first, reference) <= 1e-9, (step, name)
+    moved = [relative_error(single[-1][n], single[1][n]) for n in single[1]]
+    assert min(moved) > 1e-6

@@ -1,0 +1,120 @@
+"""Small layers and inputs for the tests of the DEQ layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_attn import DEQ, ActivationStep, Energy, GradientStep
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    Quadratic,
+    ReLUFeedForward,
+    RMSNormLagrangian,
+    SoftmaxAttention,
+)
+from solvers import Implicit, Tolerance
+
+DIM = 4
+EXACT: dict[str, Any] = {
+    "tolerance": Tolerance(rtol=1e-13),
+    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-13)),
+    "max_steps": 400,
+    "on_failure": "raise",
+}
+
+
+class Cell(nn.Module):
+    """A contraction with weights: ``tanh(z A) / 2 + x``."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.linear(z)) + x
+
+
+def energy(dim: int = DIM, *, bound: float | None = 1.0) -> Energy:
+    """Attention, memories and injection, with learned weights, float64."""
+    attention = BiSoftmaxAttention(dim, 2, bound=bound).weighted(0.2, 1.0)
+    memories = ReLUFeedForward(dim, 6, bound=bound).weighted(0.3, 1.0)
+    return (attention + memories + Quadratic()).double()
+
+
+def gradient_layer(**options: Any) -> DEQ:
+    return DEQ(energy(), **options)
+
+
+def channels_layer(**options: Any) -> DEQ:
+    update = GradientStep(energy(), 0.6, channels=DIM, learned=True).double()
+    with torch.no_grad():
+        update.step_size.raw.add_(torch.linspace(-0.3, 0.3, DIM))
+    return DEQ(update, **options)
+
+
+def activation_layer(**options: Any) -> DEQ:
+    attention = 0.3 * SoftmaxAttention(DIM, 2, bound=1.0)
+    interaction = (attention + 0.3 * ReLUFeedForward(DIM, 6, norm=None, bound=1.0)).double()
+    return DEQ(ActivationStep(interaction, RMSNormLagrangian()), **options)
+
+
+def update_layer(**options: Any) -> DEQ:
+    return DEQ.from_update(Cell().double(), **options)
+
+
+LAYERS: dict[str, Callable[..., DEQ]] = {
+    "gradient": gradient_layer,
+    "channels": channels_layer,
+    "activation": activation_layer,
+    "update": update_layer,
+}
+
+
+def make(name: str, seed: int = 0, **options: Any) -> DEQ:
+    """The named layer with seeded weights, float64."""
+    torch.manual_seed(seed)
+    return LAYERS[name](**options)
+
+
+def tokens(
+    batch: int = 2, count: int = 3, dim: int = DIM, *, seed: int = 0, scale: float = 1.0
+) -> Tensor:
+    """Seeded input (B, N, d), float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(batch, count, dim, generator=generator, dtype=torch.float64)
+
+
+def with_parameters(
+    layer: DEQ, x: Tensor, mask: Tensor | None = None
+) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The layer as a function of x and its parameters (gradcheck moves them where they are).
+
+    The step is left out: the fixed point does not depend on it. So are tokens that do not count:
+    they are constants.
+    """
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        z = layer(x, mask)
+        return z if mask is None else z[mask]
+
+    weights = [p for n, p in layer.named_parameters() if "step_size" not in n]
+    return function, [x.clone().requires_grad_(), *weights]
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameter gradients; a missing one is an error."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        found[name] = parameter.grad.clone()
+    return found
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Norm of the difference by the norm of the reference (1 where that is 0)."""
+    scale = reference.double().norm().item() or 1.0
+    return (value.double() - reference.double()).norm().item() / scale

@@ -1,0 +1,272 @@
+"""Sums, weights, selections, plain functions, and energies that users write."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    Energy,
+    Field,
+    FunctionEnergy,
+    Quadratic,
+    ReLUFeedForward,
+    Scaled,
+    Select,
+    SoftmaxAttention,
+    Sum,
+    Weighted,
+)
+
+
+@pytest.fixture
+def z() -> Tensor:
+    return torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.fixture
+def parts() -> list[Energy]:
+    torch.manual_seed(0)
+    return [
+        BiSoftmaxAttention(8, heads=2).double(),
+        ReLUFeedForward(8, 12).double(),
+        Quadratic(),
+    ]
+
+
+def assert_combination(
+    energy: Energy, weights: list[float], parts: list[Energy], z: Tensor, x: Any
+) -> None:
+    pairs = list(zip(weights, parts, strict=True))
+    v = torch.flip(z, (0,))
+    value, gradient = energy.value_and_grad(z, x)
+    torch.testing.assert_close(value, sum(w * p(z, x) for w, p in pairs))
+    torch.testing.assert_close(energy(z, x), value)
+    torch.testing.assert_close(gradient, sum(w * p.grad(z, x) for w, p in pairs))
+    torch.testing.assert_close(energy.grad(z, x), gradient)
+    torch.testing.assert_close(energy.hvp(z, v, x), sum(w * p.hvp(z, v, x) for w, p in pairs))
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_sums_and_weights(parts: list[Energy], z: Tensor, x: Tensor, record: bool) -> None:
+    a, b, c = parts
+    with torch.set_grad_enabled(record):
+        assert_combination(a + b + c, [1, 1, 1], parts, z, x)
+        assert_combination(a + (b + c), [1, 1, 1], parts, z, x)
+        assert_combination(0.2 * a + b * 3 + c, [0.2, 3, 1], parts, z, x)
+        assert_combination(c + a - 2 * b, [1, 1, -2], [c, a, b], z, x)
+        assert_combination(-(a + b) * 0.5 + c, [-0.5, -0.5, 1], parts, z, x)
+        assert_combination(2 * (0.5 * a), [1.0], [a], z, x)
+        assert_combination(Sum([a]), [1], [a], z, x)
+        weight = nn.Parameter(torch.tensor(-0.7, dtype=torch.float64))
+        assert_combination(weight * a + b * weight + c, [-0.7, -0.7, 1], parts, z, x)
+
+
+def test_sum_is_flat(parts: list[Energy]) -> None:
+    a, b, c = parts
+    for total in (a + b + c, a + (b + c), sum([a, b, c]), Sum([a, Sum([b, Sum([c])])])):
+        assert isinstance(total, Sum)
+        assert list(total.terms) == parts
+
+
+def test_sum_leaves_the_terms_gradients_alone(z: Tensor) -> None:
+    """The gradient of Quadratic is z itself: adding in place must not write there."""
+    kept = z.clone()
+    with torch.no_grad():
+        gradient = (Quadratic() + Quadratic() + Quadratic() + Quadratic()).grad(z)
+    assert torch.equal(z, kept)
+    torch.testing.assert_close(gradient, 4 * z)
+
+
+def test_weighted(parts: list[Energy], z: Tensor, x: Tensor) -> None:
+    a, b, c = parts
+    for initial in (1e-3, 0.2, 30.0):
+        assert a.weighted(initial).factor().item() == pytest.approx(initial, rel=1e-5)
+        bounded = a.weighted(initial, maximum=40.0)
+        assert bounded.factor().item() == pytest.approx(initial, rel=1e-5)
+    energy = (a.weighted(0.2) + b.weighted(0.3, maximum=1.0) + c).double()
+    assert_combination(energy, [0.2, 0.3, 1.0], parts, z, x)
+    weights = [term.raw for term in energy.terms if isinstance(term, Weighted)]
+    for gradient in torch.autograd.grad(energy.grad(z, x).square().sum(), weights):
+        assert gradient.abs() > 0
+
+
+@pytest.mark.parametrize("raw", [-30.0, 0.0, 30.0])
+def test_weighted_stays_within_its_bounds(raw: float) -> None:
+    free, bounded = Quadratic().weighted(), Quadratic().weighted(0.5, maximum=2.0)
+    with torch.no_grad():
+        for energy in (free, bounded):
+            energy.raw.fill_(raw)
+    assert free.factor() > 0
+    assert 0 < bounded.factor() <= 2.0
+
+
+def test_select_from_dict_and_tuple(z: Tensor, x: Tensor) -> None:
+    torch.manual_seed(0)
+    context = torch.randn(3, 7, 5, dtype=torch.float64)
+    cross = SoftmaxAttention(8, heads=2, cross=True, context_dim=5).double()
+    for energy, given in (
+        (Quadratic().select("input") + cross.select("context"), {"input": x, "context": context}),
+        (Quadratic().select(0) + cross.select(1), (x, context)),
+        (
+            (Quadratic().select("input") + cross.select("context")).select("all"),
+            {"all": {"input": x, "context": context}},
+        ),
+    ):
+        value, gradient = energy.value_and_grad(z, given)
+        torch.testing.assert_close(value, Quadratic()(z, x) + cross(z, context))
+        torch.testing.assert_close(energy(z, given), value)
+        torch.testing.assert_close(gradient, z - x + cross.grad(z, context))
+        product = energy.hvp(z, x, given)
+        torch.testing.assert_close(product, x + cross.hvp(z, x, context))
+
+
+def test_composition_copies_and_restores(z: Tensor, x: Tensor, parts: list[Energy]) -> None:
+    energy = (parts[0].weighted(0.2, maximum=1.0) + 0.5 * parts[1] + parts[2]).double()
+    clone = copy.deepcopy(energy)
+    assert torch.equal(clone.grad(z, x), energy.grad(z, x))
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            parameter.add_(0.3)
+    assert not torch.allclose(clone.grad(z, x), energy.grad(z, x))
+    clone.load_state_dict(energy.state_dict())
+    assert torch.equal(clone.grad(z, x), energy.grad(z, x))
+    assert len(list(energy.parameters())) == 3
+    assert "weight=0.5" in repr(energy) and "Quadratic" in repr(energy)
+
+
+class QuarticWell(Energy):
+    """What a user writes: the forward pass alone."""
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return (0.25 * z**4).flatten(1).sum(1)
+
+
+class QuarticWithGradient(QuarticWell):
+    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return z**3
+
+
+class QuarticWithBoth(QuarticWell):
+    def value_and_grad(
+        self, z: Any, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        return self(z), z**3
+
+
+@pytest.mark.parametrize("cls", [QuarticWell, QuarticWithGradient, QuarticWithBoth])
+@pytest.mark.parametrize("record", [True, False])
+def test_user_energies(cls: type[Energy], record: bool, z: Tensor) -> None:
+    energy = cls()
+    with torch.set_grad_enabled(record):
+        value, gradient = energy.value_and_grad(z)
+        torch.testing.assert_close(value, (0.25 * z**4).sum((1, 2)))
+        torch.testing.assert_close(gradient, z**3)
+        torch.testing.assert_close(energy.grad(z), z**3)
+        torch.testing.assert_close(energy.hvp(z, z), 3 * z**3)
+        torch.testing.assert_close((energy + 2.0 * Quadratic()).grad(z), z**3 + 2 * z)
+
+
+def test_own_gradient_is_used_everywhere(z: Tensor) -> None:
+    energy = QuarticWithGradient()
+    energy.value_and_grad(z)
+    energy.hvp(z, z)
+    assert energy.calls == 2
+
+
+def test_constant_and_linear_energies(z: Tensor, x: Tensor) -> None:
+    constant = FunctionEnergy(lambda z: torch.ones(z.shape[0], dtype=z.dtype))
+    value, gradient = constant.value_and_grad(z)
+    assert torch.equal(value, torch.ones(3, dtype=torch.float64)) and (gradient == 0).all()
+    linear = FunctionEnergy(lambda z, x: (z * x).flatten(1).sum(1))
+    torch.testing.assert_close(linear.grad(z, x), x)
+    assert (linear.hvp(z, z, x) == 0).all() and (constant.hvp(z, z) == 0).all()
+
+
+def test_input_is_constant_even_where_it_is_the_state(z: Tensor, x: Tensor) -> None:
+    """``dE(z, x)/dz`` holds x fixed, also where x is z or was computed from it."""
+    energy = FunctionEnergy(lambda z, x: 0.5 * (z - x).square().flatten(1).sum(1))
+    z = z.requires_grad_()
+    assert (energy.grad(z, z) == 0).all()
+    shifted = z + x
+    torch.testing.assert_close(energy.grad(z, shifted), -x)
+    torch.testing.assert_close(energy.hvp(z, x, shifted), x)
+    (total,) = torch.autograd.grad(energy.grad(z, 2 * z).sum(), z)
+    torch.testing.assert_close(total, torch.full_like(z, -1.0))
+
+
+def test_functions_of_every_signature(z: Tensor, x: Tensor) -> None:
+    def plain(z: Tensor) -> Tensor:
+        return z.square().sum((1, 2))
+
+    def driven(z: Tensor, x: Tensor | None) -> Tensor:
+        return plain(z if x is None else z - x)
+
+    def masked(z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
+        return driven(z if mask is None else z * mask.unsqueeze(-1), x)
+
+    def only_mask(z: Tensor, mask: Tensor | None = None) -> Tensor:
+        return masked(z, mask=mask)
+
+    class Bowl(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.scale * plain(z)
+
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[:, 0] = False
+    for function in (plain, driven, masked, only_mask, Bowl()):
+        torch.testing.assert_close(FunctionEnergy(function).grad(z), 2 * z)
+    for function in (driven, masked, lambda *given: driven(*given)):
+        torch.testing.assert_close(FunctionEnergy(function).grad(z, x), 2 * (z - x))
+    for function in (plain, only_mask):
+        torch.testing.assert_close(FunctionEnergy(function).grad(z, x), 2 * z)
+    for function in (masked, only_mask):
+        gradient = FunctionEnergy(function).grad(z, mask=mask)
+        torch.testing.assert_close(gradient, 2 * z * mask.unsqueeze(-1))
+    assert len(list(FunctionEnergy(Bowl()).parameters())) == 1
+
+
+def test_pytree_states(z: Tensor, x: Tensor) -> None:
+    def coupled(state: dict[str, Tensor], x: Tensor) -> Tensor:
+        a, b = state["a"], state["b"]
+        return (0.5 * (a - x).square() + a * b + b**4).flatten(1).sum(1)
+
+    state = {"a": z, "b": x}
+    first, second = x + 1, z - 2
+    energy = FunctionEnergy(coupled) + 0.5 * FunctionEnergy(coupled)
+    for record in (True, False):
+        with torch.set_grad_enabled(record):
+            value, gradient = energy.value_and_grad(state, z)
+            product = energy.hvp(state, {"a": first, "b": second}, z)
+        torch.testing.assert_close(value, 1.5 * coupled(state, z))
+        torch.testing.assert_close(gradient["a"], 1.5 * (z - z + x))
+        torch.testing.assert_close(gradient["b"], 1.5 * (z + 4 * x**3))
+        torch.testing.assert_close(product["a"], 1.5 * (first + second))
+        torch.testing.assert_close(product["b"], 1.5 * (first + 12 * x**2 * second))
+
+
+def test_types_of_combinations(parts: list[Energy]) -> None:
+    assert type(0.5 * parts[0]) is Scaled
+    assert type(parts[0].select("a")) is Select
+    assert type(parts[0].weighted()) is Weighted
+    with pytest.raises(TypeError):
+        parts[0] + 1.0  # type: ignore[operator]
+    with pytest.raises(TypeError):
+        parts[0] * Field()  # type: ignore[operator]
+    with pytest.raises(TypeError):
+        parts[0] * True  # type: ignore[operator]

@@ -1,0 +1,112 @@
+"""Lagrangians: activations are their gradients, and they are convex."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from implicit_attn.energies import (
+    IdentityLagrangian,
+    Lagrangian,
+    LayerNormLagrangian,
+    ReLULagrangian,
+    RMSNormLagrangian,
+    SoftmaxLagrangian,
+)
+
+LAGRANGIANS = [
+    IdentityLagrangian(),
+    ReLULagrangian(),
+    SoftmaxLagrangian(),
+    RMSNormLagrangian(),
+    RMSNormLagrangian(epsilon=1e-6),
+    LayerNormLagrangian(),
+    LayerNormLagrangian(epsilon=1e-6),
+]
+each = pytest.mark.parametrize("lagrangian", LAGRANGIANS, ids=str)
+
+
+@pytest.fixture
+def z() -> Tensor:
+    return torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@each
+def test_activation_is_the_gradient(lagrangian: Lagrangian, z: Tensor) -> None:
+    z = z.requires_grad_()
+    value = lagrangian.value(z)
+    assert value.shape == (3,)
+    assert torch.equal(lagrangian(z), value)
+    (gradient,) = torch.autograd.grad(value.sum(), z)
+    torch.testing.assert_close(lagrangian.activation(z), gradient, rtol=1e-9, atol=1e-9)
+
+
+@each
+def test_hessian_is_exact_symmetric_and_positive_semidefinite(
+    lagrangian: Lagrangian, z: Tensor
+) -> None:
+    for token in z.flatten(0, 1):
+        jacobian = torch.autograd.functional.jacobian(lagrangian.activation, token)
+        assert isinstance(jacobian, Tensor)
+        rows = torch.stack([lagrangian.hessian_product(token, e) for e in torch.eye(6).double()])
+        torch.testing.assert_close(rows, jacobian, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(jacobian, jacobian.T)
+        assert torch.linalg.eigvalsh(jacobian).min() >= -1e-9
+
+
+@each
+def test_midpoint_convexity(lagrangian: Lagrangian, z: Tensor) -> None:
+    for scale in (0.1, 1.0, 10.0):
+        a, b = scale * z, scale * torch.flip(z, (0, 1))
+        ends = 0.5 * (lagrangian.value(a) + lagrangian.value(b))
+        assert (lagrangian.value(0.5 * (a + b)) <= ends + 1e-9).all()
+
+
+@each
+def test_masked_tokens_do_not_count(lagrangian: Lagrangian, z: Tensor) -> None:
+    mask = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4])
+    value = lagrangian.value(z, mask=mask)
+    garbage = z.masked_fill(~mask.unsqueeze(-1), float("nan"))
+    assert torch.equal(lagrangian.value(garbage, mask=mask), value)
+    assert value[1] == 0
+    torch.testing.assert_close(value[:1], lagrangian.value(z[:1, mask[0]]))
+    torch.testing.assert_close(value[2:], lagrangian.value(z[2:]))
+
+
+def test_values_and_activations_by_hand() -> None:
+    z = torch.tensor([[[3.0, -4.0]]], dtype=torch.float64)
+    cases: list[tuple[Lagrangian, float, list[float]]] = [
+        (IdentityLagrangian(), 12.5, [3.0, -4.0]),
+        (ReLULagrangian(), 4.5, [3.0, 0.0]),
+        (SoftmaxLagrangian(), 3.0009114664537737, [0.9990889488055994, 0.0009110511944006454]),
+        (RMSNormLagrangian(epsilon=1.0), 2 * 13.5**0.5, [3 / 13.5**0.5, -4 / 13.5**0.5]),
+        (LayerNormLagrangian(epsilon=3.75), 8.0, [3.5 / 4, -3.5 / 4]),
+    ]
+    for lagrangian, value, activation in cases:
+        assert lagrangian.value(z).item() == pytest.approx(value, rel=1e-12)
+        assert lagrangian.activation(z).flatten().tolist() == pytest.approx(activation, rel=1e-12)
+
+
+@each
+def test_half_precision(lagrangian: Lagrangian, z: Tensor) -> None:
+    half = z.to(torch.bfloat16)
+    assert lagrangian.value(half).dtype == torch.float32
+    assert lagrangian.activation(half).dtype == torch.bfloat16
+    torch.testing.assert_close(
+        lagrangian.value(half), lagrangian.value(half.double()).float(), rtol=1e-5, atol=1e-5
+    )
+
+
+@each
+def test_descent_of_the_associative_memory_form(lagrangian: Lagrangian, z: Tensor) -> None:
+    """``dE/dz = (dg/dz)(z - x + dE_int/dg)`` and its product with the force is never negative."""
+    x = torch.flip(z, (0,))
+    force = z - x - 0.3 * lagrangian.activation(z)  # E_int = -0.15 |g|^2
+    point = z.clone().requires_grad_()
+    g = lagrangian.activation(point)
+    energy = ((point - x) * g).sum((1, 2)) - lagrangian.value(point) - 0.15 * g.square().sum((1, 2))
+    (gradient,) = torch.autograd.grad(energy.sum(), point)
+    expected = lagrangian.hessian_product(z, force)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
+    assert ((gradient * force).sum((1, 2)) >= -1e-12).all()

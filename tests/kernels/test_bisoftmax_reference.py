@@ -1,0 +1,147 @@
+"""The reference of the bi-softmax kernels against autograd of the energy's definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
+
+BETA = 0.6
+
+
+def pairs(mask: Tensor | None, causal: bool, count: int) -> Tensor:
+    """``m_ij`` (B or 1, 1, N, N)."""
+    allowed = torch.ones(1, 1, count, count, dtype=torch.bool)
+    if causal:
+        allowed = allowed.tril()
+    if mask is not None:
+        allowed = allowed & mask[:, None, :, None] & mask[:, None, None, :]
+    return allowed
+
+
+def definition(z: Tensor, beta: float, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """Energy (B,) and lse (B, H, N), by a sum of exponentials over the allowed pairs."""
+    allowed = pairs(mask, causal, z.shape[2])
+    scores = beta * torch.einsum("bhip,bhjp->bhij", z, z)
+    total = torch.where(allowed, scores.exp(), 0.0).sum(-1)
+    lse = torch.where(total > 0, total, 1.0).log()
+    return lse.sum((1, 2)) / beta, lse
+
+
+def states(batch: int = 2, heads: int = 3, count: int = 5, width: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, heads, count, width)
+    z = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return z, torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+MASKS = {
+    "none": None,
+    "holes": torch.tensor([[True, False, True, True, False], [False, True, True, True, True]]),
+    "empty": torch.tensor([[False] * 5, [True, True, False, True, True]]),
+}
+each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+each_order = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+@each_mask
+@each_order
+@pytest.mark.parametrize("limit", [None, 40.0, 1e4])
+def test_against_autograd(mask: Tensor | None, causal: bool, limit: float | None) -> None:
+    z, v = states()
+    point = z.clone().requires_grad_()
+    energy, lse = definition(point, BETA, mask, causal)
+    (gradient,) = torch.autograd.grad(energy.sum(), point, create_graph=True)
+    (product,) = torch.autograd.grad(gradient, point, v)
+    ours, our_lse = bisoftmax(z, BETA, mask=mask, causal=causal, limit=limit)
+    torch.testing.assert_close(our_lse, lse.detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(ours, gradient.detach(), rtol=1e-11, atol=1e-12)
+    for saved in (None, our_lse):
+        ours = bisoftmax_hvp(z, v, BETA, mask=mask, causal=causal, lse=saved)
+        torch.testing.assert_close(ours, product, rtol=1e-10, atol=1e-12)
+
+
+@each_mask
+@each_order
+@pytest.mark.parametrize("limit", [None, 40.0])
+def test_derivatives(mask: Tensor | None, causal: bool, limit: float | None) -> None:
+    z, v = states(heads=1, width=2)
+    z, v = z.requires_grad_(), v.requires_grad_()
+    assert gradcheck(lambda z: bisoftmax(z, BETA, mask=mask, causal=causal, limit=limit), z)
+    assert gradcheck(lambda z, v: bisoftmax_hvp(z, v, BETA, mask=mask, causal=causal), (z, v))
+    small = z.detach()[:, :, :3].requires_grad_()
+    short = None if mask is None else mask[:, :3]
+    assert gradgradcheck(
+        lambda z: bisoftmax(z, BETA, mask=short, causal=causal, limit=limit), small
+    )
+
+
+@each_order
+def test_hidden_tokens_have_no_say(causal: bool) -> None:
+    z, v = states()
+    mask = MASKS["empty"]
+    assert mask is not None
+    hidden = ~mask[:, None, :, None]
+    for limit in (None, 40.0):
+        gradient, lse = bisoftmax(z, BETA, mask=mask, causal=causal, limit=limit)
+        poisoned = z.masked_fill(hidden, float("nan"))
+        other, other_lse = bisoftmax(poisoned, BETA, mask=mask, causal=causal, limit=limit)
+        assert torch.equal(other, gradient) and torch.equal(other_lse, lse)
+        assert (gradient.masked_select(hidden) == 0).all()
+        assert (lse.masked_select(hidden.squeeze(-1)) == 0).all()
+        product = bisoftmax_hvp(poisoned, v, BETA, mask=mask, causal=causal)
+        assert torch.isfinite(product).all() and (product.masked_select(hidden) == 0).all()
+
+
+@pytest.mark.parametrize("limit", [None, 1e5])
+def test_large_scores(limit: float | None) -> None:
+    """A row maximum is taken unless the caller vouches for a moderate bound."""
+    z, _ = states()
+    gradient, lse = bisoftmax(30 * z.float(), 1.0, limit=limit)
+    reference, expected = bisoftmax(30 * z, 1.0)
+    assert torch.isfinite(gradient).all() and lse.max() > 500
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient.double(), reference, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)]
+)
+@each_order
+def test_lower_precision(dtype: torch.dtype, bound: float, causal: bool) -> None:
+    z, v = states(count=33)
+    low, low_v = z.to(dtype), v.to(dtype)
+    gradient, lse = bisoftmax(low, BETA, causal=causal)
+    product = bisoftmax_hvp(low, low_v, BETA, causal=causal)
+    assert gradient.dtype == dtype and product.dtype == dtype and lse.dtype == torch.float32
+    reference, expected = bisoftmax(low.double(), BETA, causal=causal)
+    exact = bisoftmax_hvp(low.double(), low_v.double(), BETA, causal=causal)
+    assert (gradient - reference).norm() <= bound * reference.norm()
+    assert (lse - expected).norm() <= 1e-5 * expected.norm()
+    assert (product - exact).norm() <= 2 * bound * exact.norm()
+
+
+def test_strided_input() -> None:
+    z, v = states()
+    strided = z.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(bisoftmax(strided, BETA)[0], bisoftmax(z, BETA)[0])
+    torch.testing.assert_close(bisoftmax_hvp(strided, v, BETA), bisoftmax_hvp(z, v, BETA))
+
+
+def test_bad_input() -> None:
+    z, v = states()
+    with pytest.raises(ValueError, match=r"z must have the shape \(B, H, N, p\), got \(3, 5, 4\)"):
+        bisoftmax(z[0], BETA)
+    with pytest.raises(TypeError, match="z must be of a floating dtype"):
+        bisoftmax(z.int(), BETA)
+    with pytest.raises(ValueError, match=r"beta must be > 0, got 0\.0"):
+        bisoftmax(z, 0.0)
+    with pytest.raises(TypeError, match=r"mask must be of dtype bool, got torch\.float32"):
+        bisoftmax(z, BETA, mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"mask must have the shape \(B, N\) = \(2, 5\)"):
+        bisoftmax_hvp(z, v, BETA, mask=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="v must be like z"):
+        bisoftmax_hvp(z, v[:1], BETA)

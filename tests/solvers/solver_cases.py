@@ -1,0 +1,168 @@
+"""Solvers under test, the ways to pose a problem of the zoo to them, and a counter of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from problems import Problem, residual_norms
+from solvers import (
+    LBFGS,
+    Anderson,
+    Broyden,
+    EnergyUpdate,
+    Forward,
+    GradientDescent,
+    Newton,
+    Solution,
+    Solver,
+    Tolerance,
+    fixed_point,
+)
+
+SOLVERS: dict[str, Solver] = {
+    "forward": Forward(),
+    "forward_damped": Forward(damping=0.5),
+    "anderson": Anderson(memory=5),
+    "anderson_1": Anderson(memory=1),
+    "anderson_damped": Anderson(memory=10, damping=0.5),
+    "broyden": Broyden(),
+    "broyden_short": Broyden(memory=6),
+    "gradient": GradientDescent(),
+    "gradient_auto": GradientDescent(step_size="auto"),
+    "momentum": GradientDescent(momentum=0.5),
+    "nesterov": GradientDescent(momentum=0.5, nesterov=True),
+    "newton": Newton(),
+    "lbfgs": LBFGS(),
+}
+PLAIN = [name for name, solver in SOLVERS.items() if not solver.needs_energy]
+# One of each kind, for tests that are about the loop and not about the methods.
+FEW = ["forward", "anderson", "broyden", "gradient_auto", "newton"]
+
+
+class Given(EnergyUpdate):
+    """A problem's map with its energy and the gradient ``z - f(z)`` (the zoo's convention)."""
+
+    def __init__(self, problem: Problem) -> None:
+        if problem.energy is None:
+            raise ValueError(f"{problem.name} has no energy")
+        self.map, self.energy, self.symmetric = problem.f, problem.energy, problem.symmetric
+
+    def joint(self, z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fz = self.map(z, *args)
+        return fz, self.energy(z, *args), z - fz
+
+
+class Plain:
+    """A problem's map alone, which says whether its Jacobian is symmetric."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.map, self.symmetric = problem.f, problem.symmetric
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        return self.map(z, *args)
+
+
+@dataclass
+class Counter:
+    """``f(z, *args)`` that counts how often each sample was seen; give ``args`` as arguments.
+
+    The last argument is the number of each sample, batched like everything else, so the count
+    follows samples through a shrinking batch. ``sizes`` are the batch sizes of the calls.
+    """
+
+    f: Callable[..., Any]
+    batch: int
+
+    def __post_init__(self) -> None:
+        self.seen = torch.zeros(self.batch, dtype=torch.int64)
+        self.sizes: list[int] = []
+        self.symmetric = bool(getattr(self.f, "symmetric", False))
+
+    @property
+    def index(self) -> Tensor:
+        return torch.arange(self.batch)
+
+    def __call__(self, z: Any, *args: Any) -> Any:
+        self.note(args[-1])
+        return self.f(z, *args[:-1])
+
+    def note(self, index: Tensor) -> None:
+        self.seen[index] += 1
+        self.sizes.append(index.numel())
+
+
+class EnergyCounter(EnergyUpdate):
+    """The same for an :class:`EnergyUpdate`."""
+
+    def __init__(self, update: EnergyUpdate, batch: int) -> None:
+        self.counter = Counter(update, batch)
+        self.update, self.symmetric = update, update.symmetric
+
+    @property
+    def index(self) -> Tensor:
+        return self.counter.index
+
+    @property
+    def seen(self) -> Tensor:
+        return self.counter.seen
+
+    @property
+    def sizes(self) -> list[int]:
+        return self.counter.sizes
+
+    def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
+        self.counter.note(args[-1])
+        return self.update.joint(z, *args[:-1])
+
+
+def solve(
+    problem: Problem,
+    solver: str | Solver,
+    *,
+    safeguarded: bool = False,
+    rtol: float = 1e-6,
+    max_steps: int = 500,
+    **options: Any,
+) -> Solution:
+    """``fixed_point`` without gradient or warnings; minimisers get the energy, others on request."""
+    chosen = SOLVERS[solver] if isinstance(solver, str) else solver
+    energetic = safeguarded or chosen.needs_energy
+    f = Given(problem) if energetic else Plain(problem)
+    return fixed_point(
+        f,
+        problem.z0,
+        problem.args,
+        solver=chosen,
+        tolerance=Tolerance(rtol=rtol),
+        max_steps=max_steps,
+        adjoint=None,
+        on_failure="ignore",
+        **options,
+    )
+
+
+def true_residuals(problem: Problem, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Relative and absolute residual (B,) of ``value``, recomputed."""
+    with torch.no_grad():
+        residual, reference = residual_norms(value, problem.f(value, *problem.args))
+    relative = torch.where(residual == 0, residual, residual / reference)
+    return relative, residual
+
+
+def plain_batch(batch: int, dim: int = 6, seed: int = 0) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
+    """A small tanh layer ``tanh(W z + x)`` with batched weights of norm 0.8: (f, z0, args)."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(batch, dim, dim, generator=generator, dtype=torch.float64)
+    weight = 0.8 * weight / torch.linalg.matrix_norm(weight, 2).reshape(-1, 1, 1)
+    x = torch.randn(batch, dim, generator=generator, dtype=torch.float64)
+    return tanh_layer, torch.zeros_like(x), (weight, x)
+
+
+def tanh_layer(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """``tanh(W z + x)``."""
+    return torch.tanh(torch.einsum("bmd,bd->bm", weight, z) + x)

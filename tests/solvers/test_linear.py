@@ -1,0 +1,266 @@
+"""CG, MINRES and GMRES against dense solutions, scipy, and matrices on which they must fail."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import scipy.sparse.linalg
+import torch
+from linear_cases import exact, matrices, multiply, right_sides, true_residual
+from torch import Tensor
+
+from solvers.krylov import LinearSolver
+from solvers.linear import CG, GMRES, MINRES, solve_linear
+from solvers.solution import SolveWarning, Status
+from solvers.tolerance import Tolerance
+
+SUITED = [
+    ("definite", CG()),
+    ("definite", MINRES()),
+    ("definite", GMRES()),
+    ("indefinite", MINRES()),
+    ("indefinite", GMRES()),
+    ("nonsymmetric", GMRES(restart=25)),
+    ("contraction", GMRES()),
+    ("contraction", GMRES(restart=8)),
+    ("skew", GMRES(restart=25)),
+]
+
+
+@pytest.mark.parametrize(("kind", "solver"), SUITED)
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "error"),
+    [(torch.float64, 1e-11, 1e-8), (torch.float64, 1e-4, 1e-1), (torch.float32, 1e-5, 1e-2)],
+)
+def test_matches_a_dense_solution(
+    kind: str, solver: LinearSolver, dtype: torch.dtype, rtol: float, error: float
+) -> None:
+    matrix, right = matrices(kind).to(dtype), right_sides().to(dtype)
+    solution = solve_linear(
+        multiply, right, solver=solver, tolerance=Tolerance(rtol=rtol), max_steps=400, args=(matrix,)
+    )
+    assert solution.converged.all()
+    assert (solution.residual <= rtol).all()
+    reference = exact(matrix, right)
+    distance = (solution.value.double() - reference).norm(dim=1) / reference.norm(dim=1)
+    assert distance.max() <= error
+    true = true_residual(matrix, right, solution)
+    rounding = 0.1 * rtol + 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(solution.residual.double(), true, rtol=0, atol=rounding)
+    absolute = solution.residual * right.norm(dim=1)
+    torch.testing.assert_close(solution.residual_norm, absolute, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("rtol", [1e-2, 1e-5, 1e-9])
+@pytest.mark.parametrize(
+    ("kind", "solver"),
+    [
+        ("definite", CG()),
+        ("indefinite", MINRES()),
+        ("definite", MINRES()),
+        ("nonsymmetric", GMRES(restart=60)),
+        ("contraction", GMRES(restart=7)),
+    ],
+)
+def test_steps_are_those_of_scipy(kind: str, solver: LinearSolver, rtol: float) -> None:
+    matrix, right = matrices(kind, 3, 60, condition=3.0), right_sides(3, 60)
+    solution = solve_linear(
+        multiply, right, solver=solver, tolerance=Tolerance(rtol=rtol), max_steps=300, args=(matrix,)
+    )
+    assert solution.converged.all()
+    for sample in range(3):
+        expected = scipy_steps(solver, matrix[sample], right[sample], rtol)
+        assert abs(int(solution.steps[sample]) - expected) <= 1
+        overhead = int(solution.evaluations[sample]) - int(solution.steps[sample])
+        restart = solver.restart if isinstance(solver, GMRES) else 300
+        assert overhead <= 1 + expected // restart
+
+
+def scipy_steps(solver: LinearSolver, matrix: Tensor, right: Tensor, rtol: float) -> int:
+    """Iterations of scipy's method until the true residual is at the tolerance."""
+    a, b = matrix.numpy(), right.numpy()
+    reached: list[float] = []
+
+    def note(x: numpy.ndarray) -> None:
+        reached.append(float(numpy.linalg.norm(b - a @ x) / numpy.linalg.norm(b)))
+
+    if isinstance(solver, GMRES):
+        scipy.sparse.linalg.gmres(
+            a,
+            b,
+            rtol=rtol,
+            atol=0,
+            restart=solver.restart,
+            maxiter=300,
+            callback=reached.append,
+            callback_type="pr_norm",
+        )
+    elif isinstance(solver, CG):
+        scipy.sparse.linalg.cg(a, b, rtol=rtol, atol=0, callback=note)
+    else:
+        scipy.sparse.linalg.minres(a, b, rtol=rtol * 1e-3, callback=note)
+    return 1 + next(k for k, residual in enumerate(reached) if residual <= rtol)
+
+
+def test_minimal_residuals_never_rise_and_agree() -> None:
+    """On a symmetric matrix MINRES and GMRES without restart minimise over the same space."""
+    matrix, right = matrices("indefinite"), right_sides()
+    traces = []
+    for solver in (MINRES(), GMRES(restart=50)):
+        solution = solve_linear(
+            multiply,
+            right,
+            solver=solver,
+            tolerance=Tolerance(rtol=1e-6),
+            args=(matrix,),
+            record=True,
+        )
+        assert solution.trace is not None
+        traces.append(solution.trace.residual[:, :12])
+        assert (traces[-1].diff(dim=1) <= 1e-14).all()
+    torch.testing.assert_close(traces[0], traces[1], rtol=1e-7, atol=0)
+
+
+def test_conjugate_gradients_keep_the_best_iterate() -> None:
+    """The residual of CG rises on the way; the answer is the smallest one seen."""
+    matrix, right = matrices("definite", condition=1e5), right_sides()
+    rises = False
+    for steps in range(1, 14):
+        solution = solve_linear(
+            multiply,
+            right,
+            solver=CG(),
+            tolerance=Tolerance(rtol=1e-12),
+            max_steps=steps,
+            args=(matrix,),
+            record=True,
+            on_failure="ignore",
+        )
+        assert solution.trace is not None
+        seen = solution.trace.residual
+        rises = rises or bool((seen.diff(dim=1) > 0).any())
+        torch.testing.assert_close(solution.residual, seen.amin(dim=1), rtol=1e-6, atol=1e-9)
+        true = true_residual(matrix, right, solution)
+        torch.testing.assert_close(solution.residual, true, rtol=1e-6, atol=1e-9)
+    assert rises
+
+
+@pytest.mark.parametrize("solver", [CG(), MINRES(), GMRES(restart=30)])
+def test_near_singular_matrices_are_reported_honestly(solver: LinearSolver) -> None:
+    matrix = matrices("definite", condition=1e7).float()
+    right = right_sides().float()
+    solution = solve_linear(
+        multiply,
+        right,
+        solver=solver,
+        tolerance=Tolerance(rtol=1e-5),
+        args=(matrix,),
+        on_failure="ignore",
+    )
+    true = true_residual(matrix, right, solution)
+    assert (true[solution.converged] <= 1.1e-5).all()
+    assert ((solution.residual - true).abs() <= 0.2 * true + 1e-6).all()
+
+
+@pytest.mark.parametrize("solver", [MINRES(), GMRES(restart=30)])
+def test_singular_but_consistent(solver: LinearSolver) -> None:
+    matrix = matrices("singular")
+    right = multiply(right_sides(), matrix)
+    solution = solve_linear(
+        multiply, right, solver=solver, tolerance=Tolerance(rtol=1e-9), args=(matrix,)
+    )
+    assert solution.converged.all()
+    assert (true_residual(matrix, right, solution) <= 1.01e-9).all()
+
+
+def test_semidefinite_but_consistent_by_conjugate_gradients() -> None:
+    matrix = matrices("singular")
+    matrix = matrix @ matrix
+    right = multiply(right_sides(), matrix)
+    solution = solve_linear(
+        multiply, right, solver=CG(), tolerance=Tolerance(rtol=1e-8), args=(matrix,)
+    )
+    assert solution.converged.all()
+    assert (true_residual(matrix, right, solution) <= 1.01e-8).all()
+
+
+def test_inconsistent_systems_stall_at_a_least_squares_solution() -> None:
+    matrix, right = matrices("singular"), right_sides()
+    with pytest.warns(SolveWarning, match="STALLED 6 of 6"):
+        solution = solve_linear(multiply, right, solver=MINRES(), max_steps=200, args=(matrix,))
+    projected = [numpy.linalg.lstsq(a, b)[0] for a, b in zip(matrix.numpy(), right.numpy())]
+    best = torch.from_numpy(numpy.stack(projected))
+    least = (right - multiply(best, matrix)).norm(dim=1) / right.norm(dim=1)
+    torch.testing.assert_close(solution.residual, least, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("solver", "status"),
+    [(CG(), Status.INDEFINITE), (MINRES(), Status.STALLED), (GMRES(), Status.STALLED)],
+)
+def test_the_zero_matrix(solver: LinearSolver, status: Status) -> None:
+    right = right_sides()
+    solution = solve_linear(torch.zeros_like, right, solver=solver, on_failure="ignore")
+    assert (solution.status == status).all()
+    assert (solution.value == 0).all()
+    torch.testing.assert_close(solution.residual, torch.ones_like(solution.residual))
+    assert (solution.evaluations <= 2).all()
+
+
+def test_a_rotation_stalls_restarted_gmres() -> None:
+    """Cyclic shifts: no Krylov space below the full one lowers the residual."""
+    right = torch.eye(8, dtype=torch.float64)[:2]
+
+    def shift(vectors: Tensor) -> Tensor:
+        return vectors.roll(1, dims=1)
+
+    short = solve_linear(shift, right, solver=GMRES(restart=5), on_failure="ignore")
+    assert (short.status == Status.STALLED).all()
+    assert (short.residual == 1).all()
+    assert (short.steps == 5).all()
+    full = solve_linear(shift, right, solver=GMRES(restart=8))
+    assert full.converged.all()
+    assert (full.steps == 8).all()
+
+
+@pytest.mark.parametrize("solver", [CG(), MINRES(), GMRES(restart=6)])
+def test_rounding_above_the_tolerance_stalls(solver: LinearSolver) -> None:
+    matrix, right = matrices("definite").float(), right_sides().float()
+    solution = solve_linear(
+        multiply,
+        right,
+        solver=solver,
+        tolerance=Tolerance(rtol=1e-12),
+        max_steps=2000,
+        args=(matrix,),
+        on_failure="ignore",
+    )
+    assert (solution.status == Status.STALLED).all()
+    assert (solution.evaluations < 500).all()
+    assert (true_residual(matrix, right, solution) <= 2e-6).all()
+
+
+def test_indefinite_matrices_are_detected() -> None:
+    matrix, right = matrices("indefinite"), right_sides()
+    matrix[0] = matrices("definite")[0]
+    matrix[1] = -matrices("definite")[1]
+    with pytest.warns(SolveWarning, match="INDEFINITE 5"):
+        solution = solve_linear(multiply, right, args=(matrix,))
+    assert solution.status[0] == Status.CONVERGED
+    assert (solution.status[1:] == Status.INDEFINITE).all()
+    assert solution.evaluations[1] == 1
+    assert (solution.residual <= 1).all()
+    true = true_residual(matrix, right, solution)
+    torch.testing.assert_close(solution.residual, true, rtol=1e-9, atol=1e-12)
+
+
+def test_gmres_memory_grows_with_the_steps() -> None:
+    matrix, right = matrices("contraction", 2, 60), right_sides(2, 60)
+    run = GMRES(restart=1000).start(right, right.new_zeros(2, 1), torch.ones(2, 1) > 0)
+    held = []
+    for _ in range(40):
+        run.absorb(multiply(run.direction, matrix))
+        held.append(run.basis.shape[1])
+    assert held[0] == 8
+    assert all(count <= max(8, 2 * (step + 2)) for step, count in enumerate(held, start=1))
+    assert run.solution().isfinite().all()

@@ -1,0 +1,291 @@
+"""A batch of linear systems: independence, samples that leave, the step cap, odd samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from linear_cases import Counting, matrices, multiply, right_sides, true_residual
+from torch import Tensor
+
+from solvers import small, watch
+from solvers.krylov import LinearSolver
+from solvers.linear import CG, GMRES, MINRES, solve_linear
+from solvers.solution import Solution, Status
+from solvers.tolerance import Tolerance
+from solvers.watch import Watch
+
+SOLVERS = [CG(), MINRES(), GMRES(restart=6), GMRES(restart=30)]
+ALL = pytest.mark.parametrize("solver", SOLVERS, ids=str)
+
+
+def mixed(batch: int, size: int = 40, hardest: float = 30.0) -> tuple[Tensor, Tensor]:
+    """Definite systems from easy to hard."""
+    parts = [
+        matrices("definite", 1, size, condition=2 + hardest * (sample % 5) / 4, seed=sample)
+        for sample in range(batch)
+    ]
+    return torch.cat(parts), right_sides(batch, size)
+
+
+def solve(solver: LinearSolver, matrix: Tensor, right: Tensor, **options: object) -> Solution:
+    settings: dict = {"tolerance": Tolerance(rtol=1e-6), "on_failure": "ignore", "max_steps": 400}
+    settings.update(options)
+    return solve_linear(multiply, right, solver=solver, args=(matrix,), **settings)
+
+
+def rows(solution: Solution, index: Tensor | slice) -> tuple[Tensor, ...]:
+    fields = (solution.value, solution.residual, solution.status, solution.evaluations)
+    return tuple(field[index] for field in fields)
+
+
+def assert_same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> None:
+    """Values to rounding; statuses and counts exactly."""
+    torch.testing.assert_close(first[0], second[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(first[1], second[1], rtol=1e-3, atol=1e-12)
+    assert torch.equal(first[2], second[2])
+    assert torch.equal(first[3], second[3])
+
+
+@ALL
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_sample_does_not_notice_its_neighbours(solver: LinearSolver, compact: bool) -> None:
+    matrix, right = mixed(20)
+    if compact:
+        together = solve(solver, matrix, right)
+    else:
+        together = solve_linear(
+            lambda v: multiply(v, matrix),
+            right,
+            solver=solver,
+            tolerance=Tolerance(rtol=1e-6),
+            max_steps=400,
+            compact=False,
+        )
+    assert together.converged.all()
+    assert together.evaluations.unique().numel() > 2
+    for sample in range(20):
+        alone = solve(solver, matrix[sample : sample + 1], right[sample : sample + 1])
+        assert_same(rows(together, slice(sample, sample + 1)), rows(alone, slice(None)))
+
+
+@ALL
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_order_and_company_do_not_matter(solver: LinearSolver, data: st.DataObject) -> None:
+    matrix, right = mixed(9)
+    order = torch.tensor(data.draw(st.permutations(range(9))))
+    size = data.draw(st.integers(1, 9))
+    chosen = order[:size]
+    whole = solve(solver, matrix, right)
+    part = solve(solver, matrix[chosen], right[chosen])
+    assert_same(rows(whole, chosen), rows(part, slice(None)))
+
+
+@ALL
+@settings(max_examples=12, deadline=None)
+@given(
+    of_b=st.floats(-30, 30),
+    of_a=st.floats(-6, 6),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_scale_changes_no_count(
+    solver: LinearSolver, of_b: float, of_a: float, dtype: torch.dtype
+) -> None:
+    matrix, right = (t.to(dtype) for t in mixed(6, hardest=6.0))
+    tolerance = Tolerance(rtol=1e-4)
+    plain = solve(solver, matrix, right, tolerance=tolerance)
+    scaled = solve(solver, matrix * 10**of_a, right * 10**of_b, tolerance=tolerance)
+    assert torch.equal(plain.status, scaled.status)
+    # A product or two more or less where a residual lies on the threshold to rounding.
+    assert (plain.evaluations - scaled.evaluations).abs().max() <= 1
+    expected = plain.value.double() * 10 ** (of_b - of_a)
+    difference = (scaled.value.double() - expected).norm(dim=1)
+    assert (difference <= 2e-2 * expected.norm(dim=1)).all()
+
+
+@ALL
+@pytest.mark.parametrize("scale", [1e-3, 1e3, 2.0**-40, 2.0**40])
+def test_scales_of_the_loss_change_no_count(solver: LinearSolver, scale: float) -> None:
+    matrix, right = (t.float() for t in mixed(8, hardest=6.0))
+    plain = solve(solver, matrix, right, tolerance=Tolerance(rtol=1e-4))
+    for scaled in (
+        solve(solver, matrix, right * scale, tolerance=Tolerance(rtol=1e-4)),
+        solve(solver, matrix * scale, right, tolerance=Tolerance(rtol=1e-4)),
+    ):
+        assert torch.equal(plain.status, scaled.status)
+        assert torch.equal(plain.evaluations, scaled.evaluations)
+
+
+@ALL
+def test_finished_samples_leave_the_batch(solver: LinearSolver) -> None:
+    """31 easy samples and a hard one: the easy ones are not billed for the hard one."""
+    easy = matrices("definite", 31, 24, condition=2.0)
+    hard = matrices("definite", 1, 24, condition=3e3)
+    matrix, right = torch.cat([easy[:7], hard, easy[7:]]), right_sides(32, 24)
+    count = Counting(32)
+    solution = solve_linear(
+        count,
+        right,
+        solver=solver,
+        args=(matrix, torch.arange(32)),
+        max_steps=5000,
+        tolerance=Tolerance(rtol=1e-6),
+    )
+    assert solution.converged.all()
+    assert solution.evaluations[7] > 2 * solution.evaluations[:7].max()
+    assert count.rows[0] == 32
+    assert min(count.rows) == 1
+    assert sum(count.rows) <= 1.06 * solution.evaluations.sum().item() + 32
+    assert (true_residual(matrix, right, solution) <= 1.01e-6).all()
+
+
+def test_a_closed_over_batch_is_kept_whole() -> None:
+    matrix, right = mixed(20)
+    seen = []
+
+    def product(vectors: Tensor) -> Tensor:
+        seen.append(vectors.shape[0])
+        return multiply(vectors, matrix)
+
+    solution = solve_linear(product, right, solver=GMRES(restart=4), max_steps=400, compact=False)
+    assert solution.converged.all()
+    assert set(seen) == {20}
+    with pytest.raises(RuntimeError, match="compact=False"):
+        solve_linear(product, right, solver=CG(), max_steps=400)
+
+
+@ALL
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 5, 8, 13, 21])
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_step_cap_is_kept(
+    solver: LinearSolver, max_steps: int, start: bool, dtype: torch.dtype
+) -> None:
+    matrix, right = (t.to(dtype) for t in mixed(10))
+    count = Counting(10)
+    solution = solve_linear(
+        count,
+        right,
+        solver=solver,
+        args=(matrix, torch.arange(10)),
+        max_steps=max_steps,
+        x0=torch.ones_like(right) if start else None,
+        on_failure="ignore",
+    )
+    assert (solution.evaluations <= max_steps).all()
+    assert (solution.evaluations <= count.products).all()
+    assert (count.products <= max_steps).all()
+    assert (solution.steps <= solution.evaluations).all()
+    true = true_residual(matrix, right, solution)
+    rounding = 1e-9 if dtype == torch.float64 else 2e-4
+    torch.testing.assert_close(solution.residual.double(), true, rtol=1e-3, atol=rounding)
+    unfinished = solution.status == Status.MAX_STEPS
+    assert (unfinished | solution.converged).all()
+    assert (solution.evaluations[unfinished] == max_steps).all()
+
+
+@ALL
+def test_a_zero_right_side_is_solved_by_zero(solver: LinearSolver) -> None:
+    matrix, right = mixed(4)
+    right[2] = 0
+    for x0 in (None, torch.ones_like(right)):
+        solution = solve(solver, matrix, right, x0=x0)
+        assert solution.converged.all()
+        assert (solution.value[2] == 0).all()
+        assert solution.residual[2] == 0
+        assert solution.steps[2] == 0
+        assert solution.evaluations[2] == 0
+
+
+@ALL
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("compact", [True, False])
+def test_right_sides_that_are_not_finite(solver: LinearSolver, bad: float, compact: bool) -> None:
+    matrix, right = mixed(4)
+    right[1, 3] = bad
+    solution = solve(solver, matrix, right, compact=compact)
+    assert solution.status.tolist() == [0, Status.NONFINITE, 0, 0]
+    assert solution.value.isfinite().all()
+    assert solution.residual[1] == float("inf")
+    assert solution.evaluations[1] == 0
+    clean = solve(solver, matrix[2:], right[2:])
+    assert_same(rows(solution, slice(2, 4)), rows(clean, slice(None)))
+
+
+@ALL
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("compact", [True, False])
+def test_products_that_are_not_finite(
+    solver: LinearSolver, bad: float, at: int, compact: bool
+) -> None:
+    matrix, right = mixed(20)
+    calls = torch.zeros(20, dtype=torch.int64)
+
+    def product(vectors: Tensor, matrix: Tensor, sample: Tensor) -> Tensor:
+        calls[sample] += 1
+        image = multiply(vectors, matrix)
+        image[(sample == 4) & (calls[sample] >= at), 5] = bad
+        return image
+
+    args = (matrix, torch.arange(20))
+    solution = solve_linear(
+        product,
+        right,
+        solver=solver,
+        args=args,
+        max_steps=400,
+        tolerance=Tolerance(rtol=1e-6),
+        compact=compact,
+        on_failure="ignore",
+    )
+    assert solution.status[4] == Status.NONFINITE
+    assert solution.value.isfinite().all()
+    assert solution.residual.isfinite().all()
+    true = true_residual(matrix, right, solution)
+    torch.testing.assert_close(solution.residual, true, rtol=1e-6, atol=1e-10)
+    assert solution.residual[4] <= 1 + 1e-12
+    others = torch.arange(20) != 4
+    assert solution.converged[others].all()
+
+
+@pytest.fixture(params=["torch", "torch late", "numpy late"])
+def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The code paths of an accelerator on the CPU: torch arithmetic, masks that arrive late."""
+    if "torch" in request.param:
+        monkeypatch.setattr(small, "on_host", lambda device: False)
+    if "late" in request.param:
+        monkeypatch.setattr(watch, "lag_of", lambda device: 2)
+    yield request.param
+
+
+@ALL
+@pytest.mark.parametrize("compact", [True, False])
+def test_the_paths_of_an_accelerator_agree(
+    solver: LinearSolver, compact: bool, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, right = mixed(20)
+    right[3], right[5, 0] = 0, float("nan")
+    matrix[7] = -matrix[7]
+    other = solve(solver, matrix, right, compact=compact)
+    monkeypatch.undo()
+    plain = solve(solver, matrix, right, compact=compact)
+    assert_same(rows(other, slice(None)), rows(plain, slice(None)))
+
+
+def test_a_late_watch_knows_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "lag_of", lambda device: 2)
+    late = Watch(torch.device("cpu"))
+    running = torch.tensor([True, True])
+    assert late(running) is None
+    running[0] = False
+    assert late(running) is None
+    first, second = late(running), late(running)
+    assert first is not None and first.tolist() == [True, True]
+    assert second is not None and second.tolist() == [False, True]
+    late.reset()
+    assert late(running) is None

@@ -1,0 +1,220 @@
+"""The energy safeguard: Armijo's rule, no accepted rise, a stationary end, one pass per evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from problems import make
+from solver_cases import PLAIN, SOLVERS, Given, Plain, solve
+from solvers import (
+    LBFGS,
+    Anderson,
+    Descent,
+    EnergyUpdate,
+    Forward,
+    GradientDescent,
+    Newton,
+    Solution,
+    Status,
+    Tolerance,
+    fixed_point,
+)
+
+EPS = torch.finfo(torch.float64).eps
+ENERGIES = [
+    "linear_expanding", "cos", "hopfield_metastable", "energy_bisoftmax_1.0_0.3",
+    "energy_quadratic_1e4", "energy_rosenbrock_100", "energy_double_wells",
+    "energy_helical_valley", "transient_nan",
+]  # fmt: skip
+
+
+def accepted_energies(solution: Solution, sample: int) -> Tensor:
+    trace = solution.trace
+    assert trace is not None
+    assert trace.energy is not None
+    assert trace.accepted is not None
+    return trace.energy[sample][trace.accepted[sample]]
+
+
+def assert_never_rises(solution: Solution) -> None:
+    for sample in range(solution.status.numel()):
+        energies = accepted_energies(solution, sample)
+        assert energies.isfinite().all()
+        rounding = 8 * EPS * energies[:-1].abs()
+        assert (energies[1:] <= energies[:-1] + rounding).all()
+
+
+@pytest.mark.parametrize("name", ENERGIES)
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_the_energy_never_rises(solver: str, name: str) -> None:
+    solution = solve(make(name), solver, safeguarded=True, record=True, max_steps=80)
+    assert_never_rises(solution)
+    assert not (solution.status == Status.DIVERGED).any()
+    assert not (solution.status == Status.NONFINITE).any()
+
+
+@pytest.mark.parametrize("name", ["linear_expanding", "energy_bisoftmax_1.0_0.3", "transient_nan"])
+@pytest.mark.parametrize("solver", PLAIN)
+def test_the_energy_never_rises_with_its_value_alone(solver: str, name: str) -> None:
+    problem = make(name)
+    solution = fixed_point(
+        Plain(problem), problem.z0, problem.args, solver=SOLVERS[solver], energy=problem.energy,
+        record=True, max_steps=80, adjoint=None, on_failure="ignore",
+    )  # fmt: skip
+    assert_never_rises(solution)
+    assert solution.trace is not None
+    assert not solution.trace.accepted.all() or solver in ("newton", "gradient_auto", "anderson",
+        "anderson_damped", "broyden", "broyden_short", "forward_damped")  # fmt: skip
+
+
+def test_rejected_trials_are_those_that_miss_armijo() -> None:
+    """Recomputed from the points that the energy saw."""
+    problem = make("linear_expanding")
+    points: list[Tensor] = []
+
+    class Watched(Given):
+        def joint(self, z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            points.append(z.clone())
+            return super().joint(z, *args)
+
+    one = slice(0, 1)
+    args = tuple(tensor[one] for tensor in problem.args)
+    for solver in (Forward(), Anderson(), LBFGS(), GradientDescent(momentum=0.5)):
+        points.clear()
+        solution = fixed_point(
+            Watched(problem), problem.z0[one], args, solver=solver, record=True, adjoint=None,
+            max_steps=60, on_failure="ignore",
+        )  # fmt: skip
+        trace = solution.trace
+        assert trace is not None
+        assert trace.energy is not None
+        assert trace.accepted is not None
+        accepted, energies = trace.accepted[0], trace.energy[0]
+        assert accepted[0]
+        assert not accepted.all()
+        last = 0
+        for k in range(1, len(points)):
+            gradient = points[last] - problem.f(points[last], *args)
+            slope = ((points[k] - points[last]) * gradient).sum().clamp_max(0)
+            allowed = energies[last] + 1e-4 * slope
+            rounding = 8 * EPS * energies[last].abs()
+            if accepted[k]:
+                assert energies[k] <= torch.maximum(allowed, energies[last] + rounding)
+                last = k
+            else:
+                assert energies[k] > allowed - rounding
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_energy_and_gradient_are_computed_in_one_go(solver: str) -> None:
+    problem = make("energy_bisoftmax_0.4_0.2")
+    assert problem.energy is not None
+    energy = problem.energy
+    calls = 0
+
+    def counted(z: Tensor, *args: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return energy(z, *args)
+
+    one = slice(0, 1)
+    solution = fixed_point(
+        Descent(counted), problem.z0[one], tuple(t[one] for t in problem.args),
+        solver=SOLVERS[solver], adjoint=None, max_steps=60, on_failure="ignore",
+    )  # fmt: skip
+    if solver == "newton":  # products with the Hessian need a graph of their own
+        assert calls <= int(solution.evaluations)
+    else:
+        assert calls == int(solution.evaluations)
+
+
+@pytest.mark.parametrize("solver", [LBFGS(), Newton(), Anderson(memory=8), GradientDescent("auto")])
+def test_a_bounded_energy_ends_at_a_stationary_point(solver: object) -> None:
+    """Random smooth energies, bounded below, with indefinite Hessians at the start."""
+    generator = torch.Generator().manual_seed(3)
+    matrix = torch.randn(8, 12, 12, generator=generator, dtype=torch.float64)
+    field = torch.randn(8, 12, generator=generator, dtype=torch.float64)
+
+    def energy(z: Tensor, matrix: Tensor, field: Tensor) -> Tensor:
+        inner = torch.einsum("bij,bj->bi", matrix, z)
+        return inner.sin().sum(1) + 0.5 * z.square().sum(1) - (field * z).sum(1)
+
+    solution = fixed_point(
+        Descent(energy, step_size=0.5), field.clone(), (matrix, field), solver=solver,  # type: ignore[arg-type]
+        max_steps=600, tolerance=Tolerance(rtol=1e-8), adjoint=None, record=True,
+    )  # fmt: skip
+    assert bool(solution.converged.all())
+    assert_never_rises(solution)
+    z = solution.value.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(energy(z, matrix, field).sum(), z)
+    assert (gradient.norm(dim=1) <= 1e-6 * z.norm(dim=1)).all()
+    assert solution.energy is not None
+    torch.testing.assert_close(solution.energy, energy(z, matrix, field).detach())
+
+
+def test_descent_is_a_gradient_step() -> None:
+    problem = make("energy_log_sum_exp")
+    assert problem.energy is not None
+    with torch.no_grad():
+        stepped, energy, gradient = Descent(problem.energy, step_size=0.3).joint(
+            problem.z0, *problem.args
+        )
+    expected = problem.z0 - problem.f(problem.z0, *problem.args)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(stepped, problem.z0 - 0.3 * expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(energy, problem.energy(problem.z0, *problem.args))
+    assert not stepped.requires_grad
+
+
+def test_descent_on_a_tree() -> None:
+    def energy(state: dict[str, Tensor], target: Tensor) -> Tensor:
+        return (state["a"] - target).square().sum(1) + (state["b"] ** 4).flatten(1).sum(1)
+
+    state = {"a": torch.zeros(3, 2, dtype=torch.float64), "b": torch.ones(3, 2, 2).double()}
+    target = torch.arange(6, dtype=torch.float64).reshape(3, 2) + 1
+    solution = fixed_point(
+        Descent(energy, 0.2), state, (target,), tolerance=Tolerance(1e-8), max_steps=200
+    )
+    assert bool(solution.converged.all())
+    torch.testing.assert_close(solution.value["a"], target, rtol=1e-4, atol=1e-5)
+    assert solution.value["b"].abs().max() < 0.05
+
+
+@pytest.mark.parametrize("fails", [torch.nan, torch.inf])
+def test_an_energy_that_is_not_finite_at_the_start_is_nonfinite(fails: float) -> None:
+    def energy(z: Tensor) -> Tensor:
+        return torch.where(z.sum(1) > 0, z.square().sum(1), fails)
+
+    z0 = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    solution = fixed_point(
+        lambda z: 0.5 * z + 0.1, z0, energy=energy, adjoint=None, on_failure="ignore"
+    )
+    assert solution.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+
+
+def test_a_descent_direction_that_lies_ends_as_stalled() -> None:
+    """An update whose energy rises along every step: nothing is accepted, and that is said."""
+
+    class Liar(EnergyUpdate):
+        def joint(self, z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, None]:
+            return z + 1, z.sum(1), None
+
+    z0 = torch.zeros(2, 3, dtype=torch.float64)
+    for solver in (Forward(), Anderson(), GradientDescent("auto")):
+        solution = fixed_point(
+            Liar(), z0, solver=solver, adjoint=None, on_failure="ignore", max_steps=200
+        )
+        assert (solution.status == Status.STALLED).all()
+        assert torch.equal(solution.value, z0)
+        assert (solution.steps == 1).all()
+
+
+def test_a_minimiser_says_that_it_needs_the_gradient() -> None:
+    class Blind(EnergyUpdate):
+        def joint(self, z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, None]:
+            return 0.5 * z, 0.25 * z.square().sum(1), None
+
+    with pytest.raises(ValueError, match="LBFGS needs the gradient"):
+        fixed_point(Blind(), torch.ones(2, 3), solver=LBFGS())

@@ -1,0 +1,100 @@
+"""Units do not matter: a problem, or a loss, times 1e-3 or 1e3 takes the same steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from problems import make, scaled
+from solver_cases import PLAIN, SOLVERS, plain_batch, solve
+from solvers import CG, GMRES, MINRES, Implicit, LinearSolver, Tolerance, fixed_point
+
+NAMES = [
+    "linear_symmetric_0.5", "kepler", "tanh_0.9", "mgh_broyden_banded", "hopfield_retrieval",
+    "energy_quadratic_10", "energy_bisoftmax_0.2_0.2", "transient_nan",
+]  # fmt: skip
+# Powers of two move no rounding error, so that even a chaotic solve repeats itself exactly.
+EXACT = [2.0**-10, 2.0**10]
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("solver", ["forward", "anderson", "broyden", "gradient_auto", "newton", "lbfgs"])
+def test_scaled_problems_cost_the_same(solver: str, name: str, factor: float) -> None:
+    problem = make(name)
+    if SOLVERS[solver].needs_energy and problem.energy is None:
+        pytest.skip("a minimiser needs an energy")
+    original = solve(problem, solver, max_steps=50)
+    other = solve(scaled(problem, factor), solver, max_steps=50)
+    assert other.evaluations.tolist() == original.evaluations.tolist()
+    assert other.status.tolist() == original.status.tolist()
+    torch.testing.assert_close(other.value / factor, original.value, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("factor", EXACT)
+@pytest.mark.parametrize("safeguarded", [False, True])
+@pytest.mark.parametrize("name", ["energy_rosenbrock_10", "linear_expanding"])
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_powers_of_two_change_nothing_at_all(
+    solver: str, name: str, safeguarded: bool, factor: float
+) -> None:
+    problem = make(name)
+    original = solve(problem, solver, safeguarded=safeguarded, max_steps=80)
+    other = solve(scaled(problem, factor), solver, safeguarded=safeguarded, max_steps=80)
+    assert other.evaluations.tolist() == original.evaluations.tolist()
+    assert other.status.tolist() == original.status.tolist()
+    assert torch.equal(other.value / factor, original.value)
+    assert torch.equal(other.residual, original.residual)
+
+
+@pytest.mark.parametrize("factor", EXACT)
+@pytest.mark.parametrize("solver", PLAIN)
+def test_single_precision_has_no_hidden_units(solver: str, factor: float) -> None:
+    problem = make("linear_symmetric_0.9", dtype=torch.float32)
+    original = solve(problem, solver, rtol=1e-4, max_steps=60)
+    other = solve(scaled(problem, factor), solver, rtol=1e-4, max_steps=60)
+    assert other.evaluations.tolist() == original.evaluations.tolist()
+    assert torch.equal(other.value / factor, original.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("linear", [None, CG(), MINRES(), GMRES()])
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_a_scaled_loss_costs_the_same(
+    factor: float, linear: LinearSolver | None, dtype: torch.dtype
+) -> None:
+    """torchdeq's absolute backward tolerance is never met for a large loss in float32."""
+    problem = make("linear_symmetric_0.9", dtype=dtype)
+    matrix, offset = problem.args
+    offset.requires_grad_()
+    gradients, products = [], []
+    for scale in (1.0, factor):
+        solution = fixed_point(
+            problem.f, problem.z0, (matrix, offset), tolerance=Tolerance(rtol=1e-4),
+            max_steps=100, adjoint=Implicit(solver=linear),
+        )  # fmt: skip
+        loss = scale * solution.value.pow(3).sum()
+        gradients.append(torch.autograd.grad(loss, offset)[0] / scale)
+        report = solution.adjoint.solution
+        assert report is not None
+        assert bool(report.converged.all())
+        products.append(report.evaluations.tolist())
+    assert products[0] == products[1]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-3)
+
+
+def test_scaled_states_cost_the_same_products() -> None:
+    products = []
+    for scale in (1.0, 1e-3, 1e3):
+        f, z0, (weight, x) = plain_batch(4)
+        x.requires_grad_()
+
+        def g(z: torch.Tensor, *args: torch.Tensor, scale: float = scale) -> torch.Tensor:
+            return scale * f(z / scale, *args)  # noqa: B023
+
+        solution = fixed_point(g, scale * z0, (weight, x), tolerance=Tolerance(rtol=1e-8))
+        solution.value.square().sum().backward()
+        report = solution.adjoint.solution
+        assert report is not None
+        products.append((solution.evaluations.tolist(), report.evaluations.tolist()))
+    assert products[0] == products[1] == products[2]

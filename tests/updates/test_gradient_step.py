@@ -1,0 +1,246 @@
+"""One step down a gradient: joint values, step sizes, symmetry of the Jacobian."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from energies_cases import EnergyCase, build, few_energies, masks, relative_error, tokens
+from implicit_attn import DEQ, GradientStep
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    Energy,
+    FunctionEnergy,
+    Quadratic,
+    ReLUFeedForward,
+)
+from implicit_attn.updates import StepSize
+from solvers import OneStep, Status, Tolerance, Unrolled
+
+DIM = 6
+STEPS: dict[str, dict[str, Any]] = {
+    "unit": {},
+    "small": {"step_size": 0.3},
+    "channels": {"step_size": 0.4, "channels": DIM},
+    "learned": {"step_size": 0.7, "learned": True},
+    "learned-channels": {"step_size": 0.5, "channels": DIM, "learned": True},
+}
+TIGHT = Tolerance(rtol=1e-12)
+
+each_step = pytest.mark.parametrize("options", STEPS.values(), ids=STEPS.keys())
+
+
+def convex() -> Energy:
+    """A strongly convex energy, so that every step leads to the same point."""
+    torch.manual_seed(3)
+    memory = ReLUFeedForward(DIM, 9, bound=1.0)
+    return (0.1 * BiSoftmaxAttention(DIM, heads=2, bound=1.0) + 0.3 * memory + Quadratic()).double()
+
+
+def inputs(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, DIM, generator=generator, dtype=torch.float64)
+
+
+def spread(step: GradientStep) -> None:
+    """Give the channels of a step different values."""
+    factors = torch.linspace(0.5, 1.0, DIM, dtype=torch.float64)
+    with torch.no_grad():
+        for tensor in (*step.step_size.parameters(), *step.step_size.buffers()):
+            tensor.mul_(factors if tensor.dim() else 1.0)
+
+
+@few_energies(
+    "quadratic-input", "composition", "hopfield", "function", "bisoftmax-soft-4",
+    "softmax-elastic-none-4", "relu-tiny", "gated-gelu-soft", "softmax-cross-bound",
+)  # fmt: skip
+@pytest.mark.parametrize("mask", ["no-mask", "holes", "empty-sample"])
+def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
+    update = GradientStep(build(case), 0.3)
+    z, x = tokens(case)
+    chosen = masks()[mask]
+    moved, value, gradient = update.joint(z, x, mask=chosen)
+    torch.testing.assert_close(moved, update(z, x, mask=chosen), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(value, update.energy(z, x, mask=chosen), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(moved, z - 0.3 * gradient, rtol=1e-13, atol=1e-13)
+    point = z.clone().requires_grad_()
+    (reference,) = torch.autograd.grad(update.energy(point, x, mask=chosen).sum(), point)
+    assert relative_error(gradient, reference) <= 1e-9
+    if chosen is not None:
+        assert torch.equal(moved[~chosen], z[~chosen])
+
+
+@each_step
+def test_step_value(options: dict[str, Any]) -> None:
+    update = GradientStep(Quadratic(), **options).double()
+    z, x = inputs(), inputs(1)
+    expected = z - options.get("step_size", 1.0) * (z - x)
+    torch.testing.assert_close(update(z, x), expected, rtol=1e-6, atol=1e-6)
+    trained = [name for name, _ in update.named_parameters()]
+    assert trained == (["step_size.raw"] if options.get("learned") else [])
+
+
+def test_channels_have_steps_of_their_own() -> None:
+    update = GradientStep(Quadratic(), 0.4, channels=DIM).double()
+    spread(update)
+    z = inputs()
+    factors = 1 - 0.4 * torch.linspace(0.5, 1.0, DIM, dtype=torch.float64)
+    torch.testing.assert_close(update(z), z * factors, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("raw", [-20.0, -1.0, 0.0, 5.0, 100.0])
+def test_learned_step_stays_positive(raw: float) -> None:
+    step = StepSize(1.0, learned=True)
+    with torch.no_grad():
+        step.raw.fill_(raw)
+    assert step() > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("initial", [1e-6, 1e-3, 1.0, 30.0, 1e4])
+def test_learned_step_starts_where_it_is_told(initial: float) -> None:
+    step = torch.as_tensor(StepSize(initial, learned=True)()).detach()
+    assert step.item() == pytest.approx(initial, rel=1e-5)
+
+
+@pytest.mark.parametrize("channels", [None, DIM])
+def test_learned_step_can_be_trained(channels: int | None) -> None:
+    """Through unrolled iterations the step is an ordinary parameter: it finds 1, the best one."""
+    update = GradientStep(Quadratic(), 0.2, channels=channels, learned=True).double()
+    optimizer = torch.optim.Adam(update.parameters(), lr=0.1)
+    x = inputs()
+    for _ in range(100):
+        loss = (update(torch.zeros_like(x), x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(
+        torch.as_tensor(update.step_size()), torch.ones(update.step_size.raw.shape).double(),
+        rtol=0.02, atol=0.0,
+    )  # fmt: skip
+
+
+@each_step
+def test_fixed_point_does_not_depend_on_the_step(options: dict[str, Any]) -> None:
+    energy, x = convex(), inputs()
+    reference = DEQ(energy, tolerance=TIGHT, max_steps=200)(x)
+    update = GradientStep(energy, **options).double()
+    spread(update)
+    solution = DEQ(update, tolerance=TIGHT, max_steps=200).solve(x)
+    assert bool(solution.converged.all())
+    assert relative_error(solution.value.detach(), reference.detach()) <= 1e-10
+
+
+@pytest.mark.parametrize("channels", [None, DIM])
+def test_fixed_point_gives_the_step_no_gradient(channels: int | None) -> None:
+    """What reaches the step is the residual, times the adjoint: nothing at a tight tolerance."""
+    x = inputs()
+    size = {}
+    for rtol in (1e-3, 1e-12):
+        update = GradientStep(convex(), 0.5, channels=channels, learned=True).double()
+        layer = DEQ(update, tolerance=Tolerance(rtol=rtol), max_steps=300)
+        layer(x).square().sum().backward()
+        weights = [p.grad for n, p in update.named_parameters() if "step_size" not in n]
+        assert all(g is not None and g.abs().max() > 1e-3 for g in weights)
+        gradient = update.step_size.raw.grad
+        assert gradient is not None
+        size[rtol] = gradient.abs().max().item()
+    assert size[1e-12] <= 1e-9
+    assert size[1e-3] <= 0.1
+    assert size[1e-3] > size[1e-12]
+
+
+def test_unrolled_adjoint_does_give_the_step_a_gradient() -> None:
+    update = GradientStep(convex(), 0.5, learned=True).double()
+    layer = DEQ(update, adjoint=Unrolled(), max_steps=2, on_failure="ignore")
+    layer(inputs()).square().sum().backward()
+    assert update.step_size.raw.grad is not None
+    assert update.step_size.raw.grad.abs() > 1e-3
+    assert layer.last is not None
+    assert int(layer.last.status[0]) == Status.MAX_STEPS
+
+
+@each_step
+@pytest.mark.parametrize("masked", [False, True])
+def test_symmetric_flag_tells_the_truth(options: dict[str, Any], masked: bool) -> None:
+    update = GradientStep(convex(), **options).double()
+    spread(update)
+    z, x = inputs()[:1], inputs(1)[:1]
+    mask = torch.tensor([[True, False, True]]) if masked else None
+
+    def step(flat: Tensor) -> Tensor:
+        return update(flat.view_as(z), x, mask=mask).flatten()
+
+    jacobian = torch.autograd.functional.jacobian(step, z.flatten())
+    asymmetry = relative_error(jacobian, jacobian.mT)  # type: ignore[union-attr,arg-type]
+    assert update.symmetric == (asymmetry < 1e-12)
+    assert update.symmetric == ("channels" not in options)
+    if not update.symmetric:
+        assert asymmetry > 1e-3
+
+
+@each_step
+def test_gradients_of_the_input_agree_for_all_steps(options: dict[str, Any]) -> None:
+    """Symmetric or not, CG or GMRES: the derivative of the fixed point is the same."""
+    results = []
+    for update in (GradientStep(convex()), GradientStep(convex(), **options).double()):
+        spread(update)
+        x = inputs().requires_grad_()
+        DEQ(update, tolerance=TIGHT, max_steps=300)(x).pow(3).sum().backward()
+        results.append(x.grad)
+    assert relative_error(results[1], results[0]) <= 1e-9
+
+
+def test_state_may_be_a_dict() -> None:
+    def energy(z: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
+        spring = (z["a"].sum(1) - z["b"].sum((1, 2))).square()
+        pulls = [(z[k] - x[k]).square().flatten(1).sum(1) for k in ("a", "b")]
+        return 0.5 * (0.1 * spring + pulls[0] + pulls[1])
+
+    update = GradientStep(FunctionEnergy(energy), 0.5, learned=True)
+    z = {"a": inputs()[:, 0], "b": inputs(1)}
+    x = {"a": inputs(2)[:, 0], "b": inputs(3)}
+    moved, value, gradient = update.joint(z, x)
+    assert value.shape == (2,)
+    for key in z:
+        torch.testing.assert_close(moved[key], z[key] - 0.5 * gradient[key], rtol=1e-6, atol=1e-6)
+
+
+def test_one_step_adjoint_ignores_curvature() -> None:
+    """u = g: with the unit step on 1/2 |z - x|^2 that is exact, the Jacobian being zero."""
+    x = inputs().requires_grad_()
+    DEQ(GradientStep(Quadratic()), adjoint=OneStep(), tolerance=TIGHT)(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x))
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"step_size": 0.0}, ValueError, "step_size must be finite and > 0, got 0.0"),
+    ({"step_size": -1}, ValueError, "step_size must be finite and > 0, got -1"),
+    ({"step_size": float("nan")}, ValueError, "step_size must be finite and > 0, got nan"),
+    ({"step_size": float("inf")}, ValueError, "step_size must be finite and > 0, got inf"),
+    ({"step_size": "big"}, TypeError, "step_size must be a number, got 'big'"),
+    ({"step_size": True}, TypeError, "step_size must be a number, got True"),
+    ({"channels": 0}, ValueError, "channels must be None or an integer >= 1, got 0"),
+    ({"channels": 2.5}, ValueError, "channels must be None or an integer >= 1, got 2.5"),
+    ({"channels": True}, ValueError, "channels must be None or an integer >= 1, got True"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[str(b[0]) for b in BAD])
+def test_bad_steps(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        GradientStep(Quadratic(), **options)
+
+
+def test_bad_energy() -> None:
+    with pytest.raises(TypeError, match="energy must be an Energy"):
+        GradientStep(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_channels_that_do_not_fit_the_state() -> None:
+    update = GradientStep(Quadratic(), channels=DIM + 1)
+    with pytest.raises(ValueError, match=rf"channels.*{DIM + 1}"):
+        update(torch.zeros(2, 3, DIM))
