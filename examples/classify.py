@@ -41,10 +41,13 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", choices=sorted(LOADERS), default="digits")
     add("--readout", choices=("tokens", "class"), default="tokens", help="all tokens or a class token")
+    add("--stem", choices=("patch", "conv"), default="patch", help="how patches become tokens")
     add("--patch", type=int, default=2, help="height = width of a patch")
     add("--dim", type=int, default=64, help="features of a token")
     add("--heads", type=int, default=4)
     add("--memories", type=int, default=128, help="rows of the feed-forward energy")
+    add("--bound", type=float, default=2.0, help="bound on the spectral norms of the projections")
+    add("--maximum", type=float, default=1.0, help="bound on the weights of the energies")
     add("--epochs", type=int, default=30)
     add("--batch", type=int, default=64)
     add("--rate", type=float, default=2e-3, help="peak learning rate (cosine decay)")
@@ -67,6 +70,9 @@ def build(options: argparse.Namespace, data: ImageData) -> PatchClassifier:
         channels,
         data.classes,
         patch=options.patch,
+        stem=options.stem,
+        bound=options.bound,
+        maximum=options.maximum,
         dim=options.dim,
         heads=options.heads,
         memories=options.memories,
@@ -161,6 +167,7 @@ class Training:
             raise SystemExit(f"the loss is {loss.item()} in epoch {self.epoch + 1}; nothing was updated")
         self.optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         solve = self.model.layer.last
         assert solve is not None

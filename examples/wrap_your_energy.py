@@ -2,10 +2,11 @@
 
     python examples/wrap_your_energy.py
 
-Piecewise constant signals come with noise. The layer returns the signal z that minimises ``energy``:
+Piecewise constant signals come with noise. The layer returns the z that minimises ``energy``:
 close to the noisy x, and with small responses to filters that nobody designed. Training through the
-minimiser by implicit differentiation shapes the filters. Each of them sums to nearly zero in the
-end: the layer has found out by itself that what counts are differences (total variation).
+minimiser by implicit differentiation shapes the filters, and the error falls to half of the noise.
+In the end each filter sums to nearly zero, and one of them is (1, -1) times a number: the layer has
+found out by itself that differences of neighbours are what to penalise (total variation).
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ for step in range(steps + 1):
     solution = layer.solve(noisy)
     loss = F.mse_loss(solution.value, clean)
     if step % max(1, steps // 6) == 0:
+        before, after = energy(noisy, noisy).mean(), energy(solution.value, noisy).mean()
         print(
-            f"step {step:3d}  error {loss.item():.4f} (noisy {F.mse_loss(noisy, clean).item():.4f})  "
+            f"step {step:3d}  error {loss.item():.4f} "
+            f"(noisy {F.mse_loss(noisy, clean).item():.4f})  "
             f"converged {100 * solution.converged.float().mean().item():.0f} %  "
-            f"energy {energy(noisy, noisy).mean().item():.2f} -> {solution.energy.mean().item():.2f}"
+            f"energy {before.item():.2f} -> {after.item():.2f}"
         )
     optimizer.zero_grad()
     loss.backward()

@@ -91,13 +91,13 @@ class Anderson(Solver):
             torch.sub(plain, state.last_plain, out=state.steps[:, slot])
             torch.sub(residual, state.last_residual, out=state.changes[:, slot])
         row = inner_products(state.changes[:, :filled], state.changes[:, slot])
-        gram[:, slot, :filled] = row
-        gram[:, :filled, slot] = row
         # The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
         # smallest normal number gives a zero difference (a rejected step) the weight zero.
         limits = torch.finfo(gram.dtype)
         ridge = max(self.regularization, 4 * limits.eps)
-        gram[:, slot, slot] = row[:, slot] * (1 + ridge) + limits.tiny
+        row[:, slot].mul_(1 + ridge).add_(limits.tiny)
+        gram[:, slot, :filled] = row
+        gram[:, :filled, slot] = row
 
 
 @dataclass

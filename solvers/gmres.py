@@ -72,7 +72,7 @@ class GMRESRun(KrylovRun):
         self.null = small.read(residual.new_zeros(rows, capacity + 1))
         self.null[:, 0] = 1
         precision = torch.finfo(residual.dtype)
-        self.floor, self.tiny = 16 * precision.eps, self.zero + precision.tiny
+        self.floor, self.tiny = 16 * precision.eps, precision.tiny
 
     def _wide(self, tensor: Tensor) -> Array:
         """A tensor of basis vectors in the form that Gram-Schmidt works on, without a copy."""
@@ -93,7 +93,7 @@ class GMRESRun(KrylovRun):
         second = matmul(basis, vector[:, :, None])
         rest = self._tensor(vector - matmul(second.swapaxes(1, 2), basis)[:, 0])
         below = norm(rest)
-        self.direction = rest / below
+        self.direction = rest / below.clamp_min(self.tiny)
         self.basis[:, step + 1] = self._wide(self.direction)
         entries = self.small.read(self._tensor((first + second)[:, :, 0]))
         self._extend(entries, self.small.read(below))
@@ -110,7 +110,7 @@ class GMRESRun(KrylovRun):
         self.broken = xp.where(good, below <= self.floor * size, self.broken)
         null = self.null[:, : step + 1]
         projection = (null * entries).sum(axis=1, keepdims=True)
-        positive = xp.maximum(below, self.tiny)
+        positive = below + self.tiny
         pivot = xp.hypot(projection, positive)
         cosine, sine = projection / pivot, positive / pivot
         self.hessenberg[:, step, : step + 1] = entries
@@ -150,13 +150,13 @@ class GMRESRun(KrylovRun):
         xp, write = self.small.xp, self.small.write
         entries = self.hessenberg[:, :step, : step + 1]
         rotation = self.rotation[:, :step, : step + 1]
-        basis = self._tensor(self.basis[:, :step])
-        kept = self.small.range(step) < self.columns
-        if not (self.small.host and kept.all()):
-            # What a row did after it had stopped is masked: it may be NaN.
-            mask = kept[:, :, None]
+        basis = self.basis[:, :step]
+        # What a row did after it had stopped does not count; it is NaN where a product was.
+        mask = (self.small.range(step) < self.columns)[:, :, None]
+        if not (self.small.host and mask.all()):
             entries, rotation = xp.where(mask, entries, 0), xp.where(mask, rotation, 0)
-            basis = torch.where(write(mask), basis, 0)
+        if not (self.small.host and (self.columns == self.used).all()):
+            basis = self._wide(torch.where(write(mask), self._tensor(basis), 0))
         triangle = write(xp.matmul(rotation, entries.swapaxes(1, 2)))
         diagonal = triangle.diagonal(dim1=1, dim2=2)
         usable = diagonal.abs() > write(self.floor * self.matrix_norm)
@@ -165,7 +165,7 @@ class GMRESRun(KrylovRun):
         weights = torch.linalg.solve_triangular(triangle, target.unsqueeze(2), upper=True)
         across = self._wide(weights.transpose(1, 2))
         matmul = numpy.matmul if self.in_numpy else torch.matmul
-        return self._tensor(matmul(across, self._wide(basis))[:, 0])
+        return self._tensor(matmul(across, basis)[:, 0])
 
     def residual(self) -> Array:
         return self.norm

@@ -49,8 +49,8 @@ class KrylovRun(ABC):
         self.small = Small(residual.device)
         self.limit = self.small.read(limit)
         self.running = self.small.read(active)
-        self.used = self.running * 0
-        self.zero = self.limit * 0
+        self.used = self.small.whole(self.running)
+        self.zero = self.small.xp.zeros_like(self.limit)
         self.matrix_norm = self.zero
 
     @property

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.batch import Layout, check_leaves
 from solvers.cg import CG
+from solvers.eager import eager
 from solvers.gmres import GMRES
 from solvers.krylov import LinearSolver
 from solvers.linear_loop import LinearLoop
@@ -28,7 +29,7 @@ _DEFAULT_SOLVER = CG()
 _DEFAULT_TOLERANCE = Tolerance(rtol=1e-6)
 
 
-@torch.compiler.disable
+@eager
 def solve_linear(
     matvec: Callable[..., Any],
     b: Any,
@@ -65,7 +66,7 @@ def solve_linear(
             ``matvec`` closes over batched tensors (finished samples are then carried along).
         on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
         record: keep the trace: column 0 is the relative residual at the start, each further column
-            the one after one more product with ``A``.
+            the one after one more product with ``A``, NaN where the sample took none.
         callback: called with a :class:`Progress` after every batch of products.
 
     Returns:
@@ -102,7 +103,8 @@ def solve_linear(
         start = None if x0 is None else layout.vector(x0)
         solution = loop.run(layout.vector(b), start)
         solution.value = layout.tree(solution.value)
-    report(solution, on_failure, f"linear solve with {solver}")
+    # Above this function is the wrapper of its decorator, above that the caller.
+    report(solution, on_failure, f"linear solve with {solver}", stacklevel=4)
     return solution
 
 

@@ -8,10 +8,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from solvers.krylov import KrylovRun, LinearSolver, norm
+from solvers.krylov import LinearSolver, norm
 from solvers.loop import SHRINK, Progress
 from solvers.product import Product
-from solvers.rounds import History, Round
+from solvers.rounds import History, Round, Working
 from solvers.small import Array, Small
 from solvers.solution import Solution, Status
 from solvers.tolerance import Tolerance
@@ -71,7 +71,7 @@ class LinearLoop:
         self.b = b.detach().to(self.product.dtype)
         self.reference = small.read(norm(self.b))
         self.usable = self.reference < torch.inf
-        self.scale = self.reference * 0 + 1
+        self.scale = small.xp.ones_like(self.reference)
         self.factor: Tensor | None = None
         moderate = (self.reference > 1 / MODERATE) & (self.reference < MODERATE)
         if not (small.host and moderate.all()):
@@ -105,7 +105,7 @@ class LinearLoop:
         self.x = torch.zeros_like(self.b)
         self.r, self.residual = self.b, self.reference
         self.open = self.usable & (self.reference > 0)
-        self.used = self.open * 0
+        self.used = self.small.whole(self.open)
         self.evaluations = self.used
         self.status = self.used + int(Status.MAX_STEPS)
         if x0 is not None:
@@ -155,9 +155,32 @@ class LinearLoop:
 
     def _round(self, rows: Array) -> Round:
         """Run the Krylov method until every sample of ``rows`` has stopped."""
-        small, write = self.small, self.small.write
         budget = self.max_steps - self.evaluations
         caps = set(budget[rows].flatten().tolist())
+        batch = self._start(rows)
+        watch = Watch(self.b.device)
+        for step in range(max(caps)):
+            if step + 1 in caps:
+                self._reserve(batch, budget[batch.rows] == step + 1)
+            if step in caps:
+                batch.run.stop(self.small.write(budget[batch.rows] == step))
+            if not self._goes_on(batch, watch):
+                break
+            active = batch.run.running
+            batch.run.absorb(self.product(batch.run.direction))
+            if self.history.wanted:
+                self.history.note(batch.rows, active, batch.run.current())
+            if batch.run.exhausted:
+                break
+        if batch.outcome is None and len(batch.rows) == len(self.all_rows):
+            return Round.of(batch.run)
+        outcome = batch.outcome or Round.nothing(self.small, self.x, self.residual)
+        outcome.put(Round.of(batch.run), batch.rows, self.small)
+        return outcome
+
+    def _start(self, rows: Array) -> Working:
+        """The working batch of a round: ``rows``, or all samples where they must stay together."""
+        write = self.small.write
         if not self.compact:
             rows = self.all_rows
         index = write(rows)
@@ -165,52 +188,31 @@ class LinearLoop:
         whole = len(rows) == len(self.all_rows)
         r = self.r if whole else self.r.index_select(0, index)
         run = self.solver.start(r, write(self.aim[rows]), write(self.open[rows]))
-        watch, running = Watch(self.b.device), len(rows)
-        outcome: Round | None = None
-        for step in range(max(caps)):
-            if step + 1 in caps:
-                self._reserve(run, rows, budget[rows] == step + 1)
-            if step in caps:
-                run.stop(write(budget[rows] == step))
-            if (step in caps or step + 1 in caps) and small.count(run.running) == 0:
-                break
-            active = run.running
-            run.absorb(self.product(run.direction))
-            if self.history.wanted:
-                self.history.note(rows, active, run.current())
-            if run.exhausted:
-                break
-            mask = run.running if small.host else watch(run.running)
-            left = running if mask is None else small.count(mask)
-            if left == 0:
-                break
-            if left == running or mask is None:
-                continue
-            running = left
-            if not self.compact or (len(rows) - left) * SHRINK < len(rows):
-                run.quiet()
-                continue
-            outcome = outcome or Round.nothing(self.x, self.residual)
-            run, rows = self._shrink(run, rows, mask, outcome)
-            watch.reset()
-        if outcome is None and whole:
-            return Round.of(run)
-        outcome = outcome or Round.nothing(self.x, self.residual)
-        outcome.put(Round.of(run), rows, small)
-        return outcome
+        return Working(run, rows, len(rows))
 
-    def _shrink(
-        self, run: KrylovRun, rows: Array, mask: Array, outcome: Round
-    ) -> tuple[KrylovRun, Array]:
-        """Let the rows leave where the host's ``mask`` is False; their results are kept."""
-        gone, stay = self.small.index(~mask), self.small.index(mask)
-        outcome.put(Round.of(run.rows(gone)), rows[gone], self.small)
-        rows = rows[stay]
-        self.product.select(self.small.write(rows))
-        return run.rows(stay), rows
+    def _goes_on(self, batch: Working, watch: Watch) -> bool:
+        """Whether any row of the batch still runs; stopped rows leave, or are put to rest."""
+        small, run, rows = self.small, batch.run, batch.rows
+        mask = run.running if small.host else watch(run.running)
+        left = batch.running if mask is None else small.count(mask)
+        if left == 0 or left == batch.running or mask is None:
+            return left > 0
+        batch.running = left
+        if not self.compact or (len(rows) - left) * SHRINK < len(rows):
+            run.quiet()
+            return True
+        if batch.outcome is None:
+            batch.outcome = Round.nothing(small, self.x, self.residual)
+        gone, stay = small.index(~mask), small.index(mask)
+        batch.outcome.put(Round.of(run.rows(gone)), rows[gone], small)
+        batch.run, batch.rows = run.rows(stay), rows[stay]
+        self.product.select(small.write(batch.rows))
+        watch.reset()
+        return True
 
-    def _reserve(self, run: KrylovRun, rows: Array, last: Array) -> None:
+    def _reserve(self, batch: Working, last: Array) -> None:
         """Before the last product: keep it for the check, where the check will be needed."""
+        run, rows = batch.run, batch.rows
         x = self.x.index_select(0, self.small.write(rows)) + run.solution()
         drift = self._drift(x, self.reference[rows], run.matrix_norm)
         believed = run.reliable() & (drift <= run.residual())
@@ -237,7 +239,10 @@ class LinearLoop:
         better = closing & (outcome.residual < self.residual)
         self.x = small.choose(better, x, self.x)
         self.residual = small.xp.where(better, outcome.residual, self.residual)
-        self._close(closing, outcome.verdict)
+        # A claim to have converged that no product was left to check is no convergence.
+        claimed = outcome.verdict == int(Status.CONVERGED)
+        verdict = small.xp.where(claimed & ~believed, int(Status.MAX_STEPS), outcome.verdict)
+        self._close(closing, verdict)
         rows = small.index(self.open)
         if len(rows) > 0:
             self._check(outcome, x, rows)

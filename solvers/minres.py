@@ -25,9 +25,9 @@ class MINRES(LinearSolver):
     rounding nor a matrix that is not symmetric respects; so it is always checked by one more
     product, counted like the others, before it is reported.
 
-    Where ``|A r|`` becomes small against ``|A| |r|`` the process is begun anew from the true residual;
-    if that lowers it no further, the sample ends with ``Status.STALLED``, at a least-squares
-    solution of a system that has no other.
+    Where ``|A r|`` becomes small against ``|A| |r|`` the process is begun anew from the true
+    residual; if that lowers it no further, the sample ends with ``Status.STALLED``, at a
+    least-squares solution of a system that has no other.
 
     Reference: Paige and Saunders, "Solution of sparse indefinite systems of linear equations"
     (SIAM J. Numer. Anal. 12, 1975).
@@ -49,7 +49,6 @@ class MINRESRun(KrylovRun):
         self.beta = self.delta_bar = self.epsilon = self.sine = self.zero
         self.cosine = self.zero - 1
         self.gamma = self.zero + 1
-        self.stuck = self.running & False  # |A r| is small against |A| |r|
         precision = torch.finfo(residual.dtype).eps
         self.floor = self.small.xp.maximum(
             self.small.ratio(self.limit, 10 * self.phi_bar), self.zero + precision**0.5
@@ -90,14 +89,11 @@ class MINRESRun(KrylovRun):
     def _judge(self, alpha: Array, beta: Array, gamma_bar: Array) -> Array:
         """Rows that may take this step: finite, and with a residual that can still shrink."""
         xp, running = self.small.xp, self.running
-        size = xp.maximum(self.matrix_norm, xp.hypot(alpha, beta))
+        self.matrix_norm = xp.fmax(self.matrix_norm, xp.hypot(alpha, beta))
         self.gamma = xp.where(running, xp.hypot(gamma_bar, beta), self.gamma)
-        finite = running & (self.gamma < xp.inf)
-        self.matrix_norm = xp.where(finite, size, self.matrix_norm)
         # |A r| / |r| of the present iterate (Paige and Saunders, section 6).
         shrinking = xp.hypot(gamma_bar, self.delta_bar)
-        self.stuck = xp.where(running, shrinking <= self.floor * size, self.stuck)
-        return finite & ~self.stuck
+        return running & (self.gamma < xp.inf) & (shrinking > self.floor * self.matrix_norm)
 
     def solution(self) -> Tensor:
         return self.iterate

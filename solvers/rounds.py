@@ -37,18 +37,35 @@ class Round:
         )
 
     @classmethod
-    def nothing(cls, x: Tensor, residual: Array) -> Round:
+    def nothing(cls, small: Small, x: Tensor, residual: Array) -> Round:
         """The round in which no sample does anything: ``x`` (B, D), ``residual`` (B, 1)."""
-        zero = residual * 0
-        none = (zero > 0) * 0
+        zero = small.xp.zeros_like(residual)
+        none = small.whole(zero)
         verdict = none + int(Status.MAX_STEPS)
-        return cls(torch.zeros_like(x), residual + zero, verdict, none, zero, none == 0)
+        return cls(torch.zeros_like(x), small.copy(residual), verdict, none, zero, none == 0)
 
     def put(self, part: Round, rows: Array, small: Small) -> None:
         """Write ``part`` into the samples ``rows``."""
         self.step.index_copy_(0, small.write(rows), part.step)
         for name in ("residual", "verdict", "used", "matrix_norm", "reliable"):
             getattr(self, name)[rows] = getattr(part, name)
+
+
+@dataclass
+class Working:
+    """The samples of a round that still take part.
+
+    Attributes:
+        run: the Krylov method on them.
+        rows: (n,) their places in the caller's order.
+        running: how many of them are known to run.
+        outcome: results of those that have left, None before the first has.
+    """
+
+    run: KrylovRun
+    rows: Array
+    running: int
+    outcome: Round | None = None
 
 
 class History:
@@ -73,7 +90,7 @@ class History:
 
     def note(self, rows: Array, running: Array, residual: Array) -> None:
         """One product: residual norms (n, 1) of the samples ``rows``, where ``running`` (n, 1)."""
-        norms = self.reference * 0 + torch.nan
+        norms = self.small.xp.full_like(self.reference, torch.nan)
         norms[rows] = self.small.xp.where(running, residual, torch.nan)
         column = self._relative(norms)
         self.products += 1

@@ -44,6 +44,13 @@ class Small:
         """0, 1, ..., length - 1."""
         return numpy.arange(length) if self.host else torch.arange(length, device=self.device)
 
+    def whole(self, like: Array) -> Array:
+        """Zeros of dtype int64 in the shape of ``like``."""
+        return self.xp.zeros_like(like, dtype=self.xp.int64)
+
+    def copy(self, array: Array) -> Array:
+        return array.copy() if self.host else array.clone()
+
     def index(self, mask: Array) -> Array:
         """Indices of the True entries of a mask of n entries; waits for the device."""
         if self.host:

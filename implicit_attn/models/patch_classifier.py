@@ -6,12 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from implicit_attn.deq import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, ReLUFeedForward
 
 READOUTS = ("tokens", "class")
+
+
+def build_stem(stem: str, channels: int, patch: int, dim: int) -> nn.Module:
+    """Images (B, channels, H, W) -> features (B, dim, H / patch, W / patch)."""
+    if stem == "patch":
+        return nn.Conv2d(channels, dim, patch, stride=patch)
+    if stem == "conv":
+        width = max(dim // 2, 8)
+        return nn.Sequential(
+            nn.Conv2d(channels, width, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(width, dim, patch, stride=patch),
+        )
+    raise ValueError(f'stem must be "patch" or "conv", got {stem!r}')
 
 
 class PatchClassifier(nn.Module):
@@ -29,6 +42,7 @@ class PatchClassifier(nn.Module):
         channels: image channels.
         classes: number of classes.
         patch: height = width of a patch.
+        stem: "patch" embeds each patch linearly, "conv" through a small convolution.
         dim: features d of a token.
         heads: attention heads.
         memories: rows M of the feed-forward energy.
@@ -49,6 +63,7 @@ class PatchClassifier(nn.Module):
         classes: int,
         *,
         patch: int = 2,
+        stem: str = "patch",
         dim: int = 64,
         heads: int = 4,
         memories: int = 128,
@@ -62,9 +77,9 @@ class PatchClassifier(nn.Module):
             raise ValueError(f"patch must divide image_size={image_size}, got {patch}")
         if readout not in READOUTS:
             raise ValueError(f"readout must be one of {READOUTS}, got {readout!r}")
-        self.patch, self.readout = patch, readout
+        self.readout = readout
         tokens = (image_size // patch) ** 2
-        self.embed = nn.Linear(channels * patch**2, dim)
+        self.embed = build_stem(stem, channels, patch, dim)
         self.position = nn.Parameter(0.5 * torch.randn(tokens, dim))
         self.class_token = nn.Parameter(torch.randn(dim)) if readout == "class" else None
         energy: Energy = (
@@ -80,8 +95,7 @@ class PatchClassifier(nn.Module):
         """Images -> the layer's input x, (B, N, d)."""
         if images.dim() != 4:
             raise ValueError(f"images must be (B, C, H, W), got shape {tuple(images.shape)}")
-        patches = F.unfold(images, self.patch, stride=self.patch).mT
-        x = self.embed(patches) + self.position
+        x = self.embed(images).flatten(2).mT + self.position
         if self.class_token is not None:
             x = torch.cat([self.class_token.expand(x.shape[0], 1, -1), x], dim=1)
         return x

@@ -126,12 +126,13 @@ def test_default_solver_follows_the_update() -> None:
 
 @pytest.mark.parametrize("option", ["max_itr", "steps", "compact", "energy", "mask0", "rtol"])
 def test_unknown_option(option: str) -> None:
+    options: dict[str, Any] = {option: 3}
     with pytest.raises(TypeError, match=rf"unknown options \['{option}'\].*max_steps"):
-        make("gradient").solve(tokens(), **{option: 3})
+        make("gradient").solve(tokens(), **options)
     with pytest.raises(TypeError, match=option):
-        DEQ(Quadratic(), **{option: 3})  # type: ignore[arg-type]
+        DEQ(Quadratic(), **options)
     with pytest.raises(TypeError, match=option):
-        DEQ.from_energy(well, **{option: 3})
+        DEQ.from_energy(well, **options)
 
 
 def test_options_are_not_changed() -> None:

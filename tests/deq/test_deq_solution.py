@@ -138,7 +138,7 @@ def test_dict_input_in_batches() -> None:
     """Finished samples leave, and their parts of the input with them."""
     layer = structured()
     x = {key: torch.cat([part, 9 * part, part / 50]) for key, part in structured_input().items()}
-    loose = {"tolerance": Tolerance(rtol=1e-3)}
+    loose: dict[str, Any] = {"tolerance": Tolerance(rtol=1e-3)}
     together = layer.solve(x, **loose)
     assert len(set(together.evaluations.tolist())) > 1
     for i in range(6):

@@ -30,6 +30,7 @@ CASES: list[dict[str, Any]] = [
     {"image_size": 12, "channels": 3, "classes": 5, "patch": 4, "dim": 24, "heads": 3},
     {"image_size": 6, "channels": 2, "classes": 2, "patch": 1, "dim": 8, "heads": 1, "memories": 7},
     {"image_size": 4, "channels": 1, "classes": 3, "patch": 4, "dim": 8, "heads": 2},
+    {"image_size": 8, "channels": 3, "classes": 4, "stem": "conv", "dim": 24, "heads": 2},
 ]
 
 
@@ -54,10 +55,14 @@ def test_number_of_parameters(case: dict[str, Any]) -> None:
     memories, classes = case.get("memories", 128), case["classes"]
     tokens = (case["image_size"] // patch) ** 2
     pixels = case["channels"] * patch**2
+    stem = pixels * dim + dim
+    if case.get("stem") == "conv":  # 3 x 3 to half the width, then the patches
+        width = max(dim // 2, 8)
+        stem = (9 * case["channels"] + 1) * width + (width * patch**2 + 1) * dim
     own_token = case.get("readout") == "class"
     read = dim if own_token else tokens * dim
     expected = (
-        pixels * dim + dim
+        stem
         + tokens * dim
         + (dim if own_token else 0)
         + dim * dim + 1
@@ -81,7 +86,7 @@ def test_patches_are_those_of_the_image() -> None:
     """Token k holds patch k, row by row: embedding the identity gives the pixels back."""
     model = build(4, 1, 2, patch=2, dim=4, heads=1)
     with torch.no_grad():
-        model.embed.weight.copy_(torch.eye(4))
+        model.embed.weight.copy_(torch.eye(4).view(4, 1, 2, 2))
         model.embed.bias.zero_()
         model.position.zero_()
     x = torch.arange(16.0).reshape(1, 1, 4, 4)
@@ -131,6 +136,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"patch": 16}, ValueError, "patch must divide image_size=8, got 16"),
     ({"patch": 0}, ValueError, "patch"),
     ({"patch": -2}, ValueError, "patch"),
+    ({"stem": "mlp"}, ValueError, """stem must be "patch" or "conv", got 'mlp'"""),
     ({"readout": "mean"}, ValueError, "readout must be one of ('tokens', 'class'), got 'mean'"),
     ({"heads": 5}, ValueError, "heads must divide dim=64"),
     ({"heads": 0}, ValueError, "heads must be >= 1, got 0"),

@@ -11,7 +11,7 @@ from solvers.solution import Solution
 
 def orthogonal(batch: int, size: int, generator: torch.Generator) -> Tensor:
     draw = torch.randn(batch, size, size, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(draw)[0]
+    return torch.from_numpy(numpy.linalg.qr(draw.numpy())[0])
 
 
 def matrices(
@@ -38,6 +38,16 @@ def matrices(
     if kind == "skew":
         return (draw - draw.mT) / size**0.5
     raise ValueError(kind)
+
+
+def mixed(batch: int, size: int = 40, hardest: float = 30.0) -> tuple[Tensor, Tensor]:
+    """Definite systems from easy to hard, and right-hand sides."""
+    generator = torch.Generator().manual_seed(2)
+    basis = orthogonal(batch, size, generator)
+    condition = 2 + hardest * (torch.arange(batch) % 5) / 4
+    exponents = torch.linspace(0, 1, size, dtype=torch.float64)
+    values = condition[:, None].double() ** -exponents
+    return (basis * values[:, None, :]) @ basis.mT, right_sides(batch, size)
 
 
 def right_sides(batch: int = 6, size: int = 20, *, seed: int = 1) -> Tensor:

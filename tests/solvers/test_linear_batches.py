@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import Counting, matrices, multiply, right_sides, true_residual
+from linear_cases import Counting, matrices, mixed, multiply, right_sides, true_residual
 from torch import Tensor
 
 from solvers import small, watch
@@ -20,15 +20,6 @@ from solvers.watch import Watch
 
 SOLVERS = [CG(), MINRES(), GMRES(restart=6), GMRES(restart=30)]
 ALL = pytest.mark.parametrize("solver", SOLVERS, ids=str)
-
-
-def mixed(batch: int, size: int = 40, hardest: float = 30.0) -> tuple[Tensor, Tensor]:
-    """Definite systems from easy to hard."""
-    parts = [
-        matrices("definite", 1, size, condition=2 + hardest * (sample % 5) / 4, seed=sample)
-        for sample in range(batch)
-    ]
-    return torch.cat(parts), right_sides(batch, size)
 
 
 def solve(solver: LinearSolver, matrix: Tensor, right: Tensor, **options: object) -> Solution:
@@ -67,7 +58,7 @@ def test_a_sample_does_not_notice_its_neighbours(solver: LinearSolver, compact: 
         )
     assert together.converged.all()
     assert together.evaluations.unique().numel() > 2
-    for sample in range(20):
+    for sample in range(0, 20, 3):
         alone = solve(solver, matrix[sample : sample + 1], right[sample : sample + 1])
         assert_same(rows(together, slice(sample, sample + 1)), rows(alone, slice(None)))
 
@@ -159,7 +150,7 @@ def test_a_closed_over_batch_is_kept_whole() -> None:
 
 
 @ALL
-@pytest.mark.parametrize("max_steps", [1, 2, 3, 5, 8, 13, 21])
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize("start", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_step_cap_is_kept(
@@ -183,6 +174,7 @@ def test_the_step_cap_is_kept(
     true = true_residual(matrix, right, solution)
     rounding = 1e-9 if dtype == torch.float64 else 2e-4
     torch.testing.assert_close(solution.residual.double(), true, rtol=1e-3, atol=rounding)
+    assert (true[solution.converged] <= 1.1e-6).all()
     unfinished = solution.status == Status.MAX_STEPS
     assert (unfinished | solution.converged).all()
     assert (solution.evaluations[unfinished] == max_steps).all()
@@ -218,7 +210,7 @@ def test_right_sides_that_are_not_finite(solver: LinearSolver, bad: float, compa
 
 @ALL
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("compact", [True, False])
 def test_products_that_are_not_finite(
     solver: LinearSolver, bad: float, at: int, compact: bool

@@ -149,16 +149,19 @@ def test_carry_forward_does_not_invent_a_first_value() -> None:
     assert found[1].tolist() == [1.0, 1.0]
 
 
-def test_sample_that_never_had_a_finite_evaluation() -> None:
+@pytest.mark.parametrize("what", ["energy", "energy-and-gradient"])
+def test_sample_that_never_had_a_finite_evaluation(what: str) -> None:
     """One bad sample neither hides the others nor counts as converged."""
 
     def energy(z: Tensor, x: Tensor) -> Tensor:
-        return 0.5 * (z - x).square().sum((1, 2)) + (x[:, 0, 0] + 1).log()
+        bad = (x[:, 0, 0] + 1).log()
+        pull = 0.5 * (z - x).square().sum((1, 2))
+        return pull + bad if what == "energy" else pull * bad.exp()
 
     x = tokens(batch=4).abs()
     x[2, 0, 0] = -3.0  # the logarithm of a negative number
     layer = DEQ.from_energy(energy, init="zeros", on_failure="ignore")
     table, solution = solve_history(layer, x)
-    assert solution.counts() == {"CONVERGED": 3, "NONFINITE": 1}
     assert table[-1]["converged"] == 0.75
     assert table[-1]["residual"] <= 1e-4  # the median over the samples that there are
+    assert solution.counts() == {"CONVERGED": 3, "NONFINITE": 1}

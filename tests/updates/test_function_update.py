@@ -50,7 +50,7 @@ class Cell(nn.Module):
         (of_mask, None, 2 * Z + X),
         (of_mask, MASK, 2 * Z + X * MASK.unsqueeze(-1)),
         (of_state_and_mask, MASK, Z * MASK.unsqueeze(-1)),
-        (partial(of_input, x=3.0), None, 2 * Z + 3.0),
+        (partial(of_input, x=3 * X), None, 2 * Z + 3 * X),
         (lambda *inputs: inputs[0] - inputs[1], None, Z - X),
         (lambda z, x=None: z + x, None, Z + X),
     ],

@@ -1,0 +1,241 @@
+"""The digits example: its report, and that an interruption loses nothing.
+
+The script runs inside the test process, so that Ctrl-C can be pressed at an exact batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import re
+import runpy
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from implicit_attn.models import PatchClassifier
+from implicit_attn.optional import require
+
+for module in ("sklearn", "safetensors", "matplotlib", "tqdm"):
+    pytest.importorskip(module, reason="the example needs the extra [examples]")
+
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "classify.py"
+SMALL = ["--limit", "128", "--epochs", "2", "--batch", "16", "--dim", "16", "--memories", "16"]
+
+
+@contextlib.contextmanager
+def surroundings(arguments: list[str]) -> Iterator[None]:
+    """Command line, random state and signal handler as the script expects them, and back."""
+    argv, handler, random = sys.argv, signal.getsignal(signal.SIGINT), torch.get_rng_state()
+    sys.argv = [str(SCRIPT), *SMALL, *arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        signal.signal(signal.SIGINT, handler)
+        torch.set_rng_state(random)
+
+
+def run(*arguments: str) -> tuple[Any, str]:
+    """Exit status and everything that was written; 0 is success, a text is a message."""
+    output = io.StringIO()
+    code: Any = 0
+    with (
+        surroundings(list(arguments)),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return code, output.getvalue()
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Presses Ctrl-C when the training forward passes whose numbers are in the list are made."""
+    original = PatchClassifier.forward
+    at: list[int] = []
+    count = itertools.count(1)
+
+    def forward(self: PatchClassifier, images: torch.Tensor) -> torch.Tensor:
+        if self.training and next(count) in at:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, images)
+
+    monkeypatch.setattr(PatchClassifier, "forward", forward)
+    yield at
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """Everything in the checkpoint but times."""
+    tensors = require("safetensors.torch", extra="examples").load_file(
+        str(folder / "checkpoint.safetensors")
+    )
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def table(folder: Path, name: str) -> list[dict[str, float]]:
+    with (folder / f"{name}.csv").open(newline="") as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One uninterrupted run that the tests share."""
+    folder = tmp_path_factory.mktemp("finished")
+    code, output = run("--out", str(folder))
+    assert code == 0, output
+    return folder, output
+
+
+def test_report_and_tables(finished: tuple[Path, str]) -> None:
+    folder, output = finished
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "checkpoint.safetensors", "convergence.csv", "epochs.csv", "extrapolation.csv",
+        "report.png",
+    }  # fmt: skip
+    for text in ("test accuracy", "Accuracy against evaluations", "converged training samples"):
+        assert text in output
+
+
+def test_epochs(finished: tuple[Path, str]) -> None:
+    rows = table(finished[0], "epochs")
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert rows[1]["loss"] < rows[0]["loss"]
+    for row in rows:
+        assert row["converged"] >= 0.99
+        assert row["adjoint_converged"] >= 0.99
+        assert row["evaluations"] <= 25
+        assert 0 < row["adjoint_residual"] <= 1e-3
+        assert row["most_evaluations"] <= 60
+
+
+def test_energy_falls_along_the_trace(finished: tuple[Path, str]) -> None:
+    rows = table(finished[0], "convergence")
+    size = max(abs(row["energy"]) for row in table(finished[0], "extrapolation"))
+    rounding = 2e-6 * size  # float32 sums
+    assert all(row["largest_rise"] <= rounding for row in rows)
+    drops = [row["energy_drop"] for row in rows]
+    assert drops[0] == 0 and drops[-1] < -100 * rounding
+    assert all(b <= a + rounding for a, b in itertools.pairwise(drops))
+    residuals = [row["residual"] for row in rows]
+    assert residuals == sorted(residuals, reverse=True)
+    assert residuals[-1] <= 1e-5
+    assert rows[-1]["converged"] == 1.0
+
+
+def test_extrapolation(finished: tuple[Path, str]) -> None:
+    rows = table(finished[0], "extrapolation")
+    budgets = [row["evaluations"] for row in rows]
+    assert budgets == sorted(budgets) and budgets[0] == 1
+    trained = budgets[-1] / 4
+    assert trained in budgets and 2 * trained in budgets
+    assert rows[-1]["residual"] < rows[0]["residual"]
+    assert all(0 <= row["accuracy"] <= 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "presses",
+    [[1], [4], [8], [9], [16], [3, 6], [2, 10, 16]],
+    ids=lambda presses: "-".join(map(str, presses)),
+)
+def test_interrupted_run_continues_exactly(
+    finished: tuple[Path, str], tmp_path: Path, ctrl_c: list[int], presses: list[int]
+) -> None:
+    """Ctrl-C anywhere in the two epochs of 8 batches: the same bits in the end as without."""
+    ctrl_c += presses
+    flags = ["--out", str(tmp_path)]
+    for _ in presses:
+        code, output = run(*flags)
+        assert code == 130, output
+        assert "holds everything: continue with --resume" in output
+        flags = ["--resume", "--out", str(tmp_path)]
+    code, output = run(*flags)
+    assert code == 0, output
+    assert weights(tmp_path) == weights(finished[0])
+    whole, parts = table(finished[0], "epochs"), table(tmp_path, "epochs")
+    for first, second in zip(whole, parts, strict=True):
+        del first["seconds"], second["seconds"]
+        assert first == second
+    for name in ("convergence", "extrapolation"):
+        assert table(tmp_path, name) == table(finished[0], name)
+
+
+def test_second_ctrl_c_leaves_at_once(tmp_path: Path, ctrl_c: list[int]) -> None:
+    """... with the checkpoint of the first epoch untouched."""
+    ctrl_c += [10]
+    assert run("--out", str(tmp_path))[0] == 130
+    before = weights(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        press_twice(tmp_path)
+    assert weights(tmp_path) == before
+
+
+def press_twice(folder: Path) -> None:
+    original = PatchClassifier.classify
+
+    def classify(self: PatchClassifier, z: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return original(self, z)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PatchClassifier, "classify", classify)
+        run("--resume", "--out", str(folder))
+
+
+def test_resume_of_a_finished_run_reports_again(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
+    before = weights(folder)
+    (folder / "report.png").unlink()
+    assert run("--resume", "--out", str(folder))[0] == 0
+    assert (folder / "report.png").exists()
+    assert weights(folder) == before
+
+
+@pytest.mark.parametrize(
+    "flags", [("--rate", "0.5"), ("--seed", "1"), ("--dim", "24"), ("--readout", "class")], ids=str
+)
+def test_other_settings_are_refused(finished: tuple[Path, str], flags: tuple[str, str]) -> None:
+    """Also where the model itself does not fit: the settings are what the user knows."""
+    folder, _ = finished
+    before = weights(folder)
+    code, _ = run("--resume", "--out", str(folder), *flags)
+    assert "was made with other settings" in str(code)
+    assert weights(folder) == before
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    """A mistake on the command line is answered by a line, not by a traceback."""
+    code, _ = run("--resume", "--out", str(tmp_path / "nowhere"))
+    assert "no checkpoint" in str(code)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "name"),
+    [("--epochs", "0", "epochs"), ("--batch", "0", "size|batch"), ("--patch", "3", "patch"),
+     ("--rtol", "-1", "rtol"), ("--max-steps", "0", "max_steps|max-steps")],
+)  # fmt: skip
+def test_bad_options_are_named(tmp_path: Path, flag: str, value: str, name: str) -> None:
+    try:
+        code, output = run("--out", str(tmp_path), flag, value)
+    except (ValueError, TypeError) as error:
+        code, output = str(error), ""
+    assert code != 0
+    message = f"{code} {output}"
+    assert re.search(name, message) and value in message

@@ -1,0 +1,328 @@
+"""solve_linear's arguments and results: dtypes, structures, starts, traces, policies, errors."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from linear_cases import Counting, exact, matrices, mixed, multiply, right_sides, true_residual
+from torch import Tensor
+
+from solvers.krylov import LinearSolver
+from solvers.linear import CG, GMRES, MINRES, solve_linear
+from solvers.loop import Progress
+from solvers.report import report
+from solvers.solution import Solution, SolveError, SolveWarning, Status
+from solvers.tolerance import Tolerance
+
+SOLVERS = [CG(), MINRES(), GMRES(restart=6), GMRES(restart=30)]
+ALL = pytest.mark.parametrize("solver", SOLVERS, ids=str)
+
+
+@ALL
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 2.0**9])
+def test_half_precision(
+    solver: LinearSolver, dtype: torch.dtype, rtol: float, scale: float
+) -> None:
+    matrix = matrices("definite", condition=3.0).to(dtype)
+    right = (right_sides() * scale).to(dtype)
+    seen = set()
+
+    def product(vectors: Tensor, matrix: Tensor) -> Tensor:
+        seen.add(vectors.dtype)
+        return multiply(vectors.float(), matrix.float()).to(vectors.dtype)
+
+    solution = solve_linear(
+        product, right, solver=solver, tolerance=Tolerance(rtol=rtol), args=(matrix,)
+    )
+    assert seen == {dtype}
+    assert solution.value.dtype == dtype
+    assert solution.residual.dtype == torch.float32
+    assert solution.converged.all()
+    assert (true_residual(matrix, right, solution) <= 1.5 * rtol).all()
+
+
+@ALL
+@pytest.mark.parametrize("exponent", [-100, -70, 70, 110])
+def test_magnitudes_near_the_ends_of_float32(solver: LinearSolver, exponent: int) -> None:
+    matrix, right = (t.float() for t in mixed(6))
+    tolerance = Tolerance(rtol=1e-3)
+    plain = solve_linear(
+        multiply, right, solver=solver, tolerance=tolerance, args=(matrix,), max_steps=300
+    )
+    scaled = solve_linear(
+        multiply,
+        right * 2.0**exponent,
+        solver=solver,
+        tolerance=tolerance,
+        args=(matrix,),
+        max_steps=300,
+    )
+    assert torch.equal(scaled.evaluations, plain.evaluations)
+    torch.testing.assert_close(scaled.value, plain.value * 2.0**exponent, rtol=1e-5, atol=0)
+
+
+@ALL
+def test_a_pytree_is_solved_as_one_vector(solver: LinearSolver) -> None:
+    matrix, right = mixed(5, 12)
+
+    def split(vectors: Tensor) -> dict[str, Any]:
+        parts = vectors.split([6, 4, 2], dim=1)
+        return {"a": parts[0].reshape(-1, 2, 3), "b": (parts[1], parts[2].reshape(-1, 2, 1))}
+
+    def join(tree: dict[str, Any]) -> Tensor:
+        leaves = [tree["a"], *tree["b"]]
+        return torch.cat([leaf.flatten(1) for leaf in leaves], dim=1)
+
+    def product(tree: dict[str, Any], matrix: Tensor) -> dict[str, Any]:
+        return split(multiply(join(tree), matrix))
+
+    whole = solve_linear(multiply, right, solver=solver, args=(matrix,))
+    parts = solve_linear(product, split(right), solver=solver, args=(matrix,))
+    torch.testing.assert_close(join(parts.value), whole.value, rtol=1e-9, atol=1e-12)
+    assert torch.equal(parts.evaluations, whole.evaluations)
+    assert parts.value["a"].shape == (5, 2, 3)
+
+
+def test_leaves_keep_their_dtypes() -> None:
+    matrix, right = mixed(4, 12)
+
+    def product(tree: tuple[Tensor, Tensor], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        image = multiply(torch.cat([leaf.double() for leaf in tree], dim=1), matrix)
+        return image[:, :5].float(), image[:, 5:]
+
+    solution = solve_linear(
+        product,
+        (right[:, :5].float(), right[:, 5:]),
+        tolerance=Tolerance(rtol=1e-5),
+        args=(matrix,),
+    )
+    assert solution.converged.all()
+    assert [leaf.dtype for leaf in solution.value] == [torch.float32, torch.float64]
+    joined = torch.cat([leaf.double() for leaf in solution.value], dim=1)
+    torch.testing.assert_close(joined, exact(matrix, right), rtol=0, atol=1e-3)
+
+
+@ALL
+def test_starts(solver: LinearSolver) -> None:
+    matrix, right = mixed(6)
+    answer = exact(matrix, right)
+    options: dict[str, Any] = {"solver": solver, "args": (matrix,), "max_steps": 300}
+    solution = solve_linear(multiply, right, x0=answer, **options)
+    assert solution.converged.all()
+    assert (solution.steps == 0).all()
+    assert (solution.evaluations == 1).all()
+    torch.testing.assert_close(solution.value, answer)
+    near = answer + 1e-4 * right_sides(6, 40, seed=5)
+    warm = solve_linear(multiply, right, x0=near, **options)
+    cold = solve_linear(multiply, right, **options)
+    assert (warm.evaluations < cold.evaluations).all()
+    torch.testing.assert_close(warm.value, cold.value, rtol=0, atol=1e-3)
+    bad = near.clone()
+    bad[2, 0] = float("nan")
+    solution = solve_linear(multiply, right, x0=bad, on_failure="ignore", **options)
+    assert solution.status[2] == Status.NONFINITE
+    assert solution.value.isfinite().all()
+    assert solution.residual[2] == 1
+
+
+def test_the_absolute_tolerance() -> None:
+    matrix, right = mixed(6)
+    right[0] *= 1e-9
+    solution = solve_linear(
+        multiply, right, tolerance=Tolerance(rtol=0.0, atol=1e-3), args=(matrix,)
+    )
+    assert solution.converged.all()
+    assert solution.evaluations[0] == 0
+    assert (solution.residual_norm <= 1e-3).all()
+    assert (solution.residual_norm[1:] > 1e-6).all()
+
+
+def test_the_problem_is_not_differentiated_or_changed() -> None:
+    matrix, right = mixed(4)
+    matrix.requires_grad_()
+    right.requires_grad_()
+    copies = matrix.detach().clone(), right.detach().clone()
+
+    def product(vectors: Tensor, matrix: Tensor) -> Tensor:
+        """A symmetric matrix times a vector, as the gradient of a quadratic form."""
+        with torch.enable_grad():
+            point = torch.zeros_like(vectors).requires_grad_()
+            linear = multiply(point, matrix)
+            return torch.autograd.grad(linear, point, vectors, create_graph=True)[0]
+
+    for solver in SOLVERS:
+        solution = solve_linear(product, right, solver=solver, args=(matrix,), max_steps=300)
+        assert solution.converged.all()
+        assert not solution.value.requires_grad
+    assert torch.equal(matrix, copies[0])
+    assert torch.equal(right, copies[1])
+
+
+@ALL
+def test_an_identity_that_returns_its_argument(solver: LinearSolver) -> None:
+    right = right_sides()
+    kept = right.clone()
+    solution = solve_linear(lambda v: v, right, solver=solver)
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value, kept)
+    assert torch.equal(right, kept)
+
+
+@ALL
+def test_trace_and_callback(solver: LinearSolver) -> None:
+    matrix, right = mixed(20)
+    heard: list[Progress] = []
+    solution = solve_linear(
+        multiply,
+        right,
+        solver=solver,
+        args=(matrix,),
+        max_steps=300,
+        record=True,
+        callback=heard.append,
+    )
+    assert solution.trace is not None
+    trace = solution.trace.residual
+    assert trace.shape == (20, 1 + len(heard))
+    assert (trace[:, 0] == 1).all()
+    assert torch.equal((~trace[:, 1:].isnan()).sum(1), solution.evaluations)
+    for number, progress in enumerate(heard, start=1):
+        assert progress.evaluation == number
+        assert progress.energy is None
+        assert progress.running == int((~progress.residual.isnan()).sum())
+        torch.testing.assert_close(progress.residual, trace[:, number], equal_nan=True)
+    last = torch.stack([row[~row.isnan()][-1] for row in trace])
+    torch.testing.assert_close(last, solution.residual, rtol=1e-6, atol=0)
+    silent = solve_linear(multiply, right, solver=solver, args=(matrix,), max_steps=300)
+    assert silent.trace is None
+    assert torch.equal(silent.value, solution.value)
+
+
+def test_what_happens_on_failure() -> None:
+    matrix, right = mixed(4)
+    options: dict[str, Any] = {"args": (matrix,), "max_steps": 3}
+    with pytest.warns(
+        SolveWarning, match=r"CG\(\) left samples .* MAX_STEPS 4 of 4.*max_steps"
+    ) as heard:
+        solve_linear(multiply, right, **options)
+    assert heard[0].filename == __file__
+    with pytest.raises(SolveError, match="MAX_STEPS 4 of 4") as caught:
+        solve_linear(multiply, right, on_failure="raise", **options)
+    assert caught.value.solution.value.shape == right.shape
+    assert solve_linear(multiply, right, on_failure="ignore", **options).counts() == {
+        "MAX_STEPS": 4
+    }
+    for policy in ("warn", "raise", "ignore"):  # nothing to say
+        assert solve_linear(multiply, right, args=(matrix,), on_failure=policy).converged.all()
+
+
+def test_a_report_points_at_the_caller() -> None:
+    zero = torch.zeros(2)
+    count = torch.zeros(2, dtype=torch.int64)
+    solution = Solution(zero, count + Status.INDEFINITE, zero + 1, zero + 1, count, count)
+
+    def outer() -> None:
+        report(solution, "warn", "solve")
+
+    with pytest.warns(SolveWarning, match="use MINRES") as caught:
+        outer()
+    assert caught[0].filename == __file__
+    with pytest.raises(ValueError, match=r"on_failure must be one of .* got 'shout'"):
+        report(solution, "shout", "solve")
+
+
+def wrong(name: str) -> Any:
+    """A right-hand side or product that does not fit."""
+    b = torch.ones(3, 4)
+    return {
+        "empty": torch.ones(0, 4),
+        "scalar": torch.ones(()),
+        "integers": torch.ones(3, 4, dtype=torch.int64),
+        "no numbers": torch.ones(3, 0),
+        "not a tensor": [1.0],
+        "sizes": (b, torch.ones(2, 4)),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"matvec": 3}, TypeError, "matvec must be callable, got <class 'int'>"),
+        ({"b": wrong("empty")}, ValueError, "b must hold at least one sample, got batch size 0"),
+        ({"b": wrong("scalar")}, ValueError, r"b must have a batch dimension"),
+        ({"b": wrong("integers")}, TypeError, "b must be of a floating dtype, got torch.int64"),
+        ({"b": wrong("no numbers")}, ValueError, "b must hold at least one number per sample"),
+        ({"b": wrong("not a tensor")}, TypeError, "b must be a tensor or a pytree"),
+        ({"b": wrong("sizes")}, ValueError, r"leaves of b must share the batch size, got \[3, 2\]"),
+        ({"solver": "cg"}, TypeError, r"solver must be CG\(\), MINRES\(\) or .* got 'cg'"),
+        ({"solver": CG}, TypeError, "solver must be CG"),
+        ({"tolerance": 1e-3}, TypeError, "tolerance must be a solvers.Tolerance, got 0.001"),
+        ({"max_steps": 0}, ValueError, "max_steps must be >= 1, got 0"),
+        ({"max_steps": 2.0}, TypeError, "max_steps must be an integer, got 2.0"),
+        ({"max_steps": True}, TypeError, "max_steps must be an integer, got True"),
+        ({"on_failure": "shout"}, ValueError, "on_failure must be one of .* got 'shout'"),
+        ({"args": [torch.ones(3)]}, TypeError, "args must be a tuple of inputs, got <class 'list'"),
+        ({"args": (torch.ones(4, 4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,"),
+        ({"args": (torch.ones(3, device="meta"),)}, ValueError, r"args\[0\] must be on cpu"),
+        ({"x0": torch.ones(3, 5)}, ValueError, r"x0 must have shape \(3, 4\) like b, got \(3, 5\)"),
+        ({"x0": torch.ones(2, 4)}, ValueError, r"x0 must have shape \(3, 4\) like b, got \(2, 4\)"),
+        ({"x0": torch.ones(3, 4).double()}, TypeError, "x0 must have dtype torch.float32 like b"),
+        ({"x0": (torch.ones(3, 4),)}, TypeError, "x0 must have the structure of b"),
+        ({"x0": torch.ones(3, 4, device="meta")}, ValueError, "x0 must be on cpu like b, got meta"),
+        ({"matvec": lambda v: v[:, :2]}, ValueError, "matvec.v. must have the shape of v"),
+        ({"matvec": lambda v: v.double()}, TypeError, "matvec.v. must have the dtype of v"),
+        ({"matvec": lambda v: v.to("meta")}, TypeError, "matvec.v. must have the device of v"),
+        ({"matvec": lambda v: (v,)}, TypeError, "matvec.v. must have the structure of v"),
+        ({"matvec": lambda v: None}, TypeError, "matvec.v. must hold tensors like v"),
+        ({"preconditioner": None}, TypeError, "unexpected keyword argument 'preconditioner'"),
+    ],
+)
+def test_errors_say_what_came_and_what_was_expected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {"matvec": lambda v: v, "b": torch.ones(3, 4), **change}
+    with pytest.raises(error, match=message):
+        solve_linear(arguments.pop("matvec"), arguments.pop("b"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("restart", "error"), [(0, ValueError), (2.5, TypeError), (-3, ValueError)]
+)
+def test_restart_is_checked(restart: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"restart must be .* got {restart}"):
+        GMRES(restart=restart)
+
+
+def test_solvers_are_immutable_values() -> None:
+    assert GMRES(restart=5) == GMRES(restart=5) != GMRES()
+    with pytest.raises(FrozenInstanceError):
+        GMRES().restart = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        CG(memory=3)  # type: ignore[call-arg]
+
+
+@ALL
+def test_a_run_can_be_driven_by_hand(solver: LinearSolver) -> None:
+    """The interface that Newton-Krylov methods use: multiply, absorb, stop."""
+    matrix, right = mixed(6)
+    limit = 0.1 * right.norm(dim=1, keepdim=True)
+    active = torch.ones(6, 1, dtype=torch.bool)
+    active[1] = False
+    run = solver.start(right, limit, active)
+    count = Counting(6)
+    while not run.exhausted and bool(run.active.any()):
+        run.absorb(count(run.direction, matrix, torch.arange(6)))
+        run.stop(run.products >= 5)
+    assert (run.products <= 5).all()
+    assert run.products[1] == 0
+    step = run.solution()
+    assert (step[1] == 0).all()
+    rest = (right - multiply(step, matrix)).norm(dim=1)
+    stopped_early = (run.products < 5).squeeze(1)
+    assert stopped_early.any()
+    stopped_early[1] = False
+    assert (rest <= limit.squeeze(1) * (1 + 1e-9))[stopped_early].all()

@@ -1,0 +1,244 @@
+"""Spectral radii and extreme eigenvalues against dense linear algebra."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from linear_cases import matrices, multiply, right_sides
+from torch import Tensor
+
+from solvers.solution import SolveWarning
+from solvers.spectrum import (
+    Spectrum,
+    SpectrumError,
+    extreme_eigenvalues,
+    jacobian,
+    spectral_radius,
+    spectrum,
+)
+
+SIZES = pytest.mark.parametrize(
+    ("size", "method"), [(1, "dense"), (3, "auto"), (20, "auto"), (20, "arpack"), (90, "auto")]
+)
+
+
+def update(z: Tensor, matrix: Tensor) -> Tensor:
+    return torch.tanh(multiply(z, matrix)) + 0.1 * z
+
+
+def energy(z: Tensor, matrix: Tensor) -> Tensor:
+    """``z.Az / 2 + sum z^4 / 12``, with Hessian ``A + diag(z^2)``."""
+    return 0.5 * (z * multiply(z, matrix)).sum(1) + z.pow(4).sum(1) / 12
+
+
+def problem(size: int, kind: str, batch: int = 3) -> tuple[Tensor, Tensor]:
+    return right_sides(batch, size) / 2, matrices(kind, batch, size)
+
+
+def dense_jacobian(z: Tensor, matrix: Tensor) -> Tensor:
+    slope = 1 - torch.tanh(multiply(z, matrix)) ** 2
+    return slope[:, :, None] * matrix + 0.1 * torch.eye(z.shape[1], dtype=z.dtype)
+
+
+def dense_hessian(z: Tensor, matrix: Tensor) -> Tensor:
+    return matrix + torch.diag_embed(z * z)
+
+
+def radius(matrix: Tensor) -> Tensor:
+    return torch.from_numpy(numpy.abs(numpy.linalg.eigvals(matrix.numpy())).max(axis=1))
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_jacobian_is_that_of_the_formula(size: int) -> None:
+    z, matrix = problem(size, "contraction")
+    torch.testing.assert_close(jacobian(update, z, (matrix,)), dense_jacobian(z, matrix))
+    symmetric = matrices("indefinite", 3, size)
+    hessian = jacobian(energy, z, (symmetric,), kind="energy")
+    torch.testing.assert_close(hessian, dense_hessian(z, symmetric))
+    given = jacobian(lambda z, v, a: multiply(v, a), z, (matrix,), kind="product")
+    torch.testing.assert_close(given, matrix)
+
+
+@SIZES
+def test_spectral_radius(size: int, method: str) -> None:
+    z, matrix = problem(size, "contraction")
+    found = spectral_radius(update, z, (matrix,), method=method)
+    torch.testing.assert_close(found, radius(dense_jacobian(z, matrix)), rtol=1e-5, atol=0)
+
+
+@SIZES
+def test_extreme_eigenvalues(size: int, method: str) -> None:
+    z, matrix = problem(size, "indefinite")
+    if size == 1:  # two ends of one eigenvalue
+        with pytest.raises(ValueError, match="needs at least 2 unknowns per sample, got 1"):
+            extreme_eigenvalues(energy, z, (matrix,), method=method)
+        return
+    smallest, largest = extreme_eigenvalues(energy, z, (matrix,), method=method)
+    reference = torch.linalg.eigvalsh(dense_hessian(z, matrix))
+    torch.testing.assert_close(smallest, reference[:, 0], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(largest, reference[:, -1], rtol=1e-6, atol=1e-8)
+
+    def gradient(z: Tensor, matrix: Tensor) -> Tensor:
+        return multiply(z, matrix) + z**3 / 3
+
+    def product(z: Tensor, v: Tensor, matrix: Tensor) -> Tensor:
+        return multiply(v, matrix) + z * z * v
+
+    for f, kind in ((gradient, "map"), (product, "product")):
+        ends = extreme_eigenvalues(f, z, (matrix,), kind=kind, method=method)
+        torch.testing.assert_close(ends[0], smallest, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(ends[1], largest, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("method", ["dense", "arpack"])
+def test_several_eigenvalues(method: str) -> None:
+    z, matrix = problem(30, "contraction")
+    result = spectrum(update, z, (matrix,), count=4, method=method)
+    assert result.eigenvalues.shape == (3, 4)
+    magnitudes = numpy.abs(numpy.linalg.eigvals(dense_jacobian(z, matrix).numpy()))
+    expected = torch.from_numpy(-numpy.sort(-magnitudes, axis=1)[:, :4].copy())
+    torch.testing.assert_close(result.eigenvalues.abs(), expected, rtol=1e-5, atol=0)
+    symmetric = matrices("indefinite", 3, 30)
+    ends = spectrum(energy, z, (symmetric,), what="extremes", kind="energy", count=3, method=method)
+    values = torch.linalg.eigvalsh(dense_hessian(z, symmetric))
+    expected = torch.cat([values[:, :3], values[:, -3:]], dim=1)
+    torch.testing.assert_close(ends.eigenvalues, expected, rtol=1e-6, atol=1e-8)
+    for found in (result, ends):
+        assert found.converged.all()
+        assert (found.residual < 1e-5).all()
+        assert (found.products >= 30).all() if method == "dense" else (found.products > 0).all()
+
+
+def test_rotations_have_complex_eigenvalues() -> None:
+    angle = torch.tensor([0.3, 1.2], dtype=torch.float64)
+    turn = torch.stack(
+        [
+            torch.stack([angle.cos(), -angle.sin()], dim=1),
+            torch.stack([angle.sin(), angle.cos()], dim=1),
+        ],
+        dim=1,
+    )
+    result = spectrum(multiply, torch.zeros(2, 2).double(), (0.9 * turn,))
+    torch.testing.assert_close(result.eigenvalues[:, 0].abs(), torch.full((2,), 0.9).double())
+    torch.testing.assert_close(result.eigenvalues[:, 0].angle().abs(), angle)
+
+
+@pytest.mark.parametrize("size", [12, 80])
+@pytest.mark.parametrize(
+    ("dtype", "accuracy"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)]
+)
+def test_low_precision(size: int, dtype: torch.dtype, accuracy: float) -> None:
+    """Products in the dtype of z, eigenvalues in float64."""
+    z, matrix = (t.to(dtype) for t in problem(size, "definite"))
+    seen = set()
+
+    def product(z: Tensor, v: Tensor, matrix: Tensor) -> Tensor:
+        seen.add(v.dtype)
+        return multiply(v.float(), matrix.float()).to(v.dtype)
+
+    largest = spectral_radius(product, z, (matrix,), kind="product")
+    assert seen == {dtype}
+    assert largest.dtype == torch.float64
+    expected = radius(matrix.double())
+    torch.testing.assert_close(largest, expected, rtol=accuracy, atol=0)
+
+
+def test_a_pytree_is_linearised_as_one_vector() -> None:
+    z, matrix = problem(10, "contraction")
+
+    def f(state: dict[str, Tensor], matrix: Tensor) -> dict[str, Tensor]:
+        image = update(torch.cat([state["a"].flatten(1), state["b"]], dim=1), matrix)
+        return {"a": image[:, :6].reshape(-1, 2, 3), "b": image[:, 6:]}
+
+    state = {"a": z[:, :6].reshape(-1, 2, 3), "b": z[:, 6:]}
+    torch.testing.assert_close(jacobian(f, state, (matrix,)), dense_jacobian(z, matrix))
+    expected = radius(dense_jacobian(z, matrix))
+    torch.testing.assert_close(spectral_radius(f, state, (matrix,), method="arpack"), expected)
+
+
+@pytest.mark.parametrize("method", ["dense", "arpack"])
+def test_the_zero_map_and_a_linear_energy(method: str) -> None:
+    z = right_sides(2, 9)
+    assert (spectral_radius(lambda z: 0 * z, z, method=method) == 0).all()
+    ends = extreme_eigenvalues(lambda z: z.sum(1), z, method=method)
+    assert (ends[0] == 0).all()
+    assert (ends[1] == 0).all()
+
+
+@pytest.mark.parametrize("method", ["dense", "arpack"])
+def test_samples_that_are_not_finite_are_said(method: str) -> None:
+    z, matrix = problem(12, "contraction")
+    matrix[1, 0, 0] = float("nan")
+    with pytest.raises(SpectrumError, match=r"1 of 3 samples were not found, samples \[1\]") as got:
+        spectral_radius(update, z, (matrix,), method=method)
+    found: Spectrum = got.value.spectrum
+    assert found.converged.tolist() == [True, False, True]
+    assert found.eigenvalues.isnan().squeeze(1).tolist() == [False, True, False]
+    expected = radius(dense_jacobian(z, matrix)[[0, 2]])
+    torch.testing.assert_close(found.eigenvalues[[0, 2], 0].abs(), expected)
+    with pytest.warns(SolveWarning, match="were not found"):
+        spectrum(update, z, (matrix,), method=method, on_failure="warn")
+    spectrum(update, z, (matrix,), method=method, on_failure="ignore")
+
+
+def test_what_arpack_does_not_find_is_computed_or_said() -> None:
+    """Eigenvalues on a circle, all of one magnitude: no Krylov space tells them apart in time."""
+    z = torch.zeros(2, 100, dtype=torch.float64)
+
+    def shift(z: Tensor) -> Tensor:
+        return 0.7 * z.roll(1, dims=1)
+
+    with pytest.raises(SpectrumError, match="2 of 2 samples"):
+        spectral_radius(shift, z, method="arpack", max_products=10)
+    result = spectrum(shift, z, max_products=10)
+    assert result.converged.all()
+    assert (result.products > 100).all()
+    torch.testing.assert_close(result.eigenvalues.abs(), torch.full((2, 1), 0.7).double())
+
+
+def test_samples_are_independent_and_repeatable() -> None:
+    z, matrix = problem(80, "contraction")
+    whole = spectrum(update, z, (matrix,))
+    alone = spectrum(update, z[1:2], (matrix[1:2],))
+    assert torch.equal(whole.eigenvalues[1:2], alone.eigenvalues)
+    assert torch.equal(whole.products[1:2], alone.products)
+    assert torch.equal(spectrum(update, z, (matrix,)).eigenvalues, whole.eigenvalues)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"f": 1}, TypeError, "f must be callable, got <class 'int'>"),
+        ({"what": "all"}, ValueError, "what must be one of .* got 'all'"),
+        ({"method": "power"}, ValueError, "method must be one of .* got 'power'"),
+        ({"kind": "field"}, ValueError, "kind must be one of .* got 'field'"),
+        ({"kind": "energy"}, ValueError, r"one number per sample, \(3,\), got \(3, 12\)"),
+        ({"count": 0}, ValueError, "count must be >= 1, got 0"),
+        ({"count": 13}, ValueError, "needs at least 13 unknowns per sample, got 12"),
+        ({"count": 5, "method": "arpack"}, ValueError, "at least 13 unknowns per sample, got 12"),
+        ({"tolerance": -1.0}, ValueError, "tolerance must be in"),
+        ({"max_products": 0}, ValueError, "max_products must be >= 1, got 0"),
+        ({"on_failure": "shout"}, ValueError, "on_failure must be one of .* got 'shout'"),
+        ({"args": (torch.ones(4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,\)"),
+        ({"args": []}, TypeError, "args must be a tuple"),
+        ({"z": torch.ones(3, 0)}, ValueError, "z must hold at least one number per sample"),
+        ({"z": torch.ones(0, 3)}, ValueError, "z must hold at least one sample"),
+        ({"what": "extremes"}, ValueError, "must be symmetric .* got a relative asymmetry"),
+        ({"f": lambda z: z.detach()}, ValueError, "f.z. must depend on z through autograd"),
+        ({"f": lambda z: z[:, :3]}, ValueError, "f must return leaves of shape"),
+        ({"f": lambda z: (z,)}, TypeError, "f must return the structure of z"),
+    ],
+)
+def test_errors_say_what_came_and_what_was_expected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {
+        "f": lambda z: z.cumsum(1) ** 2,
+        "z": torch.ones(3, 12, dtype=torch.float64),
+        **change,
+    }
+    with pytest.raises(error, match=message):
+        spectrum(arguments.pop("f"), arguments.pop("z"), arguments.pop("args", ()), **arguments)

@@ -1,0 +1,298 @@
+"""States of every structure and dtype, and masks: tokens that neither move nor count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from problems import make
+from solver_cases import PLAIN, SOLVERS, plain_batch, solve, true_residuals
+from solvers import (
+    LBFGS,
+    Anderson,
+    Broyden,
+    Descent,
+    Forward,
+    GradientDescent,
+    Implicit,
+    Newton,
+    Phantom,
+    Solver,
+    Status,
+    Tolerance,
+    Unrolled,
+    fixed_point,
+)
+
+TIGHT = Tolerance(rtol=1e-10)
+
+
+def coupled(a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A map of two states (B, 3) and (B, 2, 2) that depend on each other."""
+    mean = b.mean((1, 2))
+    return torch.tanh(0.4 * a + x + 0.2 * mean[:, None]), 0.5 * b.sin() + 0.1 * a.sum(1)[:, None, None]
+
+
+def start(batch: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, 3, generator=generator, dtype=torch.float64)
+    return torch.zeros(batch, 3, dtype=torch.float64), torch.zeros(batch, 2, 2).double(), x
+
+
+def joined(z: Tensor, x: Tensor) -> Tensor:
+    """The same map on (B, 7)."""
+    a, b = coupled(z[:, :3], z[:, 3:].reshape(-1, 2, 2), x)
+    return torch.cat([a, b.flatten(1)], 1)
+
+
+def as_tuple(z: Any, x: Tensor) -> Any:
+    return coupled(*z, x)
+
+
+def as_list(z: Any, x: Tensor) -> Any:
+    return list(coupled(*z, x))
+
+
+def as_dict(z: Any, x: Tensor) -> Any:
+    a, b = coupled(z["a"], z["b"], x)
+    return {"a": a, "b": b}
+
+
+def as_nest(z: Any, x: Tensor) -> Any:
+    a, b = coupled(z["inner"][0], z["inner"][1]["b"], x)
+    return {"inner": (a, {"b": b})}
+
+
+STRUCTURES: dict[str, tuple[Any, Any, Any]] = {
+    "tuple": (as_tuple, lambda a, b: (a, b), lambda z: z),
+    "list": (as_list, lambda a, b: [a, b], lambda z: z),
+    "dict": (as_dict, lambda a, b: {"a": a, "b": b}, lambda z: (z["a"], z["b"])),
+    "nest": (as_nest, lambda a, b: {"inner": (a, {"b": b})},
+             lambda z: (z["inner"][0], z["inner"][1]["b"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("solver", PLAIN)
+@pytest.mark.parametrize("structure", list(STRUCTURES))
+def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> None:
+    f, build, parts = STRUCTURES[structure]
+    a, b, x = start()
+    call: dict[str, Any] = {"solver": SOLVERS[solver], "tolerance": TIGHT, "max_steps": 150}
+    solution = fixed_point(f, build(a, b), (x,), **call)
+    vector = fixed_point(joined, torch.zeros(4, 7, dtype=torch.float64), (x,), **call)
+    assert bool(solution.converged.all())
+    assert solution.evaluations.tolist() == vector.evaluations.tolist()
+    first, second = parts(solution.value)
+    torch.testing.assert_close(torch.cat([first, second.flatten(1)], 1), vector.value)
+    assert type(solution.value) is type(build(a, b))
+
+
+@pytest.mark.parametrize("adjoint", [Implicit(tolerance=TIGHT), Unrolled(), Phantom(60)])
+@pytest.mark.parametrize("structure", list(STRUCTURES))
+def test_gradients_flow_through_every_leaf(structure: str, adjoint: Any) -> None:
+    f, build, parts = STRUCTURES[structure]
+    a, b, x = start()
+    x.requires_grad_()
+    call: dict[str, Any] = {"tolerance": TIGHT, "max_steps": 100, "adjoint": adjoint}
+    first, second = parts(fixed_point(f, build(a, b), (x,), **call).value)
+    mine = torch.autograd.grad(first.pow(3).sum() + second.cos().sum(), x)[0]
+    value = fixed_point(joined, torch.zeros(4, 7, dtype=torch.float64), (x,), **call).value
+    expected = torch.autograd.grad(value[:, :3].pow(3).sum() + value[:, 3:].cos().sum(), x)[0]
+    torch.testing.assert_close(mine, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_the_keys_of_a_dict_have_no_order() -> None:
+    a, b, x = start()
+
+    def turned(z: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        value = as_dict(z, x)
+        return {"b": value["b"], "a": value["a"]}
+
+    state = {"a": a, "b": b}
+    one, other = (fixed_point(f, state, (x,), tolerance=TIGHT).value for f in (as_dict, turned))
+    torch.testing.assert_close(other["a"], one["a"])
+    torch.testing.assert_close(other["b"], one["b"])
+
+
+@pytest.mark.parametrize("solver", PLAIN)
+def test_one_number_per_sample(solver: str) -> None:
+    z0 = torch.tensor([0.1, 1.0, 2.0], dtype=torch.float64)
+    solution = fixed_point(
+        lambda z: 0.5 * torch.cos(z), z0, solver=SOLVERS[solver], tolerance=TIGHT, max_steps=100
+    )
+    assert solution.value.shape == (3,)
+    torch.testing.assert_close(solution.value, torch.full_like(z0, 0.450183611295), rtol=1e-8, atol=0)
+
+
+def test_a_state_that_is_not_contiguous() -> None:
+    f, z0, (weight, x) = plain_batch(3, 4)
+    whole = fixed_point(f, z0, (weight, x), tolerance=TIGHT)
+    turned = fixed_point(
+        lambda z, w, x: f(z.mT.squeeze(1), w, x).unsqueeze(2), z0.unsqueeze(1).mT, (weight, x),
+        tolerance=TIGHT,
+    )  # fmt: skip
+    torch.testing.assert_close(turned.value.squeeze(2), whole.value)
+
+
+# dtype, tolerance that it can reach
+DTYPES = [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 3e-2)]
+
+
+@pytest.mark.parametrize("solver", [*PLAIN, "lbfgs"])
+@pytest.mark.parametrize(("dtype", "rtol"), DTYPES)
+def test_every_floating_dtype(solver: str, dtype: torch.dtype, rtol: float) -> None:
+    if dtype.itemsize == 2 and solver in ("nesterov", "forward_damped"):
+        pytest.skip("rounding keeps these above the tolerance")
+    problem = make("linear_symmetric_0.5", dtype=dtype)
+    solution = solve(problem, solver, rtol=rtol, max_steps=100)
+    assert bool(solution.converged.all()), solution.summary()
+    assert solution.value.dtype == dtype
+    reference = make("linear_symmetric_0.5").solution
+    assert reference is not None
+    error = (solution.value.double() - reference).norm(dim=1) / reference.norm(dim=1)
+    assert (error <= 5 * rtol).all()
+    relative, _ = true_residuals(problem, solution.value)
+    assert (relative <= 1.1 * rtol).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients(dtype: torch.dtype) -> None:
+    f, z0, (weight, x) = plain_batch(4)
+    gradients = []
+    for kind in (torch.float64, dtype):
+        leaf = x.detach().to(kind).requires_grad_()
+        solution = fixed_point(
+            f, z0.to(kind), (weight.to(kind), leaf), tolerance=Tolerance(2e-2), max_steps=60
+        )
+        solution.value.sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == kind
+        gradients.append(leaf.grad.double())
+    error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert error < 0.1
+
+
+def test_a_mixed_state_keeps_the_dtype_of_each_leaf() -> None:
+    def f(z: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        a, b = z["a"], z["b"]
+        return {
+            "a": torch.tanh(0.3 * a + x + 0.1 * b.to(a.dtype)),
+            "b": (0.5 * b.float().sin() + 0.1 * a.float()).to(b.dtype),
+        }
+
+    z0 = {"a": torch.zeros(3, 4), "b": torch.zeros(3, 4, dtype=torch.bfloat16)}
+    x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+    for solver in (Anderson(), Broyden(), Forward()):
+        solution = fixed_point(f, z0, (x,), solver=solver, tolerance=Tolerance(2e-2))
+        assert bool(solution.converged.all())
+        assert solution.value["a"].dtype == torch.float32
+        assert solution.value["b"].dtype == torch.bfloat16
+        (gradient,) = torch.autograd.grad(solution.value["a"].sum(), x)
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("solver", [Forward(), Anderson(), Broyden(), GradientDescent("auto")])
+def test_autocast(solver: Solver) -> None:
+    """f runs in bf16 under autocast, the state stays in float32."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    dtypes = set()
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        inner = layer(z)
+        dtypes.add(inner.dtype)
+        return 0.5 * torch.tanh(inner) + x.to(inner.dtype)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = fixed_point(f, torch.zeros_like(x), (x,), solver=solver, tolerance=Tolerance(1e-2))
+    assert dtypes == {torch.bfloat16}
+    assert solution.value.dtype == torch.float32
+    assert bool(solution.converged.all())
+    solution.value.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.isfinite().all()
+
+
+def tokens(z: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    """Tokens that pull each other through their masked mean: z, x (B, N, d), mask (B, N)."""
+    weights = mask.to(z.dtype) / mask.sum(1, keepdim=True)
+    mean = torch.einsum("bn,bnd->bd", weights, z)
+    return torch.tanh(0.5 * z + 0.3 * mean[:, None] + x)
+
+
+def masked() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 1, 0, 1]], dtype=torch.bool)
+    return torch.randn(3, 5, 4, generator=generator, dtype=torch.float64), x, mask
+
+
+@pytest.mark.parametrize("solver", PLAIN)
+def test_masked_tokens_do_not_move_and_do_not_count(solver: str) -> None:
+    z0, x, mask = masked()
+    call: dict[str, Any] = {"solver": SOLVERS[solver], "tolerance": TIGHT, "max_steps": 200}
+    solution = fixed_point(tokens, z0, (x, mask), mask=mask, **call)
+    assert bool(solution.converged.all())
+    assert torch.equal(solution.value[~mask], z0[~mask])
+    # a sample without its padding, on its own
+    alone = fixed_point(tokens, z0[:1, :3], (x[:1, :3], mask[:1, :3]), **call)
+    assert int(alone.evaluations) == int(solution.evaluations[0])
+    torch.testing.assert_close(solution.value[:1, :3], alone.value, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(solution.residual[:1], alone.residual, rtol=0.5, atol=1e-12)
+    # other padding, the same answer
+    other = torch.where(mask[..., None], z0, 100.0)
+    moved = fixed_point(tokens, other, (x, mask), mask=mask, **call)
+    assert moved.evaluations.tolist() == solution.evaluations.tolist()
+    torch.testing.assert_close(moved.value[mask], solution.value[mask])
+
+
+def test_a_masked_energy_descends() -> None:
+    z0, x, mask = masked()
+
+    def energy(z: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+        terms = (z - x).square().sum(-1) + z.pow(4).sum(-1)
+        return (terms * mask).sum(1)
+
+    solution = fixed_point(Descent(energy, 0.2), z0, (x, mask), solver=LBFGS(), mask=mask,
+                           tolerance=TIGHT, max_steps=100)  # fmt: skip
+    assert bool(solution.converged.all())
+    assert torch.equal(solution.value[~mask], z0[~mask])
+
+
+def test_masked_tokens_give_no_gradient_and_take_none() -> None:
+    z0, x, mask = masked()
+    x.requires_grad_()
+    solution = fixed_point(tokens, z0, (x, mask), mask=mask, tolerance=TIGHT, max_steps=100)
+    (gradient,) = torch.autograd.grad(solution.value.sum(), x)
+    assert torch.equal(gradient[~mask], torch.zeros_like(gradient[~mask]))
+    short = x.detach()[:1, :3].requires_grad_()
+    alone = fixed_point(tokens, z0[:1, :3], (short, mask[:1, :3]), tolerance=TIGHT, max_steps=100)
+    (expected,) = torch.autograd.grad(alone.value.sum(), short)
+    torch.testing.assert_close(gradient[:1, :3], expected, rtol=1e-7, atol=1e-9)
+
+
+def test_a_mask_leaves_other_leaves_whole() -> None:
+    z0, x, mask = masked()
+
+    def f(z: tuple[Tensor, Tensor], x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens(z[0], x, mask), 0.5 * z[1] + 1
+
+    summary = torch.zeros(3, 3, dtype=torch.float64)
+    value = fixed_point(f, (z0, summary), (x, mask), mask=mask, tolerance=TIGHT, max_steps=99).value
+    assert torch.equal(value[0][~mask], z0[~mask])
+    torch.testing.assert_close(value[1], torch.full_like(summary, 2.0))
+
+
+def test_a_sample_without_tokens_is_solved_at_once() -> None:
+    z0, x, mask = masked()
+    mask[1] = False
+    solution = fixed_point(
+        lambda z, x: torch.tanh(0.5 * z + x), z0, (x,), solver=Newton(), mask=mask, tolerance=TIGHT
+    )
+    assert solution.status.tolist() == [Status.CONVERGED] * 3
+    assert solution.evaluations[1] == 1
+    assert torch.equal(solution.value[1], z0[1])

@@ -1,0 +1,299 @@
+"""The traps that torchdeq 0.1 falls into, numbered as in our notes on it, each with the contrast."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchdeq import get_deq
+from torchdeq.norm import apply_norm
+from torchdeq.solver import get_solver
+
+from problems import make, rows, scaled
+from solver_cases import SOLVERS, Counter, Plain, plain_batch, solve, true_residuals
+from solvers import (
+    Anderson,
+    Broyden,
+    Forward,
+    Implicit,
+    SolveWarning,
+    Status,
+    Tolerance,
+    fixed_point,
+)
+from torchdeq_oracle import evaluations_to
+
+TIGHT = Tolerance(rtol=1e-12)
+
+
+def layer_problem() -> tuple[Tensor, Tensor]:
+    _, _, (weight, x) = plain_batch(3, 5)
+    return weight, x.requires_grad_()
+
+
+def ours(weight: Tensor, x: Tensor) -> Tensor:
+    f, _, _ = plain_batch(1)
+    return fixed_point(f, torch.zeros_like(x), (weight, x), tolerance=TIGHT, max_steps=200,
+                       adjoint=Implicit(max_steps=200)).value  # fmt: skip
+
+
+def theirs(weight: Tensor, x: Tensor, **options: Any) -> Tensor:
+    f, _, _ = plain_batch(1)
+    deq = get_deq(ift=True, f_tol=1e-12, b_tol=1e-12, f_max_iter=300, b_max_iter=300, **options)
+    return deq(lambda z: f(z, weight, x), torch.zeros_like(x))[0][0]
+
+
+def relative_error(mine: Tensor, reference: Tensor) -> float:
+    return float((mine - reference).norm() / reference.norm())
+
+
+def hessian_product(solve: Any, weight: Tensor, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(solve(weight, x).pow(3).sum(), x, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), x)[0]
+
+
+def test_1_hessian_vector_products() -> None:
+    weight, x = layer_problem()
+    step = 1e-5
+    ends = []
+    for sign in (1, -1):
+        moved = (x.detach() + sign * step).requires_grad_()
+        ends.append(torch.autograd.grad(ours(weight, moved).pow(3).sum(), moved)[0])
+    expected = (ends[0] - ends[1]) / (2 * step)
+    assert relative_error(hessian_product(ours, weight, x), expected) < 1e-7
+    assert relative_error(hessian_product(theirs, weight, x), expected) > 0.05  # and no word of it
+
+
+def test_1_backward_twice() -> None:
+    weight, x = layer_problem()
+    hooked = theirs(weight, x, hook_ift=True).sum()
+    first, second = (torch.autograd.grad(hooked, x, retain_graph=True)[0] for _ in range(2))
+    assert relative_error(second, first) > 0.05
+    loss = ours(weight, x).sum()
+    one, other = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(one, other)
+    assert relative_error(one, first) < 1e-8
+
+
+def test_1_two_forwards_then_one_backward() -> None:
+    weight, x = layer_problem()
+    single = torch.autograd.grad(ours(weight, x).sum(), x)[0]
+    loss = ours(weight, x).sum() + 2 * ours(weight, x).sum()
+    assert relative_error(torch.autograd.grad(loss, x)[0], 3 * single) < 1e-9
+
+
+def test_2_one_transient_nan() -> None:
+    problem = make("transient_nan")
+    value, _, info = get_solver("anderson")(
+        lambda z: problem.f(z, *problem.args), problem.z0, max_iter=60, tol=1e-6, stop_mode="rel"
+    )
+    assert value[0].isnan().any() or info["rel_lowest"][0] > 1e-3
+    assert info["rel_trace"].shape[1] >= 59  # the whole batch ran to the limit
+    solution = solve(problem, "anderson", max_steps=60)
+    assert solution.counts() == {"CONVERGED": 5}
+    assert (solution.evaluations[1:] < 20).all()
+
+
+def test_2_divergence_has_a_name() -> None:
+    problem = make("runaway")
+    get_solver("fixed_point_iter")(lambda z: problem.f(z, *problem.args), problem.z0)  # silent
+    with pytest.warns(SolveWarning, match="DIVERGED 4 of 4"):
+        solution = fixed_point(problem.f, problem.z0, problem.args, solver=Forward(), adjoint=None)
+    assert (solution.status == Status.DIVERGED).all()
+
+
+def test_3_the_ridge_is_relative() -> None:
+    problem = make("linear_symmetric_0.98")
+    small = scaled(problem, 1e-2)
+    own = evaluations_to(1e-6, problem, "anderson")
+    own_small = evaluations_to(1e-6, small, "anderson", 1000)
+    assert (own_small > 1.5 * own).any()
+    counts = [solve(each, "anderson").evaluations for each in (problem, small)]
+    assert counts[0].tolist() == counts[1].tolist()
+    assert (counts[0] < 0.5 * own).all()
+
+
+def test_4_a_large_loss_in_single_precision() -> None:
+    weight, x = layer_problem()
+    weight, x = weight.float(), x.detach().float().requires_grad_()
+    f, _, _ = plain_batch(1)
+    steps = []
+    for scale in (1.0, 1000.0):
+        info: list[Any] = []
+        deq = get_deq(ift=True, b_max_iter=100)
+        value = deq(lambda z: f(z, weight, x), torch.zeros_like(x), backward_writer=info.append)
+        (scale * value[0][0].sum()).backward()
+        steps.append(float(info[0]["abs_lowest"].max()))
+    assert steps[1] > 1e-6  # the default absolute tolerance, never met
+    products = []
+    for scale in (1.0, 1000.0):
+        solution = fixed_point(f, torch.zeros_like(x), (weight, x))
+        (scale * solution.value.sum()).backward()
+        report = solution.adjoint.solution
+        assert report is not None
+        assert bool(report.converged.all())
+        products.append(report.evaluations.tolist())
+    assert products[0] == products[1]
+
+
+def test_5_neighbours() -> None:
+    problem = make("linear_one_hard_sample")
+    easy = rows(problem, torch.tensor([0]))
+
+    def first_sample(each: Any) -> tuple[Tensor, int]:
+        value, _, info = get_solver("fixed_point_iter")(
+            lambda z: each.f(z, *each.args), each.z0, max_iter=300, tol=1e-4, stop_mode="rel"
+        )
+        return value[0], int(info["nstep"][0])
+
+    assert not torch.equal(first_sample(problem)[0], first_sample(easy)[0])
+    assert first_sample(problem)[1] > 3 * first_sample(easy)[1]
+    together, alone = (solve(each, "forward", rtol=1e-4) for each in (problem, easy))
+    torch.testing.assert_close(together.value[0], alone.value[0], rtol=1e-12, atol=1e-14)
+    assert together.evaluations[0] == alone.evaluations[0]
+
+
+def test_6_short_budgets_and_small_memories() -> None:
+    problem = make("linear_symmetric_0.5")
+    f = lambda z: problem.f(z, *problem.args)  # noqa: E731
+    assert torch.equal(get_solver("anderson")(f, problem.z0, max_iter=2)[0], problem.z0)
+    with pytest.raises(IndexError):
+        get_solver("anderson")(f, problem.z0, m=1)
+    start = true_residuals(problem, problem.z0)[0]
+    two = solve(problem, Anderson(), max_steps=2)
+    assert (two.residual < 0.7 * start).all()
+    one = solve(problem, Anderson(), max_steps=1)
+    assert torch.equal(one.value, problem.z0)
+    assert (one.status == Status.MAX_STEPS).all()
+    assert bool(solve(problem, Anderson(memory=1)).converged.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_6_half_precision(dtype: torch.dtype) -> None:
+    problem = make("linear_symmetric_0.5", dtype=dtype)
+    with pytest.raises(RuntimeError):
+        get_solver("anderson")(lambda z: problem.f(z, *problem.args), problem.z0)
+    for solver in (Anderson(), Broyden()):
+        assert bool(solve(problem, solver, rtol=5e-2).converged.all())
+
+
+def test_6_broyden_keeps_the_cap_and_couples_nobody() -> None:
+    problem = make("tanh_gain_1.75")
+    calls = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return problem.f(z, *problem.args)
+
+    get_solver("broyden")(f, problem.z0, max_iter=10, tol=0.0)
+    assert calls == 11
+    counter = Counter(Plain(problem), problem.batch)
+    fixed_point(counter, problem.z0, (*problem.args, counter.index), solver=Broyden(), max_steps=10,
+                adjoint=None, on_failure="ignore")  # fmt: skip
+    assert counter.seen.tolist() == [10] * 6
+
+
+def test_7_residual_and_value() -> None:
+    problem = make("linear_symmetric_0.9")
+    value, _, info = get_solver("fixed_point_iter")(
+        lambda z: problem.f(z, *problem.args), problem.z0, max_iter=30, tol=1e-9, stop_mode="rel"
+    )
+    relative, _ = true_residuals(problem, value)
+    assert (relative < 0.95 * info["rel_lowest"]).all()  # theirs belongs to the point before
+    assert (info["rel_trace"][:, 0] == 1e8).all()
+    solution = solve(problem, "forward", max_steps=30, record=True)
+    relative, _ = true_residuals(problem, solution.value)
+    torch.testing.assert_close(solution.residual, relative, rtol=1e-9, atol=0)
+    trace = solution.trace
+    assert trace is not None
+    start, _ = true_residuals(problem, problem.z0)
+    torch.testing.assert_close(trace.residual[:, 0], start, rtol=1e-9, atol=0)
+
+
+def test_8_options() -> None:
+    problem = make("linear_symmetric_0.9")
+    f = lambda z: problem.f(z, *problem.args)  # noqa: E731
+    get_solver("anderson")(f, problem.z0, max_itr=3)  # swallowed
+    with pytest.raises(TypeError, match="max_itr"):
+        fixed_point(f, problem.z0, max_itr=3)  # type: ignore[call-arg]
+    options = {"memory": 3}
+    Anderson(**options)  # type: ignore[arg-type]
+    assert options == {"memory": 3}
+
+
+def test_8_evaluation_mode_carries_gradients() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3)
+    x = torch.randn(2, 3)
+    deq = get_deq(ift=True).eval()
+    f = lambda z: torch.tanh(0.5 * layer(z) + x)  # noqa: E731
+    assert not deq(f, torch.zeros(2, 3))[0][0].requires_grad
+    layer.eval()
+    value = fixed_point(f, torch.zeros(2, 3), compact=False).value
+    assert value.requires_grad
+
+
+def test_9_padding() -> None:
+    """A huge residual of padded tokens keeps torchdeq busy; with a mask it does not exist."""
+    x = torch.ones(2, 4, 3, dtype=torch.float64)
+    mask = torch.tensor([[True, True, False, False]] * 2)
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        wild = torch.where(mask[:1, :, None], 0.0, 1e3 * torch.sin(1e3 * z + 1))
+        return 0.3 * z + x + wild
+
+    info = get_solver("anderson")(lambda z: f(z, x), torch.zeros_like(x), stop_mode="rel")[2]
+    assert (info["rel_lowest"] > 1e-3).all()
+    solution = fixed_point(f, torch.zeros_like(x), (x,), mask=mask, tolerance=Tolerance(1e-8))
+    assert bool(solution.converged.all())
+    torch.testing.assert_close(solution.value[mask], torch.full((4, 3), 1 / 0.7).double())
+
+
+def test_9_dropout_inside_f_is_no_fixed_point() -> None:
+    """A map that changes from call to call is reported, not solved."""
+    torch.manual_seed(0)
+    dropout = nn.Dropout(0.5)
+    x = torch.randn(4, 32)
+    with pytest.warns(SolveWarning, match="unconverged"):
+        solution = fixed_point(
+            lambda z, x: torch.tanh(0.5 * dropout(z) + x), torch.zeros_like(x), (x,), adjoint=None,
+            max_steps=300,
+        )  # fmt: skip
+    assert set(solution.status.tolist()) <= {Status.MAX_STEPS, Status.STALLED}
+    frozen = fixed_point(
+        lambda z, x, keep: torch.tanh(0.5 * keep * z + x), torch.zeros_like(x),
+        (x, dropout(torch.ones_like(x))),
+    )  # fmt: skip
+    assert bool(frozen.converged.all())
+
+
+def test_10_normalised_weights_are_copied_and_reloaded() -> None:
+    """Weights under torch's parametrisations; torchdeq's own norms keep a stale copy."""
+    torch.manual_seed(0)
+    stale = nn.Sequential(nn.Linear(3, 3))
+    apply_norm(stale, "weight_norm")
+    with pytest.raises(RuntimeError):
+        deepcopy(stale)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    twin = deepcopy(layer)
+    other = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    twin.load_state_dict(other.state_dict())
+    x = torch.randn(2, 3)
+    values = [
+        fixed_point(lambda z, x: torch.tanh(0.3 * each(z) + x), torch.zeros_like(x), (x,)).value  # noqa: B023
+        for each in (layer, twin, other)
+    ]
+    assert torch.equal(values[1], values[2])
+    assert not torch.equal(values[0], values[1])
+
+
+def test_11_dict_states() -> None:
+    solution = fixed_point(lambda z: {"z": 0.5 * z["z"] + 1}, {"z": torch.zeros(2, 3)})
+    torch.testing.assert_close(solution.value["z"], torch.full((2, 3), 2.0), rtol=1e-3, atol=0)
+    assert not math.isnan(float(solution.residual.max()))
+    assert set(SOLVERS)
