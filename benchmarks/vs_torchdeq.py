@@ -110,7 +110,14 @@ def part_step(rounds: int) -> None:
                 if residual <= RESIDUAL and error <= GRADIENT:
                     break
             chosen[name] = tolerance
-            rows.append({"solver": name, "tolerance": tolerance, "residual": residual, "gradient error": error})
+            rows.append(
+                {
+                    "solver": name,
+                    "tolerance": tolerance,
+                    "residual": residual,
+                    "gradient error": error,
+                }
+            )
         runs = {name: _runner(contestants[name], chosen[name]) for name in contestants}
         seconds = interleaved(runs, rounds)
         fastest = min(value for name, value in seconds.items() if name.startswith("torchdeq"))
@@ -123,8 +130,10 @@ def part_step(rounds: int) -> None:
             row["/ fastest torchdeq"] = seconds[name] / fastest
             row["f"], row["vjp"], row["overhead"] = _account(layer, contestant, tolerance)
             row["peak MB"] = peak_bytes(runs[name]) / 2**20
-        print(f"\n(a) training step, mean-field layer, couplings x {scale:g}; residual <= {RESIDUAL:g}, "
-              f"gradient error <= {GRADIENT:g}\n")
+        print(
+            f"\n(a) training step, mean-field layer, couplings x {scale:g}; residual <= {RESIDUAL:g}, "
+            f"gradient error <= {GRADIENT:g}\n"
+        )
         print(table(rows))
 
 

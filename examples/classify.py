@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import solvers
-from implicit_attn.checkpoint import load_checkpoint, save_checkpoint
+from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
 from implicit_attn.data import LOADERS, ImageData, batches, epoch_generator, load
 from implicit_attn.models import PatchClassifier
 from implicit_attn.studies import (
@@ -40,7 +40,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--data", choices=sorted(LOADERS), default="digits")
-    add("--readout", choices=("tokens", "class"), default="tokens", help="all tokens or a class token")
+    add(
+        "--readout",
+        choices=("tokens", "class"),
+        default="tokens",
+        help="all tokens or a class token",
+    )
     add("--stem", choices=("patch", "conv"), default="patch", help="how patches become tokens")
     add("--patch", type=int, default=2, help="height = width of a patch")
     add("--dim", type=int, default=64, help="features of a token")
@@ -51,13 +56,18 @@ def arguments() -> argparse.Namespace:
     add("--epochs", type=int, default=30)
     add("--batch", type=int, default=64)
     add("--rate", type=float, default=2e-3, help="peak learning rate (cosine decay)")
-    add("--rtol", type=float, default=1e-3, help="relative residual at which a sample has converged")
+    add(
+        "--rtol", type=float, default=1e-3, help="relative residual at which a sample has converged"
+    )
     add("--max-steps", type=int, default=60, help="evaluations per sample, at most")
     add("--seed", type=int, default=0)
     add("--limit", type=int, default=0, help="use only so many training images (0: all)")
     add("--out", type=Path, default=None, help="folder of the report (default runs/DATA-READOUT)")
     add("--resume", action="store_true", help="continue from the checkpoint in that folder")
     options = parser.parse_args()
+    for name in ("epochs", "batch", "patch", "dim", "heads", "memories", "max_steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
     options.out = options.out or Path("runs") / f"{options.data}-{options.readout}"
     return options
 
@@ -111,12 +121,15 @@ class Training:
         save_checkpoint(self.path, self.model, self.optimizer, progress)
 
     def resume(self) -> None:
-        progress = load_checkpoint(self.path, self.model, self.optimizer)
+        if not self.path.is_file():
+            raise SystemExit(f"nothing to resume: there is no {self.path}")
+        progress = read_progress(self.path)
         if progress["settings"] != self.settings:
             raise SystemExit(
                 f"{self.path} was made with other settings: {progress['settings']}; "
                 "give the same options, or another --out"
             )
+        load_checkpoint(self.path, self.model, self.optimizer)
         for name in ("epoch", "batch", "sums", "history"):
             setattr(self, name, progress[name])
 
@@ -136,7 +149,9 @@ class Training:
         generator = epoch_generator(options.seed, self.epoch)
         parts = list(batches(data.train_images, data.train_labels, options.batch, generator))
         start = time.perf_counter()
-        bar = tqdm(parts, desc=f"epoch {self.epoch + 1}/{options.epochs}", unit="batch", leave=False)
+        bar = tqdm(
+            parts, desc=f"epoch {self.epoch + 1}/{options.epochs}", unit="batch", leave=False
+        )
         for index, (images, labels) in enumerate(bar):
             if index < self.batch:  # already done before an interruption
                 continue
@@ -160,11 +175,15 @@ class Training:
         """One optimiser step; ``progress`` in [0, 1) sets the learning rate."""
         warm = min(1.0, progress * 20)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+            group["lr"] = (
+                self.options.rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+            )
         self.model.train()
         loss = F.cross_entropy(self.model(images), labels)
         if not math.isfinite(loss.item()):
-            raise SystemExit(f"the loss is {loss.item()} in epoch {self.epoch + 1}; nothing was updated")
+            raise SystemExit(
+                f"the loss is {loss.item()} in epoch {self.epoch + 1}; nothing was updated"
+            )
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -223,7 +242,9 @@ def report(training: Training) -> None:
         model.layer, tokens, tolerance=solvers.Tolerance(rtol=1e-5), max_steps=100, **quiet
     )
     trained = max(1, round(training.history[-1]["evaluations"]))
-    budgets = sorted({2**k for k in range(20) if 2**k < trained} | {trained, 2 * trained, 4 * trained})
+    budgets = sorted(
+        {2**k for k in range(20) if 2**k < trained} | {trained, 2 * trained, 4 * trained}
+    )
     extrapolation = accuracy_by_evaluations(
         model.layer,
         model.tokens,
@@ -232,7 +253,11 @@ def report(training: Training) -> None:
         data.test_labels,
         budgets,
     )
-    tables = {"epochs": training.history, "convergence": convergence, "extrapolation": extrapolation}
+    tables = {
+        "epochs": training.history,
+        "convergence": convergence,
+        "extrapolation": extrapolation,
+    }
     for name, table in tables.items():
         write_table(out / f"{name}.csv", table)
     last = training.history[-1]
@@ -277,6 +302,8 @@ def main() -> None:
     training = Training(options, data)
     if options.resume:
         training.resume()
+    elif training.path.exists():
+        print(f"{training.path} of an earlier run will be replaced (--resume would continue it)")
     signal.signal(signal.SIGINT, lambda *_: training.stop())
     training.run()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -66,39 +66,67 @@ def load_checkpoint(
         FileNotFoundError: there is no such file.
         ValueError: it is not a checkpoint, or it does not fit the model or the optimizer.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
-    with require("safetensors", extra="examples").safe_open(str(path), framework="pt") as file:
-        header: dict[str, str] = file.metadata() or {}
-        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint of this package: format {header.get('format')!r}")
-    weights = _with_prefix(tensors, "model.")
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the model: {error}") from error
+    header, tensors = _read(Path(path))
+    weights, entries = _with_prefix(tensors, "model."), _with_prefix(tensors, "optimizer.")
+    groups = json.loads(header["groups"])
+    # Everything is checked before anything changes.
+    _check_weights(model, weights, path)
     if optimizer is not None:
-        _load_optimizer(optimizer, _with_prefix(tensors, "optimizer."), json.loads(header["groups"]), path)
+        _check_groups(optimizer, groups, path)
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in entries.items():
+            index, entry = name.split(".", 1)
+            state.setdefault(int(index), {})[entry] = value
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    model.load_state_dict(weights)
     if restore_random:
         torch.set_rng_state(tensors["random.torch"])
     return json.loads(header["progress"])
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], groups: list[Any], path: Path
-) -> None:
+def read_progress(path: str | Path) -> dict[str, Any]:
+    """The ``progress`` of a checkpoint alone; errors as for :func:`load_checkpoint`."""
+    return json.loads(_read(Path(path))[0]["progress"])
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    safetensors = require("safetensors", extra="examples")
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            header: dict[str, str] = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a checkpoint, or it is damaged: {error}") from error
+    if header.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not a checkpoint of this package: format {header.get('format')!r}"
+        )
+    return header, tensors
+
+
+def _check_weights(model: nn.Module, weights: dict[str, Tensor], path: str | Path) -> None:
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    held = {name: tuple(value.shape) for name, value in weights.items()}
+    wrong = sorted(n for n in own.keys() | held.keys() if own.get(n) != held.get(n))
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{path} does not fit the model in {len(wrong)} tensors: {name} is {held.get(name)} in "
+            f"the file and {own.get(name)} in the model"
+        )
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, groups: list[Any], path: str | Path) -> None:
     if not groups:
         raise ValueError(f"{path} holds no optimizer state")
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        index, entry = name.split(".", 1)
-        state.setdefault(int(index), {})[entry] = value
-    try:
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{path} does not fit the optimizer: {error}") from error
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    held = [len(group["params"]) for group in groups]
+    if own != held:
+        raise ValueError(
+            f"{path} does not fit the optimizer: groups of {held} parameters, expected {own}"
+        )
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

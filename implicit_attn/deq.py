@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.energies.base import Energy
 from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.base import FunctionUpdate, Update
 from implicit_attn.updates.gradient_step import GradientStep
+from solvers.eager import eager
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure")
 
@@ -42,7 +44,7 @@ class DEQ(nn.Module):
 
     Example:
         >>> layer = DEQ(BiSoftmaxAttention(64, heads=4) + ReLUFeedForward(64, 128) + Quadratic())
-        >>> z = layer(x)                        # (B, N, 64)
+        >>> z = layer(x)  # (B, N, 64)
         >>> layer.solve(x, max_steps=200).status
     """
 
@@ -94,7 +96,7 @@ class DEQ(nn.Module):
         """The fixed point for input ``x``, shaped like the initial state."""
         return self.solve(x, mask).value
 
-    @torch.compiler.disable
+    @eager
     def solve(
         self,
         x: Any,
@@ -117,6 +119,7 @@ class DEQ(nn.Module):
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
+        check_inputs(x, mask, self.update)
         self._refuse_dropout()
         self._fill_cache()
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
@@ -164,6 +167,50 @@ class DEQ(nn.Module):
                     getattr(module, name)
 
 
+def check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
+    """``x`` and ``mask`` as the layer takes them, or an error that names them.
+
+    Finiteness is looked at on the CPU only; on a GPU asking would wait for the device.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        if leaf.dim() == 0 or leaf.shape[0] == 0:
+            raise ValueError(
+                f"x must have a batch dimension (B, ...) and hold at least one sample, got shape "
+                f"{tuple(leaf.shape)}"
+            )
+        if not leaf.is_floating_point() or leaf.device.type != "cpu":
+            continue
+        bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1) if leaf.dim() > 1 else None
+        if bad is not None and bool(bad.any()):
+            rows = torch.nonzero(bad).flatten().tolist()
+            raise ValueError(f"x must be finite, got NaN or infinity in samples {rows[:10]}")
+    _check_dtype(leaves, update)
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
+        what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+        raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
+    if leaves and mask.shape[0] != leaves[0].shape[0]:
+        raise ValueError(
+            f"mask must be batched like x, {leaves[0].shape[0]} samples, got shape {tuple(mask.shape)}"
+        )
+
+
+def _check_dtype(leaves: list[Tensor], update: nn.Module) -> None:
+    """The layer's parameters and its input agree, or autocast brings them together."""
+    wanted = {p.dtype for p in update.parameters() if p.is_floating_point()}
+    for leaf in leaves:
+        kind = leaf.device.type
+        if not leaf.is_floating_point() or torch.is_autocast_enabled(kind):
+            continue
+        if len(wanted) == 1 and leaf.dtype not in wanted:
+            raise TypeError(
+                f"x must have the dtype of the layer's parameters, {next(iter(wanted))}, got "
+                f"{leaf.dtype}; convert one of them with .to()"
+            )
+
+
 class _Map:
     """An update in the form that ``solvers`` takes: ``f(z, x, mask)``."""
 
@@ -179,5 +226,3 @@ class _MonitoredMap(_Map, solvers.EnergyUpdate):
 
     def joint(self, z: Any, x: Any, mask: Tensor | None) -> tuple[Any, Tensor, Any | None]:  # type: ignore[override]
         return self.update.joint(z, x, mask=mask)
-
-

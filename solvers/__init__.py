@@ -4,6 +4,8 @@ Every sample of a batch is a problem of its own, with its own stopping, status a
 :func:`fixed_point` and :func:`solve_linear`.
 """
 
+from __future__ import annotations
+
 from solvers.adjoint import Adjoint, Implicit, OneStep, Phantom, Unrolled
 from solvers.anderson import Anderson
 from solvers.broyden import Broyden
@@ -20,6 +22,14 @@ from solvers.newton import Newton
 from solvers.problem import Descent, EnergyUpdate
 from solvers.solution import AdjointReport, Solution, SolveError, SolveWarning, Status, Trace
 from solvers.solver import Solver
+from solvers.spectrum import (
+    Spectrum,
+    SpectrumError,
+    extreme_eigenvalues,
+    jacobian,
+    spectral_radius,
+    spectrum,
+)
 from solvers.tolerance import Tolerance
 
 __all__ = [
@@ -45,10 +55,16 @@ __all__ = [
     "SolveError",
     "SolveWarning",
     "Solver",
+    "Spectrum",
+    "SpectrumError",
     "Status",
     "Tolerance",
     "Trace",
     "Unrolled",
+    "extreme_eigenvalues",
     "fixed_point",
+    "jacobian",
     "solve_linear",
+    "spectral_radius",
+    "spectrum",
 ]

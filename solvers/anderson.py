@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from solvers.basis import combine, inner_products
 from solvers.solver import (
     Linearizable,
     Point,
@@ -72,9 +73,8 @@ class Anderson(Solver):
         filled = state.filled
         right = inner_products(state.changes[:, :filled], residual)
         gram = state.gram[:, :filled, :filled]
-        weights = torch.linalg.solve_ex(gram, right.unsqueeze(2))[0].to(plain.dtype)
-        steps = state.steps[:, :filled]
-        return torch.baddbmm(plain.unsqueeze(1), weights.mT, steps, alpha=-1).squeeze(1)
+        weights = torch.linalg.solve_ex(gram, right.unsqueeze(2))[0].squeeze(2)
+        return combine(plain, -weights, state.steps[:, :filled])
 
     def _remember(self, state: AndersonState, plain: Tensor, residual: Tensor) -> None:
         """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""
@@ -114,11 +114,3 @@ class AndersonState:
     last_residual: Tensor | None
     count: int = 0
     filled: int = 0
-
-
-def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
-    """(B, m) products of the rows of basis (B, m, D) with vector (B, D), float32 or wider."""
-    dtype = small_dtype(vector.dtype)
-    if vector.dtype != dtype:
-        basis, vector = basis.to(dtype), vector.to(dtype)
-    return torch.bmm(vector.unsqueeze(1), basis.mT).squeeze(1)

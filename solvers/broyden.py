@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.anderson import inner_products
+from solvers.basis import combine, inner_products
 from solvers.solver import (
     Linearizable,
     Point,
@@ -83,9 +83,7 @@ class Broyden(Solver):
         if count > 1:
             weights = self._weights(state, along[:, :-1], lengths)
             tail = units[:, 1:]
-            product = torch.baddbmm(
-                start.unsqueeze(1), weights.to(start.dtype).unsqueeze(1), tail
-            ).squeeze(1)
+            product = combine(start, weights, tail)
             last = last + (weights * state.gram[:, count - 1, 1:count]).sum(1)
         # 1 - s.p / |s|^2 for the newest step; zero lengths mark a restarted row.
         newest = lengths[:, -1]

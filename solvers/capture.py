@@ -76,16 +76,16 @@ class _Substitution(TorchFunctionMode):
         for _, alias in aliases.pairs.values():
             self.inside[id(alias)] = alias
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
             args = [self._replace(value) for value in args]
             kwargs = {name: self._replace(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_leaf and result.requires_grad:
-            self.inside[id(result)] = result
+            # A leaf that f has made; functions such as .to() may also hand back what they were given.
+            if not any(result is given for given in (*args, *kwargs.values())):
+                self.inside[id(result)] = result
         return result
 
     def _replace(self, value: Any) -> Any:

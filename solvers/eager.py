@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves alone."""
+"""Functions that ``torch.compile`` leaves alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def eager(function: Function) -> Function:
-    """Decorator: a compiled caller breaks its graph here and runs ``function`` as it is.
+    """``torch.compiler.disable`` that keeps the function's type.
 
-    ``torch.compiler.disable`` with the signature kept for type checkers.
+    The solver loops decide on values, step by step; a compiler can only break its graph there.
     """
     return cast(Function, torch.compiler.disable(function))

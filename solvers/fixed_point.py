@@ -13,8 +13,10 @@ from torch.utils import _pytree as pytree
 from solvers.adjoint import Adjoint, Implicit
 from solvers.anderson import Anderson
 from solvers.batch import Layout, check_leaves
+from solvers.eager import eager
 from solvers.lbfgs import LBFGS
 from solvers.loop import Loop, Progress
+from solvers.precision import Autocast, without_autocast
 from solvers.problem import EnergyUpdate, Problem
 from solvers.report import check_on_failure, report
 from solvers.solution import Solution
@@ -25,7 +27,7 @@ _DEFAULT_TOLERANCE = Tolerance()
 _DEFAULT_ADJOINT = Implicit()
 
 
-@torch.compiler.disable
+@eager
 def fixed_point(
     f: Callable[..., Any],
     z0: Any,
@@ -76,13 +78,15 @@ def fixed_point(
     check_on_failure(on_failure)
     layout = Layout.of(z0)
     args = _check_inputs(z0, args, mask)
+    start = layout.vector(z0)
     symmetric = bool(getattr(f, "symmetric", False))
     problem = Problem(f, layout, args, energy, mask, symmetric)
-    start = layout.vector(z0)
+    problem.autocast = Autocast.now(start.device.type)
 
     def solve(target: Problem, vector: Tensor) -> Solution:
-        # Weights stand still during a solve: parametrised ones are computed once.
-        with parametrize.cached():
+        # Weights stand still during a solve: parametrised ones are computed once. The solver's own
+        # algebra keeps its precision under autocast; f gets it back (Problem._run).
+        with parametrize.cached(), without_autocast(vector.device.type):
             if isinstance(solver, ExternalSolver):
                 return solver.run(target, vector, tolerance, max_steps)
             return Loop(target, solver, tolerance, max_steps, **options).run(vector)
@@ -94,7 +98,7 @@ def fixed_point(
         with torch.no_grad():
             solution = solve(problem, start.detach())
     solution.value = layout.tree(solution.value)
-    report(solution, on_failure, "fixed-point solve")
+    report(solution, on_failure, "fixed-point solve", stacklevel=4)
     return solution
 
 

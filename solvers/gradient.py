@@ -55,7 +55,9 @@ class GradientDescent(Solver):
             return current.z.add(current.residual, alpha=self.step_size)
         if self.nesterov:
             landed = current.z.add(current.residual, alpha=self.step_size)
-            ahead = landed if state.memory is None else landed + self.momentum * (landed - state.memory)
+            ahead = (
+                landed if state.memory is None else landed + self.momentum * (landed - state.memory)
+            )
             state.memory = landed
             return ahead
         velocity = current.residual

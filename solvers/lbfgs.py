@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from solvers.anderson import inner_products
+from solvers.basis import combine, inner_products
 from solvers.safeguard import interpolation
 from solvers.solver import (
     Linearizable,
@@ -124,9 +124,9 @@ class LBFGS(Solver):
         w = torch.linalg.solve_ex(upper, along[:, :kept])[0]
         right = w + gamma * (torch.bmm(changes, w.unsqueeze(2)).squeeze(2) - along[:, kept:])
         u = torch.linalg.solve_ex(upper.mT, right)[0]
-        weights = torch.cat([u, -gamma * w], dim=1).to(gradient.dtype).unsqueeze(1)
+        weights = torch.cat([u, -gamma * w], dim=1)
         plain = gamma.to(gradient.dtype) * gradient
-        ascent = torch.baddbmm(plain.unsqueeze(1), weights, state.pairs).squeeze(1)
+        ascent = combine(plain, weights, state.pairs)
         good = (ascent * gradient).sum(1) > 0
         if maybe_not_all(good):
             ascent = where_rows(good, ascent, plain)

@@ -103,7 +103,9 @@ class Loop:
             self._record(trial, accepted, evaluation)
             if self._all_ended():
                 break
-            current = trial if accepted is None or last is None else merge_points(accepted, trial, last)
+            current = (
+                trial if accepted is None or last is None else merge_points(accepted, trial, last)
+            )
             current, trial, accepted, state = self._shrink(current, trial, accepted, state)
             if state is None:
                 state = self.solver.init(current, self.problem)
@@ -197,13 +199,13 @@ class Loop:
         """Rows whose trials were rejected too often; the very first point has nothing to fall back on."""
         tried = MAX_REJECTIONS if evaluation > 1 else 0
         hopeless = ~accepted & (status == RUNNING) & (self.memory.rejections >= tried)
-        finite = torch.isfinite(trial.norm)
+        finite = torch.isfinite(trial.norm + trial.reference)
+        if trial.energy is not None:
+            finite = finite & torch.isfinite(trial.energy.detach())
         reason = torch.where(finite, int(Status.STALLED), int(Status.NONFINITE))
         return torch.where(hopeless, reason, status)
 
-    def _propose(
-        self, state: Any, current: Point, trial: Point, accepted: Tensor | None
-    ) -> Tensor:
+    def _propose(self, state: Any, current: Point, trial: Point, accepted: Tensor | None) -> Tensor:
         candidate = self.solver.step(state, Turn(current, trial, accepted, self.problem))
         if accepted is None:
             if current.energy is not None:

@@ -10,9 +10,17 @@ from torch import Tensor
 
 from solvers.cg import CG
 from solvers.gmres import GMRES
-from solvers.krylov import LinearSolver
+from solvers.krylov import KrylovRun, LinearSolver
 from solvers.poll import maybe_any
-from solvers.solver import Linearizable, Point, Solver, Turn, merge_points, require_number, where_rows
+from solvers.solver import (
+    Linearizable,
+    Point,
+    Solver,
+    Turn,
+    merge_points,
+    require_number,
+    where_rows,
+)
 
 DECREASE = 1e-4
 
@@ -79,24 +87,39 @@ class Newton(Solver):
         return state.base.z + state.length.to(trial.z.dtype)[:, None] * state.direction
 
     def _direction(self, state: NewtonState, rows: Tensor, problem: Linearizable) -> Tensor:
-        """Inexact solution of ``(I - J) s = r`` in ``rows``, never more products than are left."""
+        """Inexact solution of ``(I - J) s = r`` in ``rows``, never more evaluations than are left."""
         base = state.base
+        # One evaluation to linearise, one at the trial point; what remains is for products.
+        left = problem.max_steps - state.evaluations - state.extra - 2
+        index = torch.nonzero(rows & (left > 0)).flatten()
+        step = base.residual.clone()
+        if index.numel():
+            part = problem.rows(index, rows.numel())
+            point, residual = base.z[index], base.residual[index]
+            limit = state.forcing[index] * base.norm[index]
+            run = self._solve(part, point, residual, limit, left[index])
+            found = run.solution().to(point.dtype)
+            # A direction that does not descend (or none at all) gives way to the plain step.
+            uphill = (found * residual).sum(1) <= 0
+            useless = uphill if base.energy is not None else found.eq(0).all(1)
+            step[index] = where_rows(useless, residual, found)
+            state.extra = state.extra.index_add(0, index, run.products.flatten() + 1)
+        return step
+
+    def _solve(
+        self, problem: Linearizable, z: Tensor, residual: Tensor, limit: Tensor, left: Tensor
+    ) -> KrylovRun:
+        """Run the Krylov method to ``limit`` (B,), with at most ``left`` (B,) products."""
         solver = self.linear or (CG() if problem.symmetric else GMRES(restart=30))
-        product = problem.jacobian_product(base.z)
-        left = problem.max_steps - state.evaluations - state.extra - 1
-        working = torch.promote_types(base.z.dtype, torch.float32)
-        residual = base.residual.to(working)
-        limit = (state.forcing * base.norm).to(working)[:, None]
-        run = solver.start(residual, limit, (rows & (left > 0))[:, None])
+        product = problem.jacobian_product(z)
+        working = torch.promote_types(z.dtype, torch.float32)
+        active = torch.ones_like(left, dtype=torch.bool)[:, None]
+        run = solver.start(residual.to(working), limit.to(working)[:, None], active)
         while not run.exhausted and bool(run.active.any()):
-            along = run.direction.to(base.z.dtype)
-            run.absorb(run.direction - product(along).to(working))
+            along = run.direction
+            run.absorb(along - product(along.to(z.dtype)).to(working))
             run.stop(run.products >= left[:, None])
-        state.extra = state.extra + run.products.flatten()
-        step = run.solution().to(base.z.dtype)
-        # A direction that does not descend (or none at all) gives way to the plain step.
-        uphill = (step * base.residual).sum(1) <= 0 if base.energy is not None else step.eq(0).all(1)
-        return where_rows(uphill, base.residual, step)
+        return run
 
 
 def _progress(state: NewtonState, trial: Point, accepted: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from solvers.batch import Layout, row_norm, take
+from solvers.precision import Autocast
 from solvers.solver import Linearizable, Point
 
 
@@ -58,7 +60,9 @@ class Descent(EnergyUpdate):
         outer = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(z)
         with torch.enable_grad():
-            points = [t if outer and t.requires_grad else t.detach().requires_grad_() for t in leaves]
+            points = [
+                t if outer and t.requires_grad else t.detach().requires_grad_() for t in leaves
+            ]
             value = self.energy(pytree.tree_unflatten(points, spec), *args)
             check_energy(value, leaves[0].shape[0])
             gradients = torch.autograd.grad(value.sum(), points, create_graph=outer)
@@ -97,6 +101,7 @@ class Problem(Linearizable):
         self.max_steps = 0  # set by the loop
         self.checkpoint = False
         self.shrunk = False
+        self.autocast: Autocast | None = None
         self._checked = False
 
     def evaluate(self, z: Tensor) -> Point:
@@ -125,9 +130,10 @@ class Problem(Linearizable):
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
-            if self.checkpoint and torch.is_grad_enabled():
-                return checkpoint(function, z, use_reentrant=False)
-            return function(z)
+            with self.autocast.restored() if self.autocast is not None else nullcontext():
+                if self.checkpoint and torch.is_grad_enabled():
+                    return checkpoint(function, z, use_reentrant=False)
+                return function(z)
         except (RuntimeError, ValueError) as error:
             self._explain_shrinking(error, z.shape[0])
             raise
@@ -171,7 +177,9 @@ class Problem(Linearizable):
             point = z.detach().requires_grad_()
             output = self.held_map(point)
             if not output.requires_grad:
-                raise RuntimeError("f(z) is not differentiable in z, so its Jacobian is not at hand")
+                raise RuntimeError(
+                    "f(z) is not differentiable in z, so its Jacobian is not at hand"
+                )
             if self.symmetric:
                 return lambda v: torch.autograd.grad(output, point, v, retain_graph=True)[0]
             weight = torch.zeros_like(output).requires_grad_()
@@ -192,7 +200,7 @@ class Problem(Linearizable):
                 raise ValueError(f"f must return shape {expected} like z0, got {tuple(leaf.shape)}")
             if leaf.device != z.device:
                 raise ValueError(f"f must return tensors on {z.device} like z0, got {leaf.device}")
-            autocast = torch.is_autocast_enabled(z.device.type)
+            autocast = self.autocast is not None and self.autocast.enabled
             if leaf.dtype != dtype and not (autocast and leaf.is_floating_point()):
                 raise TypeError(f"f must return dtype {dtype} like z0, got {leaf.dtype}")
         if energy is not None:

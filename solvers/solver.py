@@ -2,8 +2,8 @@
 
 The loop (:mod:`solvers.fixed_point`) evaluates; a solver only proposes where to evaluate next::
 
-    state = solver.init(point)                        # after the first evaluation
-    candidate = solver.step(state, turn)              # after every further one
+    state = solver.init(point)  # after the first evaluation
+    candidate = solver.step(state, turn)  # after every further one
 
 All vectors are (B, D) and every row is a problem of its own: a solver never mixes rows.
 """
@@ -102,6 +102,10 @@ class Linearizable(ABC):
     max_steps: int
 
     @abstractmethod
+    def rows(self, index: Tensor, batch: int) -> Linearizable:
+        """The same problem on the rows ``index`` of a batch of ``batch``."""
+
+    @abstractmethod
     def jacobian_product(self, z: Tensor) -> Callable[[Tensor], Tensor]:
         """Map v (B, D) -> J(z) v (B, D)."""
 
@@ -141,7 +145,9 @@ def write_slot(buffer: Tensor, slot: int, value: Tensor) -> Tensor:
     return buffer
 
 
-def require_number(name: str, value: object, *, low: float, high: float, closed: bool = True) -> None:
+def require_number(
+    name: str, value: object, *, low: float, high: float, closed: bool = True
+) -> None:
     """A hyperparameter within [low, high] (``closed``) or (low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")

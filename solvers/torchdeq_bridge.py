@@ -51,7 +51,9 @@ class TorchDEQ(ExternalSolver):
         try:
             get_solver(self.name)
         except AssertionError as error:
-            raise ValueError(f"name must be a solver known to torchdeq, got {self.name!r}") from error
+            raise ValueError(
+                f"name must be a solver known to torchdeq, got {self.name!r}"
+            ) from error
 
     def run(
         self, problem: Problem, start: Tensor, tolerance: Tolerance, max_steps: int

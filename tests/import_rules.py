@@ -24,6 +24,7 @@ _BELOW_MODELS = (_BELOW_DEQ - {"solvers"}) | {"implicit_attn.deq", "implicit_att
 MAY_IMPORT = {
     "solvers": set[str](),
     "implicit_attn.optional": set[str](),
+    "implicit_attn.checkpoint": {"implicit_attn.optional"},
     "implicit_attn.data": {"implicit_attn.optional"},
     "implicit_attn.kernels": {"implicit_attn.optional"},
     "implicit_attn.energies": _BELOW_ENERGIES,

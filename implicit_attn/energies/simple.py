@@ -102,7 +102,7 @@ class FunctionEnergy(Energy):
         self.function = function
         self.concave = concave
         self.name = getattr(function, "__qualname__", type(function).__name__)
-        self._takes_x, self._takes_mask = _read_signature(function, self.name)
+        self._takes_x, self._takes_mask = read_signature(function, self.name)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         if mask is not None and not self._takes_mask:
@@ -122,7 +122,7 @@ class FunctionEnergy(Energy):
         return self.name
 
 
-def _read_signature(function: Callable[..., Any], name: str) -> tuple[bool, bool]:
+def read_signature(function: Callable[..., Any], name: str) -> tuple[bool, bool]:
     """Whether ``function`` takes x after z, and whether it takes a mask by name."""
     if isinstance(function, nn.Module):  # its __call__ takes anything
         function = function.forward

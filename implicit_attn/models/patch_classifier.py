@@ -73,11 +73,16 @@ class PatchClassifier(nn.Module):
         layer: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"image_size": image_size, "channels": channels, "classes": classes, "patch": patch}
+        for name, size in (sizes | {"dim": dim}).items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
         if image_size % patch:
             raise ValueError(f"patch must divide image_size={image_size}, got {patch}")
         if readout not in READOUTS:
             raise ValueError(f"readout must be one of {READOUTS}, got {readout!r}")
         self.readout = readout
+        self.image_shape = (channels, image_size, image_size)
         tokens = (image_size // patch) ** 2
         self.embed = build_stem(stem, channels, patch, dim)
         self.position = nn.Parameter(0.5 * torch.randn(tokens, dim))
@@ -93,8 +98,11 @@ class PatchClassifier(nn.Module):
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images -> the layer's input x, (B, N, d)."""
-        if images.dim() != 4:
-            raise ValueError(f"images must be (B, C, H, W), got shape {tuple(images.shape)}")
+        if images.dim() != 4 or tuple(images.shape[1:]) != self.image_shape:
+            raise ValueError(
+                f"images must have shape (B, {', '.join(map(str, self.image_shape))}), got "
+                f"{tuple(images.shape)}"
+            )
         x = self.embed(images).flatten(2).mT + self.position
         if self.class_token is not None:
             x = torch.cat([self.class_token.expand(x.shape[0], 1, -1), x], dim=1)

@@ -44,7 +44,9 @@ def solve_history(
     table: Table = []
     for k in range(best.shape[1]):
         column = best[:, k].double()
-        low, middle, high = torch.quantile(column, torch.tensor([0.1, 0.5, 0.9]).to(column)).tolist()
+        low, middle, high = torch.nanquantile(
+            column, torch.tensor([0.1, 0.5, 0.9]).to(column)
+        ).tolist()
         row: dict[str, Any] = {
             "evaluation": k + 1,
             "residual": middle,

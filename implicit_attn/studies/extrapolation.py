@@ -40,6 +40,8 @@ def accuracy_by_evaluations(
     Returns:
         Rows with evaluations, accuracy, median residual, and mean energy for a monitored layer.
     """
+    if len(images) == 0:
+        raise ValueError("images must hold at least one image, got none")
     options: dict[str, Any] = {} if solver is None else {"solver": solver}
     table: Table = []
     for budget in budgets:

@@ -75,18 +75,22 @@ def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
 
 def draw_energy(axes: Any, convergence: Table) -> None:
     """Median energy above its final value; it must fall."""
+    axes.set(
+        xlabel="evaluations of energy and gradient",
+        ylabel="energy above its final value (median)",
+        title="The energy falls along the way",
+    )
     rows = [row for row in convergence if "energy_drop" in row]
+    if not rows:
+        axes.text(0.5, 0.5, "this layer has no energy", ha="center", transform=axes.transAxes)
+        return
     final = min(row["energy_drop"] for row in rows)
     above = [row["energy_drop"] - final for row in rows]
     floor = max(above) * 1e-7
     steps = [row["evaluation"] for row in rows]
     axes.plot(steps, [max(value, floor) for value in above], color=GREEN, marker="o", markersize=3)
-    axes.set(
-        xlabel="evaluations of energy and gradient",
-        ylabel="energy above its final value (median)",
-        yscale="log",
-        title="The energy falls along the way",
-    )
+    if floor > 0:
+        axes.set_yscale("log")
 
 
 def draw_extrapolation(axes: Any, extrapolation: Table, trained_evaluations: float) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from implicit_attn.energies.base import Energy
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.updates.base import Update
-from implicit_attn.updates.gradient_step import StepSize
+from implicit_attn.updates.gradient_step import StepSize, move
 
 
 class ActivationStep(Update):
@@ -58,11 +58,9 @@ class ActivationStep(Update):
         """``g(z)``, (B, N, d): what a readout sees."""
         return self.lagrangian.activation(z)
 
-    def forward(
-        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
         gradient = self.energy.grad(self.activation(z), x, mask=mask)
-        return z - self.step_size() * self._force(z, x, gradient, mask)
+        return move(z, self._force(z, x, gradient, mask), self.step_size())
 
     def joint(
         self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
@@ -76,10 +74,8 @@ class ActivationStep(Update):
             own = torch.where(mask, own, 0.0)
         value = own.flatten(1).sum(1) - self.lagrangian(z, mask=mask) + interaction
         slope = self.lagrangian.hessian_product(z, force)
-        return z - self.step_size() * force, value, slope
+        return move(z, force, self.step_size()), value, slope
 
-    def _force(
-        self, z: Tensor, x: Tensor | None, gradient: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def _force(self, z: Tensor, x: Tensor | None, gradient: Tensor, mask: Tensor | None) -> Tensor:
         force = gradient + (z if x is None else z - x)
         return force if mask is None else torch.where(mask.unsqueeze(-1), force, 0.0)

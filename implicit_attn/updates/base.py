@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+
+from implicit_attn.energies.simple import read_signature
 
 
 class Update(nn.Module):
@@ -62,18 +63,8 @@ class FunctionUpdate(Update):
             raise TypeError(f"function must be callable, got {function!r}")
         self.function = function
         self.symmetric = symmetric
-        target = function.forward if isinstance(function, nn.Module) else function
-        parameters = list(inspect.signature(target).parameters.values())
-        self._takes_mask = any(p.name == "mask" for p in parameters)
-        placed = [
-            p
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "mask"
-        ]
-        starred = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        if not placed and not starred:
-            raise TypeError("function must be callable as function(z) or function(z, x)")
-        self._takes_x = len(placed) > 1 or starred
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self._takes_x, self._takes_mask = read_signature(function, name)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         arguments = (z, x) if self._takes_x else (z,)

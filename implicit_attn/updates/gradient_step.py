@@ -31,7 +31,8 @@ class StepSize(nn.Module):
             raise TypeError(f"step_size must be a number, got {initial!r}")
         if not (math.isfinite(initial) and initial > 0):
             raise ValueError(f"step_size must be finite and > 0, got {initial!r}")
-        if channels is not None and (not isinstance(channels, int) or channels < 1):
+        whole = isinstance(channels, int) and not isinstance(channels, bool)
+        if channels is not None and (not whole or channels < 1):
             raise ValueError(f"channels must be None or an integer >= 1, got {channels!r}")
         self.initial, self.channels, self.learned = float(initial), channels, learned
         shape = () if channels is None else (channels,)
@@ -96,11 +97,17 @@ class GradientStep(Update):
     def _descend(self, z: Any, gradient: Any) -> Any:
         step = self.step_size()
         if isinstance(z, Tensor):
-            return _move(z, gradient, step)
-        return pytree.tree_map(lambda leaf, slope: _move(leaf, slope, step), z, gradient)
+            return move(z, gradient, step)
+        return pytree.tree_map(lambda leaf, slope: move(leaf, slope, step), z, gradient)
 
 
-def _move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:
+def move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:
+    """``z - step * gradient`` in the dtype of ``z``; ``step`` a number or (), (d,) for z (..., d)."""
+    if isinstance(step, Tensor) and step.dim() and step.shape[0] != z.shape[-1]:
+        raise ValueError(
+            f"channels={step.shape[0]} does not fit a state with {z.shape[-1]} channels, got shape "
+            f"{tuple(z.shape)}"
+        )
     if isinstance(step, float):
         return torch.sub(z, gradient, alpha=step)
     return z - step.to(z.dtype) * gradient

@@ -171,7 +171,7 @@ def test_wrong_model_changes_nothing(tmp_path: Path) -> None:
     save_checkpoint(path, *build())
     model = nn.Linear(3, 3)
     before = weights(model)
-    with pytest.raises(ValueError, match=r"(?s)does not fit the model.*Missing"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit the model.*in the model"):
         load_checkpoint(path, model)
     assert same(weights(model), before)
 
@@ -181,7 +181,7 @@ def test_wrong_shape_changes_nothing(tmp_path: Path) -> None:
     save_checkpoint(path, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5))
     before = weights(model)
-    with pytest.raises(ValueError, match=r"(?s)does not fit the model.*size mismatch"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit the model.*in the model"):
         load_checkpoint(path, model)
     assert same(weights(model), before)
 

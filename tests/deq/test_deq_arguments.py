@@ -182,7 +182,7 @@ def nan_in_sample_one() -> Tensor:
 BAD_INPUTS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("nan", nan_in_sample_one, ValueError, r"NaN or infinity in samples \[1\]"),
     ("infinite", lambda: tokens() / 0, ValueError, r"NaN or infinity in samples \[0, 1\]"),
-    ("empty", lambda: tokens(batch=0), ValueError, "at least one sample, got batch size 0"),
+    ("empty", lambda: tokens(batch=0), ValueError, "at least one sample, got shape"),
     ("scalar", lambda: torch.tensor(1.0), ValueError, "must have a batch dimension"),
     (
         "integers",

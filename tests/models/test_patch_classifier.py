@@ -140,7 +140,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"readout": "mean"}, ValueError, "readout must be one of ('tokens', 'class'), got 'mean'"),
     ({"heads": 5}, ValueError, "heads must divide dim=64"),
     ({"heads": 0}, ValueError, "heads must be >= 1, got 0"),
-    ({"dim": 0}, ValueError, "dim must be >= 1, got 0"),
+    ({"dim": 0}, ValueError, "dim must be an integer >= 1, got 0"),
     ({"memories": 0}, ValueError, "got 0"),
     ({"bound": 0.0}, ValueError, "bound must be finite and > 0, got 0.0"),
     ({"maximum": 0.1}, ValueError, "initial must be below maximum=0.1"),
@@ -159,7 +159,7 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.rand(3, 8, 8), r"images must be \(B, C, H, W\), got shape \(3, 8, 8\)"),
+        (torch.rand(3, 8, 8), r"images must have shape \(B, 1, 8, 8\), got \(3, 8, 8\)"),
         (torch.rand(3, 2, 8, 8), r"images.*\(3, 2, 8, 8\)"),
         (torch.rand(3, 1, 10, 10), r"images.*\(3, 1, 10, 10\)"),
         (torch.rand(3, 1, 9, 9), r"images.*\(3, 1, 9, 9\)"),

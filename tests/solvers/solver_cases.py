@@ -154,7 +154,9 @@ def true_residuals(problem: Problem, value: Tensor) -> tuple[Tensor, Tensor]:
     return relative, residual
 
 
-def plain_batch(batch: int, dim: int = 6, seed: int = 0) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
+def plain_batch(
+    batch: int, dim: int = 6, seed: int = 0
+) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
     """A small tanh layer ``tanh(W z + x)`` with batched weights of norm 0.8: (f, z0, args)."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(batch, dim, dim, generator=generator, dtype=torch.float64)

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from problems import make
 from solver_cases import (
     FEW,
     SOLVERS,
@@ -21,6 +18,9 @@ from solver_cases import (
     solve,
     true_residuals,
 )
+from torch import Tensor
+
+from problems import make
 from solvers import Newton, Progress, Solution, Status, Tolerance, fixed_point
 
 MIXTURE = [

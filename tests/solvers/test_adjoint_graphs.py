@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from solver_cases import plain_batch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from solver_cases import plain_batch
 from solvers import (
     CG,
     GMRES,
@@ -112,7 +112,9 @@ def test_a_solve_inside_f(adjoint: Adjoint) -> None:
     (gradient,) = torch.autograd.grad(loss(x), x)
     direction = torch.ones_like(x)
     ends = [float(loss(x.detach() + sign * 1e-5 * direction).detach()) for sign in (1, -1)]
-    assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(float((gradient * direction).sum()), rel=1e-6)
+    assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(
+        float((gradient * direction).sum()), rel=1e-6
+    )
 
 
 def test_penalties_on_gradients_train() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from solver_cases import plain_batch, tanh_layer
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from solver_cases import plain_batch, tanh_layer
 from solvers import (
     CG,
     GMRES,

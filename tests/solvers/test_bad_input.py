@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from solver_cases import plain_batch
 from torch import Tensor
 
-from solver_cases import plain_batch
 from solvers import (
     LBFGS,
     Anderson,
@@ -203,7 +203,9 @@ def test_a_closure_over_the_batch_is_explained() -> None:
     x = torch.ones(4, 3, dtype=torch.float64)
     scale = torch.tensor([0.01, 0.01, 0.9, 0.9], dtype=torch.float64)
     call: dict[str, Any] = {"tolerance": Tolerance(1e-8), "max_steps": 200}
-    with pytest.raises((RuntimeError, ValueError), match=r"pass that tensor in args=.*compact=False"):
+    with pytest.raises(
+        (RuntimeError, ValueError), match=r"pass that tensor in args=.*compact=False"
+    ):
         fixed_point(closing_over(x), torch.zeros_like(x), (scale,), **call)
     whole = fixed_point(closing_over(x), torch.zeros_like(x), (scale,), compact=False, **call)
     assert bool(whole.converged.all())

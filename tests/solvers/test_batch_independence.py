@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
-from problems import Problem, make, rows
-from problems_linear import affine, affine_energy, symmetric_matrix
 from solver_cases import (
     PLAIN,
     SOLVERS,
@@ -18,6 +14,10 @@ from solver_cases import (
     plain_batch,
     solve,
 )
+from torch import Tensor
+
+from problems import Problem, make, rows
+from problems_linear import affine, affine_energy, symmetric_matrix
 from solvers import Implicit, Solution, Tolerance, fixed_point
 
 # Short solves: over a hundred steps and more a rounding error may cost or save a step.
@@ -176,7 +176,9 @@ def test_gradients_do_not_depend_on_the_neighbours() -> None:
 
     together = gradient(slice(None))
     for i in range(5):
-        torch.testing.assert_close(together[i : i + 1], gradient(slice(i, i + 1)), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(
+            together[i : i + 1], gradient(slice(i, i + 1)), rtol=1e-9, atol=1e-11
+        )
 
 
 def test_constants_and_scalars_in_args_pass_unchanged() -> None:

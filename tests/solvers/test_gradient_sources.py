@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from solver_cases import plain_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from solver_cases import plain_batch
 from solvers import Adjoint, Descent, Implicit, OneStep, Phantom, Tolerance, Unrolled, fixed_point
 
 TIGHT = Tolerance(rtol=1e-12)
@@ -104,9 +104,7 @@ def gradients(make: Make, adjoint: Adjoint, order: int) -> tuple[Tensor, ...]:
     solution = fixed_point(
         f, torch.zeros_like(x), args, tolerance=TIGHT, max_steps=100, adjoint=adjoint
     )
-    first = torch.autograd.grad(
-        solution.value.pow(3).sum(), (weight, x), create_graph=order == 2
-    )
+    first = torch.autograd.grad(solution.value.pow(3).sum(), (weight, x), create_graph=order == 2)
     if order == 1:
         return first
     return torch.autograd.grad(sum((g * g).sum() for g in first), (weight, x))  # type: ignore[arg-type]
@@ -250,10 +248,38 @@ def test_a_descent_of_a_module_energy_reaches_its_parameters() -> None:
                                max_steps=200, adjoint=adjoint)  # fmt: skip
         return solution.value.pow(3).sum()
 
-    first = torch.autograd.grad(loss(Implicit(tolerance=Tolerance(1e-11))), list(layer.parameters()))
+    first = torch.autograd.grad(
+        loss(Implicit(tolerance=Tolerance(1e-11))), list(layer.parameters())
+    )
     second = torch.autograd.grad(loss(Unrolled()), list(layer.parameters()))
     for mine, other in zip(first, second, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
+
+
+def through_a_gradient_inside(weight: Tensor, x: Tensor) -> Any:
+    """``f = z - dE/dz`` written by hand, with a leaf of its own, as users do."""
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        own = z.detach().requires_grad_()
+        energy = (own @ weight.mT).cosh().log().sum() - (x * own).sum()
+        (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
+        return -0.2 * gradient + 0.5 * x
+
+    return f, (x,)
+
+
+@pytest.mark.parametrize("adjoint", [Implicit(tolerance=TIGHT), OneStep(), Phantom(2)])
+def test_a_leaf_made_by_f_is_not_taken_for_an_outer_tensor(adjoint: Adjoint) -> None:
+    """Its graph ends at that leaf, so f does not depend on z here: one step is exact."""
+    weight, x = leaves()
+    f, args = through_a_gradient_inside(weight, x)
+    solution = fixed_point(f, torch.zeros_like(x), args, tolerance=TIGHT, adjoint=adjoint,
+                           max_steps=100)  # fmt: skip
+    mine = torch.autograd.grad(solution.value.pow(2).sum(), (weight, x))
+    once = f(solution.value.detach(), x)
+    expected = torch.autograd.grad(once.pow(2).sum(), (weight, x))
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_tensors_in_plain_batch_keep_their_versions() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from solver_cases import PLAIN, SOLVERS, plain_batch, solve
 
 from problems import make, scaled
-from solver_cases import PLAIN, SOLVERS, plain_batch, solve
 from solvers import CG, GMRES, MINRES, Implicit, LinearSolver, Tolerance, fixed_point
 
 NAMES = [
@@ -19,7 +19,9 @@ EXACT = [2.0**-10, 2.0**10]
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("solver", ["forward", "anderson", "broyden", "gradient_auto", "newton", "lbfgs"])
+@pytest.mark.parametrize(
+    "solver", ["forward", "anderson", "broyden", "gradient_auto", "newton", "lbfgs"]
+)
 def test_scaled_problems_cost_the_same(solver: str, name: str, factor: float) -> None:
     problem = make(name)
     if SOLVERS[solver].needs_energy and problem.energy is None:

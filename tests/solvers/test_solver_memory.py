@@ -96,7 +96,9 @@ def test_the_memory_of_anderson_does_not_grow_with_the_steps() -> None:
     assert max(at_calls[20:]) == max(at_calls[6:20])
 
 
-@pytest.mark.parametrize("solver", [Forward(), GradientDescent(momentum=0.5), GradientDescent("auto")])
+@pytest.mark.parametrize(
+    "solver", [Forward(), GradientDescent(momentum=0.5), GradientDescent("auto")]
+)
 def test_first_order_methods_keep_a_handful_of_states(solver: Solver) -> None:
     peak, at_calls = held(solver, 30)
     assert max(at_calls) <= 6

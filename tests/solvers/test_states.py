@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from solver_cases import PLAIN, SOLVERS, plain_batch, solve, true_residuals
 from torch import Tensor
 
 from problems import make
-from solver_cases import PLAIN, SOLVERS, plain_batch, solve, true_residuals
 from solvers import (
     LBFGS,
     Anderson,
@@ -33,7 +33,9 @@ TIGHT = Tolerance(rtol=1e-10)
 def coupled(a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """A map of two states (B, 3) and (B, 2, 2) that depend on each other."""
     mean = b.mean((1, 2))
-    return torch.tanh(0.4 * a + x + 0.2 * mean[:, None]), 0.5 * b.sin() + 0.1 * a.sum(1)[:, None, None]
+    return torch.tanh(0.4 * a + x + 0.2 * mean[:, None]), 0.5 * b.sin() + 0.1 * a.sum(1)[
+        :, None, None
+    ]
 
 
 def start(batch: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +126,9 @@ def test_one_number_per_sample(solver: str) -> None:
         lambda z: 0.5 * torch.cos(z), z0, solver=SOLVERS[solver], tolerance=TIGHT, max_steps=100
     )
     assert solution.value.shape == (3,)
-    torch.testing.assert_close(solution.value, torch.full_like(z0, 0.450183611295), rtol=1e-8, atol=0)
+    torch.testing.assert_close(
+        solution.value, torch.full_like(z0, 0.450183611295), rtol=1e-8, atol=0
+    )
 
 
 def test_a_state_that_is_not_contiguous() -> None:
@@ -138,7 +142,12 @@ def test_a_state_that_is_not_contiguous() -> None:
 
 
 # dtype, tolerance that it can reach
-DTYPES = [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 3e-2)]
+DTYPES = [
+    (torch.float64, 1e-9),
+    (torch.float32, 1e-4),
+    (torch.float16, 1e-2),
+    (torch.bfloat16, 3e-2),
+]
 
 
 @pytest.mark.parametrize("solver", [*PLAIN, "lbfgs"])
@@ -208,7 +217,9 @@ def test_autocast(solver: Solver) -> None:
         return 0.5 * torch.tanh(inner) + x.to(inner.dtype)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        solution = fixed_point(f, torch.zeros_like(x), (x,), solver=solver, tolerance=Tolerance(1e-2))
+        solution = fixed_point(
+            f, torch.zeros_like(x), (x,), solver=solver, tolerance=Tolerance(1e-2)
+        )
     assert dtypes == {torch.bfloat16}
     assert solution.value.dtype == torch.float32
     assert bool(solution.converged.all())

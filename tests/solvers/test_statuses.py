@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from solver_cases import PLAIN, SOLVERS, plain_batch, solve, true_residuals
 
 from problems import PATHOLOGICAL, make
-from solver_cases import PLAIN, SOLVERS, plain_batch, solve, true_residuals
 from solvers import Forward, Solution, SolveError, SolveWarning, Status, fixed_point
 
 FAILURES = {Status.MAX_STEPS, Status.STALLED, Status.DIVERGED, Status.NONFINITE}
@@ -84,6 +84,21 @@ def test_a_tolerance_below_rounding_is_called_stalled() -> None:
     assert set(solution.status.tolist()) <= {Status.STALLED, Status.CONVERGED}
     assert (solution.evaluations < 1000).all()
     assert (solution.residual < 1e-15).all()
+
+
+@pytest.mark.parametrize("solver", ["anderson", "anderson_damped", "broyden"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wild_step_is_no_divergence(solver: str, dtype: torch.dtype) -> None:
+    """``tanh(k z / 2 + x)`` with k 0 or 2 is bounded and contracts: nothing can run away."""
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(16, 32, generator=generator).to(dtype)
+        keep = 2 * torch.randint(0, 2, (16, 32), generator=generator).to(dtype)
+        solution = fixed_point(
+            lambda z, x, keep: torch.tanh(0.5 * keep * z + x), torch.zeros_like(x), (x, keep),
+            solver=SOLVERS[solver], adjoint=None, max_steps=300, on_failure="ignore",
+        )  # fmt: skip
+        assert solution.counts() == {"CONVERGED": 16}
 
 
 def test_a_cycle_is_called_stalled() -> None:

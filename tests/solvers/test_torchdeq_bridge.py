@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from solver_cases import Counter, Plain, plain_batch, solve, true_residuals
 from torch import Tensor, nn
 from torchdeq import get_deq
 from torchdeq.solver import get_solver
 from torchdeq.solver.stat import SolverStat
 
 from problems import make
-from solver_cases import Counter, Plain, plain_batch, solve, true_residuals
 from solvers import (
     LBFGS,
     Anderson,
@@ -108,7 +108,9 @@ def test_options_of_their_solvers() -> None:
     options = {"m": 3, "lam": 1e-8}
     assert solve(make("kepler"), TorchDEQ("anderson", options)).converged.all()
     assert options == {"m": 3, "lam": 1e-8}
-    with pytest.raises(ValueError, match=r"options of anderson must be among .*'m'.*got \['memory'\]"):
+    with pytest.raises(
+        ValueError, match=r"options of anderson must be among .*'m'.*got \['memory'\]"
+    ):
         TorchDEQ("anderson", {"memory": 3})
     with pytest.raises(ValueError, match="name must be a solver known to torchdeq, got 'andersen'"):
         TorchDEQ("andersen")
@@ -188,7 +190,9 @@ def test_their_layer_runs_on_our_solvers(ours: Solver, stop: str) -> None:
 def test_their_layer_asks_for_states_on_the_way() -> None:
     """``n_states`` wants the states at several steps: one in their place would lose gradients."""
     register("ours_for_a_test", Forward())
-    deq = get_deq(f_solver="ours_for_a_test", n_states=3, f_max_iter=9, f_tol=1e-14)
+    deq = get_deq(
+        f_solver="ours_for_a_test", core="indexing", n_states=3, f_max_iter=9, f_tol=1e-14
+    )
     states, _ = deq(lambda z: 0.9 * z + 1, torch.zeros(2, 3, dtype=torch.float64))[:2]
     assert len(states) == 3
 

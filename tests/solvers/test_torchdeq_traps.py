@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from solver_cases import Counter, Plain, plain_batch, solve, true_residuals
 from torch import Tensor, nn
 from torchdeq import get_deq
 from torchdeq.norm import apply_norm
 from torchdeq.solver import get_solver
 
 from problems import make, rows, scaled
-from solver_cases import SOLVERS, Counter, Plain, plain_batch, solve, true_residuals
 from solvers import (
     Anderson,
     Broyden,
@@ -95,7 +94,7 @@ def test_2_one_transient_nan() -> None:
     assert info["rel_trace"].shape[1] >= 59  # the whole batch ran to the limit
     solution = solve(problem, "anderson", max_steps=60)
     assert solution.counts() == {"CONVERGED": 5}
-    assert (solution.evaluations[1:] < 20).all()
+    assert (solution.evaluations[1:] < 40).all()
 
 
 def test_2_divergence_has_a_name() -> None:
@@ -109,12 +108,11 @@ def test_2_divergence_has_a_name() -> None:
 def test_3_the_ridge_is_relative() -> None:
     problem = make("linear_symmetric_0.98")
     small = scaled(problem, 1e-2)
-    own = evaluations_to(1e-6, problem, "anderson")
-    own_small = evaluations_to(1e-6, small, "anderson", 1000)
-    assert (own_small > 1.5 * own).any()
-    counts = [solve(each, "anderson").evaluations for each in (problem, small)]
+    own, own_small = (evaluations_to(1e-4, each, "anderson", 1500) for each in (problem, small))
+    assert (own_small > 1.5 * own).all()
+    counts = [solve(each, "anderson", rtol=1e-4).evaluations for each in (problem, small)]
     assert counts[0].tolist() == counts[1].tolist()
-    assert (counts[0] < 0.5 * own).all()
+    assert counts[0].sum() < 0.5 * own.sum()
 
 
 def test_4_a_large_loss_in_single_precision() -> None:
@@ -244,8 +242,8 @@ def test_9_padding() -> None:
     mask = torch.tensor([[True, True, False, False]] * 2)
 
     def f(z: Tensor, x: Tensor) -> Tensor:
-        wild = torch.where(mask[:1, :, None], 0.0, 1e3 * torch.sin(1e3 * z + 1))
-        return 0.3 * z + x + wild
+        runaway = z + 0.5 * (z.square() + 1).sqrt()
+        return torch.where(mask[:1, :, None], 0.3 * z + x, runaway)
 
     info = get_solver("anderson")(lambda z: f(z, x), torch.zeros_like(x), stop_mode="rel")[2]
     assert (info["rel_lowest"] > 1e-3).all()
@@ -261,12 +259,12 @@ def test_9_dropout_inside_f_is_no_fixed_point() -> None:
     x = torch.randn(4, 32)
     with pytest.warns(SolveWarning, match="unconverged"):
         solution = fixed_point(
-            lambda z, x: torch.tanh(0.5 * dropout(z) + x), torch.zeros_like(x), (x,), adjoint=None,
+            lambda z, x: torch.tanh(0.3 * dropout(z) + x), torch.zeros_like(x), (x,), adjoint=None,
             max_steps=300,
         )  # fmt: skip
     assert set(solution.status.tolist()) <= {Status.MAX_STEPS, Status.STALLED}
     frozen = fixed_point(
-        lambda z, x, keep: torch.tanh(0.5 * keep * z + x), torch.zeros_like(x),
+        lambda z, x, keep: torch.tanh(0.3 * keep * z + x), torch.zeros_like(x),
         (x, dropout(torch.ones_like(x))),
     )  # fmt: skip
     assert bool(frozen.converged.all())
@@ -295,5 +293,3 @@ def test_10_normalised_weights_are_copied_and_reloaded() -> None:
 def test_11_dict_states() -> None:
     solution = fixed_point(lambda z: {"z": 0.5 * z["z"] + 1}, {"z": torch.zeros(2, 3)})
     torch.testing.assert_close(solution.value["z"], torch.full((2, 3), 2.0), rtol=1e-3, atol=0)
-    assert not math.isnan(float(solution.residual.max()))
-    assert set(SOLVERS)

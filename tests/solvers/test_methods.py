@@ -1,0 +1,226 @@
+"""Each method against its definition: dense textbook versions, theorems, and scipy's solvers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import optimize
+from torch import Tensor
+
+from problems import make
+from solver_cases import solve
+from solvers import (
+    LBFGS,
+    Anderson,
+    Broyden,
+    Descent,
+    Forward,
+    GradientDescent,
+    Newton,
+    Solver,
+    Tolerance,
+    fixed_point,
+)
+
+DIM = 12
+
+
+def linear() -> tuple[Tensor, Tensor, Tensor]:
+    """One non-symmetric contraction: matrix, offset, start."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5
+    matrix = 0.8 * matrix / torch.linalg.eigvals(matrix).abs().max()
+    return matrix, torch.randn(DIM, generator=generator).double(), torch.zeros(DIM).double()
+
+
+def visited(solver: Solver, steps: int) -> list[Tensor]:
+    """The points at which the solver evaluates the affine map."""
+    matrix, offset, start = linear()
+    points: list[Tensor] = []
+
+    def f(z: Tensor) -> Tensor:
+        points.append(z[0].clone())
+        return z @ matrix.mT + offset
+
+    fixed_point(f, start[None], solver=solver, max_steps=steps, tolerance=Tolerance(0.0),
+                adjoint=None, on_failure="ignore")  # fmt: skip
+    return points
+
+
+def residual(z: Tensor) -> Tensor:
+    matrix, offset, _ = linear()
+    return matrix @ z + offset - z
+
+
+def test_forward_is_picard() -> None:
+    z = linear()[2]
+    for point in visited(Forward(damping=0.7), 6):
+        torch.testing.assert_close(point, z, rtol=1e-12, atol=1e-13)
+        z = z + 0.7 * residual(z)
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.6])
+@pytest.mark.parametrize("memory", [1, 2, 4])
+def test_anderson_is_the_least_squares_step(memory: int, damping: float) -> None:
+    points = visited(Anderson(memory, damping, regularization=0.0), 9)
+    z = [linear()[2]]
+    for k in range(1, len(points)):
+        now = residual(z[-1])
+        used = min(memory, k - 1)
+        step = z[-1] + damping * now
+        if used:
+            moves = torch.stack([z[-i] - z[-i - 1] for i in range(1, used + 1)], 1)
+            changes = torch.stack([residual(z[-i]) - residual(z[-i - 1]) for i in range(1, used + 1)], 1)
+            weights = torch.linalg.lstsq(changes, now[:, None]).solution[:, 0]
+            step = step - (moves + damping * changes) @ weights
+        z.append(step)
+        torch.testing.assert_close(points[k], step, rtol=1e-7, atol=1e-9)
+
+
+def test_anderson_of_full_memory_is_gmres() -> None:
+    """Walker and Ni, theorem 2.2: ``z_{k+1}`` is f of the k-th GMRES iterate."""
+    matrix, offset, start = linear()
+    points = visited(Anderson(memory=DIM, regularization=0.0), 8)
+    system = torch.eye(DIM).double() - matrix
+    first = offset - system @ start
+    for k in range(1, 7):
+        krylov = torch.stack([torch.linalg.matrix_power(system, i) @ first for i in range(k)], 1)
+        basis = torch.linalg.qr(krylov).Q
+        weights = torch.linalg.lstsq(system @ basis, first[:, None]).solution
+        iterate = start + (basis @ weights)[:, 0]
+        torch.testing.assert_close(points[k + 1], matrix @ iterate + offset, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.5])
+def test_broyden_is_the_good_method(damping: float) -> None:
+    points = visited(Broyden(damping=damping), 10)
+    z, inverse = linear()[2], -damping * torch.eye(DIM).double()
+    for k, point in enumerate(points):
+        torch.testing.assert_close(point, z, rtol=1e-6, atol=1e-8)
+        if k == len(points) - 1:
+            break
+        now = residual(z)
+        after = z - inverse @ now
+        s, y = after - z, residual(after) - now
+        inverse = inverse + torch.outer(s - inverse @ y, s @ inverse) / (s @ inverse @ y)
+        torch.testing.assert_close(inverse @ y, s)  # the secant condition
+        z = after
+
+
+def test_broyden_ends_on_linear_systems() -> None:
+    """Gay (1979): at most 2n steps on a non-singular linear system of n unknowns."""
+    points = visited(Broyden(), 2 * DIM + 2)
+    assert float(min(residual(z).norm() for z in points)) < 1e-7
+
+
+def test_broyden_restarts_when_its_memory_is_full() -> None:
+    points = visited(Broyden(memory=4), 12)
+    # after a restart the step is the plain one
+    for k in (4, 8):
+        torch.testing.assert_close(points[k + 1], points[k] + residual(points[k]))
+
+
+def test_momentum_and_nesterov_are_their_recurrences() -> None:
+    z, velocity = linear()[2], torch.zeros(DIM).double()
+    for point in visited(GradientDescent(0.7, momentum=0.4), 8):
+        torch.testing.assert_close(point, z, rtol=1e-12, atol=1e-13)
+        velocity = 0.4 * velocity + residual(z)
+        z = z + 0.7 * velocity
+    ahead = landed = linear()[2]
+    for k, point in enumerate(visited(GradientDescent(0.7, momentum=0.4, nesterov=True), 8)):
+        torch.testing.assert_close(point, ahead, rtol=1e-12, atol=1e-13)
+        before, landed = landed, ahead + 0.7 * residual(ahead)
+        ahead = landed if k == 0 else landed + 0.4 * (landed - before)
+
+
+def test_the_automatic_step_is_that_of_barzilai_and_borwein() -> None:
+    points = visited(GradientDescent("auto"), 8)
+    torch.testing.assert_close(points[1], points[0] + residual(points[0]))
+    for k in range(1, 7):
+        s, y = points[k] - points[k - 1], residual(points[k - 1]) - residual(points[k])
+        long, short = s @ s / (s @ y), s @ y / (y @ y)
+        if float(s @ y) > 0:
+            expected = long if float(short / long) > 0.5 else short
+            step = points[k + 1] - points[k]
+            torch.testing.assert_close(step, expected * residual(points[k]), rtol=1e-8, atol=1e-10)
+
+
+def test_newton_is_quadratic() -> None:
+    """Exact inner solves: the error is squared in each step."""
+    problem = make("kepler")
+    solution = solve(problem, Newton(forcing=1e-3), record=True, rtol=1e-14, max_steps=30)
+    trace = solution.trace
+    assert trace is not None
+    easy = trace.residual[:4]
+    for row in easy:
+        row = row[~row.isnan() & (row > 1e-12)]
+        assert all(b <= 20 * a**1.8 for a, b in zip(row[:-1], row[1:], strict=True) if a < 0.1)
+
+
+def test_newton_on_a_linear_problem_is_one_krylov_solve() -> None:
+    solution = solve(make("linear_symmetric_0.9"), Newton(forcing=1e-7), rtol=1e-6, max_steps=200)
+    assert bool(solution.converged.all())
+    assert (solution.steps <= 3).all()
+
+
+def test_lbfgs_on_a_quadratic_is_as_good_as_conjugate_gradients() -> None:
+    """With exact curvature it needs about as many products as the Krylov dimension."""
+    problem = make("energy_quadratic_10")
+    solution = solve(problem, LBFGS(memory=20), rtol=1e-8)
+    assert bool(solution.converged.all())
+    assert int(solution.evaluations.max()) <= 40
+
+
+def test_lbfgs_beats_the_plain_step_by_far() -> None:
+    problem = make("energy_quadratic_100")
+    own, plain = solve(problem, "lbfgs"), solve(problem, "forward", max_steps=2000)
+    assert bool(own.converged.all())
+    assert (own.evaluations * 5 < plain.evaluations).all()
+
+
+SYSTEMS = ["scipy_F_cubic", "scipy_F3_tridiagonal", "scipy_F6", "mgh_broyden_banded",
+           "mgh_discrete_integral", "mgh_rosenbrock", "kepler", "h_equation"]  # fmt: skip
+
+
+# scipy's secant methods give up on the larger systems
+METHODS = [(name, method) for name in SYSTEMS for method in ("hybr", "krylov")]
+METHODS += [(name, method) for name in ("scipy_F_cubic", "scipy_F3_tridiagonal", "scipy_F6", "kepler")
+            for method in ("anderson", "broyden1")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS)
+def test_scipy_finds_the_same_roots(name: str, method: str) -> None:
+    """Where scipy's solver succeeds from our solution's neighbourhood it agrees with it."""
+    problem = make(name)
+    ours = solve(problem, "anderson", rtol=1e-11)
+    assert bool(ours.converged.all())
+    for i in range(problem.batch):
+        mine = tuple(tensor[i : i + 1] for tensor in problem.args)
+
+        def fun(z: np.ndarray, mine: tuple[Tensor, ...] = mine) -> np.ndarray:
+            point = torch.from_numpy(np.asarray(z, dtype=float)).reshape(1, -1)
+            return (problem.f(point, *mine) - point)[0].numpy()
+
+        near = ours.value[i].numpy() * 1.001
+        tolerance = {"tol": 1e-12} if method == "hybr" else {"options": {"fatol": 1e-10, "maxiter": 300}}
+        result = optimize.root(fun, near, method=method, **tolerance)
+        assert result.success
+        np.testing.assert_allclose(result.x, ours.value[i].numpy(), rtol=1e-6, atol=1e-8)
+
+
+def test_scipy_minimises_to_the_same_energy() -> None:
+    problem = make("energy_log_sum_exp")
+    energy = problem.energy
+    assert energy is not None
+    ours = fixed_point(Descent(energy), problem.z0, problem.args, tolerance=Tolerance(1e-9),
+                       max_steps=300, adjoint=None)  # fmt: skip
+    assert ours.energy is not None
+    for i in range(problem.batch):
+        mine = tuple(tensor[i : i + 1] for tensor in problem.args)
+
+        def value(z: np.ndarray, mine: tuple[Tensor, ...] = mine) -> float:
+            return float(energy(torch.from_numpy(z)[None], *mine))
+
+        best = optimize.minimize(value, problem.z0[i].numpy(), method="BFGS", options={"gtol": 1e-6})
+        assert float(ours.energy[i]) <= best.fun + 1e-9
