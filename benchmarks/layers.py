@@ -22,6 +22,7 @@ class MeanField(nn.Module):
         self.raw = nn.Parameter(scale * torch.randn(N * D, N * D) / (N * D * D) ** 0.5)
         self.first, self.second = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
         blocks = torch.kron(1 - torch.eye(N), torch.ones(D, D))
+        self.blocks: Tensor
         self.register_buffer("blocks", blocks)
         self.x = torch.randn(B, N, D)
         self.cotangent = torch.randn(B, N, D)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def interleaved(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of each, run in turns so that a noisy machine is noisy for all of them."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for name, run in contestants.items():
+    for run in contestants.values():
         run()  # warm up
     for _ in range(rounds):
         for name, run in contestants.items():

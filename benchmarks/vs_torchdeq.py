@@ -20,12 +20,14 @@ from torch import Tensor
 from torchdeq.core import get_deq
 from torchdeq.solver import get_solver
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the zoo lives with the tests
+
 import solvers
+from benchmarks import zoo
 from benchmarks.layers import MeanField, hyper_energy
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ, GradientStep
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
 RESIDUAL, GRADIENT = 1e-4, 1e-3  # what every contestant of the training step must reach
@@ -105,6 +107,7 @@ def part_step(rounds: int) -> None:
         chosen: dict[str, float] = {}
         rows: list[dict[str, Any]] = []
         for name, contestant in contestants.items():
+            tolerance, residual, error = TOLERANCES[0], math.inf, math.inf
             for tolerance in TOLERANCES:
                 residual, error = errors(layer, contestant.step(tolerance), exact)
                 if residual <= RESIDUAL and error <= GRADIENT:
@@ -118,7 +121,9 @@ def part_step(rounds: int) -> None:
                     "gradient error": error,
                 }
             )
-        runs = {name: _runner(contestants[name], chosen[name]) for name in contestants}
+        runs: dict[str, Callable[[], object]] = {
+            name: _runner(contestants[name], chosen[name]) for name in contestants
+        }
         seconds = interleaved(runs, rounds)
         fastest = min(value for name, value in seconds.items() if name.startswith("torchdeq"))
         for row in rows:
@@ -292,9 +297,12 @@ def part_batch(rounds: int) -> None:
 
 
 def part_zoo(rounds: int) -> None:
-    from benchmarks.zoo import compare  # the zoo needs the tests' folder on the path
-
-    compare()
+    rows = zoo.compare()
+    print(
+        f"\nzoo: evaluations to a true relative residual of {zoo.TOLERANCE:g}, median over samples\n"
+    )
+    print(table(rows))
+    print(f"\n{zoo.summary(rows)}")
 
 
 PARTS = {"step": part_step, "energy": part_energy, "batch": part_batch, "zoo": part_zoo}

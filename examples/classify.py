@@ -237,9 +237,12 @@ def report(training: Training) -> None:
     sample = data.test_images[:256]
     with torch.no_grad():
         tokens = model.tokens(sample)
-    quiet = {"on_failure": "ignore"}
     convergence, solution = solve_history(
-        model.layer, tokens, tolerance=solvers.Tolerance(rtol=1e-5), max_steps=100, **quiet
+        model.layer,
+        tokens,
+        tolerance=solvers.Tolerance(rtol=1e-5),
+        max_steps=100,
+        on_failure="ignore",
     )
     trained = max(1, round(training.history[-1]["evaluations"]))
     budgets = sorted(

@@ -66,7 +66,8 @@ class Anderson(Solver):
         residual = turn.current.residual
         plain = turn.current.z.add(residual, alpha=self.damping)
         if state.last_plain is not None and state.last_residual is not None:
-            self._remember(state, plain, residual)
+            last = state.last_plain, state.last_residual
+            self._remember(state, plain, residual, *last)
         state.last_plain, state.last_residual = plain, residual
         if state.filled == 0:
             return plain
@@ -76,7 +77,14 @@ class Anderson(Solver):
         weights = torch.linalg.solve_ex(gram, right.unsqueeze(2))[0].squeeze(2)
         return combine(plain, -weights, state.steps[:, :filled])
 
-    def _remember(self, state: AndersonState, plain: Tensor, residual: Tensor) -> None:
+    def _remember(
+        self,
+        state: AndersonState,
+        plain: Tensor,
+        residual: Tensor,
+        last_plain: Tensor,
+        last_residual: Tensor,
+    ) -> None:
         """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""
         kept = state.steps.shape[1]
         slot = state.count % kept
@@ -84,12 +92,12 @@ class Anderson(Solver):
         filled = state.filled = min(state.count, kept)
         gram = state.gram
         if torch.is_grad_enabled():
-            state.steps = write_slot(state.steps, slot, plain - state.last_plain)
-            state.changes = write_slot(state.changes, slot, residual - state.last_residual)
+            state.steps = write_slot(state.steps, slot, plain - last_plain)
+            state.changes = write_slot(state.changes, slot, residual - last_residual)
             gram = state.gram = gram.clone()
         else:
-            torch.sub(plain, state.last_plain, out=state.steps[:, slot])
-            torch.sub(residual, state.last_residual, out=state.changes[:, slot])
+            torch.sub(plain, last_plain, out=state.steps[:, slot])
+            torch.sub(residual, last_residual, out=state.changes[:, slot])
         row = inner_products(state.changes[:, :filled], state.changes[:, slot])
         # The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
         # smallest normal number gives a zero difference (a rejected step) the weight zero.

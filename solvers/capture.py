@@ -82,10 +82,10 @@ class _Substitution(TorchFunctionMode):
             args = [self._replace(value) for value in args]
             kwargs = {name: self._replace(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.is_leaf and result.requires_grad:
-            # A leaf that f has made; functions such as .to() may also hand back what they were given.
-            if not any(result is given for given in (*args, *kwargs.values())):
-                self.inside[id(result)] = result
+        leaf = isinstance(result, Tensor) and result.is_leaf and result.requires_grad
+        # A leaf that f has made; functions such as .to() may also hand back what they were given.
+        if leaf and not any(result is given for given in (*args, *kwargs.values())):
+            self.inside[id(result)] = result
         return result
 
     def _replace(self, value: Any) -> Any:

@@ -121,7 +121,8 @@ class _ImplicitValue(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        (cotangent,) = cotangents
         record: _Record = ctx.record
         value, *inputs = ctx.saved_tensors
         if torch.is_grad_enabled():

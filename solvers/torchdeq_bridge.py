@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,13 +62,11 @@ class TorchDEQ(ExternalSolver):
         if torch.is_grad_enabled():
             raise RuntimeError("torchdeq's solvers cannot be unrolled here; use adjoint=Implicit()")
         watch = _Watch(problem, start, tolerance, max_steps)
-        try:
+        with contextlib.suppress(_Enough):
             # One more than the budget: the watch, not the solver, decides when to stop.
             get_solver(self.name)(
                 watch, start, max_iter=max_steps + 3, tol=0.0, stop_mode="rel", **self.options
             )
-        except _Enough:
-            pass
         return watch.solution()
 
 
@@ -148,7 +147,7 @@ def register(name: str, solver: Solver | None = None) -> None:
         )
         with torch.no_grad():
             statistics = solver_stat_from_final_step(
-                solution.value, func(solution.value), solution.steps.max().item()
+                solution.value, func(solution.value), int(solution.steps.max())
             )
         statistics["status"] = solution.status
         statistics["evaluations"] = solution.evaluations

@@ -108,6 +108,6 @@ def move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:
             f"channels={step.shape[0]} does not fit a state with {z.shape[-1]} channels, got shape "
             f"{tuple(z.shape)}"
         )
-    if isinstance(step, float):
+    if not isinstance(step, Tensor):
         return torch.sub(z, gradient, alpha=step)
     return z - step.to(z.dtype) * gradient

@@ -260,9 +260,10 @@ def through_a_gradient_inside(weight: Tensor, x: Tensor) -> Any:
     """``f = z - dE/dz`` written by hand, with a leaf of its own, as users do."""
 
     def f(z: Tensor, x: Tensor) -> Tensor:
-        own = z.detach().requires_grad_()
-        energy = (own @ weight.mT).cosh().log().sum() - (x * own).sum()
-        (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
+        with torch.enable_grad():
+            own = z.detach().requires_grad_()
+            energy = (own @ weight.mT).cosh().log().sum() - (x * own).sum()
+            (gradient,) = torch.autograd.grad(energy, own, create_graph=True)
         return -0.2 * gradient + 0.5 * x
 
     return f, (x,)

@@ -64,9 +64,11 @@ def test_the_energy_never_rises_with_its_value_alone(solver: str, name: str) -> 
         record=True, max_steps=80, adjoint=None, on_failure="ignore",
     )  # fmt: skip
     assert_never_rises(solution)
-    assert solution.trace is not None
-    assert not solution.trace.accepted.all() or solver in ("newton", "gradient_auto", "anderson",
-        "anderson_damped", "broyden", "broyden_short", "forward_damped")  # fmt: skip
+    trace = solution.trace
+    assert trace is not None
+    assert trace.accepted is not None
+    if solver in ("forward", "momentum", "nesterov"):  # whose first steps go too far here
+        assert not trace.accepted[:, 1:].all()
 
 
 def test_rejected_trials_are_those_that_miss_armijo() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from solver_cases import SOLVERS
 from torch import Tensor
 
-from solver_cases import SOLVERS
 from solvers import Anderson, Descent, Implicit, Tolerance, fixed_point
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
@@ -17,7 +17,9 @@ NAMES = st.sampled_from(["forward", "anderson", "anderson_1", "broyden", "gradie
 SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=3)
 
 
-def contraction(shape: list[int], batch: int, seed: int) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
+def contraction(
+    shape: list[int], batch: int, seed: int
+) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
     """``z -> 0.6 tanh(roll(z)) * a + b``, per sample, on states (batch, *shape)."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -81,12 +83,18 @@ def test_the_gradient_of_any_shape(shape: list[int], batch: int, seed: int) -> N
     """The adjoint identity ``<g, dz> = <gradient, db>`` along a random direction."""
     f, z0, (a, b) = contraction(shape, batch, seed)
     b.requires_grad_()
-    tight: dict[str, Any] = {"tolerance": Tolerance(1e-13), "max_steps": 200, "on_failure": "ignore"}
+    tight: dict[str, Any] = {
+        "tolerance": Tolerance(1e-13),
+        "max_steps": 200,
+        "on_failure": "ignore",
+    }
     solution = fixed_point(f, z0, (a, b), adjoint=Implicit(tolerance=Tolerance(1e-12)), **tight)
     (gradient,) = torch.autograd.grad(solution.value.sum(), b)
     direction = torch.ones_like(z0)
     ends = [
-        fixed_point(f, z0, (a, b.detach() + sign * 1e-5 * direction), adjoint=None, **tight).value.sum()
+        fixed_point(
+            f, z0, (a, b.detach() + sign * 1e-5 * direction), adjoint=None, **tight
+        ).value.sum()
         for sign in (1, -1)
     ]
     torch.testing.assert_close(
@@ -123,7 +131,7 @@ def test_any_bounded_energy_descends(batch: int, dim: int, seed: int, step: floa
 @given(st.integers(1, 4), st.integers(2, 6), st.integers(0, 100), NAMES)
 def test_padding_is_free(batch: int, tokens: int, seed: int, name: str) -> None:
     """Masked tokens change neither the answer nor the cost of the others."""
-    f, z0, args = contraction([tokens, 3], batch, seed)
+    _, z0, args = contraction([tokens, 3], batch, seed)
 
     def tokenwise(z: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return 0.6 * torch.tanh(z.roll(1, 2)) * a + b + 1

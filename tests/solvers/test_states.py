@@ -51,11 +51,13 @@ def joined(z: Tensor, x: Tensor) -> Tensor:
 
 
 def as_tuple(z: Any, x: Tensor) -> Any:
-    return coupled(*z, x)
+    a, b = z
+    return coupled(a, b, x)
 
 
 def as_list(z: Any, x: Tensor) -> Any:
-    return list(coupled(*z, x))
+    a, b = z
+    return list(coupled(a, b, x))
 
 
 def as_dict(z: Any, x: Tensor) -> Any:

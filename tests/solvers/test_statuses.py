@@ -55,14 +55,15 @@ def test_a_start_where_f_is_nan_spoils_only_its_own_sample(solver: str, safeguar
     )
 
 
-@pytest.mark.parametrize("solver", ["anderson", "anderson_1", "broyden", "gradient_auto", "newton"])
+@pytest.mark.parametrize("solver", ["anderson", "broyden", "gradient_auto", "newton"])
 def test_a_transient_nan_is_stepped_back_from(solver: str) -> None:
     problem = make("transient_nan")
     solution = solve(problem, solver, record=True)
-    assert solution.converged.tolist() == [True] * 5 or solver == "anderson_1"
-    assert solution.converged[1:].all()
-    assert solution.trace is not None
-    assert not solution.trace.accepted[0].all()  # the first sample did meet NaN
+    assert solution.converged.tolist() == [True] * 5
+    trace = solution.trace
+    assert trace is not None
+    assert trace.accepted is not None
+    assert not trace.accepted[0].all()  # the first sample did meet NaN
     assert solution.value.isfinite().all()
 
 

@@ -154,7 +154,7 @@ def test_a_registered_solver_refuses_what_it_does_not_know() -> None:
         call(lambda z: 0.5 * z + 1, z0, max_itr=3)
     with pytest.raises(ValueError, match='stop_mode must be "abs" or "rel", got \'absolute\''):
         call(lambda z: 0.5 * z + 1, z0, stop_mode="absolute")
-    with pytest.raises(TypeError, match="solver must be a solvers.Solver, got 'anderson'"):
+    with pytest.raises(TypeError, match=r"solver must be a solvers\.Solver, got 'anderson'"):
         register("ours_for_a_test", "anderson")  # type: ignore[arg-type]
     with pytest.warns(SolveWarning, match="MAX_STEPS 2 of 2"):
         call(lambda z: 0.9 * z + 1, z0, max_iter=2)

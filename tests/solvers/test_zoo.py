@@ -89,7 +89,7 @@ SAFEGUARDED: dict[str, dict[str, str]] = {
             "energy_helical_valley",
         ],
         SLOW,
-    ),  # fmt: skip
+    ),
     "anderson": dict.fromkeys(["energy_quadratic_1e4", "energy_rosenbrock_100"], SLOW),
     "broyden": dict.fromkeys(
         ["energy_quadratic_1e4", "energy_rosenbrock_100", "energy_powell_singular"], SLOW
