@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import solvers
@@ -121,7 +120,6 @@ class DEQ(nn.Module):
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         check_inputs(x, mask, self.update)
         self._refuse_dropout()
-        self._fill_cache()
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
             _MonitoredMap(self.update) if self.update.monitored else _Map(self.update),
@@ -156,15 +154,6 @@ class DEQ(nn.Module):
                     f"the update holds {module} ({name!r}) in training mode, which changes the map "
                     "at every evaluation; drop out the layer's input or output instead"
                 )
-
-    def _fill_cache(self) -> None:
-        """Under an outer ``parametrize.cached()`` let weights be computed with their gradient first."""
-        if not (torch.is_grad_enabled() and getattr(parametrize, "_cache_enabled", 0)):
-            return
-        for module in self.update.modules():
-            if parametrize.is_parametrized(module):
-                for name in module.parametrizations:  # type: ignore[union-attr]
-                    getattr(module, name)
 
 
 def check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:

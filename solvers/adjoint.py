@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.implicit import AdjointSystem, implicit_value
+from solvers.implicit import AdjointSystem, evaluable_rows, implicit_value
 from solvers.linear import LinearSolver
 from solvers.problem import Problem
 from solvers.report import check_on_failure
@@ -18,6 +18,7 @@ from solvers.solver import require_count, require_number
 from solvers.tolerance import Tolerance
 
 Solve = Callable[[Problem, Tensor], Solution]
+FALLBACK_RTOL = 1e-6  # of the adjoint where the forward tolerance is absolute
 
 
 class Adjoint(ABC):
@@ -41,7 +42,8 @@ class Implicit(Adjoint):
     Args:
         solver: a linear solver; None chooses CG where J is symmetric (then MINRES for the samples
             with non-positive curvature, that is at saddles), else GMRES.
-        tolerance: of the linear solve, relative to ``|g|``; None takes the forward solve's ``rtol``.
+        tolerance: of the linear solve, relative to ``|g|``; None takes the forward
+            solve's ``rtol``, or 1e-6 where that is 0.
         max_steps: products with ``J^T`` per sample, an upper bound.
         on_failure: "warn", "raise" or "ignore" when adjoint systems are not solved.
 
@@ -70,7 +72,7 @@ class Implicit(Adjoint):
             solution = solve(problem, start.detach())
         system = AdjointSystem(
             solver=self.solver,
-            tolerance=self.tolerance or Tolerance(rtol=tolerance.rtol),
+            tolerance=self.tolerance or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
             max_steps=self.max_steps,
             on_failure=self.on_failure,
             report=solution.adjoint,
@@ -93,7 +95,19 @@ class Unrolled(Adjoint):
         self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
     ) -> Solution:
         problem.checkpoint = self.checkpoint
-        return solve(problem, start)
+        solution = solve(problem, start)
+        rows = evaluable_rows(solution)
+        if rows is None:
+            return solution
+        # The NaN of a sample without a finite evaluation would reach the gradients of the others
+        # through shared weights: its iterations are left out of the graph.
+        detached = solution.value.detach()
+        if rows.numel() == 0:
+            solution.value = detached
+            return solution
+        part = solve(problem.rows(rows, start.shape[0]), start.index_select(0, rows))
+        solution.value = detached.index_copy(0, rows, part.value)
+        return solution
 
 
 @dataclass(frozen=True)
@@ -121,11 +135,19 @@ class Phantom(Adjoint):
     ) -> Solution:
         with torch.no_grad():
             solution = solve(problem, start.detach())
-        anchor = z = solution.value.detach()
+        whole = solution.value.detach()
+        rows = evaluable_rows(solution)
+        part, anchor = problem, whole
+        if rows is not None:
+            if rows.numel() == 0:
+                return solution
+            part, anchor = problem.rows(rows, whole.shape[0]), whole.index_select(0, rows)
+        z = anchor
         for _ in range(self.steps):
-            z = torch.lerp(z, problem.held_map(z), self.damping)
+            z = torch.lerp(z, part.held_map(z), self.damping)
         if z.requires_grad:
-            solution.value = anchor + (z - z.detach())
+            value = anchor + (z - z.detach())
+            solution.value = value if rows is None else whole.index_copy(0, rows, value)
         return solution
 
 

@@ -58,17 +58,17 @@ class Anderson(Solver):
             steps=point.z.new_empty(batch, kept, size),
             changes=point.z.new_empty(batch, kept, size),
             gram=torch.zeros(batch, kept, kept, dtype=dtype, device=point.z.device),
-            last_plain=None,
-            last_residual=None,
+            last=None,
         )
 
     def step(self, state: AndersonState, turn: Turn) -> Tensor:
-        residual = turn.current.residual
-        plain = turn.current.z.add(residual, alpha=self.damping)
-        if state.last_plain is not None and state.last_residual is not None:
-            last = state.last_plain, state.last_residual
-            self._remember(state, plain, residual, *last)
-        state.last_plain, state.last_residual = plain, residual
+        z, residual = turn.current.z, turn.current.residual
+        last = state.last
+        state.last = turn.current
+        if last is not None:
+            self._remember(state, turn.current, last)
+        del last  # its states are not needed while the next one is made
+        plain = z.add(residual, alpha=self.damping)
         if state.filled == 0:
             return plain
         filled = state.filled
@@ -77,14 +77,7 @@ class Anderson(Solver):
         weights = torch.linalg.solve_ex(gram, right.unsqueeze(2))[0].squeeze(2)
         return combine(plain, -weights, state.steps[:, :filled])
 
-    def _remember(
-        self,
-        state: AndersonState,
-        plain: Tensor,
-        residual: Tensor,
-        last_plain: Tensor,
-        last_residual: Tensor,
-    ) -> None:
+    def _remember(self, state: AndersonState, point: Point, last: Point) -> None:
         """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""
         kept = state.steps.shape[1]
         slot = state.count % kept
@@ -92,12 +85,16 @@ class Anderson(Solver):
         filled = state.filled = min(state.count, kept)
         gram = state.gram
         if torch.is_grad_enabled():
-            state.steps = write_slot(state.steps, slot, plain - last_plain)
-            state.changes = write_slot(state.changes, slot, residual - last_residual)
+            change = point.residual - last.residual
+            step = (point.z - last.z).add(change, alpha=self.damping)
+            state.steps = write_slot(state.steps, slot, step)
+            state.changes = write_slot(state.changes, slot, change)
             gram = state.gram = gram.clone()
         else:
-            torch.sub(plain, last_plain, out=state.steps[:, slot])
-            torch.sub(residual, last_residual, out=state.changes[:, slot])
+            change, step = state.changes[:, slot], state.steps[:, slot]
+            torch.sub(point.residual, last.residual, out=change)
+            torch.sub(point.z, last.z, out=step)
+            step.add_(change, alpha=self.damping)
         row = inner_products(state.changes[:, :filled], state.changes[:, slot])
         # The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
         # smallest normal number gives a zero difference (a rejected step) the weight zero.
@@ -112,13 +109,12 @@ class Anderson(Solver):
 class AndersonState:
     """``steps``, ``changes`` (B, m, D): dZ + damping dR and dR in ring order.
 
-    ``gram`` (B, m, m) is dR^T dR with its ridge; ``last_plain`` the last z + damping r.
+    ``gram`` (B, m, m) is dR^T dR with its ridge; ``last`` the last point.
     """
 
     steps: Tensor
     changes: Tensor
     gram: Tensor
-    last_plain: Tensor | None
-    last_residual: Tensor | None
+    last: Point | None
     count: int = 0
     filled: int = 0

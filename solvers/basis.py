@@ -26,7 +26,7 @@ def combine(start: Tensor, weights: Tensor, basis: Tensor) -> Tensor:
     """``start + sum_j weights_j basis_j``: (B, D), (B, m), (B, m, D) -> (B, D)."""
     weights = weights.to(start.dtype).unsqueeze(1)
     if in_numpy(basis) and in_numpy(start):
-        return start + torch.from_numpy(np.matmul(weights.numpy(), basis.numpy()))[:, 0]
+        return torch.from_numpy(np.matmul(weights.numpy(), basis.numpy()))[:, 0].add_(start)
     return torch.baddbmm(start.unsqueeze(1), weights, basis).squeeze(1)
 
 

@@ -43,8 +43,14 @@ class Layout:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
         if isinstance(state, Tensor):
             return state.reshape(state.shape[0], -1)
-        leaves = pytree.tree_leaves(state)
+        leaves = pytree.tree_leaves(self.ordered(state))
         return torch.cat([t.reshape(t.shape[0], -1).to(self.dtype) for t in leaves], dim=1)
+
+    def ordered(self, state: Any) -> Any:
+        """``state`` with the keys of its dicts in this layout's order."""
+        if pytree.tree_structure(state) == self.spec:
+            return state
+        return _like(pytree.tree_unflatten(list(self.shapes), self.spec), state)
 
     def tree(self, vector: Tensor) -> Any:
         """(B, D) -> pytree, each leaf in its own shape and dtype."""
@@ -72,6 +78,18 @@ class Layout:
         return torch.cat(parts, dim=1)
 
 
+def _like(template: Any, state: Any) -> Any:
+    """Follow the template into dicts with the same keys and sequences of the same length."""
+    if isinstance(template, torch.Size):
+        return state
+    if isinstance(template, dict) and isinstance(state, dict) and template.keys() == state.keys():
+        return {key: _like(part, state[key]) for key, part in template.items()}
+    if type(template) is type(state) and isinstance(state, (list, tuple)):
+        if len(template) == len(state) and type(state) in (list, tuple):
+            return type(state)(_like(a, b) for a, b in zip(template, state, strict=True))
+    return state
+
+
 def check_leaves(leaves: list[Any], name: str) -> None:
     """Every leaf a floating tensor with the same non-zero batch size and device."""
     if not leaves:
@@ -91,6 +109,8 @@ def check_leaves(leaves: list[Any], name: str) -> None:
         if leaf.device != first.device:
             devices = sorted({str(t.device) for t in leaves})
             raise ValueError(f"the leaves of {name} must be on one device, got {devices}")
+    if all(leaf[0].numel() == 0 for leaf in leaves if leaf.shape[0]) and first.shape[0]:
+        raise ValueError(f"{name} must hold at least one number per sample, got none")
     if first.shape[0] == 0:
         raise ValueError(f"{name} must hold at least one sample, got batch size 0")
 

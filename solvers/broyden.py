@@ -66,8 +66,13 @@ class Broyden(Solver):
         if state.count >= self.memory:
             state.clear()
         current = turn.current
+        if state.replaced is not None:
+            # The loop moved these rows by a step of its own: no secant pair of ours.
+            state.restart(state.replaced)
+        state.replaced = None
         if turn.accepted is not None:
-            state.restart(~turn.accepted)
+            state.replaced = ~turn.accepted
+            state.restart(state.replaced)
         start = current.residual if self.damping == 1.0 else self.damping * current.residual
         step = start if state.count == 0 else self._step(state, start)
         self._append(state, step)
@@ -125,11 +130,15 @@ class Broyden(Solver):
 
 @dataclass
 class BroydenState:
-    """Steps as unit vectors (B, k, D) with their lengths (B, k) and Gram matrix (B, k, k)."""
+    """Steps as unit vectors (B, k, D) with their lengths (B, k) and Gram matrix (B, k, k).
+
+    ``replaced`` (B,): rows whose last candidate the loop replaced by a safer one.
+    """
 
     units: Tensor
     lengths: Tensor
     gram: Tensor
+    replaced: Tensor | None = None
     count: int = 0
 
     def clear(self) -> None:

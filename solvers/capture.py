@@ -81,10 +81,11 @@ class _Substitution(TorchFunctionMode):
         if torch.is_grad_enabled():
             args = [self._replace(value) for value in args]
             kwargs = {name: self._replace(value) for name, value in kwargs.items()}
+        # A leaf that comes out is f's own, unless it went in as one (as through a .to() that has
+        # nothing to do); t.detach().requires_grad_() hands back its argument too, but made it a leaf.
+        given = {id(t) for t in (*args, *kwargs.values()) if _requires_grad(t)}
         result = func(*args, **kwargs)
-        leaf = isinstance(result, Tensor) and result.is_leaf and result.requires_grad
-        # A leaf that f has made; functions such as .to() may also hand back what they were given.
-        if leaf and not any(result is given for given in (*args, *kwargs.values())):
+        if _requires_grad(result) and result.is_leaf and id(result) not in given:
             self.inside[id(result)] = result
         return result
 
@@ -106,6 +107,10 @@ class _Substitution(TorchFunctionMode):
             return False
         node = value.grad_fn
         return node is None or node._sequence_nr() < self.start
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> Tracked:

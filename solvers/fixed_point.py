@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from solvers.adjoint import Adjoint, Implicit
@@ -22,6 +21,7 @@ from solvers.report import check_on_failure, report
 from solvers.solution import Solution
 from solvers.solver import ExternalSolver, Solver, require_count
 from solvers.tolerance import Tolerance
+from solvers.weights import constant_weights
 
 _DEFAULT_TOLERANCE = Tolerance()
 _DEFAULT_ADJOINT = Implicit()
@@ -86,7 +86,7 @@ def fixed_point(
     def solve(target: Problem, vector: Tensor) -> Solution:
         # Weights stand still during a solve: parametrised ones are computed once. The solver's own
         # algebra keeps its precision under autocast; f gets it back (Problem._run).
-        with parametrize.cached(), without_autocast(vector.device.type):
+        with constant_weights(), without_autocast(vector.device.type):
             if isinstance(solver, ExternalSolver):
                 return solver.run(target, vector, tolerance, max_steps)
             return Loop(target, solver, tolerance, max_steps, **options).run(vector)
@@ -131,7 +131,16 @@ def _check_options(
     if adjoint is not None and not isinstance(adjoint, Adjoint):
         raise TypeError(f"adjoint must be a solvers.Adjoint or None, got {adjoint!r}")
     require_count("max_steps", max_steps)
+    for name in ("compact", "record"):
+        if not isinstance(options[name], bool):
+            raise TypeError(f"{name} must be True or False, got {options[name]!r}")
+    if options["callback"] is not None and not callable(options["callback"]):
+        raise TypeError(f"callback must be callable or None, got {options['callback']!r}")
     unwatched = [name for name in ("record", "callback") if options[name]]
+    if isinstance(solver, ExternalSolver) and energy is not None:
+        raise ValueError(
+            f"{solver!r} has a loop of its own, which takes no energy: leave energy out"
+        )
     if isinstance(solver, ExternalSolver) and unwatched:
         raise ValueError(f"{solver!r} has a loop of its own, which knows no {unwatched}")
     if solver.needs_energy and not (isinstance(f, EnergyUpdate) and energy is None):

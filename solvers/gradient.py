@@ -35,7 +35,7 @@ class GradientDescent(Solver):
 
     def __post_init__(self) -> None:
         if self.step_size != "auto":
-            require_number("step_size", self.step_size, low=0.0, high=float("inf"), closed=False)
+            require_number("step_size", self.step_size, low=0.0, high=1e30, closed=False)
         require_number("momentum", self.momentum, low=0.0, high=1.0)
         if self.momentum == 1.0:
             raise ValueError("momentum must be < 1, got 1.0")

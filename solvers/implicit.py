@@ -26,6 +26,8 @@ class AdjointSystem:
     max_steps: int
     on_failure: str
     report: AdjointReport
+    rows: Tensor | None = None  # samples that take part, where not all do
+    batch: int = 0
 
     def solve(self, product: Callable[[Tensor], Tensor], right: Tensor, symmetric: bool) -> Tensor:
         """Solve ``u - product(u) = right`` for vectors (B, D)."""
@@ -53,10 +55,13 @@ class AdjointSystem:
                 solution = _combine(solution, run(MINRES(), solution.value))
         else:
             solution = run(GMRES())
+        value = solution.value
+        if self.rows is not None:
+            solution = _spread(solution, self.rows, self.batch)
         self.report.solution = solution
         self.report.solves += 1
         report(solution, self.on_failure, "adjoint solve")
-        return solution.value
+        return value
 
 
 def _combine(first: Solution, second: Solution) -> Solution:
@@ -71,6 +76,22 @@ def _combine(first: Solution, second: Solution) -> Solution:
         residual_norm=pick(again, second.residual_norm, first.residual_norm),
         steps=first.steps + pick(again, second.steps, 0),
         evaluations=first.evaluations + cost,
+    )
+
+
+def _spread(part: Solution, rows: Tensor, batch: int) -> Solution:
+    """A solution of some rows as one of the whole batch; the others are NONFINITE, at no cost."""
+
+    def whole(values: Tensor, empty: float) -> Tensor:
+        return values.new_full((batch, *values.shape[1:]), empty).index_copy(0, rows, values)
+
+    return Solution(
+        value=whole(part.value, 0.0),
+        status=whole(part.status, int(Status.NONFINITE)),
+        residual=whole(part.residual, torch.inf),
+        residual_norm=whole(part.residual_norm, torch.inf),
+        steps=whole(part.steps, 0),
+        evaluations=whole(part.evaluations, 0),
     )
 
 
@@ -91,14 +112,20 @@ def implicit_value(problem: Problem, solution: Solution, system: AdjointSystem) 
     that their NaN does not reach the gradients of the others.
     """
     z = solution.value
-    finite = torch.isfinite(solution.residual)
-    if bool(finite.all()):
+    rows = evaluable_rows(solution)
+    if rows is None:
         return _attach(problem, z, system)
-    rows = torch.nonzero(finite).flatten()
     if rows.numel() == 0:
         return z
+    system.rows, system.batch = rows, z.shape[0]
     part = _attach(problem.rows(rows, z.shape[0]), z.index_select(0, rows), system)
     return z.index_copy(0, rows, part)
+
+
+def evaluable_rows(solution: Solution) -> Tensor | None:
+    """Samples with a finite evaluation, or None where that is all of them."""
+    finite = torch.isfinite(solution.residual)
+    return None if bool(finite.all()) else torch.nonzero(finite).flatten()
 
 
 def _attach(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:

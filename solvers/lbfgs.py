@@ -80,14 +80,15 @@ class LBFGS(Solver):
             return current.z + state.direction
         learned = self._learn(state, trial, accepted)
         direction = self._direction(state, _gradient(current))
-        if accepted is not None:
+        if accepted is None:
+            state.rejections = torch.zeros_like(state.rejections)
+            state.length = torch.ones_like(state.length)
+        else:
             state.rejections = torch.where(accepted, 0, state.rejections + 1)
             renew = accepted | (learned & (state.rejections == 1))
             shorter = state.length * interpolation(current, trial).to(state.length.dtype)
             direction = where_rows(renew, direction, state.direction)
             state.length = torch.where(renew, 1.0, shorter)
-        elif bool((state.length != 1.0).any()) if current.z.device.type == "cpu" else True:
-            state.length = torch.ones_like(state.length)
         state.point, state.direction = current, direction
         return current.z + state.length.to(current.z.dtype).unsqueeze(1) * direction
 

@@ -11,14 +11,22 @@ from torch import Tensor
 
 from solvers.poll import maybe_any
 from solvers.problem import Problem
-from solvers.safeguard import MAX_REJECTIONS, Backtracking, acceptable, fall_back
+from solvers.safeguard import MAX_REJECTIONS, Backtracking, acceptable, fall_back, rounding
 from solvers.solution import Solution, Status, Trace
-from solvers.solver import Point, Solver, Turn, merge_points, select_rows, where_rows
+from solvers.solver import (
+    Point,
+    Solver,
+    Turn,
+    keep_rows,
+    merge_points,
+    select_rows,
+    where_rows,
+)
 from solvers.tolerance import Tolerance
 from solvers.watch import Watch
 
 RUNNING = -1
-DIVERGENCE = 1e6  # growth of the residual, against the scale of the first evaluation
+DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
 PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
 
@@ -55,6 +63,7 @@ class Rows:
     extra: Tensor  # products with the Jacobian (Newton methods)
     limit: Tensor  # residual norm beyond which the sample diverges
     milestone: Tensor  # best relative residual at the last check for progress
+    energy_milestone: Tensor  # and the energy
 
 
 class Loop:
@@ -79,6 +88,7 @@ class Loop:
         self.callback = callback
         self.finished: list[Rows] = []
         self.ended = False  # some row of the working batch has ended
+        self.recovering = False  # some row was rejected at the last turn
         # Nobody looks at every single evaluation: uneventful ones can take the fast path.
         watched = problem.has_energy or solver.searches or record or callback
         self.plain = not (watched or tolerance.atol)
@@ -109,10 +119,17 @@ class Loop:
             current, trial, accepted, state = self._shrink(current, trial, accepted, state)
             if state is None:
                 state = self.solver.init(current, self.problem)
-            z = self._propose(state, current, trial, accepted)
-            self.rows.extra = getattr(state, "extra", self.rows.extra)
             last = current
+            z = self._propose(state, current, trial, accepted)
+            if self.solver.searches:
+                self._charge(getattr(state, "extra", None))
         return self._solution()
+
+    def _charge(self, extra: Tensor | None) -> None:
+        """Products with the Jacobian that a Newton method has made, for rows still running."""
+        if extra is not None:
+            running = self.rows.status == RUNNING
+            self.rows.extra = torch.where(running, extra, self.rows.extra)
 
     def _smooth(self, trial: Point, evaluation: int) -> bool:
         """Fast path of the CPU: every row is running, improves, and none has converged.
@@ -120,12 +137,14 @@ class Loop:
         Then only the best iterate changes; counts are brought up to date by the next full account.
         """
         due = evaluation == self.max_steps or evaluation % PATIENCE == 0
-        if due or self.ended or not self.plain:
+        if due or self.ended or self.recovering or not self.plain:
             return False
         relative = trial.norm / trial.reference
         if not bool((relative < self.rows.relative).all()):  # False also for NaN
             return False
         if float(relative.min()) <= self.tolerance.rtol:
+            return False
+        if not bool((trial.norm <= self.rows.limit).all()):
             return False
         rows = self.rows
         rows.value, rows.relative, rows.norm = trial.z, relative, trial.norm
@@ -133,7 +152,7 @@ class Loop:
 
     def _judge(self, trial: Point, last: Point | None) -> Tensor | None:
         """Accepted rows, or None for all of them."""
-        accepted = acceptable(trial, last)
+        accepted = acceptable(trial, last, None if last is None else self.rows.limit)
         return accepted if maybe_any(~accepted) else None
 
     def _first(self, trial: Point) -> Rows:
@@ -153,6 +172,7 @@ class Loop:
             extra=whole,
             limit=DIVERGENCE * scale,
             milestone=infinite,
+            energy_milestone=infinite,
         )
 
     def _record(self, trial: Point, accepted: Tensor | None, evaluation: int) -> None:
@@ -170,16 +190,27 @@ class Loop:
             rows.rejected = rows.rejected + (running & ~accepted)
         self._trace(relative, trial.energy, accepted, running, evaluation)
         status = torch.where(converged, int(Status.CONVERGED), rows.status)
-        status = torch.where(taken & (trial.norm > rows.limit), int(Status.DIVERGED), status)
         over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
         status = torch.where(over, int(Status.MAX_STEPS), status)
         if accepted is not None:
             status = self._give_up(status, accepted, trial, evaluation)
         if evaluation % PATIENCE == 0:
-            stuck = (rows.relative > 0.99 * rows.milestone) & (status == RUNNING)
-            status = torch.where(stuck, int(Status.STALLED), status)
-            rows.milestone = rows.relative
+            status = self._check_progress(status, trial, accepted)
         rows.status = status
+
+    def _check_progress(self, status: Tensor, trial: Point, accepted: Tensor | None) -> Tensor:
+        """Rows with neither a better residual nor a lower energy since the last check have stalled."""
+        rows = self.rows
+        stuck = (rows.relative > 0.99 * rows.milestone) & (status == RUNNING)
+        rows.milestone = rows.relative
+        if trial.energy is not None:
+            energy = trial.energy.detach()
+            if accepted is not None:
+                energy = torch.where(accepted, energy, rows.energy_milestone)
+            fell = energy < rows.energy_milestone - rounding(energy)
+            stuck = stuck & ~fell
+            rows.energy_milestone = torch.minimum(energy, rows.energy_milestone)
+        return torch.where(stuck, int(Status.STALLED), status)
 
     def _keep(self, trial: Point, relative: Tensor, better: Tensor) -> None:
         rows = self.rows
@@ -196,23 +227,33 @@ class Loop:
             rows.energy = torch.where(better, trial.energy, rows.energy)
 
     def _give_up(self, status: Tensor, accepted: Tensor, trial: Point, evaluation: int) -> Tensor:
-        """Rows whose trials were rejected too often; the very first point has nothing to fall back on."""
-        tried = MAX_REJECTIONS if evaluation > 1 else 0
-        hopeless = ~accepted & (status == RUNNING) & (self.memory.rejections >= tried)
+        """Rows that were rejected too often, or whose plain step too leads far away.
+
+        The very first point has nothing to fall back on.
+        """
+        rejected = ~accepted & (status == RUNNING)
         finite = torch.isfinite(trial.norm + trial.reference)
         if trial.energy is not None:
             finite = finite & torch.isfinite(trial.energy.detach())
+        tried = MAX_REJECTIONS if evaluation > 1 else 0
+        hopeless = rejected & (self.memory.rejections >= tried)
         reason = torch.where(finite, int(Status.STALLED), int(Status.NONFINITE))
-        return torch.where(hopeless, reason, status)
+        status = torch.where(hopeless, reason, status)
+        if trial.energy is not None:  # descent will find a step that is short enough
+            return status
+        wild = rejected & (self.memory.rejections > 0) & (trial.norm > self.rows.limit)
+        return torch.where(wild, int(Status.DIVERGED), status)
 
     def _propose(self, state: Any, current: Point, trial: Point, accepted: Tensor | None) -> Tensor:
         candidate = self.solver.step(state, Turn(current, trial, accepted, self.problem))
         if accepted is None:
-            if current.energy is not None:
-                self.memory.rejections = torch.zeros_like(self.memory.rejections)
+            if self.recovering:
+                self.memory.note(torch.ones_like(self.memory.rejections, dtype=torch.bool))
+                self.recovering = False
             return candidate
+        self.recovering = True
         if self.solver.searches:
-            self.memory.rejections = torch.where(accepted, 0, self.memory.rejections + 1)
+            self.memory.note(accepted)
             return candidate
         return fall_back(self.memory, current, trial, accepted, candidate)
 
@@ -243,7 +284,9 @@ class Loop:
         current = select_rows(current, stay)
         trial = current if same else select_rows(trial, stay)
         accepted = None if accepted is None else accepted.index_select(0, stay)
-        return current, trial, accepted, None if state is None else select_rows(state, stay)
+        if state is not None:
+            keep_rows(state, stay)
+        return current, trial, accepted, state
 
     def _trace(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -51,8 +52,12 @@ class Descent(EnergyUpdate):
     symmetric = True
 
     def __init__(self, energy: Callable[..., Tensor], step_size: float = 1.0) -> None:
-        if not step_size > 0:
-            raise ValueError(f"step_size must be > 0, got {step_size!r}")
+        if not callable(energy):
+            raise TypeError(f"energy must be callable, got {energy!r}")
+        if isinstance(step_size, bool) or not isinstance(step_size, (int, float)):
+            raise TypeError(f"step_size must be a number, got {step_size!r}")
+        if not 0 < step_size < float("inf"):
+            raise ValueError(f"step_size must be > 0 and finite, got {step_size!r}")
         self.energy = energy
         self.step_size = step_size
 
@@ -188,7 +193,8 @@ class Problem(Linearizable):
 
     def _check_output(self, output: Any, energy: Tensor | None, z: Tensor) -> None:
         self._checked = True
-        leaves, spec = pytree.tree_flatten(output)
+        refuse_forward_mode(output)
+        leaves, spec = pytree.tree_flatten(self.layout.ordered(output))
         if spec != self.layout.spec:
             raise TypeError(f"f must return a state structured like z0, got {spec}")
         names = zip(leaves, self.layout.shapes, self.layout.dtypes, strict=True)
@@ -210,6 +216,18 @@ class Problem(Linearizable):
         """After finished samples have left, a failing f has most likely closed over the batch."""
         if self.shrunk:
             raise type(error)(f"{error}\n{_SHRUNK.format(batch)}") from error
+
+
+def refuse_forward_mode(output: Any) -> None:
+    """A tangent that reaches f's value would be dropped by the solve: say so instead."""
+    if getattr(forward_ad, "_current_level", -1) < 0:
+        return
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None:
+            raise NotImplementedError(
+                "forward-mode differentiation through a fixed point is not implemented; use "
+                "reverse mode (backward, torch.autograd.grad)"
+            )
 
 
 _SHRUNK = (

@@ -29,16 +29,26 @@ class Backtracking:
     def start(cls, norm: Tensor) -> Backtracking:
         return cls(torch.ones_like(norm), torch.zeros_like(norm, dtype=torch.int64))
 
+    def note(self, accepted: Tensor) -> Tensor:
+        """Count consecutive rejections; (B,) bool, rows rejected for the first time."""
+        first = ~accepted & (self.rejections == 0)
+        recovered = accepted & (self.rejections > 0)
+        self.scale = torch.where(recovered, (2 * self.scale).clamp_max(1.0), self.scale)
+        self.rejections = torch.where(accepted, 0, self.rejections + 1)
+        return first
 
-def acceptable(trial: Point, last: Point | None) -> Tensor:
-    """(B,) bool: the trial is finite and, where energies are known, passes Armijo's rule.
 
-    ``E(trial) <= E(last) + c <dE(last), trial - last>`` with c = 1e-4; without a gradient the
-    energy must not rise. Where two energies agree to rounding they cannot be told apart, and the
-    trial is taken if its residual is not larger.
+def acceptable(trial: Point, last: Point | None, limit: Tensor | None) -> Tensor:
+    """(B,) bool: the trial is finite, not wild, and passes Armijo's rule where energies are known.
+
+    Armijo: ``E(trial) <= E(last) + c <dE(last), trial - last>`` with c = 1e-4; without a gradient
+    the energy must not rise. Where two energies agree to rounding they cannot be told apart, and
+    the trial is taken if its residual is not larger. Wild is a residual above ``limit``.
     """
     # Both norms: a residual over an overflowed f(z) would look converged.
     finite = torch.isfinite(trial.norm + trial.reference)
+    if limit is not None:
+        finite = finite & (trial.norm <= limit)
     if trial.energy is None:
         return finite
     energy = trial.energy.detach()
@@ -50,28 +60,27 @@ def acceptable(trial: Point, last: Point | None) -> Tensor:
     if last.gradient is not None:
         slope = ((trial.z - last.z) * last.gradient).detach().sum(1).clamp_max(0.0)
         allowed = before + ARMIJO * slope
-    rounding = 8 * torch.finfo(energy.dtype).eps * before.abs()
-    same = (energy <= before + rounding) & (trial.norm <= last.norm)
+    same = (energy <= before + rounding(before)) & (trial.norm <= last.norm)
     return finite & ((energy <= allowed) | same)
+
+
+def rounding(energy: Tensor) -> Tensor:
+    """(B,) differences of energies below this are noise."""
+    return 8 * torch.finfo(energy.dtype).eps * energy.abs()
 
 
 def fall_back(
     memory: Backtracking, current: Point, trial: Point, accepted: Tensor, candidate: Tensor
 ) -> Tensor:
-    """Next trial: the solver's ``candidate`` in accepted rows, a safer one in rejected rows.
+    """Next trial: the solver's ``candidate`` in accepted rows, a plain step in rejected ones.
 
-    With an energy the safer one is a plain step ``z + t (f(z) - z)``: t = 1 (or the last length
-    that worked) after a rejected accelerated step, then shorter by quadratic interpolation.
-    Without one it is the midpoint between the current iterate and the non-finite trial.
+    ``z + t (f(z) - z)`` from the current iterate: t = 1, or the last length that worked, after a
+    rejected accelerated step, then shorter: by interpolation of the energy, else by half.
     """
-    first = memory.rejections == 0
-    memory.rejections = torch.where(accepted, 0, memory.rejections + 1)
-    if current.energy is None:
-        safer = current.z + 0.5 * (torch.nan_to_num(trial.z) - current.z)
-        return where_rows(accepted, candidate, safer)
+    first = memory.note(accepted)
     shorter = memory.scale * interpolation(current, trial)
-    grown = torch.where(first, memory.scale, (2 * memory.scale).clamp_max(1.0))
-    memory.scale = torch.where(accepted, grown, torch.where(first, memory.scale, shorter))
+    shorten = ~accepted & ~first
+    memory.scale = torch.where(shorten, shorter, memory.scale)
     safer = current.z + memory.scale[:, None].to(current.z.dtype) * current.residual
     return where_rows(accepted, candidate, safer)
 

@@ -122,6 +122,16 @@ def select_rows(record: Record, index: Tensor) -> Record:
     return replace(record, **changes)  # type: ignore[type-var]
 
 
+def keep_rows(record: Any, index: Tensor) -> None:
+    """The same in place, tensor by tensor, so that old and new histories never coexist whole."""
+    for entry in fields(record):
+        value = getattr(record, entry.name)
+        if isinstance(value, Tensor):
+            setattr(record, entry.name, value.index_select(0, index))
+        elif hasattr(value, "__dataclass_fields__") and not isinstance(value, (type, Solver)):
+            setattr(record, entry.name, select_rows(value, index))
+
+
 def where_rows(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     """Row-wise choice; NaN in the row that is not chosen does not leak."""
     return torch.where(mask.reshape(-1, *([1] * (yes.dim() - 1))), yes, no)

@@ -87,7 +87,7 @@ class _Watch:
         self.done = torch.zeros_like(infinite, dtype=torch.bool)
         self.evaluations = torch.zeros_like(infinite, dtype=torch.int64)
 
-    def __call__(self, z: Tensor) -> Tensor:
+    def __call__(self, z: Tensor, tau: float = 1.0) -> Tensor:
         if self.count == self.left or bool(self.done.all()):
             raise _Enough
         self.count += 1
@@ -101,7 +101,7 @@ class _Watch:
         self.norm = torch.where(better, point.norm, self.norm)
         self.evaluations = torch.where(running, self.count, self.evaluations)
         self.done = self.done | converged
-        return z + point.residual
+        return z + tau * point.residual
 
     def solution(self) -> Solution:
         status = torch.where(self.done, int(Status.CONVERGED), int(Status.MAX_STEPS))
@@ -133,6 +133,11 @@ def register(name: str, solver: Solver | None = None) -> None:
     ) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
         if stop_mode not in ("abs", "rel"):
             raise ValueError(f'stop_mode must be "abs" or "rel", got {stop_mode!r}')
+        if indexing is not None and len(indexing) > 1:
+            raise ValueError(
+                f"this solver returns its final state only, but indexing={indexing!r} asks for "
+                f"{len(indexing)} states"
+            )
         relative = stop_mode == "rel"
         tolerance = Tolerance(rtol=tol if relative else 0.0, atol=0.0 if relative else tol)
         # torchdeq's functions close over the whole batch, so no sample may leave it.

@@ -38,7 +38,8 @@ class Multiply(torch.autograd.Function):
         return z @ weight.mT
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (cotangent,) = grad_outputs
         z, weight = ctx.saved_tensors
         return cotangent @ weight, cotangent.mT @ z
 

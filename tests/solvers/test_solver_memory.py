@@ -54,7 +54,7 @@ class Storages(TorchDispatchMode):
 
 def rotation(z: Tensor) -> Tensor:
     """A slow map without any solution in reach of few steps: keeps every solver busy."""
-    return 0.999 * torch.roll(z, 1, dims=1) + 1
+    return torch.roll(z, 1, dims=1).mul_(0.999).add_(1)  # makes one state, its result
 
 
 def held(solver: Solver, steps: int, energy: bool = False) -> tuple[int, list[int]]:
@@ -87,7 +87,7 @@ def held(solver: Solver, steps: int, energy: bool = False) -> tuple[int, list[in
 def test_anderson_keeps_two_states_per_difference(memory: int, steps: int) -> None:
     peak, at_calls = held(Anderson(memory), steps)
     assert max(at_calls) <= 2 * memory + 6
-    assert peak <= 2 * memory + 8  # f makes two states of its own
+    assert peak <= 2 * memory + 7  # with the result of f
     assert len(at_calls) == steps
 
 
