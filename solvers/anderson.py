@@ -16,6 +16,7 @@ from solvers.solver import (
     require_count,
     require_number,
     small_dtype,
+    where_rows,
     write_slot,
 )
 
@@ -30,7 +31,8 @@ class Anderson(Solver):
         z_{k+1} = z_k - dZ c + damping (r_k - dR c)
 
     The Gram matrix ``dR^T dR`` gains one row and column per step. The ridge multiplies its diagonal,
-    so a problem and its multiple take the same steps.
+    so a problem and its multiple take the same steps. A row whose step was rejected forgets its
+    differences, which had led it astray.
 
     Args:
         memory: number of differences kept, >= 1.
@@ -55,8 +57,8 @@ class Anderson(Solver):
         kept = min(self.memory, size)  # more differences than dimensions are dependent
         dtype = small_dtype(point.z.dtype)
         return AndersonState(
-            steps=point.z.new_empty(batch, kept, size),
-            changes=point.z.new_empty(batch, kept, size),
+            steps=point.z.new_zeros(batch, kept, size),
+            changes=point.z.new_zeros(batch, kept, size),
             gram=torch.zeros(batch, kept, kept, dtype=dtype, device=point.z.device),
             last=None,
         )
@@ -67,6 +69,8 @@ class Anderson(Solver):
         state.last = turn.current
         if last is not None:
             self._remember(state, turn.current, last)
+        if turn.accepted is not None:
+            state.forget(~turn.accepted)
         del last  # its states are not needed while the next one is made
         plain = z.add(residual, alpha=self.damping)
         if state.filled == 0:
@@ -118,3 +122,13 @@ class AndersonState:
     last: Point | None
     count: int = 0
     filled: int = 0
+
+    def forget(self, rows: Tensor) -> None:
+        """Drop the history of the rows (B,) bool whose accelerated step was rejected."""
+        keep = ~rows
+        kept = self.gram.shape[1]
+        unit = torch.eye(kept, dtype=self.gram.dtype, device=self.gram.device)
+        self.gram = where_rows(keep, self.gram, unit.expand_as(self.gram))
+        zero = torch.zeros((), dtype=self.steps.dtype, device=self.steps.device)
+        self.steps = where_rows(keep, self.steps, zero)
+        self.changes = where_rows(keep, self.changes, zero)

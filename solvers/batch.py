@@ -84,9 +84,9 @@ def _like(template: Any, state: Any) -> Any:
         return state
     if isinstance(template, dict) and isinstance(state, dict) and template.keys() == state.keys():
         return {key: _like(part, state[key]) for key, part in template.items()}
-    if type(template) is type(state) and isinstance(state, (list, tuple)):
-        if len(template) == len(state) and type(state) in (list, tuple):
-            return type(state)(_like(a, b) for a, b in zip(template, state, strict=True))
+    sequence = type(state) in (list, tuple) and type(template) is type(state)
+    if sequence and len(template) == len(state):
+        return type(state)(_like(a, b) for a, b in zip(template, state, strict=True))
     return state
 
 

@@ -55,13 +55,14 @@ class AdjointSystem:
                 solution = _combine(solution, run(MINRES(), solution.value))
         else:
             solution = run(GMRES())
-        value = solution.value
+        whole = solution
         if self.rows is not None:
-            solution = _spread(solution, self.rows, self.batch)
-        self.report.solution = solution
+            whole = _spread(solution, self.rows, self.batch)
+        self.report.solution = whole
         self.report.solves += 1
+        # Samples without a finite evaluation were reported by the forward solve already.
         report(solution, self.on_failure, "adjoint solve")
-        return value
+        return solution.value
 
 
 def _combine(first: Solution, second: Solution) -> Solution:

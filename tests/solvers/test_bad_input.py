@@ -152,7 +152,7 @@ OPTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, r"regularization must be in \[0.0, 1.0\], got -1", lambda: Anderson(regularization=-1)),
     (ValueError, r"memory must be >= 2, got 1", lambda: Broyden(memory=1)),
     (ValueError, r"memory must be >= 1, got -1", lambda: LBFGS(memory=-1)),
-    (ValueError, r"step_size must be in \(0.0, inf\], got -1.0", lambda: GradientDescent(-1.0)),
+    (ValueError, r"step_size must be in \(0.0, 1e\+30\], got -1.0", lambda: GradientDescent(-1.0)),
     (ValueError, r"step_size must be .*, got inf", lambda: GradientDescent(float("inf"))),
     (TypeError, r"step_size must be a number, got 'fast'", lambda: GradientDescent("fast")),  # type: ignore[arg-type]
     (ValueError, r"momentum must be < 1, got 1.0", lambda: GradientDescent(momentum=1.0)),
@@ -166,7 +166,7 @@ OPTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, r"on_failure must be one of .*'loud'", lambda: Implicit(on_failure="loud")),
     (ValueError, r"steps must be >= 1, got 0", lambda: Phantom(steps=0)),
     (ValueError, r"damping must be in", lambda: Phantom(damping=-0.5)),
-    (ValueError, r"step_size must be > 0, got 0.0", lambda: Descent(lambda z: z.sum(1), 0.0)),
+    (ValueError, r"step_size must be > 0 and finite, got 0.0", lambda: Descent(lambda z: z.sum(1), 0.0)),
     (ValueError, r"step_size must be .*, got nan", lambda: Descent(lambda z: z.sum(1), float("nan"))),
     (TypeError, r"step_size must be a number, got '1'", lambda: Descent(lambda z: z.sum(1), "1")),  # type: ignore[arg-type]
     (TypeError, r"energy must be callable, got 3", lambda: Descent(3)),  # type: ignore[arg-type]

@@ -193,8 +193,8 @@ def test_their_layer_asks_for_states_on_the_way() -> None:
     deq = get_deq(
         f_solver="ours_for_a_test", core="indexing", n_states=3, f_max_iter=9, f_tol=1e-14
     )
-    states, _ = deq(lambda z: 0.9 * z + 1, torch.zeros(2, 3, dtype=torch.float64))[:2]
-    assert len(states) == 3
+    with pytest.raises(ValueError, match=r"final state only, but indexing=.* asks for 3 states"):
+        deq(lambda z: 0.9 * z + 1, torch.zeros(2, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("solver", [LBFGS(), Newton()])
