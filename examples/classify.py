@@ -11,6 +11,7 @@ Each image becomes tokens x; the layer returns the tokens z* that minimise
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import signal
 import statistics
@@ -46,14 +47,14 @@ def arguments() -> argparse.Namespace:
         default="tokens",
         help="all tokens or a class token",
     )
-    add("--stem", choices=("patch", "conv"), default="patch", help="how patches become tokens")
+    add("--stem", choices=("patch", "conv"), default="conv", help="how patches become tokens")
     add("--patch", type=int, default=2, help="height = width of a patch")
     add("--dim", type=int, default=64, help="features of a token")
     add("--heads", type=int, default=4)
     add("--memories", type=int, default=128, help="rows of the feed-forward energy")
     add("--bound", type=float, default=2.0, help="bound on the spectral norms of the projections")
-    add("--maximum", type=float, default=1.0, help="bound on the weights of the energies")
-    add("--epochs", type=int, default=30)
+    add("--maximum", type=float, default=2.0, help="bound on the weights of the energies")
+    add("--epochs", type=int, default=20)
     add("--batch", type=int, default=64)
     add("--rate", type=float, default=2e-3, help="peak learning rate (cosine decay)")
     add(
@@ -235,12 +236,13 @@ def report(training: Training) -> None:
     """Tables as CSV and text, one picture."""
     model, data, out = training.model.eval(), training.data, training.options.out
     sample = data.test_images[:256]
+    exact = copy.deepcopy(model).double()  # so that energies are known well beyond their fall
     with torch.no_grad():
-        tokens = model.tokens(sample)
+        tokens = exact.tokens(sample.double())
     convergence, solution = solve_history(
-        model.layer,
+        exact.layer,
         tokens,
-        tolerance=solvers.Tolerance(rtol=1e-5),
+        tolerance=solvers.Tolerance(rtol=1e-6),
         max_steps=100,
         on_failure="ignore",
     )
@@ -276,7 +278,7 @@ def report(training: Training) -> None:
         trained_evaluations=trained,
     )
     print(f"\n{title}")
-    print(f"\nConvergence on {len(sample)} test images ({solution.summary()}):")
+    print(f"\nConvergence in float64 on {len(sample)} test images ({solution.summary()}):")
     print(format_table(convergence[:: max(1, len(convergence) // 12)]))
     print("\nAccuracy against evaluations at test time:")
     print(format_table(extrapolation))

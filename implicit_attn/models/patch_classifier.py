@@ -13,17 +13,30 @@ from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, ReLUFe
 READOUTS = ("tokens", "class")
 
 
-def build_stem(stem: str, channels: int, patch: int, dim: int) -> nn.Module:
-    """Images (B, channels, H, W) -> features (B, dim, H / patch, W / patch)."""
+class ConvolutionalStem(nn.Module):
+    """Images (B, C, S, S) -> features (B, dim, S / patch, S / patch).
+
+    A 3x3 convolution, a learned offset per pixel, GELU, and the patch embedding: pixels meet their
+    position before the nonlinearity, so that what a token says depends on where it says it.
+    """
+
+    def __init__(self, channels: int, image_size: int, patch: int, dim: int) -> None:
+        super().__init__()
+        width = max(dim // 2, 8)
+        self.local = nn.Conv2d(channels, width, 3, padding=1)
+        self.position = nn.Parameter(0.5 * torch.randn(width, image_size, image_size))
+        self.embed = nn.Conv2d(width, dim, patch, stride=patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.embed(nn.functional.gelu(self.local(images) + self.position))
+
+
+def build_stem(stem: str, channels: int, image_size: int, patch: int, dim: int) -> nn.Module:
+    """The part that turns images into features (B, dim, H / patch, W / patch)."""
     if stem == "patch":
         return nn.Conv2d(channels, dim, patch, stride=patch)
     if stem == "conv":
-        width = max(dim // 2, 8)
-        return nn.Sequential(
-            nn.Conv2d(channels, width, 3, padding=1),
-            nn.GELU(),
-            nn.Conv2d(width, dim, patch, stride=patch),
-        )
+        return ConvolutionalStem(channels, image_size, patch, dim)
     raise ValueError(f'stem must be "patch" or "conv", got {stem!r}')
 
 
@@ -48,7 +61,8 @@ class PatchClassifier(nn.Module):
         memories: rows M of the feed-forward energy.
         readout: "tokens" reads out all tokens, "class" an additional class token.
         bound: bound on the spectral norms.
-        maximum: bound on the weights a and b.
+        weight: a and b at the start.
+        maximum: bound on a and b.
         layer: options of :class:`DEQ` (solver, tolerance, max_steps, ...).
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
@@ -63,13 +77,14 @@ class PatchClassifier(nn.Module):
         classes: int,
         *,
         patch: int = 2,
-        stem: str = "patch",
+        stem: str = "conv",
         dim: int = 64,
         heads: int = 4,
         memories: int = 128,
         readout: str = "tokens",
         bound: float = 2.0,
-        maximum: float = 1.0,
+        weight: float = 0.5,
+        maximum: float = 2.0,
         layer: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -84,12 +99,12 @@ class PatchClassifier(nn.Module):
         self.readout = readout
         self.image_shape = (channels, image_size, image_size)
         tokens = (image_size // patch) ** 2
-        self.embed = build_stem(stem, channels, patch, dim)
+        self.embed = build_stem(stem, channels, image_size, patch, dim)
         self.position = nn.Parameter(0.5 * torch.randn(tokens, dim))
         self.class_token = nn.Parameter(torch.randn(dim)) if readout == "class" else None
         energy: Energy = (
-            BiSoftmaxAttention(dim, heads, bound=bound).weighted(0.2, maximum)
-            + ReLUFeedForward(dim, memories, bound=bound).weighted(0.2, maximum)
+            BiSoftmaxAttention(dim, heads, bound=bound).weighted(weight, maximum)
+            + ReLUFeedForward(dim, memories, bound=bound).weighted(weight, maximum)
             + Quadratic()
         )
         self.layer = DEQ(energy, **(layer or {}))

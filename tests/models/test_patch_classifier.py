@@ -84,10 +84,13 @@ def test_every_parameter_learns(readout: str) -> None:
 
 def test_patches_are_those_of_the_image() -> None:
     """Token k holds patch k, row by row: embedding the identity gives the pixels back."""
-    model = build(4, 1, 2, patch=2, dim=4, heads=1)
+    model = build(4, 1, 2, patch=2, dim=4, heads=1, stem="patch")
+    embed = model.embed
+    assert isinstance(embed, torch.nn.Conv2d)
+    assert embed.bias is not None
     with torch.no_grad():
-        model.embed.weight.copy_(torch.eye(4).view(4, 1, 2, 2))
-        model.embed.bias.zero_()
+        embed.weight.copy_(torch.eye(4).view(4, 1, 2, 2))
+        embed.bias.zero_()
         model.position.zero_()
     x = torch.arange(16.0).reshape(1, 1, 4, 4)
     expected = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]])
