@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.basis import combine, inner_products
+from solvers.basis import combine, inner_products, solve_small, write_symmetric
 from solvers.solver import (
     Linearizable,
     Point,
@@ -77,9 +77,8 @@ class Anderson(Solver):
             return plain
         filled = state.filled
         right = inner_products(state.changes[:, :filled], residual)
-        gram = state.gram[:, :filled, :filled]
-        weights = torch.linalg.solve_ex(gram, right.unsqueeze(2))[0].squeeze(2)
-        return combine(plain, -weights, state.steps[:, :filled])
+        weights = solve_small(state.gram[:, :filled, :filled], right)
+        return combine(plain, weights, state.steps[:, :filled], sign=-1)
 
     def _remember(self, state: AndersonState, point: Point, last: Point) -> None:
         """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""
@@ -104,9 +103,7 @@ class Anderson(Solver):
         # smallest normal number gives a zero difference (a rejected step) the weight zero.
         limits = torch.finfo(gram.dtype)
         ridge = max(self.regularization, 4 * limits.eps)
-        row[:, slot].mul_(1 + ridge).add_(limits.tiny)
-        gram[:, slot, :filled] = row
-        gram[:, :filled, slot] = row
+        write_symmetric(gram, slot, filled, row, 1 + ridge, limits.tiny)
 
 
 @dataclass

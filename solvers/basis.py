@@ -1,4 +1,8 @@
-"""Products with the few vectors per sample that an accelerated method remembers."""
+"""Products with the few vectors per sample that an accelerated method remembers.
+
+Small batches on the CPU go through NumPy: its products start no threads and its calls cost a third of
+torch's, which is most of what a step costs there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,13 @@ from torch import Tensor
 from solvers.solver import small_dtype
 
 NUMPY_SIZE = 1 << 17
+
+
+def in_numpy(tensor: Tensor) -> bool:
+    """Whether a tensor is small, on the CPU, in a dtype of NumPy's, and nothing is recorded."""
+    wide = tensor.dtype in (torch.float32, torch.float64)
+    small = tensor.device.type == "cpu" and tensor.numel() <= NUMPY_SIZE
+    return wide and small and not torch.is_grad_enabled()
 
 
 def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
@@ -22,16 +33,33 @@ def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
     return torch.bmm(vector.unsqueeze(1), basis.mT).squeeze(1)
 
 
-def combine(start: Tensor, weights: Tensor, basis: Tensor) -> Tensor:
-    """``start + sum_j weights_j basis_j``: (B, D), (B, m), (B, m, D) -> (B, D)."""
+def combine(start: Tensor, weights: Tensor, basis: Tensor, sign: int = 1) -> Tensor:
+    """``start + sign sum_j weights_j basis_j``: (B, D), (B, m), (B, m, D) -> (B, D)."""
     weights = weights.to(start.dtype).unsqueeze(1)
     if in_numpy(basis) and in_numpy(start):
-        return torch.from_numpy(np.matmul(weights.numpy(), basis.numpy()))[:, 0].add_(start)
-    return torch.baddbmm(start.unsqueeze(1), weights, basis).squeeze(1)
+        total = np.matmul(weights.numpy(), basis.numpy())[:, 0]
+        operation = np.add if sign > 0 else np.subtract
+        return torch.from_numpy(operation(start.numpy(), total, out=total))
+    return torch.baddbmm(start.unsqueeze(1), weights, basis, alpha=sign).squeeze(1)
 
 
-def in_numpy(tensor: Tensor) -> bool:
-    """Small batches on the CPU: NumPy's products start no threads, which cost more than the sums."""
-    wide = tensor.dtype in (torch.float32, torch.float64)
-    small = tensor.device.type == "cpu" and tensor.numel() <= NUMPY_SIZE
-    return wide and small and not torch.is_grad_enabled()
+def solve_small(matrices: Tensor, right: Tensor) -> Tensor:
+    """(B, m) solutions of symmetric systems (B, m, m) that are regular by construction."""
+    if matrices.shape[1] == 1:
+        return right / matrices[:, 0]
+    return torch.linalg.solve_ex(matrices, right.unsqueeze(2))[0].squeeze(2)
+
+
+def write_symmetric(
+    gram: Tensor, slot: int, filled: int, row: Tensor, ridge: float, tiny: float
+) -> None:
+    """Row and column ``slot`` of gram (B, m, m) from row (B, filled); diagonal ``ridge d + tiny``."""
+    if in_numpy(gram) and not row.requires_grad:
+        matrix, values = gram.numpy(), row.numpy()
+        values[:, slot] = values[:, slot] * ridge + tiny
+        matrix[:, slot, :filled] = values
+        matrix[:, :filled, slot] = values
+        return
+    gram[:, slot, :filled] = row
+    gram[:, :filled, slot] = row
+    gram[:, slot, slot] = row[:, slot] * ridge + tiny

@@ -140,11 +140,12 @@ class Loop:
         if due or self.ended or self.recovering or not self.plain:
             return False
         relative = trial.norm / trial.reference
-        if not bool((relative < self.rows.relative).all()):  # False also for NaN
+        numbers = relative.numpy()
+        if not (numbers < self.rows.relative.numpy()).all():  # False also for NaN
             return False
-        if float(relative.min()) <= self.tolerance.rtol:
+        if numbers.min() <= self.tolerance.rtol:
             return False
-        if not bool((trial.norm <= self.rows.limit).all()):
+        if not (trial.norm.numpy() <= self.rows.limit.numpy()).all():
             return False
         rows = self.rows
         rows.value, rows.relative, rows.norm = trial.z, relative, trial.norm

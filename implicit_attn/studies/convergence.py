@@ -28,8 +28,9 @@ def solve_history(
 
     Returns:
         Rows with evaluation, residual (median, 10 % and 90 % quantile), converged (share of
-        samples), and, for a monitored layer, the energy drop from the start (median, and the largest
-        rise of any sample between two accepted iterates); and the solution with its trace.
+        samples), and, for a monitored layer, the energy against the start and above the sample's
+        own end (medians), and the largest rise of any sample between two accepted iterates; and the
+        solution with its trace.
     """
     with torch.no_grad():
         solution = layer.solve(x, mask, record=True, **options)
@@ -55,9 +56,11 @@ def solve_history(
             "converged": ended[:, k].double().mean().item(),
         }
         if energies is not None:
+            above = energies[:, k] - energies[:, -1]
             drop = energies[:, k] - energies[:, 0]
             rise = energies[:, k] - energies[:, max(k - 1, 0)]
             row["energy_drop"] = drop.median().item()
+            row["energy_above"] = above.median().item()
             row["largest_rise"] = rise.max().item()
         table.append(row)
     return table, solution

@@ -46,14 +46,18 @@ def training_report(
 def draw_training(axes: Any, epochs: Table) -> None:
     """Loss and test accuracy per epoch, with the share of converged training samples."""
     number = [row["epoch"] for row in epochs]
-    axes.plot(number, [row["loss"] for row in epochs], color=BLUE, label="training loss")
+    lines = axes.plot(number, [row["loss"] for row in epochs], color=BLUE, label="loss")
     axes.set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training")
-    axes.yaxis.label.set_color(BLUE)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     right = axes.twinx()
-    right.plot(number, [100 * row["test_accuracy"] for row in epochs], color=ORANGE)
-    right.plot(number, [100 * row["converged"] for row in epochs], color=GREEN, linestyle=":")
-    right.set_ylabel("test accuracy (solid), converged samples (dotted), %", color=ORANGE)
-    right.set_ylim(min(60.0, 100 * min(row["test_accuracy"] for row in epochs)), 101)
+    accuracy = [100 * row["test_accuracy"] for row in epochs]
+    converged = [100 * row["converged"] for row in epochs]
+    lines += right.plot(number, accuracy, color=ORANGE, label="test accuracy")
+    label = "training samples converged"
+    lines += right.plot(number, converged, color=GREEN, linestyle=":", label=label)
+    right.set_ylabel("%")
+    right.set_ylim(min(60.0, *accuracy), 102)
+    axes.legend(handles=lines, frameon=False, loc="center right")
 
 
 def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
@@ -74,22 +78,21 @@ def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
 
 
 def draw_energy(axes: Any, convergence: Table) -> None:
-    """Median energy above its final value; it must fall."""
+    """Median over the samples of the energy above each one's own final value; it must fall."""
     axes.set(
         xlabel="evaluations of energy and gradient",
         ylabel="energy above its final value (median)",
         title="The energy falls along the way",
     )
-    rows = [row for row in convergence if "energy_drop" in row]
+    rows = [row for row in convergence if "energy_above" in row]
     if not rows:
         axes.text(0.5, 0.5, "this layer has no energy", ha="center", transform=axes.transAxes)
         return
-    final = min(row["energy_drop"] for row in rows)
-    above = [row["energy_drop"] - final for row in rows]
-    floor = max(above) * 1e-7
+    rows = [row for row in rows if row["energy_above"] > 0] or rows
     steps = [row["evaluation"] for row in rows]
-    axes.plot(steps, [max(value, floor) for value in above], color=GREEN, marker="o", markersize=3)
-    if floor > 0:
+    above = [row["energy_above"] for row in rows]
+    axes.plot(steps, above, color=GREEN, marker="o", markersize=3)
+    if min(above) > 0:
         axes.set_yscale("log")
 
 
@@ -100,7 +103,9 @@ def draw_extrapolation(axes: Any, extrapolation: Table, trained_evaluations: flo
     axes.plot(budgets, accuracy, color=ORANGE, marker="o")
     axes.axvline(trained_evaluations, color=GREY, linestyle="--", label="median in training")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(budgets, [str(budget) for budget in budgets])
+    # Powers of two get a label, and the largest budget; a neighbour of one of them would overlap.
+    named = [b for b in budgets if b & (b - 1) == 0 or b == budgets[-1]]
+    axes.set_xticks(named, [str(budget) for budget in named])
     axes.minorticks_off()
     axes.set(
         xlabel="evaluations per sample at test time",
