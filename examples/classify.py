@@ -14,7 +14,6 @@ import argparse
 import copy
 import math
 import signal
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -107,6 +106,7 @@ class Training:
         )
         self.epoch, self.batch = 0, 0
         self.sums: dict[str, float] = {}
+        self.spent = [0] * (options.max_steps + 1)  # samples of the epoch by their evaluations
         self.history: list[dict[str, Any]] = []
         self.path = options.out / "checkpoint.safetensors"
         self.stopping = False
@@ -117,7 +117,7 @@ class Training:
         return {name: v for name, v in vars(self.options).items() if name not in ignored}
 
     def save(self) -> None:
-        names = ("epoch", "batch", "sums", "history", "settings")
+        names = ("epoch", "batch", "sums", "spent", "history", "settings")
         progress = {name: getattr(self, name) for name in names}
         save_checkpoint(self.path, self.model, self.optimizer, progress)
 
@@ -131,7 +131,7 @@ class Training:
                 "give the same options, or another --out"
             )
         load_checkpoint(self.path, self.model, self.optimizer)
-        for name in ("epoch", "batch", "sums", "history"):
+        for name in ("epoch", "batch", "sums", "spent", "history"):
             setattr(self, name, progress[name])
 
     def stop(self) -> None:
@@ -143,6 +143,7 @@ class Training:
         while self.epoch < self.options.epochs:
             self.run_epoch()
             self.epoch, self.batch, self.sums = self.epoch + 1, 0, {}
+            self.spent = [0] * len(self.spent)
             self.save()
 
     def run_epoch(self) -> None:
@@ -198,11 +199,12 @@ class Training:
             "samples": number,
             "loss": loss.item() * number,
             "converged": int(solve.converged.sum()),
-            "evaluations": int(solve.evaluations.sum()),
             "adjoint_converged": int(adjoint.converged.sum()),
             "adjoint_products": int(adjoint.evaluations.sum()),
         }.items():
             self.sums[name] = self.sums.get(name, 0) + value
+        for evaluations in solve.evaluations.tolist():
+            self.spent[evaluations] += 1
         worst = adjoint.residual.max().item()
         self.sums["adjoint_residual"] = max(self.sums.get("adjoint_residual", 0.0), worst)
         self.sums["most_evaluations"] = max(
@@ -213,14 +215,25 @@ class Training:
         worst = ("adjoint_residual", "most_evaluations")
         number = max(self.sums.get("samples", 0), 1)
         mean = {n: v / number for n, v in self.sums.items() if n not in (*worst, "samples")}
+        mean["evaluations"] = median_of_counts(self.spent)
         return mean | {name: self.sums.get(name, 0.0) for name in worst}
 
     def status(self) -> str:
         row = self.means()
         return (
             f"loss {row['loss']:.4f}  converged {100 * row['converged']:.1f} %  "
-            f"evaluations {row['evaluations']:.1f}  adjoint {row['adjoint_residual']:.0e}"
+            f"evaluations {row['evaluations']}  adjoint {row['adjoint_residual']:.0e}"
         )
+
+
+def median_of_counts(counts: list[int]) -> int:
+    """Median of numbers given as how often each occurs."""
+    half, seen = sum(counts) / 2, 0
+    for number, count in enumerate(counts):
+        seen += count
+        if seen >= half:
+            return number
+    return 0
 
 
 def accuracy(model: PatchClassifier, images: Tensor, labels: Tensor) -> float:
@@ -246,7 +259,7 @@ def report(training: Training) -> None:
         max_steps=100,
         on_failure="ignore",
     )
-    trained = max(1, round(training.history[-1]["evaluations"]))
+    trained = max(1, training.history[-1]["evaluations"])
     budgets = sorted(
         {2**k for k in range(20) if 2**k < trained} | {trained, 2 * trained, 4 * trained}
     )
@@ -284,10 +297,10 @@ def report(training: Training) -> None:
     print(format_table(extrapolation))
     seconds = sum(row["seconds"] for row in training.history)
     share = 100 * min(row["converged"] for row in training.history)
-    middle = statistics.median(row["evaluations"] for row in training.history)
+    middle = max(row["evaluations"] for row in training.history)
     print(
-        f"\ntraining {seconds:.0f} s; converged training samples, worst epoch {share:.2f} %; "
-        f"evaluations per sample, median epoch {middle:.1f}"
+        f"\ntraining {seconds:.0f} s; worst epoch: {share:.2f} % of training samples converged, "
+        f"median evaluations per sample {middle:g}"
     )
     print(f"report: {out / 'report.png'} (tables beside it as CSV)")
 
