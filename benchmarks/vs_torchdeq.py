@@ -89,14 +89,14 @@ class Theirs:
 def loosest(layer: MeanField, contestant: Any, target: Pair, exact: Any) -> tuple[Pair, Pair]:
     """The loosest tolerances that reach the target, and what they reach."""
     tight = TOLERANCES[-1]
-    for forward in TOLERANCES:
-        if errors(layer, contestant.step((forward, tight)), exact)[0] <= target[0]:
-            break
-    for backward in TOLERANCES:
-        reached = errors(layer, contestant.step((forward, backward)), exact)
-        if reached[1] <= target[1]:
-            break
-    return (forward, backward), reached
+
+    def met(tolerances: Pair, which: int) -> bool:
+        return errors(layer, contestant.step(tolerances), exact)[which] <= target[which]
+
+    forward = next((t for t in TOLERANCES if met((t, tight), 0)), tight)
+    backward = next((t for t in TOLERANCES if met((forward, t), 1)), tight)
+    chosen = (forward, backward)
+    return chosen, errors(layer, contestant.step(chosen), exact)
 
 
 def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:

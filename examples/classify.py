@@ -11,7 +11,6 @@ Each image becomes tokens x; the layer returns the tokens z* that minimise
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import signal
 import time
@@ -27,13 +26,7 @@ import solvers
 from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
 from implicit_attn.data import LOADERS, ImageData, batches, epoch_generator, load
 from implicit_attn.models import PatchClassifier
-from implicit_attn.studies import (
-    accuracy_by_evaluations,
-    format_table,
-    solve_history,
-    write_table,
-)
-from implicit_attn.studies.plots import training_report
+from implicit_attn.studies import write_report
 
 
 def arguments() -> argparse.Namespace:
@@ -247,62 +240,22 @@ def accuracy(model: PatchClassifier, images: Tensor, labels: Tensor) -> float:
 
 def report(training: Training) -> None:
     """Tables as CSV and text, one picture."""
-    model, data, out = training.model.eval(), training.data, training.options.out
-    sample = data.test_images[:256]
-    exact = copy.deepcopy(model).double()  # so that energies are known well beyond their fall
-    with torch.no_grad():
-        tokens = exact.tokens(sample.double())
-    convergence, solution = solve_history(
-        exact.layer,
-        tokens,
-        tolerance=solvers.Tolerance(rtol=1e-6),
-        max_steps=100,
-        on_failure="ignore",
-    )
-    trained = max(1, training.history[-1]["evaluations"])
-    budgets = sorted(
-        {2**k for k in range(20) if 2**k < trained} | {trained, 2 * trained, 4 * trained}
-    )
-    extrapolation = accuracy_by_evaluations(
-        model.layer,
-        model.tokens,
-        model.classify,
-        data.test_images,
-        data.test_labels,
-        budgets,
-    )
-    tables = {
-        "epochs": training.history,
-        "convergence": convergence,
-        "extrapolation": extrapolation,
-    }
-    for name, table in tables.items():
-        write_table(out / f"{name}.csv", table)
-    last = training.history[-1]
+    options, history = training.options, training.history
+    last, number = history[-1], sum(p.numel() for p in training.model.parameters())
     title = (
-        f"{data.name}, {training.options.readout} readout: test accuracy "
-        f"{100 * last['test_accuracy']:.2f} %, {sum(p.numel() for p in model.parameters())} parameters"
-    )
-    training_report(
-        out / "report.png",
-        title,
-        *tables.values(),
-        rtol=training.options.rtol,
-        trained_evaluations=trained,
+        f"{options.data}, {options.readout} readout: test accuracy "
+        f"{100 * last['test_accuracy']:.2f} %, {number} parameters"
     )
     print(f"\n{title}")
-    print(f"\nConvergence in float64 on {len(sample)} test images ({solution.summary()}):")
-    print(format_table(convergence[:: max(1, len(convergence) // 12)]))
-    print("\nAccuracy against evaluations at test time:")
-    print(format_table(extrapolation))
-    seconds = sum(row["seconds"] for row in training.history)
-    share = 100 * min(row["converged"] for row in training.history)
-    middle = max(row["evaluations"] for row in training.history)
+    print(write_report(training.model, training.data, history, options.out, title, options.rtol))
+    seconds = sum(row["seconds"] for row in history)
+    share = 100 * min(row["converged"] for row in history)
+    spent = max(row["evaluations"] for row in history)
     print(
         f"\ntraining {seconds:.0f} s; worst epoch: {share:.2f} % of training samples converged, "
-        f"median evaluations per sample {middle:g}"
+        f"median evaluations per sample {spent:g}"
     )
-    print(f"report: {out / 'report.png'} (tables beside it as CSV)")
+    print(f"report: {options.out / 'report.png'} (tables beside it as CSV)")
 
 
 def main() -> None:

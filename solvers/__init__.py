@@ -16,10 +16,10 @@ from solvers.gmres import GMRES
 from solvers.gradient import GradientDescent
 from solvers.lbfgs import LBFGS
 from solvers.linear import LinearSolver, solve_linear
-from solvers.loop import Progress
 from solvers.minres import MINRES
 from solvers.newton import Newton
 from solvers.problem import Descent, EnergyUpdate
+from solvers.rows import Progress
 from solvers.solution import AdjointReport, Solution, SolveError, SolveWarning, Status, Trace
 from solvers.solver import Solver
 from solvers.spectrum import (

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from solvers.problem import Problem
+from solvers.weights import constant_weights
 
 
 @dataclass
@@ -128,7 +129,8 @@ def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> T
         return aliases.of(leaf) if needs else leaf
 
     args = pytree.tree_map(stand_in, problem.args)
-    with torch.enable_grad(), _Substitution(aliases, point, discover=discover) as mode:
+    mode = _Substitution(aliases, point, discover=discover)
+    with constant_weights(), torch.enable_grad(), mode:
         output = problem.with_args(args).held_map(point)
     inputs = [pair[0] for pair in aliases.pairs.values()]
     stand_ins = [pair[1] for pair in aliases.pairs.values()]

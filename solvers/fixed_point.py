@@ -14,10 +14,11 @@ from solvers.anderson import Anderson
 from solvers.batch import Layout, check_leaves
 from solvers.eager import eager
 from solvers.lbfgs import LBFGS
-from solvers.loop import Loop, Progress
+from solvers.loop import Loop
 from solvers.precision import Autocast, without_autocast
 from solvers.problem import EnergyUpdate, Problem
 from solvers.report import check_on_failure, report
+from solvers.rows import Progress
 from solvers.solution import Solution
 from solvers.solver import ExternalSolver, Solver, require_count
 from solvers.tolerance import Tolerance

@@ -15,10 +15,10 @@ from solvers.eager import eager
 from solvers.gmres import GMRES
 from solvers.krylov import LinearSolver
 from solvers.linear_loop import LinearLoop
-from solvers.loop import Progress
 from solvers.minres import MINRES
 from solvers.product import Product
 from solvers.report import check_on_failure, report
+from solvers.rows import Progress
 from solvers.solution import Solution
 from solvers.solver import require_count
 from solvers.tolerance import Tolerance

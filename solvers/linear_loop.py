@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from solvers.krylov import LinearSolver, norm
-from solvers.loop import SHRINK, Progress
+from solvers.loop import SHRINK
 from solvers.product import Product
 from solvers.rounds import History, Round, Working
+from solvers.rows import Progress
 from solvers.small import Array, Small
 from solvers.solution import Solution, Status
 from solvers.tolerance import Tolerance

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from solvers.poll import maybe_any
 from solvers.problem import Problem
+from solvers.rows import RUNNING, Progress, Rows
 from solvers.safeguard import MAX_REJECTIONS, Backtracking, acceptable, fall_back, rounding
 from solvers.solution import Solution, Status, Trace
 from solvers.solver import (
@@ -25,45 +25,9 @@ from solvers.solver import (
 from solvers.tolerance import Tolerance
 from solvers.watch import Watch
 
-RUNNING = -1
 DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
 PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
-
-
-@dataclass
-class Progress:
-    """What a callback sees after each evaluation.
-
-    Attributes:
-        evaluation: how many evaluations a sample that is still running has had.
-        residual: (B,) relative residual of this evaluation, NaN where the sample has ended.
-        energy: (B,) energy of this evaluation or None, NaN where the sample has ended.
-        running: number of samples still being solved.
-    """
-
-    evaluation: int
-    residual: Tensor
-    energy: Tensor | None
-    running: int
-
-
-@dataclass
-class Rows:
-    """Everything that is kept per sample of the working batch; first dimension the rows."""
-
-    index: Tensor  # position in the caller's batch
-    value: Tensor  # best accepted iterate
-    relative: Tensor
-    norm: Tensor
-    energy: Tensor | None
-    status: Tensor
-    rejected: Tensor  # trials that were not taken
-    evaluations: Tensor
-    extra: Tensor  # products with the Jacobian (Newton methods)
-    limit: Tensor  # residual norm beyond which the sample diverges
-    milestone: Tensor  # best relative residual at the last check for progress
-    energy_milestone: Tensor  # and the energy
 
 
 class Loop:

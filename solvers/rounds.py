@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from solvers.krylov import KrylovRun
-from solvers.loop import Progress
+from solvers.rows import Progress
 from solvers.small import Array, Small
 from solvers.solution import Status, Trace
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch.nn.utils import parametrize
 
 
 @contextmanager
 def constant_weights() -> Iterator[None]:
-    """``parametrize.cached()`` that leaves nothing without a gradient in an outer cache.
+    """``parametrize.cached()`` with a cache of its own, which nobody reads later.
 
-    A solve without recording would fill the cache of a surrounding ``parametrize.cached()`` with
-    weights that have no graph, and whoever reads them later would lose their gradient silently.
+    In the cache of a surrounding ``parametrize.cached()`` a solve would leave weights without a
+    graph, or with that of a recording, and whoever reads them later would lose their gradient.
     """
     outer = getattr(parametrize, "_cache", None)
-    enclosed = bool(getattr(parametrize, "_cache_enabled", 0)) and not torch.is_grad_enabled()
+    enclosed = bool(getattr(parametrize, "_cache_enabled", 0))
     if enclosed:
         parametrize._cache = {}
     try:

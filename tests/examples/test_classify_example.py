@@ -109,7 +109,7 @@ def test_report_and_tables(finished: tuple[Path, str]) -> None:
         "checkpoint.safetensors", "convergence.csv", "epochs.csv", "extrapolation.csv",
         "report.png",
     }  # fmt: skip
-    for text in ("test accuracy", "Accuracy against evaluations", "converged training samples"):
+    for text in ("test accuracy", "Accuracy against evaluations", "training samples converged"):
         assert text in output
 
 
@@ -223,7 +223,7 @@ def test_other_settings_are_refused(finished: tuple[Path, str], flags: tuple[str
 def test_nothing_to_resume(tmp_path: Path) -> None:
     """A mistake on the command line is answered by a line, not by a traceback."""
     code, _ = run("--resume", "--out", str(tmp_path / "nowhere"))
-    assert "no checkpoint" in str(code)
+    assert "nothing to resume" in str(code)
 
 
 @pytest.mark.parametrize(

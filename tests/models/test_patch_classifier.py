@@ -56,9 +56,10 @@ def test_number_of_parameters(case: dict[str, Any]) -> None:
     tokens = (case["image_size"] // patch) ** 2
     pixels = case["channels"] * patch**2
     stem = pixels * dim + dim
-    if case.get("stem") == "conv":  # 3 x 3 to half the width, then the patches
+    if case.get("stem", "conv") == "conv":  # 3 x 3, a place per pixel, then the patches
         width = max(dim // 2, 8)
         stem = (9 * case["channels"] + 1) * width + (width * patch**2 + 1) * dim
+        stem += width * case["image_size"] ** 2
     own_token = case.get("readout") == "class"
     read = dim if own_token else tokens * dim
     expected = (

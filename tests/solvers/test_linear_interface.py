@@ -12,8 +12,8 @@ from torch import Tensor
 
 from solvers.krylov import LinearSolver
 from solvers.linear import CG, GMRES, MINRES, solve_linear
-from solvers.loop import Progress
 from solvers.report import report
+from solvers.rows import Progress
 from solvers.solution import Solution, SolveError, SolveWarning, Status
 from solvers.tolerance import Tolerance
 

@@ -95,7 +95,7 @@ def test_no_graph_is_kept_and_options_arrive() -> None:
     )
     assert len(table) == 2
     assert not solution.value.requires_grad
-    assert set(table[0]) == COLUMNS | {"energy_drop", "largest_rise"}
+    assert set(table[0]) == COLUMNS | {"energy_drop", "energy_above", "largest_rise"}
     assert all(isinstance(value, (int, float)) for row in table for value in row.values())
     with pytest.raises(TypeError, match="unknown options"):
         solve_history(layer, tokens(), max_itr=3)
