@@ -83,7 +83,9 @@ def build(options: argparse.Namespace, data: ImageData) -> PatchClassifier:
         layer={
             "tolerance": solvers.Tolerance(rtol=options.rtol),
             "max_steps": options.max_steps,
-            "on_failure": "ignore",  # counted and shown instead
+            # Failures are counted and shown with the loss instead of warned about.
+            "on_failure": "ignore",
+            "adjoint": solvers.Implicit(on_failure="ignore"),
         },
     )
 
