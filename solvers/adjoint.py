@@ -96,7 +96,7 @@ class Unrolled(Adjoint):
     ) -> Solution:
         problem.checkpoint = self.checkpoint
         solution = solve(problem, start)
-        rows = evaluable_rows(solution)
+        rows = evaluable_rows(solution, problem)
         if rows is None:
             return solution
         # The NaN of a sample without a finite evaluation would reach the gradients of the others
@@ -136,7 +136,7 @@ class Phantom(Adjoint):
         with torch.no_grad():
             solution = solve(problem, start.detach())
         whole = solution.value.detach()
-        rows = evaluable_rows(solution)
+        rows = evaluable_rows(solution, problem)
         part, anchor = problem, whole
         if rows is not None:
             if rows.numel() == 0:

@@ -13,6 +13,7 @@ from solvers.solver import (
     Point,
     Solver,
     Turn,
+    clear_rows,
     require_count,
     require_number,
     small_dtype,
@@ -122,10 +123,8 @@ class AndersonState:
 
     def forget(self, rows: Tensor) -> None:
         """Drop the history of the rows (B,) bool whose accelerated step was rejected."""
-        keep = ~rows
         kept = self.gram.shape[1]
         unit = torch.eye(kept, dtype=self.gram.dtype, device=self.gram.device)
-        self.gram = where_rows(keep, self.gram, unit.expand_as(self.gram))
-        zero = torch.zeros((), dtype=self.steps.dtype, device=self.steps.device)
-        self.steps = where_rows(keep, self.steps, zero)
-        self.changes = where_rows(keep, self.changes, zero)
+        self.gram = where_rows(rows, unit.expand_as(self.gram), self.gram)
+        self.steps = clear_rows(self.steps, rows)
+        self.changes = clear_rows(self.changes, rows)

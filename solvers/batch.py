@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -127,11 +126,6 @@ def take(tree: Any, index: Tensor, batch: int) -> Any:
         return leaf
 
     return pytree.tree_map(rows, tree)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply ``function`` to the tensors of a pytree, leave the rest."""
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def row_norm(vector: Tensor) -> Tensor:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from solvers.basis import combine, inner_products
+from solvers.poll import maybe_any
 from solvers.solver import (
     Linearizable,
     Point,
     Solver,
     Turn,
+    clear_rows,
     require_count,
     require_number,
     small_dtype,
@@ -95,7 +97,7 @@ class Broyden(Solver):
         safe = torch.where(newest > 0, newest, 1.0)
         denominator = 1.0 - torch.where(newest > 0, last / safe, 0.0)
         good = denominator.abs() > NEARLY_SINGULAR
-        if not bool(good.all()) if start.device.type == "cpu" else True:
+        if maybe_any(~good):
             state.restart(~good)
             product = where_rows(good, product, start)
             denominator = torch.where(good, denominator, 1.0)
@@ -146,10 +148,9 @@ class BroydenState:
 
     def restart(self, rows: Tensor) -> None:
         """Forget the history of some rows (B,) bool."""
-        keep = ~rows
-        self.units = where_rows(keep, self.units, torch.zeros_like(self.units))
-        self.lengths = where_rows(keep, self.lengths, torch.zeros_like(self.lengths))
-        self.gram = where_rows(keep, self.gram, torch.zeros_like(self.gram))
+        self.units = clear_rows(self.units, rows)
+        self.lengths = clear_rows(self.lengths, rows)
+        self.gram = clear_rows(self.gram, rows)
 
     def grow(self, memory: int) -> None:
         """Double the storage when it is full, up to ``memory``."""

@@ -82,6 +82,7 @@ def fixed_point(
     start = layout.vector(z0)
     symmetric = bool(getattr(f, "symmetric", False))
     problem = Problem(f, layout, args, energy, mask, symmetric)
+    problem.compact = compact
     problem.autocast = Autocast.now(start.device.type)
 
     def solve(target: Problem, vector: Tensor) -> Solution:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from solvers.solver import Linearizable, Point, Solver, Turn, require_number
+from solvers.solver import Linearizable, Point, Solver, Turn, require_number, small_dtype
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ class GradientDescent(Solver):
     def _automatic(self, state: GradientState, current: Point) -> Tensor:
         if state.memory is not None and state.last_residual is not None:
             s, y = current.z - state.memory, state.last_residual - current.residual
+            wide = small_dtype(s.dtype)
+            s, y = s.to(wide), y.to(wide)
             along, squares, changes = (s * y).sum(1), (s * s).sum(1), (y * y).sum(1)
             usable = (along > 0) & (changes > 0)
-            cosine = along * along / (squares * changes)
+            cosine = (along / squares) * (along / changes)
             step = torch.where(cosine > 0.5, squares / along, along / changes)
             state.step_size = torch.where(usable, step.to(state.step_size.dtype), state.step_size)
         state.memory, state.last_residual = current.z, current.residual

@@ -35,26 +35,31 @@ class AdjointSystem:
         def matvec(u: Tensor) -> Tensor:
             return u - product(u)
 
-        def run(solver: LinearSolver, x0: Tensor | None = None) -> Solution:
+        def run(solver: LinearSolver, b: Tensor, steps: int, x0: Tensor | None = None) -> Solution:
             return solve_linear(
                 matvec,
-                right,
+                b,
                 solver=solver,
                 tolerance=self.tolerance,
-                max_steps=self.max_steps,
+                max_steps=steps,
                 x0=x0,
                 compact=False,
                 on_failure="ignore",
             )
 
-        if self.solver is not None:
-            solution = run(self.solver)
-        elif symmetric:
-            solution = run(CG())
-            if bool((solution.status == Status.INDEFINITE).any()):
-                solution = _combine(solution, run(MINRES(), solution.value))
+        if self.solver is not None or not symmetric:
+            solution = run(self.solver or GMRES(), right, self.max_steps)
         else:
-            solution = run(GMRES())
+            solution = run(CG(), right, self.max_steps)
+            saddles = solution.status == Status.INDEFINITE
+            if bool(saddles.any()):
+                # A right-hand side of zero keeps the solved samples out of the second run.
+                left = self.max_steps - int(solution.evaluations[saddles].max())
+                if left > 0:
+                    zero = right.new_zeros(())
+                    b = torch.where(saddles[:, None], right, zero)
+                    x0 = torch.where(saddles[:, None], solution.value, zero)
+                    solution = _combine(solution, run(MINRES(), b, left, x0))
         whole = solution
         if self.rows is not None:
             whole = _spread(solution, self.rows, self.batch)
@@ -113,7 +118,7 @@ def implicit_value(problem: Problem, solution: Solution, system: AdjointSystem) 
     that their NaN does not reach the gradients of the others.
     """
     z = solution.value
-    rows = evaluable_rows(solution)
+    rows = evaluable_rows(solution, problem)
     if rows is None:
         return _attach(problem, z, system)
     if rows.numel() == 0:
@@ -123,10 +128,15 @@ def implicit_value(problem: Problem, solution: Solution, system: AdjointSystem) 
     return z.index_copy(0, rows, part)
 
 
-def evaluable_rows(solution: Solution) -> Tensor | None:
-    """Samples with a finite evaluation, or None where that is all of them."""
+def evaluable_rows(solution: Solution, problem: Problem) -> Tensor | None:
+    """Samples with a finite evaluation, or None where that is all of them.
+
+    None also where ``compact=False`` forbids to leave any out: NaN of a sample may then reach the
+    gradients of weights that the samples share.
+    """
     finite = torch.isfinite(solution.residual)
-    return None if bool(finite.all()) else torch.nonzero(finite).flatten()
+    whole = not problem.compact or bool(finite.all())
+    return None if whole else torch.nonzero(finite).flatten()
 
 
 def _attach(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from solvers.basis import combine, inner_products
+from solvers.poll import maybe_any
 from solvers.safeguard import interpolation
 from solvers.solver import (
     Linearizable,
@@ -70,7 +71,6 @@ class LBFGS(Solver):
             direction=point.residual,
             length=torch.ones(batch, **small),
             rejections=torch.zeros(batch, dtype=torch.int64, device=point.z.device),
-            order=[0] * kept,
         )
 
     def step(self, state: LBFGSState, turn: Turn) -> Tensor:
@@ -102,11 +102,10 @@ class LBFGS(Solver):
         good = along > CURVATURE * (squares * changes).sqrt()  # False where not finite
         good = good & torch.isfinite(changes)
         scale = torch.where(good, along, 1.0).rsqrt().to(s.dtype).unsqueeze(1)
-        if maybe_not_all(good):
+        if maybe_any(~good):
             s, y = (where_rows(good, t, torch.zeros_like(t)) for t in (s, y))
         slot = state.count % kept
         state.count += 1
-        state.order[slot] = state.count
         state.pairs = write_slot(write_slot(state.pairs, slot, s * scale), kept + slot, y * scale)
         state.update_products(slot)
         safe = torch.where(good, changes, 1.0)
@@ -129,7 +128,7 @@ class LBFGS(Solver):
         plain = gamma.to(gradient.dtype) * gradient
         ascent = combine(plain, weights, state.pairs)
         good = (ascent * gradient).sum(1) > 0
-        if maybe_not_all(good):
+        if maybe_any(~good):
             ascent = where_rows(good, ascent, plain)
         return -ascent
 
@@ -145,35 +144,28 @@ class LBFGSState:
     direction: Tensor
     length: Tensor
     rejections: Tensor
-    order: list[int]  # time at which each slot was written
     count: int = 0
     started: bool = False
 
     def update_products(self, slot: int) -> None:
         kept = self.pairs.shape[1] // 2
         products = self.products.clone() if torch.is_grad_enabled() else self.products
-        new = self.pairs[:, [slot, kept + slot]]
-        if new.dtype != products.dtype:
-            rows = torch.bmm(new.to(products.dtype), self.pairs.to(products.dtype).mT)
-        else:
-            rows = torch.bmm(new, self.pairs.mT)
-        products[:, [slot, kept + slot]] = rows
-        products[:, :, [slot, kept + slot]] = rows.mT
+        own = slice(slot, None, kept)  # s and y of the slot
+        new = self.pairs[:, own].to(products.dtype)
+        rows = torch.bmm(new, self.pairs.to(products.dtype).mT)
+        products[:, own] = rows
+        products[:, :, own] = rows.mT
         self.products = products
 
     def upper_triangle(self) -> Tensor:
         """R (B, m, m): s_i.y_j where i is not younger than j, unit diagonal in empty slots."""
         kept = self.pairs.shape[1] // 2
-        time = torch.tensor(self.order)
-        older = (time[:, None] <= time[None, :]).to(self.products.device)
+        slots = torch.arange(kept, device=self.products.device)
+        age = (self.count - 1 - slots) % kept  # 0 for the newest
+        older = age[:, None] >= age[None, :]
         upper = torch.where(older, self.products[:, :kept, kept:], 0.0)
         empty = torch.diag_embed((upper.diagonal(dim1=1, dim2=2) == 0).to(upper.dtype))
         return upper + empty
-
-
-def maybe_not_all(mask: Tensor) -> bool:
-    """Whether a row fails; on a GPU always True (see :func:`solvers.poll.maybe_any`)."""
-    return not bool(mask.all()) if mask.device.type == "cpu" else True
 
 
 def _gradient(point: Point) -> Tensor:

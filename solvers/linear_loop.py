@@ -204,6 +204,8 @@ class LinearLoop:
             return True
         if batch.outcome is None:
             batch.outcome = Round.nothing(small, self.x, self.residual)
+        if not small.host:  # the watch's answer lies in pinned memory
+            mask = mask.to(run.running.device)
         gone, stay = small.index(~mask), small.index(mask)
         batch.outcome.put(Round.of(run.rows(gone)), rows[gone], small)
         batch.run, batch.rows = run.rows(stay), rows[stay]

@@ -91,30 +91,41 @@ class Newton(Solver):
         base = state.base
         # One evaluation to linearise, one at the trial point; what remains is for products.
         left = problem.max_steps - state.evaluations - state.extra - 2
-        index = torch.nonzero(rows & (left > 0)).flatten()
+        wanted = rows & (left > 0)
         step = base.residual.clone()
+        index = torch.nonzero(wanted).flatten()
         if index.numel():
-            part = problem.rows(index, rows.numel())
+            part = problem
+            if problem.compact:
+                part = problem.rows(index, rows.numel())
+            else:  # f closes over the whole batch: all rows go along
+                index = torch.arange(rows.numel(), device=rows.device)
             point, residual = base.z[index], base.residual[index]
             limit = state.forcing[index] * base.norm[index]
-            run = self._solve(part, point, residual, limit, left[index])
+            run = self._solve(part, point, residual, limit, left[index], wanted[index])
             found = run.solution().to(point.dtype)
             # A direction that does not descend (or none at all) gives way to the plain step.
             uphill = (found * residual).sum(1) <= 0
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, residual, found)
-            state.extra = state.extra.index_add(0, index, run.products.flatten() + 1)
+            spent = (run.products.flatten() + 1) * wanted[index]
+            state.extra = state.extra.index_add(0, index, spent)
         return step
 
     def _solve(
-        self, problem: Linearizable, z: Tensor, residual: Tensor, limit: Tensor, left: Tensor
+        self,
+        problem: Linearizable,
+        z: Tensor,
+        residual: Tensor,
+        limit: Tensor,
+        left: Tensor,
+        wanted: Tensor,
     ) -> KrylovRun:
-        """Run the Krylov method to ``limit`` (B,), with at most ``left`` (B,) products."""
+        """Run the Krylov method to ``limit`` in the ``wanted`` rows, with at most ``left`` products."""
         solver = self.linear or (CG() if problem.symmetric else GMRES(restart=30))
         product = problem.jacobian_product(z)
         working = torch.promote_types(z.dtype, torch.float32)
-        active = torch.ones_like(left, dtype=torch.bool)[:, None]
-        run = solver.start(residual.to(working), limit.to(working)[:, None], active)
+        run = solver.start(residual.to(working), limit.to(working)[:, None], wanted[:, None])
         while not run.exhausted and bool(run.active.any()):
             along = run.direction
             run.absorb(along - product(along.to(z.dtype)).to(working))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from solvers.batch import Layout, row_norm, take
 from solvers.precision import Autocast
+from solvers.recording import ordinary, recording
 from solvers.solver import Linearizable, Point
 
 
@@ -63,8 +64,9 @@ class Descent(EnergyUpdate):
 
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any]:
         outer = torch.is_grad_enabled()
-        leaves, spec = pytree.tree_flatten(z)
-        with torch.enable_grad():
+        with recording():
+            leaves, spec = pytree.tree_flatten(ordinary(z))
+            args = ordinary(args)
             points = [
                 t if outer and t.requires_grad else t.detach().requires_grad_() for t in leaves
             ]
@@ -104,6 +106,7 @@ class Problem(Linearizable):
         self.symmetric = symmetric
         self.has_energy = energy is not None or isinstance(f, EnergyUpdate)
         self.max_steps = 0  # set by the loop
+        self.compact = True  # rows may be taken out
         self.checkpoint = False
         self.shrunk = False
         self.autocast: Autocast | None = None
@@ -139,7 +142,7 @@ class Problem(Linearizable):
                 if self.checkpoint and torch.is_grad_enabled():
                     return checkpoint(function, z, use_reentrant=False)
                 return function(z)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             self._explain_shrinking(error, z.shape[0])
             raise
 
@@ -178,9 +181,9 @@ class Problem(Linearizable):
 
     def jacobian_product(self, z: Tensor) -> Callable[[Tensor], Tensor]:
         """v -> J(z) v: a vector-Jacobian product where J is symmetric, else reverse over reverse."""
-        with torch.enable_grad():
-            point = z.detach().requires_grad_()
-            output = self.held_map(point)
+        with recording():
+            point = ordinary(z).detach().requires_grad_()
+            output = self.with_args(ordinary(self.args)).held_map(point)
             if not output.requires_grad:
                 raise RuntimeError(
                     "f(z) is not differentiable in z, so its Jacobian is not at hand"
@@ -215,7 +218,7 @@ class Problem(Linearizable):
     def _explain_shrinking(self, error: Exception, batch: int) -> None:
         """After finished samples have left, a failing f has most likely closed over the batch."""
         if self.shrunk:
-            raise type(error)(f"{error}\n{_SHRUNK.format(batch)}") from error
+            error.args = (f"{error}\n{_SHRUNK.format(batch)}", *error.args[1:])
 
 
 def refuse_forward_mode(output: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.solver import Point, where_rows
+from solvers.solver import Point, small_dtype, where_rows
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver
 MAX_REJECTIONS = 40  # consecutive rejections after which a row gives up
@@ -58,10 +58,18 @@ def acceptable(trial: Point, last: Point | None, limit: Tensor | None) -> Tensor
     before = last.energy.detach()
     allowed = before
     if last.gradient is not None:
-        slope = ((trial.z - last.z) * last.gradient).detach().sum(1).clamp_max(0.0)
+        slope = slope_of(trial, last).clamp_max(0.0)
         allowed = before + ARMIJO * slope
     same = (energy <= before + rounding(before)) & (trial.norm <= last.norm)
     return finite & ((energy <= allowed) | same)
+
+
+def slope_of(trial: Point, start: Point) -> Tensor:
+    """(B,) ``<dE(start), trial - start>``, in float32 or wider."""
+    assert start.gradient is not None
+    wide = small_dtype(trial.z.dtype)
+    moved = (trial.z - start.z).detach().to(wide)
+    return (moved * start.gradient.detach().to(wide)).sum(1)
 
 
 def rounding(energy: Tensor) -> Tensor:
@@ -89,7 +97,7 @@ def interpolation(current: Point, trial: Point) -> Tensor:
     """(B,) factor in [0.1, 0.5]: minimiser of the parabola through E, its slope and the trial's E."""
     if current.gradient is None or current.energy is None or trial.energy is None:
         return torch.full_like(current.norm, 0.5)
-    slope = ((trial.z - current.z) * current.gradient).detach().sum(1)
+    slope = slope_of(trial, current)
     rise = (trial.energy - current.energy).detach() - slope
     factor = -slope / (2 * rise)
     return torch.nan_to_num(factor, nan=0.1, posinf=0.5, neginf=0.1).clamp(0.1, 0.5)

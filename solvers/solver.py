@@ -100,6 +100,7 @@ class Linearizable(ABC):
 
     symmetric: bool
     max_steps: int
+    compact: bool
 
     @abstractmethod
     def rows(self, index: Tensor, batch: int) -> Linearizable:
@@ -122,14 +123,39 @@ def select_rows(record: Record, index: Tensor) -> Record:
     return replace(record, **changes)  # type: ignore[type-var]
 
 
+LARGE = 1 << 22  # numbers in a history above which its rows are moved in place
+
+
 def keep_rows(record: Any, index: Tensor) -> None:
-    """The same in place, tensor by tensor, so that old and new histories never coexist whole."""
+    """Keep rows ``index`` (increasing) of every tensor of a record, changing the record.
+
+    Large histories (B, m, D) are moved slot by slot within their own storage, so that no second
+    copy of them ever exists.
+    """
     for entry in fields(record):
         value = getattr(record, entry.name)
         if isinstance(value, Tensor):
-            setattr(record, entry.name, value.index_select(0, index))
+            moved = value.dim() == 3 and value.numel() > LARGE and not torch.is_grad_enabled()
+            setattr(
+                record,
+                entry.name,
+                _move_up(value, index) if moved else value.index_select(0, index),
+            )
         elif hasattr(value, "__dataclass_fields__") and not isinstance(value, (type, Solver)):
             setattr(record, entry.name, select_rows(value, index))
+
+
+def _move_up(history: Tensor, index: Tensor) -> Tensor:
+    rows = index.numel()
+    for slot in range(history.shape[1]):
+        history[:rows, slot] = history[:, slot].index_select(0, index)
+    return history[:rows]
+
+
+def clear_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Zeros in ``rows`` (B,) bool; in place unless autograd records."""
+    mask = rows.reshape(-1, *([1] * (tensor.dim() - 1)))
+    return tensor.masked_fill(mask, 0) if torch.is_grad_enabled() else tensor.masked_fill_(mask, 0)
 
 
 def where_rows(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
