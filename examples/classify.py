@@ -58,6 +58,8 @@ def arguments() -> argparse.Namespace:
     add("--out", type=Path, default=None, help="folder of the report (default runs/DATA-READOUT)")
     add("--resume", action="store_true", help="continue from the checkpoint in that folder")
     options = parser.parse_args()
+    if options.limit < 0:
+        parser.error(f"--limit must be >= 0, got {options.limit}")
     for name in ("epochs", "batch", "patch", "dim", "heads", "memories", "max_steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
@@ -104,6 +106,7 @@ class Training:
         self.spent = [0] * (options.max_steps + 1)  # samples of the epoch by their evaluations
         self.history: list[dict[str, Any]] = []
         self.path = options.out / "checkpoint.safetensors"
+        self.seconds = 0.0  # spent on this epoch
         self.stopping = False
 
     @property
@@ -112,7 +115,7 @@ class Training:
         return {name: v for name, v in vars(self.options).items() if name not in ignored}
 
     def save(self) -> None:
-        names = ("epoch", "batch", "sums", "spent", "history", "settings")
+        names = ("epoch", "batch", "sums", "spent", "seconds", "history", "settings")
         progress = {name: getattr(self, name) for name in names}
         save_checkpoint(self.path, self.model, self.optimizer, progress)
 
@@ -126,7 +129,7 @@ class Training:
                 "give the same options, or another --out"
             )
         load_checkpoint(self.path, self.model, self.optimizer)
-        for name in ("epoch", "batch", "sums", "spent", "history"):
+        for name in ("epoch", "batch", "sums", "spent", "seconds", "history"):
             setattr(self, name, progress[name])
 
     def stop(self) -> None:
@@ -138,14 +141,14 @@ class Training:
         while self.epoch < self.options.epochs:
             self.run_epoch()
             self.epoch, self.batch, self.sums = self.epoch + 1, 0, {}
-            self.spent = [0] * len(self.spent)
+            self.spent, self.seconds = [0] * len(self.spent), 0.0
             self.save()
 
     def run_epoch(self) -> None:
         options, data = self.options, self.data
         generator = epoch_generator(options.seed, self.epoch)
         parts = list(batches(data.train_images, data.train_labels, options.batch, generator))
-        start = time.perf_counter()
+        start = time.perf_counter() - self.seconds
         bar = tqdm(
             parts, desc=f"epoch {self.epoch + 1}/{options.epochs}", unit="batch", leave=False
         )
@@ -154,13 +157,14 @@ class Training:
                 continue
             self.step(images, labels, (self.epoch + index / len(parts)) / options.epochs)
             self.batch = index + 1
+            self.seconds = time.perf_counter() - start
             bar.set_postfix_str(self.status())
             if self.stopping:
                 bar.close()
                 self.save()
                 print(f"interrupted; {self.path} holds everything: continue with --resume")
                 raise SystemExit(130)
-        row = {"epoch": self.epoch + 1, **self.means(), "seconds": time.perf_counter() - start}
+        row = {"epoch": self.epoch + 1, **self.means(), "seconds": self.seconds}
         row["test_accuracy"] = accuracy(self.model, data.test_images, data.test_labels)
         self.history.append(row)
         tqdm.write(
@@ -178,8 +182,10 @@ class Training:
         self.model.train()
         loss = F.cross_entropy(self.model(images), labels)
         if not math.isfinite(loss.item()):
+            self.save()
             raise SystemExit(
-                f"the loss is {loss.item()} in epoch {self.epoch + 1}; nothing was updated"
+                f"the loss is {loss.item()} in epoch {self.epoch + 1}, batch {self.batch + 1}; the "
+                f"state before that batch is in {self.path}"
             )
         self.optimizer.zero_grad()
         loss.backward()

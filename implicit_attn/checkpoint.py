@@ -40,10 +40,16 @@ def save_checkpoint(
         groups = state["param_groups"]
         for index, entries in state["state"].items():
             for name, value in entries.items():
+                if not isinstance(value, (Tensor, int, float)):
+                    raise TypeError(
+                        f"the state {name!r} of {type(optimizer).__name__} is a {type(value).__name__}; "
+                        "only tensors and numbers can be kept"
+                    )
                 tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
     header = {
         "format": FORMAT,
         "groups": json.dumps(groups),
+        "optimizer": "" if optimizer is None else type(optimizer).__name__,
         "progress": json.dumps(progress or {}),
     }
     stored = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
@@ -72,7 +78,7 @@ def load_checkpoint(
     # Everything is checked before anything changes.
     _check_weights(model, weights, path)
     if optimizer is not None:
-        _check_groups(optimizer, groups, path)
+        _check_optimizer(optimizer, header["optimizer"], groups, path)
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in entries.items():
             index, entry = name.split(".", 1)
@@ -118,9 +124,13 @@ def _check_weights(model: nn.Module, weights: dict[str, Tensor], path: str | Pat
         )
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, groups: list[Any], path: str | Path) -> None:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, name: str, groups: list[Any], path: str | Path
+) -> None:
     if not groups:
         raise ValueError(f"{path} holds no optimizer state")
+    if name != type(optimizer).__name__:
+        raise ValueError(f"{path} was made with {name}, got {type(optimizer).__name__}")
     own = [len(group["params"]) for group in optimizer.param_groups]
     held = [len(group["params"]) for group in groups]
     if own != held:

@@ -17,6 +17,8 @@ from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.base import FunctionUpdate, Update
 from implicit_attn.updates.gradient_step import GradientStep
 from solvers.eager import eager
+from solvers.report import check_on_failure
+from solvers.solver import require_count
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure")
 
@@ -26,7 +28,8 @@ class DEQ(nn.Module):
 
     Args:
         update: an :class:`Update`, or an :class:`Energy` (then ``GradientStep(energy)``).
-        solver: a ``solvers.Solver``; None: L-BFGS for gradient steps of an energy, else Anderson.
+        solver: a ``solvers.Solver``; None: L-BFGS for gradient steps with one step size, else
+            Anderson.
         tolerance: ``solvers.Tolerance``, per sample.
         max_steps: evaluations per sample, an upper bound.
         adjoint: how gradients flow, ``solvers.Implicit()`` by default; None: not at all.
@@ -69,6 +72,7 @@ class DEQ(nn.Module):
         if not callable(init) and init not in ("input", "zeros"):
             raise ValueError(f'init must be "input", "zeros" or a function of x, got {init!r}')
         self.update = update
+        _check_choices(solver, tolerance, max_steps, adjoint, on_failure)
         self.solver = solver
         self.tolerance = solvers.Tolerance() if tolerance is None else tolerance
         self.max_steps = max_steps
@@ -154,6 +158,20 @@ class DEQ(nn.Module):
                     f"the update holds {module} ({name!r}) in training mode, which changes the map "
                     "at every evaluation; drop out the layer's input or output instead"
                 )
+
+
+def _check_choices(
+    solver: object, tolerance: object, max_steps: object, adjoint: object, on_failure: str
+) -> None:
+    """Options of the layer, before the first forward pass could stumble over them."""
+    if solver is not None and not isinstance(solver, solvers.Solver):
+        raise TypeError(f"solver must be a solvers.Solver or None, got {solver!r}")
+    if tolerance is not None and not isinstance(tolerance, solvers.Tolerance):
+        raise TypeError(f"tolerance must be a solvers.Tolerance, got {tolerance!r}")
+    if adjoint is not None and not isinstance(adjoint, solvers.Adjoint):
+        raise TypeError(f"adjoint must be a solvers.Adjoint or None, got {adjoint!r}")
+    require_count("max_steps", max_steps)
+    check_on_failure(on_failure)
 
 
 def check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
