@@ -65,7 +65,7 @@ class GradientStep(Update):
         channels: d for a step per channel of z (..., d).
         learned: train the step.
 
-    Source: ``equations.md`` 1; Hu et al., Hyper-SET (arXiv 2502.11646), eqs. 9, 11 for learned steps.
+    Source: Hu et al., Hyper-SET (arXiv 2502.11646), eqs. 9, 11 for learned steps.
     """
 
     monitored = True
