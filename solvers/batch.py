@@ -114,6 +114,22 @@ def check_leaves(leaves: list[Any], name: str) -> None:
         raise ValueError(f"{name} must hold at least one sample, got batch size 0")
 
 
+def check_batched(
+    argument: Any, name: str, batch: int, device: torch.device, like: str, home: str
+) -> None:
+    """Tensors of a pytree are batched and on the device like ``like``; shared ones belong in ``home``."""
+    for leaf in pytree.tree_leaves(argument):
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            continue
+        if leaf.shape[0] != batch:
+            raise ValueError(
+                f"{name} must be batched along dim 0 like {like} ({batch} samples), got shape "
+                f"{tuple(leaf.shape)}; tensors that all samples share belong into {home}"
+            )
+        if leaf.device != device:
+            raise ValueError(f"{name} must be on {device} like {like}, got {leaf.device}")
+
+
 def take(tree: Any, index: Tensor, batch: int) -> Any:
     """Rows ``index`` of every tensor of ``tree`` whose first dimension is ``batch``.
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoint import Adjoint, Implicit
 from solvers.anderson import Anderson
-from solvers.batch import Layout, check_leaves
+from solvers.batch import Layout, check_batched, check_leaves
 from solvers.eager import eager
 from solvers.lbfgs import LBFGS
 from solvers.loop import Loop
@@ -160,39 +160,29 @@ def _check_inputs(z0: Any, args: Any, mask: Tensor | None) -> tuple[Any, ...]:
     check_leaves(leaves, "z0")
     batch, device = leaves[0].shape[0], leaves[0].device
     for position, argument in enumerate(args):
+        name = f"args[{position}]"
+        check_batched(argument, name, batch, device, "z0", "f")
         for leaf in pytree.tree_leaves(argument):
-            if isinstance(leaf, Tensor):
-                _check_argument(leaf, f"args[{position}]", batch, device)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                _check_finite(leaf, name)
     for leaf in leaves:
         _check_finite(leaf, "z0")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
             raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
-        _check_argument(mask, "mask", batch, device)
+        check_batched(mask, "mask", batch, device, "z0", "f")
         if not any(t.dim() > 1 and t.shape[1] == mask.shape[1] for t in leaves):
             shapes = [tuple(t.shape) for t in leaves]
             raise ValueError(f"mask has {mask.shape[1]} tokens, which no leaf of z0 has: {shapes}")
     return args
 
 
-def _check_argument(leaf: Tensor, name: str, batch: int, device: torch.device) -> None:
-    if leaf.dim() == 0:
-        return
-    if leaf.shape[0] != batch:
-        raise ValueError(
-            f"{name} must be batched along dim 0 like z0 ({batch} samples), got shape "
-            f"{tuple(leaf.shape)}; tensors that all samples share belong into f"
-        )
-    if leaf.device != device:
-        raise ValueError(f"{name} must be on {device} like z0, got {leaf.device}")
-    if leaf.is_floating_point():
-        _check_finite(leaf, name)
-
-
 def _check_finite(leaf: Tensor, name: str) -> None:
     """Non-finite input is the caller's mistake; on a GPU asking would wait for the device."""
     if leaf.device.type != "cpu" or bool(torch.isfinite(leaf.detach().sum())):
         return
+    if leaf.dim() == 0:
+        raise ValueError(f"{name} must be finite, got {leaf.item()}")
     bad = ~torch.isfinite(leaf.detach()).reshape(leaf.shape[0], -1).all(1)
     if bool(bad.any()):
         rows = torch.nonzero(bad).flatten().tolist()

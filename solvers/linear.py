@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.batch import Layout, check_leaves
+from solvers.batch import Layout, check_batched, check_leaves
 from solvers.cg import CG
 from solvers.eager import eager
 from solvers.gmres import GMRES
@@ -92,7 +91,8 @@ def solve_linear(
     batch, device = leaves[0].shape[0], leaves[0].device
     if sum(shape.numel() for shape in layout.shapes) == 0:
         raise ValueError("b must hold at least one number per sample, got none")
-    _check_args(args, batch, device)
+    for position, argument in enumerate(args):
+        check_batched(argument, f"args[{position}]", batch, device, "b", "matvec")
     if x0 is not None:
         _check_start(x0, layout, batch, device)
     with torch.no_grad():
@@ -120,21 +120,6 @@ def _check_options(
     require_count("max_steps", max_steps)
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple of inputs, got {type(args)}")
-
-
-def _check_args(args: tuple[Any, ...], batch: int, device: torch.device) -> None:
-    """Tensors in ``args`` are batched like ``b`` and on its device."""
-    for position, argument in enumerate(args):
-        for leaf in pytree.tree_leaves(argument):
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-                continue
-            if leaf.shape[0] != batch:
-                raise ValueError(
-                    f"args[{position}] must be batched along dim 0 like b ({batch} samples), got "
-                    f"shape {tuple(leaf.shape)}; tensors that all samples share belong into matvec"
-                )
-            if leaf.device != device:
-                raise ValueError(f"args[{position}] must be on {device} like b, got {leaf.device}")
 
 
 def _check_start(x0: Any, layout: Layout, batch: int, device: torch.device) -> None:

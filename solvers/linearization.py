@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.batch import Layout, take
+from solvers.batch import Layout, check_batched, take
 
 KINDS = ("map", "energy", "product")
 
@@ -37,7 +37,7 @@ class Linearization:
         first = pytree.tree_leaves(z)[0]
         self.batch, self.device = first.shape[0], first.device
         for position, argument in enumerate(args):
-            _check_batched(argument, f"args[{position}]", self.batch)
+            check_batched(argument, f"args[{position}]", self.batch, self.device, "z", "f")
         self.eps = max(torch.finfo(dtype).eps for dtype in self.layout.dtypes)
 
     def part(self, number: int) -> Linearization:
@@ -157,12 +157,3 @@ class SampleProduct:
         if not numpy.iscomplexobj(vector):
             return self(vector)
         return self(vector.real) + 1j * self(vector.imag)
-
-
-def _check_batched(argument: Any, name: str, batch: int) -> None:
-    for leaf in pytree.tree_leaves(argument):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch:
-            raise ValueError(
-                f"{name} must be batched along dim 0 like z ({batch} samples), got shape "
-                f"{tuple(leaf.shape)}; tensors that all samples share belong into f"
-            )

@@ -1,0 +1,175 @@
+"""The training step of a mean-field layer, at equal true residual and gradient error."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdeq.core import get_deq
+
+import solvers
+from benchmarks.layers import MeanField
+from benchmarks.measure import interleaved, peak_bytes, table
+
+TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
+# What every contestant of the training step must reach: true residual, gradient error.
+TARGETS = ((1e-4, 1e-3), (1e-6, 1e-5))
+TOLERANCES = [10 ** (-k / 2) for k in range(4, 17)]
+Pair = tuple[float, float]  # tolerances of the forward and of the backward solve
+
+
+class Ours:
+    def __init__(self, layer: MeanField, solver: solvers.Solver | None) -> None:
+        self.layer, self.solver = layer, solver
+
+    def step(self, tolerances: Pair) -> Tensor:
+        couplings, layer = self.layer.couplings(), self.layer
+        solution = solvers.fixed_point(
+            lambda z, x: layer.update(z, x, couplings),
+            torch.zeros_like(layer.x),
+            (layer.x,),
+            solver=self.solver,
+            tolerance=solvers.Tolerance(tolerances[0]),
+            adjoint=solvers.Implicit(tolerance=solvers.Tolerance(tolerances[1])),
+            max_steps=200,
+        )
+        layer.zero_grad()
+        solution.value.backward(layer.cotangent)
+        return solution.value.detach()
+
+
+class Theirs:
+    def __init__(self, layer: MeanField, solver: str) -> None:
+        self.layer, self.solver = layer, solver
+        self.deq: dict[Pair, Any] = {}
+
+    def step(self, tolerances: Pair) -> Tensor:
+        if tolerances not in self.deq:
+            self.deq[tolerances] = get_deq(
+                ift=True,
+                f_solver=self.solver,
+                b_solver=self.solver,
+                f_tol=tolerances[0],
+                b_tol=tolerances[1],
+                f_stop_mode="rel",
+                b_stop_mode="rel",
+                f_max_iter=200,
+                b_max_iter=200,
+            )
+        couplings, layer = self.layer.couplings(), self.layer
+        outputs, _ = self.deq[tolerances](
+            lambda z: layer.update(z, layer.x, couplings), torch.zeros_like(layer.x)
+        )
+        layer.zero_grad()
+        outputs[-1].backward(layer.cotangent)
+        return outputs[-1].detach()
+
+
+def loosest(layer: MeanField, contestant: Any, target: Pair, exact: Any) -> tuple[Pair, Pair]:
+    """The loosest tolerances that reach the target, and what they reach."""
+    tight = TOLERANCES[-1]
+
+    def met(tolerances: Pair, which: int) -> bool:
+        return errors(layer, contestant.step(tolerances), exact)[which] <= target[which]
+
+    forward = next((t for t in TOLERANCES if met((t, tight), 0)), tight)
+    backward = next((t for t in TOLERANCES if met((forward, t), 1)), tight)
+    chosen = (forward, backward)
+    return chosen, errors(layer, contestant.step(chosen), exact)
+
+
+def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:
+    """Worst true relative residual of a sample, and relative error of the parameter gradient."""
+    with torch.no_grad():
+        fz = layer.update(z, layer.x, layer.couplings())
+    residual = ((fz - z).flatten(1).norm(dim=1) / fz.flatten(1).norm(dim=1)).max().item()
+    got = torch.cat([p.grad.flatten().double() for p in layer.parameters() if p.grad is not None])
+    want = torch.cat([g.flatten() for g in exact[1]])
+    return residual, ((got - want).norm() / want.norm()).item()
+
+
+def part_step(rounds: int) -> None:
+    for scale in (1.0, 2.0):
+        layer = MeanField(scale)
+        exact = layer.exact()
+        contestants: dict[str, Any] = {f"torchdeq {name}": Theirs(layer, name) for name in TORCHDEQ}
+        contestants |= {
+            "ours anderson": Ours(layer, solvers.Anderson()),
+            "ours broyden": Ours(layer, solvers.Broyden()),
+            "ours forward": Ours(layer, solvers.Forward()),
+            "ours default": Ours(layer, None),
+        }
+        for target in TARGETS:
+            rows = _race(layer, contestants, target, exact, rounds)
+            print(
+                f"\n(a) training step, mean-field layer, couplings x {scale:g}; "
+                f"residual <= {target[0]:g}, gradient error <= {target[1]:g}\n"
+            )
+            print(table(rows))
+
+
+def _race(
+    layer: MeanField, contestants: dict[str, Any], target: Pair, exact: Any, rounds: int
+) -> list[dict[str, Any]]:
+    found = {name: loosest(layer, each, target, exact) for name, each in contestants.items()}
+    runs: dict[str, Callable[[], object]] = {
+        name: _runner(contestants[name], found[name][0]) for name in contestants
+    }
+    seconds = interleaved(runs, rounds)
+    meets = {n: r[0] <= target[0] and r[1] <= target[1] for n, (_, r) in found.items()}
+    fastest = min(t for n, t in seconds.items() if n.startswith("torchdeq") and meets[n])
+    rows: list[dict[str, Any]] = []
+    for name, (tolerances, reached) in found.items():
+        f, vjp, overhead = _account(layer, contestants[name], tolerances)
+        same = "torchdeq " + name.split()[1].replace("forward", "fixed_point_iter")
+        rows.append(
+            {
+                "solver": name if meets[name] else f"{name} (target missed)",
+                "residual": reached[0],
+                "gradient error": reached[1],
+                "ms": 1e3 * seconds[name],
+                "/ its torchdeq": seconds[name] / seconds[same] if same in seconds else "",
+                "/ fastest torchdeq": seconds[name] / fastest,
+                "f": f,
+                "vjp": vjp,
+                "overhead": overhead,
+                "peak MB": peak_bytes(runs[name]) / 2**20,
+            }
+        )
+    return rows
+
+
+def _runner(contestant: Any, tolerances: Pair) -> Callable[[], Tensor]:
+    return lambda: contestant.step(tolerances)
+
+
+def _account(layer: MeanField, contestant: Any, tolerances: Pair) -> tuple[int, int, float]:
+    """Calls of f, VJPs, and the share of a step spent in neither."""
+    spent, calls = [0.0, 0.0], [0, 0]
+    update, grad = layer.update, torch.autograd.grad
+
+    def timed(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent[index] += time.perf_counter() - start
+            calls[index] += 1
+            return result
+
+        return run
+
+    layer.update, torch.autograd.grad = timed(0, update), timed(1, grad)  # type: ignore[method-assign]
+    shares, repeats = [], 15
+    try:
+        for _ in range(repeats):
+            spent[:] = [0.0, 0.0]
+            start = time.perf_counter()
+            contestant.step(tolerances)
+            shares.append(1 - sum(spent) / (time.perf_counter() - start))
+    finally:
+        layer.update, torch.autograd.grad = update, grad  # type: ignore[method-assign]
+    return calls[0] // repeats, calls[1] // repeats, statistics.median(shares)
