@@ -39,7 +39,11 @@ def arguments() -> argparse.Namespace:
         default="tokens",
         help="all tokens or a class token",
     )
-    add("--stem", choices=("patch", "conv"), default="conv", help="how patches become tokens")
+    add(
+        "--stem",
+        choices=("patch", "conv"),
+        help="how patches become tokens (default: patch, and conv for the class token)",
+    )
     add("--patch", type=int, default=2, help="height = width of a patch")
     add("--dim", type=int, default=64, help="features of a token")
     add("--heads", type=int, default=4)
@@ -63,6 +67,7 @@ def arguments() -> argparse.Namespace:
     for name in ("epochs", "batch", "patch", "dim", "heads", "memories", "max_steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
+    options.stem = options.stem or ("conv" if options.readout == "class" else "patch")
     options.out = options.out or Path("runs") / f"{options.data}-{options.readout}"
     return options
 
