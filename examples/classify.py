@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     add("--memories", type=int, default=128, help="rows of the feed-forward energy")
     add("--bound", type=float, default=2.0, help="bound on the spectral norms of the projections")
     add("--maximum", type=float, default=2.0, help="bound on the weights of the energies")
-    add("--epochs", type=int, default=20)
+    add("--epochs", type=int, help="default: 16, and 20 for the class token")
     add("--batch", type=int, default=64)
     add("--rate", type=float, default=2e-3, help="peak learning rate (cosine decay)")
     add(
@@ -64,6 +64,8 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.limit < 0:
         parser.error(f"--limit must be >= 0, got {options.limit}")
+    if options.epochs is None:
+        options.epochs = 20 if options.readout == "class" else 16
     for name in ("epochs", "batch", "patch", "dim", "heads", "memories", "max_steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
