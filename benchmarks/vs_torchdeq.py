@@ -163,7 +163,9 @@ PARTS = {"step": part_step, "energy": part_energy, "batch": part_batch, "zoo": p
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument(
+        "--rounds", type=int, default=40, help="timed rounds of the training step (part step)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(2)
     warnings.simplefilter("ignore", solvers.SolveWarning)
