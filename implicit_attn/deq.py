@@ -128,7 +128,7 @@ class DEQ(nn.Module):
         solution = solvers.fixed_point(
             _MonitoredMap(self.update) if self.update.monitored else _Map(self.update),
             self._initial(x) if z0 is None else z0,
-            (x, mask),
+            (self.update.prepare(x, mask=mask), mask),
             mask=mask,
             record=record,
             callback=callback,

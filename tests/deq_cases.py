@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from implicit_attn import DEQ, ActivationStep, Energy, GradientStep
 from implicit_attn.energies import (
     BiSoftmaxAttention,
+    Couplings,
+    IsingLagrangian,
     Quadratic,
     ReLUFeedForward,
     RMSNormLagrangian,
     SoftmaxAttention,
+    SpinInteraction,
 )
+from implicit_attn.updates import MeanFieldAttention, MixerAttention, SoftmaxCouplingAttention
 from solvers import Implicit, Tolerance
 
-DIM = 4
+DIM, COUNT = 4, 3
 EXACT: dict[str, Any] = {
     "tolerance": Tolerance(rtol=1e-13),
     "adjoint": Implicit(tolerance=Tolerance(rtol=1e-13)),
@@ -66,11 +70,32 @@ def update_layer(**options: Any) -> DEQ:
     return DEQ.from_update(Cell().double(), **options)
 
 
+def mean_field_layer(**options: Any) -> DEQ:
+    return DEQ(MeanFieldAttention(COUNT, DIM, hidden=6, scale=0.5).double(), **options)
+
+
+def softmax_couplings_layer(**options: Any) -> DEQ:
+    return DEQ(SoftmaxCouplingAttention(DIM, 2, hidden=6).double(), **options)
+
+
+def mixer_layer(**options: Any) -> DEQ:
+    return DEQ(MixerAttention(COUNT, DIM, 5, correction_hidden=6).double(), **options)
+
+
+def spins_layer(**options: Any) -> DEQ:
+    interaction = SpinInteraction(Couplings(COUNT, DIM, scale=0.5)).double()
+    return DEQ(ActivationStep(interaction, IsingLagrangian()), **options)
+
+
 LAYERS: dict[str, Callable[..., DEQ]] = {
     "gradient": gradient_layer,
     "channels": channels_layer,
     "activation": activation_layer,
     "update": update_layer,
+    "mean_field": mean_field_layer,
+    "softmax_couplings": softmax_couplings_layer,
+    "mixer": mixer_layer,
+    "spins": spins_layer,
 }
 
 
@@ -81,7 +106,7 @@ def make(name: str, seed: int = 0, **options: Any) -> DEQ:
 
 
 def tokens(
-    batch: int = 2, count: int = 3, dim: int = DIM, *, seed: int = 0, scale: float = 1.0
+    batch: int = 2, count: int = COUNT, dim: int = DIM, *, seed: int = 0, scale: float = 1.0
 ) -> Tensor:
     """Seeded input (B, N, d), float64."""
     generator = torch.Generator().manual_seed(seed)

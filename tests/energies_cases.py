@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,12 +14,15 @@ from torch import Tensor
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     ClassicalHopfield,
+    Couplings,
     DenseAssociative,
     Energy,
     Field,
     FunctionEnergy,
     GatedFeedForward,
     Hopfield,
+    IsingLagrangian,
+    Lagrangian,
     LinearAttention,
     Quadratic,
     ReLUFeedForward,
@@ -26,6 +30,10 @@ from implicit_attn.energies import (
     SigmoidAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
+    SoftmaxLagrangian,
+    SphericalLagrangian,
+    SpinInteraction,
+    VectorSpin,
 )
 
 
@@ -33,10 +41,11 @@ class EnergyCase(NamedTuple):
     id: str
     factory: Callable[[int], Energy]  # features d -> energy of tokens (B, N, d), random weights
     needs_x: bool  # x like z
+    placed: bool = False  # its parameters belong to the tokens' places, of which there are COUNT
 
 
 NORMS = {"soft": RMSNorm(epsilon=1.0), "tiny": RMSNorm(epsilon=1e-6), "none": None}
-MEMORIES = 12
+MEMORIES, COUNT = 12, 5
 
 
 def _attention(cls: Callable[..., Energy], dim: int, heads: int, **options: Any) -> Energy:
@@ -53,6 +62,10 @@ def _patterns(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
 
 def _classical(dim: int) -> Energy:
     return ClassicalHopfield(torch.randn(5, dim) / dim**0.5, bias=torch.randn(dim), learnable=True)
+
+
+def _spins(site: Lagrangian, dim: int, **options: Any) -> Energy:
+    return VectorSpin(Couplings(COUNT, dim, **options), site)
 
 
 def _double_well(z: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -80,7 +93,16 @@ def _cases() -> list[EnergyCase]:
         EnergyCase("dense-3", partial(_patterns, DenseAssociative), False),
         EnergyCase("dense-exp", partial(_patterns, DenseAssociative, power="exp"), False),
         EnergyCase("classical", _classical, False),
+        EnergyCase("spins", lambda dim: SpinInteraction(Couplings(COUNT, dim)), False, True),
     ]
+    sites: list[tuple[str, Lagrangian, dict[str, Any]]] = [
+        ("ising", IsingLagrangian(), {}),
+        ("ising-bound", IsingLagrangian(), {"scale": 3.0, "bound": 0.7}),
+        ("sphere", SphericalLagrangian(), {"symmetric_internal": True}),
+        ("potts", SoftmaxLagrangian(), {}),
+    ]
+    for name, site, options in sites:
+        cases.append(EnergyCase(f"spins-{name}", partial(_spins, site, **options), True, True))
     attentions: list[tuple[str, Callable[..., Energy], dict[str, Any], bool]] = [
         ("bisoftmax", BiSoftmaxAttention, {}, False),
         ("bisoftmax-causal", BiSoftmaxAttention, {"causal": True}, False),
@@ -136,7 +158,7 @@ def build(case: EnergyCase, dim: int = DIM, dtype: torch.dtype = torch.float64) 
 
 
 def tokens(
-    case: EnergyCase, batch: int = 3, count: int = 5, dim: int = DIM, seed: int = 0
+    case: EnergyCase, batch: int = 3, count: int = COUNT, dim: int = DIM, seed: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """A seeded state (B, N, d) and the input that the case needs, float64."""
     generator = torch.Generator().manual_seed(seed)
@@ -145,7 +167,21 @@ def tokens(
     return z, x if case.needs_x else None
 
 
-def masks(batch: int = 3, count: int = 5) -> dict[str, Tensor | None]:
+def keep_places(energy: Energy, keep: Tensor) -> Energy:
+    """A copy of a ``placed`` energy that has only the places in ``keep`` (N,)."""
+    energy = copy.deepcopy(energy)
+    couplings = energy.couplings
+    assert isinstance(couplings, Couplings)
+    weight = couplings.weight.detach()[keep][:, keep]
+    fewer = Couplings(
+        len(weight), couplings.dim, symmetric_internal=couplings.symmetric_internal
+    ).to(weight.dtype)
+    fewer.weight = weight
+    energy.couplings = fewer
+    return energy
+
+
+def masks(batch: int = 3, count: int = COUNT) -> dict[str, Tensor | None]:
     """No mask, one with holes, and one where the first sample has no token that counts."""
     generator = torch.Generator().manual_seed(1)
     holes = torch.rand(batch, count, generator=generator) < 0.6

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from implicit_attn.energies.attention import BiSoftmaxAttention, LinearAttention, SigmoidAttention
 from implicit_attn.energies.base import Energy, Scaled, Select, Sum, Weighted
+from implicit_attn.energies.couplings import Couplings
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
+    GELUFeedForward,
     ReLUFeedForward,
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
 from implicit_attn.energies.lagrangians import (
     IdentityLagrangian,
+    IsingLagrangian,
     Lagrangian,
     LayerNormLagrangian,
     ReLULagrangian,
     RMSNormLagrangian,
     SoftmaxLagrangian,
+    SphericalLagrangian,
 )
 from implicit_attn.energies.norms import Projection, RMSNorm, SpectralBound
 from implicit_attn.energies.simple import Field, FunctionEnergy, Quadratic
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
+from implicit_attn.energies.spins import Site, SiteLagrangian, SpinInteraction, VectorSpin
 
 __all__ = [
     "BiSoftmaxAttention",
     "ClassicalHopfield",
+    "Couplings",
     "DenseAssociative",
     "Energy",
     "Field",
     "FunctionEnergy",
+    "GELUFeedForward",
     "GatedFeedForward",
     "Hopfield",
     "IdentityLagrangian",
+    "IsingLagrangian",
     "Lagrangian",
     "LayerNormLagrangian",
     "LinearAttention",
@@ -44,10 +52,15 @@ __all__ = [
     "Scaled",
     "Select",
     "SigmoidAttention",
+    "Site",
+    "SiteLagrangian",
     "SoftmaxAttention",
     "SoftmaxFeedForward",
     "SoftmaxLagrangian",
     "SpectralBound",
+    "SphericalLagrangian",
+    "SpinInteraction",
     "Sum",
+    "VectorSpin",
     "Weighted",
 ]

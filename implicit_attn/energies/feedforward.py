@@ -81,6 +81,9 @@ class ReLUFeedForward(MemoryEnergy):
         active = F.relu(y)
         return _half_square(active), -active
 
+    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        return -F.relu(y)
+
     def value_and_force(self, raw: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.norm is None:
             return super().value_and_force(raw, mask)
@@ -99,6 +102,34 @@ class ReLUFeedForward(MemoryEnergy):
         self, y: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return -F.relu(y), -v * (y > 0).to(v.dtype)
+
+
+class GELUFeedForward(MemoryEnergy):
+    """``E = -1/2 sum_i sum_m ( (y^2 - 1) Phi(y) + y phi(y) )``, ``y = norm(D^T z)_im``.
+
+    Phi and phi are the normal distribution and its density; the sum is the integral of GELU (exact),
+    so the negative gradient by z, without norm, is ``D gelu(D^T z)``. The smooth relative of
+    ``ReLUFeedForward``. Not concave: GELU falls below -0.75.
+
+    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d). For the
+    arguments see ``MemoryEnergy``.
+    """
+
+    def token_potential(self, y: Tensor) -> Tensor:
+        wide = y.to(accumulation_dtype(y.dtype))
+        below = torch.special.ndtr(wide)
+        return -0.5 * ((wide.square() - 1.0) * below + wide * _normal_density(wide)).sum(-1)
+
+    def token_potential_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.token_potential(y), -F.gelu(y)
+
+    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        return -F.gelu(y)
+
+    def force_and_curvature(
+        self, y: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return -F.gelu(y), -v * (torch.special.ndtr(y) + y * _normal_density(y))
 
 
 class SoftmaxFeedForward(MemoryEnergy):
@@ -127,6 +158,9 @@ class SoftmaxFeedForward(MemoryEnergy):
 
     def token_potential_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.token_potential(y), -y.softmax(-1)
+
+    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        return -y.softmax(-1)
 
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None

@@ -37,6 +37,14 @@ class Update(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """What ``forward`` is given for ``x`` during a solve: once a solve, gradients flow through it.
+
+        An update that computes something from the input alone returns it here, in a pytree of
+        tensors (B, ...), and takes both that and the plain input in ``forward``.
+        """
+        return x
+
     def joint(
         self, z: Any, x: Any = None, *, mask: Tensor | None = None
     ) -> tuple[Any, Tensor, Any | None]:

@@ -100,10 +100,10 @@ def test_default_solvers_converge(name: str) -> None:
     solution = layer.solve(tokens(batch=5), record=True)
     assert bool(solution.converged.all())
     assert (solution.residual <= layer.tolerance.rtol).all()
-    assert (solution.energy is not None) == (name != "update")
+    assert (solution.energy is not None) == layer.update.monitored
     trace = solution.trace
     assert trace is not None
-    assert (trace.energy is not None) == (name != "update")
+    assert (trace.energy is not None) == layer.update.monitored
 
 
 def test_options_of_one_solve() -> None:

@@ -85,7 +85,7 @@ def test_outer_cache_changes_nothing(bound: float | None) -> None:
 @each_layer
 def test_layer_called_twice_in_one_graph(name: str) -> None:
     layer = make(name, **EXACT)
-    function, inputs = with_parameters(layer, tokens(batch=1, count=2))
+    function, inputs = with_parameters(layer, tokens(batch=1))
     assert torch.autograd.gradcheck(
         lambda x, *weights: function(function(x, *weights), *weights), inputs, fast_mode=True
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from energies_cases import ENERGIES, EnergyCase, build, few_energies, tokens
+from energies_cases import COUNT, ENERGIES, EnergyCase, build, few_energies, tokens
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,
@@ -57,9 +57,9 @@ def largest_curvature(case: EnergyCase, seed: int) -> float:
     """Largest Hessian eigenvalue of one sample at one random state and random weights."""
     torch.manual_seed(seed)
     energy = case.factory(8).double()
-    z, x = tokens(case, batch=1, count=2, seed=seed)
+    z, x = tokens(case, batch=1, count=COUNT if case.placed else 2, seed=seed)
     z = (0.3, 1.0, 3.0)[seed % 3] * z
-    directions = torch.eye(16, dtype=torch.float64).reshape(16, 1, 2, 8)
+    directions = torch.eye(z.numel(), dtype=torch.float64).reshape(-1, *z.shape)
     hessian = torch.stack([energy.hvp(z, v, x).flatten() for v in directions])
     return torch.linalg.eigvalsh(hessian).max().item()
 

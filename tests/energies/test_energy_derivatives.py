@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from energies_cases import (
+    COUNT,
     EnergyCase,
     build,
     each_energy,
@@ -87,7 +88,7 @@ def test_defaults_agree_with_closed_forms(case: EnergyCase) -> None:
 def test_gradient_passes_gradcheck(case: EnergyCase) -> None:
     """First derivatives of the gradient by state, input and weights."""
     energy = build(case, dim=4)
-    z, x = tokens(case, batch=2, count=3, dim=4)
+    z, x = tokens(case, batch=2, count=COUNT if case.placed else 3, dim=4)
     names, weights = _trainable(energy)
     inputs = [t.clone().requires_grad_() for t in (z, x, *weights) if t is not None]
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from implicit_attn.energies import (
     IdentityLagrangian,
+    IsingLagrangian,
     Lagrangian,
     LayerNormLagrangian,
     ReLULagrangian,
     RMSNormLagrangian,
     SoftmaxLagrangian,
+    SphericalLagrangian,
 )
 
 LAGRANGIANS = [
@@ -23,7 +27,10 @@ LAGRANGIANS = [
     RMSNormLagrangian(epsilon=1e-6),
     LayerNormLagrangian(),
     LayerNormLagrangian(epsilon=1e-6),
+    IsingLagrangian(),
+    SphericalLagrangian(),
 ]
+SQRT51 = 51**0.5  # s of the sphere at |z|^2 = 25, d = 2
 each = pytest.mark.parametrize("lagrangian", LAGRANGIANS, ids=str)
 
 
@@ -82,6 +89,16 @@ def test_values_and_activations_by_hand() -> None:
         (SoftmaxLagrangian(), 3.0009114664537737, [0.9990889488055994, 0.0009110511944006454]),
         (RMSNormLagrangian(epsilon=1.0), 2 * 13.5**0.5, [3 / 13.5**0.5, -4 / 13.5**0.5]),
         (LayerNormLagrangian(epsilon=3.75), 8.0, [3.5 / 4, -3.5 / 4]),
+        (
+            IsingLagrangian(),
+            math.log(4 * math.cosh(3) * math.cosh(4)),
+            [math.tanh(3), -math.tanh(4)],
+        ),
+        (
+            SphericalLagrangian(),
+            SQRT51 - 1 - math.log((1 + SQRT51) / 2),
+            [6 / (1 + SQRT51), -8 / (1 + SQRT51)],
+        ),
     ]
     for lagrangian, value, activation in cases:
         assert lagrangian.value(z).item() == pytest.approx(value, rel=1e-12)

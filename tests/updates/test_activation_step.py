@@ -15,6 +15,7 @@ from implicit_attn.energies import (
     Energy,
     Field,
     IdentityLagrangian,
+    IsingLagrangian,
     Lagrangian,
     LayerNormLagrangian,
     ReLUFeedForward,
@@ -24,6 +25,7 @@ from implicit_attn.energies import (
     SoftmaxAttention,
     SoftmaxFeedForward,
     SoftmaxLagrangian,
+    SphericalLagrangian,
 )
 from solvers import Anderson, Forward, Tolerance
 
@@ -36,10 +38,12 @@ LAGRANGIANS: dict[str, Lagrangian] = {
     "rms-tiny": RMSNormLagrangian(epsilon=1e-6),
     "layer": LayerNormLagrangian(),
     "layer-tiny": LayerNormLagrangian(epsilon=1e-6),
+    "ising": IsingLagrangian(),
+    "sphere": SphericalLagrangian(),
 }
 MIXED = ("bisoftmax-soft-4", "relu-none", "hopfield-cold", "softmax-inner-none-4", "composition")
 CONCAVE = [case.id for case in ENERGIES if build(case).concave]
-BOUNDED = ("softmax", "rms", "rms-tiny", "layer", "layer-tiny")  # |g| <= sqrt(d)
+BOUNDED = ("softmax", "rms", "rms-tiny", "layer", "layer-tiny", "ising", "sphere")  # |g| <= sqrt(d)
 
 each_lagrangian = pytest.mark.parametrize("name", LAGRANGIANS)
 

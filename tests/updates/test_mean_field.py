@@ -1,0 +1,216 @@
+"""The mean-field layer: its formula, its masks, its fixed points, and how they stay findable."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from implicit_attn import DEQ, ActivationStep
+from implicit_attn.energies import IdentityLagrangian, SpinInteraction
+from implicit_attn.updates import MeanFieldAttention, OnsagerNetwork
+from solvers import Forward, Implicit, Tolerance
+
+SITES, DIM = 5, 3
+EXACT: dict[str, Any] = {
+    "tolerance": Tolerance(rtol=1e-13),
+    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-13)),
+    "max_steps": 400,
+    "on_failure": "raise",
+}
+MASK = torch.tensor([[True] * 5, [True, False, True, True, False], [False, True, True, True, True]])
+
+
+class Damping(nn.Module):
+    """A correction of the user's: ``V z`` with one learned V for all sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance = nn.Parameter(torch.linspace(0.1, 0.9, DIM))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.variance * z
+
+
+def make(**options: Any) -> MeanFieldAttention:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"scale": 0.5} | options
+    return MeanFieldAttention(SITES, DIM, **given).double()
+
+
+def pair(batch: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    z, x = torch.randn(2, batch, SITES, DIM, generator=generator, dtype=torch.float64)
+    return z, x
+
+
+@pytest.mark.parametrize("correction", ["network", None, "module"])
+def test_formula(correction: Any) -> None:
+    update = make(correction=Damping() if correction == "module" else correction)
+    z, x = pair()
+    for i in range(SITES):
+        expected = x[:, i].clone()
+        for j in range(SITES):
+            expected += z[:, j] @ update.couplings.weight[i, j].T
+        if update.correction is not None:
+            expected -= update.correction(z[:, i : i + 1]).squeeze(1)
+        torch.testing.assert_close(update(z, x)[:, i], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(update(z), update(z, x) - x, rtol=1e-12, atol=1e-12)
+
+
+def test_network_formula() -> None:
+    torch.manual_seed(0)
+    network = OnsagerNetwork(DIM, 7, epsilon=0.5).double()
+    z, _ = pair()
+    norm = (z - z.mean(-1, keepdim=True)) / (z.var(-1, keepdim=True, correction=0) + 0.5).sqrt()
+    hidden = nn.functional.gelu(norm @ network.first.weight.T + network.first.bias)
+    expected = hidden @ network.second.weight.T + network.second.bias
+    torch.testing.assert_close(network(z), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("tied", "internal"), list(itertools.product([True, False], repeat=2)))
+def test_parameter_count_is_what_an_optimiser_sees(tied: bool, internal: bool) -> None:
+    for correction in ("network", None):
+        update = make(symmetric_sites=tied, symmetric_internal=internal, correction=correction)
+        assert update.parameter_count == sum(p.numel() for p in update.parameters())
+    network = 10 * 40 + 40 + 40 * 10 + 10
+    assert MeanFieldAttention(17, 10).parameter_count == 13600 + network
+    assert MeanFieldAttention(17, 10, symmetric_internal=True).parameter_count == 7480 + network
+
+
+@pytest.mark.parametrize("correction", ["network", None])
+def test_masked_layer_is_the_layer_on_the_other_sites_alone(correction: str | None) -> None:
+    """Values, and gradients by the input, the couplings and the correction."""
+    update = make(correction=correction)
+    _, x = pair()
+    inputs = x.masked_fill(~MASK.unsqueeze(-1), 3.0).requires_grad_()
+    z = DEQ(update, **EXACT)(inputs, MASK)
+    assert torch.equal(z[~MASK], inputs[~MASK])
+    z[MASK].pow(3).sum().backward()
+    assert inputs.grad is not None and (inputs.grad[~MASK] == 0).all()
+    found = [p.grad.clone() for p in update.parameters() if p.grad is not None]
+
+    losses: list[Tensor] = []
+    alone_x = x.clone().requires_grad_()
+    weight = update.couplings.weight
+    for index, keep in enumerate(MASK):
+        part = weight[keep][:, keep]
+
+        def one(z: Tensor, x: Tensor, part: Tensor = part) -> Tensor:
+            field = torch.einsum("ijab,njb->nia", part, z) + x
+            return field if update.correction is None else field - update.correction(z)
+
+        alone = DEQ.from_update(one, **EXACT)(alone_x[index : index + 1, keep])
+        torch.testing.assert_close(alone[0], z[index, keep], rtol=1e-10, atol=1e-10)
+        losses.append(alone.pow(3).sum())
+    gradients = torch.autograd.grad(torch.stack(losses).sum(), [*update.parameters(), alone_x])
+    torch.testing.assert_close(inputs.grad, gradients[-1], rtol=1e-8, atol=1e-9)
+    for gradient, reference in zip(found, gradients[:-1], strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-8, atol=1e-9)
+
+
+def test_garbage_in_masked_sites_reaches_nobody() -> None:
+    update = make()
+    z, x = pair()
+    hidden = ~MASK.unsqueeze(-1)
+    clean = update(z, x, mask=MASK)
+    dirty = update(z.masked_fill(hidden, torch.nan), x.masked_fill(hidden, torch.nan), mask=MASK)
+    assert torch.equal(clean[MASK], dirty[MASK])
+    assert dirty[~MASK].isnan().all()
+
+
+def test_without_correction_the_response_is_linear() -> None:
+    """``z = (I - J)^-1 x``; the Jacobian is symmetric, so the adjoint is solved by CG."""
+    update = make(correction=None)
+    assert update.symmetric and not make().symmetric
+    assert not make(correction=None, symmetric_sites=False).symmetric
+    _, x = pair()
+    layer = DEQ(update, **EXACT)
+    x.requires_grad_()
+    z = layer(x)
+    unit = torch.eye(SITES * DIM, dtype=torch.float64)
+    inverse = torch.linalg.inv(unit - update.couplings.matrix.detach())
+    torch.testing.assert_close(z.flatten(1), x.flatten(1) @ inverse, rtol=1e-11, atol=1e-11)
+    cotangent, _ = pair()
+    z.backward(cotangent)
+    assert x.grad is not None
+    expected = cotangent.flatten(1) @ inverse
+    torch.testing.assert_close(x.grad.flatten(1), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_without_correction_it_is_the_associative_memory_with_the_identity() -> None:
+    update = make(correction=None)
+    step = ActivationStep(SpinInteraction(update.couplings), IdentityLagrangian())
+    z, x = pair()
+    torch.testing.assert_close(update(z, x), step(z, x), rtol=1e-12, atol=1e-12)
+    moved = update(z, x, mask=MASK)
+    torch.testing.assert_close(moved, step(z, x, mask=MASK), rtol=1e-12, atol=1e-12)
+
+
+def test_bounded_layer_contracts_whatever_the_weights() -> None:
+    """|J| <= 0.5 and the network below 1.13 * 0.6^2 = 0.41: plain iteration converges."""
+    for factor in (1.0, 10.0, 1e3):
+        update = make(bound=0.5, correction_bound=0.6)
+        with torch.no_grad():
+            for parameter in update.parameters():
+                parameter.mul_(factor)
+        z, x = pair()
+        layer = DEQ(update, solver=Forward(), tolerance=Tolerance(rtol=1e-9), max_steps=250)
+        with torch.no_grad():
+            assert bool(layer.solve(x).converged.all())
+        jacobian = torch.autograd.functional.jacobian(
+            lambda flat, f=update, x=x: f(flat.view(1, SITES, DIM), x[:1]).flatten(), z[0].flatten()
+        )
+        assert isinstance(jacobian, Tensor)
+        assert torch.linalg.matrix_norm(jacobian, ord=2) < 0.5 + 1.13 * 0.36
+
+
+def test_round_trip_of_the_state() -> None:
+    update, other = make(), MeanFieldAttention(SITES, DIM).double()
+    _, x = pair()
+    assert not torch.allclose(other(x, x), update(x, x))
+    other.load_state_dict(update.state_dict())
+    assert torch.equal(other(x, x), update(x, x))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"sites": 0}, ValueError, "sites must be >= 1, got 0"),
+        ({"correction": "net"}, TypeError, 'correction must be "network", a module or None'),
+        ({"correction": torch.tanh}, TypeError, 'correction must be "network", a module or None'),
+        ({"correction": None, "hidden": 8}, ValueError, "hidden belongs to correction="),
+        (
+            {"correction": nn.Identity(), "correction_bound": 1.0},
+            ValueError,
+            "correction_bound belongs to correction=",
+        ),
+        ({"hidden": 0}, ValueError, "hidden must be >= 1, got 0"),
+        ({"correction_bound": -1.0}, ValueError, "correction_bound must be finite and > 0"),
+        ({"bound": 0}, ValueError, "bound must be finite and > 0, got 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        given: dict[str, Any] = {"sites": 4, "dim": 3} | options
+        MeanFieldAttention(**given)
+
+
+def test_bad_inputs() -> None:
+    update = make()
+    z, x = pair()
+    with pytest.raises(ValueError, match=re.escape("z must have 5 sites (N), got shape (3, 4, 3)")):
+        update(z[:, :4], x[:, :4])
+    with pytest.raises(ValueError, match="x must have the shape of z"):
+        update(z, x[:, :4])
+    with pytest.raises(TypeError, match="mask must be a bool tensor"):
+        update(z, x, mask=MASK.float())
+    wrong = make(correction=nn.Linear(DIM, DIM + 1))
+    with pytest.raises(
+        ValueError, match=r"correction must return the shape of z, \(3, 5, 3\), got"
+    ):
+        wrong(z, x)

@@ -1,0 +1,256 @@
+"""Couplings from the input's attention, and the token-mixing MLP in their place."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn import DEQ
+from implicit_attn.updates import MixerAttention, SoftmaxCouplingAttention, TokenMixer
+from solvers import Forward, Implicit, SolveWarning, Tolerance
+
+TOKENS, DIM = 5, 6
+EXACT: dict[str, Any] = {
+    "tolerance": Tolerance(rtol=1e-13),
+    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-13)),
+    "max_steps": 400,
+    "on_failure": "raise",
+}
+MASK = torch.tensor([[True] * 5, [True, False, True, True, False], [False] * 5])
+HIDDEN = ~MASK.unsqueeze(-1)
+each_head = pytest.mark.parametrize("heads", [1, 3])
+
+
+def attention(heads: int = 2, **options: Any) -> SoftmaxCouplingAttention:
+    torch.manual_seed(0)
+    return SoftmaxCouplingAttention(DIM, heads, **options).double()
+
+
+def mixer(**options: Any) -> MixerAttention:
+    torch.manual_seed(0)
+    return MixerAttention(TOKENS, DIM, 7, **options).double()
+
+
+def pair(batch: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    z, x = torch.randn(2, batch, TOKENS, DIM, generator=generator, dtype=torch.float64)
+    return z, x
+
+
+@each_head
+@pytest.mark.parametrize("correction", ["network", None])
+def test_formula(heads: int, correction: str | None) -> None:
+    """Every head against torch's attention with the state for values."""
+    update = attention(heads, strength=0.7, correction=correction)
+    z, x = pair()
+    width = DIM // heads
+    query, key = x @ update.query.weight.T, x @ update.key.weight.T
+    expected = x.clone()
+    for h in range(heads):
+        part = slice(h * width, (h + 1) * width)
+        attended = F.scaled_dot_product_attention(query[..., part], key[..., part], z[..., part])
+        expected[..., part] += 0.7 * attended
+    if update.correction is not None:
+        expected -= update.correction(z)
+    torch.testing.assert_close(update(z, x), expected, rtol=1e-12, atol=1e-12)
+    prepared = update.prepare(x)
+    torch.testing.assert_close(update(z, prepared), expected, rtol=1e-12, atol=1e-12)
+
+
+@each_head
+def test_rows_of_the_couplings_share_the_strength(heads: int) -> None:
+    _, x = pair()
+    for own in (True, False):
+        update = attention(heads, strength=0.7, self_coupling=own)
+        couplings = update.couplings(x)
+        assert couplings.shape == (3, heads, TOKENS, TOKENS)
+        torch.testing.assert_close(couplings.sum(-1), torch.full_like(couplings[..., 0], 0.7))
+        diagonal = couplings.diagonal(dim1=-2, dim2=-1)
+        assert (diagonal > 0).all() if own else (diagonal == 0).all()
+        masked = update.couplings(x.masked_fill(HIDDEN, torch.nan), mask=MASK)
+        pairs = (MASK[:, None, :, None] & MASK[:, None, None, :]).expand_as(masked)
+        assert (masked[~pairs] == 0).all()
+        torch.testing.assert_close(masked[0], couplings[0])
+        keep = MASK[1]
+        alone = update.couplings(x[1:2, keep])
+        torch.testing.assert_close(masked[1][:, keep][:, :, keep], alone[0])
+
+
+def test_token_without_keys_feels_its_input_only() -> None:
+    update = attention(self_coupling=False, correction=None)
+    z, x = pair()
+    assert torch.equal(update(z[:, :1], x[:, :1]), x[:, :1])
+    lonely = torch.zeros(3, TOKENS, dtype=torch.bool)
+    lonely[:, 2] = True
+    assert torch.equal(update(z, x, mask=lonely)[:, 2], x[:, 2])
+
+
+def test_a_layer_computes_the_couplings_once_with_all_their_gradients() -> None:
+    """Once a solve; the derivatives are those of couplings computed in every evaluation."""
+
+    class Recomputing(SoftmaxCouplingAttention):
+        def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+            return x
+
+    calls: list[int] = []
+    _, x = pair()
+    found = []
+    for cls in (SoftmaxCouplingAttention, Recomputing):
+        torch.manual_seed(0)
+        update = cls(DIM, 2).double()
+        plain = update.couplings
+
+        def counted(*args: Any, plain: Any = plain, **options: Any) -> Tensor:
+            calls.append(1)
+            return plain(*args, **options)
+
+        update.couplings = counted  # type: ignore[method-assign]
+        calls.clear()
+        inputs = x.clone().requires_grad_()
+        layer = DEQ(update, **EXACT)
+        layer(inputs, MASK)[MASK].pow(3).sum().backward()
+        assert (len(calls) == 1) == (cls is SoftmaxCouplingAttention)
+        found.append([inputs.grad, *(p.grad for p in update.parameters())])
+    for gradient, reference in zip(*found, strict=True):
+        assert gradient is not None and gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, reference, rtol=1e-9, atol=1e-10)
+
+
+@each_head
+def test_permuting_tokens_permutes_the_result(heads: int) -> None:
+    update = attention(heads)
+    _, x = pair()
+    order = torch.tensor([3, 0, 4, 1, 2])
+    layer = DEQ(update, **EXACT)
+    with torch.no_grad():
+        moved = layer(x[:, order])
+        torch.testing.assert_close(moved, layer(x)[:, order], rtol=1e-11, atol=1e-11)
+
+
+def test_small_strength_contracts_whatever_the_input() -> None:
+    """strength 0.5 and a network below 1.13 * 0.6^2 = 0.41, in the norm of the largest token."""
+    update = attention(1, correction_bound=0.6)
+    with torch.no_grad():
+        for parameter in update.parameters():
+            parameter.mul_(30.0)
+    _, x = pair()
+    layer = DEQ(update, solver=Forward(), tolerance=Tolerance(rtol=1e-9), max_steps=250)
+    for scale in (0.1, 1.0, 100.0):
+        with torch.no_grad():
+            assert bool(layer.solve(scale * x).converged.all())
+
+
+def test_full_strength_has_no_equilibrium_for_a_common_shift() -> None:
+    """``I - J`` maps equal tokens to zero, and no correction answers: the layer says so."""
+    layer = DEQ(attention(correction=None, strength=1.0), solver=Forward(), max_steps=30)
+    x = torch.ones(1, TOKENS, DIM, dtype=torch.float64)
+    with torch.no_grad(), pytest.warns(SolveWarning, match="fixed-point solve left samples"):
+        layer(x)
+    assert layer.last is not None and not layer.last.converged.any()
+
+
+@pytest.mark.parametrize("correction", ["network", None])
+def test_mixer_formula(correction: str | None) -> None:
+    update = mixer(correction=correction)
+    z, x = pair()
+    norm = (z - z.mean(-1, keepdim=True)) / (z.var(-1, keepdim=True, correction=0) + 1.0).sqrt()
+    first, second = update.mixer.first, update.mixer.second
+    hidden = F.gelu(torch.einsum("hn,bnd->bhd", first.weight, norm) + first.bias[:, None])
+    expected = torch.einsum("nh,bhd->bnd", second.weight, hidden) + second.bias[:, None] + x
+    if update.correction is not None:
+        expected = expected - update.correction(z)
+    torch.testing.assert_close(update(z, x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(update(z), update(z, x) - x, rtol=1e-12, atol=1e-12)
+
+
+def test_masked_mixer_is_the_mixer_without_those_rows() -> None:
+    update = mixer()
+    z, x = pair()
+    moved = update(z.masked_fill(HIDDEN, torch.nan), x.masked_fill(HIDDEN, torch.nan), mask=MASK)
+    for index, keep in enumerate(MASK[:2]):
+        fewer = MixerAttention(int(keep.sum()), DIM, 7).double()
+        fewer.correction = update.correction
+        with torch.no_grad():
+            fewer.mixer.first.weight.copy_(update.mixer.first.weight[:, keep])
+            fewer.mixer.first.bias.copy_(update.mixer.first.bias)
+            fewer.mixer.second.weight.copy_(update.mixer.second.weight[keep])
+            fewer.mixer.second.bias.copy_(update.mixer.second.bias[keep])
+        alone = fewer(z[index : index + 1, keep], x[index : index + 1, keep])
+        torch.testing.assert_close(moved[index, keep], alone[0], rtol=1e-12, atol=1e-12)
+    assert moved[~MASK].isnan().all()
+
+
+def test_bounded_mixer_contracts_whatever_the_weights() -> None:
+    update = mixer(bound=0.65, correction_bound=0.6)  # 1.13 (0.65^2 + 0.6^2) = 0.88
+    with torch.no_grad():
+        for parameter in update.parameters():
+            parameter.mul_(30.0)
+    _, x = pair()
+    layer = DEQ(update, solver=Forward(), tolerance=Tolerance(rtol=1e-9), max_steps=250)
+    with torch.no_grad():
+        assert bool(layer.solve(x).converged.all())
+
+
+@pytest.mark.parametrize("build", [attention, mixer])
+def test_round_trip_of_the_state(build: Any) -> None:
+    update, other = build(), build()
+    with torch.no_grad():
+        for parameter in update.parameters():
+            parameter.normal_()
+    z, x = pair()
+    assert not torch.allclose(other(z, x), update(z, x))
+    other.load_state_dict(update.state_dict())
+    assert torch.equal(other(z, x), update(z, x))
+
+
+@pytest.mark.parametrize("build", [attention, mixer])
+def test_own_correction(build: Any) -> None:
+    z, x = pair()
+    plain, own = build(correction=None), build(correction=nn.Tanh())
+    torch.testing.assert_close(own(z, x), plain(z, x) - z.tanh(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: SoftmaxCouplingAttention(6, 4), ValueError, "heads must divide dim=6"),
+        (lambda: SoftmaxCouplingAttention(6, 0), ValueError, "heads must be >= 1, got 0"),
+        (lambda: SoftmaxCouplingAttention(6, strength=0.0), ValueError, "strength must be finite"),
+        (lambda: attention(self_coupling=1), TypeError, "self_coupling must be"),
+        (lambda: attention(correction=1), TypeError, "correction must be"),
+        (lambda: MixerAttention(0, 6), ValueError, "tokens must be >= 1, got 0"),
+        (lambda: MixerAttention(5, 6, 0), ValueError, "hidden must be >= 1, got 0"),
+        (lambda: MixerAttention(5, 6, bound=-1.0), ValueError, "bound must be finite and > 0"),
+        (lambda: TokenMixer(5, 6, epsilon=0.0), ValueError, "epsilon must be finite and > 0"),
+        (
+            lambda: MixerAttention(5, 6, correction=None, correction_hidden=3),
+            ValueError,
+            "correction_hidden belongs to correction=",
+        ),
+    ],
+)
+def test_bad_arguments(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_bad_inputs() -> None:
+    z, x = pair()
+    with pytest.raises(TypeError, match="x must be a tensor like z"):
+        attention()(z)
+    with pytest.raises(ValueError, match=re.escape("x must be a tensor (B, N, 6), got (3, 5, 4)")):
+        attention().couplings(x[..., :4])
+    with pytest.raises(ValueError, match=re.escape("x must be a tensor (B, N, 6), got dict")):
+        DEQ(attention(), init=lambda x: x["a"])({"a": x})
+    with pytest.raises(ValueError, match=re.escape("z must have 5 tokens, got (3, 4, 6)")):
+        mixer()(z[:, :4], x[:, :4])
+    with pytest.raises(ValueError, match="x must have the shape of z"):
+        mixer()(z, x[:, :4])
+    for update in (attention(), mixer()):
+        with pytest.raises(TypeError, match="mask must be a bool tensor"):
+            update(z, x, mask=MASK.float())
