@@ -31,6 +31,12 @@ MAY_IMPORT = {
     "implicit_attn.updates": _BELOW_UPDATES,
     "implicit_attn.deq": _BELOW_DEQ,
     "implicit_attn.models": _BELOW_MODELS,
+    "implicit_attn.training": {
+        "implicit_attn.checkpoint",
+        "implicit_attn.data",
+        "implicit_attn.deq",
+    }
+    | {"implicit_attn.optional"},
     "implicit_attn.studies": _BELOW_MODELS | {"implicit_attn.models", "solvers"},
     "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
 }

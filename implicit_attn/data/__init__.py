@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from implicit_attn.data.augment import RandomAffine
 from implicit_attn.data.digits import load_digits
 from implicit_attn.data.idx import read_idx
 from implicit_attn.data.images import ImageData, batches, epoch_generator, stratified_holdout
@@ -11,6 +12,7 @@ from implicit_attn.data.registry import LOADERS, load
 __all__ = [
     "LOADERS",
     "ImageData",
+    "RandomAffine",
     "batches",
     "epoch_generator",
     "load",

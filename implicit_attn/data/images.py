@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,6 +42,15 @@ class ImageData:
                 f"{self.name}: an image of test_images is {tuple(self.test_images.shape[1:])}, "
                 f"expected {tuple(self.train_images.shape[1:])} as in train_images"
             )
+
+    def first(self, number: int | None) -> ImageData:
+        """The same data with the first ``number`` training images only; None: all of them."""
+        if number is None:
+            return self
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"number must be an integer >= 1 or None, got {number!r}")
+        images, labels = self.train_images[:number], self.train_labels[:number]
+        return replace(self, train_images=images, train_labels=labels)
 
     def _check(self, part: str, images: Tensor, labels: Tensor) -> None:
         if images.dtype != torch.float32 or labels.dtype != torch.int64:
@@ -99,19 +108,22 @@ def stratified_holdout(labels: Tensor, fraction: float, seed: int) -> tuple[Tens
     return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
 
 
-def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """A CPU generator whose numbers depend on ``(seed, epoch)`` only.
+def epoch_generator(seed: int, epoch: int, batch: int | None = None) -> torch.Generator:
+    """A CPU generator whose numbers depend on ``(seed, epoch)`` only, or on those and ``batch``.
 
     A training that resumes at an epoch draws the same order as one that was never interrupted,
     because nothing that happened in earlier epochs enters. The pair is hashed by numpy's
     ``SeedSequence``, so that ``(0, 1)`` and ``(1, 0)`` are unrelated streams.
 
     Raises:
-        ValueError: ``seed`` or ``epoch`` is negative.
+        ValueError: ``seed``, ``epoch`` or ``batch`` is negative.
     """
-    if seed < 0 or epoch < 0:
-        raise ValueError(f"seed is {seed} and epoch is {epoch}, expected both >= 0")
-    entropy = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
+    numbers = [seed, epoch] if batch is None else [seed, epoch, batch]
+    if min(numbers) < 0:
+        raise ValueError(f"seed is {seed} and epoch is {epoch}, expected both >= 0, batch {batch}")
+    # A batch's stream must not be that of the epoch, also for batch 0: the hash pads with zeros.
+    key = () if batch is None else (1,)
+    entropy = np.random.SeedSequence(numbers, spawn_key=key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(entropy[0]))
 
 
