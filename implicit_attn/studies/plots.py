@@ -32,7 +32,7 @@ def training_report(
         rtol: tolerance of training, drawn as a line.
         trained_evaluations: median evaluations per sample in training, drawn as a line.
     """
-    pyplot = _pyplot()
+    pyplot = pyplot_without_screen()
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     figure.suptitle(title, fontsize=13)
     draw_training(axes[0, 0], epochs)
@@ -112,9 +112,10 @@ def draw_extrapolation(axes: Any, extrapolation: Table, trained_evaluations: flo
         ylabel="test accuracy, %",
         title="More iterations at test time",
     )
-    axes.legend(frameon=False)
+    axes.legend(loc="lower right")
 
 
-def _pyplot() -> Any:
+def pyplot_without_screen() -> Any:
+    """``matplotlib.pyplot`` that draws to files."""
     require("matplotlib", extra="examples").use("Agg")
     return require("matplotlib.pyplot", extra="examples")
