@@ -12,16 +12,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def interleaved(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def interleaved(
+    contestants: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Median seconds of each, run in turns so that a noisy machine is noisy for all of them."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for run in contestants.values():
         run()  # warm up
     for _ in range(rounds):
         for name, run in contestants.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,7 +12,7 @@ from implicit_attn.energies.checks import check_count, check_positive
 from implicit_attn.energies.norms import SOFT_NORM, RMSNorm
 from implicit_attn.energies.projected import ProjectedEnergy
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
-from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, check_backend
 
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:
@@ -63,7 +65,10 @@ class BiSoftmaxAttention(HeadsEnergy):
     ``causal`` restricts the energy of token i to ``j <= i``; the gradient still moves information
     from later to earlier tokens through the column term, so this is no autoregressive layer.
 
-    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the arguments see
+    ``backend`` says who computes gradient and Hessian-vector product: "auto", "reference" (dense),
+    "blocks" (memory linear in N), "triton"; ``implicit_attn.kernels.explain`` tells what "auto" is.
+
+    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the other arguments see
     ``HeadsEnergy``.
     """
 
@@ -77,9 +82,11 @@ class BiSoftmaxAttention(HeadsEnergy):
         norm: RMSNorm | None = SOFT_NORM,
         bound: float | None = None,
         causal: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
         self.causal = causal
+        self.backend = check_backend(backend)
         # |y_i| <= sqrt(p) after the norm.
         self._limit = None if norm is None else self.beta * head_width(dim, heads, head_dim)
 
@@ -90,18 +97,23 @@ class BiSoftmaxAttention(HeadsEnergy):
         force, lse = self._bisoftmax(y, mask)
         return sum_samples(lse) / self.beta, force
 
+    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        return self._bisoftmax(y, mask)[0]
+
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         force, lse = self._bisoftmax(y, mask)
-        curved = bisoftmax_hvp(y, v, self.beta, mask=mask, causal=self.causal, lse=lse)
-        return force, curved
+        return force, bisoftmax_hvp(y, v, self.beta, mask=mask, lse=lse, **self._options())
 
     def _bisoftmax(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        return bisoftmax(y, self.beta, mask=mask, causal=self.causal, limit=self._limit)
+        return bisoftmax(y, self.beta, mask=mask, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {"causal": self.causal, "limit": self._limit, "backend": self.backend}
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, causal={self.causal}"
+        return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
 
 
 class SigmoidAttention(HeadsEnergy):
@@ -121,6 +133,10 @@ class SigmoidAttention(HeadsEnergy):
         gates = self._gates(y)
         # Tokens that do not count are zero rows of y: they add nothing to the others' forces.
         return self._value(gates, mask), (gates - gates.square()) @ y
+
+    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        gates = self._gates(y)
+        return (gates - gates.square()) @ y
 
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from implicit_attn.kernels.bisoftmax.reference import bisoftmax, bisoftmax_hvp
+from implicit_attn.kernels.bisoftmax.dispatch import (
+    Choice,
+    bisoftmax,
+    bisoftmax_hvp,
+    check_backend,
+    explain,
+)
 
-__all__ = ["bisoftmax", "bisoftmax_hvp"]
+__all__ = ["Choice", "bisoftmax", "bisoftmax_hvp", "check_backend", "explain"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # exp of scores within this bound, and sums of them over any number of tokens, stay in float32.
-_PLAIN_EXPONENTIAL = 60.0
+PLAIN_EXPONENTIAL = 60.0
 
 
 def bisoftmax(
@@ -43,10 +43,10 @@ def bisoftmax(
     Raises:
         TypeError, ValueError: for a dtype, shape or ``beta`` other than the above.
     """
-    _check(z, beta, mask)
+    check_arguments(z, beta, mask)
     blocked = _blocked(z, mask, causal)
-    z = _counting(z, mask).contiguous()
-    if limit is not None and limit <= _PLAIN_EXPONENTIAL and not causal:
+    z = counting(z, mask).contiguous()
+    if limit is not None and limit <= PLAIN_EXPONENTIAL and not causal:
         both, lse = _symmetric_softmax(z, beta, blocked)
     else:
         weights, lse = _row_softmax(z, beta, blocked)
@@ -82,14 +82,11 @@ def bisoftmax_hvp(
     Raises:
         TypeError, ValueError: as ``bisoftmax``, or if ``v`` is not like ``z``.
     """
-    _check(z, beta, mask)
-    if v.shape != z.shape or v.dtype != z.dtype:
-        raise ValueError(
-            f"v must be like z, {tuple(z.shape)} {z.dtype}, got {tuple(v.shape)} {v.dtype}"
-        )
+    check_arguments(z, beta, mask)
+    check_vector(z, v, lse)
     blocked = _blocked(z, mask, causal)
-    z = _counting(z, mask).contiguous()
-    v = _counting(v, mask).contiguous()
+    z = counting(z, mask).contiguous()
+    v = counting(v, mask).contiguous()
     if lse is None:
         weights, _ = _row_softmax(z, beta, blocked)
     else:
@@ -102,7 +99,8 @@ def bisoftmax_hvp(
     return torch.matmul(weights + weights.mT, v) + torch.matmul(tilted + tilted.mT, z)
 
 
-def _check(z: Tensor, beta: float, mask: Tensor | None) -> None:
+def check_arguments(z: Tensor, beta: float, mask: Tensor | None) -> None:
+    """``z`` (B, H, N, p) floating, ``beta`` > 0, ``mask`` (B, N) bool, or an error that says so."""
     if not z.is_floating_point():
         raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
     if z.dim() != 4:
@@ -118,7 +116,19 @@ def _check(z: Tensor, beta: float, mask: Tensor | None) -> None:
         raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
 
 
-def _counting(z: Tensor, mask: Tensor | None) -> Tensor:
+def check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
+    """``v`` like ``z``, and ``lse`` (B, H, N) where given, or an error that says what came."""
+    if v.shape != z.shape or v.dtype != z.dtype:
+        raise ValueError(
+            f"v must be like z, {tuple(z.shape)} {z.dtype}, got {tuple(v.shape)} {v.dtype}"
+        )
+    if lse is not None and lse.shape != z.shape[:3]:
+        raise ValueError(
+            f"lse must have the shape (B, H, N) = {tuple(z.shape[:3])}, got {tuple(lse.shape)}"
+        )
+
+
+def counting(z: Tensor, mask: Tensor | None) -> Tensor:
     """``z`` with zeros at the tokens that do not count, whatever they held."""
     return z if mask is None else z.masked_fill(~mask[:, None, :, None], 0.0)
 

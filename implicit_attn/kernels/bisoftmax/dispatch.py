@@ -1,0 +1,198 @@
+"""Which backend computes the bi-softmax, and the functions that everything else calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from implicit_attn.kernels.bisoftmax import ops, reference
+
+BACKENDS = ("auto", "reference", "blocks", "triton")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``explain`` returns.
+
+    Attributes:
+        backend: "reference", "blocks" or "triton".
+        reason: why, in words.
+    """
+
+    backend: str
+    reason: str
+
+
+def bisoftmax(
+    z: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the bi-softmax energy, and the log-sum-exp of each row.
+
+    With ``S = beta Z Z^T``, ``L_i = log sum_j m_ij exp(S_ij)`` and ``P_ij = m_ij exp(S_ij - L_i)`` the
+    gradient of ``E(Z) = beta^-1 sum_i L_i`` is ``(P + P^T) Z``, for any mask ``m`` (Hu, Zou, Xu,
+    "Hyper-SET", arXiv 2502.11646, equations 3 and 7); the energy is ``lse.sum(dim=(1, 2)) / beta``. A
+    token attends and is attended to only where it counts (``m_ij = mask_i mask_j``). ``causal`` keeps
+    ``j <= i``: the energy is then causal, its gradient is not, because the column term carries later
+    tokens into earlier ones.
+
+    Both results can be differentiated: twice by the backends "blocks" and "triton", in memory O(N);
+    any number of times, and in forward mode, by "reference".
+
+    Args:
+        z: (B, H, N, p) projected tokens, floating.
+        beta: inverse temperature, > 0.
+        mask: (B, N) bool, True where a token counts; None: all count.
+        causal: restrict row i to columns ``j <= i``.
+        limit: a bound on every ``|S_ij|`` that the caller vouches for, as RMS-normalised rows have
+            (``beta p``); a moderate one saves the search for each row's maximum.
+        backend: "reference" (dense), "blocks" (stock operators, O(N) memory), "triton" (GPU kernels),
+            or "auto": see ``explain``.
+
+    Returns:
+        gradient (B, H, N, p) in the dtype of ``z``, and lse (B, H, N) in float32 or wider. Tokens
+        that do not count have zero in both, and their content is never used.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
+        NotImplementedError: forward-mode differentiation by another backend than "reference".
+        ImportError: "triton" where Triton is not installed.
+    """
+    choice = _choose(z, beta, mask, causal, limit, backend)
+    if choice == "reference":
+        return reference.bisoftmax(z, beta, mask=mask, causal=causal, limit=limit)
+    return ops.forward(z, beta, mask, causal, limit, choice)
+
+
+def bisoftmax_hvp(
+    z: Tensor,
+    v: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+    lse: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Hessian of the bi-softmax energy times ``v``.
+
+    With ``T = beta (V Z^T + Z V^T)``, ``r_i = sum_j P_ij T_ij`` and ``W = P * (T - r)`` it is
+    ``(P + P^T) V + (W + W^T) Z``.
+
+    Args:
+        z: (B, H, N, p), as in ``bisoftmax``.
+        v: like ``z``.
+        beta, mask, causal, limit, backend: as in ``bisoftmax``.
+        lse: what ``bisoftmax`` returned for the same arguments; saves computing it again.
+
+    Returns:
+        (B, H, N, p) like ``z``; zero for tokens that do not count.
+
+    Raises:
+        As ``bisoftmax``; ValueError if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
+    """
+    choice = _choose(z, beta, mask, causal, limit, backend)
+    reference.check_vector(z, v, lse)
+    if choice == "reference" or (backend == "auto" and _has_tangent(v)):
+        return reference.bisoftmax_hvp(z, v, beta, mask=mask, causal=causal, lse=lse)
+    _refuse_forward_mode(v, choice)
+    return ops.hvp(z, v, beta, mask, causal, limit, lse, None, choice)
+
+
+def explain(
+    z: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Which backend ``bisoftmax`` and ``bisoftmax_hvp`` take for these arguments, and why.
+
+    Args:
+        z, beta, mask, causal, limit, backend: as in ``bisoftmax``; nothing is computed.
+
+    Raises:
+        As ``bisoftmax``.
+    """
+    reference.check_arguments(z, beta, mask)
+    check_backend(backend)
+    if backend == "auto":
+        return _automatic(z, mask, causal)
+    if backend != "reference":
+        _refuse_forward_mode(z, backend)
+    if backend == "triton":
+        missing = ops.triton_backend().supports(z, mask, causal)
+        if missing is not None:
+            raise ValueError(f'backend="triton" does not take this input: {missing}')
+    return Choice(backend, "asked for")
+
+
+def check_backend(backend: str) -> str:
+    """``backend`` itself where it is one of ``BACKENDS``."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    return backend
+
+
+def _choose(
+    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, backend: str
+) -> str:
+    """The backend; "auto" and "triton" as they are where the operator has to find out by itself."""
+    if torch.compiler.is_compiling() and (backend == "triton" or (backend == "auto" and z.is_cuda)):
+        reference.check_arguments(z, beta, mask)
+        check_backend(backend)
+        return backend
+    return explain(z, beta, mask=mask, causal=causal, limit=limit, backend=backend).backend
+
+
+def _automatic(z: Tensor, mask: Tensor | None, causal: bool) -> Choice:
+    tokens = z.shape[2]
+    if _has_tangent(z):
+        return Choice("reference", "only the dense formula knows forward-mode differentiation")
+    if ops.transformed():
+        return Choice("reference", "inside torch.func, for which the dense formula is plain")
+    few = tokens <= DENSE_TOKENS and z.shape[0] * z.shape[1] * tokens**2 <= DENSE_PAIRS
+    size = f"{z.shape[0] * z.shape[1]} matrices of {tokens} x {tokens} pairs"
+    if z.is_cuda:
+        missing = ops.triton_lacks(z, mask, causal)
+        if missing is None:
+            return Choice("triton", "a CUDA tensor that the kernels take")
+        size = f"{size} (no Triton: {missing})"
+    if few:
+        return Choice("reference", f"{size}: the dense formula has the least overhead")
+    return Choice("blocks", f"{size}: blocks stay in cache and hold no N x N matrix")
+
+
+# Beyond so many tokens no N x N matrix is held. Up to it the dense formula is faster where all its
+# matrices fit the cache: so many pairs at most, measured on a CPU with widths 16 to 64.
+DENSE_TOKENS, DENSE_PAIRS = 256, 2**19
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    if getattr(forward_ad, "_current_level", -1) < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _refuse_forward_mode(tensor: Tensor, backend: str) -> None:
+    if ops.differentiated_by_func():
+        raise NotImplementedError(
+            f'torch.func.grad, vjp and jvp do not go through backend="{backend}"; use '
+            'torch.autograd, or backend="reference"'
+        )
+    if _has_tangent(tensor):
+        raise NotImplementedError(
+            f'forward-mode differentiation is not implemented by backend="{backend}"; use reverse '
+            'mode, bisoftmax_hvp for the product with the Hessian, or backend="reference"'
+        )
