@@ -1,0 +1,136 @@
+"""Train attention made of coupled vector spins to read MNIST, and watch the couplings form.
+
+    python examples/mnist_spins.py                 # the full training, minutes an epoch at most
+    python examples/mnist_spins.py --resume        # go on where an interrupted run stopped
+    python examples/mnist_spins.py --shipped       # no training: study the weights that come along
+
+An image becomes the fields x of 16 sites, a learned field that of a class token. The layer returns
+their mean-field response ``z = J z - f(z) + x``; what the class token came to know through the
+couplings J is read out. MNIST is taken from $IMPLICIT_ATTN_DATA or downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import solvers
+from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
+from implicit_attn.data import RandomAffine, load
+from implicit_attn.models import SpinClassifier
+from implicit_attn.studies import write_report
+from implicit_attn.training import (
+    Interrupted,
+    NonFiniteLoss,
+    Recipe,
+    SettingsDiffer,
+    Training,
+    accuracy,
+)
+
+SHIPPED = Path(__file__).parent / "weights" / "mnist_spins.safetensors"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--data", choices=("mnist", "fashion_mnist"), default="mnist")
+    add("--dim", type=int, default=10, help="components of a site")
+    add("--bound", type=float, default=0.9, help="bound on the spectral norm of the couplings")
+    add("--epochs", type=int, default=10)
+    add("--batch", type=int, default=128)
+    add("--rate", type=float, default=4e-3, help="peak learning rate (cosine decay)")
+    add("--rtol", type=float, default=1e-4, help="relative residual at which a sample converged")
+    add("--max-steps", type=int, default=60, help="evaluations per sample, at most")
+    add("--seed", type=int, default=0)
+    add("--limit", type=int, help="use only so many training images")
+    add("--out", type=Path, help="folder of the report (default runs/DATA-spins)")
+    add("--resume", action="store_true", help="continue from the checkpoint in that folder")
+    add("--shipped", action="store_true", help="train nothing, study the shipped weights")
+    options = parser.parse_args()
+    options.out = options.out or Path("runs") / f"{options.data}-spins"
+    return options
+
+
+def build(options: argparse.Namespace) -> SpinClassifier:
+    torch.manual_seed(options.seed)
+    return SpinClassifier(
+        dim=options.dim,
+        bound=options.bound,
+        layer={
+            "tolerance": solvers.Tolerance(rtol=options.rtol),
+            "max_steps": options.max_steps,
+            # Failures are counted and shown with the loss instead of warned about.
+            "on_failure": "ignore",
+            "adjoint": solvers.Implicit(on_failure="ignore"),
+        },
+    )
+
+
+def site_norms(model: SpinClassifier) -> list[list[float]]:
+    """Frobenius norms of the couplings between sites, rounded for the checkpoint."""
+    with torch.no_grad():
+        norms = model.attention.couplings.site_norms()
+    return [[round(value, 4) for value in row] for row in norms.tolist()]
+
+
+def report(model: SpinClassifier, data: Any, history: Any, couplings: Any, options: Any) -> None:
+    """Tables as CSV and text, one picture."""
+    right = 100 * accuracy(model, data.test_images, data.test_labels)
+    title = (
+        f"{options.data}, spins of dimension {model.attention.couplings.dim}: test accuracy "
+        f"{right:.2f} %, {model.parameter_count} parameters"
+    )
+    print(f"\n{title}")
+    print(write_report(model, data, history, options.out, title, options.rtol, couplings))
+    print(f"\nreport: {options.out / 'report.png'} (tables beside it as CSV)")
+
+
+def study_shipped(options: argparse.Namespace) -> None:
+    if not SHIPPED.is_file():
+        raise SystemExit(f"there is no {SHIPPED}: train first")
+    progress = read_progress(SHIPPED)
+    for name, value in progress["settings"].items():
+        setattr(options, name, value)  # the model as it was trained
+    model = build(options)
+    load_checkpoint(SHIPPED, model)
+    data = load(options.data)
+    report(model, data, progress["history"], progress["observations"], options)
+
+
+def train(options: argparse.Namespace) -> None:
+    data = load(options.data).first(options.limit)
+    ignored = ("out", "resume", "shipped")
+    training = Training(
+        build(options),
+        data,
+        Recipe(options.epochs, options.batch, options.rate, floor=0.002, seed=options.seed),
+        options.out / "checkpoint.safetensors",
+        {name: value for name, value in vars(options).items() if name not in ignored},
+        augment=RandomAffine(),
+        observe=site_norms,
+    )
+    try:
+        if options.resume:
+            training.resume()
+        elif training.path.exists():
+            print(f"{training.path} of an earlier run will be replaced (--resume continues it)")
+        training.run()
+    except Interrupted as stop:
+        print(f"{stop}: continue with --resume")
+        raise SystemExit(130) from None
+    except (FileNotFoundError, SettingsDiffer, NonFiniteLoss) as error:
+        raise SystemExit(str(error)) from None
+    print(f"\n{training.summary()}")
+    kept = ("history", "observations", "settings")
+    progress = {name: getattr(training, name) for name in kept}
+    save_checkpoint(options.out / "weights.safetensors", training.model, progress=progress)
+    report(training.model, data, training.history, training.observations, options)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    chosen = arguments()
+    study_shipped(chosen) if chosen.shipped else train(chosen)

@@ -1,0 +1,195 @@
+"""How far mean-field theories are from enumeration, and where they stop being consistent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+import solvers
+from implicit_attn.studies.spin_models import ExactMoments, SpinModel, exact_moments
+from implicit_attn.studies.tables import Table
+
+# ``draw(strength, generator)`` -> a model with one sample.
+Draw = Callable[[float, torch.Generator], SpinModel]
+
+QUANTILES = {"": 0.5, "_10": 0.1, "_90": 0.9}
+_DEFAULT_TOLERANCE = solvers.Tolerance(rtol=1e-8)
+
+
+def error_against_coupling(
+    draw: Draw,
+    strengths: Iterable[float],
+    models: int = 50,
+    *,
+    seed: int = 0,
+    tolerance: solvers.Tolerance = _DEFAULT_TOLERANCE,
+    max_steps: int = 1000,
+) -> Table:
+    """Errors of naive mean field and of adaptive TAP over random models, a row a strength.
+
+    Errors are relative: of the means ``|m - m_exact| / |m_exact|``, and of the correlations of pairs
+    the same with the Frobenius norm over ``<S_i S_j> - <S_i><S_j>``, i != j (to say that nothing is
+    correlated is an error of 1). A theory that has no consistent solution of a model (not converged,
+    or ``chi`` not positive definite) counts as infinitely wrong there: no model is left out, so all
+    quantiles are over the same models.
+
+    Naive mean field is solved by damped plain steps, which end in a minimum of its free energy;
+    accelerated ones may end in saddles and would make it look worse.
+
+    Args:
+        draw: ``draw(strength, generator)`` -> a model with one sample.
+        strengths: each > 0; an iterable, so that a progress bar can stand around it.
+        models: at every strength; the generator starts at ``seed`` each time.
+        seed: of the generator.
+        tolerance: of the solves.
+        max_steps: evaluations per solve, at most.
+
+    Returns:
+        Rows with the strength and, each as its median with ``_10`` and ``_90`` for the quantiles:
+
+        - ``naive_mean``, ``tap_mean``: errors of the means;
+        - ``naive_pairs``, ``tap_pairs``: of the correlations, by ``chi = (Lambda - J)^-1``;
+          ``derivative_pairs``: by ``dm/dx``, the derivative of the TAP solution;
+        - ``naive_eigenvalue``, ``tap_eigenvalue``: of :func:`consistency`;
+          ``truth_eigenvalue``: that of naive mean field at the exact means;
+
+        and the shares of models ``naive_consistent``, ``tap_consistent``; ``truth_consistent``
+        (``truth_eigenvalue > 0``); ``tap_stable`` (consistent, and ``dm/dx`` has no negative
+        eigenvalue); ``tap_better`` (smaller error of the means than naive).
+
+    Raises:
+        ValueError: for a strength or a number of models that is not positive, or a ``draw`` that
+            returns several samples.
+
+    Source: Opper and Winther (2001) for the theory and its criterion.
+    """
+    if models < 1:
+        raise ValueError(f"models must be >= 1, got {models}")
+    table: Table = []
+    for strength in strengths:
+        if not 0 < strength < math.inf:
+            raise ValueError(f"strengths must be > 0 and finite, got {strength}")
+        generator = torch.Generator().manual_seed(seed)
+        measured = [
+            _measure(draw(strength, generator), tolerance, max_steps) for _ in range(models)
+        ]
+        table.append({"strength": strength} | _summary(measured))
+    return table
+
+
+def consistency(covariance: Tensor, cavity_variance: Tensor, couplings: Tensor) -> Tensor:
+    """Smallest eigenvalue of ``C^1/2 (Lambda - J) C^1/2 = I + C^1/2 (V - J) C^1/2``, (B,).
+
+    It has the sign of the smallest eigenvalue of ``Lambda - J``, whose positive definiteness is the
+    consistency of the theory, in units in which it is 1 without couplings. It exists for singular
+    ``C`` (Potts) and loses no digits where spins are nearly certain.
+
+    Args:
+        covariance: ``C`` (B, N, d, d) of the sites.
+        cavity_variance: ``V`` (B, N, d, d); zero for naive mean field.
+        couplings: ``J`` (N, N, d, d).
+    """
+    batch, sites, dim = covariance.shape[:3]
+    values, vectors = torch.linalg.eigh(covariance)
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
+    unit = torch.eye(sites, dtype=couplings.dtype, device=couplings.device)
+    interaction = torch.einsum("ij,biac->biajc", unit, cavity_variance)
+    interaction = interaction - couplings.permute(0, 2, 1, 3)
+    scaled = torch.einsum("biac,bicjd,bjde->biaje", root, interaction, root)
+    matrix = scaled.reshape(batch, sites * dim, sites * dim)
+    identity = torch.eye(sites * dim, dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.eigvalsh(identity + (matrix + matrix.mT) / 2)[:, 0]
+
+
+def _measure(
+    model: SpinModel, tolerance: solvers.Tolerance, max_steps: int
+) -> dict[str, float | bool]:
+    """Everything about one model."""
+    if len(model.field) != 1:
+        raise ValueError(f"draw must return models with one sample, got {len(model.field)}")
+    exact = exact_moments(model)
+    tap, derivative = _adaptive_tap(model, tolerance, max_steps)
+    naive = solvers.adaptive_tap(
+        model.couplings,
+        model.field,
+        site=model.site,
+        onsager=False,
+        damping=0.5,
+        tolerance=tolerance,
+        max_steps=max_steps,
+        adjoint=None,
+        response=True,
+        on_failure="ignore",
+    )
+    row: dict[str, float | bool] = {}
+    for name, solution in (("naive", naive), ("tap", tap)):
+        value = solution.value
+        fine = bool(solution.converged[0])
+        error = ((value.mean[:1] - exact.mean).norm() / exact.mean.norm()).item()
+        row[f"{name}_mean"] = error if fine else math.inf
+        row[f"{name}_pairs"] = _pair_error(value.response[:1], exact) if fine else math.inf
+        eigenvalue = consistency(value.covariance[:1], value.cavity_variance[:1], model.couplings)
+        row[f"{name}_eigenvalue"] = eigenvalue.item()
+        row[f"{name}_consistent"] = fine
+    own = exact.covariance.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    truth = consistency(own, torch.zeros_like(own), model.couplings).item()
+    eigenvalues = torch.linalg.eigvalsh((derivative + derivative.mT) / 2)
+    solved = row["tap_consistent"] and bool(torch.isfinite(derivative).all())
+    spread = derivative.view_as(exact.covariance)
+    row["derivative_pairs"] = _pair_error(spread, exact) if solved else math.inf
+    row["tap_stable"] = solved and bool(eigenvalues[0] > -1e-6 * eigenvalues[-1])
+    row["truth_eigenvalue"], row["truth_consistent"] = truth, truth > 0
+    row["tap_better"] = row["tap_mean"] < row["naive_mean"]
+    return row
+
+
+def _adaptive_tap(
+    model: SpinModel, tolerance: solvers.Tolerance, max_steps: int
+) -> tuple[solvers.Solution, Tensor]:
+    """The solution, and ``dm/dx`` (Nd, Nd) by implicit differentiation, NaN where that failed.
+
+    A batch of Nd copies of the model, each asked for the gradient of one component of its means.
+    """
+    number = model.field[0].numel()
+    field = model.field.expand(number, -1, -1).clone().requires_grad_()
+    with torch.enable_grad():
+        solution = solvers.adaptive_tap(
+            model.couplings,
+            field,
+            site=model.site,
+            tolerance=tolerance,
+            max_steps=max_steps,
+            adjoint=solvers.Implicit(on_failure="ignore"),
+            response=True,
+            on_failure="ignore",
+        )
+        components = solution.value.mean.reshape(number, number).diagonal()
+        (gradient,) = torch.autograd.grad(components.sum(), field)
+    report = solution.adjoint.solution
+    failed = report is None or not bool(report.converged.all())
+    solution.value = type(solution.value)(*(tensor.detach() for tensor in solution.value))
+    return solution, torch.full_like(gradient, math.nan) if failed else gradient.flatten(1)
+
+
+def _pair_error(covariance: Tensor, exact: ExactMoments) -> float:
+    """Relative Frobenius error over the blocks i != j of (1, N, d, N, d)."""
+    sites = covariance.shape[1]
+    others = 1 - torch.eye(sites, dtype=covariance.dtype)[:, None, :, None]
+    difference = ((covariance - exact.covariance) * others).norm()
+    return (difference / (exact.covariance * others).norm()).item()
+
+
+def _summary(measured: list[dict[str, float | bool]]) -> dict[str, float]:
+    """Shares of what is true or false; quantiles of numbers, without interpolation to infinity."""
+    row: dict[str, float] = {}
+    for name, first in measured[0].items():
+        column = torch.tensor([each[name] for each in measured], dtype=torch.float64)
+        if isinstance(first, bool):
+            row[name] = column.mean().item()
+            continue
+        for suffix, share in QUANTILES.items():
+            row[name + suffix] = torch.quantile(column, share, interpolation="nearest").item()
+    return row

@@ -1,0 +1,174 @@
+"""Random models of discrete spins, small enough that every configuration can be visited."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import solvers
+
+MOST_CONFIGURATIONS = 2**20
+
+
+@dataclass(frozen=True)
+class SpinModel:
+    """Spins with ``P(S) ~ exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)``, each of a few values.
+
+    Attributes:
+        couplings: ``J`` (N, N, d, d).
+        field: ``x`` (B, N, d), one model a sample.
+        values: (K, d), what a spin can be, all with the prior weight 1/K.
+        site: the same for :func:`solvers.adaptive_tap`.
+
+    Raises:
+        ValueError: if the shapes do not fit each other.
+    """
+
+    couplings: Tensor
+    field: Tensor
+    values: Tensor
+    site: solvers.Site
+
+    def __post_init__(self) -> None:
+        if self.field.dim() != 3 or 0 in self.field.shape:
+            raise ValueError(
+                f"field must have the shape (B, N, d), none of them 0, got {tuple(self.field.shape)}"
+            )
+        _, sites, dim = self.field.shape
+        if tuple(self.couplings.shape) != (sites, sites, dim, dim):
+            raise ValueError(
+                f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)}, got "
+                f"{tuple(self.couplings.shape)}"
+            )
+        if self.values.dim() != 2 or len(self.values) == 0 or self.values.shape[1] != dim:
+            raise ValueError(
+                f"values must have the shape (K, d) with d = {dim}, got {tuple(self.values.shape)}"
+            )
+
+
+class ExactMoments(NamedTuple):
+    """What enumeration finds, float64.
+
+    Attributes:
+        log_partition: ``log Z`` (B,), with prior weights that sum to 1 on every site.
+        mean: ``<S_i>`` (B, N, d).
+        covariance: ``<S_i S_j^T> - <S_i><S_j>^T``, (B, N, d, N, d).
+    """
+
+    log_partition: Tensor
+    mean: Tensor
+    covariance: Tensor
+
+
+def random_ising(
+    sites: int,
+    strength: float,
+    generator: torch.Generator,
+    *,
+    samples: int = 1,
+    field_scale: float = 0.5,
+) -> SpinModel:
+    """Spins +1 and -1: couplings ``N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64.
+
+    One state of the generator gives the same model at every strength, up to that factor.
+
+    Args:
+        sites: N.
+        strength: of the couplings, >= 0.
+        generator: on the CPU; the couplings are drawn first.
+        samples: how many fields for the same couplings.
+        field_scale: standard deviation of the fields, >= 0.
+
+    Raises:
+        ValueError: for a number below its bound.
+    """
+    values = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    shape = (samples, sites, 1)
+    couplings, field = _draw(shape, strength, field_scale, generator)
+    return SpinModel(couplings, field, values, solvers.IsingSite())
+
+
+def random_potts(
+    sites: int,
+    states: int,
+    strength: float,
+    generator: torch.Generator,
+    *,
+    samples: int = 1,
+    field_scale: float = 0.5,
+) -> SpinModel:
+    """Spins that are one of ``states`` unit vectors: each pair of states has a coupling of its own.
+
+    Couplings ``J_ij^{ab} ~ N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64; everything
+    else as in :func:`random_ising`.
+    """
+    if states < 2:
+        raise ValueError(f"states must be >= 2, got {states}")
+    values = torch.eye(states, dtype=torch.float64)
+    shape = (samples, sites, states)
+    couplings, field = _draw(shape, strength, field_scale, generator)
+    return SpinModel(couplings, field, values, solvers.PottsSite())
+
+
+def exact_moments(model: SpinModel) -> ExactMoments:
+    """Means and correlations by the sum over all K^N configurations.
+
+    The weights are normalised with log-sum-exp, and the covariance is summed about the mean, so that
+    no digits are lost where the couplings are strong or the spins nearly certain.
+
+    Raises:
+        ValueError: if there are more than 2^20 configurations.
+    """
+    batch, sites, dim = model.field.shape
+    spins = _configurations(model.values.double(), sites)
+    couplings = model.couplings.double().transpose(1, 2).reshape(sites * dim, sites * dim)
+    interaction = 0.5 * ((spins @ couplings) * spins).sum(1)
+    means, covariances, partitions = [], [], []
+    for field in model.field.double().flatten(1):
+        exponent = interaction + spins @ field
+        partition = torch.logsumexp(exponent, 0)
+        weight = (exponent - partition).exp()
+        mean = weight @ spins
+        centred = spins - mean
+        means.append(mean)
+        covariances.append((weight[:, None] * centred).mT @ centred)
+        partitions.append(partition - sites * math.log(len(model.values)))
+    return ExactMoments(
+        torch.stack(partitions),
+        torch.stack(means).view(batch, sites, dim),
+        torch.stack(covariances).view(batch, sites, dim, sites, dim),
+    )
+
+
+def _configurations(values: Tensor, sites: int) -> Tensor:
+    """(K^N, N d), every choice of a value on every site."""
+    number = len(values) ** sites
+    if number > MOST_CONFIGURATIONS:
+        raise ValueError(
+            f"the model must have at most {MOST_CONFIGURATIONS} configurations to be enumerated, got "
+            f"{len(values)}^{sites} = {number}"
+        )
+    digits = len(values) ** torch.arange(sites)
+    choices = torch.arange(number)[:, None] // digits % len(values)
+    return values[choices].flatten(1)
+
+
+def _draw(
+    shape: tuple[int, int, int], strength: float, field_scale: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    samples, sites, dim = shape
+    for name, count in (("samples", samples), ("sites", sites)):
+        if count < 1:
+            raise ValueError(f"{name} must be >= 1, got {count}")
+    for name, scale in (("strength", strength), ("field_scale", field_scale)):
+        if not 0 <= scale < math.inf:
+            raise ValueError(f"{name} must be >= 0 and finite, got {scale}")
+    options = {"generator": generator, "dtype": torch.float64}
+    normal = torch.randn(sites, sites, dim, dim, **options)
+    upper = torch.ones(sites, sites, dtype=torch.float64).triu(1)[..., None, None] * normal
+    couplings = strength / math.sqrt(sites) * (upper + upper.permute(1, 0, 3, 2))
+    return couplings, field_scale * torch.randn(samples, sites, dim, **options)
