@@ -20,7 +20,9 @@ from implicit_attn.energies import (
     Field,
     FunctionEnergy,
     GatedFeedForward,
+    GELUFeedForward,
     Hopfield,
+    HyperSETEnergy,
     IsingLagrangian,
     Lagrangian,
     LinearAttention,
@@ -79,6 +81,10 @@ def _composition(dim: int) -> Energy:
     return attention + 0.3 * ReLUFeedForward(dim, MEMORIES) + Quadratic()
 
 
+def _hyperset(dim: int, **options: Any) -> Energy:
+    return HyperSETEnergy(dim, 2, MEMORIES, feedforward="gelu", **options)
+
+
 def _cases() -> list[EnergyCase]:
     cases = [
         EnergyCase("quadratic", lambda dim: Quadratic(), False),
@@ -86,6 +92,8 @@ def _cases() -> list[EnergyCase]:
         EnergyCase("field", lambda dim: Field(), True),
         EnergyCase("function", lambda dim: FunctionEnergy(_double_well), False),
         EnergyCase("composition", _composition, True),
+        EnergyCase("hyperset", _hyperset, True),
+        EnergyCase("hyperset-linear", partial(_hyperset, attention="linear"), True),
         EnergyCase("hopfield", partial(_patterns, Hopfield), False),
         EnergyCase("hopfield-learnable", partial(_patterns, Hopfield, learnable=True), False),
         EnergyCase("hopfield-cold", partial(_patterns, Hopfield, beta=3.0), False),
@@ -118,6 +126,7 @@ def _cases() -> list[EnergyCase]:
     ]
     feedforwards: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
         ("relu", ReLUFeedForward, {}),
+        ("gelu", GELUFeedForward, {}),
         ("softmax-ff", SoftmaxFeedForward, {}),
         ("gated-gelu", GatedFeedForward, {}),
         ("gated-relu", GatedFeedForward, {"activation": "relu"}),

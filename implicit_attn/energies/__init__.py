@@ -12,6 +12,7 @@ from implicit_attn.energies.feedforward import (
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
+from implicit_attn.energies.hyperset import HyperSETEnergy, RowSoftmaxAttention
 from implicit_attn.energies.lagrangians import (
     IdentityLagrangian,
     IsingLagrangian,
@@ -38,6 +39,7 @@ __all__ = [
     "GELUFeedForward",
     "GatedFeedForward",
     "Hopfield",
+    "HyperSETEnergy",
     "IdentityLagrangian",
     "IsingLagrangian",
     "Lagrangian",
@@ -49,6 +51,7 @@ __all__ = [
     "RMSNormLagrangian",
     "ReLUFeedForward",
     "ReLULagrangian",
+    "RowSoftmaxAttention",
     "Scaled",
     "Select",
     "SigmoidAttention",

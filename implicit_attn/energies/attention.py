@@ -12,7 +12,14 @@ from implicit_attn.energies.checks import check_count, check_positive
 from implicit_attn.energies.norms import SOFT_NORM, RMSNorm
 from implicit_attn.energies.projected import ProjectedEnergy
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
-from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, check_backend
+from implicit_attn.kernels import (
+    bisoftmax,
+    bisoftmax_hvp,
+    check_backend,
+    check_sigmoid_backend,
+    sigmoid_attention,
+    sigmoid_attention_hvp,
+)
 
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:
@@ -122,39 +129,43 @@ class SigmoidAttention(HeadsEnergy):
     Gradient by y: ``sigma'(S) Y`` with ``S = beta Y Y^T``: no normalisation over tokens (Hyper-SET,
     arXiv 2502.11646, table 18, with the sign that makes it the gradient). Not concave.
 
-    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the arguments see
+    ``backend`` says who computes gradient and Hessian-vector product: "auto", "reference" (dense),
+    "blocks" (memory linear in N); ``implicit_attn.kernels.explain_sigmoid`` tells what "auto" is.
+
+    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the other arguments see
     ``HeadsEnergy``.
     """
 
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        beta: float | None = None,
+        norm: RMSNorm | None = SOFT_NORM,
+        bound: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
+        self.backend = check_sigmoid_backend(backend)
+
     def potential(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        return self._value(self._gates(y), mask)
+        return self.potential_and_force(y, mask)[0]
 
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        gates = self._gates(y)
-        # Tokens that do not count are zero rows of y: they add nothing to the others' forces.
-        return self._value(gates, mask), (gates - gates.square()) @ y
-
-    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        gates = self._gates(y)
-        return (gates - gates.square()) @ y
+        force, value = sigmoid_attention(y, self.beta, mask=mask, backend=self.backend)
+        return sum_samples(value), force
 
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        gates = self._gates(y)
-        slope = gates - gates.square()
-        one_side = v @ y.mT
-        bend = slope * (1.0 - 2.0 * gates) * ((one_side + one_side.mT) * self.beta)
-        return slope @ y, slope @ v + bend @ y
+        force = self.force(y, mask)
+        curved = sigmoid_attention_hvp(y, v, self.beta, mask=mask, backend=self.backend)
+        return force, curved
 
-    def _gates(self, y: Tensor) -> Tensor:
-        return torch.sigmoid((y @ y.mT) * self.beta)
-
-    def _value(self, gates: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None:
-            pairs = mask[:, :, None] & mask[:, None, :]
-            gates = gates.masked_fill(~pairs[:, None], 0.0)
-        return sum_samples(gates) / (2.0 * self.beta)
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, backend={self.backend!r}"
 
 
 class LinearAttention(HeadsEnergy):

@@ -61,6 +61,37 @@ class ProjectedEnergy(Energy):
     ) -> tuple[Tensor, Tensor]:
         """The gradient by ``y`` and the Hessian by ``y`` times ``v``."""
 
+    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        """The gradient of the potential by ``y`` alone."""
+        return self.potential_and_force(y, mask)[1]
+
+    def features(
+        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        """``norm(z W^T)``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
+        z = self._visible(z, mask)
+        return self._features(z, self.projection.weight if weight is None else weight)[0]
+
+    def straight_gradient(
+        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        """Gradient by the features after the norm, pulled back by W: the norm's derivative dropped.
+
+        ``dE/dy W`` at ``y = norm(z W^T)``, like ``z``; no gradient of a function of z unless the
+        norm is None.
+
+        Args:
+            z: state, as for ``forward``.
+            mask: as for ``forward``; zero for tokens that do not count.
+            weight: (rows, d), used in place of the energy's own.
+
+        Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), equations 9 and 11.
+        """
+        z = self._visible(z, mask)
+        weight = self.projection.weight if weight is None else weight
+        y, _ = self._features(z, weight)
+        return self._pull_back(self.force(y, mask), weight, mask).to(z.dtype)
+
     def value_and_force(self, raw: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The value and its gradient by the features before the norm."""
         if self.norm is None:

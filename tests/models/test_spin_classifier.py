@@ -96,5 +96,7 @@ def test_bad_sizes_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_images_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"images must have shape \(B, 1, 28, 28\), got \(2, 1, 8, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"images must have shape \(B, 1, 28, 28\), got \(2, 1, 8, 8\)"
+    ):
         build()(torch.rand(2, 1, 8, 8))

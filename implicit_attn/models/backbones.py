@@ -1,0 +1,49 @@
+"""Backbones by name, for commands that compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
+from implicit_attn.models.rivals import CRATE, EnergyTransformer, SharedTransformer
+
+BACKBONES: dict[str, Callable[..., nn.Module]] = {
+    "hyperset": HyperSET,
+    "hyperset-equilibrium": HyperSETEquilibrium,
+    "transformer": SharedTransformer,
+    "energy-transformer": EnergyTransformer,
+    "crate": CRATE,
+}
+
+
+def build_backbone(
+    name: str, dim: int, heads: int, width: int | None = None, **options: Any
+) -> Any:
+    """A backbone of ``BACKBONES``: tokens (B, N, d) -> (B, N, d).
+
+    Args:
+        name: "hyperset", "hyperset-equilibrium", "transformer", "energy-transformer" or "crate".
+        dim: features d of a token.
+        heads: attention heads.
+        width: memories of Hyper-SET (None: d) and of the Energy Transformer (None: 4 d), hidden
+            width of the transformer (None: 4 d); CRATE has none.
+        options: of that backbone, ``iterations`` for example.
+
+    Raises:
+        ValueError: for an unknown name, or a width for CRATE.
+        TypeError: for an option that the backbone does not have.
+    """
+    if name not in BACKBONES:
+        raise ValueError(f"name must be one of {tuple(BACKBONES)}, got {name!r}")
+    if name == "crate":
+        if width is not None:
+            raise ValueError(
+                f"width must be None for 'crate', whose dictionary is d x d, got {width}"
+            )
+        return CRATE(dim, heads, **options)
+    if name.startswith("hyperset"):
+        width = dim if width is None else width
+    return BACKBONES[name](dim, heads, width, **options)

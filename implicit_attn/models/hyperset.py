@@ -1,0 +1,137 @@
+"""Hyper-SET as a backbone: unrolled as published, or solved for its equilibrium."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_attn.deq import DEQ
+from implicit_attn.energies.checks import check_count
+from implicit_attn.energies.hyperset import HyperSETEnergy
+from implicit_attn.models.recurrent import RecurrentBackbone
+from implicit_attn.updates.hyperset import HyperSETLayer
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What happens along the iterations; entry t belongs to the state after t iterations.
+
+    Attributes:
+        states: (1 + T, B, N, d).
+        attention_energy, feedforward_energy: (1 + T, B), of the layer that makes the next step (of
+            the last one for the last state).
+        features: (1 + T, B, heads, N, p), the normalised projections ``RMSNorm(W_h^T x)``.
+    """
+
+    states: Tensor
+    attention_energy: Tensor
+    feedforward_energy: Tensor
+    features: Tensor
+
+
+class HyperSET(RecurrentBackbone):
+    """Hyper-SET as published: one shared layer (or a few), unrolled.
+
+    Args:
+        dim: features d of a token.
+        heads: attention heads.
+        memories: columns M of D (the paper: d for images, 4 d for Sudoku).
+        layers: number of layers with weights and step sizes of their own.
+        iterations: of each layer.
+        order, beyond: as for ``RecurrentBackbone``. Time-dependent step sizes are smooth functions
+            of the time, so that later times than in training mean something; low-rank differences
+            stay at their last.
+        step_size: "conditioned-state" (the paper's choice for classification), "conditioned-input"
+            (for Sudoku and masked images), "learned" or "fixed".
+        options: further arguments of ``HyperSETLayer``: initial_step, time_dim, attention,
+            feedforward, head_dim, epsilon, lora_rank, lora_scale.
+
+    Shapes: tokens (B, N, d) -> (B, N, d).
+
+    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        memories: int,
+        *,
+        layers: int = 1,
+        iterations: int = 12,
+        order: str = "blocks",
+        beyond: str = "extrapolate",
+        step_size: str = "conditioned-state",
+        **options: Any,
+    ) -> None:
+        made = [
+            HyperSETLayer(
+                dim, heads, memories, step_size=step_size, iterations=iterations, **options
+            )
+            for _ in range(check_count(layers, "layers"))
+        ]
+        super().__init__(dim, made, iterations, order=order, beyond=beyond)
+
+    def trajectory(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Trajectory:
+        """States, energies and subspace features along the iterations from ``x`` (B, N, d)."""
+        count = self.iterations if iterations is None else iterations
+        states = self.states(x, iterations=count, mask=mask)
+        plan = self.schedule(count)
+        rows = [
+            self._observe(z, *step, mask) for z, step in zip(states, [*plan, plan[-1]], strict=True)
+        ]
+        attention, feedforward, features = (
+            torch.stack(column) for column in zip(*rows, strict=True)
+        )
+        return Trajectory(states, attention, feedforward, features)
+
+    def _observe(
+        self, z: Tensor, layer: int, index: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layers[layer].observe(z, index, mask)
+
+
+class HyperSETEquilibrium(nn.Module):
+    """The same two energies as one energy whose minimum is the output: ``DEQ(HyperSETEnergy)``.
+
+    Args:
+        dim, heads, memories: as for ``HyperSET``.
+        iterations: evaluations per sample, an upper bound that a call may change.
+        layer: further arguments for ``DEQ`` (solver, tolerance, adjoint, on_failure, ...).
+        options: further arguments of ``HyperSETEnergy``: attention, feedforward, head_dim, norm,
+            bound, weight, maximum.
+
+    Shapes: tokens (B, N, d) -> (B, N, d), the equilibrium for that input.
+
+    Attributes:
+        layer: the ``DEQ``; ``layer.last`` tells how the latest solve went.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        memories: int,
+        *,
+        iterations: int = 50,
+        layer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        energy = HyperSETEnergy(dim, heads, memories, **options)
+        self.dim, self.iterations = dim, check_count(iterations, "iterations")
+        settings: dict[str, Any] = {"max_steps": iterations} | (layer or {})
+        self.layer = DEQ(energy, **settings)
+
+    def forward(
+        self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The equilibrium, or the best state found in ``iterations`` evaluations per sample."""
+        if iterations is None:
+            return self.layer(x, mask)
+        return self.layer.solve(x, mask, max_steps=iterations).value

@@ -1,0 +1,69 @@
+"""Sudoku as 81 tokens around any backbone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+SIDE, CELLS, DIGITS = 9, 81, 9
+STARTS = ("random", "units")
+
+
+class SudokuModel(nn.Module):
+    """Puzzles -> digits and cells embedded -> backbone -> logits of the nine digits in every cell.
+
+    Args:
+        backbone: module with ``dim`` and ``forward(tokens (B, 81, d), *, iterations=None)``.
+        scale: standard deviation of the embeddings at the start.
+        start: where the learned positions start: "random", as published, draws each; "units" adds
+            a random vector of the row, one of the column and one of the box, so that cells which
+            constrain each other are alike from the beginning.
+
+    Shapes: puzzles (B, 81) of integers, 0 = unknown, rows of the board one after another ->
+    logits (B, 81, 9) of the digits 1 .. 9.
+
+    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), the Sudoku experiments: learned positions.
+    """
+
+    def __init__(self, backbone: nn.Module, *, scale: float = 0.02, start: str = "random") -> None:
+        super().__init__()
+        dim = getattr(backbone, "dim", None)
+        if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
+            raise TypeError(
+                "backbone must be a module (B, N, d) -> (B, N, d) with an integer attribute dim, "
+                f"got {type(backbone)}"
+            )
+        if not scale > 0:
+            raise ValueError(f"scale must be > 0, got {scale!r}")
+        if start not in STARTS:
+            raise ValueError(f"start must be one of {STARTS}, got {start!r}")
+        self.digits = nn.Embedding(DIGITS + 1, dim)
+        nn.init.normal_(self.digits.weight, std=scale)
+        places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
+        self.position = nn.Parameter(scale * places)
+        self.backbone = backbone
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, DIGITS, bias=False)
+
+    def tokens(self, puzzles: Tensor) -> Tensor:
+        """Puzzles (B, 81) -> the backbone's input, (B, 81, d)."""
+        if puzzles.dim() != 2 or puzzles.shape[1] != CELLS or puzzles.is_floating_point():
+            raise ValueError(
+                f"puzzles must be integers (B, 81), got {puzzles.dtype} {tuple(puzzles.shape)}"
+            )
+        return self.digits(puzzles) + self.position
+
+    def classify(self, z: Tensor) -> Tensor:
+        """A state (B, 81, d) -> logits (B, 81, 9)."""
+        return self.head(self.norm(z))
+
+    def forward(self, puzzles: Tensor, iterations: int | None = None) -> Tensor:
+        return self.classify(self.backbone(self.tokens(puzzles), iterations=iterations))
+
+
+def _units(dim: int) -> Tensor:
+    """(81, dim): vectors of rows, columns and boxes summed to variance 1 per cell."""
+    cells = torch.arange(CELLS)
+    rows, columns = cells // SIDE, cells % SIDE
+    boxes = 3 * (rows // 3) + columns // 3
+    vectors = torch.randn(3, SIDE, dim) / 3**0.5
+    return vectors[0, rows] + vectors[1, columns] + vectors[2, boxes]

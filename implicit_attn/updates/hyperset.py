@@ -1,0 +1,192 @@
+"""The step of the hyperspherical energy transformer: autonomous, and with time for an unrolled model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_attn.energies.checks import check_input
+from implicit_attn.energies.hyperset import build_attention, build_feedforward
+from implicit_attn.energies.norms import RMSNorm
+from implicit_attn.energies.projected import ProjectedEnergy
+from implicit_attn.energies.tokens import hide
+from implicit_attn.updates.base import Update
+from implicit_attn.updates.gradient_step import StepSize
+from implicit_attn.updates.low_rank import LowRankDeltas
+from implicit_attn.updates.step_sizes import Step, build_step_sizes
+
+TINY_NORM = 1e-6
+
+
+class HyperSETStep(Update):
+    r"""One iteration of Hyper-SET with constant steps ::
+
+        X <- X - alpha sum_h W_h (P + P^T) Y_h,   Y_h = RMSNorm(W_h^T X),  P = softmax(beta Y_h Y_h^T)
+        X <- X + gamma D relu(RMSNorm(D^T X))
+
+    after ``X <- X + injection (x - X)`` where there is an injection. The norms have no gain and a
+    tiny epsilon; their derivative is dropped, so this is the gradient step of no function of X and
+    its Jacobian is not symmetric. Without injection the input says only where a solve starts.
+    ``HyperSETEnergy`` is the energy of which an exact equilibrium can be had.
+
+    Args:
+        dim: features d of a token.
+        heads: attention heads.
+        memories: columns M of D.
+        step_size: alpha = gamma, > 0, or the pair of them.
+        injection: share of the way back to the input, 0 <= injection <= 1.
+        attention: "bisoftmax", "sigmoid", "linear" or "softmax" (rows only).
+        feedforward: "relu", "softmax", "gated" or "gelu".
+        head_dim: width p of a head; None: ``dim / heads``.
+        epsilon: of the norms.
+        bound: bound on the spectral norms of W and D, or None.
+
+    Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool; tokens that do not count stay as they are.
+
+    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), equations 9 and 11.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        memories: int,
+        *,
+        step_size: float | tuple[float, float] = 0.1,
+        injection: float = 0.0,
+        attention: str = "bisoftmax",
+        feedforward: str = "relu",
+        head_dim: int | None = None,
+        epsilon: float = TINY_NORM,
+        bound: float | None = None,
+    ) -> None:
+        super().__init__()
+        alpha, gamma = step_size if isinstance(step_size, tuple) else (step_size, step_size)
+        if isinstance(injection, bool) or not 0.0 <= injection <= 1.0:
+            raise ValueError(f"injection must be a number from 0 to 1, got {injection!r}")
+        options: dict[str, Any] = {"norm": RMSNorm(epsilon), "bound": bound}
+        self.attention = build_attention(attention, dim, heads, head_dim=head_dim, **options)
+        self.feedforward = build_feedforward(feedforward, dim, memories, **options)
+        self.attention_step, self.feedforward_step = StepSize(alpha), StepSize(gamma)
+        self.injection = float(injection)
+
+    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
+        if self.injection and x is not None:
+            pull = check_input(x, z, type(self).__name__) - z
+            if mask is not None:
+                pull = torch.where(mask.unsqueeze(-1), pull, 0.0)
+            z = torch.add(z, pull, alpha=self.injection)
+        z = descend(z, self.attention, self.attention_step(), mask)
+        return descend(z, self.feedforward, self.feedforward_step(), mask)
+
+
+class HyperSETLayer(nn.Module):
+    r"""The layer that an unrolled Hyper-SET repeats: the step of ``HyperSETStep``, t = 1, 2, ... ::
+
+        X_t+1/2 = X_t - alpha_t sum_h W_h (P + P^T) RMSNorm(W_h^T X_t)
+        X_t+1   = X_t+1/2 + gamma_t D relu(RMSNorm(D^T X_t+1/2))
+
+    Args:
+        dim, heads, memories, attention, feedforward, head_dim, epsilon: as for ``HyperSETStep``.
+        step_size: where ``alpha_t, gamma_t`` come from. "conditioned-state", "conditioned-input":
+            per token and channel from a network of time and of ``X_t`` or ``X_0``
+            (``ConditionedStepSizes``); "learned": a positive number per channel; "fixed".
+        initial_step: both steps at the start; None: 0 for the networks, as published, else 0.1.
+        time_dim: sinusoids of the time.
+        lora_rank: r > 0 lets W and D differ from iteration to iteration by ``scale A_t B_t``.
+        lora_scale: scale.
+        iterations: number of such differences.
+
+    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), equations 9 and 11 and depth-wise LoRA.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        memories: int,
+        *,
+        step_size: str = "conditioned-state",
+        initial_step: float | None = None,
+        time_dim: int = 512,
+        attention: str = "bisoftmax",
+        feedforward: str = "relu",
+        head_dim: int | None = None,
+        epsilon: float = TINY_NORM,
+        lora_rank: int = 0,
+        lora_scale: float = 4.0,
+        iterations: int = 12,
+    ) -> None:
+        super().__init__()
+        norm = RMSNorm(epsilon)
+        self.attention = build_attention(attention, dim, heads, head_dim=head_dim, norm=norm)
+        self.feedforward = build_feedforward(feedforward, dim, memories, norm=norm)
+        self.step_sizes = build_step_sizes(step_size, dim, initial=initial_step, time_dim=time_dim)
+        self.attention_deltas = self.feedforward_deltas = None
+        if isinstance(lora_rank, bool) or not isinstance(lora_rank, int) or lora_rank < 0:
+            raise ValueError(f"lora_rank must be an integer >= 0, got {lora_rank!r}")
+        if lora_rank:
+            rows = self.attention.projection.weight.shape[0]
+            rest: Any = (dim, lora_rank, iterations)
+            self.attention_deltas = LowRankDeltas(rows, *rest, scale=lora_scale)
+            self.feedforward_deltas = LowRankDeltas(memories, *rest, scale=lora_scale)
+
+    def prepare(self, x0: Tensor, times: Tensor) -> Any:
+        """What all iterations share: computed once from the input (B, N, d) and the times (T,)."""
+        return self.step_sizes.prepare(x0, times)
+
+    def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
+        """The state (B, N, d) one iteration on, the one at ``times[index]``, from 0."""
+        return self._step(z, self.step_sizes(z, context, index), index, mask)
+
+    def forward(
+        self, z: Tensor, x0: Tensor, t: int | float, *, mask: Tensor | None = None
+    ) -> Tensor:
+        """The state (B, N, d) after iteration ``t``, counted from 1; ``x0`` (B, N, d) the input."""
+        if not t >= 1:
+            raise ValueError(f"t must be >= 1, got {t!r}")
+        visible = hide(z, mask)
+        context = self.prepare(hide(x0, mask), torch.tensor([t], device=z.device))
+        moved = self._step(visible, self.step_sizes(visible, context, 0), int(t) - 1, mask)
+        return moved if mask is None else torch.where(mask.unsqueeze(-1), moved, z)
+
+    def observe(
+        self, z: Tensor, index: int, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention and feed-forward energy (B,) and features (B, heads, N, p) of a state.
+
+        As iteration ``index`` (from 0) sees it, its low-rank differences included.
+        """
+        weight = self.weight(self.attention, self.attention_deltas, index)
+        features = self.attention.features(z, mask=mask, weight=weight)
+        attends = self.attention.potential(features, mask)
+        weight = self.weight(self.feedforward, self.feedforward_deltas, index)
+        recalled = self.feedforward.features(z, mask=mask, weight=weight)
+        return attends, self.feedforward.potential(recalled, mask), features
+
+    def _step(self, z: Tensor, steps: tuple[Step, Step], index: int, mask: Tensor | None) -> Tensor:
+        weight = self.weight(self.attention, self.attention_deltas, index)
+        z = descend(z, self.attention, steps[0], mask, weight)
+        weight = self.weight(self.feedforward, self.feedforward_deltas, index)
+        return descend(z, self.feedforward, steps[1], mask, weight)
+
+    @staticmethod
+    def weight(energy: ProjectedEnergy, deltas: LowRankDeltas | None, index: int) -> Tensor | None:
+        """The weight of an iteration; None: the energy's own."""
+        return None if deltas is None else deltas(energy.projection.weight, index)
+
+
+def descend(
+    z: Tensor,
+    energy: ProjectedEnergy,
+    step: Step,
+    mask: Tensor | None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """``z - step * straight_gradient``; the step a number, (d,) or like ``z``."""
+    gradient = energy.straight_gradient(z, mask=mask, weight=weight)
+    if not isinstance(step, Tensor):
+        return torch.sub(z, gradient, alpha=step)
+    return torch.addcmul(z, step.to(z.dtype), gradient, value=-1.0)

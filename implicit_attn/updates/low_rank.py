@@ -1,0 +1,58 @@
+"""Low-rank differences of a shared weight from iteration to iteration."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from implicit_attn.energies.checks import check_count, check_positive
+
+
+class LowRankDeltas(nn.Module):
+    """``W_t = W + scale A_t B_t``, ``A_t`` (rows, rank) and ``B_t`` (rank, dim), for each iteration t.
+
+    All entries start from N(0, deviation^2), so that the iterations differ from the start. Later
+    iterations than there are deltas use the last.
+
+    Args:
+        rows, dim: of the weight W.
+        rank: r.
+        iterations: number of deltas.
+        scale: s.
+        deviation: of the initial entries.
+
+    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), depth-wise LoRA.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        rank: int,
+        iterations: int,
+        *,
+        scale: float = 4.0,
+        deviation: float = 0.02,
+    ) -> None:
+        super().__init__()
+        sizes = {"rows": rows, "dim": dim, "rank": rank, "iterations": iterations}
+        for name, size in sizes.items():
+            check_count(size, name)
+        if isinstance(scale, bool) or not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, got {scale!r}")
+        deviation = check_positive(deviation, "deviation")
+        self.scale = float(scale)
+        self.left = nn.Parameter(deviation * torch.randn(iterations, rows, rank))
+        self.right = nn.Parameter(deviation * torch.randn(iterations, rank, dim))
+
+    def forward(self, weight: Tensor, index: int) -> Tensor:
+        """``W_t`` for the weight W (rows, dim) and t = ``index``, counted from 0."""
+        index = min(index, len(self.left) - 1)
+        return torch.addmm(weight, self.left[index], self.right[index], alpha=self.scale)
+
+    def extra_repr(self) -> str:
+        iterations, rows, rank = self.left.shape
+        dim = self.right.shape[-1]
+        return f"rows={rows}, dim={dim}, rank={rank}, iterations={iterations}, scale={self.scale}"

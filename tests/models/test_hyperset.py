@@ -1,0 +1,321 @@
+"""Hyper-SET as a backbone: iterations, trajectories, masks, parameter counts, equilibrium."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from implicit_attn.models import (
+    BACKBONES,
+    CRATE,
+    EnergyTransformer,
+    HyperSET,
+    HyperSETEquilibrium,
+    ImageClassifier,
+    SharedTransformer,
+    SudokuModel,
+    build_backbone,
+)
+from implicit_attn.updates import HyperSETLayer
+from solvers import Status, Tolerance
+
+DIM, HEADS, MEMORIES, TOKENS = 12, 3, 16, 6
+
+
+def tokens(seed: int = 0, batch: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, TOKENS, DIM, generator=generator, dtype=torch.float64)
+
+
+def build(**options: Any) -> HyperSET:
+    """A model whose step sizes depend on time and tokens, as after training."""
+    torch.manual_seed(1)
+    settings: dict[str, Any] = {"iterations": 4, "time_dim": 16} | options
+    model = HyperSET(DIM, HEADS, MEMORIES, **settings).double()
+    for layer in model.layers:
+        if hasattr(layer.step_sizes, "last"):
+            nn.init.normal_(layer.step_sizes.last.weight, std=0.05)
+            nn.init.constant_(layer.step_sizes.last.bias, 0.1)
+    return model
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "state": {},
+    "input": {"step_size": "conditioned-input"},
+    "learned": {"step_size": "learned"},
+    "fixed-sigmoid-gelu": {"step_size": "fixed", "attention": "sigmoid", "feedforward": "gelu"},
+    "linear-softmax": {"attention": "linear", "feedforward": "softmax"},
+    "softmax-gated": {"attention": "softmax", "feedforward": "gated"},
+    "lora": {"lora_rank": 2},
+    "layers": {"layers": 2},
+    "cyclic": {"layers": 2, "order": "cyclic"},
+}
+each_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
+
+
+@each_model
+@pytest.mark.parametrize("iterations", [None, 1, 7])
+def test_the_model_repeats_its_layers(options: dict[str, Any], iterations: int | None) -> None:
+    model = build(**options)
+    count = iterations or 4
+    x = tokens()
+    z, states = x, [x]
+    plan = [(layer, t) for layer in range(len(model.layers)) for t in range(1, count + 1)]
+    if options.get("order") == "cyclic":
+        plan.sort(key=lambda step: (step[1], step[0]))
+    for layer, t in plan:
+        module = model.layers[layer]
+        assert isinstance(module, HyperSETLayer)
+        z = module(z, x, t)
+        states.append(z)
+    assert torch.allclose(model(x, iterations=iterations), z, atol=1e-12)
+    assert torch.allclose(model.states(x, iterations=iterations), torch.stack(states), atol=1e-12)
+
+
+def test_time_after_training() -> None:
+    """The state after T iterations does not depend on how many follow; "hold" repeats time T."""
+    x = tokens()
+    extrapolating, holding = build(), build(beyond="hold")
+    long = extrapolating.states(x, iterations=9)
+    assert torch.equal(long[:5], extrapolating.states(x))
+    held = holding.states(x, iterations=9)
+    assert torch.equal(held[:5], long[:5])
+    z = held[4]
+    for index in range(5, 10):
+        z = holding.layers[0](z, x, 4)
+        assert torch.allclose(held[index], z, atol=1e-12)
+    assert not torch.allclose(held[-1], long[-1], atol=1e-4)
+
+
+@each_model
+def test_trajectory(options: dict[str, Any]) -> None:
+    model = build(**options)
+    x = tokens()
+    mask = torch.ones(3, TOKENS, dtype=torch.bool)
+    mask[1, 3:] = False
+    with torch.no_grad():
+        path = model.trajectory(x, iterations=5, mask=mask)
+        assert torch.equal(path.states, model.states(x, iterations=5, mask=mask))
+    number = 1 + 5 * len(model.layers)
+    assert path.attention_energy.shape == path.feedforward_energy.shape == (number, 3)
+    assert path.features.shape == (number, 3, HEADS, TOKENS, DIM // HEADS)
+    lengths = path.features.square().mean(-1)
+    counts = mask[:, None].expand(3, HEADS, TOKENS)
+    assert torch.allclose(lengths[:, counts], torch.ones(1, dtype=torch.float64), atol=2e-3)
+    assert (lengths[:, ~counts] == 0).all()
+    if "lora_rank" in options:
+        return
+    steps = [*model.schedule(5), model.schedule(5)[-1]]
+    for t, (layer, _) in enumerate(steps):
+        module, z = model.layers[layer], path.states[t]
+        for energy, seen in (
+            (module.attention, path.attention_energy[t]),
+            (module.feedforward, path.feedforward_energy[t]),
+        ):
+            assert torch.allclose(energy(z, mask=mask), seen, atol=1e-10)
+
+
+def test_small_steps_lower_both_energies() -> None:
+    """Descent in spite of the dropped derivative, where the projections are orthogonal."""
+    model = build(step_size="fixed", initial_step=0.01, iterations=20)
+    for energy in (model.layers[0].attention, model.layers[0].feedforward):
+        nn.init.orthogonal_(energy.projection.weight)
+    with torch.no_grad():
+        path = model.trajectory(tokens())
+    assert (path.attention_energy.diff(dim=0) < 0).all()
+    assert (path.feedforward_energy.diff(dim=0) < 0).all()
+
+
+@each_model
+def test_masks(options: dict[str, Any]) -> None:
+    model = build(**options)
+    mask = torch.ones(3, TOKENS, dtype=torch.bool)
+    mask[0, 4:], mask[2] = False, False
+    x = tokens()
+    z = model(x, mask=mask)
+    assert torch.equal(z[~mask], x[~mask])
+    assert torch.allclose(z[:1, :4], model(x[:1, :4]), atol=1e-12)
+    other = torch.where(mask.unsqueeze(-1), x, float("nan")).requires_grad_()
+    result = model(other, mask=mask)
+    assert torch.equal(result[mask], z[mask])
+    assert torch.equal(model.states(other, mask=mask)[:, mask], model.states(x, mask=mask)[:, mask])
+    gradients = torch.autograd.grad(result[mask].square().sum(), [other, *model.parameters()])
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][~mask] == 0).all()
+
+
+@each_model
+def test_samples_and_tokens(options: dict[str, Any]) -> None:
+    """No sample sees another, and the order of the tokens does not matter."""
+    model = build(**options)
+    x = tokens()
+    z = model(x)
+    assert torch.allclose(model(x[1:2]), z[1:2], atol=1e-12)
+    order = torch.tensor([4, 0, 5, 1, 3, 2])
+    assert torch.allclose(model(x[:, order]), z[:, order], atol=1e-12)
+    assert torch.equal(model(x), z)
+
+
+@each_model
+def test_every_parameter_learns(options: dict[str, Any]) -> None:
+    model = build(**options)
+    (model(tokens()) * tokens(1)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+@each_model
+def test_copies(options: dict[str, Any]) -> None:
+    model = build(**options)
+    z = model(tokens())
+    assert torch.equal(copy.deepcopy(model)(tokens()), z)
+    torch.manual_seed(2)
+    settings: dict[str, Any] = {"iterations": 4, "time_dim": 16} | options
+    other = HyperSET(DIM, HEADS, MEMORIES, **settings).double()
+    assert not torch.equal(other(tokens()), z)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens()), z)
+    assert torch.equal(model.eval()(tokens()), model.train()(tokens()))
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_half_precision(name: str) -> None:
+    """Under autocast the state stays float32, close to the plain result."""
+    torch.manual_seed(0)
+    model: Any = build_backbone(name, DIM, HEADS)
+    if name == "hyperset-equilibrium":
+        model.layer.tolerance = Tolerance(rtol=2e-2)
+    x = tokens().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = model(x)
+    assert rough.dtype == torch.float32
+    assert (rough - model(x)).norm() <= 0.1 * model(x).norm()
+
+
+@pytest.mark.parametrize("name", ["hyperset", "transformer", "energy-transformer", "crate"])
+def test_a_compiler_sees_one_graph(name: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = build_backbone(name, DIM, HEADS, iterations=2)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(tokens().float()), model(tokens().float()))
+
+
+PAPER: list[tuple[str, nn.Module, int]] = []
+with torch.device("meta"):
+    PAPER += [
+        ("hyperset-small", ImageClassifier(HyperSET(384, 6, 384), 32, 3, 10), 960_000),
+        ("hyperset-scaled", ImageClassifier(HyperSET(512, 8, 512), 32, 3, 10), 1_610_000),
+        (
+            "transformer-small",
+            ImageClassifier(SharedTransformer(384, 6), 32, 3, 10, embedding_norm=False),
+            1_790_000,
+        ),
+        (
+            "sudoku",
+            SudokuModel(HyperSET(768, 12, 4 * 768, iterations=24, step_size="conditioned-input")),
+            5_200_000,
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("model", "published"), [p[1:] for p in PAPER], ids=[p[0] for p in PAPER])
+def test_parameter_counts_are_those_published(model: nn.Module, published: int) -> None:
+    """Within 2 %, and half a unit of the last digit that is printed."""
+    count = sum(p.numel() for p in model.parameters())
+    assert abs(count / published - 1) <= 0.02
+    assert abs(count - published) <= 8_000
+
+
+@pytest.mark.parametrize("width", [None, 20])
+def test_backbones_by_name(width: int | None) -> None:
+    made = {name: build_backbone(name, DIM, HEADS, width) for name in BACKBONES if name != "crate"}
+    made["crate"] = build_backbone("crate", DIM, HEADS, iterations=3)
+    assert [type(made[name]) for name in BACKBONES] == [*BACKBONES.values()]
+    assert isinstance(made["crate"], CRATE) and made["crate"].iterations == 3
+    assert isinstance(made["energy-transformer"], EnergyTransformer)
+    assert made["transformer"].layers[0].widen.out_features == (width or 4 * DIM)
+    assert made["energy-transformer"].layers[0].feedforward.projection.weight.shape[0] == (
+        width or 4 * DIM
+    )
+    assert made["hyperset"].layers[0].feedforward.projection.weight.shape[0] == (width or DIM)
+    for backbone in made.values():
+        assert backbone.dim == DIM
+        assert backbone(tokens().float(), iterations=40).shape == (3, TOKENS, DIM)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "sigmoid", "feedforward": "gelu"}, {"attention": "linear"}]
+)
+def test_equilibrium(options: dict[str, Any]) -> None:
+    """The output is where the exact energy, differentiated here by autograd, is stationary."""
+    torch.manual_seed(0)
+    layer = {"tolerance": Tolerance(rtol=1e-10), "max_steps": 300}
+    model = HyperSETEquilibrium(DIM, HEADS, MEMORIES, layer=layer, **options).double()
+    x = tokens()
+    z = model(x).detach().requires_grad_()
+    assert model.layer.last is not None
+    assert (model.layer.last.status == Status.CONVERGED).all(), model.layer.last.summary()
+    energy: Any = model.layer.update.energy
+    (gradient,) = torch.autograd.grad(energy(z, x).sum(), z)
+    assert gradient.norm() <= 1e-8 * z.norm()
+    assert not torch.allclose(z, x, atol=1e-2)
+    value = energy.attention(z) + energy.feedforward(z) + 0.5 * (z - x).square().sum((1, 2))
+    assert torch.allclose(energy(z, x), value)
+    assert (energy(z, x) < energy(x, x)).all()
+
+
+def test_equilibrium_in_few_evaluations() -> None:
+    torch.manual_seed(0)
+    layer = {"on_failure": "ignore", "tolerance": Tolerance(rtol=1e-12)}
+    model = HyperSETEquilibrium(DIM, HEADS, MEMORIES, layer=layer).double()
+    residuals = []
+    for count in (2, 4, 16):
+        model(tokens(), iterations=count)
+        assert model.layer.last is not None and (model.layer.last.evaluations <= count).all()
+        residuals.append(model.layer.last.residual.max().item())
+    assert residuals[0] > 10 * residuals[1] > 100 * residuals[2]
+    mask = torch.ones(3, TOKENS, dtype=torch.bool)
+    mask[1, 2:] = False
+    z = model(tokens(), iterations=30, mask=mask)
+    assert torch.equal(z[~mask], tokens()[~mask])
+    assert torch.allclose(z[1:2, :2], model(tokens()[1:2, :2], iterations=30), atol=1e-6)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"order": "random"}, ValueError, "order must be one of ('blocks', 'cyclic'), got 'random'"),
+    ({"beyond": "stop"}, ValueError, "beyond must be one of ('extrapolate', 'hold'), got 'stop'"),
+    ({"layers": 0}, ValueError, "layers must be >= 1, got 0"),
+    ({"iterations": 0}, ValueError, "iterations must be >= 1, got 0"),
+    ({"iterations": 2.0}, TypeError, "iterations must be an integer, got 2.0"),
+    ({"dropout": 0.1}, TypeError, "dropout"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[str(b[0]) for b in BAD])
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        HyperSET(DIM, HEADS, MEMORIES, **options)
+
+
+def test_bad_calls() -> None:
+    model = build()
+    with pytest.raises(ValueError, match="iterations must be >= 1, got 0"):
+        model(tokens(), iterations=0)
+    with pytest.raises(ValueError, match=r"HyperSET: z must have the shape \(B, N, d\)"):
+        model(tokens()[0])
+    with pytest.raises(ValueError, match="HyperSET: mask must have the shape"):
+        model(tokens(), mask=torch.ones(3, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"name must be one of .*, got 'mamba'"):
+        build_backbone("mamba", DIM, HEADS)
+    with pytest.raises(ValueError, match="width must be None for 'crate'"):
+        build_backbone("crate", DIM, HEADS, 20)
+    with pytest.raises(TypeError, match="momentum"):
+        build_backbone("transformer", DIM, HEADS, momentum=0.9)
+    with pytest.raises(ValueError, match="attention must descend an energy of all tokens"):
+        HyperSETEquilibrium(DIM, HEADS, MEMORIES, attention="softmax")

@@ -1,0 +1,177 @@
+"""The image classifier around a backbone: patches, positions, readouts, mistakes, learning."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.models import (
+    BACKBONES,
+    HyperSET,
+    ImageClassifier,
+    ViT,
+    build_backbone,
+)
+from implicit_attn.models.vit import PatchEmbedding, sinusoidal_positions
+
+DIM = 12
+
+
+def images(batch: int = 3, channels: int = 1, size: int = 8, seed: int = 0) -> Tensor:
+    return torch.rand(batch, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def build(size: int = 8, channels: int = 1, classes: int = 5, **options: Any) -> ImageClassifier:
+    torch.manual_seed(0)
+    backbone = HyperSET(DIM, 3, 16, iterations=2, step_size="fixed")
+    settings: dict[str, Any] = {"patch": 2} | options
+    return ImageClassifier(backbone, size, channels, classes, **settings)
+
+
+CASES: list[dict[str, Any]] = [
+    {"positions": positions, "readout": readout, "stem": stem}
+    for positions, stem in (("sinusoidal", "patch"), ("learned", "conv"), ("none", "patch"))
+    for readout in ("class", "mean", "tokens")
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+
+
+@each_case
+def test_shapes_and_parameters(case: dict[str, Any]) -> None:
+    model = build(8, 2, 5, **case)
+    extra = case["readout"] == "class"
+    x = model.tokens(images(3, 2))
+    assert x.shape == (3, 16 + extra, DIM)
+    assert model(images(3, 2)).shape == (3, 5)
+    embed = 8 * DIM + DIM
+    if case["stem"] == "conv":  # 3 x 3, a place per pixel, then the patches
+        embed = (9 * 2 + 1) * 8 + 8 * 64 + 8 * 4 * DIM + DIM
+    count = embed + 2 * DIM + extra * DIM + 2 * DIM
+    count += (16 + extra) * DIM if case["positions"] == "learned" else 0
+    count += (16 if case["readout"] == "tokens" else 1) * DIM * 5 + 5
+    count += sum(p.numel() for p in model.backbone.parameters())
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+@each_case
+def test_every_parameter_learns(case: dict[str, Any]) -> None:
+    model = build(8, 2, 5, **case)
+    F.cross_entropy(model(images(3, 2)), torch.tensor([1, 4, 2])).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_patches_are_those_of_the_image() -> None:
+    """Token k holds patch k, row by row, as a convolution with that stride has it."""
+    torch.manual_seed(0)
+    embed = PatchEmbedding(3, 2, DIM)
+    x = images(2, 3, 6)
+    weight = embed.linear.weight.view(DIM, 3, 2, 2)
+    expected = F.conv2d(x, weight, embed.linear.bias, stride=2).flatten(2).mT
+    assert torch.allclose(embed(x), expected, atol=1e-6)
+
+
+def test_sinusoidal_positions() -> None:
+    table = sinusoidal_positions(20, 8)
+    for place in (0, 1, 7, 19):
+        for channel in range(8):
+            angle = place / 10_000 ** (2 * (channel // 2) / 8)
+            expected = math.sin(angle) if channel % 2 == 0 else math.cos(angle)
+            assert table[place, channel].item() == pytest.approx(expected, abs=1e-6)
+    model = build()
+    assert "position" not in model.state_dict()
+    plain = build(positions="none")
+    plain.load_state_dict(model.state_dict())
+    difference = model.tokens(images()) - plain.tokens(images())
+    expected = sinusoidal_positions(17, DIM).expand(3, 17, DIM)
+    assert torch.allclose(difference, expected, atol=1e-6)
+
+
+def test_what_is_read() -> None:
+    z = torch.randn(2, 17, DIM, generator=torch.Generator().manual_seed(0))
+    other = z.clone()
+    other[:, 1:] += torch.randn(2, 16, DIM, generator=torch.Generator().manual_seed(1))
+    by_class, by_mean = build(), build(readout="mean")
+    assert torch.equal(by_class.classify(z), by_class.classify(other))
+    assert not torch.allclose(by_mean.classify(z[:, 1:]), by_mean.classify(other[:, 1:]), atol=1e-3)
+    expected = by_mean.head(by_mean.norm(z[:, 1:]).mean(1))
+    assert torch.allclose(by_mean.classify(z[:, 1:]), expected)
+
+
+def test_iterations_reach_the_backbone() -> None:
+    model = build()
+    backbone: Any = model.backbone
+    states = backbone.states(model.tokens(images()), iterations=5)
+    for count in (1, 2, 5):
+        assert torch.allclose(model(images(), iterations=count), model.classify(states[count]))
+    assert torch.allclose(model(images()), model.classify(states[2]))
+    assert not torch.allclose(model(images()), model.classify(states[5]), atol=1e-4)
+
+
+def test_copies() -> None:
+    model = build()
+    assert ViT is ImageClassifier
+    assert torch.equal(copy.deepcopy(model)(images()), model(images()))
+    other = ImageClassifier(HyperSET(DIM, 3, 16, iterations=2, step_size="fixed"), 8, 1, 5, patch=2)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(images()), model(images()))
+
+
+@pytest.mark.parametrize("name", [name for name in BACKBONES if name != "hyperset-equilibrium"])
+def test_learns_two_patterns(name: str) -> None:
+    """Bars left or right, with every backbone, in a few steps of one recipe."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (48,), generator=generator)
+    x = 0.3 * torch.rand(48, 1, 8, 8, generator=generator)
+    x[labels == 0, :, :, :3] += 0.5
+    x[labels == 1, :, :, 5:] += 0.5
+    torch.manual_seed(0)
+    model = ImageClassifier(build_backbone(name, 16, 2, iterations=3), 8, 1, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(40):
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert (model(x).argmax(1) == labels).double().mean() >= 0.95
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"patch": 3}, ValueError, "patch must divide image_size=8, got 3"),
+    ({"patch": 0}, ValueError, "patch must be >= 1, got 0"),
+    ({"channels": 0}, ValueError, "channels must be >= 1, got 0"),
+    ({"classes": 0}, ValueError, "classes must be >= 1, got 0"),
+    ({"positions": "rotary"}, ValueError, "positions must be one of ('sinusoidal', 'learned', "),
+    ({"readout": "max"}, ValueError, "readout must be one of ('class', 'mean', 'tokens'), got"),
+    ({"stem": "mlp"}, ValueError, "stem must be one of ('patch', 'conv'), got 'mlp'"),
+    ({"dropout": 0.1}, TypeError, "dropout"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[str(b[0]) for b in BAD])
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        build(**options)
+
+
+def test_bad_backbones() -> None:
+    with pytest.raises(TypeError, match="backbone must be a module"):
+        ImageClassifier(torch.relu, 8, 1, 5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="backbone must have an integer attribute dim"):
+        ImageClassifier(nn.Identity(), 8, 1, 5)
+    with pytest.raises(ValueError, match="dim must be even for sinusoidal positions, got 9"):
+        ImageClassifier(HyperSET(9, 3, 9), 8, 1, 5)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 2, 8, 8), (3, 1, 10, 10)])
+def test_bad_images(shape: tuple[int, ...]) -> None:
+    message = re.escape(f"images must have shape (B, 1, 8, 8), got {shape}")
+    with pytest.raises(ValueError, match=message):
+        build()(torch.rand(shape))

@@ -1,0 +1,235 @@
+"""The rivals against dense transcriptions of their papers' equations, in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.models import CRATE, EnergyTransformer, RecurrentBackbone, SharedTransformer
+
+DIM, HEADS, WIDTH, TOKENS = 12, 3, 4, 6
+MODELS: dict[str, Callable[..., Any]] = {
+    "transformer": SharedTransformer,
+    "energy-transformer": EnergyTransformer,
+    "crate": CRATE,
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def tokens(seed: int = 0, batch: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, TOKENS, DIM, generator=generator, dtype=torch.float64)
+
+
+def build(name: str, **options: Any) -> Any:
+    torch.manual_seed(2)
+    if name == "energy-transformer":
+        options = {"deviation": 0.3, "step_size": 0.1} | options
+    model = MODELS[name](DIM, HEADS, **{"iterations": 3} | options).double()
+    for parameter in model.parameters():
+        if parameter.dim() < 2:  # gains and offsets away from one and zero
+            nn.init.uniform_(parameter, 0.2, 0.9)
+    return model
+
+
+def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return (
+        centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+    )
+
+
+def softmax_rows(scores: Tensor) -> Tensor:
+    return scores.exp() / scores.exp().sum(-1, keepdim=True)
+
+
+def transformer_step(layer: Any, x: Tensor) -> Tensor:
+    """One sample (N, d), head by head."""
+    y = layer_norm(x, layer.attention_norm)
+    query, key, value = layer.queries_keys_values.weight.chunk(3)
+    heads = []
+    for head in range(HEADS):
+        rows = slice(head * WIDTH, (head + 1) * WIDTH)
+        q, k, v = y @ query[rows].T, y @ key[rows].T, y @ value[rows].T
+        heads.append(softmax_rows(q @ k.T / math.sqrt(WIDTH)) @ v)
+    x = x + torch.cat(heads, -1) @ layer.output.weight.T
+    hidden = (layer_norm(x, layer.feedforward_norm) @ layer.widen.weight.T).clamp_min(0.0)
+    return x + hidden @ layer.narrow.weight.T
+
+
+def crate_step(layer: Any, x: Tensor) -> Tensor:
+    y = layer_norm(x, layer.attention_norm)
+    moved = x + layer.output.bias
+    for head in range(HEADS):
+        rows = slice(head * WIDTH, (head + 1) * WIDTH)
+        v = y @ layer.subspaces.weight[rows].T
+        compressed = softmax_rows(v @ v.T / math.sqrt(WIDTH)) @ v
+        moved = moved + compressed @ layer.output.weight[:, rows].T
+    z = layer_norm(moved, layer.feedforward_norm)
+    d = layer.dictionary
+    step = torch.stack([token + 0.1 * d.T @ (token - d @ token) - 0.1 * 0.1 for token in z])
+    return step.clamp_min(0.0)
+
+
+def energy_of_activation(layer: Any, g: Tensor) -> Tensor:
+    """The Energy Transformer's two energies of one sample (N, d), head by head."""
+    beta = 1.0 / math.sqrt(WIDTH)
+    value = torch.zeros((), dtype=g.dtype)
+    for head in range(HEADS):
+        rows = slice(head * WIDTH, (head + 1) * WIDTH)
+        q = g @ layer.attention.query.weight[rows].T
+        k = g @ layer.attention.key.weight[rows].T
+        value = value - (beta * q @ k.T).exp().sum(-1).log().sum() / beta
+    hidden = (g @ layer.feedforward.projection.weight.T).clamp_min(0.0)
+    return value - 0.5 * hidden.square().sum()
+
+
+def activation(layer: Any, x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    unit = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return layer.gain * unit + layer.shift
+
+
+def energy_transformer_step(layer: Any, x: Tensor) -> Tensor:
+    g = activation(layer, x).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(energy_of_activation(layer, g), g)
+    return x - 0.1 * gradient
+
+
+STEPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "transformer": transformer_step,
+    "energy-transformer": energy_transformer_step,
+    "crate": crate_step,
+}
+
+
+@each_model
+def test_the_step_is_its_papers(name: str) -> None:
+    model = build(name)
+    x = tokens()
+    expected = torch.stack([STEPS[name](model.layers[0], sample) for sample in x])
+    result = model(x, iterations=1)
+    assert (result - expected).abs().max() <= 1e-10
+    assert not torch.allclose(result, x, atol=1e-2)
+
+
+@each_model
+def test_iterations(name: str) -> None:
+    model = build(name, layers=2)
+    assert isinstance(model, RecurrentBackbone)
+    x = tokens()
+    z, states = x, [x]
+    for layer in model.layers:
+        for _ in range(5):
+            z = layer.advance(z, None, 0)
+            states.append(z)
+    assert torch.equal(model.states(x, iterations=5), torch.stack(states))
+    assert torch.equal(model(x, iterations=5), z)
+    assert torch.equal(model(x), model(x, iterations=3))
+
+
+@each_model
+def test_masks(name: str) -> None:
+    model = build(name)
+    mask = torch.ones(3, TOKENS, dtype=torch.bool)
+    mask[0, 4:], mask[2] = False, False
+    x = tokens()
+    z = model(x, mask=mask)
+    assert torch.equal(z[~mask], x[~mask])
+    assert torch.allclose(z[:1, :4], model(x[:1, :4]), atol=1e-12)
+    other = torch.where(mask.unsqueeze(-1), x, float("nan")).requires_grad_()
+    result = model(other, mask=mask)
+    assert torch.equal(result[mask], z[mask])
+    (gradient,) = torch.autograd.grad(result[mask].square().sum(), other)
+    assert (gradient[~mask] == 0).all() and gradient.isfinite().all()
+
+
+@each_model
+def test_gradients_and_copies(name: str) -> None:
+    model = build(name)
+    x = tokens()
+    (model(x) * tokens(1)).sum().backward()
+    for label, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, label
+    other = MODELS[name](DIM, HEADS, iterations=3).double()
+    other.load_state_dict(model.state_dict())
+    for layer in other.layers:
+        layer.step_size = getattr(model.layers[0], "step_size", None)
+    assert torch.equal(other(x), model(x))
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+@each_model
+def test_samples_and_tokens(name: str) -> None:
+    model = build(name)
+    x = tokens()
+    z = model(x)
+    assert torch.allclose(model(x[1:2]), z[1:2], atol=1e-12)
+    order = torch.tensor([4, 0, 5, 1, 3, 2])
+    assert torch.allclose(model(x[:, order]), z[:, order], atol=1e-12)
+
+
+def test_the_energy_transformer_descends() -> None:
+    """The step leaves the norm's derivative out and descends, for it is positive semidefinite."""
+    model = build("energy-transformer", step_size=0.02)
+    layer = model.layers[0]
+    with torch.no_grad():
+        states = model.states(tokens(), iterations=30)
+        energies = torch.stack([layer.energy(z) for z in states])
+        for index, sample in enumerate(states[4]):
+            value = energy_of_activation(layer, activation(layer, sample))
+            assert torch.allclose(energies[4, index], value)
+    assert (energies.diff(dim=0) < 0).all()
+
+
+def test_initial_weights_of_the_energy_transformer() -> None:
+    torch.manual_seed(0)
+    for deviation, expected in ((None, 0.125), (0.02, 0.02)):
+        layer: Any = EnergyTransformer(64, 4, deviation=deviation).layers[0]
+        for part in (layer.attention.query, layer.attention.key, layer.feedforward.projection):
+            assert part.weight.std().item() == pytest.approx(expected, rel=0.03)
+
+
+def test_the_transformer_is_pytorchs() -> None:
+    """``nn.TransformerEncoderLayer`` with the same weights, where its biases are zero."""
+    model = build("transformer", hidden=20)
+    layer = model.layers[0]
+    peer = nn.TransformerEncoderLayer(
+        DIM, HEADS, 20, dropout=0.0, activation=F.relu, batch_first=True, norm_first=True
+    ).double()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.zero_()
+        peer.self_attn.in_proj_weight.copy_(layer.queries_keys_values.weight)
+        peer.self_attn.out_proj.weight.copy_(layer.output.weight)
+        peer.linear1.weight.copy_(layer.widen.weight)
+        peer.linear2.weight.copy_(layer.narrow.weight)
+        peer.norm1.load_state_dict(layer.attention_norm.state_dict())
+        peer.norm2.load_state_dict(layer.feedforward_norm.state_dict())
+    x = tokens()
+    assert torch.allclose(model(x, iterations=2), peer(peer(x)), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("transformer", {"hidden": 0}, "hidden must be >= 1, got 0"),
+        ("transformer", {"layers": 0}, "layers must be >= 1, got 0"),
+        ("energy-transformer", {"step_size": 0.0}, "step_size must be finite and > 0, got 0.0"),
+        ("energy-transformer", {"deviation": -1.0}, "deviation must be finite and > 0"),
+        ("crate", {"sparsity": 0.0}, "sparsity must be finite and > 0, got 0.0"),
+        ("crate", {"order": "none"}, "order must be one of"),
+    ],
+)
+def test_bad_arguments(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MODELS[name](DIM, HEADS, **options)
+    with pytest.raises(ValueError, match="heads must divide dim=12"):
+        MODELS[name](DIM, 5)

@@ -1,0 +1,79 @@
+"""The Sudoku model around every backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import solvers
+from implicit_attn.models import BACKBONES, HyperSET, SudokuModel, build_backbone
+
+PUZZLES = torch.randint(0, 10, (3, 81), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", sorted(BACKBONES))
+def test_every_backbone_gives_logits_and_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    silent = {"on_failure": "ignore", "adjoint": solvers.Implicit(on_failure="ignore")}
+    options = {"layer": silent} if name == "hyperset-equilibrium" else {}
+    model = SudokuModel(build_backbone(name, 8, 2, iterations=2, **options))
+    logits = model(PUZZLES, iterations=3)
+    assert logits.shape == (3, 81, 9)
+    logits.square().mean().backward()
+    assert model.digits.weight.grad is not None and model.digits.weight.grad.abs().sum() > 0
+    assert torch.equal(model.classify(model.backbone(model.tokens(PUZZLES), iterations=3)), logits)
+
+
+def test_a_cell_sees_the_others_and_its_place() -> None:
+    torch.manual_seed(0)
+    model = SudokuModel(HyperSET(8, 2, 8, iterations=2, initial_step=0.3, time_dim=8), scale=1.0)
+    changed = PUZZLES.clone()
+    changed[:, 80] = (changed[:, 80] + 1) % 10
+    before, after = model(PUZZLES), model(changed)
+    assert (before - after).abs().amax((0, 2)).min() > 1e-6
+    empty = model(torch.zeros(1, 81, dtype=torch.int64))
+    assert (empty[0, 0] - empty[0, 1]).abs().max() > 1e-3
+
+
+def test_positions_that_start_from_units() -> None:
+    """Cells of a row, a column or a box are alike; those that share nothing are not."""
+    torch.manual_seed(0)
+    model = SudokuModel(HyperSET(512, 2, 8, time_dim=8), start="units")
+    places = torch.nn.functional.normalize(model.position.detach(), dim=1)
+    likeness = (places @ places.T)[0]
+    assert likeness[1] == pytest.approx(2 / 3, abs=0.15)  # row and box
+    assert likeness[8] == pytest.approx(1 / 3, abs=0.15)  # row
+    assert likeness[80] == pytest.approx(0, abs=0.15)
+    assert model.position.square().mean().sqrt().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_paper_size() -> None:
+    """5.20 M parameters (Hu, Zou, Xu, arXiv 2502.11646), within two per cent."""
+    with torch.device("meta"):
+        backbone = HyperSET(768, 12, 4 * 768, iterations=24, step_size="conditioned-input")
+        model = SudokuModel(backbone)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert abs(count - 5.20e6) <= 0.02 * 5.20e6
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "message"),
+    [
+        (TypeError, {"backbone": torch.nn.Linear(2, 2)}, "backbone must be a module"),
+        (TypeError, {"backbone": None}, "backbone must be a module"),
+        (ValueError, {"scale": 0}, "scale must be > 0, got 0"),
+        (ValueError, {"start": "zero"}, "start must be one of .* got 'zero'"),
+    ],
+)
+def test_bad_arguments(error: type[Exception], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SudokuModel(**({"backbone": HyperSET(8, 2, 8)} | arguments))
+
+
+@pytest.mark.parametrize("puzzles", [PUZZLES[:, :80], PUZZLES[0], PUZZLES.float()])
+def test_bad_puzzles(puzzles: torch.Tensor) -> None:
+    model = SudokuModel(HyperSET(8, 2, 8, time_dim=8))
+    with pytest.raises(ValueError, match=r"puzzles must be integers \(B, 81\)"):
+        model(puzzles)

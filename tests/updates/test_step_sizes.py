@@ -1,0 +1,172 @@
+"""Step sizes of time and tokens, and low-rank differences of the weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas, PlainStepSizes
+from implicit_attn.updates.step_sizes import STEP_SIZES, build_step_sizes, sinusoids
+
+DIM = 6
+
+
+def tokens(seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def test_sinusoids() -> None:
+    times = torch.tensor([1.0, 2.0, 7.5])
+    waves = sinusoids(times, 6)
+    assert waves.shape == (3, 6) and waves.dtype == torch.float64
+    for column, frequency in enumerate((1.0, 1e-2, 1e-4)):
+        assert torch.allclose(waves[:, column], torch.sin(times.double() * frequency))
+        assert torch.allclose(waves[:, column + 3], torch.cos(times.double() * frequency))
+
+
+@pytest.mark.parametrize("kind", ["conditioned-state", "conditioned-input"])
+def test_the_network_starts_at_its_initial_step(kind: str) -> None:
+    """With 0 the layer starts as the identity; its step sizes learn first, then its projections."""
+    torch.manual_seed(0)
+    for initial in (None, 0.25):
+        sizes = build_step_sizes(kind, DIM, initial=initial)
+        steps = sizes(tokens(), sizes.prepare(tokens(1), torch.arange(1, 4)), 2)
+        for step in steps:
+            assert isinstance(step, Tensor) and step.shape == (2, 5, DIM)
+            assert (step == (0.0 if initial is None else initial)).all()
+    layer = HyperSETLayer(DIM, 2, 9, step_size=kind, time_dim=16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    z = tokens()
+    assert torch.equal(layer(z, z, 1), z)
+    moved = []
+    for _ in range(2):
+        before = layer.attention.projection.weight.detach().clone()
+        optimizer.zero_grad()
+        layer(z, z, 1).square().sum().backward()
+        optimizer.step()
+        moved.append(not torch.equal(layer.attention.projection.weight, before))
+    assert moved == [False, True]
+    assert not torch.equal(layer(z, z, 1), z)
+
+
+@pytest.mark.parametrize("source", ["state", "input"])
+def test_what_the_network_looks_at(source: str) -> None:
+    """Time, and the direction of its own tokens: neither their size nor the other tokens."""
+    torch.manual_seed(0)
+    sizes = ConditionedStepSizes(DIM, source, time_dim=16).double()
+    torch.nn.init.normal_(sizes.last.weight)
+    z, x0 = tokens(1).double(), tokens(2).double()
+
+    def steps(z: Tensor, x0: Tensor, t: float = 3.0) -> Tensor:
+        return torch.cat(sizes(z, sizes.prepare(x0, torch.tensor([t])), 0), -1)
+
+    base = steps(z, x0)
+    assert not torch.allclose(steps(z, x0, 4.0), base, atol=1e-2)
+    assert torch.allclose(steps(z, x0, 3.0 + 1e-6), base, atol=1e-4)  # smooth in time
+    other = tokens(3).double()
+    changed_z, changed_x = steps(other, x0), steps(z, other)
+    assert torch.equal(changed_x if source == "state" else changed_z, base)
+    assert not torch.allclose(changed_z if source == "state" else changed_x, base, atol=1e-2)
+    scaled = steps(5.0 * z, 5.0 * x0)
+    assert torch.allclose(scaled, base, atol=1e-4)
+    one = z.clone(), x0.clone()
+    for tensor in one:
+        tensor[:, 0] += 1.0
+    assert torch.equal(steps(*one)[:, 1:], base[:, 1:])
+    assert not torch.equal(steps(*one)[:, 0], base[:, 0])
+
+
+def test_any_time_can_be_asked_for() -> None:
+    torch.manual_seed(0)
+    sizes = ConditionedStepSizes(DIM)
+    torch.nn.init.normal_(sizes.last.weight, std=0.1)
+    context = sizes.prepare(tokens(), torch.tensor([1, 12, 48, 1000]))
+    alphas = [sizes(tokens(), context, index)[0] for index in range(4)]
+    assert all(alpha.isfinite().all() for alpha in alphas)
+    assert max(alpha.abs().max() for alpha in alphas) < 10 * alphas[0].abs().max()
+
+
+def test_plain_steps() -> None:
+    fixed = build_step_sizes("fixed", DIM, initial=0.5)
+    assert isinstance(fixed, PlainStepSizes)
+    assert fixed(tokens(), fixed.prepare(tokens(), torch.arange(3)), 1) == (0.5, 0.5)
+    assert not list(fixed.parameters())
+    learned = build_step_sizes("learned", DIM)
+    alpha, gamma = learned(tokens(), None, 0)
+    assert isinstance(alpha, Tensor) and isinstance(gamma, Tensor)
+    assert alpha.shape == gamma.shape == (DIM,)
+    assert torch.allclose(alpha, torch.full((DIM,), 0.1))
+    assert sum(p.numel() for p in learned.parameters()) == 2 * DIM
+
+
+@pytest.mark.parametrize("kind", STEP_SIZES)
+def test_layers_with_each_kind(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = HyperSETLayer(DIM, 2, 9, step_size=kind, initial_step=0.3, time_dim=16)
+    plain = HyperSETLayer(DIM, 2, 9, step_size="fixed", initial_step=0.3)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    assert torch.allclose(layer(tokens(), tokens(1), 2), plain(tokens(), tokens(1), 2), atol=1e-6)
+
+
+def test_low_rank_deltas() -> None:
+    torch.manual_seed(0)
+    deltas = LowRankDeltas(40, 30, 3, 5, scale=4.0)
+    weight = torch.randn(40, 30)
+    for index in range(5):
+        expected = weight + 4.0 * deltas.left[index] @ deltas.right[index]
+        assert torch.allclose(deltas(weight, index), expected, atol=1e-6)
+        change = deltas(weight, index) - weight
+        assert torch.linalg.matrix_rank(change, rtol=1e-3) == 3
+    assert torch.equal(deltas(weight, 11), deltas(weight, 4))
+    assert sum(p.numel() for p in deltas.parameters()) == 5 * 3 * (40 + 30)
+    for parameter in deltas.parameters():
+        assert 0.018 < parameter.std() < 0.022 and parameter.mean().abs() < 0.004
+
+
+def test_layers_with_low_rank_differences() -> None:
+    """Iteration t uses ``W + s A_t B_t`` and ``D^T + s A_t B_t``, in both places of each."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"step_size": "fixed", "initial_step": 0.2}
+    layer = HyperSETLayer(DIM, 2, 9, lora_rank=2, iterations=4, **options).double()
+    plain = HyperSETLayer(DIM, 2, 9, **options).double()
+    z = tokens().double()
+    results = []
+    for t in (1, 2, 4, 9):
+        index = min(t, 4) - 1
+        with torch.no_grad():
+            for name in ("attention", "feedforward"):
+                own, deltas = getattr(layer, name), getattr(layer, f"{name}_deltas")
+                weight = own.projection.weight + 4.0 * deltas.left[index] @ deltas.right[index]
+                getattr(plain, name).projection.weight.copy_(weight)
+        results.append(layer(z, z, t))
+        assert torch.allclose(results[-1], plain(z, z, t), atol=1e-12)
+    assert not torch.allclose(results[0], results[1], atol=1e-6)
+    assert torch.equal(results[2], results[3])
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"rank": 0}, "rank must be >= 1, got 0"),
+    ({"rows": 0}, "rows must be >= 1, got 0"),
+    ({"iterations": 0}, "iterations must be >= 1, got 0"),
+    ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+    ({"deviation": -1.0}, "deviation must be finite and > 0, got -1.0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[str(b[0]) for b in BAD])
+def test_bad_deltas(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LowRankDeltas(**{"rows": 4, "dim": 3, "rank": 2, "iterations": 2} | options)
+
+
+def test_bad_step_sizes() -> None:
+    with pytest.raises(ValueError, match="source must be 'state' or 'input', got 'token'"):
+        ConditionedStepSizes(DIM, "token")
+    with pytest.raises(ValueError, match="time_dim must be even and >= 4, got 2"):
+        sinusoids(torch.ones(2), 2)
+    with pytest.raises(ValueError, match="step_size must be finite and > 0"):
+        build_step_sizes("learned", DIM, initial=-1.0)
