@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
 from implicit_attn.kernels.bisoftmax import blocks, reference
+from kernel_cases import COUNTS, Allocations, difference
 
-COUNTS = (1, 2, 15, 16, 17, 65, 81, 127, 128, 129, 257, 1000)
 WIDTHS = (8, 16, 24, 64, 128)
+# Who computes: scores bounded by norms, by nothing, or a causal mask; (limit, causal).
+PATHS = {"bounded": (None, False), "unbounded": (1e9, False), "causal": (None, True)}
 
 
 def states(
@@ -34,10 +35,10 @@ def masks(batch: int, count: int) -> dict[str, Tensor | None]:
     return {"none": None, "holes": holes, "empty": empty}
 
 
-def difference(value: Tensor, exact: Tensor) -> float:
-    """Norm of the error by the norm of the exact value (by 1 where that is 0)."""
-    assert torch.isfinite(value).all()
-    return ((value.double() - exact).norm() / (exact.norm() or 1.0)).item()
+def rotated(index: int) -> list[tuple[str, tuple[float | None, bool]]]:
+    """Every mask and every path once; over three indices in a row, every pair of them."""
+    paths = list(PATHS.values())
+    return [(mask, paths[(index + k) % 3]) for k, mask in enumerate(("none", "holes", "empty"))]
 
 
 def check(
@@ -60,32 +61,31 @@ def check(
     return difference(gradient, exact.detach()), difference(lse, exact_lse.detach()), worst
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("count", COUNTS)
-def test_every_count(count: int, causal: bool) -> None:
-    batch, heads, width = (1, 2, 16) if count == 1000 else (2, 3, 16)
+@pytest.mark.parametrize(("index", "count"), list(enumerate(COUNTS)))
+def test_every_count(index: int, count: int) -> None:
+    batch, heads, width = (1, 1, 8) if count == 1000 else (2, 3, 16)
     z, v, a = states(batch, heads, count, width)
-    for mask in masks(batch, count).values():
-        for limit in (None, 1e9) if not causal else (None,):  # bounded by norms, by nothing
-            errors = check(z, v, a, width**-0.5, limit, mask=mask, causal=causal)
-            assert max(errors) <= 1e-5, (count, causal, limit, errors)
+    for mask, (limit, causal) in rotated(index):
+        chosen = masks(batch, count)[mask]
+        errors = check(z, v, a, width**-0.5, limit, mask=chosen, causal=causal)
+        assert max(errors) <= 1e-5, (count, mask, causal, limit, errors)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_width(width: int) -> None:
-    for count in (17, 129, 300):
+@pytest.mark.parametrize(("index", "width"), list(enumerate(WIDTHS)))
+def test_every_width(index: int, width: int) -> None:
+    for count in (17, 129, 300) if width == 24 else (17, 129):
         z, v, a = states(2, 2, count, width)
-        for mask in masks(2, count).values():
-            for limit in (None, 1e9):
-                errors = check(z, v, a, width**-0.5, limit, mask=mask)
-                assert max(errors) <= 1e-5, (count, limit, errors)
+        for mask, (limit, causal) in rotated(index + count):
+            chosen = masks(2, count)[mask]
+            errors = check(z, v, a, width**-0.5, limit, mask=chosen, causal=causal)
+            assert max(errors) <= 1e-5, (count, mask, causal, limit, errors)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 3.0, 30.0])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_small_and_large_norms(scale: float, causal: bool) -> None:
     """Large scores carry float32's rounding of the scores themselves into any formula."""
-    z, v, a = states(2, 2, 150, 16, scale)
+    z, v, a = states(1, 2, 150, 16, scale)
     a = torch.zeros_like(a) if scale < 1e-10 else a
     dense = reference.bisoftmax(z, 0.25, causal=causal)
     exact = reference.bisoftmax(z.double(), 0.25, causal=causal)
@@ -107,9 +107,9 @@ def test_rows_of_very_different_norms() -> None:
     ("dtype", "bound"),
     [(torch.float64, 1e-12), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)],
 )
-@pytest.mark.parametrize("count", [33, 300])
+@pytest.mark.parametrize("count", [33, 290])
 def test_dtypes(dtype: torch.dtype, bound: float, count: int) -> None:
-    z, v, _ = (t.to(dtype) for t in states(2, 2, count, 16))
+    z, v, _ = (t.to(dtype) for t in states(1, 2, count, 16))
     for limit in (None, 1e9):
         gradient, lse = bisoftmax(z, 0.25, limit=limit, backend="blocks")
         product = bisoftmax_hvp(z, v, 0.25, limit=limit, lse=lse, backend="blocks")
@@ -167,27 +167,11 @@ def test_the_same_bits_every_time(count: int) -> None:
     assert torch.equal(first, blocks.bisoftmax_hvp(z, v, 0.25, None, False, None))
 
 
-class Allocations(TorchDispatchMode):
-    """Elements of the largest tensor made inside, and of all storages alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for output in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(output, Tensor):
-                storage = output.untyped_storage()
-                self.largest = max(self.largest, storage.nbytes() // output.element_size())
-        return result
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("limit", [None, 1e9])
-@pytest.mark.parametrize("count", [512, 1024, 2048])
-def test_no_matrix_of_all_pairs(count: int, limit: float | None, causal: bool) -> None:
+@pytest.mark.parametrize("count", [512, 1024])
+@pytest.mark.parametrize("path", PATHS)
+def test_no_matrix_of_all_pairs(path: str, count: int) -> None:
     z, v, a = states(1, 1, count, 8)
+    limit, causal = PATHS[path]
     with Allocations() as seen:
         _, lse = blocks.bisoftmax_forward(z, 0.3, None, causal, limit)
         blocks.bisoftmax_hvp(z, v, 0.3, None, causal, limit, lse, a)

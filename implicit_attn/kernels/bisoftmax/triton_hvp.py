@@ -1,0 +1,162 @@
+"""Hessian-vector product of the bi-softmax energy: the mean tangents ``r``, then the product.
+
+With ``T = beta (V Z^T + Z V^T)``, symmetric, ``r_i = sum_j P_ij T_ij`` and ``W = P * (T - r)``:
+``H V = (P + P^T) V + (W + W^T) Z``. A cotangent ``a`` of the log-sum-exps adds
+``beta (diag(a) P + P^T diag(a)) Z``: the same with ``r - beta a`` for ``r``.
+"""
+
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# (Triton compiles the kernels; a checker sees the Python in them: numbers for constexpr, branches.)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from implicit_attn.kernels.bisoftmax.triton_tiles import (
+    SEPARATE,
+    SHARES,
+    SHIFTED,
+    WIDEST_PEAK,
+    both_weights,
+    counting,
+    diagonal_weights,
+    head_of,
+    load_tile,
+    product,
+    scores,
+    shift_of,
+    store_tile,
+    tangents,
+    tilted_product,
+    token_count,
+    weighing,
+)
+
+# Which tiles of a causal mask: all of an unmasked matrix, left of the diagonal, on it, right of it.
+EVERYWHERE: tl.constexpr = tl.constexpr(0)
+LEFT: tl.constexpr = tl.constexpr(1)
+DIAGONAL: tl.constexpr = tl.constexpr(2)
+RIGHT: tl.constexpr = tl.constexpr(3)
+
+
+@triton.jit
+def _weights(
+    score, tangent, here, there, mean_own, mean_other, rows, columns, shift,
+    WHERE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """``P_ij + P_ji`` and ``W_ij + W_ji`` of a tile, restricted to the allowed pairs."""
+    if WHERE == 1:
+        weight = tl.exp2(score - here[:, None])
+        tilted = weight * (tangent - mean_own[:, None])
+    elif WHERE == 3:
+        weight = tl.exp2(score - there[None, :])
+        tilted = weight * (tangent - mean_other[None, :])
+    else:
+        if WHERE == 2:
+            forward, backward = diagonal_weights(score, here, there, rows, columns)
+        else:
+            forward, backward = both_weights(score, here, there, shift, FORM)
+        tilted = forward * (tangent - mean_own[:, None])
+        tilted += backward * (tangent - mean_other[None, :])
+        weight = forward + backward
+    return weight, tilted
+
+
+@triton.jit
+def _curve(
+    curved, z, v, rows_of, mean, first, begin, end, count, tokens, width, scale, beta, shift,
+    z_stride_n, z_stride_p, v_stride_n, v_stride_p,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, WHERE: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add the terms of ``begin <= j < end`` to a block of rows; ``rows_of``: L or shares."""
+    z_own = load_tile(z, first, count, width, z_stride_n, z_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    v_own = load_tile(v, first, count, width, v_stride_n, v_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    rows = first + tl.arange(0, ROWS)
+    here = weighing(tl.load(rows_of + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
+    mean_own = tl.load(mean + rows, mask=rows < tokens, other=0.0)
+    for start in range(begin, end, COLUMNS):
+        z_other = load_tile(
+            z, start, count, width, z_stride_n, z_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
+        v_other = load_tile(
+            v, start, count, width, v_stride_n, v_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
+        columns = start + tl.arange(0, COLUMNS)
+        there = tl.load(rows_of + columns, mask=columns < tokens, other=0.0)
+        there = weighing(there, shift, BOOST, FORM)
+        mean_other = tl.load(mean + columns, mask=columns < tokens, other=0.0)
+        score = scores(z_own, z_other, PRECISION, UPCAST) * scale
+        tangent = tangents(z_own, v_own, z_other, v_other, PRECISION, UPCAST) * beta
+        weight, tilted = _weights(
+            score, tangent, here, there, mean_own, mean_other, rows, columns, shift, WHERE, FORM
+        )
+        curved = product(weight.to(v_other.dtype), v_other, curved, PRECISION, UPCAST)
+        curved = tilted_product(tilted, z_other, curved, PRECISION, UPCAST)
+    return curved
+
+
+@triton.jit
+def curvature_kernel(
+    z, v, keep, extent, rows_of, mean, peaks, out, heads, tokens, width, blocks, scale, beta,
+    z_stride_b, z_stride_h, z_stride_n, z_stride_p, v_stride_b, v_stride_h, v_stride_n, v_stride_p,
+    out_stride_b, out_stride_h, out_stride_n, out_stride_p,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
+    BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``H V`` from ``r`` and from ``L``, or the shares if ``BOUNDED`` (then not ``CAUSAL``).
+
+    Grid (samples * heads * blocks,).
+    """
+    index = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * ROWS
+    sample = index // heads
+    z = head_of(z, index, heads, z_stride_b, z_stride_h)
+    v = head_of(v, index, heads, v_stride_b, v_stride_h)
+    rows_of += tl.cast(index, tl.int64) * tokens
+    mean += tl.cast(index, tl.int64) * tokens
+    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    curved = tl.zeros([ROWS, WIDTH], tl.float32)
+    if CAUSAL:
+        curved = _curve(
+            curved, z, v, rows_of, mean, first, 0, tl.minimum(first, count), count, tokens, width,
+            scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
+            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, LEFT, SEPARATE, BOOST, PRECISION, UPCAST,
+        )  # fmt: skip
+        curved = _curve(
+            curved, z, v, rows_of, mean, first, first, tl.minimum(first + ROWS, count), count,
+            tokens, width, scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
+            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, DIAGONAL, SEPARATE, BOOST, PRECISION, UPCAST,
+        )  # fmt: skip
+        curved = _curve(
+            curved, z, v, rows_of, mean, first, first + ROWS, count, count, tokens, width,
+            scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
+            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, RIGHT, SEPARATE, BOOST, PRECISION, UPCAST,
+        )  # fmt: skip
+    elif BOUNDED:
+        curved = _curve(
+            curved, z, v, rows_of, mean, first, 0, count, count, tokens, width,
+            scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
+            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SHARES, BOOST, PRECISION, UPCAST,
+        )  # fmt: skip
+    else:
+        peak = tl.load(peaks + index)
+        if peak <= WIDEST_PEAK:
+            curved = _curve(
+                curved, z, v, rows_of, mean, first, 0, count, count, tokens, width, scale, beta,
+                shift_of(peak), z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS,
+                WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SHIFTED, BOOST, PRECISION, UPCAST,
+            )  # fmt: skip
+        else:
+            curved = _curve(
+                curved, z, v, rows_of, mean, first, 0, count, count, tokens, width, scale, beta,
+                0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS,
+                WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SEPARATE, BOOST, PRECISION, UPCAST,
+            )  # fmt: skip
+    counts = counting(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    curved = tl.where(counts[:, None], curved * (2.0**-BOOST), 0.0)
+    out = head_of(out, index, heads, out_stride_b, out_stride_h)
+    store_tile(out, curved, first, tokens, width, out_stride_n, out_stride_p, ROWS, WIDTH)

@@ -1,0 +1,187 @@
+"""What the Triton kernels of bi-softmax share: loading tiles, products, and the two weights of a pair.
+
+Exponentials are of base 2, the hardware's own: ``scale = beta log2(e)`` multiplies the products, and
+log-sum-exps pass between kernels in base 2: with scores in the hundreds, one rounding on the way to
+base e and back would show in the weights. (For the same reason kernels for unbounded scores are
+compiled without fused multiply-adds: a score must be the same number wherever it is computed.)
+Products accumulate in float32.
+"""
+
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# (Triton compiles the kernels; a checker sees the Python in them: numbers for constexpr, branches.)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# The weights of a pair, ``k (a_i + a_j)`` or ``exp(S - L_i) + exp(S - L_j)``: bounded scores with
+# ``a = exp(-L)`` given (a share), any with ``L`` given and one shift a head, any with ``L`` given.
+SHARES: tl.constexpr = tl.constexpr(0)
+SHIFTED: tl.constexpr = tl.constexpr(1)
+SEPARATE: tl.constexpr = tl.constexpr(2)
+# Up to this peak of L (base 2) a shifted exponential and its counterweight stay normal in float32.
+WIDEST_PEAK: tl.constexpr = tl.constexpr(160.0)
+
+
+@triton.jit
+def head_of(pointer, index, heads, stride_b, stride_h):
+    """Where head ``index % heads`` of sample ``index // heads`` begins; 64-bit offsets."""
+    sample = tl.cast(index // heads, tl.int64)
+    head = tl.cast(index % heads, tl.int64)
+    return pointer + sample * stride_b + head * stride_h
+
+
+@triton.jit
+def load_tile(
+    head, first, stop, width, stride_n, stride_p,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rows ``first .. first + ROWS`` of a head, zero from row ``stop`` and column ``width`` on.
+
+    The start is a 64-bit scalar, the offsets within the tile are of 32 bits.
+    """
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    start = head + tl.cast(first, tl.int64) * stride_n
+    pointers = start + (rows[:, None] * stride_n + columns[None, :] * stride_p)
+    if EVEN and EVEN_WIDTH:
+        tile = tl.load(pointers)
+    elif EVEN:
+        tile = tl.load(pointers, mask=columns[None, :] < width, other=0.0)
+    elif EVEN_WIDTH:
+        tile = tl.load(pointers, mask=(first + rows < stop)[:, None], other=0.0)
+    else:
+        inside = (first + rows < stop)[:, None] & (columns[None, :] < width)
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    head, value, first, stop, width, stride_n, stride_p,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write ``value`` (ROWS, WIDTH) to rows ``first .. stop`` of a head, rounded to its dtype."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    start = head + tl.cast(first, tl.int64) * stride_n
+    pointers = start + (rows[:, None] * stride_n + columns[None, :] * stride_p)
+    inside = (first + rows < stop)[:, None] & (columns[None, :] < width)
+    tl.store(pointers, value.to(head.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """``total + a b`` in float32. ``UPCAST``: the interpreter has no bfloat16 product."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def scores(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """``a b^T`` (rows of a, rows of b) in float32."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+
+
+@triton.jit
+def tangents(z, v, other_z, other_v, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """``v other_z^T + z other_v^T``."""
+    one_side = scores(v, other_z, PRECISION, UPCAST)
+    return product(z, tl.trans(other_v), one_side, PRECISION, UPCAST)
+
+
+@triton.jit
+def tilted_product(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """``total + a b`` for weights ``a`` (float32) that need a wider range than float16 has."""
+    if b.dtype == tl.float16:
+        total = tl.dot(a, b.to(tl.float32), total, input_precision="tf32")
+    else:
+        total = product(a.to(b.dtype), b, total, PRECISION, UPCAST)
+    return total
+
+
+@triton.jit
+def weighing(value, shift, BOOST: tl.constexpr, FORM: tl.constexpr):
+    """What ``both_weights`` wants of a row, from its log-sum-exp (base 2) or its share.
+
+    ``BOOST`` multiplies all weights by ``2^BOOST``, so that small ones survive float16.
+    """
+    if FORM == 1:
+        value = tl.exp2(shift + BOOST - value)
+    elif FORM == 2:
+        value = value - BOOST
+    return value
+
+
+@triton.jit
+def store_row_values(pointer, value, index, first, tokens, ROWS: tl.constexpr):
+    """Write one number per row of head ``index`` of a contiguous (B, H, N) tensor."""
+    rows = first + tl.arange(0, ROWS)
+    tl.store(pointer + tl.cast(index, tl.int64) * tokens + rows, value, mask=rows < tokens)
+
+
+@triton.jit
+def both_weights(score, here, there, shift, FORM: tl.constexpr):
+    """``P_ij`` and ``P_ji`` of a tile of scores (base 2)."""
+    if FORM == 2:
+        forward = tl.exp2(score - here[:, None])
+        backward = tl.exp2(score - there[None, :])
+    else:
+        exponential = tl.exp2(score) if FORM == 0 else tl.exp2(score - shift)
+        forward = exponential * here[:, None]
+        backward = exponential * there[None, :]
+    return forward, backward
+
+
+@triton.jit
+def sum_of_weights(score, here, there, shift, FORM: tl.constexpr):
+    """``P_ij + P_ji``."""
+    if FORM == 2:
+        weight = tl.exp2(score - here[:, None]) + tl.exp2(score - there[None, :])
+    else:
+        exponential = tl.exp2(score) if FORM == 0 else tl.exp2(score - shift)
+        weight = exponential * (here[:, None] + there[None, :])
+    return weight
+
+
+@triton.jit
+def shift_of(peak):
+    """The ``c`` (base 2) that keeps ``exp(S - c)`` and ``exp(c - L)`` normal, given ``max L``."""
+    return tl.maximum(0.5 * peak - 15.0, 0.0)
+
+
+@triton.jit
+def diagonal_weights(score, here, there, rows, columns):
+    """``P_ij`` where ``j <= i`` and ``P_ji`` where ``j >= i``, on the diagonal of a causal mask."""
+    left = columns[None, :] <= rows[:, None]
+    right = columns[None, :] >= rows[:, None]
+    forward = tl.where(left, score - here[:, None], float("-inf"))
+    backward = tl.where(right, score - there[None, :], float("-inf"))
+    return tl.exp2(forward), tl.exp2(backward)
+
+
+@triton.jit
+def token_count(extent, sample, tokens, HAS_EXTENT: tl.constexpr):
+    """Tokens of this sample before its padding."""
+    count = tokens
+    if HAS_EXTENT:
+        count = tl.load(extent + sample)
+    return count
+
+
+@triton.jit
+def counting(keep, sample, first, stop, tokens, ROWS: tl.constexpr, HAS_MASK: tl.constexpr):
+    """(ROWS,) bool: the tokens from ``first`` on that count."""
+    rows = first + tl.arange(0, ROWS)
+    inside = rows < stop
+    if HAS_MASK:
+        row = keep + tl.cast(sample, tl.int64) * tokens
+        inside = inside & (tl.load(row + rows, mask=inside, other=0) != 0)
+    return inside

@@ -1,0 +1,158 @@
+"""Sums over the rows of a symmetric matrix from half of its tiles, in two deterministic phases.
+
+The matrix is ``exp(S)`` (its sums give ``L``) or ``exp(S) * T`` (its sums give the mean tangents of
+the Hessian-vector product), for bounded scores. Program ``s`` of a head's ``slices`` programs owns
+the columns of blocks ``s, s + slices, ...`` and writes the row sums of the tiles above the diagonal
+into a slot of its own; the second kernel adds the slots in a fixed order. Memory: ``slices`` floats
+a token, whatever the number of tokens.
+"""
+
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# (Triton compiles the kernels; a checker sees the Python in them: numbers for constexpr, branches.)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from implicit_attn.kernels.bisoftmax.triton_tiles import (
+    LN2,
+    LOG2E,
+    counting,
+    head_of,
+    load_tile,
+    scores,
+    store_row_values,
+    tangents,
+    token_count,
+)
+
+
+@triton.jit
+def _own_blocks(slice_index, slices, count, BLOCK: tl.constexpr):
+    """How many blocks of columns a slice owns."""
+    return (tl.cdiv(count, BLOCK) - slice_index + slices - 1) // slices
+
+
+@triton.jit
+def _tile(
+    z, v, other_z, other_v, score_offset, scale,
+    TANGENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    score = scores(z, other_z, PRECISION, UPCAST) * scale + score_offset[None, :]
+    tile = tl.exp2(score)
+    if TANGENT:
+        tile *= tangents(z, v, other_z, other_v, PRECISION, UPCAST)
+    return tile
+
+
+@triton.jit
+def triangle_kernel(
+    z, v, keep, extent, slots, heads, tokens, width, slices, scale, z_stride_b, z_stride_h,
+    z_stride_n, z_stride_p, v_stride_b, v_stride_h, v_stride_n, v_stride_p,
+    TANGENT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """First phase; grid (samples * heads * slices,)."""
+    slice_index = tl.program_id(0) % slices
+    index = tl.program_id(0) // slices
+    sample = index // heads
+    z_head = head_of(z, index, heads, z_stride_b, z_stride_h)
+    v_head = head_of(v, index, heads, v_stride_b, v_stride_h)
+    slot = slots + tl.cast(tl.program_id(0), tl.int64) * tokens
+    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    within = tl.arange(0, BLOCK)
+    own = _own_blocks(slice_index, slices, count, BLOCK)
+    for step in range(0, own):
+        # The largest block first: it writes every row of the slot that later ones add to.
+        first = (slice_index + (own - 1 - step) * slices) * BLOCK
+        z_own = load_tile(
+            z_head, first, count, width, z_stride_n, z_stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH
+        )
+        v_own = z_own
+        if TANGENT:
+            v_own = load_tile(
+                v_head, first, count, width, v_stride_n, v_stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH
+            )
+        own_counts = counting(keep, sample, first, count, tokens, BLOCK, HAS_MASK)
+        offset = tl.where(own_counts, 0.0, float("-inf"))
+        # The diagonal tile, symmetric itself; columns are summed over rows that count.
+        columns = _tile(
+            z_own, v_own, z_own, v_own, offset, scale, TANGENT, PRECISION, UPCAST
+        )  # fmt: skip
+        columns = tl.where(own_counts[:, None], columns, 0.0)
+        for start in range(0, first, BLOCK):
+            z_row = load_tile(
+                z_head, start, count, width, z_stride_n, z_stride_p, BLOCK, WIDTH, True, EVEN_WIDTH
+            )
+            v_row = z_row
+            if TANGENT:
+                v_row = load_tile(
+                    v_head, start, count, width, v_stride_n, v_stride_p,
+                    BLOCK, WIDTH, True, EVEN_WIDTH,
+                )  # fmt: skip
+            tile = _tile(z_row, v_row, z_own, v_own, offset, scale, TANGENT, PRECISION, UPCAST)
+            if HAS_MASK and not TANGENT:  # a tangent is zero there already
+                row_counts = counting(keep, sample, start, count, tokens, BLOCK, HAS_MASK)
+                tile = tl.where(row_counts[:, None], tile, 0.0)
+            columns += tile
+            here = slot + start + within
+            before = tl.load(here, mask=(step > 0) & (start + within < tokens), other=0.0)
+            tl.store(here, before + tl.sum(tile, 1))
+        here = slot + first + within
+        inside = first + within < tokens
+        before = tl.load(here, mask=(step > 0) & inside, other=0.0)
+        tl.store(here, before + tl.sum(columns, 0), mask=inside)
+        tl.debug_barrier()  # the next block reads what other threads of this program wrote
+
+
+@triton.jit
+def _slots_sum(slots, index, block, slices, count, tokens, BLOCK: tl.constexpr):
+    """Sum over the slots that hold rows of this block, in order."""
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for slice_index in range(0, slices):
+        own = _own_blocks(slice_index, slices, count, BLOCK)
+        largest = slice_index + (own - 1) * slices
+        slot = slots + (tl.cast(index, tl.int64) * slices + slice_index) * tokens
+        end = tl.where(largest >= block, count, 0)  # own = 0: largest < 0
+        total += tl.load(slot + rows, mask=rows < end, other=0.0)
+    return total
+
+
+@triton.jit
+def triangle_lse_kernel(
+    slots, keep, extent, lse, shares, heads, tokens, blocks, slices,
+    BLOCK: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr,
+):  # fmt: skip
+    """Second phase: ``L_i = log sum_j exp(S_ij)`` and ``exp(-L_i)``; grid (samples * heads * blocks,)."""
+    index = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    count = token_count(extent, index // heads, tokens, HAS_EXTENT)
+    total = _slots_sum(slots, index, block, slices, count, tokens, BLOCK)
+    counts = counting(keep, index // heads, block * BLOCK, count, tokens, BLOCK, HAS_MASK)
+    total = tl.where(counts, total, 1.0)
+    store_row_values(lse, tl.log2(total) * LN2, index, block * BLOCK, tokens, BLOCK)
+    store_row_values(shares, (2.0**BOOST) / total, index, block * BLOCK, tokens, BLOCK)
+
+
+@triton.jit
+def triangle_mean_kernel(
+    slots, extent, lse, cotangent, mean, shares, heads, tokens, blocks, slices, beta,
+    BLOCK: tl.constexpr, HAS_EXTENT: tl.constexpr, HAS_COTANGENT: tl.constexpr,
+    BOOST: tl.constexpr,
+):  # fmt: skip
+    """Second phase: ``r_i = sum_j P_ij T_ij``, less ``beta a_i``, and ``exp(-L_i)``."""
+    index = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    count = token_count(extent, index // heads, tokens, HAS_EXTENT)
+    total = _slots_sum(slots, index, block, slices, count, tokens, BLOCK)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < tokens
+    at = tl.cast(index, tl.int64) * tokens + rows
+    share = tl.exp2(-tl.load(lse + at, mask=inside, other=0.0) * LOG2E)
+    value = beta * (total * share)
+    if HAS_COTANGENT:
+        value -= beta * tl.load(cotangent + at, mask=inside, other=0.0)
+    tl.store(mean + at, value, mask=inside)
+    tl.store(shares + at, share * (2.0**BOOST), mask=inside)

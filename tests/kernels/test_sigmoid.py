@@ -1,0 +1,212 @@
+"""Sigmoid attention by blocks against the dense reference in float64, and what layers see of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from implicit_attn import DEQ
+from implicit_attn.energies import Quadratic, SigmoidAttention
+from implicit_attn.kernels import explain_sigmoid, sigmoid_attention, sigmoid_attention_hvp
+from implicit_attn.kernels.sigmoid import blocks, dispatch, ops, reference
+from kernel_cases import COUNTS, Allocations, difference
+from solvers import Implicit, Tolerance
+
+BETA = 0.6
+HOLES = torch.tensor([[True, False, True, True], [False, False, False, False]])
+
+
+def states(batch: int, heads: int, count: int, width: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * count + width)
+    shape = (batch, heads, count, width)
+    return [scale * torch.randn(shape, generator=generator) for _ in range(3)]
+
+
+def small() -> list[Tensor]:
+    return [t.double().requires_grad_() for t in states(2, 2, 4, 2)]
+
+
+def check(z: Tensor, v: Tensor, c: Tensor, beta: float, mask: Tensor | None, bound: float) -> None:
+    """Gradient, value, product and its pullback against the dense formula and its autograd."""
+    wide_z, wide_v, wide_c = (t.double() for t in (z, v, c))
+    point, along = wide_z.requires_grad_(), wide_v.requires_grad_()
+    exact, exact_value = reference.sigmoid_attention(point, beta, mask=mask)
+    (product,) = torch.autograd.grad(exact, point, along, create_graph=True)
+    pullbacks = torch.autograd.grad(product, (point, along), wide_c)
+    gradient, value = blocks.sigmoid_forward(z, beta, mask)
+    ours = (
+        gradient,
+        value,
+        blocks.sigmoid_hvp(z, v, beta, mask),
+        reference.sigmoid_attention_hvp(z, v, beta, mask=mask),
+        *blocks.sigmoid_third(z, v, c, beta, mask),
+    )
+    theirs = (exact, exact_value, product, product, *pullbacks)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert difference(found, expected.detach()) <= bound
+    assert gradient.dtype == z.dtype and value.dtype == torch.promote_types(z.dtype, torch.float32)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_count(count: int) -> None:
+    batch, heads = (1, 1) if count == 1000 else (2, 3)
+    mask = torch.rand(batch, count, generator=torch.Generator().manual_seed(count)) > 0.4
+    mask[0, : count // 2] = True
+    mask[-1] &= batch == 1
+    for chosen in (None, mask) if count < 1000 else (mask,):
+        check(*states(batch, heads, count, 16), 0.25, chosen, 1e-5)
+
+
+@pytest.mark.parametrize(("width", "scale"), [(8, 1.0), (24, 5.0), (64, 1.0), (128, 3.0)])
+def test_every_width(width: int, scale: float) -> None:
+    check(*states(2, 2, 130, width, scale), width**-0.5, None, 1e-5)
+
+
+def test_tiny_norms() -> None:
+    """The second derivative of sigma, which vanishes there, is known to float32's rounding of 1."""
+    z, v, _ = states(1, 2, 130, 16, 1e-10)
+    exact, _ = reference.sigmoid_attention(z.double(), 0.25)
+    assert difference(blocks.sigmoid_forward(z, 0.25, None)[0], exact) <= 1e-5
+    exact = reference.sigmoid_attention_hvp(z.double(), v.double(), 0.25)
+    assert difference(blocks.sigmoid_hvp(z, v, 0.25, None), exact) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)]
+)
+def test_dtypes(dtype: torch.dtype, bound: float) -> None:
+    z, v, _ = (t.to(dtype) for t in states(2, 2, 290, 16))
+    exact, exact_value = reference.sigmoid_attention(z.double(), 0.25)
+    gradient, value = sigmoid_attention(z, 0.25)
+    assert difference(gradient, exact) <= bound and difference(value, exact_value) <= 1e-6
+    exact = reference.sigmoid_attention_hvp(z.double(), v.double(), 0.25)
+    assert difference(sigmoid_attention_hvp(z, v, 0.25), exact) <= bound
+
+
+def test_hidden_tokens_are_never_read() -> None:
+    z, v, c = states(2, 2, 290, 8)
+    mask = torch.rand(2, 290, generator=torch.Generator().manual_seed(0)) > 0.4
+    hidden = ~mask[:, None, :, None]
+    bad = [t.masked_fill(hidden, float("nan")) for t in (z, v, c)]
+    for found, expected in (
+        (blocks.sigmoid_forward(bad[0], 0.3, mask), blocks.sigmoid_forward(z, 0.3, mask)),
+        ((blocks.sigmoid_hvp(*bad[:2], 0.3, mask),), (blocks.sigmoid_hvp(z, v, 0.3, mask),)),
+        (blocks.sigmoid_third(*bad, 0.3, mask), blocks.sigmoid_third(z, v, c, 0.3, mask)),
+    ):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.dim() == 2 or not ours.masked_select(hidden).any()
+
+
+@pytest.mark.parametrize("mask", [None, HOLES], ids=["full", "holes"])
+def test_derivatives(mask: Tensor | None) -> None:
+    z, v, _ = small()
+
+    def both(z: Tensor) -> Any:
+        return sigmoid_attention(z, BETA, mask=mask, backend="blocks")
+
+    def product(z: Tensor, v: Tensor) -> Tensor:
+        return sigmoid_attention_hvp(z, v, BETA, mask=mask, backend="blocks")
+
+    assert gradcheck(both, z) and gradgradcheck(both, z) and gradcheck(product, (z, v))
+    constant = z.detach()
+    assert gradcheck(lambda v: product(constant, v), v)
+
+
+def test_registration() -> None:
+    z, v, c = small()
+    torch.library.opcheck(ops.sigmoid_op, (z, BETA, HOLES))
+    torch.library.opcheck(ops.sigmoid_hvp_op, (z, v, BETA, HOLES))
+    detached = (z.detach(), v.detach(), c.detach(), BETA, HOLES)
+    torch.library.opcheck(ops.sigmoid_third_op, detached)
+    stack = torch.stack((z.detach(), v.detach()))
+    mapped = torch.vmap(lambda z: sigmoid_attention(z, BETA, backend="blocks"))(stack)
+    single = [sigmoid_attention(t, BETA) for t in stack]
+    for ours, theirs in zip(mapped, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(theirs))
+
+
+# Forward mode itself still scripts its decompositions.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_blocks_cannot_do_raises() -> None:
+    z, v, _ = small()
+    value = sigmoid_attention(z, BETA, backend="blocks")[0]
+    for _ in range(2):
+        (value,) = torch.autograd.grad(value.square().sum(), z, create_graph=True)
+    with pytest.raises(NotImplementedError, match='use backend="reference" for more'):
+        torch.autograd.grad(value.square().sum(), z)
+    z, v = z.detach(), v.detach()
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad, vjp and jvp do not"):
+        torch.func.jvp(lambda z: sigmoid_attention(z, BETA, backend="blocks")[0], (z,), (v,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(z, v)
+        for call in (
+            lambda: sigmoid_attention(dual, BETA, backend="blocks"),
+            lambda: sigmoid_attention_hvp(z, dual, BETA, backend="blocks"),
+        ):
+            with pytest.raises(NotImplementedError, match="sigmoid_attention_hvp for the product"):
+                call()
+        tangent = forward_ad.unpack_dual(sigmoid_attention(dual, BETA)[0]).tangent
+    torch.testing.assert_close(tangent, sigmoid_attention_hvp(z, v, BETA))
+
+
+@pytest.mark.parametrize(
+    ("heads", "count", "backend"),
+    [(2, 1, "reference"), (2, 256, "reference"), (2, 257, "blocks"), (12, 256, "blocks")],
+)
+def test_automatic_choice(heads: int, count: int, backend: str) -> None:
+    choice = explain_sigmoid(torch.empty(1, heads, count, 4), 0.3)
+    assert choice.backend == backend
+    assert f"{heads} matrices of {count} x {count} pairs" in choice.reason
+    assert dispatch.DENSE_TOKENS <= 256
+
+
+def test_input_is_checked() -> None:
+    z = small()[0]
+    for call in (
+        lambda: sigmoid_attention(z, BETA, backend="triton"),
+        lambda: SigmoidAttention(8, heads=2, backend="triton"),
+    ):
+        with pytest.raises(ValueError, match=r"backend must be one of .* got 'triton'"):
+            call()
+    with pytest.raises(ValueError, match="v must be like z"):
+        sigmoid_attention_hvp(z, z[:1], BETA)
+    with pytest.raises(ValueError, match=r"beta must be > 0, got -1"):
+        sigmoid_attention(z, -1)
+
+
+def test_no_matrix_of_all_pairs() -> None:
+    count = 1024
+    z, v, c = states(1, 1, count, 8)
+    with Allocations() as seen:
+        blocks.sigmoid_forward(z, 0.3, None)
+        blocks.sigmoid_hvp(z, v, 0.3, None)
+        blocks.sigmoid_third(z, v, c, 0.3, None)
+    assert seen.largest <= 128 * count * max(1, torch.get_num_threads()) < count * count
+    with Allocations() as dense:
+        reference.sigmoid_attention(z, 0.3)
+    assert dense.largest >= count * count
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_layers_agree(masked: bool) -> None:
+    """Solve, first and second derivatives of a layer, across the size where blocks take over."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(2, 260, 8, generator=generator, dtype=torch.float64)
+    mask = torch.rand(2, 260, generator=generator) > 0.3 if masked else None
+    exact, results = Tolerance(rtol=1e-11), {}
+    for backend in ("auto", "reference"):
+        torch.manual_seed(0)
+        energy = 0.05 * SigmoidAttention(8, heads=2, backend=backend) + Quadratic()
+        layer = DEQ(energy.double(), tolerance=exact, adjoint=Implicit(tolerance=exact))
+        point = x.clone().requires_grad_()
+        inputs = [point, *layer.parameters()]
+        first = torch.autograd.grad(layer(point, mask).square().mean(), inputs, create_graph=True)
+        second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), inputs)
+        results[backend] = [*first, *second]
+    for ours, theirs in zip(results["auto"], results["reference"], strict=True):
+        assert (ours - theirs).norm() <= 1e-7 * theirs.norm()

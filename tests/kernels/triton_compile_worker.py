@@ -1,0 +1,75 @@
+"""Compile the Triton kernels of bi-softmax for a device that need not be there; no arguments.
+
+Prints one line per compiled kernel. Exits with a traceback where one does not compile, and with a
+message where one needs more shared memory than a multiprocessor of the H100 has.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from implicit_attn.kernels.bisoftmax import triton_backend, triton_problem
+
+CAPABILITY, SHARED_MEMORY = 90, 232448
+# width, dtype, tokens, options of both functions, options of the forward one
+VARIANTS: list[tuple[int, torch.dtype, int, dict[str, Any], dict[str, Any]]] = [
+    (64, torch.bfloat16, 2048, {"limit": 8.0}, {}),
+    (64, torch.bfloat16, 2048, {"limit": 8.0}, {"deterministic": False}),
+    (24, torch.float16, 300, {"mask": True}, {}),
+    (64, torch.bfloat16, 300, {"causal": True}, {}),
+    (64, torch.bfloat16, 65, {"limit": 8.0}, {}),
+    (32, torch.float32, 300, {"limit": 8.0}, {}),
+]
+
+
+class Absent:
+    """What the compiler asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def compile_only(run: Any) -> Any:
+    """``JITFunction.run`` that stops before the launch."""
+    seen: set[str] = set()
+
+    def replacement(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            print(self.fn.__name__, kernel.metadata.shared, flush=True)
+            if kernel.metadata.shared > SHARED_MEMORY:
+                sys.exit(f"{self.fn.__name__} needs {kernel.metadata.shared} bytes on chip")
+        return kernel
+
+    return replacement
+
+
+def main() -> None:
+    driver.set_active(cast(Any, Absent()))
+    triton.JITFunction.run = compile_only(triton.JITFunction.run)
+    setattr(triton_problem.Problem, "capability", CAPABILITY // 10)  # noqa: B010
+    setattr(triton_backend, "_device_reason", lambda z: None)  # noqa: B010
+    for width, dtype, tokens, options, forward in VARIANTS:
+        z = torch.zeros(2, 2, tokens, width, dtype=dtype)
+        mask = torch.ones(2, tokens, dtype=torch.bool) if options.get("mask") else None
+        options = {**options, "mask": mask}
+        _, lse = triton_backend.bisoftmax_forward(z, 0.1, **options, **forward)
+        if not forward:
+            triton_backend.bisoftmax_hvp(z, z, 0.1, lse=lse, lse_cotangent=lse, **options)
+
+
+if __name__ == "__main__":
+    main()
