@@ -6,6 +6,7 @@ Every sample of a batch is a problem of its own, with its own stopping, status a
 
 from __future__ import annotations
 
+from solvers.adaptive_tap import SpinMarginals, adaptive_tap
 from solvers.adjoint import Adjoint, Implicit, OneStep, Phantom, Unrolled
 from solvers.anderson import Anderson
 from solvers.broyden import Broyden
@@ -20,6 +21,7 @@ from solvers.minres import MINRES
 from solvers.newton import Newton
 from solvers.problem import Descent, EnergyUpdate
 from solvers.rows import Progress
+from solvers.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
 from solvers.solution import AdjointReport, Solution, SolveError, SolveWarning, Status, Trace
 from solvers.solver import Solver
 from solvers.spectrum import (
@@ -30,6 +32,8 @@ from solvers.spectrum import (
     spectral_radius,
     spectrum,
 )
+from solvers.spins import SpinState, starting_state, tap_step
+from solvers.tap_solver import AdaptiveTAP
 from solvers.tolerance import Tolerance
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "GMRES",
     "LBFGS",
     "MINRES",
+    "AdaptiveTAP",
     "Adjoint",
     "AdjointReport",
     "Anderson",
@@ -44,27 +49,37 @@ __all__ = [
     "Descent",
     "EnergyUpdate",
     "Forward",
+    "GaussianSite",
     "GradientDescent",
     "Implicit",
+    "IsingSite",
     "LinearSolver",
     "Newton",
     "OneStep",
     "Phantom",
+    "PottsSite",
     "Progress",
+    "Site",
     "Solution",
     "SolveError",
     "SolveWarning",
     "Solver",
     "Spectrum",
     "SpectrumError",
+    "SphericalSite",
+    "SpinMarginals",
+    "SpinState",
     "Status",
     "Tolerance",
     "Trace",
     "Unrolled",
+    "adaptive_tap",
     "extreme_eigenvalues",
     "fixed_point",
     "jacobian",
     "solve_linear",
     "spectral_radius",
     "spectrum",
+    "starting_state",
+    "tap_step",
 ]

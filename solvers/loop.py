@@ -202,7 +202,7 @@ class Loop:
             finite = finite & torch.isfinite(trial.energy.detach())
         tried = MAX_REJECTIONS if evaluation > 1 else 0
         hopeless = rejected & (self.memory.rejections >= tried)
-        reason = torch.where(finite, int(Status.STALLED), int(Status.NONFINITE))
+        reason = torch.where(finite, int(Status.STALLED), int(self.solver.lost))
         status = torch.where(hopeless, reason, status)
         if trial.energy is not None:  # descent will find a step that is short enough
             return status

@@ -13,7 +13,8 @@ _ADVICE = {
     Status.STALLED: "the tolerance may lie below rounding, or the problem may be singular",
     Status.DIVERGED: "damp the iteration or use a safeguarded solver",
     Status.NONFINITE: "an input or an evaluation held NaN or infinity",
-    Status.INDEFINITE: "the matrix is not positive definite: use MINRES()",
+    Status.INDEFINITE: "a matrix is not positive definite: use MINRES() instead of CG(), weaken the "
+    "couplings of spins",
 }
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 class Status(IntEnum):
     """How the solve of one sample ended.
 
-    Only ``CONVERGED`` means that the tolerance was met. ``INDEFINITE`` is used by
-    :class:`solvers.CG` alone: a direction of non-positive curvature was met, so the matrix is not
-    positive definite.
+    Only ``CONVERGED`` means that the tolerance was met. ``INDEFINITE``: a matrix that must be positive
+    definite is not. :class:`solvers.CG` met a direction of non-positive curvature, or the response
+    of the sites in :func:`solvers.adaptive_tap` lost its positive definiteness.
     """
 
     CONVERGED = 0

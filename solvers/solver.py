@@ -18,6 +18,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from solvers.solution import Status
+
 Record = TypeVar("Record")
 
 
@@ -67,10 +69,12 @@ class Solver(ABC):
         needs_energy: the solver is a minimiser and works with an energy only.
         searches: the solver chooses the next trial of a rejected row itself (a line search);
             otherwise the loop falls back to a backtracked plain step.
+        lost: status of a row that has only non-finite evaluations ahead of it.
     """
 
     needs_energy: ClassVar[bool] = False
     searches: ClassVar[bool] = False
+    lost: ClassVar[Status] = Status.NONFINITE
 
     @abstractmethod
     def init(self, point: Point, problem: Linearizable) -> Any:

@@ -5,24 +5,38 @@ from __future__ import annotations
 from implicit_attn.energies.couplings import Couplings
 from implicit_attn.updates.activation_step import ActivationStep
 from implicit_attn.updates.base import FunctionUpdate, Update
+from implicit_attn.updates.carried_normaliser import CarriedNormaliser, CarriedState
 from implicit_attn.updates.gradient_step import GradientStep, StepSize
+from implicit_attn.updates.hyperset import HyperSETLayer, HyperSETStep
+from implicit_attn.updates.low_rank import LowRankDeltas
 from implicit_attn.updates.mean_field import MeanFieldAttention, OnsagerNetwork
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
     TokenMixer,
 )
+from implicit_attn.updates.step_sizes import ConditionedStepSizes, PlainStepSizes, StepSizes
+from implicit_attn.updates.tap_attention import AdaptiveTAPAttention
 
 __all__ = [
     "ActivationStep",
+    "AdaptiveTAPAttention",
+    "CarriedNormaliser",
+    "CarriedState",
+    "ConditionedStepSizes",
     "Couplings",
     "FunctionUpdate",
     "GradientStep",
+    "HyperSETLayer",
+    "HyperSETStep",
+    "LowRankDeltas",
     "MeanFieldAttention",
     "MixerAttention",
     "OnsagerNetwork",
+    "PlainStepSizes",
     "SoftmaxCouplingAttention",
     "StepSize",
+    "StepSizes",
     "TokenMixer",
     "Update",
 ]

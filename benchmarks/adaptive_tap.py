@@ -1,0 +1,293 @@
+"""Forward and backward of an adaptive-TAP layer: python benchmarks/adaptive_tap.py [--site sphere]
+
+Ours against (a) autograd unrolled through the same iterations and (b) torchdeq's implicit differentiation
+around the same map, each at the loosest tolerances that reach the same true residual and gradient error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdeq.core import get_deq
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import solvers
+from benchmarks.measure import interleaved, peak_bytes, table
+from implicit_attn import DEQ
+from implicit_attn.updates import AdaptiveTAPAttention
+from solvers import SpinState, Tolerance
+
+B, N, D = 64, 17, 10
+RESIDUAL, GRADIENT = 1e-4, 1e-4  # what every contestant must reach
+FORWARD = (1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6)
+BACKWARD = (1e-2, 1e-3, 3e-4, 1e-4, 1e-5)
+STEPS = 60
+SITES: dict[str, Callable[[], solvers.Site]] = {
+    "sphere": solvers.SphericalSite,
+    "sphere, large d": lambda: solvers.SphericalSite(large_dimension=True),
+    "potts": solvers.PottsSite,
+}
+
+
+@dataclass
+class Setting:
+    """A layer, an input, the gradient of the mean, and the answers in float64."""
+
+    update: AdaptiveTAPAttention
+    x: Tensor
+    cotangent: Tensor
+    exact: list[Tensor]
+
+    @classmethod
+    def make(cls, site: str, scale: float) -> Setting:
+        torch.manual_seed(0)
+        update = AdaptiveTAPAttention(N, D, site=SITES[site](), scale=scale)
+        x, cotangent = torch.randn(B, N, D, requires_grad=True), torch.randn(B, N, D)
+        setting = cls(update.double(), x, cotangent, [])
+        tight = solvers.Implicit(tolerance=Tolerance(1e-9))
+        wide = x.detach().double().requires_grad_()
+        layer = DEQ(
+            update,
+            solver=solvers.AdaptiveTAP(),
+            init=update.initial,
+            tolerance=Tolerance(1e-9),
+            max_steps=200,
+            adjoint=tight,
+        )
+        loss = (layer(wide).mean * cotangent.double()).sum()
+        setting.exact = list(torch.autograd.grad(loss, [wide, *update.parameters()]))
+        update.float()
+        return setting
+
+    def gradients(self, state: SpinState) -> list[Tensor]:
+        loss = (state.mean * self.cotangent).sum()
+        return list(torch.autograd.grad(loss, [self.x, *self.update.parameters()]))
+
+    def errors(self, state: SpinState, gradients: list[Tensor]) -> tuple[float, float]:
+        """Worst relative residual of a sample and the larger relative error of the two gradients."""
+        with torch.no_grad():
+            now = torch.cat([t.flatten(1) for t in state], 1).double()
+            self.update.double()
+            double = SpinState(*[t.double() for t in state])
+            after = torch.cat([t.flatten(1) for t in self.update(double, self.x.double())], 1)
+            self.update.float()
+        residual = ((after - now).norm(dim=1) / after.norm(dim=1)).max().item()
+        pairs = zip(gradients, self.exact, strict=True)
+        return residual, max(((g.double() - e).norm() / e.norm()).item() for g, e in pairs)
+
+
+Contestant = Callable[[float, float], SpinState]
+
+
+def ours(setting: Setting, adjoint: str) -> Contestant:
+    update = setting.update
+
+    def solve(forward: float, backward: float) -> SpinState:
+        implicit = solvers.Implicit(tolerance=Tolerance(backward))
+        layer = DEQ(
+            update,
+            solver=solvers.AdaptiveTAP(),
+            init=update.initial,
+            tolerance=Tolerance(forward),
+            max_steps=STEPS,
+            adjoint=implicit if adjoint == "implicit" else solvers.Unrolled(),
+        )
+        return layer(setting.x)
+
+    return solve
+
+
+def unrolled_plain(setting: Setting, damping: float | None = None) -> Contestant:
+    """The same solver on the same map written in torch's own differentiable operators.
+
+    With a damping: the iteration as published, ``m <- site mean``, damped.
+    """
+    update = setting.update
+
+    def solve(forward: float, backward: float) -> SpinState:
+        couplings = update.couplings.matrix
+
+        def step(state: SpinState, x: Tensor) -> SpinState:
+            return plain_step(state, x, couplings, update.site, newton=damping is None)
+
+        solution = solvers.fixed_point(
+            step,
+            update.initial(setting.x),
+            (setting.x,),
+            solver=solvers.AdaptiveTAP(damping=damping),
+            tolerance=Tolerance(forward),
+            max_steps=STEPS,
+            adjoint=solvers.Unrolled(),
+        )
+        return solution.value
+
+    return solve
+
+
+def plain_step(
+    state: SpinState, x: Tensor, couplings: Tensor, site: solvers.Site, *, newton: bool
+) -> SpinState:
+    """``solvers.tap_step`` as the equations stand, inverses by Cholesky, all of it seen by autograd."""
+    mean, variance = state
+    h = x + (mean.flatten(1) @ couplings).view_as(x) - (variance @ mean.unsqueeze(-1)).squeeze(-1)
+    mu, covariance = site.moments(h, variance)
+    precision = inverse(covariance)
+    chi = inverse(block_diagonal(variance + precision) - couplings)
+    own = chi.view(len(x), N, D, N, D).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    if newton:
+        pushed = (precision @ (mu - mean).unsqueeze(-1)).flatten(1).unsqueeze(-1)
+        mu = mean + (chi @ pushed).view_as(x)
+    return SpinState(mu, variance + precision - inverse(own))
+
+
+def inverse(matrix: Tensor) -> Tensor:
+    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+
+
+def block_diagonal(blocks: Tensor) -> Tensor:
+    """(B, N, d, d) -> (B, N d, N d)."""
+    whole = torch.eye(N)[:, None, :, None] * blocks.unsqueeze(3)
+    return whole.reshape(len(blocks), N * D, N * D)
+
+
+def theirs(setting: Setting, solver: str, options: dict[str, Any]) -> Contestant:
+    update, made = setting.update, dict[tuple[float, float], Any]()
+
+    def solve(forward: float, backward: float) -> SpinState:
+        key = (forward, backward)
+        if key not in made:
+            made[key] = get_deq(
+                ift=True,
+                f_solver=solver,
+                b_solver=solver,
+                f_tol=forward,
+                b_tol=backward,
+                f_stop_mode="rel",
+                b_stop_mode="rel",
+                f_max_iter=STEPS,
+                b_max_iter=STEPS,
+            )
+        start = update.initial(setting.x)
+        # As our layer does: the couplings are formed once a solve.
+        couplings = update.couplings.weight
+
+        def step(mean: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
+            return tuple(
+                solvers.tap_step(SpinState(mean, variance), setting.x, couplings, update.site)
+            )
+
+        outputs, _ = made[key](step, tuple(start), solver_kwargs=options)
+        return SpinState(*outputs[-1])
+
+    return solve
+
+
+def loosest(
+    setting: Setting, solve: Contestant, implicit: bool
+) -> tuple[float, float, float, float]:
+    """Tolerances and what they reach; the tightest pair where nothing reaches the targets."""
+
+    def pairs() -> Iterator[tuple[float, float]]:
+        yield from ((f, BACKWARD[-1]) for f in FORWARD)
+
+    def reach(pair: tuple[float, float]) -> tuple[float, float]:
+        state = solve(*pair)
+        found = SpinState(*[t.detach() for t in state])
+        return setting.errors(found, setting.gradients(state))
+
+    def met(errors: tuple[float, float]) -> bool:
+        return errors[0] <= RESIDUAL and errors[1] <= GRADIENT
+
+    forward, errors = FORWARD[-1], (float("inf"), float("inf"))
+    for pair in pairs():
+        forward, errors = pair[0], reach(pair)
+        if met(errors):
+            break
+    chosen = BACKWARD[-1]
+    if implicit and met(errors):
+        for backward in BACKWARD[:-1]:
+            tried = reach((forward, backward))
+            if met(tried):
+                chosen, errors = backward, tried
+                break
+    return forward, chosen, *errors
+
+
+def race(site: str, scale: float, rounds: int, memory: bool) -> list[dict[str, Any]]:
+    setting = Setting.make(site, scale)
+    contestants: dict[str, Contestant] = {
+        "ours, implicit": ours(setting, "implicit"),
+        "(a) unrolled, our map": ours(setting, "unrolled"),
+        "(b) torchdeq anderson": theirs(setting, "anderson", {"lam": 1e-8}),
+        "(b) torchdeq broyden": theirs(setting, "broyden", {}),
+        "(b) torchdeq fixed_point_iter": theirs(setting, "fixed_point_iter", {}),
+    }
+    if site != "potts":  # whose covariance has no inverse
+        contestants["(a) unrolled, torch's operators"] = unrolled_plain(setting)
+        contestants["(a) unrolled, plain damped TAP"] = unrolled_plain(setting, damping=0.7)
+    found = {
+        name: loosest(setting, solve, "unrolled" not in name) for name, solve in contestants.items()
+    }
+    runs: dict[str, Callable[[], object]] = {
+        name: _runner(setting, solve, found[name]) for name, solve in contestants.items()
+    }
+    seconds = interleaved(runs, rounds)
+    base = seconds["ours, implicit"]
+    rows: list[dict[str, Any]] = []
+    for name, (forward, backward, residual, error) in found.items():
+        met = residual <= RESIDUAL and error <= GRADIENT
+        rows.append(
+            {
+                "contestant": name if met else f"{name} (target missed)",
+                "tolerances": f"{forward:.0e}, {backward:.0e}"
+                if "unrolled" not in name
+                else f"{forward:.0e}",
+                "residual": residual,
+                "gradient error": error,
+                "ms": 1e3 * seconds[name],
+                "/ ours": seconds[name] / base,
+                "peak MB": peak_bytes(runs[name]) / 2**20 if memory else "",
+            }
+        )
+    return rows
+
+
+def _runner(
+    setting: Setting, solve: Contestant, found: tuple[float, float, float, float]
+) -> Callable[[], object]:
+    return lambda: setting.gradients(solve(found[0], found[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
+    parser.add_argument("--site", choices=list(SITES), default="sphere")
+    parser.add_argument(
+        "--scales", type=float, nargs="+", default=[1.0, 3.0], help="of the couplings"
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--memory", action="store_true", help="peak of live tensors too (slow)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore", solvers.SolveWarning)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for scale in options.scales:
+        print(
+            f"\nadaptive TAP, {options.site}, B {B}, N {N}, d {D}, couplings x {scale:g}; residual <= "
+            f"{RESIDUAL:g}, gradient error <= {GRADIENT:g}\n"
+        )
+        print(table(race(options.site, scale, options.rounds, options.memory)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+r"""The response of coupled sites and the cavity variances that follow from it, without any inverse.
+
+Sites with covariances ``C_i``, cavity variances ``V_i`` and couplings ``J`` respond to fields by
+``chi = (C^-1 + V - J)^-1``. Everything here is written in the amputated response ``Q``::
+
+    W = V - J,   Q = -W + W chi W,   chi = C + C Q C,   F = I + Q C
+
+so ``C`` may be singular (Potts sites, saturated sites, masked sites with ``C_i = 0``) and no digits
+are lost where it is small. Adaptive TAP asks for ``[chi]_ii = C_i``, which is ``Q_ii = 0``::
+
+    V_i <- V_i + C_i^-1 - [chi]_ii^-1 = V_i + Y_i,   Y_i = (I + Q_ii C_i)^-1 Q_ii
+
+With ``C = L L^T``, ``chi`` is positive definite where ``M = I + L^T W L = S S^T`` is, and then
+``Q = -W + Z^T Z`` with ``Z = S^-1 L^T W``: one Cholesky factorisation and one triangular solve.
+
+Shapes: ``C``, ``V`` (B, N, d, d), ``J`` (n, n) with ``n = N d``, shared by the batch; matrices (B, n, n).
+
+Source: Opper and Winther (2001), "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
+theory for probabilistic modeling", eqs. 36-40, in this equivalent form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+JITTER = 8.0  # rounding errors of the trace added to a covariance, so that singular ones factorise
+
+
+@dataclass
+class Response:
+    """Factors of the response of a batch; rows that are not ``definite`` hold arbitrary numbers.
+
+    Attributes:
+        site_factor: (B, N, d, d) lower ``L_i``.
+        factor: (B, n, n) lower ``S``.
+        half: (B, n, n) ``Z``.
+        diagonal: (B, N, d, d) ``Q_ii``.
+        correction: (B, N, d, d) ``Y_i``.
+        definite: (B,) bool.
+    """
+
+    site_factor: Tensor
+    factor: Tensor
+    half: Tensor
+    diagonal: Tensor
+    correction: Tensor
+    definite: Tensor
+
+    def relax(self, residual: Tensor) -> Tensor:
+        """``F^T r = (I + C W)^-1 r``: the Newton step of the means (B, N, d) at fixed V."""
+        flat = residual.reshape(residual.shape[0], -1, 1)
+        inner = torch.linalg.solve_triangular(self.factor.mT, self.half @ flat, upper=True)
+        return residual - (self.site_factor @ inner.view(*residual.shape, 1)).squeeze(-1)
+
+
+def respond(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Response:
+    """Factorise; not differentiable."""
+    batch, sites, dim = covariance.shape[:3]
+    site_factor, rows, factor, definite = _factors(covariance, variance, couplings)
+    half = torch.linalg.solve_triangular(factor, rows, upper=False)
+    columns = half.view(batch, sites * dim, sites, dim).permute(0, 2, 3, 1).contiguous()
+    diagonal = columns @ columns.mT - variance
+    correction, failed = _correction(diagonal, site_factor)
+    definite = definite & ~failed.any(1)
+    return Response(site_factor, factor, half, diagonal, correction, definite)
+
+
+def is_definite(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
+    """(B,) bool: ``chi`` is positive definite; False where a covariance is NaN or indefinite."""
+    return _factors(covariance, variance, couplings)[-1]
+
+
+def _factors(
+    covariance: Tensor, variance: Tensor, couplings: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``L``, ``L^T W``, ``S`` and where they exist: (B, N, d, d), (B, n, n) twice, (B,)."""
+    batch, sites, dim = covariance.shape[:3]
+    site_factor, site_failed = factorise(covariance)
+    interaction = interactions(variance, couplings)
+    rows = site_factor.mT @ interaction.view(batch, sites, dim, sites * dim)
+    columns = rows.view(batch, sites * dim, sites, dim).permute(0, 2, 3, 1)
+    matrix = (site_factor.mT @ columns).reshape_as(interaction)  # M is symmetric: rows are columns
+    matrix.diagonal(dim1=1, dim2=2).add_(1.0)
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    return site_factor, rows.view_as(interaction), factor, (failed == 0) & ~site_failed.any(1)
+
+
+def factorise(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower Cholesky factors of semidefinite blocks, and where there are none: (..., d, d), (...)."""
+    limits = torch.finfo(covariance.dtype)
+    trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    ridge = torch.diag_embed(
+        (JITTER * limits.eps * trace + limits.tiny).expand(covariance.shape[:-1])
+    )
+    factor, failed = torch.linalg.cholesky_ex(covariance + ridge)
+    return factor, failed != 0
+
+
+def interactions(variance: Tensor, couplings: Tensor) -> Tensor:
+    """``W = V - J``, (B, n, n)."""
+    batch, sites, dim = variance.shape[:3]
+    whole = (-couplings).expand(batch, -1, -1).clone()
+    blocks = whole.view(batch, sites, dim, sites, dim).diagonal(dim1=1, dim2=3)
+    blocks.add_(variance.permute(0, 2, 3, 1))
+    return whole
+
+
+def _correction(diagonal: Tensor, site_factor: Tensor) -> tuple[Tensor, Tensor]:
+    """``Y = Q - U^T U``, ``U = T^-1 L^T Q``, ``T T^T = I + L^T Q L``; and where that fails."""
+    rows = site_factor.mT @ diagonal
+    scaled = rows @ site_factor
+    scaled = scaled + torch.eye(scaled.shape[-1], dtype=scaled.dtype, device=scaled.device)
+    factor, failed = torch.linalg.cholesky_ex(scaled)
+    half = torch.linalg.solve_triangular(factor, rows, upper=False)
+    return diagonal - half.mT @ half, failed != 0
+
+
+def blocks(matrix: Tensor, sites: int) -> Tensor:
+    """Diagonal blocks of (B, n, n) as (B, N, d, d)."""
+    dim = matrix.shape[-1] // sites
+    view = matrix.view(*matrix.shape[:-2], sites, dim, sites, dim)
+    return view.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def without_blocks(matrix: Tensor, sites: int) -> Tensor:
+    """The same matrix with its diagonal blocks set to zero."""
+    dim = matrix.shape[-1] // sites
+    outside = 1 - torch.eye(sites, dtype=matrix.dtype, device=matrix.device)
+    outside = outside[:, None, :, None].expand(sites, dim, sites, dim).reshape(matrix.shape[-2:])
+    return matrix * outside
+
+
+def times_blocks(matrix: Tensor, diagonal: Tensor) -> Tensor:
+    """(B, n, n) times a block-diagonal matrix (B, N, d, d)."""
+    batch, sites, dim = diagonal.shape[:3]
+    columns = matrix.view(batch, sites * dim, sites, dim).transpose(1, 2) @ diagonal
+    return columns.transpose(1, 2).reshape_as(matrix)
+
+
+def differentiable_response(
+    covariance: Tensor, variance: Tensor, couplings: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``(Q, V + Y)`` with derivatives of any order; rows must be definite.
+
+    The derivative of the cavity variances needs no factorisation and no own term of a site. With
+    ``R_ij = (I + Q_ii C_i)^-1 Q_ij`` for ``j != i``, 0 for ``j = i``, and ``B = I + R C``::
+
+        d(V + Y)_i = sum_j R_ij dC_j R_ij^T - sum_{j != i} B_ij dV_j B_ij^T + [B dJ B^T]_ii
+    """
+    amputated = _Amputated.apply(covariance, variance, couplings)
+    probe = _CouplingProbe.apply(couplings, (amputated, covariance))
+    return amputated, _CavityVariance.apply(amputated, covariance, variance, probe)
+
+
+class _Amputated(torch.autograd.Function):
+    """(C, V, J) -> Q, with ``dQ = -F dW F^T + Q dC Q``."""
+
+    @staticmethod
+    def forward(ctx: Any, covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        _, rows, factor, _ = _factors(covariance, variance, couplings)
+        half = torch.linalg.solve_triangular(factor, rows, upper=False)
+        amputated = half.mT @ half - interactions(variance, couplings)
+        ctx.save_for_backward(covariance, amputated)
+        return amputated
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        (cotangent,) = cotangents
+        if cotangent is None:
+            return None, None, None
+        covariance, amputated = ctx.saved_tensors
+        sites = covariance.shape[1]
+        forward = times_blocks(amputated, covariance)
+        inner = cotangent + forward.mT @ cotangent
+        interaction = -(inner + inner @ forward)
+        own = blocks(amputated @ cotangent @ amputated, sites)
+        return own, blocks(interaction, sites), -without_blocks(interaction.sum(0), sites)
+
+
+class _CouplingProbe(torch.autograd.Function):
+    """Zeros (B, N, d, d) through which the cavity variances' gradient reaches the couplings.
+
+    A node of its own that depends on J alone, so that an adjoint iteration, which wants no gradient
+    of J, skips its cost. (Q, C) come in a tuple, out of sight of autograd, for the backward formula.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, couplings: Tensor, response: tuple[Tensor, Tensor]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.response = response
+        return torch.zeros_like(response[1], requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        (cotangent,) = cotangents
+        if cotangent is None:
+            return None, None
+        amputated, covariance = ctx.response
+        if not torch.is_grad_enabled():
+            amputated, covariance = amputated.detach(), covariance.detach()
+        batch, sites, dim = covariance.shape[:3]
+        unit = torch.eye(sites * dim, dtype=amputated.dtype, device=amputated.device)
+        forward = unit + times_blocks(amputated, covariance)
+        weighted = cotangent @ forward.view(batch, sites, dim, sites * dim)
+        flat = forward.reshape(-1, sites * dim)
+        return without_blocks(flat.mT @ weighted.reshape_as(flat), sites), None
+
+
+class _CavityVariance(torch.autograd.Function):
+    """(Q, C, V, probe) -> V + Y; the gradient through Q is part of the formula, so Q itself gets none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, amputated: Tensor, covariance: Tensor, variance: Tensor, probe: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        site_factor, _ = factorise(covariance)
+        correction, _ = _correction(blocks(amputated, covariance.shape[1]), site_factor)
+        ctx.save_for_backward(amputated, covariance, correction)
+        ctx.others = None
+        return variance + correction
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        (cotangent,) = cotangents
+        if cotangent is None:
+            return None, None, None, None
+        amputated, covariance, correction = ctx.saved_tensors
+        batch, sites, dim = covariance.shape[:3]
+        own = blocks(amputated, sites)
+        leave = _inverse(own @ covariance, correction @ covariance)
+        cotangent = leave.mT @ cotangent @ leave
+        if torch.is_grad_enabled():
+            others = without_blocks(amputated, sites)
+        else:  # every adjoint iteration comes here
+            if ctx.others is None:
+                ctx.others = without_blocks(amputated, sites)
+            others = ctx.others
+        rows = others.view(batch, sites, dim, sites * dim)  # columns too: Q is symmetric
+        columns = (cotangent @ rows).view(batch, sites * dim, sites, dim).transpose(1, 2)
+        of_covariance = rows @ columns
+        of_variance = -(covariance @ of_covariance @ covariance)
+        return None, of_covariance, of_variance, cotangent
+
+
+def _inverse(shift: Tensor, inverse_shift: Tensor) -> Tensor:
+    """``(I + X)^-1 = I - Y'`` from a Y' known as a number: two Newton steps carry two derivatives."""
+    unit = torch.eye(shift.shape[-1], dtype=shift.dtype, device=shift.device)
+    guess = unit - inverse_shift.detach()
+    for _ in range(2 if torch.is_grad_enabled() else 0):
+        guess = guess @ (2 * unit - (unit + shift) @ guess)
+    return guess

@@ -1,0 +1,105 @@
+"""What a site is: a distribution that a field and a cavity variance tilt."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from solvers.recording import ordinary, recording
+
+
+class Site(nn.Module):
+    r"""A single-site distribution ``rho(S)`` on vectors of d components, tilted by ``h`` and ``V``::
+
+        log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S) dS
+        mean = d log Z / dh,   covariance = d^2 log Z / dh^2
+
+    A site of your own writes ``log_partition`` alone; mean and covariance then come by automatic
+    differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
+
+    Class attributes:
+        field_dependent: the covariance depends on the field; only Gaussian sites say False, and are
+            solved once for all fields.
+
+    Shapes: ``field`` (B, N, d), ``variance`` (B, N, d, d) symmetric -> ``log_partition`` (B, N),
+    ``mean`` (B, N, d), ``covariance`` (B, N, d, d), each site on its own. Where a site cannot be
+    normalised ``log_partition`` is NaN or infinite; the solver steps back from there.
+    """
+
+    field_dependent: ClassVar[bool] = True
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        """``log Z`` of every site, (B, N)."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define log_partition(field, variance)"
+        )
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        """``d log Z / dh``, (B, N, d)."""
+        outer = torch.is_grad_enabled()
+        with recording():
+            point, variance = _point(field, outer), ordinary(variance)
+            mean, exists = self._slope(point, variance, outer)
+            mean = torch.where(exists.unsqueeze(-1), mean, torch.nan)
+        return mean if outer else mean.detach()
+
+    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
+        """``d^2 log Z / dh^2``, (B, N, d, d)."""
+        return self.moments(field, variance)[1]
+
+    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and covariance in one go."""
+        if type(self).mean is not Site.mean and type(self).covariance is not Site.covariance:
+            return self.mean(field, variance), self.covariance(field, variance)
+        outer = torch.is_grad_enabled()
+        with recording():
+            point, variance = _point(field, outer), ordinary(variance)
+            mean, exists = self._slope(point, variance, True)
+            covariance = _curvature(mean, point, outer)
+            mean = torch.where(exists.unsqueeze(-1), mean, torch.nan)
+            covariance = torch.where(exists[..., None, None], covariance, torch.nan)
+        if outer:
+            return mean, covariance
+        return mean.detach(), covariance.detach()
+
+    def _slope(self, point: Tensor, variance: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+        """The derivative, and where log Z is finite: (B, N, d), (B, N) bool."""
+        value = self.log_partition(point, variance)
+        if not isinstance(value, Tensor) or value.shape != point.shape[:-1]:
+            came = tuple(value.shape) if isinstance(value, Tensor) else type(value)
+            raise ValueError(
+                f"log_partition of {type(self).__name__} must return one number per site, shape "
+                f"{tuple(point.shape[:-1])}, got {came}"
+            )
+        if not value.requires_grad:
+            raise ValueError(
+                f"log_partition of {type(self).__name__} does not depend on the field (or is not "
+                "differentiable in it)"
+            )
+        slope = torch.autograd.grad(value.sum(), point, create_graph=keep)[0]
+        return slope, torch.isfinite(value.detach())
+
+
+def _point(field: Tensor, outer: bool) -> Tensor:
+    field = ordinary(field)
+    return field if outer and field.requires_grad else field.detach().requires_grad_()
+
+
+def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
+    """Rows ``d mean_a / d point``, made symmetric."""
+    if not mean.requires_grad:
+        return mean.new_zeros(*mean.shape, mean.shape[-1])
+    rows = []
+    for component in range(mean.shape[-1]):
+        (row,) = torch.autograd.grad(
+            mean[..., component].sum(),
+            point,
+            create_graph=outer,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        rows.append(torch.zeros_like(point) if row is None else row)
+    hessian = torch.stack(rows, dim=-2)
+    return (hessian + hessian.mT) / 2

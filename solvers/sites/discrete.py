@@ -1,0 +1,78 @@
+"""Sites with finitely many states: Ising and Potts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from solvers.sites.base import Site
+
+
+class IsingSite(Site):
+    """``S = +1`` or ``-1`` with equal prior weights, d = 1::
+
+        log Z = log cosh h + V / 2,   mean = tanh h,   covariance = 1 - tanh^2 h
+
+    ``V`` drops out of the moments, since ``S^2 = 1``.
+
+    Raises:
+        ValueError: if the field has d != 1.
+    """
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        _check_scalar(field)
+        # log cosh h without overflow, smooth at 0.
+        h = field[..., 0]
+        log_cosh = F.softplus(2 * h) - h - math.log(2.0)
+        return log_cosh + variance[..., 0, 0] / 2
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        _check_scalar(field)
+        return torch.tanh(field)
+
+    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
+        _check_scalar(field)
+        # 4 sigma(2h) sigma(-2h) keeps its digits where tanh h is 1 to rounding.
+        return (4 * torch.sigmoid(2 * field) * torch.sigmoid(-2 * field)).unsqueeze(-1)
+
+
+class PottsSite(Site):
+    """One of d states, one-hot, with equal prior weights::
+
+        log Z = lse(h + diag(V)/2) - log d,   mean = softmax(h + diag(V)/2),
+        covariance = diag(mean) - mean mean^T
+
+    The covariance is singular along (1, ..., 1), as the components always sum to 1; the solver works
+    with that (see :mod:`solvers.cavity`).
+    """
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        return torch.logsumexp(_logits(field, variance), dim=-1) - math.log(field.shape[-1])
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        return torch.softmax(_logits(field, variance), dim=-1)
+
+    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
+        return self.moments(field, variance)[1]
+
+    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        mean = self.mean(field, variance)
+        products = mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        unit = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        outside = products * (1 - unit)
+        # m_a (1 - m_a) as a sum over the other states: exact also where m_a is 1 to rounding.
+        return mean, torch.diag_embed(outside.sum(-1)) - outside
+
+
+def _logits(field: Tensor, variance: Tensor) -> Tensor:
+    return field + variance.diagonal(dim1=-2, dim2=-1) / 2
+
+
+def _check_scalar(field: Tensor) -> None:
+    if field.shape[-1] != 1:
+        raise ValueError(
+            f"IsingSite takes spins of one component, d = 1, got d = {field.shape[-1]}"
+        )

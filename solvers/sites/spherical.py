@@ -1,0 +1,118 @@
+"""Sites on a sphere."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from solvers.sites.base import Site
+from solvers.sites.bingham import LogPartition, Moments, eigen, saddle_point
+
+
+class SphericalSite(Site):
+    r"""``|S| = radius``, uniform on the sphere in d dimensions.
+
+    For V = 0, with ``t = radius |h|``::
+
+        mean = radius I_{d/2}(t) / I_{d/2-1}(t) h / |h|
+
+    An isotropic V drops out; the rest of V acts and is treated exactly (the Fisher-Bingham
+    distribution): the integral over the Lagrange multiplier of the constraint is computed by a
+    quadrature on a contour through its saddle point (:mod:`solvers.sites.bingham`), stable from
+    vanishing to huge fields and in any dimension. A V costs one eigendecomposition a site.
+
+    With ``large_dimension`` the integral is replaced by its saddle point: ``mean = X h``,
+    ``X = (lambda - V)^-1``, ``lambda`` from ``tr X + |X h|^2 = radius^2``. For V = 0 and radius
+    ``sqrt d`` this is ``mean = 2 h / (1 + sqrt(1 + 4 |h|^2 / d))``; the relative error is O(1/d).
+
+    Args:
+        radius: > 0; None: ``sqrt d``.
+        large_dimension: use the saddle point.
+
+    ``log_partition`` is 0 at ``h = 0, V = 0``.
+
+    Source: Mardia and Jupp, "Directional Statistics" (2000), section 9.3; Bal (2021) for large d.
+    """
+
+    def __init__(self, radius: float | None = None, *, large_dimension: bool = False) -> None:
+        super().__init__()
+        if radius is not None:
+            if isinstance(radius, bool) or not isinstance(radius, (int, float)):
+                raise TypeError(f"radius must be a number or None, got {radius!r}")
+            if not (math.isfinite(radius) and radius > 0):
+                raise ValueError(f"radius must be finite and > 0, got {radius!r}")
+        if not isinstance(large_dimension, bool):
+            raise TypeError(f"large_dimension must be True or False, got {large_dimension!r}")
+        self.radius = radius
+        self.large_dimension = large_dimension
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        rho, plain = self._rho(field), torch.zeros_like(field)
+        if self.large_dimension:
+            value, nothing = _saddle(field, variance, rho)[0], torch.zeros_like(variance)
+            return value - _saddle(plain, nothing, rho)[0]
+        value = LogPartition.apply(field, _unless_zero(variance), rho)
+        return value - LogPartition.apply(plain, None, rho)
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        return self.moments(field, variance)[0]
+
+    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
+        return self.moments(field, variance)[1]
+
+    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        if self.large_dimension:
+            return _saddle(field, variance, self._rho(field))[1:]
+        return Moments.apply(field, _unless_zero(variance), self._rho(field))
+
+    def _rho(self, field: Tensor) -> float:
+        if field.shape[-1] < 2:
+            raise ValueError(
+                f"SphericalSite needs d >= 2, got d = {field.shape[-1]}; use IsingSite"
+            )
+        return float(field.shape[-1]) if self.radius is None else float(self.radius) ** 2
+
+    def extra_repr(self) -> str:
+        return f"radius={self.radius}, large_dimension={self.large_dimension}"
+
+
+def _unless_zero(variance: Tensor) -> Tensor | None:
+    """None for a V of zeros that needs no gradient: no eigendecomposition then."""
+    if variance.requires_grad or variance.device.type != "cpu" or bool(variance.any()):
+        return variance
+    return None
+
+
+def _saddle(field: Tensor, variance: Tensor, rho: float) -> tuple[Tensor, Tensor, Tensor]:
+    """log Z up to a constant, mean and covariance at the saddle point ``lambda``.
+
+    ``covariance = X - 2 (X^2 h)(X^2 h)^T / (tr X^2 + 2 h^T X^3 h)``, as lambda moves with h.
+    """
+    with torch.no_grad():
+        eigenvalues, basis = eigen(variance)
+        pull = (basis.mT @ field.unsqueeze(-1)).squeeze(-1).square() / 4
+        levels = eigenvalues / 2
+        gap = saddle_point(levels.expand_as(pull), pull, rho)
+        multiplier = 2 * (levels.amax(-1) + gap.amin(-1))
+    if torch.is_grad_enabled():
+        for _ in range(2):  # Newton steps at the solution carry its derivatives, one order each
+            _, spread, mean, _, slope = _at(multiplier, field, variance)
+            size = spread.diagonal(dim1=-2, dim2=-1).sum(-1) + mean.square().sum(-1)
+            multiplier = multiplier + (size - rho) / slope
+    factor, spread, mean, twice, slope = _at(multiplier, field, variance)
+    log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    value = rho * multiplier / 2 - log_det + (field * mean).sum(-1) / 2
+    ratio = (2 / slope)[..., None, None]
+    return value, mean, spread - ratio * twice.unsqueeze(-1) * twice.unsqueeze(-2)
+
+
+def _at(multiplier: Tensor, field: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
+    """Cholesky factor of ``lambda - V``, ``X``, ``X h``, ``X^2 h`` and ``tr X^2 + 2 h^T X^3 h``."""
+    unit = torch.eye(field.shape[-1], dtype=field.dtype, device=field.device)
+    factor, _ = torch.linalg.cholesky_ex(multiplier[..., None, None] * unit - variance)
+    spread = torch.cholesky_inverse(factor)
+    mean = (spread @ field.unsqueeze(-1)).squeeze(-1)
+    twice = (spread @ mean.unsqueeze(-1)).squeeze(-1)
+    return factor, spread, mean, twice, spread.square().sum((-2, -1)) + 2 * (mean * twice).sum(-1)

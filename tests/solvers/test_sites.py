@@ -1,0 +1,312 @@
+"""Single-site distributions against automatic differentiation, quadrature and Bessel functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from spin_models import fields, generator
+from torch import Tensor
+
+from solvers import GaussianSite, IsingSite, PottsSite, Site, SphericalSite, adaptive_tap
+from solvers.sites import bingham
+
+F64 = torch.float64
+
+
+class FromLogPartition(Site):
+    """A site of which only log Z is known."""
+
+    def __init__(self, inner: Site) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        return self.inner.log_partition(field, variance)
+
+
+def gaussian(dim: int, sites: int | None = None, seed: int = 5) -> GaussianSite:
+    shape = (dim, dim) if sites is None else (sites, dim, dim)
+    half = torch.randn(*shape, generator=generator(seed), dtype=F64)
+    return GaussianSite(half @ half.mT / dim + 0.5 * torch.eye(dim, dtype=F64))
+
+
+SITES: list[tuple[str, Site, int]] = [
+    ("ising", IsingSite(), 1),
+    ("potts", PottsSite(), 3),
+    ("gaussian", gaussian(3), 3),
+    ("gaussian each", gaussian(2, 3), 2),
+    ("sphere", SphericalSite(), 3),
+    ("circle of radius 1.3", SphericalSite(1.3), 2),
+    ("saddle point", SphericalSite(large_dimension=True), 4),
+]
+CASES = pytest.mark.parametrize(
+    ("site", "dim"), [case[1:] for case in SITES], ids=[case[0] for case in SITES]
+)
+
+
+def tilt(dim: int, seed: int = 0, scale: float = 0.2) -> tuple[Tensor, Tensor]:
+    """A field (2, 3, d) and a symmetric V."""
+    random = generator(seed)
+    field = torch.randn(2, 3, dim, generator=random, dtype=F64)
+    raw = scale * torch.randn(2, 3, dim, dim, generator=random, dtype=F64)
+    return field, (raw + raw.mT) / 2
+
+
+@CASES
+def test_moments_are_derivatives_of_log_partition(site: Site, dim: int) -> None:
+    field, variance = tilt(dim)
+    mean, covariance = site.moments(field, variance)
+    wanted_mean, wanted = FromLogPartition(site).moments(field, variance)
+    torch.testing.assert_close(mean, wanted_mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(covariance, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(site.mean(field, variance), mean)
+    torch.testing.assert_close(site.covariance(field, variance), covariance)
+    assert not mean.requires_grad
+
+
+@pytest.mark.parametrize(("site", "dim"), [case[1:] for case in SITES if case[0] != "saddle point"])
+def test_variance_drives_second_moments(site: Site, dim: int) -> None:
+    field, variance = tilt(dim)
+    variance.requires_grad_()
+    (slope,) = torch.autograd.grad(site.log_partition(field, variance).sum(), variance)
+    mean, covariance = site.moments(field, variance.detach())
+    second = covariance + mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    torch.testing.assert_close((slope + slope.mT) / 2, second / 2, rtol=1e-10, atol=1e-12)
+
+
+@CASES
+def test_first_and_second_derivatives(site: Site, dim: int) -> None:
+    field, variance = (t[:1, :2].clone().requires_grad_() for t in tilt(dim, 1))
+    if dim == 2 and isinstance(site, GaussianSite):
+        site = gaussian(2, 2)
+
+    def moments(h: Tensor, raw: Tensor) -> Any:
+        return site.moments(h, (raw + raw.mT) / 2)
+
+    assert torch.autograd.gradcheck(moments, (field, variance), fast_mode=True)
+    assert torch.autograd.gradgradcheck(moments, (field, variance), fast_mode=True)
+
+
+def test_partial_derivatives_where_the_field_depends_on_the_variance() -> None:
+    field, variance = (t[:1, :1].clone().requires_grad_() for t in tilt(3, 2))
+
+    def moments(h: Tensor, raw: Tensor) -> Any:
+        v = (raw + raw.mT) / 2
+        return SphericalSite().moments(h - (v @ h.unsqueeze(-1)).squeeze(-1), v)
+
+    assert torch.autograd.gradgradcheck(moments, (field, variance), fast_mode=True)
+
+
+# --- the sphere ------------------------------------------------------------------------------------
+
+
+def bessel_ratio(order: float, t: float) -> float:
+    """``I_{order+1}(t) / I_order(t)`` by backward recurrence from far away; all terms positive."""
+    ratio = 0.0
+    for k in range(int(2 * t) + 200, 0, -1):
+        ratio = 1.0 / (2 * (order + k) / t + ratio)
+    return ratio
+
+
+@pytest.mark.parametrize("dim", [2, 3, 10, 128, 1024])
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 1.0, 30.0, 1e4])
+def test_sphere_is_the_bessel_ratio(dim: int, size: float) -> None:
+    direction = torch.randn(1, 1, dim, generator=generator(dim), dtype=F64)
+    direction = direction / direction.norm()
+    field, variance = size * direction, torch.zeros(1, 1, dim, dim, dtype=F64)
+    mean, covariance = SphericalSite().moments(field, variance)
+    t, radius = size * dim**0.5, dim**0.5
+    ratio = bessel_ratio(dim / 2 - 1, t)
+    torch.testing.assert_close(mean, radius * ratio * direction, rtol=1e-12, atol=0)
+    along = direction[0, 0]
+    # Riccati's equation for the radial variance, radius / |h| times the ratio for the others.
+    radial = (along @ covariance[0, 0] @ along).item()
+    wanted = radius**2 * (1 - ratio**2 - (dim - 1) * ratio / t)
+    assert abs(radial - wanted) <= 1e-11 * (1 + radius**2 * ratio * (dim - 1) / t)
+    trace = covariance[0, 0].trace().item()
+    assert trace - radial == pytest.approx((dim - 1) * radius * ratio / size, rel=1e-11)
+
+
+def test_sphere_in_single_precision_and_without_field() -> None:
+    field = torch.logspace(-8, 4, 25).reshape(1, 25, 1) * torch.ones(5) / 5**0.5
+    variance = torch.zeros(1, 25, 5, 5)
+    mean, covariance = SphericalSite().moments(field, variance)
+    wanted, wanted_covariance = SphericalSite().moments(field.double(), variance.double())
+    torch.testing.assert_close(mean.double(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(covariance.double(), wanted_covariance, rtol=1e-4, atol=1e-6)
+    mean, covariance = SphericalSite().moments(0 * field, variance)
+    assert torch.equal(mean, torch.zeros_like(mean))
+    torch.testing.assert_close(covariance, torch.eye(5).expand_as(covariance))
+
+
+def on_sphere(dim: int) -> tuple[Tensor, Tensor]:
+    """Points (K, d) of a quadrature on the sphere of radius sqrt d, d = 2 or 3, and their weights."""
+    angle = torch.arange(600, dtype=F64) * (2 * math.pi / 600)
+    ring = torch.stack([angle.cos(), angle.sin()], -1)
+    if dim == 2:
+        return 2**0.5 * ring, torch.full((600,), 1 / 600, dtype=F64)
+    height, weight = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(300))
+    flat = (1 - height * height).sqrt()[:, None, None] * ring
+    points = torch.cat([flat, height[:, None, None].expand(300, 600, 1)], -1)
+    return 3**0.5 * points.reshape(-1, 3), weight.repeat_interleave(600) / 1200
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 10.0])
+def test_sphere_against_quadrature(dim: int, scale: float) -> None:
+    points, weights = on_sphere(dim)
+    field, variance = tilt(dim, 4, scale)
+    field = field * max(scale, 1.0)
+    exponent = field @ points.T + 0.5 * torch.einsum("ka,...ab,kb->...k", points, variance, points)
+    value = torch.logsumexp(exponent + weights.log(), -1)
+    weight = torch.exp(exponent + weights.log() - value.unsqueeze(-1))
+    mean = weight @ points
+    around = points - mean.unsqueeze(-2)
+    covariance = around.mT @ (weight.unsqueeze(-1) * around)
+    site = SphericalSite()
+    found = site.moments(field, variance)
+    torch.testing.assert_close(found[0], mean, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1], covariance, rtol=0, atol=1e-10)
+    torch.testing.assert_close(site.log_partition(field, variance), value, rtol=0, atol=1e-10)
+    alone = adaptive_tap(torch.zeros(1, 1, dim, dim, dtype=F64), field[:, :1], site=site)
+    if scale == 0.0:  # a single site has no cavity variance
+        torch.testing.assert_close(alone.value.mean, mean[:, :1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("scale", "allowed"), [(0.3, 1e-11), (1.0, 1e-9), (3.0, 1e-9), (10.0, 1e-7)]
+)
+def test_more_nodes_change_nothing(
+    scale: float, allowed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the field is strong and lies in the direction that V favours least."""
+    cases = []
+    for dim in (3, 10, 40):
+        field, variance = tilt(dim, dim, scale)
+        worst = torch.linalg.eigh(variance)[1][..., 0] * scale * dim
+        cases += [(field, variance), (field * max(scale, 1.0), variance), (worst, variance)]
+    found = [SphericalSite().moments(*case) for case in cases]
+    monkeypatch.setitem(bingham.NODES, F64, 400)
+    for case, got in zip(cases, found, strict=True):
+        for a, b in zip(got, SphericalSite().moments(*case), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=allowed)
+
+
+def test_isotropic_variance_drops_out_of_the_sphere() -> None:
+    field, variance = tilt(4, 6)
+    shifted = variance + 2.5 * torch.eye(4, dtype=F64)
+    for site in (SphericalSite(), SphericalSite(large_dimension=True)):
+        for got, wanted in zip(
+            site.moments(field, shifted), site.moments(field, variance), strict=True
+        ):
+            torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_large_dimension_is_the_known_formula_and_the_limit() -> None:
+    errors = []
+    for dim in (8, 64, 512):
+        field = torch.randn(1, 2, dim, generator=generator(dim), dtype=F64)
+        nothing = torch.zeros(1, 2, dim, dim, dtype=F64)
+        mean = SphericalSite(large_dimension=True).mean(field, nothing)
+        size = field.square().sum(-1, keepdim=True) / dim
+        torch.testing.assert_close(mean, 2 * field / (1 + (1 + 4 * size).sqrt()))
+        exact = SphericalSite().mean(field, nothing)
+        errors.append(((mean - exact).norm() / exact.norm()).item() * dim)
+    assert max(errors) < 1.0  # O(1/d)
+    assert min(errors) > 0.01  # and not the same thing
+
+
+# --- the others ------------------------------------------------------------------------------------
+
+
+def test_saturated_sites_keep_their_digits() -> None:
+    field, nothing = (
+        torch.tensor([[[20.0], [-300.0]]], dtype=F64),
+        torch.zeros(1, 2, 1, 1, dtype=F64),
+    )
+    covariance = IsingSite().covariance(field, nothing).flatten().tolist()
+    assert covariance == pytest.approx([4 * math.exp(-40), 4 * math.exp(-600)], rel=1e-12)
+    assert IsingSite().log_partition(field, nothing).flatten().tolist() == pytest.approx(
+        [20 - math.log(2), 300 - math.log(2)]
+    )
+    field = torch.tensor([[[50.0, 0.0, 1.0]]], dtype=F64)
+    _, covariance = PottsSite().moments(field, torch.zeros(1, 1, 3, 3, dtype=F64))
+    assert covariance[0, 0, 0, 0].item() == pytest.approx(math.exp(-50) + math.exp(-49), rel=1e-12)
+    assert covariance.sum(-1).abs().max() <= 1e-16 * covariance.max()
+
+
+def test_gaussian_site_does_not_exist_under_a_large_variance() -> None:
+    site = GaussianSite(torch.eye(2, dtype=F64))
+    variance = torch.diag(torch.tensor([2.0, 0.0], dtype=F64)).expand(1, 2, 2, 2)
+    assert site.covariance(torch.zeros(1, 2, 2, dtype=F64), variance).isnan().any()
+
+
+@pytest.mark.parametrize("site", [case[1] for case in SITES if case[2] == 3])
+def test_a_site_that_is_not_finite_spoils_no_other(site: Site) -> None:
+    field, variance = tilt(3)
+    wanted = site.moments(field, variance)
+    variance[0, 1], field[1, 2] = torch.inf, torch.nan
+    good = torch.ones(2, 3, dtype=torch.bool)
+    good[0, 1] = good[1, 2] = False
+    for got, true in zip(site.moments(field, variance), wanted, strict=True):
+        torch.testing.assert_close(got[good], true[good])
+        assert not torch.isfinite(got[0, 1]).all()
+
+
+def test_parameters_of_a_site_are_registered() -> None:
+    sigma = torch.nn.Parameter(torch.eye(2))
+    assert list(GaussianSite(sigma).parameters()) == [sigma]
+    assert set(GaussianSite(torch.eye(2)).state_dict()) == {"sigma"}
+
+
+class Scalar(Site):
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        return field.sum()
+
+
+class Constant(Site):
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        return torch.zeros(field.shape[:-1], dtype=field.dtype)
+
+
+BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: GaussianSite([[1.0]]), TypeError, "covariance must be a tensor"),  # type: ignore[arg-type]
+    (lambda: GaussianSite(torch.ones(2, 2, dtype=torch.int64)), TypeError, "floating"),
+    (lambda: GaussianSite(torch.ones(2, 3)), ValueError, r"\(d, d\) or \(N, d, d\)"),
+    (lambda: GaussianSite(torch.tensor([[1.0, 2.0], [0.0, 1.0]])), ValueError, "symmetric"),
+    (lambda: GaussianSite(-torch.eye(2)), ValueError, "positive definite"),
+    (lambda: GaussianSite(torch.eye(3)).moments(*tilt(2)), ValueError, "does not fit"),
+    (lambda: SphericalSite(0.0), ValueError, "radius"),
+    (lambda: SphericalSite("1"), TypeError, "radius"),  # type: ignore[arg-type]
+    (lambda: SphericalSite(large_dimension=1), TypeError, "large_dimension"),  # type: ignore[arg-type]
+    (lambda: SphericalSite().moments(*tilt(1)), ValueError, "d >= 2"),
+    (lambda: IsingSite().mean(*tilt(2)), ValueError, "d = 1"),
+    (lambda: Scalar().mean(*tilt(2)), ValueError, "one number per site"),
+    (lambda: Constant().mean(*tilt(2)), ValueError, "does not depend on the field"),
+    (lambda: Site().mean(*tilt(2)), NotImplementedError, "log_partition"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD)
+def test_errors_name_what_is_wrong(
+    call: Callable[[], object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_a_site_without_own_formulas_solves_alike() -> None:
+    from_formulas = SphericalSite()
+    blocks = torch.zeros(2, 2, 3, 3, dtype=F64)
+    blocks[0, 1] = 0.2 * torch.randn(3, 3, generator=generator(8), dtype=F64)
+    blocks[1, 0] = blocks[0, 1].T
+    x = fields(2, 2, 3, generator(9))
+    got = adaptive_tap(blocks, x, site=FromLogPartition(from_formulas)).value
+    wanted = adaptive_tap(blocks, x, site=from_formulas).value
+    for a, b in zip(got[:3], wanted[:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
