@@ -59,7 +59,6 @@ class Setting:
         layer = DEQ(
             update,
             solver=solvers.AdaptiveTAP(),
-            init=update.initial,
             tolerance=Tolerance(1e-9),
             max_steps=200,
             adjoint=tight,
@@ -97,7 +96,6 @@ def ours(setting: Setting, adjoint: str) -> Contestant:
         layer = DEQ(
             update,
             solver=solvers.AdaptiveTAP(),
-            init=update.initial,
             tolerance=Tolerance(forward),
             max_steps=STEPS,
             adjoint=implicit if adjoint == "implicit" else solvers.Unrolled(),

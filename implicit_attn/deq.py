@@ -33,7 +33,8 @@ class DEQ(nn.Module):
         tolerance: ``solvers.Tolerance``, per sample.
         max_steps: evaluations per sample, an upper bound.
         adjoint: how gradients flow, ``solvers.Implicit()`` by default; None: not at all.
-        init: where the solve starts: "input" (z0 = x), "zeros" (like x), or a function ``x -> z0``.
+        init: where the solve starts: "input" (z0 = x, or what the update's ``initial`` makes of it),
+            "zeros" (like x), or a function ``x -> z0``.
         on_failure: "warn", "raise" or "ignore" about samples that do not converge.
 
     Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
@@ -143,6 +144,8 @@ class DEQ(nn.Module):
     def _initial(self, x: Any) -> Any:
         if callable(self.init):
             return self.init(x)
+        if self.init == "input" and type(self.update).initial is not Update.initial:
+            return self.update.initial(x)
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"x must be a tensor where init={self.init!r}, got {type(x)}; give init a function "

@@ -37,6 +37,10 @@ class Update(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
+    def initial(self, x: Any) -> Any:
+        """Where a solve starts unless the layer is told otherwise: the input, for most updates."""
+        return x
+
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What ``forward`` is given for ``x`` during a solve: once a solve, gradients flow through it.
 

@@ -22,8 +22,7 @@ class AdaptiveTAPAttention(Update):
 
     The state is a :class:`solvers.SpinState`, the pair (m, V), and so is the layer's output::
 
-        update = AdaptiveTAPAttention(17, 10)
-        layer = DEQ(update, solver=AdaptiveTAP(), init=update.initial)
+        layer = DEQ(AdaptiveTAPAttention(17, 10), solver=solvers.AdaptiveTAP())
         layer(x).mean  # (B, N, d)
 
     Unlike ``MeanFieldAttention`` the Onsager term ``V_i m_i`` is not a learned network but follows
@@ -76,8 +75,8 @@ class AdaptiveTAPAttention(Update):
     ) -> SpinState:
         if not (isinstance(z, tuple) and len(z) == 2):
             raise TypeError(
-                "the state of AdaptiveTAPAttention is a SpinState (mean, cavity_variance): give the "
-                f"layer init=update.initial; got {type(z).__name__}"
+                "the state of AdaptiveTAPAttention is a SpinState (mean, cavity_variance), as its "
+                f"initial(x) returns; got {type(z).__name__}"
             )
         mean, variance = z
         self.couplings.check(mean, mask)

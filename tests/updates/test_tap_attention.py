@@ -42,7 +42,6 @@ def make(
     layer = DEQ(
         update,
         solver=AdaptiveTAP(),
-        init=update.initial,
         tolerance=Tolerance(rtol),
         max_steps=100,
         adjoint=adjoint,
@@ -108,7 +107,7 @@ def test_each_sample_gets_what_it_gets_alone() -> None:
 def test_couplings_are_learned() -> None:
     torch.manual_seed(1)
     update = AdaptiveTAPAttention(6, 4)
-    layer = DEQ(update, solver=AdaptiveTAP(), init=update.initial)
+    layer = DEQ(update, solver=AdaptiveTAP())
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.03)
     x, target = torch.randn(8, 6, 4), torch.randn(8, 6, 4)
     losses = []
@@ -154,12 +153,12 @@ Z = SpinState(torch.zeros(1, 3, 2), torch.zeros(1, 3, 2, 2))
 BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: AdaptiveTAPAttention(3, 2, site="sphere"), TypeError, "site must be"),  # type: ignore[arg-type]
     (lambda: AdaptiveTAPAttention(0, 2), ValueError, "sites"),
-    (lambda: UPDATE(Z.mean), TypeError, "init=update.initial"),
+    (lambda: UPDATE(Z.mean), TypeError, r"initial\(x\) returns; got Tensor"),
     (lambda: UPDATE(SpinState(Z.mean[:, :2], Z.cavity_variance)), ValueError, "3 sites"),
     (lambda: UPDATE(SpinState(Z.mean, Z.mean)), ValueError, "cavity_variance must have the shape"),
     (lambda: UPDATE(Z, torch.zeros(1, 3, 3)), ValueError, "x must have the shape"),
     (lambda: UPDATE.initial(torch.zeros(1, 4, 2)), ValueError, "3 sites"),
-    (lambda: DEQ(UPDATE)(torch.zeros(1, 3, 2)), TypeError, "init=update.initial"),
+    (lambda: DEQ(UPDATE, init="zeros")(torch.zeros(1, 3, 2)), TypeError, "a SpinState"),
 ]
 
 
