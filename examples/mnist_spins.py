@@ -47,11 +47,16 @@ def arguments() -> argparse.Namespace:
     add("--max-steps", type=int, default=60, help="evaluations per sample, at most")
     add("--seed", type=int, default=0)
     add("--limit", type=int, help="use only so many training images")
-    add("--out", type=Path, help="folder of the report (default runs/DATA-spins)")
+    add("--out", type=Path, help="folder of the report (default runs/DATA-spins[-shipped])")
     add("--resume", action="store_true", help="continue from the checkpoint in that folder")
     add("--shipped", action="store_true", help="train nothing, study the shipped weights")
     options = parser.parse_args()
-    options.out = options.out or Path("runs") / f"{options.data}-spins"
+    given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
+    unused = sorted(set(given) - {"shipped", "out"})
+    if options.shipped and unused:
+        parser.error(f"--shipped studies weights as they were trained and takes no --{unused[0]}")
+    kind = "spins-shipped" if options.shipped else "spins"
+    options.out = options.out or Path("runs") / f"{options.data}-{kind}"
     return options
 
 

@@ -12,17 +12,19 @@ from solvers.adjoint import Adjoint, Implicit
 from solvers.cavity import differentiable_response, is_definite, times_blocks
 from solvers.eager import eager
 from solvers.fixed_point import fixed_point
+from solvers.precision import without_autocast
 from solvers.report import check_on_failure, report
 from solvers.sites.base import Site
 from solvers.solution import Solution, Status
 from solvers.spins import (
     SpinState,
     as_matrix,
+    as_wide,
     cavity_field,
     naive_step,
-    pull_of,
     starting_state,
     tap_step,
+    with_symmetries,
 )
 from solvers.tap_solver import AdaptiveTAP
 from solvers.tolerance import Tolerance
@@ -86,15 +88,17 @@ def adaptive_tap(
         site: what a single site is, for example ``IsingSite()``.
         damping: None: automatic; a number in (0, 1]: plain steps of that length.
         tolerance: of the joint fixed point; None: rtol 1e-10 in float64, 1e-5 in float32.
-        max_steps: evaluations per sample, an upper bound.
-        adjoint: as for :func:`solvers.fixed_point`; ``Unrolled`` takes ``chi C^-1`` for constant at each
-            step, so its gradient is that of the solution up to the size of the residual.
+        max_steps: evaluations per sample, an upper bound; for a site whose covariance does not depend on
+            the field, of the variances and again of the means (``trace`` is that of the means).
+        adjoint: as for :func:`solvers.fixed_point`; None: no gradients. ``Unrolled`` takes ``chi C^-1``
+            for constant at each step: its gradient is the solution's up to the size of the residual.
         mask: (B, N) bool, sites that count; the others influence nobody, and their results are zero.
         onsager: False: the naive mean field, V = 0.
         response: return ``chi`` too. This is what the literature calls the linear response: the
             estimate of the correlations ``<S_i S_j> - <S_i><S_j>``, with ``[chi]_ii = C_i``. It is
             ``dm_i/dx_j`` at fixed V; the derivative of the solution itself, V's change included, is
-            what autograd gives. With ``onsager=False`` it is ``dm_i/dx_j`` without reservation.
+            what autograd gives. With ``onsager=False`` it is ``dm_i/dx_j`` without reservation; the
+            naive means may converge where ``chi`` is indefinite, which is looked at only here.
         record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
@@ -114,10 +118,10 @@ def adaptive_tap(
     """
     _check(couplings, field, site, mask, {"onsager": onsager, "response": response})
     check_on_failure(on_failure)
-    model = _Model(_with_symmetries(couplings), field, site, mask)
+    model = _Model(with_symmetries(couplings), field, site, mask)
     options = {
         "solver": AdaptiveTAP(damping=damping),
-        "tolerance": tolerance or Tolerance(_RTOL.get(field.dtype, 1e-2)),
+        "tolerance": Tolerance(_RTOL.get(field.dtype, 1e-2)) if tolerance is None else tolerance,
         "max_steps": max_steps,
         "adjoint": adjoint,
         "record": record,
@@ -129,7 +133,8 @@ def adaptive_tap(
         solution = model.solve(options)
     else:
         solution = model.solve_shared(options)
-    model.complete(solution, response)
+    with torch.set_grad_enabled(adjoint is not None and torch.is_grad_enabled()):
+        model.complete(solution, response)
     report(
         solution, on_failure, "adaptive TAP solve" if onsager else "mean-field solve", stacklevel=4
     )
@@ -168,16 +173,22 @@ class _Model:
         """Cavity variances once for all samples, then the means, which depend on them linearly."""
         alone = replace(self, field=self.field.new_zeros(1, *self.field.shape[1:]))
         first = alone.solve(options)
-        variance, matrix = first.value.cavity_variance, as_matrix(self.couplings)
-        with torch.no_grad():
-            covariance = self.site.covariance(alone.field, variance)
-            towards = _towards(covariance, variance, matrix)
+        variance = first.value.cavity_variance
+        exists = bool(torch.isfinite(first.residual).all())
+        with torch.no_grad(), without_autocast(self.field.device.type):
+            wide = as_wide(variance)
+            covariance = self.site.covariance(as_wide(alone.field), wide)
+            towards = _towards(covariance, wide, as_wide(as_matrix(self.couplings)))
 
         def step(mean: Tensor, field: Tensor) -> Tensor:
-            pull = pull_of(mean, as_matrix(self.couplings), None)
-            onsager = (variance @ mean.unsqueeze(-1)).squeeze(-1)
-            residual = self.site.mean(field + pull - onsager, variance) - mean
-            return mean + (residual.flatten(1) @ towards).view_as(mean)
+            if not exists:  # stay at the starting point
+                return 0.0 * (mean + field)
+            with without_autocast(mean.device.type):
+                m, x, j = (as_wide(t) for t in (mean, field, as_matrix(self.couplings)))
+                v = as_wide(variance)
+                h = cavity_field(SpinState(m, v), x, j, None)
+                residual = self.site.mean(h, v) - m
+                return (m + (residual.flatten(1) @ towards).view_as(m)).to(mean.dtype)
 
         solution = fixed_point(step, torch.zeros_like(self.field), (self.field,), **options)
         solution.status = torch.where(first.converged, solution.status, first.status)
@@ -190,12 +201,23 @@ class _Model:
 
     def complete(self, solution: Solution, response: bool) -> None:
         """Turn the solved state into :class:`SpinMarginals`."""
-        state: SpinState = solution.value
-        mean, variance = state
-        matrix = as_matrix(self.couplings)
-        covariance = self.site.covariance(
-            cavity_field(state, self.field, matrix, self.mask), variance
+        with without_autocast(self.field.device.type):
+            mean, covariance, variance, whole = self._marginals(solution, response)
+        dtype = self.field.dtype
+        whole = None if whole is None else whole.to(dtype)
+        solution.value = SpinMarginals(
+            mean.to(dtype), covariance.to(dtype), variance.to(dtype), whole
         )
+
+    def _marginals(
+        self, solution: Solution, response: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same, in the precision of the factorisations."""
+        state = SpinState(*(as_wide(t) for t in solution.value))
+        mean, variance = state
+        matrix = as_wide(as_matrix(self.couplings))
+        field = cavity_field(state, as_wide(self.field), matrix, self.mask)
+        covariance = self.site.covariance(field, variance)
         if self.mask is not None:
             covariance = torch.where(self.mask[..., None, None], covariance, 0.0)
             mean = torch.where(self.mask.unsqueeze(-1), mean, 0.0)
@@ -205,7 +227,7 @@ class _Model:
             whole = self._response(solution, covariance, state.cavity_variance, matrix)
             whole = whole.expand(len(mean), *whole.shape[1:])
         covariance, variance = (t.expand(len(mean), *t.shape[1:]) for t in (covariance, variance))
-        solution.value = SpinMarginals(mean, covariance, variance, whole)
+        return mean, covariance, variance, whole
 
     def _response(
         self, solution: Solution, covariance: Tensor, variance: Tensor, matrix: Tensor
@@ -224,13 +246,6 @@ class _Model:
         right = times_blocks(amputated, part).view(len(rows), sites, dim, sites * dim)
         through = (part @ right).view(len(rows), sites, dim, sites, dim)
         return whole.index_add(0, rows, through)
-
-
-def _with_symmetries(couplings: Tensor) -> Tensor:
-    """The same couplings, whose gradient keeps their symmetry and their zeros."""
-    sites = len(couplings)
-    outside = 1 - torch.eye(sites, dtype=couplings.dtype, device=couplings.device)
-    return (couplings + couplings.permute(1, 0, 3, 2)) / 2 * outside[:, :, None, None]
 
 
 def _towards(covariance: Tensor, variance: Tensor, matrix: Tensor) -> Tensor:

@@ -32,6 +32,13 @@ def as_matrix(couplings: Tensor) -> Tensor:
     return couplings.transpose(1, 2).reshape(size, size)
 
 
+def with_symmetries(couplings: Tensor) -> Tensor:
+    """The same couplings, whose gradient keeps their symmetry and their zeros."""
+    sites = len(couplings)
+    outside = 1 - torch.eye(sites, dtype=couplings.dtype, device=couplings.device)
+    return (couplings + couplings.permute(1, 0, 3, 2)) / 2 * outside[:, :, None, None]
+
+
 def pull_of(mean: Tensor, matrix: Tensor, mask: Tensor | None) -> Tensor:
     """``sum_j J_ij m_j``, (B, N, d); sites that do not count pull on nobody."""
     visible = mean if mask is None else torch.where(mask.unsqueeze(-1), mean, 0.0)
@@ -50,7 +57,7 @@ def naive_step(
     """``m_i <- site mean at x_i + sum_j J_ij m_j``, (B, N, d): mean field without Onsager term."""
     matrix = as_matrix(couplings)
     with without_autocast(mean.device.type):
-        m, x, j = (_wide(t) for t in (mean, field, matrix))
+        m, x, j = (as_wide(t) for t in (mean, field, matrix))
         result = site.mean(x + pull_of(m, j, mask), _no_variance(m))
     return result.to(mean.dtype)
 
@@ -85,8 +92,8 @@ def tap_step(
     """
     matrix = as_matrix(couplings)
     with without_autocast(state.mean.device.type):
-        x, j = _wide(field), _wide(matrix)
-        wide = SpinState(_wide(state.mean), _wide(state.cavity_variance))
+        x, j = as_wide(field), as_wide(matrix)
+        wide = SpinState(as_wide(state.mean), as_wide(state.cavity_variance))
         mu, covariance = site.moments(cavity_field(wide, x, j, mask), wide.cavity_variance)
         residual = mu - wide.mean
         if mask is not None:  # a site without variance answers nobody
@@ -129,11 +136,12 @@ def starting_state(
     V. A sample that is definite at none keeps V = 0; its solve then ends at once.
     """
     with torch.no_grad(), without_autocast(field.device.type):
-        x, matrix = _wide(field.detach()), _wide(as_matrix(couplings.detach()))
+        x, matrix = as_wide(field.detach()), as_wide(as_matrix(couplings.detach()))
         mean, variance = torch.zeros_like(x), _no_variance(x).clone()
         unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         rows = torch.arange(len(x), device=x.device)
-        largest = torch.linalg.eigvalsh(matrix)[-1].clamp_min(0.0)
+        finite = torch.where(matrix.isfinite(), matrix, 0.0)  # LAPACK raises at a NaN
+        largest = torch.linalg.eigvalsh(finite)[-1].clamp_min(0.0)
         for level in LEVELS:
             tried = (level * largest * unit).expand(len(rows), *variance.shape[1:])
             covariance = site.moments(x[rows], tried)[1]
@@ -161,6 +169,6 @@ def _no_variance(mean: Tensor) -> Tensor:
     return mean.new_zeros(()).expand(*mean.shape, mean.shape[-1])
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def as_wide(tensor: Tensor) -> Tensor:
     """Half precision has no Cholesky factorisation."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

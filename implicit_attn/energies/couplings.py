@@ -199,6 +199,8 @@ class _BoundedMatrix(nn.Module):
         size = weight.shape[0] * weight.shape[2]
         matrix = weight.transpose(1, 2).reshape(size, size)
         wide = matrix.to(accumulation_dtype(matrix.dtype))
+        # LAPACK raises at a NaN; kept in J it ends as a solve's status or an error that names it.
+        wide = torch.where(wide.isfinite(), wide, 0.0)
         if self.symmetric:
             sigma = torch.linalg.eigvalsh(wide).abs().amax()
         else:

@@ -58,7 +58,7 @@ class SpinClassifier(nn.Module):
         classes: number of classes.
         dim: components d of a site.
         hidden: width of the correction network f.
-        widths: channels of the stem's convolutions.
+        widths: channels of the stem's first three convolutions.
         bound: bound on the spectral norm of J, or None.
         layer: further arguments for :class:`DEQ`.
 
@@ -80,7 +80,10 @@ class SpinClassifier(nn.Module):
         layer: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(widths, (tuple, list)) or len(widths) != 3:
+            raise ValueError(f"widths must be three integers >= 1, got {widths!r}")
         sizes = {"channels": channels, "classes": classes, "dim": dim}
+        sizes |= {f"widths[{k}]": width for k, width in enumerate(widths)}
         for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {size!r}")

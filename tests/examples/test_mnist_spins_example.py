@@ -77,6 +77,21 @@ def test_shipped_weights_fit_and_are_small() -> None:
     assert last["converged"] >= 0.99
 
 
+@pytest.mark.parametrize("option", [("--dim", "12"), ("--data", "fashion_mnist"), ("--resume",)])
+def test_shipped_weights_take_no_settings(option: tuple[str, ...]) -> None:
+    result = subprocess.run(
+        [sys.executable, "examples/mnist_spins.py", "--shipped", *option],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert f"takes no {option[0]}" in result.stderr
+
+
 @needs_mnist
 def test_shipped_weights_read_mnist() -> None:
     """What the file says about them is what they do."""

@@ -87,6 +87,8 @@ def test_couplings_stay_bounded() -> None:
         ({"dim": 2.5}, "dim must be an integer >= 1, got 2.5"),
         ({"channels": True}, "channels must be an integer >= 1, got True"),
         ({"bound": -1.0}, "bound"),
+        ({"widths": (16, 24)}, r"widths must be three integers >= 1, got \(16, 24\)"),
+        ({"widths": (16, 0, 24)}, r"widths\[1\] must be an integer >= 1, got 0"),
     ],
     ids=str,
 )

@@ -129,6 +129,16 @@ def test_too_strong_couplings_are_indefinite_and_finite() -> None:
     assert all(torch.isfinite(t).all() for t in solution.value)
 
 
+@pytest.mark.parametrize("bound", [None, 0.5])
+def test_couplings_that_are_not_finite_are_a_status(bound: float | None) -> None:
+    layer, update, x = make(4, 2, bound=bound)
+    with torch.no_grad():
+        update.couplings.free[0] = torch.nan
+    solution = layer.solve(x, on_failure="ignore")
+    assert not solution.converged.any()
+    assert torch.isinf(solution.residual).all()
+
+
 def test_it_runs_under_autocast() -> None:
     layer, _, x = make(4, 3, rtol=1e-4)
     layer = layer.float()
