@@ -13,6 +13,7 @@ from implicit_attn.energies.base import Energy
 from implicit_attn.energies.checks import check_count, check_mask, check_positive, check_state
 from implicit_attn.energies.norms import SOFT_NORM, Projection, RMSNorm, check_norm
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
+from implicit_attn.kernels import check_frozen_key_backend, frozen_key_attention
 
 # exp of scores within this bound stays in float32, so no row maximum is needed.
 _PLAIN_EXPONENTIAL = 60.0
@@ -49,6 +50,9 @@ class SoftmaxAttention(Energy):
         norm: norm of each head's queries and keys, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
         causal: see above.
+        backend: who computes cross attention, "auto", "reference" (dense) or "flash" (stock attention
+            on the CPU, which holds no N x M matrix; ``implicit_attn.kernels.explain_frozen_keys``);
+            self-attention is dense.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class SoftmaxAttention(Energy):
         norm: RMSNorm | None = SOFT_NORM,
         bound: float | None = None,
         causal: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         if energy not in ("inner", "elastic"):
@@ -72,10 +77,12 @@ class SoftmaxAttention(Energy):
             raise ValueError(f"context_dim needs cross=True, got context_dim={context_dim!r}")
         if causal and cross:
             raise ValueError("causal needs self-attention, got causal=True with cross=True")
+        if check_frozen_key_backend(backend) == "flash" and not cross:
+            raise ValueError("backend='flash' needs cross=True, got cross=False")
         width = head_width(dim, heads, head_dim)
         self.dim, self.heads, self.width = dim, heads, width
         self.context_dim = dim if context_dim is None else check_count(context_dim, "context_dim")
-        self.energy, self.cross, self.causal = energy, cross, causal
+        self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
         self.beta = width**-0.5 if beta is None else check_positive(beta, "beta")
         self.norm = check_norm(norm)
         self.query = Projection(dim, heads * width, bound)
@@ -83,48 +90,79 @@ class SoftmaxAttention(Energy):
         self.concave = cross and energy == "inner" and norm is None
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        z, context, blocked = self._read(z, x, mask)
+        if self.cross:
+            return self._among_frozen_keys(z, x, mask)[0]
+        z, blocked = self._read(z, mask)
         query, _ = self._features(z, self.query.weight)
-        key, _ = self._features(context, self.key.weight)
+        key, _ = self._features(z, self.key.weight)
         _, lse, attends = self._attend(query, key, blocked)
         return self._value(query, lse, attends)
 
     def value_and_grad(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        z, context, blocked = self._read(z, x, mask)
+        if self.cross:
+            value, force, query, radius = self._among_frozen_keys(z, x, mask)
+            gradient = self._pull_back(force, query, radius, self.query.weight)
+            return value, hide(gradient, mask).to(z.dtype)
+        z, blocked = self._read(z, mask)
         query_weight, key_weight = self.query.weight, self.key.weight
         query, query_radius = self._features(z, query_weight)
-        key, key_radius = self._features(context, key_weight)
+        key, key_radius = self._features(z, key_weight)
         weights, lse, attends = self._attend(query, key, blocked)
         force = -(weights @ key)
         if self.energy == "elastic":
             force = force + _where_attends(query, attends)
         gradient = self._pull_back(force, query, query_radius, query_weight)
-        if not self.cross:
-            force = -(weights.mT @ query)
-            if self.energy == "elastic":
-                force = force + weights.sum(-2).unsqueeze(-1) * key
-            gradient = gradient + self._pull_back(force, key, key_radius, key_weight)
+        force = -(weights.mT @ query)
+        if self.energy == "elastic":
+            force = force + weights.sum(-2).unsqueeze(-1) * key
+        gradient = gradient + self._pull_back(force, key, key_radius, key_weight)
         return self._value(query, lse, attends), hide(gradient, mask).to(z.dtype)
 
-    def _read(self, z: Tensor, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """State and context, zero where they do not count, and the pairs that do not meet."""
+    def _among_frozen_keys(
+        self, z: Tensor, x: Any, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Value, its gradient by the queries after the norm, the queries and their radius."""
+        z = self._visible(z, mask)
+        context, context_mask = self._context(x, z)
+        query, radius = self._features(z, self.query.weight)
+        key, _ = self._features(context, self.key.weight)
+        attends = None if mask is None else mask[:, None]
+        if context_mask is not None:
+            some = context_mask.any(1)[:, None, None]
+            attends = some if attends is None else attends & some
+        queries, keys = query, key
+        if self.energy == "elastic":  # q.k - |k|^2 / 2 as a product of features wider by one
+            half = key.square().sum(-1, keepdim=True) * -0.5
+            queries = torch.cat((query, torch.ones_like(query[..., :1])), -1)
+            keys = torch.cat((key, half), -1)
+        mean, lse = frozen_key_attention(
+            queries, keys, self.beta, mask=context_mask, backend=self.backend
+        )
+        force = -mean[..., : self.width]
+        if attends is not None:
+            force, lse = _where_attends(force, attends), lse.masked_fill(~attends, 0.0)
+        if self.energy == "elastic":
+            force = force + _where_attends(query, attends)
+        return self._value(query, lse, attends), force, query, radius
+
+    def _visible(self, z: Tensor, mask: Tensor | None) -> Tensor:
         name = type(self).__name__
         check_state(z, name, dim=self.dim, tokens=True)
         check_mask(mask, z, name, features=1)
-        z = hide(z, mask)
-        context, context_mask = self._context(x, z) if self.cross else (z, mask)
+        return hide(z, mask)
+
+    def _read(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The state, zero where it does not count, and the pairs of tokens that do not meet."""
+        z = self._visible(z, mask)
         blocked = None
         if mask is not None:
-            blocked = ~mask[:, None, :, None]
-        if context_mask is not None:
-            keys = ~context_mask[:, None, None, :]
-            blocked = keys if blocked is None else blocked | keys
+            blocked = ~(mask[:, None, :, None] & mask[:, None, None, :])
         if self.causal:
             later = torch.ones(z.shape[1], z.shape[1], dtype=torch.bool, device=z.device).triu(1)
             blocked = later[None, None] if blocked is None else blocked | later
-        return z, context, blocked
+        return z, blocked
 
     def _context(self, x: Any, z: Tensor) -> tuple[Tensor, Tensor | None]:
         name = "SoftmaxAttention (cross)"

@@ -6,8 +6,34 @@ from implicit_attn.kernels.bisoftmax import (
     Choice,
     bisoftmax,
     bisoftmax_hvp,
+    carried_bisoftmax,
     check_backend,
     explain,
 )
+from implicit_attn.kernels.frozen_keys import (
+    check_frozen_key_backend,
+    explain_frozen_keys,
+    frozen_key_attention,
+)
+from implicit_attn.kernels.sigmoid import (
+    check_sigmoid_backend,
+    explain_sigmoid,
+    sigmoid_attention,
+    sigmoid_attention_hvp,
+)
 
-__all__ = ["Choice", "bisoftmax", "bisoftmax_hvp", "check_backend", "explain"]
+__all__ = [
+    "Choice",
+    "bisoftmax",
+    "bisoftmax_hvp",
+    "carried_bisoftmax",
+    "check_backend",
+    "check_frozen_key_backend",
+    "check_sigmoid_backend",
+    "explain",
+    "explain_frozen_keys",
+    "explain_sigmoid",
+    "frozen_key_attention",
+    "sigmoid_attention",
+    "sigmoid_attention_hvp",
+]

@@ -40,7 +40,7 @@ class CarriedNormaliser(Update):
     The layer's output is a :class:`CarriedState`::
 
         update = CarriedNormaliser(0.4 * BiSoftmaxAttention(64, heads=4) + Quadratic())
-        layer = DEQ(update, init=update.initial)
+        layer = DEQ(update)  # starts from update.initial(x)
         layer(x).tokens  # (B, N, d)
 
     Args:
@@ -89,20 +89,16 @@ class CarriedNormaliser(Update):
     ) -> CarriedState:
         if not (isinstance(z, tuple) and len(z) == 2):
             raise TypeError(
-                "the state of CarriedNormaliser is a CarriedState (tokens, lse): give the layer "
-                f"init=update.initial; got {type(z).__name__}"
+                "the state of CarriedNormaliser is a CarriedState (tokens, lse), as "
+                f"update.initial(x) is; got {type(z).__name__}"
             )
         tokens, carried = z
-        total, found = None, None
+        lse = carried.transpose(1, 2)
+        gradient, found = self.attention.carried_gradient(tokens, lse, mask=mask)
+        total = add_trees(None, gradient, _factor(self.energy.terms[self._place]))
         for index, term in enumerate(self.energy.terms):
-            if index == self._place:
-                lse = carried.transpose(1, 2)
-                gradient, found = self.attention.carried_gradient(tokens, lse, mask=mask)
-                factor = _factor(term)
-            else:
-                gradient, factor = term.grad(tokens, x, mask=mask), 1.0
-            total = add_trees(total, gradient, factor)
-        assert found is not None
+            if index != self._place:
+                total = add_trees(total, term.grad(tokens, x, mask=mask), 1.0)
         step = move(tokens, total, self.step_size())
         return CarriedState(step, found.transpose(1, 2).to(carried.dtype))
 

@@ -60,8 +60,8 @@ def test_fixed_point_and_gradients_are_those_of_the_plain_step(name: str, masked
     results = []
     for layer in (
         DEQ(GradientStep(energy), **options),
-        DEQ(update, init=update.initial, **options),
-        DEQ(update, init=update.initial, solver=Broyden(), **options),
+        DEQ(update, **options),
+        DEQ(update, solver=Broyden(), **options),
     ):
         point = x.clone().requires_grad_()
         solution = layer.solve(point, mask)
@@ -112,8 +112,8 @@ def test_other_mistakes_are_named() -> None:
     with pytest.raises(TypeError, match="energy must be an Energy"):
         CarriedNormaliser(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     update = CarriedNormaliser(build("alone"))
-    with pytest.raises(TypeError, match=r"init=update\.initial; got Tensor"):
-        DEQ(update)(inputs())
+    with pytest.raises(TypeError, match=r"update\.initial\(x\) is; got Tensor"):
+        update(inputs())
     with pytest.raises(ValueError, match="step_size must be finite and > 0"):
         CarriedNormaliser(build("alone"), -1.0)
     with pytest.raises(ValueError, match="causal=False"):

@@ -24,8 +24,8 @@ def bisoftmax_forward(
     if z.numel() == 0:
         wide = torch.promote_types(z.dtype, torch.float32)
         return z.new_zeros(z.shape), z.new_zeros(z.shape[:3], dtype=wide)
-    with _plain(z):
-        rows, counts = _rows(z, mask), _counts(z, mask)
+    with plain(z):
+        rows, counts = wide_rows(z, mask), wide_counts(z, mask)
         if _bounded(rows, beta, causal, limit):
             gradient, lse = blocks_symmetric.gradient(rows, beta, counts)
         else:
@@ -49,8 +49,8 @@ def bisoftmax_hvp(
     """
     if z.numel() == 0:
         return z.new_zeros(z.shape)
-    with _plain(z):
-        rows, vectors, counts = _rows(z, mask), _rows(v, mask), _counts(z, mask)
+    with plain(z):
+        rows, vectors, counts = wide_rows(z, mask), wide_rows(v, mask), wide_counts(z, mask)
         vectors = vectors.to(rows.dtype)
         flat = [None if t is None else t.flatten(0, 1).to(rows) for t in (lse, lse_cotangent)]
         if _bounded(rows, beta, causal, limit):
@@ -70,9 +70,9 @@ def bisoftmax_third(
     lse_cotangent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pullback of ``direction`` through ``bisoftmax_hvp``: to z, v (B, H, N, p), a (B, H, N)."""
-    with _plain(z):
-        counts = _counts(z, mask)
-        rows, vectors, along = (_rows(t, mask) for t in (z, v, direction))
+    with plain(z):
+        counts = wide_counts(z, mask)
+        rows, vectors, along = (wide_rows(t, mask) for t in (z, v, direction))
         vectors, along = vectors.to(rows.dtype), along.to(rows.dtype)
         flat = None if lse_cotangent is None else lse_cotangent.flatten(0, 1).to(rows)
         by_z, by_v, by_a = third.pullback(rows, vectors, along, beta, counts, causal, flat)
@@ -82,7 +82,7 @@ def bisoftmax_third(
         return by_z.view(z.shape).to(z.dtype), by_v.view(v.shape).to(v.dtype), by_a
 
 
-class _plain:
+class plain:
     """Neither autograd nor autocast: the dtypes here are chosen by hand."""
 
     def __init__(self, z: Tensor) -> None:
@@ -97,13 +97,13 @@ class _plain:
             context.__exit__(*error)
 
 
-def _rows(z: Tensor, mask: Tensor | None) -> Tensor:
+def wide_rows(z: Tensor, mask: Tensor | None) -> Tensor:
     """(B H, N, p) contiguous, float32 or wider, zero where a token does not count."""
     wide = torch.promote_types(z.dtype, torch.float32)
     return counting(z, mask).to(wide).contiguous().flatten(0, 1)
 
 
-def _counts(z: Tensor, mask: Tensor | None) -> Tensor | None:
+def wide_counts(z: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     wide = torch.promote_types(z.dtype, torch.float32)

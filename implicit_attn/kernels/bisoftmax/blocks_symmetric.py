@@ -95,10 +95,14 @@ class Room:
         return self._buffers[number][: heads * rows * columns].view(heads, rows, columns)
 
 
-def _exponentials(z: Tensor, beta: float, first: int, end: int, room: Room) -> Tensor:
+def strip_scores(z: Tensor, beta: float, first: int, end: int, room: Room) -> Tensor:
+    """``S = beta Z Z^T`` of a strip, in buffer 0."""
     strip = room.buffer(0, z.shape[0], end - first, z.shape[1] - first)
-    torch.baddbmm(strip, z[:, first:end], z[:, first:].mT, beta=0.0, alpha=beta, out=strip)
-    return strip.exp_()
+    return torch.baddbmm(strip, z[:, first:end], z[:, first:].mT, beta=0.0, alpha=beta, out=strip)
+
+
+def _exponentials(z: Tensor, beta: float, first: int, end: int, room: Room) -> Tensor:
+    return strip_scores(z, beta, first, end, room).exp_()
 
 
 def _add_sums(strip: Tensor, total: Tensor, counts: Tensor | None, first: int, end: int) -> None:
@@ -123,7 +127,7 @@ def _shares(total: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     return total.reciprocal().masked_fill_(hidden, 0.0), total.log()
 
 
-def _add_products(strip: Tensor, z: Tensor, output: Tensor, first: int, end: int) -> None:
+def add_products(strip: Tensor, z: Tensor, output: Tensor, first: int, end: int) -> None:
     """``strip Z`` into the strip's rows, and its transpose right of the diagonal tile."""
     output[:, first:end].baddbmm_(strip, z[:, first:])
     beyond = strip[:, :, end - first :]
@@ -152,7 +156,7 @@ def _gradient(
             strip = _exponentials(z, beta, first, end, room)
         shares = room.buffer(1, *strip.shape)
         torch.add(share[:, first:end, None], share[:, None, first:], out=shares)
-        _add_products(strip.mul_(shares), z, output, first, end)
+        add_products(strip.mul_(shares), z, output, first, end)
     _hide(output, counts)
 
 
@@ -173,7 +177,7 @@ def _product(
         strip = _exponentials(z, beta, first, end, room)
         if lse is None:
             _add_sums(strip, total, counts, first, end)
-        weighted = _tangents(z, v, beta, first, end, room).mul_(strip)
+        weighted = strip_tangents(z, v, beta, first, end, room).mul_(strip)
         _add_sums(weighted, mean, None, first, end)  # zero wherever a token does not count
     share = _shares(total, counts)[0] if lse is None else _given_shares(lse, counts)
     weight = mean.mul_(share)  # r
@@ -183,21 +187,23 @@ def _product(
     for first, end in room.strips():
         if not room.whole:
             strip = _exponentials(z, beta, first, end, room)
-            weighted = _tangents(z, v, beta, first, end, room).mul_(strip)
+            weighted = strip_tangents(z, v, beta, first, end, room).mul_(strip)
         shares = room.buffer(2, *strip.shape)
         torch.add(share[:, first:end, None], share[:, None, first:], out=shares)
         weighted.mul_(shares)
         both = shares.mul_(strip)
         weighted.addcmul_(strip, weight[:, first:end, None], value=-1.0)
         weighted.addcmul_(strip, weight[:, None, first:], value=-1.0)
-        _add_products(both, v, output, first, end)
-        _add_products(weighted, z, output, first, end)
+        add_products(both, v, output, first, end)
+        add_products(weighted, z, output, first, end)
     _hide(output, counts)
 
 
-def _tangents(z: Tensor, v: Tensor, beta: float, first: int, end: int, room: Room) -> Tensor:
+def strip_tangents(
+    z: Tensor, v: Tensor, beta: float, first: int, end: int, room: Room, buffer: int = 1
+) -> Tensor:
     """``T = beta (V Z^T + Z V^T)`` of a strip."""
-    strip = room.buffer(1, z.shape[0], end - first, z.shape[1] - first)
+    strip = room.buffer(buffer, z.shape[0], end - first, z.shape[1] - first)
     torch.baddbmm(strip, v[:, first:end], z[:, first:].mT, beta=0.0, alpha=beta, out=strip)
     return strip.baddbmm_(z[:, first:end], v[:, first:].mT, alpha=beta)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from implicit_attn.kernels.bisoftmax import ops, reference
+from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
 
 BACKENDS = ("auto", "reference", "blocks", "triton")
 
@@ -102,9 +102,9 @@ def bisoftmax_hvp(
     """
     choice = _choose(z, beta, mask, causal, limit, backend)
     reference.check_vector(z, v, lse)
-    if choice == "reference" or (backend == "auto" and _has_tangent(v)):
+    if choice == "reference" or (backend == "auto" and has_tangent(v)):
         return reference.bisoftmax_hvp(z, v, beta, mask=mask, causal=causal, lse=lse)
-    _refuse_forward_mode(v, choice)
+    refuse_forward_mode(v, choice, "bisoftmax_hvp")
     return ops.hvp(z, v, beta, mask, causal, limit, lse, None, choice)
 
 
@@ -130,7 +130,7 @@ def explain(
     if backend == "auto":
         return _automatic(z, mask, causal)
     if backend != "reference":
-        _refuse_forward_mode(z, backend)
+        refuse_forward_mode(z, backend, "bisoftmax_hvp")
     if backend == "triton":
         missing = ops.triton_backend().supports(z, mask, causal)
         if missing is not None:
@@ -158,9 +158,9 @@ def _choose(
 
 def _automatic(z: Tensor, mask: Tensor | None, causal: bool) -> Choice:
     tokens = z.shape[2]
-    if _has_tangent(z):
+    if has_tangent(z):
         return Choice("reference", "only the dense formula knows forward-mode differentiation")
-    if ops.transformed():
+    if transformed():
         return Choice("reference", "inside torch.func, for which the dense formula is plain")
     few = tokens <= DENSE_TOKENS and z.shape[0] * z.shape[1] * tokens**2 <= DENSE_PAIRS
     size = f"{z.shape[0] * z.shape[1]} matrices of {tokens} x {tokens} pairs"
@@ -177,22 +177,3 @@ def _automatic(z: Tensor, mask: Tensor | None, causal: bool) -> Choice:
 # Beyond so many tokens no N x N matrix is held. Up to it the dense formula is faster where all its
 # matrices fit the cache: so many pairs at most, measured on a CPU with widths 16 to 64.
 DENSE_TOKENS, DENSE_PAIRS = 256, 2**19
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    if getattr(forward_ad, "_current_level", -1) < 0:
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def _refuse_forward_mode(tensor: Tensor, backend: str) -> None:
-    if ops.differentiated_by_func():
-        raise NotImplementedError(
-            f'torch.func.grad, vjp and jvp do not go through backend="{backend}"; use '
-            'torch.autograd, or backend="reference"'
-        )
-    if _has_tangent(tensor):
-        raise NotImplementedError(
-            f'forward-mode differentiation is not implemented by backend="{backend}"; use reverse '
-            'mode, bisoftmax_hvp for the product with the Hessian, or backend="reference"'
-        )

@@ -8,7 +8,6 @@ raises. Nothing of the graph but z, v and the lse is saved. The operators comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.kernels.bisoftmax import blocks
+from implicit_attn.kernels.operators import call, mapped
 from implicit_attn.optional import require
 
 _SHARED = "Tensor? mask, bool causal, float? limit"
@@ -49,7 +49,7 @@ def _bisoftmax_hvp(
         triton = triton_backend()
         if lse is None:
             lse = triton.bisoftmax_forward(z, beta, mask, causal, limit)[1]
-        return triton.bisoftmax_hvp(z, v, beta, mask, causal, lse, lse_cotangent)
+        return triton.bisoftmax_hvp(z, v, beta, mask, causal, lse, lse_cotangent, limit=limit)
     return blocks.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
 
 
@@ -109,39 +109,6 @@ def _by_triton(backend: str, z: Tensor, mask: Tensor | None, causal: bool) -> bo
 def triton_backend() -> ModuleType:
     """The module with the Triton kernels; ImportError where Triton is not installed."""
     return require("implicit_attn.kernels.bisoftmax.triton_backend", extra="gpu")
-
-
-def call(operator: Any, implementation: Callable[..., Any], tensors: list[Any], *args: Any) -> Any:
-    """``operator(*args)``, or its implementation at once where nothing records or transforms.
-
-    The operator's way through autograd and the dispatcher costs more than a small layer's whole
-    evaluation.
-    """
-    given = [t for t in tensors if t is not None]
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in given)
-    if recorded or not plain or torch.compiler.is_compiling() or transformed():
-        return operator(*args)
-    return implementation(*args)
-
-
-_FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
-
-
-def transformed() -> bool:
-    """Inside ``torch.func`` (vmap, grad, jvp)."""
-    if torch.compiler.is_compiling():
-        return False
-    return _FUNCTORCH.peek_interpreter_stack() is not None
-
-
-def differentiated_by_func() -> bool:
-    """Inside a differentiating transform of ``torch.func``, which custom operators do not know."""
-    if not transformed():
-        return False
-    stack = _FUNCTORCH.get_interpreter_stack() or []
-    kinds = _FUNCTORCH.TransformType
-    return any(each.key() in (kinds.Grad, kinds.Jvp) for each in stack)
 
 
 def _wide(z: Tensor) -> torch.dtype:
@@ -218,30 +185,6 @@ torch.library.register_autograd(bisoftmax_hvp_op, _backward_hvp, setup_context=_
 torch.library.register_autograd(bisoftmax_third_op, _backward_third)
 
 
-def _folded(info: Any, in_dims: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """Arguments with the mapped dimension laid before the batch, (M, B, ...) -> (M B, ...)."""
-    folded = []
-    for value, dim in zip(arguments, in_dims, strict=True):
-        if isinstance(value, Tensor):
-            if dim is None:
-                value = value.unsqueeze(0).expand(info.batch_size, *value.shape)
-            else:
-                value = value.movedim(dim, 0)
-            value = value.reshape(-1, *value.shape[2:])
-        folded.append(value)
-    return folded
-
-
-def _mapped(operator: Any, outputs: int) -> Callable[..., Any]:
-    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        results = operator(*_folded(info, in_dims, arguments))
-        if outputs == 1:
-            return results.unflatten(0, (info.batch_size, -1)), 0
-        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * outputs
-
-    return rule
-
-
-torch.library.register_vmap(bisoftmax_op, _mapped(bisoftmax_op, 2))
-torch.library.register_vmap(bisoftmax_hvp_op, _mapped(bisoftmax_hvp_op, 1))
-torch.library.register_vmap(bisoftmax_third_op, _mapped(bisoftmax_third_op, 3))
+torch.library.register_vmap(bisoftmax_op, mapped(bisoftmax_op, 2))
+torch.library.register_vmap(bisoftmax_hvp_op, mapped(bisoftmax_hvp_op, 1))
+torch.library.register_vmap(bisoftmax_third_op, mapped(bisoftmax_third_op, 3))

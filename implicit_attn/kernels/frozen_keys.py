@@ -1,0 +1,253 @@
+"""Softmax attention of queries among keys that do not depend on them, through stock attention.
+
+For the Helmholtz free energy ``-beta^-1 sum_i L_i`` with ``L_i = log sum_j exp(beta q_i.k_j)`` one
+stock attention with the keys for values gives value and gradient. Their derivatives, with them the
+Hessian-vector product, come by strips of rows: on a CPU the stock backward pass takes twice as long,
+and always differentiates by the keys too. No N x M matrix is held, but for second derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_attn.kernels.bisoftmax.blocks import plain
+from implicit_attn.kernels.bisoftmax.blocks_symmetric import strip_heads, strip_rows
+from implicit_attn.kernels.bisoftmax.dispatch import Choice
+from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
+
+FROZEN_KEY_BACKENDS = ("auto", "reference", "flash")
+# Fewer pairs of a query and a key in a head are left to the dense formula, measured on a CPU.
+DENSE_PAIRS = 2**14
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def frozen_key_attention(
+    query: Tensor,
+    key: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``sum_j P_ij k_j`` and ``L_i``, for ``P_ij = exp(beta q_i.k_j - L_i)`` over the keys that count.
+
+    Args:
+        query: (B, H, N, p), floating.
+        key: (B, H, M, p), of the same dtype.
+        beta: inverse temperature, > 0.
+        mask: (B, M) bool, True where a key counts; None: all count. Where none counts both results
+            are zero.
+        backend: "reference" (dense), "flash" (stock attention, CPU only, memory O(N + M) for the
+            results and their first derivatives), or "auto": see ``explain_frozen_keys``.
+
+    Returns:
+        (B, H, N, p) in the dtype of ``query``, and (B, H, N) in float32 or wider; differentiable any
+        number of times.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
+        NotImplementedError: forward-mode differentiation by "flash".
+    """
+    choice = explain_frozen_keys(query, key, beta, mask=mask, backend=backend)
+    if choice.backend == "reference":
+        return _dense(query, key, beta, mask)
+    for tensor in (query, key):
+        refuse_forward_mode(tensor, "flash", "the reverse mode of the result")
+    mean, lse = _Queries.apply(query, (key,), beta, mask)  # type: ignore[misc]
+    if not (torch.is_grad_enabled() and key.requires_grad):
+        return mean, lse
+    held = (query, mean.detach(), lse.detach())
+    of_mean, of_lse = _Keys.apply(key, held, beta, mask)  # type: ignore[misc]
+    return mean + of_mean, lse + of_lse
+
+
+def explain_frozen_keys(
+    query: Tensor,
+    key: Tensor,
+    beta: float,
+    *,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Which backend ``frozen_key_attention`` takes, and why; arguments and errors are its own."""
+    _check(query, key, beta, mask)
+    check_frozen_key_backend(backend)
+    if backend == "flash" and query.device.type != "cpu":
+        raise ValueError(f'backend="flash" needs tensors on the CPU, got {query.device}')
+    if backend != "auto":
+        return Choice(backend, "asked for")
+    if query.device.type != "cpu":
+        return Choice("reference", "the stock operators used here are the CPU's")
+    if has_tangent(query) or has_tangent(key):
+        return Choice("reference", "only the dense formula knows forward-mode differentiation")
+    if transformed() or torch.compiler.is_compiling():
+        return Choice("reference", "inside torch.func or a compiler the dense formula is plain")
+    pairs = query.shape[2] * key.shape[2]
+    if pairs < DENSE_PAIRS or query.numel() == 0:
+        return Choice("reference", f"{pairs} pairs: the dense formula has the least overhead")
+    return Choice("flash", f"{pairs} pairs: stock attention holds no N x M matrix")
+
+
+def check_frozen_key_backend(backend: str) -> str:
+    """``backend`` itself where it is one of ``FROZEN_KEY_BACKENDS``."""
+    if backend not in FROZEN_KEY_BACKENDS:
+        raise ValueError(f"backend must be one of {FROZEN_KEY_BACKENDS}, got {backend!r}")
+    return backend
+
+
+def _check(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> None:
+    if not query.is_floating_point() or key.dtype != query.dtype:
+        raise TypeError(
+            f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"
+        )
+    if query.dim() != 4 or key.dim() != 4 or _without_tokens(query) != _without_tokens(key):
+        raise ValueError(
+            "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if not beta > 0:
+        raise ValueError(f"beta must be > 0, got {beta!r}")
+    expected = (key.shape[0], key.shape[2])
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
+        raise ValueError(
+            f"mask must be a bool tensor (B, M) = {expected}, got {mask.dtype} {tuple(mask.shape)}"
+        )
+
+
+def _without_tokens(tensor: Tensor) -> tuple[int, int, int]:
+    return tensor.shape[0], tensor.shape[1], tensor.shape[3]
+
+
+def _dense(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(wide) @ key.to(wide).mT) * beta
+    if mask is None:
+        weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+    else:
+        # A row without keys stays open and is emptied below, which spares it the NaN.
+        nothing = ~mask.any(-1)[:, None, None]
+        scores = scores.masked_fill(~(mask[:, None, None] | nothing.unsqueeze(-1)), -torch.inf)
+        weights = scores.softmax(-1).masked_fill(nothing.unsqueeze(-1), 0.0)
+        lse = scores.logsumexp(-1).masked_fill(nothing, 0.0)
+    return weights.to(query.dtype) @ key, lse
+
+
+class _Queries(torch.autograd.Function):
+    """Stock attention with the keys for values, and its log-sum-exp; differentiable by the queries.
+
+    The keys' derivative is a node of its own, ``_Keys``: a product with the Hessian, which asks for
+    the queries' alone, then does not compute it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, keys: tuple[Tensor], beta: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        bias = None
+        if mask is not None:
+            bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+            bias = bias[:, None, None]
+        (key,) = keys
+        mean, lse = _forward(query, key, key, 0.0, False, attn_mask=bias, scale=beta)
+        ctx.beta, ctx.keys = beta, keys
+        ctx.save_for_backward(query, mask, mean, lse)
+        ctx.set_materialize_grads(False)
+        return mean, lse
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        query, mask, mean, lse = ctx.saved_tensors
+        (key,) = ctx.keys
+        if torch.is_grad_enabled():
+            pulled = _by_graph(query, key, ctx.beta, mask, cotangents, query)
+        else:
+            pulled, _ = _by_strips(query, key, mean, lse, cotangents, ctx.beta, mask, False)
+        return pulled, None, None, None
+
+
+class _Keys(torch.autograd.Function):
+    """Zeros with the derivative by the keys of what ``_Queries`` returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, held: tuple[Tensor, ...], beta: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.beta, ctx.held = beta, held
+        ctx.save_for_backward(key, mask)
+        ctx.set_materialize_grads(False)
+        _, mean, lse = held
+        return mean.new_zeros(()).expand(mean.shape), lse.new_zeros(()).expand(lse.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        key, mask = ctx.saved_tensors
+        query, mean, lse = ctx.held
+        if torch.is_grad_enabled():
+            pulled = _by_graph(query, key, ctx.beta, mask, cotangents, key)
+        else:
+            _, pulled = _by_strips(query, key, mean, lse, cotangents, ctx.beta, mask, True)
+        return pulled, None, None, None
+
+
+def _by_strips(
+    query: Tensor,
+    key: Tensor,
+    mean: Tensor,
+    lse: Tensor,
+    cotangents: tuple[Tensor | None, ...],
+    beta: float,
+    mask: Tensor | None,
+    by_key: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Pullback of cotangents g of the mean and a of the lse: to the queries, or to the keys.
+
+    With ``dS = P * (G K^T - g_i.mean_i + a_i)``: ``beta dS K``, and ``beta dS^T Q + P^T G``.
+    """
+    with plain(query):
+        wide = torch.promote_types(query.dtype, torch.float32)
+        given = zip((mean, lse), cotangents, strict=True)
+        by_mean, by_lse = (torch.zeros_like(t) if g is None else g for t, g in given)
+        rows, columns, pulled = (t.to(wide).flatten(0, 1) for t in (query, key, by_mean))
+        shift = by_lse.to(wide) - (by_mean.to(wide) * mean.to(wide)).sum(-1)
+        shift, lse = shift.flatten(0, 1).unsqueeze(-1), lse.flatten(0, 1).unsqueeze(-1)
+        closed = None if mask is None else ~mask.repeat_interleave(query.shape[1], 0).unsqueeze(1)
+        result = torch.zeros_like(columns if by_key else rows)
+        count = strip_rows(rows.shape[1])
+        group = strip_heads(columns, count)
+        for head in range(0, rows.shape[0], group):
+            heads = slice(head, head + group)
+            for first in range(0, rows.shape[1], count):
+                part = heads, slice(first, first + count)
+                scores = torch.baddbmm(-lse[part], rows[part], columns[heads].mT, alpha=beta)
+                if closed is not None:
+                    scores.masked_fill_(closed[heads], -torch.inf)
+                weights = scores.exp_()
+                by_scores = torch.baddbmm(shift[part], pulled[part], columns[heads].mT)
+                by_scores.mul_(weights)
+                if by_key:
+                    result[heads].baddbmm_(by_scores.mT, rows[part], alpha=beta)
+                    result[heads].baddbmm_(weights.mT, pulled[part])
+                else:
+                    result[part] = torch.bmm(by_scores, columns[heads]).mul_(beta)
+        if by_key:
+            return None, result.view(key.shape).to(key.dtype)
+        return result.view(query.shape).to(query.dtype), None
+
+
+def _by_graph(
+    query: Tensor,
+    key: Tensor,
+    beta: float,
+    mask: Tensor | None,
+    cotangents: tuple[Tensor | None, ...],
+    by: Tensor,
+) -> Tensor:
+    """The same, to one of them, with a graph: for derivatives of the derivative."""
+    pairs = zip(_dense(query, key, beta, mask), cotangents, strict=True)
+    given = [(output, weight) for output, weight in pairs if weight is not None]
+    outputs, weights = zip(*given, strict=True)
+    return torch.autograd.grad(outputs, by, weights, create_graph=True)[0]

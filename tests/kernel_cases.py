@@ -1,0 +1,33 @@
+"""What the tests of all kernels share: the sizes to try, errors, and counting allocations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COUNTS = (1, 2, 15, 16, 17, 65, 81, 127, 128, 129, 257, 1000)
+
+
+def difference(value: Tensor, exact: Tensor) -> float:
+    """Norm of the error by the norm of the exact value (by 1 where that is 0)."""
+    assert torch.isfinite(value).all()
+    return ((value.double() - exact).norm() / (exact.norm() or 1.0)).item()
+
+
+class Allocations(TorchDispatchMode):
+    """Elements of the largest tensor made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for output in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(output, Tensor):
+                storage = output.untyped_storage()
+                self.largest = max(self.largest, storage.nbytes() // output.element_size())
+        return result

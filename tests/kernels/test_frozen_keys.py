@@ -1,0 +1,131 @@
+"""Attention among frozen keys through stock operators against the dense formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from implicit_attn import DEQ
+from implicit_attn.energies import Quadratic, SoftmaxAttention
+from implicit_attn.kernels import explain_frozen_keys, frozen_key_attention
+from kernel_cases import Allocations, difference
+from solvers import Implicit, Tolerance
+
+HOLES = torch.tensor([[True, False, True], [False, False, False]])
+
+
+def state(queries: int, keys: int, width: int = 8, batch: int = 2) -> list[Tensor]:
+    """Queries, keys, and cotangents of both results."""
+    generator = torch.Generator().manual_seed(queries + keys)
+    shapes = [(batch, 2, n, width) for n in (queries, keys, queries)] + [(batch, 2, queries)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 130), (130, 17), (300, 257)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_flash_is_the_dense_formula(
+    queries: int, keys: int, masked: bool, dtype: torch.dtype, bound: float
+) -> None:
+    query, key, by_mean, by_lse = state(queries, keys)
+    mask = torch.rand(2, keys, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[0] = False
+    results = []
+    for backend, kind in (("flash", dtype), ("reference", torch.float64)):
+        q, k, g, a = (t.to(kind).requires_grad_() for t in (query, key, by_mean, by_lse))
+        found = frozen_key_attention(q, k, 0.3, mask=mask if masked else None, backend=backend)
+        loss = (found[0] * g).sum() + (found[1] * a).sum()
+        results.append([*found, *torch.autograd.grad(loss, (q, k), retain_graph=True)])
+        results[-1] += torch.autograd.grad(found[0], q, g)
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == dtype and difference(ours, theirs.detach()) <= bound
+
+
+@pytest.mark.parametrize("mask", [None, HOLES], ids=["full", "holes"])
+def test_derivatives(mask: Tensor | None) -> None:
+    query, key = (t.requires_grad_() for t in state(3, 3, width=2)[:2])
+
+    def flash(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return frozen_key_attention(query, key, 0.6, mask=mask, backend="flash")
+
+    assert gradcheck(flash, (query, key)) and gradgradcheck(flash, (query, key))
+    frozen = key.detach()
+    assert gradcheck(lambda q: flash(q, frozen), query)
+
+
+def test_half_precision_is_accumulated_in_float32() -> None:
+    query, key, g, _ = state(80, 90)
+    exact = frozen_key_attention(query.requires_grad_(), key, 0.3, backend="reference")
+    (pullback,) = torch.autograd.grad(exact[0], query, g)
+    rough = query.detach().bfloat16().requires_grad_()
+    mean, lse = frozen_key_attention(rough, key.bfloat16(), 0.3, backend="flash")
+    assert mean.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    (ours,) = torch.autograd.grad(mean, rough, g.bfloat16())
+    for found, expected in ((mean, exact[0]), (lse, exact[1]), (ours, pullback)):
+        assert difference(found.detach(), expected.detach()) <= 1e-2
+
+
+def test_no_matrix_of_all_pairs() -> None:
+    query, key, g, a = (t.float() for t in state(1024, 1024, batch=1))
+    query.requires_grad_()
+    key.requires_grad_()
+    with Allocations() as seen:
+        mean, lse = frozen_key_attention(query, key, 0.3)
+        torch.autograd.grad((mean, lse), (query, key), (g, a))
+    assert seen.largest < 1024 * 1024
+
+
+# Forward mode itself still scripts its decompositions.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_choice_and_errors() -> None:
+    query, key = state(127, 129)[:2]
+    assert explain_frozen_keys(query, key, 0.3).backend == "reference"
+    longer = state(128, 128)
+    assert explain_frozen_keys(longer[0], longer[1], 0.3).backend == "flash"
+    calls = [
+        (lambda: frozen_key_attention(query, key, 0.3, backend="triton"), "backend must be one of"),
+        (lambda: frozen_key_attention(query, key[:1], 0.3), r"shapes \(B, H, N, p\) and"),
+        (lambda: frozen_key_attention(query, key, 0.0), "beta must be > 0, got 0.0"),
+        (
+            lambda: frozen_key_attention(query, key, 1.0, mask=HOLES),
+            r"mask must be a bool tensor \(B, M\) = \(2, 129\)",
+        ),
+        (lambda: SoftmaxAttention(8, 2, backend="flash"), "needs cross=True"),
+        (lambda: SoftmaxAttention(8, 2, cross=True, backend="stock"), "backend must be one of"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="query and key must be of one floating dtype"):
+        frozen_key_attention(query, key.float(), 0.3)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, query)
+        assert forward_ad.unpack_dual(frozen_key_attention(dual, key, 0.3)[0]).tangent is not None
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            frozen_key_attention(dual, key, 0.3, backend="flash")
+
+
+@pytest.mark.parametrize("energy", ["inner", "elastic"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_layers_agree(energy: str, masked: bool) -> None:
+    """Solve, first and second derivatives, by the input and all parameters."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(2, 70, 8, generator=generator, dtype=torch.float64)
+    mask = torch.rand(2, 70, generator=generator) > 0.3 if masked else None
+    exact, results = Tolerance(rtol=1e-11), {}
+    for backend in ("flash", "reference"):
+        torch.manual_seed(0)
+        attention = SoftmaxAttention(8, heads=2, energy=energy, cross=True, backend=backend)
+        model = (0.3 * attention + Quadratic()).double()
+        layer = DEQ(model, tolerance=exact, adjoint=Implicit(tolerance=exact))
+        point = x.clone().requires_grad_()
+        inputs = [point, *layer.parameters()]
+        z = layer(point, mask)
+        first = torch.autograd.grad(z.square().mean(), inputs, create_graph=True)
+        second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), inputs)
+        product = model.hvp(z.detach(), x, x, mask=mask).detach()
+        results[backend] = [z, product, *first, *second]
+    for ours, theirs in zip(results["flash"], results["reference"], strict=True):
+        assert (ours - theirs).norm() <= 1e-7 * theirs.norm()
