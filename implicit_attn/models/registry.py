@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
@@ -76,6 +77,7 @@ def load_model(
             f"{path} does not say how its model is built: settings['model'] must be the dict that "
             f"build_model took, got {specification!r}"
         )
-    model = build_model(specification, layer=layer)
+    with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
+        model = build_model(specification, layer=layer)
     progress = load_checkpoint(path, model, restore_random=False)
     return model.eval(), progress

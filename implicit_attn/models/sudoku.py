@@ -15,6 +15,7 @@ class SudokuModel(nn.Module):
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, 81, d), *, iterations=None)``.
         scale: standard deviation of the embeddings at the start.
+        dropout: share of the embeddings set to 0 in training.
         start: where the learned positions start: "random", as published, draws each; "units" adds
             a random vector of the row, one of the column and one of the box, so that cells which
             constrain each other are alike from the beginning.
@@ -25,7 +26,14 @@ class SudokuModel(nn.Module):
     Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), the Sudoku experiments: learned positions.
     """
 
-    def __init__(self, backbone: nn.Module, *, scale: float = 0.02, start: str = "random") -> None:
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        scale: float = 0.02,
+        dropout: float = 0.0,
+        start: str = "random",
+    ) -> None:
         super().__init__()
         dim = getattr(backbone, "dim", None)
         if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
@@ -35,11 +43,14 @@ class SudokuModel(nn.Module):
             )
         if not scale > 0:
             raise ValueError(f"scale must be > 0, got {scale!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         if start not in STARTS:
             raise ValueError(f"start must be one of {STARTS}, got {start!r}")
         self.digits = nn.Embedding(DIGITS + 1, dim)
         nn.init.normal_(self.digits.weight, std=scale)
         places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
+        self.dropout = nn.Dropout(dropout)
         self.position = nn.Parameter(scale * places)
         self.backbone = backbone
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, DIGITS, bias=False)
@@ -50,7 +61,7 @@ class SudokuModel(nn.Module):
             raise ValueError(
                 f"puzzles must be integers (B, 81), got {puzzles.dtype} {tuple(puzzles.shape)}"
             )
-        return self.digits(puzzles) + self.position
+        return self.dropout(self.digits(puzzles) + self.position)
 
     def classify(self, z: Tensor) -> Tensor:
         """A state (B, 81, d) -> logits (B, 81, 9)."""

@@ -8,6 +8,7 @@ from typing import Any
 from implicit_attn.optional import require
 from implicit_attn.studies.tables import Table
 
+WINDOW = 10.0  # points of accuracy that are drawn below the best
 BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#777777"
 
 
@@ -56,7 +57,8 @@ def draw_training(axes: Any, epochs: Table) -> None:
     label = "training samples converged"
     lines += right.plot(number, converged, color=GREEN, linestyle=":", label=label)
     right.set_ylabel("%")
-    right.set_ylim(min(60.0, *accuracy), 102)
+    lowest = min(*accuracy, *converged)
+    right.set_ylim(max(0.0, 5 * ((lowest - 2) // 5)), 100.5)
     axes.legend(handles=lines, frameon=False, loc="center right")
 
 
@@ -112,6 +114,14 @@ def draw_extrapolation(axes: Any, extrapolation: Table, trained_evaluations: flo
         ylabel="test accuracy, %",
         title="More iterations at test time",
     )
+    # The first evaluations are far below the rest, whose differences are what the figure is about.
+    top, lowest = max(accuracy), min(accuracy)
+    if top - lowest > WINDOW:
+        axes.set_ylim(top - WINDOW, top + 0.05 * WINDOW)
+        low = [
+            f"{b}: {a:.1f} %" for b, a in zip(budgets, accuracy, strict=True) if a < top - WINDOW
+        ]
+        axes.text(0.03, 0.04, "below:\n" + "\n".join(low), transform=axes.transAxes, va="bottom")
     axes.legend(loc="lower right")
 
 
@@ -119,3 +129,9 @@ def pyplot_without_screen() -> Any:
     """``matplotlib.pyplot`` that draws to files."""
     require("matplotlib", extra="examples").use("Agg")
     return require("matplotlib.pyplot", extra="examples")
+
+
+def say_nothing(axes: Any, why: str) -> None:
+    """A panel that has nothing to show says why."""
+    axes.text(0.5, 0.5, why, ha="center", transform=axes.transAxes)
+    axes.set(xticks=[], yticks=[], xlabel="")

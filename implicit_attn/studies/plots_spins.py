@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from implicit_attn.studies.plots import (
     BLUE,
+    GREEN,
+    GREY,
     ORANGE,
     draw_extrapolation,
     draw_residual,
@@ -16,6 +19,9 @@ from implicit_attn.studies.plots import (
     pyplot_without_screen,
 )
 from implicit_attn.studies.tables import Table
+
+RED = "#b5323c"
+BEYOND = 1e9  # drawn instead of infinity, above every panel
 
 
 def spin_report(
@@ -99,3 +105,121 @@ def draw_coupling_graph(axes: Any, norms: Any, share: float = 0.35) -> None:
     axes.set_aspect("equal")
     axes.set_axis_off()
     axes.set_title(f"Strongest {100 * share:.0f} % of couplings,\nsites at their places")
+
+
+def mean_field_report(path: str | Path, title: str, tables: Mapping[str, Table]) -> None:
+    """Theories against enumeration, a row of panels a family of models: errors and consistency.
+
+    Args:
+        path: of the PNG.
+        title: of the figure.
+        tables: of :func:`implicit_attn.studies.error_against_coupling`, under the families' names.
+    """
+    pyplot = pyplot_without_screen()
+    size = (16.5, 1.3 + 4.0 * len(tables))
+    figure, axes = pyplot.subplots(
+        len(tables), 4, figsize=size, layout="constrained", squeeze=False, sharex="col"
+    )
+    figure.suptitle(title, fontsize=14)
+    for row, (name, table) in zip(axes, tables.items(), strict=True):
+        draw_mean_errors(row[0], table)
+        draw_pair_errors(row[1], table)
+        draw_eigenvalues(row[2], table)
+        draw_shares(row[3], table)
+        row[0].set_ylabel(f"{name}\n\n{row[0].get_ylabel()}")
+    for panel in axes[-1]:
+        panel.set_xlabel("strength s of the couplings")
+    figure.supxlabel(
+        "Lines: medians over random models, bands: 10 % to 90 % of them. Every model counts in every "
+        "quantile; one that a theory has no consistent solution for counts as infinitely wrong.\n"
+        "Red: naive mean field's $C^{-1} - J$ taken at the exact means. Where it has a negative "
+        "eigenvalue the exact means cannot be a stable state of naive mean field.",
+        fontsize=10,
+    )
+    figure.savefig(Path(path), dpi=120)
+    pyplot.close(figure)
+
+
+def draw_mean_errors(axes: Any, table: Table) -> None:
+    """Relative errors of the means."""
+    _draw_band(axes, table, "naive_mean", ORANGE, "naive mean field")
+    _draw_band(axes, table, "tap_mean", BLUE, "adaptive TAP")
+    _scale_errors(axes, table, ("naive_mean", "tap_mean"))
+    axes.set(ylabel="relative error", title="Means $\\langle S_i\\rangle$")
+    axes.legend(frameon=False, loc="lower right")
+
+
+def draw_pair_errors(axes: Any, table: Table) -> None:
+    """Relative errors of the correlations between different sites."""
+    _draw_band(axes, table, "naive_pairs", ORANGE, "naive, $(C^{-1} - J)^{-1}$")
+    _draw_band(axes, table, "tap_pairs", BLUE, "TAP, $\\chi = (\\Lambda - J)^{-1}$")
+    _draw_band(axes, table, "derivative_pairs", GREEN, "TAP, derivative $\\partial m/\\partial x$")
+    axes.axhline(1.0, color=GREY, linestyle="--", label='"nothing is correlated"')
+    _scale_errors(axes, table, ("naive_pairs", "tap_pairs", "derivative_pairs"))
+    axes.set(
+        ylabel="relative error",
+        title="Correlations $\\langle S_i S_j\\rangle - \\langle S_i\\rangle\\langle S_j\\rangle$",
+    )
+    axes.legend(frameon=False, loc="lower right")
+
+
+def draw_eigenvalues(axes: Any, table: Table) -> None:
+    """The consistency criterion; below zero a theory contradicts itself."""
+    _draw_band(axes, table, "tap_eigenvalue", BLUE, "TAP, at its solution")
+    _draw_band(axes, table, "naive_eigenvalue", ORANGE, "naive, at its solution")
+    _draw_band(axes, table, "truth_eigenvalue", RED, "naive, at the exact means")
+    axes.axhline(0.0, color=GREY, linestyle="--")
+    bottom = min(-0.5, *(row["truth_eigenvalue"] for row in table))
+    axes.axhspan(2 * bottom, 0.0, color=GREY, alpha=0.12, linewidth=0)
+    axes.text(0.03, 0.03, "inconsistent", transform=axes.transAxes, color=GREY)
+    axes.set(
+        ylim=(1.3 * bottom, 1.3 - 0.4 * bottom),  # room for the legend
+        ylabel="smallest eigenvalue (1: no couplings)",
+        title="Consistency: $\\Lambda - J$ positive definite",
+    )
+    axes.legend(frameon=False, loc="upper right")
+
+
+def draw_shares(axes: Any, table: Table) -> None:
+    """How many models have what a theory needs."""
+    strength = [row["strength"] for row in table]
+    lines = [
+        ("tap_consistent", BLUE, "-", "TAP, at its solution"),
+        ("tap_stable", GREEN, "--", "... and $\\partial m/\\partial x$ positive too"),
+        ("naive_consistent", ORANGE, ":", "naive, at its solution"),
+        ("truth_consistent", RED, "-", "naive, at the exact means"),
+    ]
+    for name, color, style, label in lines:
+        share = [100 * row[name] for row in table]
+        axes.plot(
+            strength, share, color=color, linestyle=style, marker="o", markersize=3, label=label
+        )
+    axes.set(
+        ylim=(-3, 152),  # room for the legend
+        yticks=range(0, 101, 20),
+        ylabel="% of the models",
+        title="Models with a consistent theory",
+    )
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _scale_errors(axes: Any, table: Table, names: tuple[str, ...]) -> None:
+    """Logarithmic, from the least to the largest finite quantile, and 1 in any case."""
+    values = [
+        row[name + suffix] for row in table for name in names for suffix in ("_10", "", "_90")
+    ]
+    finite = [value for value in values if 0 < value < np.inf]
+    axes.set_yscale("log")
+    axes.set_ylim(0.5 * min([0.2, *finite]), 2 * max([1.0, *finite]))
+
+
+def _draw_band(axes: Any, table: Table, name: str, color: str, label: str) -> None:
+    """Median with its band; a band that ends at infinity leaves the picture at its top."""
+    strength = np.array([row["strength"] for row in table])
+    low, middle, high = (
+        np.array([row[name + suffix] for row in table]) for suffix in ("_10", "", "_90")
+    )
+    seen = np.isfinite(middle)
+    high = np.where(np.isfinite(high), high, BEYOND)
+    axes.fill_between(strength[seen], low[seen], high[seen], color=color, alpha=0.15, linewidth=0)
+    axes.plot(strength[seen], middle[seen], color=color, marker="o", markersize=3, label=label)

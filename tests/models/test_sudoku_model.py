@@ -17,7 +17,7 @@ PUZZLES = torch.randint(0, 10, (3, 81), generator=torch.Generator().manual_seed(
 def test_every_backbone_gives_logits_and_gradients(name: str) -> None:
     torch.manual_seed(0)
     silent = {"on_failure": "ignore", "adjoint": solvers.Implicit(on_failure="ignore")}
-    options = {"layer": silent} if name == "hyperset-equilibrium" else {}
+    options: dict[str, Any] = {"layer": silent} if name == "hyperset-equilibrium" else {}
     model = SudokuModel(build_backbone(name, 8, 2, iterations=2, **options))
     logits = model(PUZZLES, iterations=3)
     assert logits.shape == (3, 81, 9)
@@ -64,12 +64,14 @@ def test_the_paper_size() -> None:
         (TypeError, {"backbone": torch.nn.Linear(2, 2)}, "backbone must be a module"),
         (TypeError, {"backbone": None}, "backbone must be a module"),
         (ValueError, {"scale": 0}, "scale must be > 0, got 0"),
+        (ValueError, {"dropout": 1}, r"dropout must lie in \[0, 1\), got 1"),
         (ValueError, {"start": "zero"}, "start must be one of .* got 'zero'"),
     ],
 )
 def test_bad_arguments(error: type[Exception], arguments: dict[str, Any], message: str) -> None:
+    backbone: dict[str, Any] = {"backbone": HyperSET(8, 2, 8)}
     with pytest.raises(error, match=message):
-        SudokuModel(**({"backbone": HyperSET(8, 2, 8)} | arguments))
+        SudokuModel(**(backbone | arguments))
 
 
 @pytest.mark.parametrize("puzzles", [PUZZLES[:, :80], PUZZLES[0], PUZZLES.float()])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from deq_cases import make, tokens
 from implicit_attn import DEQ, GradientStep
@@ -21,7 +22,7 @@ from implicit_attn.studies import (
     write_table,
 )
 from implicit_attn.studies.plots import training_report
-from solvers import Anderson, Forward, Status
+from solvers import Anderson, Forward, Tolerance
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -76,30 +77,32 @@ def test_other_solver_and_layer_without_energy() -> None:
         table = accuracy_by_evaluations(
             layer, lambda t: t, lambda z: z.mean(1), x, labels, [2, 20], solver=solver
         )
-        assert [set(row) for row in table] == [{"evaluations", "accuracy", "residual"}] * 2
+        columns = {"evaluations", "accuracy", "loss", "residual"}
+        assert [set(row) for row in table] == [columns] * 2
         assert table[1]["residual"] < 1e-6
     assert layer.max_steps == 50
     assert layer.on_failure == "warn"
 
 
 def test_budget_is_a_cap() -> None:
+    """A row tells what a solve with that budget returns."""
     layer = make("gradient")
-    seen: list[int] = []
+    x, labels = 3 * tokens(batch=4), torch.tensor([0, 1, 2, 3])
 
     def classify(z: Tensor) -> Tensor:
         assert not z.requires_grad
         return z.mean(1)
 
-    def embed(x: Tensor) -> Tensor:
-        if layer.last is not None:
-            seen.append(int(layer.last.evaluations.max()))
-            assert set(layer.last.status.tolist()) <= {Status.MAX_STEPS, Status.STALLED, 0}
-        return x
-
-    accuracy_by_evaluations(
-        layer, embed, classify, tokens(batch=4), torch.zeros(4).long(), [3, 5, 7]
-    )
-    assert seen == [3, 5]
+    table = accuracy_by_evaluations(layer, lambda t: t, classify, x, labels, [3, 5, 7])
+    for row in table:
+        budget = row["evaluations"]
+        solution = layer.solve(
+            x, max_steps=budget, tolerance=Tolerance(rtol=0.0), on_failure="ignore"
+        )
+        assert int(solution.evaluations.max()) <= budget
+        loss = cross_entropy(solution.value.mean(1), labels)
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-12)
+        assert row["residual"] == pytest.approx(solution.residual.median().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("budgets", [[0], [-1], [2.5]])

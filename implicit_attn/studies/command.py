@@ -1,0 +1,276 @@
+"""The command ``python -m implicit_attn.studies``: sub-commands, options, progress, files."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import solvers
+from implicit_attn.data import LOADERS, load
+from implicit_attn.optional import require
+from implicit_attn.studies.comparison import jacobian_eigenvalues, solver_costs, solver_curves
+from implicit_attn.studies.geometry import geometry
+from implicit_attn.studies.paths import paths_of_layer, paths_of_recurrence
+from implicit_attn.studies.plots_convergence import convergence_figure, paths_figure
+from implicit_attn.studies.plots_extrapolation import (
+    extrapolation_figure,
+    geometry_figure,
+    trade_off_figure,
+)
+from implicit_attn.studies.subjects import Subject, open_subject
+from implicit_attn.studies.tables import Table, format_table, write_table
+from implicit_attn.studies.test_time import extrapolate
+from implicit_attn.studies.trade_off import (
+    layers_of_depth,
+    read_trade_off,
+    small_classifier,
+    train_trade_off,
+)
+from implicit_attn.training import Recipe
+
+SHIPPED = Path("examples") / "weights"
+UNROLLED, SOLVED = "digits-hyperset.safetensors", "digits-hyperset-equilibrium.safetensors"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the results of one study of one model go, and its progress."""
+
+    folder: Path
+    stem: str
+    bar: Any
+
+    def path(self, suffix: str) -> Path:
+        return self.folder / f"{self.stem}{suffix}"
+
+    def advance(self, what: str) -> None:
+        """Show what is done next; what was shown before is done."""
+        if getattr(self.bar, "postfix", None):
+            self.bar.update()
+        self.bar.set_postfix_str(what)
+
+    def write(self, tables: dict[str, Table], *shown: str) -> None:
+        """All tables as CSV; those named are printed."""
+        self.bar.close()
+        for name, table in tables.items():
+            write_table(self.path(f"-{name}.csv"), table)
+        for name in shown:
+            print(f"\n{name}\n{format_table(tables[name])}")
+        print(f"\nfigure: {self.path('.png')} (tables beside it as CSV)", flush=True)
+
+
+def run_convergence(subject: Subject, files: Files, options: argparse.Namespace) -> None:
+    rtol = subject.rtol if options.rtol is None else options.rtol
+    exact = subject.exact()
+    with torch.no_grad():
+        x, precise = subject.tokens(subject.inputs), exact.tokens(exact.inputs)
+    advance, limit = files.advance, options.max_steps
+    curves = solver_curves(exact.layer, precise, max_steps=limit, advance=advance)
+    tolerance = solvers.Tolerance(rtol=rtol)
+    costs = solver_costs(subject.layer, x, tolerance, max_steps=limit, advance=advance)
+    advance("eigenvalues")
+    few = precise[: options.spectra]
+    tight: Any = {"tolerance": solvers.Tolerance(rtol=1e-8), "on_failure": "ignore"}
+    with torch.no_grad():
+        end = exact.layer.solve(few, max_steps=500, **tight)
+    eigenvalues = jacobian_eigenvalues(exact.layer, end.value, few)
+    title = f"{subject.title}\n{len(x)} test samples; Jacobian where the residual is "
+    title += f"{end.residual.max().item():.0e}"
+    if subject.recurrence is not None:
+        title += f"; the step of iteration {subject.recurrence.iterations} repeated for ever"
+    convergence_figure(files.path(".png"), title, curves, costs, eigenvalues, rtol)
+    tables = {"curves": curves, "costs": costs[0], "steps": costs[1], "eigenvalues": eigenvalues}
+    files.write(tables, "costs")
+
+
+def run_extrapolation(subject: Subject, files: Files, options: argparse.Namespace) -> None:
+    found = extrapolate(subject, options.factor, files.advance)
+    title = f"{subject.title}\n{len(subject.inputs)} test samples"
+    extrapolation_figure(files.path(".png"), title, found, subject.trained)
+    tables = {"curves": found.curves, "reach": found.reach}
+    tables |= {"adaptive": found.adaptive, "depths": found.depths}
+    files.write(tables, "reach", "adaptive")
+
+
+def run_paths(subject: Subject, files: Files, options: argparse.Namespace) -> None:
+    exact = subject.exact()
+    runs: dict[str, tuple[Table, Table]] = {}
+    if exact.recurrence is None:
+        files.advance("equilibrium")
+        runs["equilibrium"] = paths_of_layer(exact, random=options.starts)
+    else:
+        for factor in (1, 4):
+            name = f"{factor * exact.trained} iterations"
+            files.advance(name)
+            runs[name] = paths_of_recurrence(exact, factor * exact.trained, random=options.starts)
+    title = f"{subject.title}\n{len(subject.inputs)} test samples"
+    paths_figure(files.path(".png"), title, runs)
+    summary = [{"run": name, **row} for name, run in runs.items() for row in run[0]]
+    samples = [{"run": name, **row} for name, run in runs.items() for row in run[1]]
+    files.write({"summary": summary, "samples": samples}, "summary")
+
+
+def run_geometry(subject: Subject, files: Files, options: argparse.Namespace) -> None:
+    iterations = options.iterations or subject.trained
+    files.advance("energies, ranks and angles")
+    energies, heads = geometry(subject, iterations)
+    title = f"{subject.title}\n{len(subject.inputs)} test samples"
+    geometry_figure(files.path(".png"), title, energies, heads, subject.trained)
+    files.write({"energies": energies, "heads": heads}, "energies")
+
+
+def run_trade_off(options: argparse.Namespace) -> None:
+    folder = options.out / "trade-off"
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.weights:
+        subjects = [_open(path, options) for path in options.weights]
+        table = read_trade_off(subjects)
+        title = f"{subjects[0].title.split(':')[0]}, trained models"
+        files = Files(options.out, "trade-off", _bar(len(subjects), "trade-off"))
+    else:
+        name = options.data or "digits"
+        data = load(name)
+        pairs = [p for p in layers_of_depth(options.depth) if p[0] in options.layers]
+        files = Files(options.out, "trade-off", _bar(len(pairs) * options.seeds, "trade-off"))
+        table = []
+        for seed in range(options.seeds):
+            recipe = Recipe(options.epochs, 64, options.rate, seed=seed)
+            table += train_trade_off(
+                data, pairs, recipe, small_classifier(data), folder, advance=files.advance
+            )
+        title = f"{name}, hyperset, depth {options.depth}, {options.epochs} epochs of training"
+    trade_off_figure(files.path(".png"), title, table)
+    files.write({"table": table}, "table")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A sub-command on trained weights: what it runs on, how much of it, and its own options."""
+
+    run: Callable[[Subject, Files, argparse.Namespace], None]
+    help: str
+    weights: tuple[str, ...]
+    samples: int
+    options: tuple[tuple[str, dict[str, Any]], ...] = ()
+
+
+STUDIES = {
+    "convergence": Study(
+        run_convergence,
+        "every solver on the layer: residual, energy, steps, time, eigenvalues at the end",
+        (SOLVED,),
+        64,
+        (
+            ("--rtol", {"type": float, "help": "tolerance of the costs (default: of training)"}),
+            ("--max-steps", {"type": int, "default": 100, "help": "evaluations per sample"}),
+            ("--spectra", {"type": int, "default": 2, "help": "samples whose Jacobian is studied"}),
+        ),
+    ),
+    "extrapolation": Study(
+        run_extrapolation,
+        "accuracy, loss, energy, residual against test-time iterations; adaptive stopping",
+        (UNROLLED, SOLVED),
+        1000,
+        (("--factor", {"type": int, "default": 4, "help": "up to so many times training's"}),),
+    ),
+    "paths": Study(
+        run_paths,
+        "the ends of ways from the input, from zero and from random starts",
+        (UNROLLED, SOLVED),
+        128,
+        (("--starts", {"type": int, "default": 2, "help": "random starts"}),),
+    ),
+    "geometry": Study(
+        run_geometry,
+        "both energies, effective rank and average angle per head and iteration",
+        (UNROLLED,),
+        256,
+        (("--iterations", {"type": int, "help": "how many (default: as in training)"}),),
+    ),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    top = argparse.ArgumentParser(
+        prog="python -m implicit_attn.studies",
+        description="Studies of trained models: a figure and CSV tables each.",
+    )
+    commands = top.add_subparsers(dest="study", required=True, metavar="STUDY")
+    for name, study in STUDIES.items():
+        command = commands.add_parser(name, help=study.help, description=study.help)
+        _common(command, f"{', '.join(study.weights)} in {SHIPPED}")
+        command.add_argument("--samples", type=int, default=study.samples, help="test samples")
+        for flag, settings in study.options:
+            command.add_argument(flag, **settings)
+    text = "layers x iterations at constant depth: trains small models, or reads --weights"
+    command = commands.add_parser("trade-off", help=text, description=text)
+    _common(command, "train here")
+    add = command.add_argument
+    add("--samples", type=int, default=10_000, help="test samples of models that are read")
+    add("--depth", type=int, default=12, help="layers times iterations")
+    add("--layers", type=int, nargs="+", default=[1, 2, 3, 6, 12], help="divisors of the depth")
+    add("--epochs", type=int, default=6)
+    add("--rate", type=float, default=4e-3, help="peak learning rate")
+    add("--seeds", type=int, default=1)
+    return top
+
+
+def _common(command: argparse.ArgumentParser, default: str) -> None:
+    add = command.add_argument
+    add("--weights", type=Path, nargs="+", metavar="FILE", help=f"checkpoints (default: {default})")
+    add("--data", choices=sorted(LOADERS), help="default: what the checkpoint was trained on")
+    add("--out", type=Path, default=Path("runs") / "studies", help="folder of the files")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; ``arguments`` None: those of the process."""
+    top = parser()
+    options = top.parse_args(arguments)
+    for name, value in vars(options).items():
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(n, (int, float)) and not n > 0 for n in numbers):
+            top.error(f"--{name.replace('_', '-')} must be > 0, got {value}")
+    start = time.perf_counter()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.study == "trade-off":
+        wrong = [n for n in options.layers if options.depth % n]
+        if wrong:
+            top.error(f"--layers must divide --depth {options.depth}, got {wrong}")
+        run_trade_off(options)
+    else:
+        study = STUDIES[options.study]
+        for path in options.weights or [_shipped(name) for name in study.weights]:
+            subject = _open(path, options)
+            stem = f"{options.study}-{subject.name}"
+            files = Files(options.out, stem, _bar(None, stem))
+            print(f"{stem}: {subject.title}", flush=True)
+            study.run(subject, files, options)
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+def _shipped(name: str) -> Path:
+    """A file of the repository: of the current folder, or of the one that holds this package."""
+    places = [Path(), Path(__file__).resolve().parents[2]]
+    for place in places:
+        if (place / SHIPPED / name).is_file():
+            return place / SHIPPED / name
+    raise SystemExit(f"{SHIPPED / name} is not here; give the weights to study by --weights FILE")
+
+
+def _open(path: Path, options: argparse.Namespace) -> Subject:
+    try:
+        return open_subject(path, options.data, options.samples)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+
+
+def _bar(total: int | None, title: str) -> Any:
+    bar = require("tqdm", extra="examples").tqdm
+    return bar(total=total, desc=title, leave=False, disable=None)  # None: silent in a log

@@ -1,0 +1,137 @@
+"""How tokens lie in the heads' subspaces along the iterations, and what their energies do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from implicit_attn.energies.hyperset import HyperSETEnergy
+from implicit_attn.models import HyperSET, HyperSETEquilibrium
+from implicit_attn.studies.budgets import returned_within
+from implicit_attn.studies.subjects import Subject
+from implicit_attn.studies.tables import Table
+from implicit_attn.updates import GradientStep
+
+
+def effective_rank(tokens: Tensor) -> Tensor:
+    """``exp(-sum_i p_i log p_i)``, ``p = sigma / sum sigma``, sigma the singular values.
+
+    Between 1 (all tokens on one line) and ``min(N, p)`` (all directions alike); 0 where all tokens
+    are zero.
+
+    Args:
+        tokens: (..., N, p), rows are tokens.
+
+    Returns:
+        (...), float64.
+
+    Source: Roy and Vetterli, "The effective rank" (EUSIPCO 2007); Hyper-SET (arXiv 2502.11646),
+    appendix D.5.
+    """
+    _check_tokens(tokens)
+    singular = torch.linalg.svdvals(tokens.double())
+    total = singular.sum(-1, keepdim=True)
+    share = singular / torch.where(total > 0, total, 1.0)
+    rank = torch.special.entr(share).sum(-1).exp()
+    return torch.where(total.squeeze(-1) > 0, rank, 0.0)
+
+
+def average_angle(tokens: Tensor) -> Tensor:
+    """``arccos`` of the mean cosine over all pairs of different tokens, in degrees.
+
+    0 where all tokens point the same way, 90 where they are orthogonal; at most
+    ``arccos(-1 / (N - 1))``. A zero token is orthogonal to everything.
+
+    Args:
+        tokens: (..., N, p), N >= 2.
+
+    Returns:
+        (...), float64.
+
+    Raises:
+        ValueError: there are fewer than two tokens.
+
+    Source: Hyper-SET (arXiv 2502.11646), appendix D.5.
+    """
+    _check_tokens(tokens)
+    number = tokens.shape[-2]
+    if number < 2:
+        raise ValueError(f"tokens must be at least two, got shape {tuple(tokens.shape)}")
+    unit = F.normalize(tokens.double(), dim=-1)
+    # All pairs together: |sum of unit vectors|^2, of which each token's square is no pair.
+    pairs = unit.sum(-2).square().sum(-1) - unit.square().sum((-2, -1))
+    cosine = pairs / (number * (number - 1))
+    return torch.rad2deg(torch.arccos(cosine.clamp(-1.0, 1.0)))
+
+
+def geometry(subject: Subject, iterations: int) -> tuple[Table, Table]:
+    """Energies, effective ranks and angles of a Hyper-SET model along its iterations.
+
+    The unrolled model makes its iterations; of the equilibrium the states are shown that the layer
+    returns after 1, 2, ... evaluations, the first of which is its input.
+
+    Args:
+        subject: whose backbone is ``HyperSET`` or ``HyperSETEquilibrium``.
+        iterations: of each layer, or evaluations.
+
+    Returns:
+        Rows with iteration, attention_energy and feedforward_energy (means over the samples, the
+        feed-forward energy negative) with their 10 and 90 % quantiles; and rows with iteration,
+        head, effective_rank and angle (degrees), means over the samples.
+
+    Raises:
+        TypeError: for another backbone, which has no such energies.
+    """
+    energies: list[Tensor] = []
+    spaces: list[Tensor] = []
+    with torch.no_grad():
+        for inputs, _ in subject.parts():
+            pair, features = _observe(subject, subject.tokens(inputs), iterations)
+            energies.append(pair.double())
+            spaces.append(torch.stack([effective_rank(features), average_angle(features)]))
+    both, shape = torch.cat(energies, dim=-1), torch.cat(spaces, dim=2).mean(2)
+    table: Table = []
+    for step in range(both.shape[1]):
+        row: dict[str, Any] = {"iteration": step}
+        for name, values in zip(("attention", "feedforward"), both[:, step], strict=True):
+            row[f"{name}_energy"] = values.mean().item()
+            row[f"{name}_energy_10"] = values.quantile(0.1).item()
+            row[f"{name}_energy_90"] = values.quantile(0.9).item()
+        table.append(row)
+    heads: Table = [
+        {"iteration": step, "head": head, "effective_rank": rank, "angle": angle}
+        for step in range(shape.shape[1])
+        for head, (rank, angle) in enumerate(shape[:, step].T.tolist())
+    ]
+    return table, heads
+
+
+def _observe(subject: Subject, x: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Both energies (2, 1 + T, B) and features (1 + T, B, heads, N, p)."""
+    backbone = getattr(subject.model, "backbone", None)
+    if isinstance(backbone, HyperSET):
+        found = backbone.trajectory(x, iterations=iterations)
+        return torch.stack([found.attention_energy, found.feedforward_energy]), found.features
+    if not isinstance(backbone, HyperSETEquilibrium):
+        raise TypeError(
+            f"the backbone must be HyperSET or HyperSETEquilibrium, got {type(backbone).__name__}"
+        )
+    update = backbone.layer.update
+    assert isinstance(update, GradientStep) and isinstance(update.energy, HyperSETEnergy)
+    energy: Any = update.energy
+    budgets = range(1, iterations + 2)
+    states = [each.value for each in returned_within(backbone.layer, x, budgets)]
+    pair = torch.stack(
+        [torch.stack([energy.attention(z), energy.feedforward(z)]) for z in states], dim=1
+    )
+    return pair, torch.stack([energy.attention.energy.features(z) for z in states])
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.dim() < 2 or not tokens.is_floating_point():
+        raise ValueError(
+            f"tokens must be floating point (..., N, p), got {tokens.dtype} {tuple(tokens.shape)}"
+        )

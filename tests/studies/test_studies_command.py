@@ -1,0 +1,176 @@
+"""The command on tiny models: the files that it writes, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.models import build_model
+from implicit_attn.studies import layers_of_depth, open_subject
+from implicit_attn.studies.command import SHIPPED, STUDIES, UNROLLED, main
+from implicit_attn.studies.plots_extrapolation import trade_off_figure
+from study_cases import specification, write_weights
+
+pytest.importorskip("matplotlib", reason="the studies draw")
+pytest.importorskip("safetensors", reason="the studies read checkpoints")
+pytest.importorskip("sklearn", reason="the studies run on the digits")
+PNG = b"\x89PNG\r\n\x1a\n"
+RUNS = {
+    "convergence": (
+        ["--samples", "4", "--max-steps", "12", "--spectra", "1"],
+        ["curves", "costs", "steps", "eigenvalues"],
+    ),
+    "extrapolation": (
+        ["--samples", "9", "--factor", "2"],
+        ["curves", "reach", "adaptive", "depths"],
+    ),
+    "paths": (["--samples", "5", "--starts", "1"], ["summary", "samples"]),
+    "geometry": (["--samples", "6", "--iterations", "4"], ["energies", "heads"]),
+}
+
+
+@pytest.mark.parametrize("backbone", ["hyperset", "hyperset-equilibrium"])
+@pytest.mark.parametrize("study", RUNS)
+def test_study(
+    study: str, backbone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(RUNS) == set(STUDIES)
+    weights = write_weights(tmp_path / "tiny.safetensors", backbone)
+    options, tables = RUNS[study]
+    out = tmp_path / "out"
+    main([study, "--weights", str(weights), "--out", str(out), *options])
+    picture = (out / f"{study}-tiny.png").read_bytes()
+    assert picture.startswith(PNG) and len(picture) > 20_000
+    for name in tables:
+        with (out / f"{study}-tiny-{name}.csv").open(newline="") as file:
+            assert len(list(csv.DictReader(file))) >= 1
+    assert str(out / f"{study}-tiny.png") in capsys.readouterr().out
+
+
+def test_weights_of_the_repository_are_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the current folder first; the files go to ``runs/studies``."""
+    write_weights(tmp_path / SHIPPED / UNROLLED, "hyperset")
+    monkeypatch.chdir(tmp_path)
+    main(["geometry", "--samples", "3"])
+    made = tmp_path / "runs" / "studies" / "geometry-digits-hyperset.png"
+    assert made.read_bytes().startswith(PNG)
+
+
+def test_trade_off_reads_weights(tmp_path: Path) -> None:
+    paths = [
+        write_weights(tmp_path / f"{k}.safetensors", "hyperset", layers=k, iterations=4 // k)
+        for k in (4, 1)
+    ]
+    main(["trade-off", "--weights", *map(str, paths), "--out", str(tmp_path), "--samples", "8"])
+    with (tmp_path / "trade-off-table.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["layers"], row["iterations"], row["depth"]) for row in table] == [
+        ("1", "4", "4"),
+        ("4", "1", "4"),
+    ]
+    assert int(table[0]["parameters"]) < int(table[1]["parameters"])
+    assert (tmp_path / "trade-off.png").read_bytes().startswith(PNG)
+
+
+def test_trade_off_trains(tmp_path: Path) -> None:
+    pytest.importorskip("lightning_fabric", reason="training needs it")
+    main(
+        ["trade-off", "--out", str(tmp_path), "--depth", "2", "--layers", "1", "2", "--epochs", "1"]
+    )
+    with (tmp_path / "trade-off-table.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["layers"] for row in table] == ["1", "2"]
+    made = open_subject(tmp_path / "trade-off" / "2x1-seed0.safetensors")
+    assert made.recurrence is not None and len(made.recurrence.layers) == 2
+
+
+def test_depth() -> None:
+    assert layers_of_depth(6) == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    with pytest.raises(ValueError, match="depth"):
+        layers_of_depth(0)
+
+
+def test_seeds_are_averaged(tmp_path: Path) -> None:
+    rows = [
+        {
+            "layers": k,
+            "iterations": 4 // k,
+            "parameters": 100 * k,
+            "accuracy": 0.5 + 0.1 * seed,
+            "loss": 1.0 - seed / 4,
+        }
+        for k in (1, 2)
+        for seed in (0, 1)
+    ]
+    trade_off_figure(tmp_path / "a.png", "two seeds", rows)
+    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+
+
+def test_subject_of_a_checkpoint(tmp_path: Path) -> None:
+    path = write_weights(tmp_path / "run" / "weights.safetensors", "hyperset-equilibrium")
+    state = torch.get_rng_state()
+    subject = open_subject(path, samples=7)
+    assert torch.equal(state, torch.get_rng_state())
+    assert subject.name == "run" and len(subject.inputs) == 7 and subject.trained == 4
+    assert "digits" in subject.title and not subject.model.training
+    assert open_subject(path).inputs.shape[0] > 300
+
+
+def test_subject_of_sudoku(tmp_path: Path) -> None:
+    wanted = {
+        "kind": "sudoku",
+        "backbone": {"name": "crate", "dim": 8, "heads": 2, "iterations": 2},
+    }
+    settings = {"data": "sudoku", "model": wanted, "source": "generated", "train": 4, "test": 3}
+    path = tmp_path / "boards.safetensors"
+    save_checkpoint(path, build_model(wanted), progress={"settings": settings})
+    subject = open_subject(path)
+    assert subject.inputs.shape == (3, 81) and subject.name == "boards"
+    with torch.no_grad():
+        logits = subject.model(subject.inputs)
+    assert set(subject.measure(logits, subject.inputs, subject.targets)) == {
+        "accuracy",
+        "cell_accuracy",
+        "loss",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["geometry", "--weights", "missing.safetensors"], "no checkpoint at"),
+        (["geometry", "--samples", "0"], "--samples must be > 0"),
+        (["trade-off", "--depth", "4", "--layers", "3"], "must divide"),
+        (["flight"], "invalid choice"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        extra = [] if arguments == ["flight"] else ["--out", str(tmp_path)]
+        main([*arguments, *extra])
+    assert message in f"{stop.value}{capsys.readouterr().err}"
+
+
+def test_checkpoint_without_data(tmp_path: Path) -> None:
+    wanted = specification("crate", iterations=2)
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(path, build_model(wanted), progress={"settings": {"model": wanted}})
+    with pytest.raises(ValueError, match="what data"):
+        open_subject(path)
+    assert open_subject(path, "digits").trained == 2
+
+
+@pytest.mark.parametrize("study", [*STUDIES, "trade-off"])
+def test_help(study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([study, "--help"])
+    assert stop.value.code == 0
+    assert "--weights" in capsys.readouterr().out
