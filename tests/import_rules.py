@@ -20,7 +20,11 @@ LONGEST_FILE, LONGEST_FUNCTION = 320, 60
 _BELOW_ENERGIES = {"implicit_attn.kernels", "implicit_attn.optional"}
 _BELOW_UPDATES = _BELOW_ENERGIES | {"implicit_attn.energies", "solvers"}
 _BELOW_DEQ = _BELOW_UPDATES | {"implicit_attn.updates"}
-_BELOW_MODELS = (_BELOW_DEQ - {"solvers"}) | {"implicit_attn.deq", "implicit_attn.data"}
+_BELOW_MODELS = (_BELOW_DEQ - {"solvers"}) | {
+    "implicit_attn.checkpoint",
+    "implicit_attn.data",
+    "implicit_attn.deq",
+}
 MAY_IMPORT = {
     "solvers": set[str](),
     "implicit_attn.optional": set[str](),
@@ -37,11 +41,13 @@ MAY_IMPORT = {
         "implicit_attn.deq",
     }
     | {"implicit_attn.optional"},
-    "implicit_attn.studies": _BELOW_MODELS | {"implicit_attn.models", "solvers"},
+    "implicit_attn.studies": _BELOW_MODELS
+    | {"implicit_attn.models", "implicit_attn.training", "solvers"},
     "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
 }
-# An update may state which protocol it fulfils; it may not call a solver.
-SOLVERS_NAMES_FOR_UPDATES = {"EnergyUpdate"}
+# An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver.
+_SPINS = {"Site", "SphericalSite", "SpinState", "starting_state", "tap_step"}
+SOLVERS_NAMES_FOR_UPDATES = {"EnergyUpdate"} | _SPINS
 CORE_DEPENDENCIES = {"torch", "numpy", "scipy"}
 
 

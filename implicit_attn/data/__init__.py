@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from implicit_attn.data.augment import RandomAffine
+from implicit_attn.data.augment import Compose, RandomAffine, RandomCrop, RandomFlip
+from implicit_attn.data.cifar import load_cifar10
 from implicit_attn.data.digits import load_digits
 from implicit_attn.data.idx import read_idx
 from implicit_attn.data.images import ImageData, batches, epoch_generator, stratified_holdout
 from implicit_attn.data.mnist import load_fashion_mnist, load_mnist
 from implicit_attn.data.registry import LOADERS, load
+from implicit_attn.data.sudoku import SudokuData, load_sudoku, read_list, reveal
+from implicit_attn.data.sudoku_boards import SudokuSymmetries, board_counts
+from implicit_attn.data.sudoku_generator import solve_sudoku, unique_puzzles
 
 __all__ = [
     "LOADERS",
+    "Compose",
     "ImageData",
     "RandomAffine",
+    "RandomCrop",
+    "RandomFlip",
+    "SudokuData",
+    "SudokuSymmetries",
     "batches",
+    "board_counts",
     "epoch_generator",
     "load",
+    "load_cifar10",
     "load_digits",
     "load_fashion_mnist",
     "load_mnist",
+    "load_sudoku",
     "read_idx",
+    "read_list",
+    "reveal",
+    "solve_sudoku",
     "stratified_holdout",
+    "unique_puzzles",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +40,7 @@ class RandomAffine:
             raise ValueError(f"scale must be < 1, got {self.scale!r}")
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        if images.dim() != 4 or not images.is_floating_point():
-            raise ValueError(
-                f"images must be floating (B, C, H, W), got {images.dtype} {tuple(images.shape)}"
-            )
-        batch, _, height, width = images.shape
+        batch, _, height, width = _image_shape(images)
         draws = torch.rand(5, batch, generator=generator).mul_(2).sub_(1).to(images)
         angle = draws[0] * math.radians(self.rotation)
         size = 1 + self.scale * draws[1]
@@ -55,3 +52,74 @@ class RandomAffine:
         second = torch.stack([sine, cosine, down], dim=1)
         grid = F.affine_grid(torch.stack([first, second], dim=1), list(images.shape), False)
         return F.grid_sample(images, grid, align_corners=False)
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """Each image padded with 0 and cut to its size at a random place.
+
+    Attributes:
+        padding: pixels on every side.
+
+    Call: ``augment(images (B, C, H, W), generator) -> (B, C, H, W)``.
+    """
+
+    padding: int = 4
+
+    def __post_init__(self) -> None:
+        if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
+            raise ValueError(f"padding must be an integer >= 0, got {self.padding!r}")
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        batch, channels, height, width = _image_shape(images)
+        places = torch.randint(2 * self.padding + 1, (2, batch, 1), generator=generator)
+        places = places.to(images.device)
+        rows = places[0] + torch.arange(height, device=images.device)  # (B, H)
+        columns = places[1] + torch.arange(width, device=images.device)  # (B, W)
+        padded = F.pad(images, 4 * [self.padding])
+        padded = padded.gather(2, rows[:, None, :, None].expand(-1, channels, -1, padded.shape[3]))
+        return padded.gather(3, columns[:, None, None, :].expand(-1, channels, height, -1))
+
+
+@dataclass(frozen=True)
+class RandomFlip:
+    """Each image mirrored left to right with a probability.
+
+    Call: ``augment(images (B, C, H, W), generator) -> (B, C, H, W)``.
+    """
+
+    probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise ValueError(f"probability must lie in [0, 1], got {self.probability!r}")
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        batch = _image_shape(images)[0]
+        flipped = torch.rand(batch, 1, 1, 1, generator=generator) < self.probability
+        return torch.where(flipped.to(images.device), images.flip(3), images)
+
+
+class Compose:
+    """Augmentations one after the other, which draw from the same generator.
+
+    Args:
+        augments: each ``augment(images, generator) -> images``.
+    """
+
+    def __init__(self, *augments: Callable[[Tensor, torch.Generator], Tensor]) -> None:
+        self.augments = augments
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        for augment in self.augments:
+            images = augment(images, generator)
+        return images
+
+
+def _image_shape(images: Tensor) -> tuple[int, int, int, int]:
+    if images.dim() != 4 or not images.is_floating_point():
+        raise ValueError(
+            f"images must be floating (B, C, H, W), got {images.dtype} {tuple(images.shape)}"
+        )
+    batch, channels, height, width = images.shape
+    return batch, channels, height, width

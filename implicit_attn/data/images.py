@@ -15,7 +15,8 @@ class ImageData:
     """A data set of labelled images, split into training and test.
 
     Attributes:
-        name: the name that :func:`implicit_attn.data.load` knows it by.
+        name: what to call it: the name that :func:`implicit_attn.data.load` knows it by, or another
+            one where a copy differs from the original.
         classes: number of classes C.
         train_images: (N, channels, height, width) float32 in [0, 1].
         train_labels: (N,) int64 in 0 .. C - 1.
@@ -51,6 +52,11 @@ class ImageData:
             raise ValueError(f"number must be an integer >= 1 or None, got {number!r}")
         images, labels = self.train_images[:number], self.train_labels[:number]
         return replace(self, train_images=images, train_labels=labels)
+
+    def to(self, device: torch.device | str) -> ImageData:
+        """The same data on another device."""
+        names = ("train_images", "train_labels", "test_images", "test_labels")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def _check(self, part: str, images: Tensor, labels: Tensor) -> None:
         if images.dtype != torch.float32 or labels.dtype != torch.int64:

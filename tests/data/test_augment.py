@@ -90,7 +90,15 @@ def test_other_tensors_are_refused() -> None:
 
 
 def test_generators_of_batches_are_streams_of_their_own() -> None:
-    keys: list[tuple[int, ...]] = [(0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
+    keys: list[tuple[int, ...]] = [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+        (1, 0, 0),
+    ]
     draws = [torch.rand(4, generator=epoch_generator(*key)) for key in keys]
     for i, first in enumerate(draws):
         assert torch.equal(first, torch.rand(4, generator=epoch_generator(*keys[i])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -17,9 +18,26 @@ ARGUMENTS: dict[str, list[str]] = {
         "--limit", "64", "--epochs", "1", "--dim", "8", "--heads", "2", "--memories", "8",
         "--patch", "4", "--readout", "class", "--out", "{out}",
     ],
+    "sudoku.py": [
+        "--source", "generated", "--train", "8", "--test", "4", "--epochs", "1", "--dim", "8",
+        "--heads", "2", "--width", "16", "--iterations", "2", "--save-every", "1", "--out", "{out}",
+    ],
+    "tap_vs_exact.py": [
+        "--models", "2", "--ising", "5", "--potts", "3", "--strengths", "1.5", "0.5", "--out", "{out}",
+    ],
+    "vit_images.py": [
+        "--limit", "64", "--epochs", "2", "--dim", "8", "--heads", "2", "--patch", "4",
+        "--iterations", "2", "--random-iterations", "1", "3", "--out", "{out}",
+    ],
     "wrap_your_energy.py": ["--steps", "40"],
 }  # fmt: skip
-NEEDS = {"classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm")}
+ELSEWHERE = {"mnist_spins.py"}  # run by tests of their own
+NEEDS = {
+    "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
+    "sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
+    "tap_vs_exact.py": ("matplotlib", "tqdm"),
+    "vit_images.py": ("sklearn", "safetensors", "tqdm", "lightning_fabric"),
+}
 
 
 def run(name: str, out: Path) -> str:
@@ -34,7 +52,7 @@ def run(name: str, out: Path) -> str:
 
 
 def test_every_example_is_listed() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(ARGUMENTS)
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(ARGUMENTS) | ELSEWHERE
 
 
 def test_class_token_readout(tmp_path: Path) -> None:
@@ -43,6 +61,38 @@ def test_class_token_readout(tmp_path: Path) -> None:
     output = run("classify.py", tmp_path / "new" / "folder")
     assert "class readout" in output
     assert (tmp_path / "new" / "folder" / "report.png").exists()
+
+
+def test_tap_vs_exact(tmp_path: Path) -> None:
+    """A table and a CSV for each family, sorted by strength, and the picture."""
+    for module in NEEDS["tap_vs_exact.py"]:
+        pytest.importorskip(module, reason="the example needs the extra [examples]")
+    output = run("tap_vs_exact.py", tmp_path / "new")
+    assert "Ising, N = 5" in output and "Potts, 3 states, N = 3" in output
+    assert (tmp_path / "new" / "report.png").exists()
+    for name in ("ising", "potts"):
+        with (tmp_path / "new" / f"{name}.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [float(row["strength"]) for row in rows] == [0.5, 1.5]
+        assert float(rows[0]["tap_mean"]) < float(rows[0]["naive_mean"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "counts"),
+    [
+        ("vit_images.py", r"digits, hyperset, \d+ parameters: test accuracy", [1, 2, 4]),
+        ("sudoku.py", r"generated Sudoku, hyperset, \d+ parameters", [2, 4, 8]),
+    ],
+)
+def test_recurrent_models(name: str, expected: str, counts: list[int], tmp_path: Path) -> None:
+    """Logs, checkpoint and weights, and measures at other numbers of iterations."""
+    for module in NEEDS[name]:
+        pytest.importorskip(module, reason="the example needs the extra [examples]")
+    output = run(name, tmp_path / "new")
+    assert re.search(expected, output), output
+    assert [int(n) for n in re.findall(r"^ +(\d+)  .*\d %$", output, re.MULTILINE)] == counts
+    for kept in ("checkpoint.safetensors", "weights.safetensors", "epochs.csv"):
+        assert (tmp_path / "new" / kept).exists()
 
 
 def test_wrap_your_energy(tmp_path: Path) -> None:

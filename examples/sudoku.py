@@ -1,0 +1,176 @@
+"""Train a recurrent attention model to solve Sudoku: Hyper-SET, or one of its rivals.
+
+    python examples/sudoku.py                          # reduced model, about 12 minutes on two cores
+    python examples/sudoku.py --model transformer
+    python examples/sudoku.py --preset paper --compile --precision bf16-mixed    # for a GPU
+    python examples/sudoku.py --resume                 # go on where a run stopped
+
+The 81 cells are tokens; one layer is applied to them again and again; a linear readout names the
+digit of every unknown cell. Puzzles have 17 to 34 clues, made from the list of 17-clue puzzles
+(Gordon Royle, CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku; without it, puzzles are generated.
+``--preset paper`` is the recipe of Hyper-SET (Hu, Zou, Xu, arXiv 2502.11646).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import solvers
+from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.data import SudokuSymmetries, load_sudoku
+from implicit_attn.models import BACKBONES, build_model
+from implicit_attn.training import (
+    ACCELERATORS,
+    PRECISIONS,
+    CsvLog,
+    Recipe,
+    SudokuCompletion,
+    TensorBoardLog,
+    Training,
+    describe,
+    run_script,
+    start_processes,
+)
+
+# What an option is where the command line does not say.
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "dim": 768, "heads": 12, "width": 3072, "iterations": 24, "initial_step": 0.0,
+        "epochs": 200, "rate": 1e-4, "weight_decay": 0.1, "warmup": 0.02, "floor": 0.1,
+        "symmetries": False, "start": "random", "dropout": 0.1,
+    },
+    "small": {
+        "dim": 128, "heads": 4, "width": 512, "iterations": 16, "initial_step": 0.1,
+        "epochs": 4, "rate": 1.5e-3, "weight_decay": 0.1, "warmup": 0.1, "floor": 0.02,
+        "symmetries": True, "start": "units", "dropout": 0.0,
+    },
+}  # fmt: skip
+SOLVED = {"iterations": 50}  # evaluations of an equilibrium, at most
+# How a run is carried out, not what it computes: may change when it is resumed.
+RUNNING = ("out", "resume", "devices", "accelerator", "save_every", "log_every", "tensorboard")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--preset", choices=sorted(PRESETS), default="small", help="defaults of what follows")
+    add("--model", choices=sorted(BACKBONES), default="hyperset")
+    add("--dim", type=int, help="features of a cell")
+    add("--heads", type=int)
+    add("--width", type=int, help="of the feed-forward part")
+    add("--initial-step", type=float, help="step sizes of Hyper-SET at the start")
+    add("--start", choices=("random", "units"), help="where the positions of the cells start")
+    add("--dropout", type=float, help="share of the embeddings set to 0 in training")
+    add("--iterations", type=int, help="of the layer")
+    add(
+        "--random-iterations", type=int, nargs=2, metavar=("LEAST", "MOST"),
+        help="train each batch with a random number of iterations",
+    )  # fmt: skip
+    add("--train", type=int, default=9000, help="puzzles to train on")
+    add("--test", type=int, default=1000, help="puzzles to test on")
+    add("--source", choices=("auto", "list", "generated"), default="auto", help="of the puzzles")
+    add(
+        "--symmetries", action=argparse.BooleanOptionalAction,
+        help="see every puzzle through a random symmetry each time",
+    )  # fmt: skip
+    add("--epochs", type=int)
+    add("--batch", type=int, default=16, help="puzzles at once, of all processes")
+    add("--rate", type=float, help="peak learning rate (warm-up, cosine decay)")
+    add("--weight-decay", type=float)
+    add("--seed", type=int, default=0)
+    add("--devices", type=int, default=1, help="processes, one per card or sharing the CPU")
+    add("--accelerator", choices=ACCELERATORS, default="auto")
+    add("--precision", choices=PRECISIONS, default="32-true")
+    add("--compile", action="store_true", help="compile the repeated layer (a minute at the start)")
+    add("--save-every", type=int, default=100, help="a checkpoint every so many steps")
+    add("--log-every", type=int, default=10, help="a row in steps.csv every so many steps")
+    add("--tensorboard", action="store_true", help="write events for TensorBoard, too")
+    add("--out", type=Path, help="folder of the results (default runs/sudoku-MODEL)")
+    add("--resume", action="store_true", help="continue from the checkpoint in that folder")
+    options = parser.parse_args()
+    preset = PRESETS[options.preset]
+    if options.model == "hyperset-equilibrium":
+        preset = preset | SOLVED
+    for name, value in preset.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, value)
+    options.out = options.out or Path("runs") / f"sudoku-{options.model}"
+    return options
+
+
+def specification(options: argparse.Namespace) -> dict[str, Any]:
+    """From which ``build_model`` builds the model, and ``load_model`` builds it again."""
+    width = None if options.model == "crate" else options.width
+    backbone = {"name": options.model, "dim": options.dim, "heads": options.heads}
+    backbone |= {"width": width, "iterations": options.iterations}
+    if options.model == "hyperset":
+        backbone |= {"step_size": "conditioned-input", "initial_step": options.initial_step}
+    cells = {"start": options.start, "dropout": options.dropout}
+    return {"kind": "sudoku", **cells, "backbone": backbone}
+
+
+def build(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(options.seed)
+    layer = None
+    if options.model == "hyperset-equilibrium":
+        # Failures are counted and shown with the loss instead of warned about.
+        layer = {"on_failure": "ignore", "adjoint": solvers.Implicit(on_failure="ignore")}
+    return build_model(specification(options), layer=layer)
+
+
+def recipe(options: argparse.Namespace) -> Recipe:
+    names = ("epochs", "batch", "rate", "warmup", "floor", "weight_decay", "seed")
+    random = options.random_iterations
+    chosen = {name: getattr(options, name) for name in names}
+    return Recipe(**chosen, iterations=tuple(random) if random else None)  # AdamW, clipped at 1
+
+
+def report(training: Training, options: argparse.Namespace) -> None:
+    """The weights alone, and the test measures at 1, 2 and 4 times the trained iterations."""
+    model = training.model
+    number = sum(parameter.numel() for parameter in model.parameters())
+    kept = {"settings": training.settings, "history": training.history}
+    save_checkpoint(options.out / "weights.safetensors", model, progress=kept)
+    print(f"\n{training.data.name}, {options.model}, {number} parameters; {training.summary()}")
+    print(f"{len(training.data.test_puzzles)} test puzzles by iterations:")
+    trained = options.iterations
+    for count in (trained, 2 * trained, 4 * trained):
+        measures = training.evaluate(count)
+        print(f"  {count:3d}  " + "  ".join(describe(*each) for each in measures.items()))
+    print(f"tables, checkpoint and weights: {options.out}")
+
+
+def main() -> None:
+    options = arguments()
+    fabric = start_processes(
+        options.devices, options.accelerator, options.precision,
+        unused_parameters=options.random_iterations is not None,
+    )  # fmt: skip
+    data = load_sudoku(options.train, options.test, source=options.source, seed=options.seed)
+    settings = {name: value for name, value in vars(options).items() if name not in RUNNING}
+    settings |= {"data": "sudoku", "model": specification(options)}
+    logs: list[Any] = [CsvLog(options.out, options.log_every)]
+    if options.tensorboard:
+        logs.append(TensorBoardLog(options.out / "tensorboard", options.log_every))
+    training = Training(
+        build(options),
+        SudokuCompletion(data, SudokuSymmetries() if options.symmetries else None),
+        recipe(options),
+        options.out / "checkpoint.safetensors",
+        settings,
+        fabric=fabric,
+        save_every=options.save_every,
+        logs=logs,
+        compile=options.compile,
+    )
+    run_script(training, resume=options.resume)
+    report(training, options)  # every process: the test puzzles are split among them
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Sudoku puzzles with their solutions: the 17-clue list, or generated ones; symmetries, measures.
+
+The list ``sudoku17.npz`` holds the known puzzles with 17 clues, collected by Gordon Royle
+(University of Western Australia) and others after him, under CC BY 2.5: who passes it on, or
+results made from it, attributes it to Gordon Royle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from implicit_attn.data.files import DATA_VARIABLE, search_folders
+from implicit_attn.data.sudoku_boards import SudokuSymmetries, check_boards
+from implicit_attn.data.sudoku_generator import unique_puzzles
+
+LIST = Path("sudoku") / "sudoku17.npz"
+SOURCES = ("auto", "list", "generated")
+BASES, GENERATED_MORE = 64, 11  # generated puzzles have about 24 clues to begin with
+
+
+@dataclass(frozen=True)
+class SudokuData:
+    """Puzzles with their solutions, split into training and test.
+
+    Attributes:
+        name: where they come from, for a report.
+        train_puzzles: (N, 81) int64, rows of the board one after another, 0 = unknown.
+        train_solutions: (N, 81) int64 in 1 .. 9.
+        test_puzzles: (M, 81).
+        test_solutions: (M, 81).
+
+    Raises:
+        TypeError: a dtype differs from int64.
+        ValueError: a shape or a value is wrong, a solution breaks the rules, a puzzle has a digit
+            that its solution has not, or no unknown cell.
+    """
+
+    name: str
+    train_puzzles: Tensor
+    train_solutions: Tensor
+    test_puzzles: Tensor
+    test_solutions: Tensor
+
+    def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            check_boards(part, getattr(self, f"{part}_puzzles"), getattr(self, f"{part}_solutions"))
+
+    def to(self, device: torch.device | str) -> SudokuData:
+        """The same data on another device."""
+        names = ("train_puzzles", "train_solutions", "test_puzzles", "test_solutions")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def load_sudoku(
+    train: int = 9000,
+    test: int = 1000,
+    *,
+    source: str = "auto",
+    more: int | None = None,
+    seed: int = 0,
+) -> SudokuData:
+    """Sudoku as the literature sets it: 17 to 34 clues, made from the list of 17-clue puzzles.
+
+    Puzzles with different solutions are drawn from the list and split, so that no solution is in
+    both parts; then each has k more cells of its solution revealed, k uniform in 0 .. ``more``.
+    Where the list is not at hand, puzzles with one solution each are generated: a few base puzzles,
+    different ones for training and test, from which no clue can be taken, seen through random
+    symmetries of the board.
+
+    Args:
+        train, test: numbers of puzzles.
+        source: "list" reads ``sudoku/sudoku17.npz`` from ``$IMPLICIT_ATTN_DATA`` or the cache,
+            "generated" makes puzzles, "auto" takes the list where it is found.
+        more: most cells revealed besides; 17 for the list (17 to 34 clues), 11 for generated
+            puzzles (about 22 to 37 clues).
+        seed: of the draw, the split, the revealed cells and the generated puzzles.
+
+    Raises:
+        FileNotFoundError: ``source`` is "list", and there is none.
+        ValueError: a number is out of range, or the list holds too few puzzles.
+    """
+    if source not in SOURCES:
+        raise ValueError(f"source must be one of {SOURCES}, got {source!r}")
+    for name, value in (("train", train), ("test", test)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    path = None if source == "generated" else find_list()
+    if path is None and source == "list":
+        places = ", ".join(str(folder / LIST) for folder in search_folders())
+        raise FileNotFoundError(f"no list of puzzles at {places}; set {DATA_VARIABLE}")
+    generator = torch.Generator().manual_seed(seed)
+    if path is None:
+        name = "generated Sudoku"
+        puzzles, solutions = _generated(train, test, generator, seed)
+    else:
+        name = "Sudoku, 17-clue list"
+        puzzles, solutions = _drawn(path, train + test, generator)
+    most = more if more is not None else (17 if path is not None else GENERATED_MORE)
+    puzzles = reveal(puzzles, solutions, most, generator)
+    return SudokuData(name, puzzles[:train], solutions[:train], puzzles[train:], solutions[train:])
+
+
+def find_list() -> Path | None:
+    """The list of 17-clue puzzles in the folders of :func:`search_folders`, or None."""
+    return next((f / LIST for f in search_folders() if (f / LIST).is_file()), None)
+
+
+def read_list(path: str | Path) -> tuple[Tensor, Tensor]:
+    """Puzzles and solutions, (N, 81) int64 each, of an ``.npz`` with ``puzzle`` and ``solution``.
+
+    Raises:
+        ValueError: the file does not hold these two, or they do not belong together.
+    """
+    with np.load(path) as file:
+        missing = {"puzzle", "solution"} - set(file.files)
+        if missing:
+            raise ValueError(f"{path}: holds {file.files}, expected puzzle and solution")
+        puzzles, solutions = (torch.from_numpy(file[n]).long() for n in ("puzzle", "solution"))
+    check_boards(str(path), puzzles, solutions)
+    return puzzles, solutions
+
+
+def reveal(puzzles: Tensor, solutions: Tensor, more: int, generator: torch.Generator) -> Tensor:
+    """Puzzles (N, 81) with k more random cells of their solutions each, k uniform in 0 .. more.
+
+    Raises:
+        ValueError: ``more`` is negative, or so large that a puzzle could become complete.
+    """
+    fewest = int((puzzles == 0).sum(1).min())
+    if isinstance(more, bool) or not isinstance(more, int) or not 0 <= more < fewest:
+        raise ValueError(f"more must be an integer in 0 .. {fewest - 1}, got {more!r}")
+    chosen = torch.randint(more + 1, (len(puzzles), 1), generator=generator)
+    # Each cell's place in a random order in which the known cells come last.
+    order = torch.rand(puzzles.shape, generator=generator).masked_fill(puzzles != 0, 2.0)
+    place = order.argsort(1).argsort(1)
+    return torch.where(place < chosen, solutions, puzzles)
+
+
+def _drawn(path: Path, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    puzzles, solutions = read_list(path)
+    order = torch.randperm(len(puzzles), generator=generator)
+    puzzles, solutions = puzzles[order], solutions[order]
+    # A few solutions belong to several puzzles: the first one drawn stands for them.
+    kinds, which = solutions.unique(dim=0, return_inverse=True)
+    if number > len(kinds):
+        raise ValueError(f"train + test is {number}, but {path} holds {len(kinds)} solutions")
+    places = torch.arange(len(which))
+    first = torch.full((len(kinds),), len(which)).scatter_reduce(0, which, places, "amin")
+    chosen = first.sort().values[:number]
+    return puzzles[chosen], solutions[chosen]
+
+
+def _generated(
+    train: int, test: int, generator: torch.Generator, seed: int
+) -> tuple[Tensor, Tensor]:
+    bases = [min(BASES, train), min(BASES // 4, test)]
+    puzzles, solutions = unique_puzzles(sum(bases), seed)
+    # Every base is used as often as every other; the two parts share none.
+    index = torch.cat([torch.arange(train) % bases[0], bases[0] + torch.arange(test) % bases[1]])
+    return SudokuSymmetries()(puzzles[index], solutions[index], generator)

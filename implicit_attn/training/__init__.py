@@ -1,0 +1,47 @@
+"""Training of the models in the examples: one loop, resumable exactly, in one or more processes."""
+
+from __future__ import annotations
+
+from implicit_attn.training.compilation import compile_step
+from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
+from implicit_attn.training.loop import (
+    Interrupted,
+    NonFiniteLoss,
+    SettingsDiffer,
+    Training,
+)
+from implicit_attn.training.processes import ACCELERATORS, PRECISIONS, start_processes
+from implicit_attn.training.recipe import Recipe
+from implicit_attn.training.script import run_script
+from implicit_attn.training.solves import median_of_counts
+from implicit_attn.training.tasks import (
+    Augment,
+    Classification,
+    SudokuCompletion,
+    Task,
+    accuracy,
+    describe,
+)
+
+__all__ = [
+    "ACCELERATORS",
+    "PRECISIONS",
+    "Augment",
+    "Classification",
+    "CsvLog",
+    "Interrupted",
+    "Log",
+    "NonFiniteLoss",
+    "Recipe",
+    "SettingsDiffer",
+    "SudokuCompletion",
+    "Task",
+    "TensorBoardLog",
+    "Training",
+    "accuracy",
+    "compile_step",
+    "describe",
+    "median_of_counts",
+    "run_script",
+    "start_processes",
+]

@@ -1,0 +1,122 @@
+"""Where a training run writes its numbers: CSV files, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from implicit_attn.optional import require
+
+
+class Log(Protocol):
+    """Takes a row per optimiser step and a row per epoch; written by the first process only."""
+
+    def start(self, step: int) -> None:
+        """Begin after ``step`` optimiser steps; what an earlier run wrote beyond them is dropped."""
+        ...
+
+    def step(self, step: int, values: dict[str, Any]) -> None:
+        """The numbers of the batch that made ``step`` the number of steps done."""
+        ...
+
+    def epoch(self, step: int, values: dict[str, Any]) -> None:
+        """The numbers of an epoch."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+class CsvLog:
+    """``steps.csv`` and ``epochs.csv`` in a folder, readable while the training runs.
+
+    A run that was killed and resumed ends with the rows of one that was not.
+
+    Args:
+        folder: is made where it does not exist.
+        every: a row in ``steps.csv`` every so many steps.
+    """
+
+    def __init__(self, folder: str | Path, every: int = 10) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be an integer >= 1, got {every!r}")
+        self.folder, self.every = Path(folder), every
+
+    def start(self, step: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("steps", "epochs"):
+            _keep_rows(self.folder / f"{name}.csv", step)
+
+    def step(self, step: int, values: dict[str, Any]) -> None:
+        if step % self.every == 0:
+            _append(self.folder / "steps.csv", {"step": step} | values)
+
+    def epoch(self, step: int, values: dict[str, Any]) -> None:
+        _append(self.folder / "epochs.csv", {"step": step} | values)
+
+    def close(self) -> None:
+        """Every row is in its file already."""
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(row)
+        writer.writerow(row.values())
+
+
+def _keep_rows(path: Path, step: int) -> None:
+    """Drop the rows after ``step``, and a last line that a killed process did not finish."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    rows = [line for line in lines[1:] if line.endswith("\n") and int(line.split(",")[0]) <= step]
+    if not rows:
+        path.unlink()
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join([lines[0], *rows]))
+    os.replace(part, path)
+
+
+class TensorBoardLog:
+    """Scalars for TensorBoard: ``step/...`` and ``epoch/...``.
+
+    Args:
+        folder: of the event files.
+        every: scalars of a step every so many steps.
+
+    Raises:
+        ImportError: TensorBoard is not installed (extra ``tensorboard``).
+    """
+
+    def __init__(self, folder: str | Path, every: int = 10) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be an integer >= 1, got {every!r}")
+        self.writers = require("torch.utils.tensorboard", extra="tensorboard")
+        self.folder, self.every = Path(folder), every
+        self.writer: Any = None
+
+    def start(self, step: int) -> None:
+        # The viewer drops what an earlier run wrote from purge_step on.
+        self.writer = self.writers.SummaryWriter(str(self.folder), purge_step=step + 1)
+
+    def step(self, step: int, values: dict[str, Any]) -> None:
+        if step % self.every == 0:
+            self._write("step", step, values)
+
+    def epoch(self, step: int, values: dict[str, Any]) -> None:
+        self._write("epoch", step, values)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def _write(self, group: str, step: int, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(f"{group}/{name}", value, step)

@@ -1,0 +1,304 @@
+"""The training loop of all examples: interruptible, resumable exactly, in one or several processes."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
+from implicit_attn.data import ImageData, epoch_generator
+from implicit_attn.optional import require
+from implicit_attn.training.compilation import compile_step
+from implicit_attn.training.logs import Log
+from implicit_attn.training.processes import reduce_over, share, start_processes
+from implicit_attn.training.recipe import Recipe
+from implicit_attn.training.solves import SolveCounts
+from implicit_attn.training.tasks import Augment, Classification, Task, describe
+
+
+class Interrupted(Exception):
+    """Ctrl-C: the batch was finished and everything saved."""
+
+
+class SettingsDiffer(ValueError):
+    """A checkpoint was made by a run with other settings."""
+
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss is NaN or infinite; the state before that batch was saved."""
+
+
+class Training:
+    """State of a training run, all of which the checkpoint holds.
+
+    A run that is interrupted or killed anywhere and resumed ends with the same bits on the CPU as
+    one that was not: the order of the samples, their augmentation and random numbers of iterations
+    depend on (seed, epoch, batch) alone. Several processes split every batch among them, and the
+    loss and its gradient are those of the whole batch; only rounding tells them from one process.
+
+    Args:
+        model: inputs (B, ...) -> outputs; called with ``iterations=`` where the recipe names them.
+        task: what is learned; :class:`ImageData` stands for :class:`Classification`.
+        recipe: how to train.
+        path: of the checkpoint.
+        settings: what else made the run what it is (JSON); a resumed run must agree with them.
+        augment: ``augment(images, generator) -> images`` applied to training batches, or None;
+            for image data only, another task augments by itself.
+        observe: called with the model before training and after every epoch; what it returns
+            (JSON) is kept in ``observations``.
+        fabric: from :func:`start_processes`; None: one process on the CPU.
+        save_every: a checkpoint every so many steps, besides that after each epoch.
+        logs: where the numbers of steps and epochs are written.
+        compile: compile the model's repeated layers, or the whole model (:func:`compile_step`).
+
+    Attributes:
+        history: a row an epoch: loss, seconds, the task's measures on the test samples, and for
+            models with :class:`DEQ` layers how these were solved: share of converged samples
+            forward and adjoint, evaluations (median), adjoint products, worst adjoint residual.
+        observations: what ``observe`` returned: before training, and an entry an epoch.
+
+    Raises:
+        TypeError: ``augment`` is given with a task.
+        ValueError: ``save_every`` is not None and not an integer >= 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: ImageData | Task,
+        recipe: Recipe,
+        path: str | Path,
+        settings: dict[str, Any] | None = None,
+        *,
+        augment: Augment | None = None,
+        observe: Callable[[Any], Any] | None = None,
+        fabric: Any = None,
+        save_every: int | None = None,
+        logs: Sequence[Log] = (),
+        compile: bool = False,
+    ) -> None:
+        if isinstance(task, ImageData):
+            task = Classification(task, augment)
+        elif augment is not None:
+            raise TypeError(f"augment goes with image data; {type(task).__name__} has its own")
+        if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
+            raise ValueError(f"save_every must be an integer >= 1 or None, got {save_every!r}")
+        self.fabric = start_processes(accelerator="cpu") if fabric is None else fabric
+        self.model: Any = model
+        self.recipe, self.path = recipe, Path(path)
+        self.optimizer = recipe.build_optimizer(model)
+        forward = compile_step(model) if compile else model
+        self.forward, self.stepper = self.fabric.setup(forward, self.optimizer)
+        self.task: Task = task.to(self.fabric.device)
+        self.settings, self.save_every, self.logs = settings or {}, save_every, tuple(logs)
+        self.observe = observe
+        self.solves = SolveCounts(model)
+        self.batches = -(-len(self.task.inputs) // recipe.batch)  # of an epoch
+        self.history: list[dict[str, Any]] = []
+        self.observations: list[Any] = [] if observe is None else [observe(model)]
+        self.stopping = False
+        self._start_epoch(0)
+
+    @property
+    def data(self) -> Any:
+        """The data of the task."""
+        return getattr(self.task, "data", None)
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps done."""
+        return self.epoch * self.batches + self.batch
+
+    def _start_epoch(self, epoch: int) -> None:
+        self.epoch, self.batch = epoch, 0
+        self.sums: dict[str, float] = {"loss": 0.0, "terms": 0}
+        self.solves.reset()
+        self.seconds = 0.0  # of training in this epoch
+
+    KEPT = ("epoch", "batch", "sums", "seconds", "history", "observations", "settings")
+
+    def save(self) -> None:
+        """Write the checkpoint, from the first process; the others wait for it."""
+        if self.fabric.global_rank == 0:
+            progress = {name: getattr(self, name) for name in self.KEPT}
+            progress["solves"] = {"sums": self.solves.sums, "spent": self.solves.spent}
+            save_checkpoint(self.path, self.model, self.optimizer, progress)
+        self.fabric.barrier()
+
+    def resume(self) -> None:
+        """Go back to what the checkpoint holds.
+
+        Raises:
+            FileNotFoundError: there is none.
+            SettingsDiffer: it was made with other settings.
+        """
+        if not self.path.is_file():
+            raise FileNotFoundError(f"nothing to resume: there is no {self.path}")
+        progress = read_progress(self.path)
+        if progress["settings"] != self.settings:
+            raise SettingsDiffer(
+                f"{self.path} was made with other settings: {progress['settings']}; "
+                "give the same options, or another folder"
+            )
+        load_checkpoint(self.path, self.model, self.optimizer)
+        for name in self.KEPT:
+            setattr(self, name, progress[name])
+        self.solves.sums, self.solves.spent = (progress["solves"][n] for n in ("sums", "spent"))
+
+    def run(self) -> None:
+        """Train to the end of the last epoch, saving after each.
+
+        Ctrl-C finishes the batch, saves and raises :class:`Interrupted`; a second one raises
+        ``KeyboardInterrupt`` at once.
+        """
+        handler = signal.signal(signal.SIGINT, lambda *_: self._stop())
+        logs = self.logs if self.fabric.global_rank == 0 else ()
+        for log in logs:
+            log.start(self.steps)
+        try:
+            while self.epoch < self.recipe.epochs:
+                self._run_epoch(logs)
+                self._start_epoch(self.epoch + 1)
+                self.save()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            for log in logs:
+                log.close()
+
+    def _stop(self) -> None:
+        self.stopping = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _run_epoch(self, logs: Sequence[Log]) -> None:
+        tqdm = require("tqdm", extra="training").tqdm
+        generator = epoch_generator(self.recipe.seed, self.epoch)
+        order = torch.randperm(len(self.task.inputs), generator=generator)
+        parts = order.to(self.fabric.device).split(self.recipe.batch)
+        title = f"epoch {self.epoch + 1}/{self.recipe.epochs}"
+        silent = True if self.fabric.global_rank else None  # None: tqdm's own default
+        bar = tqdm(desc=title, total=self.batches, unit="batch", leave=False, disable=silent)
+        bar.update(self.batch)
+        start = time.perf_counter() - self.seconds
+        while self.batch < self.batches:
+            index = parts[self.batch]
+            row = self.step(self.task.inputs[index], self.task.targets[index])
+            self.batch += 1
+            self.seconds = time.perf_counter() - start
+            bar.update()
+            bar.set_postfix_str(self.status())
+            for log in logs:
+                log.step(self.steps, row)
+            if self._interrupted():
+                bar.close()
+                self.save()
+                raise Interrupted(f"interrupted; {self.path} holds everything")
+            if self.save_every is not None and self.steps % self.save_every == 0:
+                self.save()
+        bar.close()
+        self._end_epoch(logs, tqdm.write)
+
+    def _interrupted(self) -> bool:
+        """Whether any process was told to stop; all of them must leave at the same batch."""
+        return bool(self._reduce(torch.tensor([float(self.stopping)]), "max").item())
+
+    def _reduce(self, values: Tensor, how: str) -> Tensor:
+        return reduce_over(self.fabric, values, how)
+
+    def _end_epoch(self, logs: Sequence[Log], write: Callable[[str], object]) -> None:
+        measures = self.evaluate()
+        row = {"epoch": self.epoch + 1, **self.means(), "seconds": self.seconds, **measures}
+        self.history.append(row)
+        if self.observe is not None:
+            self.observations.append(self.observe(self.model))
+        for log in logs:
+            log.epoch(self.steps, row)
+        if self.fabric.global_rank == 0:
+            shown = "  ".join(describe(name, value) for name, value in measures.items())
+            write(f"epoch {row['epoch']:3d}  {self.status()}  {shown}  {row['seconds']:.1f} s")
+
+    def evaluate(self, iterations: int | None = None) -> dict[str, float]:
+        """The task's measures of the model on the test samples, each a mean.
+
+        ``iterations`` of a recurrent model; None: as many as it makes by itself.
+        """
+        with self.fabric.autocast():
+            world = self.fabric.world_size
+            rank = self.fabric.global_rank
+            found = self.task.evaluate(self.model, rank, world, iterations)
+        pairs = torch.tensor(list(found.values()), dtype=torch.float64)
+        sums = self._reduce(pairs, "sum").tolist()
+        return {name: top / below for name, (top, below) in zip(found, sums, strict=True)}
+
+    def step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        """One optimiser step on a batch, of which this process takes its share; a row for the logs."""
+        rate = self.recipe.rate_at((self.epoch + self.batch / self.batches) / self.recipe.epochs)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        generator = epoch_generator(self.recipe.seed, self.epoch, self.batch)
+        iterations = self.recipe.draw_iterations(generator)
+        options = {} if iterations is None else {"iterations": iterations}
+        inputs, targets = self.task.augmented(inputs, targets, generator)
+        terms = self.task.terms(inputs, targets)
+        world = self.fabric.world_size
+        part, own = share(len(inputs), self.fabric.global_rank, world)
+        self.model.train()
+        inputs, targets = inputs[part], targets[part]
+        total = self.task.loss(self.forward(inputs, **options), inputs, targets) * own
+        # The processes' gradients are averaged, so each counts its terms world times.
+        loss = total * (world / terms)
+        value = self._reduce(total.detach().double().reshape(1), "sum").item() / terms
+        self._check_finite(value)
+        self.optimizer.zero_grad()
+        self.fabric.backward(loss)
+        if self.recipe.clip is not None:
+            self.fabric.clip_gradients(
+                self.forward, self.stepper, max_norm=self.recipe.clip, error_if_nonfinite=False
+            )
+        self.stepper.step()
+        self.sums = {
+            "loss": self.sums["loss"] + value * terms,
+            "terms": self.sums["terms"] + terms,
+        }
+        self.solves.add(self._reduce, own)
+        return {"epoch": self.epoch + 1, "loss": value, "rate": rate, **options}
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            self.save()
+            raise NonFiniteLoss(
+                f"the loss is {loss} in epoch {self.epoch + 1}, batch {self.batch + 1}; the "
+                f"state before that batch is in {self.path}"
+            )
+
+    def means(self) -> dict[str, Any]:
+        """The epoch so far, per term of the loss and per solve."""
+        return {"loss": self.sums["loss"] / max(self.sums["terms"], 1), **self.solves.means()}
+
+    def status(self) -> str:
+        """One line about the epoch so far."""
+        row = self.means()
+        if not self.solves.layers:
+            return f"loss {row['loss']:.4f}"
+        return (
+            f"loss {row['loss']:.4f}  converged {100 * row['converged']:.1f} %  "
+            f"evaluations {row['evaluations']}  adjoint {row['adjoint_residual']:.0e}"
+        )
+
+    def summary(self) -> str:
+        """Time, and the worst convergence of the whole training, for the end of a log."""
+        text = f"training {sum(row['seconds'] for row in self.history):.0f} s"
+        if not self.solves.layers:
+            return text
+        share = 100 * min(row["converged"] for row in self.history)
+        spent = max(row["evaluations"] for row in self.history)
+        return (
+            f"{text}; worst epoch: {share:.2f} % of training samples converged, "
+            f"median evaluations per sample {spent:g}"
+        )

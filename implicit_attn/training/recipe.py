@@ -1,0 +1,92 @@
+"""How a model is trained: optimiser, learning rate, clipping, number of iterations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Adam or AdamW, linear warm-up, cosine decay, clipped gradients.
+
+    Attributes:
+        epochs, batch: passes over the training samples, samples at once (of all processes).
+        rate: peak learning rate.
+        warmup: share of the training in which the rate rises from 0.
+        floor: share of the peak rate that is left in the end; 1 is a constant rate.
+        weight_decay: decoupled with "adamw", added to the gradient with "adam".
+        clip: largest norm of the gradient of all parameters; None: not clipped.
+        seed: of the order of the samples, of the augmentation and of random iterations.
+        optimizer: "adamw" or "adam".
+        betas: decay rates of the optimiser's two averages.
+        iterations: of a recurrent model: a number, a pair (least, most) from which each batch draws
+            one, or None for a model that is not asked for any.
+
+    Raises:
+        ValueError: a value is out of range; the message names it.
+    """
+
+    epochs: int
+    batch: int
+    rate: float
+    warmup: float = 0.05
+    floor: float = 0.01
+    weight_decay: float = 1e-2
+    clip: float | None = 1.0
+    seed: int = 0
+    optimizer: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    iterations: int | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("epochs", self.epochs), ("batch", self.batch)):
+            _check_count(name, value)
+        for name, value in (("rate", self.rate), ("weight_decay", self.weight_decay)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+        for name, value in (("warmup", self.warmup), ("floor", self.floor)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be > 0 or None, got {self.clip!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {[*OPTIMIZERS]}, got {self.optimizer!r}")
+        if isinstance(self.iterations, tuple):
+            least, most = self.iterations
+            _check_count("iterations[0]", least)
+            _check_count("iterations[1]", most)
+            if least > most:
+                raise ValueError(f"iterations must be (least, most), got {self.iterations!r}")
+        elif self.iterations is not None:
+            _check_count("iterations", self.iterations)
+
+    def rate_at(self, progress: float) -> float:
+        """Learning rate where ``progress`` in [0, 1) of the training is done."""
+        rise = min(1.0, progress / self.warmup) if self.warmup > 0 else 1.0
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.rate * rise * (self.floor + (1 - self.floor) * cosine)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimiser of all parameters of ``model``."""
+        kind = OPTIMIZERS[self.optimizer]
+        return kind(
+            model.parameters(), lr=self.rate, betas=self.betas, weight_decay=self.weight_decay
+        )
+
+    def draw_iterations(self, generator: torch.Generator) -> int | None:
+        """Iterations of one batch; draws from ``generator`` only where they are random."""
+        if not isinstance(self.iterations, tuple):
+            return self.iterations
+        least, most = self.iterations
+        return int(torch.randint(least, most + 1, (), generator=generator))
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")

@@ -1,0 +1,212 @@
+"""What is learned: training samples, a loss summed over terms, and the measures on test samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.data import ImageData, SudokuData, SudokuSymmetries, board_counts
+
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+Measures = dict[str, tuple[float, float]]  # sum and number
+
+
+class Task(Protocol):
+    """What :class:`Training` asks for. Losses and measures are sums, so that processes add theirs."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """(N, ...) training inputs of the model."""
+        ...
+
+    @property
+    def targets(self) -> Tensor:
+        """(N, ...) what belongs to each."""
+        ...
+
+    def to(self, device: torch.device) -> Task:
+        """The same task with its tensors on ``device``."""
+        ...
+
+    def augmented(
+        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """A batch changed at random, repeatably."""
+        ...
+
+    def terms(self, inputs: Tensor, targets: Tensor) -> int:
+        """Number of terms that the loss of these samples sums."""
+        ...
+
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the terms of the loss, a scalar."""
+        ...
+
+    def evaluate(
+        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
+    ) -> Measures:
+        """Measures on every ``world``-th test sample from number ``rank`` on.
+
+        ``iterations`` is handed to a recurrent model; None: as many as it makes by itself.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Images -> labels: cross-entropy, and the accuracy on the test images.
+
+    Attributes:
+        data: training and test images.
+        augment: ``augment(images, generator) -> images`` for training batches, or None.
+    """
+
+    data: ImageData
+    augment: Augment | None = None
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.data.train_images
+
+    @property
+    def targets(self) -> Tensor:
+        return self.data.train_labels
+
+    def to(self, device: torch.device) -> Classification:
+        return replace(self, data=self.data.to(device))
+
+    def augmented(
+        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        return (inputs if self.augment is None else self.augment(inputs, generator)), targets
+
+    def terms(self, inputs: Tensor, targets: Tensor) -> int:
+        return len(inputs)
+
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="sum")
+
+    def evaluate(
+        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
+    ) -> Measures:
+        images, labels = self.data.test_images, self.data.test_labels
+        part = slice(rank, None, world)
+        right, number = _right(model, images[part], labels[part], iterations=iterations)
+        return {"test_accuracy": (right, number)}
+
+
+@dataclass(frozen=True)
+class SudokuCompletion:
+    """Puzzles -> solutions: cross-entropy of the unknown cells, and what is right on test boards.
+
+    The model maps puzzles (B, 81), 0 = unknown, to logits (B, 81, 9) of the digits 1 .. 9.
+
+    Attributes:
+        data: training and test puzzles.
+        symmetries: drawn for every training puzzle, or None.
+        batch: puzzles at once in the evaluation.
+    """
+
+    data: SudokuData
+    symmetries: SudokuSymmetries | None = None
+    batch: int = 100
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.data.train_puzzles
+
+    @property
+    def targets(self) -> Tensor:
+        return self.data.train_solutions
+
+    def to(self, device: torch.device) -> SudokuCompletion:
+        return replace(self, data=self.data.to(device))
+
+    def augmented(
+        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        if self.symmetries is None:
+            return inputs, targets
+        return self.symmetries(inputs, targets, generator)
+
+    def terms(self, inputs: Tensor, targets: Tensor) -> int:
+        return int((inputs == 0).sum())
+
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        unknown = inputs == 0
+        return F.cross_entropy(outputs[unknown], targets[unknown] - 1, reduction="sum")
+
+    def evaluate(
+        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
+    ) -> Measures:
+        puzzles = self.data.test_puzzles[rank::world]
+        solutions = self.data.test_solutions[rank::world]
+        model.eval()
+        cells = known = solved = 0
+        loss = 0.0
+        with torch.no_grad():
+            for part, answers in _parts(puzzles, solutions, self.batch):
+                outputs = model(part, **_options(iterations))
+                loss += self.loss(outputs, part, answers).item()
+                right, unknown = board_counts(outputs.argmax(-1) + 1, part, answers)
+                cells, known = cells + int(right.sum()), known + int(unknown.sum())
+                solved += int((right == unknown).sum())
+        return {
+            "test_loss": (loss, known),
+            "cell_accuracy": (cells, known),
+            "solved_boards": (solved, len(puzzles)),
+        }
+
+
+def describe(name: str, value: float) -> str:
+    """A measure as people write it: losses as numbers, everything else in per cent."""
+    words = name.replace("_", " ")
+    return f"{words} {value:.4f}" if name.endswith("loss") else f"{words} {100 * value:.2f} %"
+
+
+def accuracy(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    size: int = 256,
+    *,
+    iterations: int | None = None,
+) -> float:
+    """Share of ``images`` (N, C, H, W) that ``model`` gives its label (N,), in evaluation mode.
+
+    ``size`` images at once; ``iterations`` of a recurrent model, None: its own number.
+    """
+    right, number = _right(model, images, labels, size, iterations)
+    return right / number
+
+
+def _right(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    size: int = 256,
+    iterations: int | None = None,
+) -> tuple[int, int]:
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for part, answers in _parts(images, labels, size):
+            right += int((model(part, **_options(iterations)).argmax(1) == answers).sum())
+    return right, len(images)
+
+
+def _parts(inputs: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches in order; none where a process has no test samples."""
+    if len(inputs) == 0:
+        return iter(())
+    return zip(inputs.split(size), targets.split(size), strict=True)
+
+
+def _options(iterations: int | None) -> dict[str, int]:
+    """What a model is called with besides its inputs."""
+    return {} if iterations is None else {"iterations": iterations}

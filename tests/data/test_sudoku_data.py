@@ -1,0 +1,242 @@
+"""Sudoku: boards, symmetries, the solver, generated puzzles, the list where it is at hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from implicit_attn.data import (
+    SudokuData,
+    SudokuSymmetries,
+    board_counts,
+    load_sudoku,
+    read_list,
+    reveal,
+    solve_sudoku,
+    unique_puzzles,
+)
+from implicit_attn.data.sudoku import find_list
+from implicit_attn.data.sudoku_boards import solved, units
+
+PUZZLES, SOLUTIONS = unique_puzzles(4, seed=0)
+GENERATED = load_sudoku(12, 6, source="generated", seed=3)
+
+
+def drawn(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def keys(boards: torch.Tensor) -> set[tuple[int, ...]]:
+    return {tuple(board) for board in boards.tolist()}
+
+
+def test_units_are_the_27_groups() -> None:
+    groups = units()
+    assert groups.shape == (27, 9)
+    assert groups.flatten().bincount().tolist() == 81 * [3]
+    assert groups[0].tolist() == list(range(9))
+    assert groups[9].tolist() == list(range(0, 81, 9))
+    assert groups[19].tolist() == [3, 4, 5, 12, 13, 14, 21, 22, 23]
+
+
+def test_solved_boards() -> None:
+    assert solved(SOLUTIONS).all()
+    wrong = SOLUTIONS.clone()
+    wrong[1, 0], wrong[1, 1] = SOLUTIONS[1, 1], SOLUTIONS[1, 0]  # breaks two columns only
+    assert solved(wrong).tolist() == [True, False, True, True]
+
+
+def test_the_solver_counts_solutions() -> None:
+    puzzle = PUZZLES[0].tolist()
+    assert solve_sudoku(puzzle) == [SOLUTIONS[0].tolist()]
+    assert len(solve_sudoku([0] * 81, most=5)) == 5
+    contradiction = [1, 1] + [0] * 79
+    assert solve_sudoku(contradiction) == []
+    dead_end = [0, 2, 3, 4, 5, 6, 7, 8, 9] + [1] + [0] * 71  # the first cell could only be 1
+    assert solve_sudoku(dead_end) == []
+    for bad in ([0] * 80, [10] + [0] * 80, [-1] + [0] * 80):
+        with pytest.raises(ValueError, match="puzzle must be 81 digits"):
+            solve_sudoku(bad)
+
+
+def test_generated_puzzles_have_one_solution_and_no_clue_too_many() -> None:
+    assert torch.equal(PUZZLES[PUZZLES != 0], SOLUTIONS[PUZZLES != 0])
+    for puzzle, solution in zip(PUZZLES.tolist(), SOLUTIONS.tolist(), strict=True):
+        assert solve_sudoku(puzzle) == [solution]
+        clues = [cell for cell in range(81) if puzzle[cell]]
+        assert 17 <= len(clues) <= 30
+        for cell in clues[::6]:
+            assert len(solve_sudoku([*puzzle[:cell], 0, *puzzle[cell + 1 :]])) == 2
+    again = unique_puzzles(4, seed=0)
+    assert torch.equal(again[0], PUZZLES) and torch.equal(again[1], SOLUTIONS)
+    assert not torch.equal(unique_puzzles(1, seed=1)[1], SOLUTIONS[:1])
+
+
+def test_symmetries_keep_the_rules_and_the_clues() -> None:
+    many = torch.arange(200) % 4
+    puzzles, solutions = SudokuSymmetries()(PUZZLES[many], SOLUTIONS[many], drawn())
+    assert solved(solutions).all()
+    assert torch.equal(puzzles[puzzles != 0], solutions[puzzles != 0])
+    assert torch.equal((puzzles != 0).sum(1), (PUZZLES[many] != 0).sum(1))
+    assert len(keys(solutions)) == 200
+    assert solve_sudoku(puzzles[0].tolist()) == [solutions[0].tolist()]
+    # Cells move as rows, columns and their exchange do: the first may go anywhere.
+    numbered = torch.arange(1, 82).expand(200, 81)
+    marked = torch.where(numbered == 1, SOLUTIONS[:1], 0).contiguous()
+    moved, _ = SudokuSymmetries()(marked, SOLUTIONS[:1].expand(200, 81), drawn(1))
+    assert len(set(moved.nonzero()[:, 1].tolist())) > 60
+
+
+def test_revealing_adds_clues_uniformly() -> None:
+    many = torch.arange(1200) % 4
+    puzzles, solutions = PUZZLES[many], SOLUTIONS[many]
+    more = reveal(puzzles, solutions, 5, drawn())
+    assert torch.equal(more[puzzles != 0], puzzles[puzzles != 0])
+    assert torch.equal(more[more != 0], solutions[more != 0])
+    counts = ((more != 0).sum(1) - (puzzles != 0).sum(1)).bincount()
+    assert len(counts) == 6
+    assert (counts - 200).abs().max() < 60  # about four and a half standard deviations
+    assert torch.equal(reveal(puzzles, solutions, 0, drawn()), puzzles)
+    assert torch.equal(reveal(puzzles, solutions, 5, drawn()), more)
+
+
+@pytest.mark.parametrize("more", [-1, 64, 2.5, True])
+def test_bad_numbers_of_revealed_cells_are_refused(more: Any) -> None:
+    with pytest.raises(ValueError, match=r"more must be an integer in 0 \.\. \d\d, got"):
+        reveal(PUZZLES, SOLUTIONS, more, drawn())
+
+
+def test_generated_data() -> None:
+    assert GENERATED.name == "generated Sudoku"
+    assert GENERATED.train_puzzles.shape == (12, 81)
+    assert GENERATED.test_puzzles.shape == (6, 81)
+    for puzzle, solution in zip(GENERATED.test_puzzles, GENERATED.test_solutions, strict=True):
+        assert solve_sudoku(puzzle.tolist()) == [solution.tolist()]
+    assert not keys(GENERATED.train_solutions) & keys(GENERATED.test_solutions)
+
+
+def test_counts_of_right_cells() -> None:
+    predicted = SOLUTIONS.clone()
+    unknown, clue = (int((PUZZLES[1] == v).nonzero()[0]) for v in (0, int(PUZZLES[1].max())))
+    predicted[1, unknown] = predicted[1, unknown] % 9 + 1
+    predicted[1, clue] = 0  # known cells are not looked at
+    right, number = board_counts(predicted, PUZZLES, SOLUTIONS)
+    assert torch.equal(number, (PUZZLES == 0).sum(1))
+    assert (number - right).tolist() == [0, 1, 0, 0]
+    with pytest.raises(ValueError, match="must have one shape"):
+        board_counts(predicted[:, :80], PUZZLES, SOLUTIONS)
+
+
+def changed(boards: torch.Tensor, cell: int, digit: int) -> torch.Tensor:
+    boards = boards.clone()
+    boards[2, cell] = digit
+    return boards
+
+
+UNKNOWN = int((GENERATED.train_puzzles[2] == 0).nonzero()[0])
+WRONG = int(GENERATED.train_solutions[2, UNKNOWN]) % 9 + 1
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "message"),
+    [
+        (TypeError, {"train_puzzles": PUZZLES.int()}, r"train: puzzles are torch\.int32"),
+        (ValueError, {"test_puzzles": PUZZLES[:, :80]}, r"test: puzzles are \(4, 80\)"),
+        (ValueError, {"test_puzzles": PUZZLES}, "test: 4 puzzles and 6 solutions"),
+        (
+            ValueError,
+            {"train_puzzles": changed(GENERATED.train_puzzles, UNKNOWN, WRONG)},
+            "train: puzzle 2 has a clue that is not in its solution",
+        ),
+        (
+            ValueError,
+            {"train_solutions": changed(GENERATED.train_solutions, UNKNOWN, WRONG)},
+            "train: puzzle 2 has a solution that breaks the rules",
+        ),
+        (
+            ValueError,
+            {"test_puzzles": GENERATED.test_solutions},
+            "test: puzzle 0 has no unknown cell",
+        ),
+    ],
+)
+def test_bad_boards_are_refused(
+    error: type[Exception], changes: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        replace(GENERATED, **changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "internet"}, "source must be one of .* got 'internet'"),
+        ({"train": 0}, "train must be an integer >= 1, got 0"),
+        ({"test": 1.5}, r"test must be an integer >= 1, got 1\.5"),
+    ],
+)
+def test_bad_requests_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_sudoku(**options)
+
+
+@pytest.fixture
+def small_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A list of 40 puzzles, two of which have one solution, in the place of the real one."""
+    puzzles, solutions = SudokuSymmetries()(
+        PUZZLES[torch.arange(40) % 4], SOLUTIONS[torch.arange(40) % 4], drawn()
+    )
+    puzzles[1], solutions[1] = puzzles[0], solutions[0]
+    puzzles[1, (puzzles[1] == 0).nonzero()[0]] = solutions[1, (puzzles[1] == 0).nonzero()[0]]
+    (tmp_path / "sudoku").mkdir()
+    path = tmp_path / "sudoku" / "sudoku17.npz"
+    np.savez(path, puzzle=puzzles.numpy().astype("u1"), solution=solutions.numpy().astype("u1"))
+    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
+    return path
+
+
+def test_a_list_is_found_and_split_by_puzzle(small_list: Path) -> None:
+    data = load_sudoku(30, 9, more=3)
+    assert data.name == "Sudoku, 17-clue list"
+    _, solutions = read_list(small_list)
+    assert keys(data.train_solutions) | keys(data.test_solutions) == keys(solutions)
+    assert not keys(data.train_solutions) & keys(data.test_solutions)
+    again, other = load_sudoku(30, 9, more=3), load_sudoku(30, 9, more=3, seed=1)
+    assert torch.equal(data.train_puzzles, again.train_puzzles)
+    assert not torch.equal(data.train_puzzles, other.train_puzzles)
+    with pytest.raises(ValueError, match=r"train \+ test is 40, but .* holds 39"):
+        load_sudoku(31, 9)
+
+
+def test_a_file_that_is_no_list_is_refused(small_list: Path) -> None:
+    np.savez(small_list, puzzles=np.zeros((2, 81)))
+    with pytest.raises(ValueError, match=r"holds \['puzzles'\], expected puzzle and solution"):
+        read_list(small_list)
+
+
+def test_without_a_list_puzzles_are_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert load_sudoku(1, 1).name == "generated Sudoku"
+    with pytest.raises(FileNotFoundError, match=r"sudoku17\.npz.*IMPLICIT_ATTN_DATA"):
+        load_sudoku(1, 1, source="list")
+
+
+def test_the_real_list() -> None:
+    path = find_list()
+    if path is None:
+        pytest.skip("sudoku/sudoku17.npz is not at hand (IMPLICIT_ATTN_DATA)")
+    data = load_sudoku()
+    assert data.train_puzzles.shape == (9000, 81) and data.test_puzzles.shape == (1000, 81)
+    counts = (torch.cat([data.train_puzzles, data.test_puzzles]) != 0).sum(1).bincount()
+    assert counts[:17].sum() == 0 and len(counts) == 35
+    assert (counts[17:] - 10_000 / 18).abs().max() < 120
+    assert not keys(data.train_solutions) & keys(data.test_solutions)
+    assert isinstance(data.to("cpu"), SudokuData)
