@@ -2,8 +2,8 @@
 
 For the Helmholtz free energy ``-beta^-1 sum_i L_i`` with ``L_i = log sum_j exp(beta q_i.k_j)`` one
 stock attention with the keys for values gives value and gradient. Their derivatives, with them the
-Hessian-vector product, come by strips of rows: on a CPU the stock backward pass takes twice as long,
-and always differentiates by the keys too. No N x M matrix is held, but for second derivatives.
+Hessian-vector product, come by strips of rows: the stock backward pass always differentiates by the
+keys too, which a Hessian-vector product does not need. No N x M matrix is held, but for second derivatives.
 """
 
 from __future__ import annotations

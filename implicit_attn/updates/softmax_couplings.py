@@ -74,6 +74,11 @@ class SoftmaxCouplingAttention(Update):
         self.query, self.key = Projection(dim, dim, bound), Projection(dim, dim, bound)
         self.correction = make_correction(correction, dim, hidden, correction_bound)
 
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters; no symmetry ties any of them."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero where a token does not count."""
         self._check_tokens(x)
@@ -220,6 +225,11 @@ class MixerAttention(Update):
         self.correction = make_correction(
             correction, dim, correction_hidden, correction_bound, hidden_name="correction_hidden"
         )
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters; no symmetry ties any of them."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
         name = type(self).__name__

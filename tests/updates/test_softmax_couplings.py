@@ -254,3 +254,10 @@ def test_bad_inputs() -> None:
     for update in (attention(), mixer()):
         with pytest.raises(TypeError, match="mask must be a bool tensor"):
             update(z, x, mask=MASK.float())
+
+
+def test_parameters_are_counted() -> None:
+    """Two projections and the correction; token mixer and correction; by hand without the latter."""
+    assert SoftmaxCouplingAttention(6, 2, correction=None).parameter_count == 2 * 6 * 6
+    mixer = MixerAttention(5, 6, 7, correction=None)
+    assert mixer.parameter_count == sum(p.numel() for p in mixer.parameters()) > 0
