@@ -53,9 +53,9 @@ def _weights(
         tilted = weight * (tangent - mean_other[None, :])
     else:
         if WHERE == 2:
-            forward, backward = diagonal_weights(score, here, there, rows, columns)
+            forward, backward = diagonal_weights(score, here, there, rows, columns)  # pyright: ignore[reportGeneralTypeIssues]
         else:
-            forward, backward = both_weights(score, here, there, shift, FORM)
+            forward, backward = both_weights(score, here, there, shift, FORM)  # pyright: ignore[reportGeneralTypeIssues]
         tilted = forward * (tangent - mean_own[:, None])
         tilted += backward * (tangent - mean_other[None, :])
         weight = forward + backward

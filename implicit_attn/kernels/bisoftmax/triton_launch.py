@@ -28,11 +28,11 @@ MOST_SLICES, PROGRAMS = 32, 1024
 
 def parts(tokens: int) -> tuple[int, int]:
     """Rows of the two parts of a small problem; the second may be none."""
-    first = max(16, triton.next_power_of_2(tokens))
+    first = max(16, int(triton.next_power_of_2(tokens)))
     half = first // 2
     rest = tokens - half
     if half >= 32 and (rest <= half // 2 or first > 64):
-        return half, max(16, triton.next_power_of_2(rest))
+        return half, max(16, int(triton.next_power_of_2(rest)))
     return first, 0
 
 
@@ -80,7 +80,7 @@ def _triangle(problem: Problem, v: Tensor | None) -> tuple[Tensor, int, int]:
     tangent, v = v is not None, z if v is None else v
     block = shape.rows
     blocks = triton.cdiv(problem.tokens, block)
-    slices = min(blocks, MOST_SLICES, triton.cdiv(PROGRAMS, problem.heads))
+    slices = int(min(blocks, MOST_SLICES, triton.cdiv(PROGRAMS, problem.heads)))
     slots = torch.empty(
         (problem.heads * slices, problem.tokens), dtype=torch.float32, device=z.device
     )

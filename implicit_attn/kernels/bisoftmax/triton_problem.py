@@ -53,7 +53,7 @@ class Problem:
 
     @cached_property
     def padded_width(self) -> int:
-        return max(16, triton.next_power_of_2(self.z.shape[3]))
+        return max(16, int(triton.next_power_of_2(self.z.shape[3])))
 
     @cached_property
     def capability(self) -> int:

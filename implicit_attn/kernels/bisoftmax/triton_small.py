@@ -114,7 +114,7 @@ def cross_weights(score, own_a, own_b, CAUSAL: tl.constexpr, BOUNDED: tl.constex
         backward = tl.exp2(score - own_b[None, :])
         forward = tl.zeros_like(backward)
     else:
-        forward, backward = both_weights(score, own_a, own_b, 0.0, 0 if BOUNDED else 2)
+        forward, backward = both_weights(score, own_a, own_b, 0.0, 0 if BOUNDED else 2)  # pyright: ignore[reportGeneralTypeIssues]
     return forward, backward
 
 

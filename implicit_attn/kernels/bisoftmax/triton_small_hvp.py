@@ -53,7 +53,7 @@ def _inner_weights(score, own, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
         forward = tl.exp2(score - own[:, None])
         backward = tl.trans(forward)
     else:
-        forward, backward = both_weights(score, own, own, 0.0, 0 if BOUNDED else 2)
+        forward, backward = both_weights(score, own, own, 0.0, 0 if BOUNDED else 2)  # pyright: ignore[reportGeneralTypeIssues]
     return forward, backward
 
 
