@@ -19,7 +19,7 @@ import solvers
 from implicit_attn.data import LOADERS, ImageData, load
 from implicit_attn.models import PatchClassifier
 from implicit_attn.studies import write_report
-from implicit_attn.training import Interrupted, NonFiniteLoss, Recipe, SettingsDiffer, Training
+from implicit_attn.training import Recipe, Training, run_script
 
 
 def arguments() -> argparse.Namespace:
@@ -117,17 +117,7 @@ def main() -> None:
         options.out / "checkpoint.safetensors",
         settings,
     )
-    try:
-        if options.resume:
-            training.resume()
-        elif training.path.exists():
-            print(f"{training.path} of an earlier run will be replaced (--resume continues it)")
-        training.run()
-    except Interrupted as stop:
-        print(f"{stop}: continue with --resume")
-        raise SystemExit(130) from None
-    except (FileNotFoundError, SettingsDiffer, NonFiniteLoss) as error:
-        raise SystemExit(str(error)) from None
+    run_script(training, resume=options.resume)
     report(training, options)
 
 

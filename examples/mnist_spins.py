@@ -22,14 +22,7 @@ from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkp
 from implicit_attn.data import RandomAffine, load
 from implicit_attn.models import SpinClassifier
 from implicit_attn.studies import write_report
-from implicit_attn.training import (
-    Interrupted,
-    NonFiniteLoss,
-    Recipe,
-    SettingsDiffer,
-    Training,
-    accuracy,
-)
+from implicit_attn.training import Recipe, Training, accuracy, run_script
 
 SHIPPED = Path(__file__).parent / "weights" / "mnist_spins.safetensors"
 
@@ -118,17 +111,7 @@ def train(options: argparse.Namespace) -> None:
         augment=RandomAffine(),
         observe=site_norms,
     )
-    try:
-        if options.resume:
-            training.resume()
-        elif training.path.exists():
-            print(f"{training.path} of an earlier run will be replaced (--resume continues it)")
-        training.run()
-    except Interrupted as stop:
-        print(f"{stop}: continue with --resume")
-        raise SystemExit(130) from None
-    except (FileNotFoundError, SettingsDiffer, NonFiniteLoss) as error:
-        raise SystemExit(str(error)) from None
+    run_script(training, resume=options.resume)
     print(f"\n{training.summary()}")
     kept = ("history", "observations", "settings")
     progress = {name: getattr(training, name) for name in kept}
