@@ -18,8 +18,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a strip for all its heads: 1 MiB of float32, which stays in cache.
-STRIP = 2**18
+from implicit_attn.kernels import workspace
+
+# Elements of a strip for all its heads: 1 MiB of float32, which stays in cache. Whole matrices are
+# small, so that more of them at once save operator calls.
+STRIP, WHOLE_STRIP = 2**18, 2**20
 WHOLE = 256  # tokens up to which a strip is a whole matrix
 ROWS = 128  # rows of a strip beyond that, at most
 
@@ -60,10 +63,11 @@ def strip_rows(tokens: int) -> int:
 def strip_heads(z: Tensor, rows: int) -> int:
     """Heads that share a strip of so many rows; on the CPU a head for each core, at least."""
     batch, tokens, _ = z.shape
-    heads = STRIP // (rows * tokens)
+    heads = (WHOLE_STRIP if rows >= tokens else STRIP) // (rows * tokens)
     if z.device.type == "cpu":
         heads = max(heads, torch.get_num_threads())
-    return max(1, min(batch, heads))
+    groups = -(-batch // max(1, heads))
+    return -(-batch // groups)
 
 
 class Room:
@@ -74,7 +78,7 @@ class Room:
         self.rows = strip_rows(self.tokens)
         self.heads = strip_heads(z, self.rows)
         size = self.heads * self.rows * self.tokens
-        self._buffers = [z.new_empty(size) for _ in range(buffers)]
+        self._buffers = [workspace.buffer(z, number, size) for number in range(buffers)]
 
     @property
     def whole(self) -> bool:
@@ -144,19 +148,33 @@ def _gradient(
     z: Tensor, beta: float, counts: Tensor | None, output: Tensor, lse: Tensor, room: Room
 ) -> None:
     heads, tokens, _ = z.shape
+    if room.whole:
+        return _whole_gradient(z, beta, counts, output, lse, room)
     total = z.new_zeros(heads, tokens)
-    strip = z
     for first, end in room.strips():
         strip = _exponentials(z, beta, first, end, room)
         _add_sums(strip, total, counts, first, end)
     share, logarithm = _shares(total, counts)
     lse.copy_(logarithm)
     for first, end in room.strips():
-        if not room.whole:
-            strip = _exponentials(z, beta, first, end, room)
+        strip = _exponentials(z, beta, first, end, room)
         shares = room.buffer(1, *strip.shape)
         torch.add(share[:, first:end, None], share[:, None, first:], out=shares)
         add_products(strip.mul_(shares), z, output, first, end)
+    _hide(output, counts)
+
+
+def _whole_gradient(
+    z: Tensor, beta: float, counts: Tensor | None, output: Tensor, lse: Tensor, room: Room
+) -> None:
+    """One strip is the matrix: it is computed once, and has no other side."""
+    strip = _exponentials(z, beta, 0, z.shape[1], room)
+    total = strip.sum(-1) if counts is None else (strip @ counts).squeeze(-1)
+    share, logarithm = _shares(total, counts)
+    lse.copy_(logarithm)
+    shares = room.buffer(1, *strip.shape)
+    torch.add(share[:, :, None], share[:, None, :], out=shares)
+    torch.bmm(shares.mul_(strip), z, out=output)
     _hide(output, counts)
 
 

@@ -176,4 +176,4 @@ def _automatic(z: Tensor, mask: Tensor | None, causal: bool) -> Choice:
 
 # Beyond so many tokens no N x N matrix is held. Up to it the dense formula is faster where all its
 # matrices fit the cache: so many pairs at most, measured on a CPU with widths 16 to 64.
-DENSE_TOKENS, DENSE_PAIRS = 256, 2**19
+DENSE_TOKENS, DENSE_PAIRS = 256, 2**18

@@ -1,0 +1,69 @@
+"""Buffers that are kept from call to call: whose they are, and that results do not depend on them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, workspace
+
+
+@pytest.fixture(autouse=True)
+def empty() -> None:
+    workspace.release()
+
+
+def test_kept_by_number_and_dtype() -> None:
+    single, double = torch.empty(1), torch.empty(1, dtype=torch.float64)
+    first = workspace.buffer(single, 0, 100)
+    assert workspace.buffer(single, 0, 50).data_ptr() == first.data_ptr()
+    assert workspace.buffer(single, 1, 100).data_ptr() != first.data_ptr()
+    assert workspace.buffer(double, 0, 100).dtype == torch.float64
+    assert workspace.buffer(single, 0, 200).numel() >= 200
+    workspace.release()
+    assert workspace.buffer(single, 0, 10).numel() == 10
+
+
+def test_a_large_one_is_not_kept() -> None:
+    like = torch.empty(1)
+    large = workspace.buffer(like, 0, workspace.KEPT + 1)
+    assert large.numel() == workspace.KEPT + 1
+    assert workspace.buffer(like, 0, 8).numel() == 8
+
+
+def test_a_thread_has_its_own() -> None:
+    like = torch.empty(1)
+    ours = workspace.buffer(like, 0, 10)
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(workspace.buffer, like, 0, 10).result()
+    assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_inference_mode_leaves_nothing_behind() -> None:
+    z = torch.randn(1, 2, 40, 8)
+    with torch.inference_mode():
+        inside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")[0].clone()
+    outside = bisoftmax(z.clone().requires_grad_(), 0.3, limit=20.0, backend="blocks")[0]
+    assert torch.equal(inside, outside.detach())
+    outside.sum().backward()
+
+
+def test_threads_and_sizes_do_not_disturb_each_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(2, 2, count, 8, generator=generator) for count in (300, 40, 200, 17)]
+
+    def both(z: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, lse = bisoftmax(z, 0.3, limit=30.0, backend="blocks")
+        return gradient, bisoftmax_hvp(z, gradient, 0.3, limit=30.0, lse=lse, backend="blocks")
+
+    expected = []
+    for z in states:
+        workspace.release()
+        expected.append(both(z))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(both, states * 8))
+    for pair, known in zip(found, expected * 8, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pair, known, strict=True))
