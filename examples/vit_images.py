@@ -7,7 +7,8 @@
     python examples/vit_images.py --data mnist --resume         # go on where a run stopped
 
 An image becomes tokens, a class token among them; one layer is applied to them again and again; a
-linear readout of the class token names the class. ``--preset paper`` is the recipe of Hyper-SET
+linear readout of the class token names the class (``--model hyperset-equilibrium``: one layer is
+solved for its equilibrium, and all tokens are read out). ``--preset paper`` is the recipe of Hyper-SET
 (Hu, Zou, Xu, arXiv 2502.11646); ``--preset small`` is what two cores can train.
 """
 
@@ -32,6 +33,7 @@ from implicit_attn.data import (
     load,
 )
 from implicit_attn.models import BACKBONES, build_model
+from implicit_attn.models.vit import READOUTS
 from implicit_attn.training import (
     ACCELERATORS,
     PRECISIONS,
@@ -46,14 +48,14 @@ from implicit_attn.training import (
 
 # What an option is where the command line does not say; a pair of presets for every data set.
 PAPER = {
-    "dim": 384, "heads": 6, "patch": 4, "stem": "patch", "initial_step": 0.0, "iterations": 12,
-    "epochs": 200, "batch": 128, "rate": 1e-3, "warmup": 5 / 200, "floor": 0.01,
-    "weight_decay": 5e-5, "optimizer": "adam", "clip": None,
+    "dim": 384, "heads": 6, "patch": 4, "stem": "patch", "readout": "class",
+    "initial_step": 0.0, "iterations": 12, "epochs": 200, "batch": 128, "rate": 1e-3, "warmup": 5 / 200,
+    "floor": 0.01, "weight_decay": 5e-5, "optimizer": "adam", "clip": None,
 }  # fmt: skip
 SMALL = {
-    "dim": 64, "heads": 4, "patch": 7, "stem": "conv", "initial_step": 0.1, "iterations": 12,
-    "random_iterations": [6, 18], "epochs": 10, "batch": 128, "rate": 3e-3, "warmup": 0.1,
-    "floor": 0.005, "weight_decay": 0.02, "optimizer": "adamw", "clip": 1.0,
+    "dim": 64, "heads": 4, "patch": 7, "stem": "conv", "readout": "class",
+    "initial_step": 0.1, "iterations": 12, "random_iterations": [6, 18], "epochs": 10, "batch": 128,
+    "rate": 3e-3, "warmup": 0.1, "floor": 0.005, "weight_decay": 0.02, "optimizer": "adamw", "clip": 1.0,
 }  # fmt: skip
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "small": {
@@ -69,8 +71,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "cifar10": PAPER,
     },
 }
-# An equilibrium is solved for: its iterations are evaluations at most, and seldom needed.
-SOLVED = {"iterations": 50, "random_iterations": None}
+# An equilibrium is solved for: its iterations are evaluations at most, and seldom needed. What a class
+# token gathers at the minimum of an energy is little: all tokens are read out.
+SOLVED = {"iterations": 50, "random_iterations": None, "readout": "tokens", "rtol": 1e-3}
 AUGMENTS: dict[str, Any] = {
     "digits": None,  # they are too small to be turned and moved by parts of a pixel
     "mnist": RandomAffine(),
@@ -92,12 +95,14 @@ def arguments() -> argparse.Namespace:
     add("--width", type=int, help="of the feed-forward part (default: the model's own)")
     add("--patch", type=int, help="height = width of a patch in pixels")
     add("--stem", choices=("patch", "conv"), help="how patches become tokens")
+    add("--readout", choices=READOUTS, help="the tokens that are read out")
     add("--initial-step", type=float, help="step sizes of Hyper-SET at the start")
     add("--iterations", type=int, help="of the layer, in each batch the same number")
     add(
         "--random-iterations", type=int, nargs=2, metavar=("LEAST", "MOST"),
         help="train each batch with a random number of iterations (preset small: 6 18)",
     )  # fmt: skip
+    add("--rtol", type=float, help="tolerance of an equilibrium in training (default 1e-3)")
     add("--epochs", type=int)
     add("--batch", type=int, help="images at once, of all processes")
     add("--rate", type=float, help="peak learning rate (warm-up, cosine decay)")
@@ -119,6 +124,8 @@ def arguments() -> argparse.Namespace:
     preset = PRESETS[options.preset][options.data]
     if options.model == "hyperset-equilibrium":
         preset = preset | SOLVED
+    elif options.rtol is not None:
+        parser.error(f"--rtol is for hyperset-equilibrium, got --model {options.model}")
     if options.iterations is not None:  # asked for: no random numbers unless these are, too
         preset = {name: value for name, value in preset.items() if name != "random_iterations"}
     for name, value in preset.items():
@@ -136,7 +143,7 @@ def specification(options: argparse.Namespace, data: ImageData) -> dict[str, Any
         backbone |= {"step_size": "conditioned-state", "initial_step": options.initial_step}
     _, channels, size, _ = data.train_images.shape
     shape = {"image_size": size, "channels": channels, "classes": data.classes}
-    stem = {"patch": options.patch, "stem": options.stem}
+    stem = {"patch": options.patch, "stem": options.stem, "readout": options.readout}
     return {"kind": "image-classifier", **shape, **stem, "backbone": backbone}
 
 
@@ -146,6 +153,7 @@ def build(options: argparse.Namespace, data: ImageData) -> nn.Module:
     if options.model == "hyperset-equilibrium":
         # Failures are counted and shown with the loss instead of warned about.
         layer = {"on_failure": "ignore", "adjoint": solvers.Implicit(on_failure="ignore")}
+        layer |= {"tolerance": solvers.Tolerance(rtol=options.rtol)}
     return build_model(specification(options, data), layer=layer)
 
 

@@ -178,7 +178,7 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
         inputs,
         targets,
         trained or int(getattr(model, "backbone").iterations),  # noqa: B009
-        float(settings.get("rtol", 1e-3)),
+        float(settings.get("rtol") or 1e-3),
         measure,
         history,
     )
