@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def save_checkpoint(
 ) -> None:
     """Write model, optimizer, torch's random state and ``progress`` to one file.
 
-    The file is written beside its place and moved there, so an interruption leaves the old one.
+    The file is written beside its place and moved there, so an interruption leaves the old one, and
+    of several processes that save to one place the last one wins.
 
     Args:
         path: file name, usually ``*.safetensors``; its folder is made.
@@ -53,10 +55,7 @@ def save_checkpoint(
         "progress": json.dumps(progress or {}),
     }
     stored = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    require("safetensors.torch", extra="examples").save_file(stored, str(part), metadata=header)
-    os.replace(part, path)
+    _write(path, stored, header)
 
 
 def load_checkpoint(
@@ -93,6 +92,18 @@ def load_checkpoint(
 def read_progress(path: str | Path) -> dict[str, Any]:
     """The ``progress`` of a checkpoint alone; errors as for :func:`load_checkpoint`."""
     return json.loads(_read(Path(path))[0]["progress"])
+
+
+def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
+    files = require("safetensors.torch", extra="examples")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own: another process that saves to this path must not move the half of ours.
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        files.save_file(tensors, str(part), metadata=header)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)  # it is there still only where something failed
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -13,8 +13,12 @@ from implicit_attn.optional import require
 class Log(Protocol):
     """Takes a row per optimiser step and a row per epoch; written by the first process only."""
 
-    def start(self, step: int) -> None:
-        """Begin after ``step`` optimiser steps; what an earlier run wrote beyond them is dropped."""
+    def start(self, step: int, epochs: int) -> None:
+        """Begin after ``step`` optimiser steps, ``epochs`` epochs of which are complete.
+
+        What an earlier run wrote beyond them is dropped. After the last step of an epoch, but
+        before its measures are known, ``epochs`` does not count it.
+        """
         ...
 
     def step(self, step: int, values: dict[str, Any]) -> None:
@@ -41,14 +45,13 @@ class CsvLog:
     """
 
     def __init__(self, folder: str | Path, every: int = 10) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an integer >= 1, got {every!r}")
+        _check_every(type(self).__name__, every)
         self.folder, self.every = Path(folder), every
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, epochs: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in ("steps", "epochs"):
-            _keep_rows(self.folder / f"{name}.csv", step)
+        _keep_rows(self.folder / "steps.csv", {"step": step})
+        _keep_rows(self.folder / "epochs.csv", {"step": step, "epoch": epochs})
 
     def step(self, step: int, values: dict[str, Any]) -> None:
         if step % self.every == 0:
@@ -70,12 +73,28 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         writer.writerow(row.values())
 
 
-def _keep_rows(path: Path, step: int) -> None:
-    """Drop the rows after ``step``, and a last line that a killed process did not finish."""
+def _check_every(kind: str, every: object) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            f"{kind}'s argument every must be an integer >= 1 (the steps from one written to the "
+            f"next), got {every!r}"
+        )
+
+
+def _keep_rows(path: Path, limits: dict[str, int]) -> None:
+    """Drop the rows beyond one of ``limits``, a number a column, and a last line that a killed
+    process did not finish."""
     if not path.exists():
         return
     lines = path.read_text().splitlines(keepends=True)
-    rows = [line for line in lines[1:] if line.endswith("\n") and int(line.split(",")[0]) <= step]
+    whole = [line for line in lines[1:] if line.endswith("\n")]
+    columns = [name.strip() for name in lines[0].split(",")] if whole else []
+    places = {columns.index(name): most for name, most in limits.items() if name in columns}
+    rows = [
+        line
+        for line in whole
+        if all(int(line.split(",")[place]) <= most for place, most in places.items())
+    ]
     if not rows:
         path.unlink()
         return
@@ -96,14 +115,14 @@ class TensorBoardLog:
     """
 
     def __init__(self, folder: str | Path, every: int = 10) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an integer >= 1, got {every!r}")
+        _check_every(type(self).__name__, every)
         self.writers = require("torch.utils.tensorboard", extra="tensorboard")
         self.folder, self.every = Path(folder), every
         self.writer: Any = None
 
-    def start(self, step: int) -> None:
-        # The viewer drops what an earlier run wrote from purge_step on.
+    def start(self, step: int, epochs: int) -> None:
+        # The viewer drops what an earlier run wrote from purge_step on, steps and epochs alike: an
+        # epoch measured again after its last step was saved is a second point at that step.
         self.writer = self.writers.SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def step(self, step: int, values: dict[str, Any]) -> None:

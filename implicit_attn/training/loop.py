@@ -16,23 +16,15 @@ from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkp
 from implicit_attn.data import ImageData, epoch_generator
 from implicit_attn.optional import require
 from implicit_attn.training.compilation import compile_step
+from implicit_attn.training.errors import Interrupted, NonFiniteLoss, SettingsDiffer
+from implicit_attn.training.finite import check_parameters, clip_gradients
 from implicit_attn.training.logs import Log
 from implicit_attn.training.processes import reduce_over, share, start_processes
+from implicit_attn.training.randomness import seed_step
 from implicit_attn.training.recipe import Recipe
+from implicit_attn.training.report import status_line, summary_line
 from implicit_attn.training.solves import SolveCounts
 from implicit_attn.training.tasks import Augment, Classification, Task, describe
-
-
-class Interrupted(Exception):
-    """Ctrl-C: the batch was finished and everything saved."""
-
-
-class SettingsDiffer(ValueError):
-    """A checkpoint was made by a run with other settings."""
-
-
-class NonFiniteLoss(ArithmeticError):
-    """The loss is NaN or infinite; the state before that batch was saved."""
 
 
 class Training:
@@ -40,8 +32,10 @@ class Training:
 
     A run that is interrupted or killed anywhere and resumed ends with the same bits on the CPU as
     one that was not: the order of the samples, their augmentation and random numbers of iterations
-    depend on (seed, epoch, batch) alone. Several processes split every batch among them, and the
-    loss and its gradient are those of the whole batch; only rounding tells them from one process.
+    depend on (seed, epoch, batch) alone, and what the model draws from torch's global generators
+    (dropout) on these and the process. Several processes split every batch among them, and the loss
+    and its gradient are those of the whole batch; rounding tells them from one process, and the
+    masks of dropout, which every process draws for its own samples.
 
     Args:
         model: inputs (B, ...) -> outputs; called with ``iterations=`` where the recipe names them.
@@ -125,7 +119,12 @@ class Training:
     KEPT = ("epoch", "batch", "sums", "seconds", "history", "observations", "settings")
 
     def save(self) -> None:
-        """Write the checkpoint, from the first process; the others wait for it."""
+        """Write the checkpoint, from the first process; the others wait for it.
+
+        Raises:
+            NonFiniteLoss: a parameter is not finite; nothing is written.
+        """
+        check_parameters(self.model, self.steps, self.path)
         if self.fabric.global_rank == 0:
             progress = {name: getattr(self, name) for name in self.KEPT}
             progress["solves"] = {"sums": self.solves.sums, "spent": self.solves.spent}
@@ -157,11 +156,15 @@ class Training:
 
         Ctrl-C finishes the batch, saves and raises :class:`Interrupted`; a second one raises
         ``KeyboardInterrupt`` at once.
+
+        Raises:
+            Interrupted: as above.
+            NonFiniteLoss: the loss, its gradient or a parameter is NaN or infinite.
         """
         handler = signal.signal(signal.SIGINT, lambda *_: self._stop())
         logs = self.logs if self.fabric.global_rank == 0 else ()
         for log in logs:
-            log.start(self.steps)
+            log.start(self.steps, len(self.history))
         try:
             while self.epoch < self.recipe.epochs:
                 self._run_epoch(logs)
@@ -246,21 +249,20 @@ class Training:
         options = {} if iterations is None else {"iterations": iterations}
         inputs, targets = self.task.augmented(inputs, targets, generator)
         terms = self.task.terms(inputs, targets)
-        world = self.fabric.world_size
-        part, own = share(len(inputs), self.fabric.global_rank, world)
+        rank, world = self.fabric.global_rank, self.fabric.world_size
+        part, own = share(len(inputs), rank, world)
         self.model.train()
+        seed_step(self.recipe.seed, self.epoch, self.batch, rank, self.fabric.device)
         inputs, targets = inputs[part], targets[part]
         total = self.task.loss(self.forward(inputs, **options), inputs, targets) * own
         # The processes' gradients are averaged, so each counts its terms world times.
         loss = total * (world / terms)
         value = self._reduce(total.detach().double().reshape(1), "sum").item() / terms
-        self._check_finite(value)
+        self._check_finite("loss", value)
         self.optimizer.zero_grad()
         self.fabric.backward(loss)
-        if self.recipe.clip is not None:
-            self.fabric.clip_gradients(
-                self.forward, self.stepper, max_norm=self.recipe.clip, error_if_nonfinite=False
-            )
+        norm = clip_gradients(self.fabric, self.forward, self.stepper, self.recipe.clip)
+        self._check_finite("gradient's norm", norm)
         self.stepper.step()
         self.sums = {
             "loss": self.sums["loss"] + value * terms,
@@ -269,11 +271,12 @@ class Training:
         self.solves.add(self._reduce, own)
         return {"epoch": self.epoch + 1, "loss": value, "rate": rate, **options}
 
-    def _check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
+    def _check_finite(self, name: str, value: float) -> None:
+        """Stop before the optimiser's step, while the state is still that before the batch."""
+        if not math.isfinite(value):
             self.save()
             raise NonFiniteLoss(
-                f"the loss is {loss} in epoch {self.epoch + 1}, batch {self.batch + 1}; the "
+                f"the {name} is {value} in epoch {self.epoch + 1}, batch {self.batch + 1}; the "
                 f"state before that batch is in {self.path}"
             )
 
@@ -283,22 +286,8 @@ class Training:
 
     def status(self) -> str:
         """One line about the epoch so far."""
-        row = self.means()
-        if not self.solves.layers:
-            return f"loss {row['loss']:.4f}"
-        return (
-            f"loss {row['loss']:.4f}  converged {100 * row['converged']:.1f} %  "
-            f"evaluations {row['evaluations']}  adjoint {row['adjoint_residual']:.0e}"
-        )
+        return status_line(self.means())
 
     def summary(self) -> str:
         """Time, and the worst convergence of the whole training, for the end of a log."""
-        text = f"training {sum(row['seconds'] for row in self.history):.0f} s"
-        if not self.solves.layers:
-            return text
-        share = 100 * min(row["converged"] for row in self.history)
-        spent = max(row["evaluations"] for row in self.history)
-        return (
-            f"{text}; worst epoch: {share:.2f} % of training samples converged, "
-            f"median evaluations per sample {spent:g}"
-        )
+        return summary_line(self.history, bool(self.solves.layers))

@@ -22,7 +22,7 @@ class Recipe:
         floor: share of the peak rate that is left in the end; 1 is a constant rate.
         weight_decay: decoupled with "adamw", added to the gradient with "adam".
         clip: largest norm of the gradient of all parameters; None: not clipped.
-        seed: of the order of the samples, of the augmentation and of random iterations.
+        seed: of the order of the samples, of the augmentation, of random iterations and of dropout.
         optimizer: "adamw" or "adam".
         betas: decay rates of the optimiser's two averages.
         iterations: of a recurrent model: a number, a pair (least, most) from which each batch draws

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from implicit_attn.training.loop import Interrupted, NonFiniteLoss, SettingsDiffer, Training
+from implicit_attn.training.errors import Interrupted, NonFiniteLoss, SettingsDiffer
+from implicit_attn.training.loop import Training
 
 
 def run_script(training: Training, *, resume: bool) -> None:
@@ -14,7 +15,7 @@ def run_script(training: Training, *, resume: bool) -> None:
 
     Raises:
         SystemExit: 130 after Ctrl-C; a message where there is nothing to resume, where it was made
-            with other settings, and where the loss was not finite.
+            with other settings, and where the loss, its gradient or a parameter was not finite.
     """
     first = training.fabric.global_rank == 0
     try:

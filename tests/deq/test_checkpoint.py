@@ -219,10 +219,41 @@ def test_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(checkpoint, "require", lambda *_, **__: FullDisk)
         with pytest.raises(OSError, match="No space left"):
             save_checkpoint(path, model, optimizer, {"epoch": 2})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.safetensors"]  # no half a file
     assert path.read_bytes() == old
     assert load_checkpoint(path, *build()) == {"epoch": 1}
     save_checkpoint(path, model, optimizer, {"epoch": 3})
     assert load_checkpoint(path, *build()) == {"epoch": 3}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.safetensors"]
+
+
+def test_two_that_save_to_one_path_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one saves while the first one is writing; the first one ends last."""
+    path = tmp_path / "run.safetensors"
+    model, optimizer = build()
+    names: list[str] = []
+
+    class Slow:
+        @staticmethod
+        def save_file(tensors: Any, name: str, metadata: Any) -> None:
+            names.append(name)
+            files.save_file(tensors, name, metadata=metadata)
+            if len(names) == 1:
+                save_checkpoint(path, model, optimizer, {"saved": "second"})
+                assert load_checkpoint(path, *build()) == {"saved": "second"}
+
+    real = checkpoint.require
+    monkeypatch.setattr(
+        checkpoint,
+        "require",
+        lambda name, **options: Slow if name == "safetensors.torch" else real(name, **options),
+    )
+    save_checkpoint(path, model, optimizer, {"saved": "first"})
+    assert len(set(names)) == 2
+    assert {Path(name).parent for name in names} == {tmp_path}  # moved without copying
+    assert load_checkpoint(path, *build()) == {"saved": "first"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.safetensors"]
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
+from toy_training import Recorder, toy_data
 
-from implicit_attn.data import ImageData, RandomAffine, epoch_generator
+from implicit_attn.data import RandomAffine, epoch_generator
 from implicit_attn.models import HyperSET, ImageClassifier
 from implicit_attn.training import (
-    CsvLog,
-    NonFiniteLoss,
     Recipe,
     SettingsDiffer,
     TensorBoardLog,
@@ -30,29 +29,6 @@ from implicit_attn.training.processes import share
 
 for module in ("safetensors", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="needs the extra [training]")
-
-
-def toy_data(train: int = 10) -> ImageData:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.rand(train + 4, 1, 4, 4, generator=generator)
-    labels = torch.arange(train + 4) % 3
-    return ImageData("toy", 3, images[:train], labels[:train], images[train:], labels[train:])
-
-
-class Recorder(nn.Module):
-    """Remembers how it was called in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 3)
-        self.iterations: list[int | None] = []
-        self.images: list[Tensor] = []
-
-    def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
-        if self.training:
-            self.iterations.append(iterations)
-            self.images.append(images)
-        return self.linear(images.flatten(1))
 
 
 def test_the_rate_rises_and_falls() -> None:
@@ -148,20 +124,6 @@ def test_other_settings_and_missing_checkpoints_are_refused(tmp_path: Path) -> N
     assert (resumed.epoch, resumed.steps, len(resumed.history)) == (1, 2, 1)
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path: Path) -> None:
-    class Breaks(Recorder):
-        def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
-            outputs = super().forward(images, iterations)
-            return outputs * float("nan") if len(self.images) == 3 else outputs
-
-    model = Breaks()
-    training = Training(model, toy_data(), Recipe(2, 5, 0.1), tmp_path / "checkpoint")
-    with pytest.raises(NonFiniteLoss, match=r"nan in epoch 2, batch 1; .*checkpoint"):
-        training.run()
-    assert training.steps == 2
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("error", "options", "message"),
     [
@@ -199,30 +161,6 @@ def test_every_sample_of_a_batch_belongs_to_one_process(length: int, world: int)
     sizes = [len(samples[part]) for part, own in parts if own]
     assert max(sizes) - min(sizes) <= 1
     assert all(samples[part] == [0] for part, own in parts if not own)
-
-
-def test_csv_rows_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
-    log = CsvLog(tmp_path, every=2)
-    log.start(0)
-    for step in range(1, 8):
-        log.step(step, {"loss": step / 4, "rate": 0.5})
-    log.epoch(7, {"epoch": 1, "test_accuracy": 0.25})
-    assert (tmp_path / "epochs.csv").read_text() == "step,epoch,test_accuracy\n7,1,0.25\n"
-    whole = (tmp_path / "steps.csv").read_text()
-    assert whole == "step,loss,rate\n2,0.5,0.5\n4,1.0,0.5\n6,1.5,0.5\n"
-    (tmp_path / "steps.csv").write_text(whole + "8,2.")  # the process was killed in the middle
-    log.start(5)
-    assert (tmp_path / "steps.csv").read_text() == "step,loss,rate\n2,0.5,0.5\n4,1.0,0.5\n"
-    assert not (tmp_path / "epochs.csv").exists()
-    log.step(6, {"loss": 1.5, "rate": 0.5})
-    assert (tmp_path / "steps.csv").read_text() == whole
-
-
-@pytest.mark.parametrize("every", [0, -1, 2.5, True])
-@pytest.mark.parametrize("log", [CsvLog, TensorBoardLog])
-def test_logs_refuse_a_bad_interval(tmp_path: Path, log: Any, every: Any) -> None:
-    with pytest.raises(ValueError, match=f"every must be an integer >= 1, got {every!r}"):
-        log(tmp_path, every)
 
 
 def test_without_tensorboard_the_error_names_the_extra(

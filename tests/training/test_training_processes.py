@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from training_worker import SAVE_EVERY, STEPS, equilibrium, unrolled
+from training_worker import SAVE_EVERY, SPOILT, STEPS, equilibrium, unrolled
 
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.optional import require
@@ -142,3 +142,17 @@ def test_two_processes_count_all_solves(whole: Path, split: Path) -> None:
             assert first[name] == second[name], name
         assert first["converged"] == 1.0
         assert first["adjoint_products"] == pytest.approx(second["adjoint_products"], rel=1e-2)
+
+
+def test_a_gradient_that_one_process_spoils_stops_both(tmp_path: Path) -> None:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch was built without gloo")
+    result = run_worker(str(tmp_path), "--devices", "2", "--spoil", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    ends = [(tmp_path / f"end-{rank}.txt").read_text() for rank in (0, 1)]
+    assert ends[0] == ends[1]
+    assert "the gradient's norm is nan in epoch 2, batch 3" in ends[0]
+    training = unrolled(tmp_path)
+    training.resume()
+    assert training.steps == SPOILT
+    assert all(bool(value.isfinite().all()) for value in training.model.parameters())

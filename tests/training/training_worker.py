@@ -1,9 +1,10 @@
 """A small training run, in this process or as a script that is started by tests.
 
-    python training_worker.py FOLDER [--devices N] [--kill-at STEP]
+    python training_worker.py FOLDER [--devices N] [--kill-at STEP] [--spoil RANK]
 
 Digits, a Hyper-SET with random numbers of iterations, augmentation; then, with several devices, an
-equilibrium classifier. With --kill-at the process ends itself by SIGKILL after that step.
+equilibrium classifier. With --kill-at the process ends itself by SIGKILL after that step. With
+--spoil the gradient of that process alone is NaN in a batch, and every process writes how it ended.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 
 from implicit_attn.data import ImageData, RandomAffine, load
 from implicit_attn.models import HyperSET, ImageClassifier, PatchClassifier
-from implicit_attn.training import CsvLog, Recipe, Training, start_processes
+from implicit_attn.training import CsvLog, NonFiniteLoss, Recipe, Training, start_processes
 
 # 50 + 50 + 1 images: parts of different lengths, and a batch with fewer samples than processes.
 IMAGES, BATCH, EPOCHS = 101, 50, 7
 STEPS = 3 * EPOCHS
 SAVE_EVERY = 4
+SPOILT = 5  # steps before the batch with a gradient that is not finite
 
 
 class KillAt:
@@ -32,7 +34,7 @@ class KillAt:
     def __init__(self, at: int) -> None:
         self.at = at
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, epochs: int) -> None:
         """Nothing to do."""
 
     def step(self, step: int, values: dict[str, Any]) -> None:
@@ -84,14 +86,30 @@ def equilibrium(folder: Path, fabric: Any = None) -> Training:
     )
 
 
+def spoilt(folder: Path, fabric: Any, rank: int) -> None:
+    """A run in which one process has a NaN in its own gradient, once; how each process ended."""
+    training = unrolled(folder, fabric)
+    if fabric.global_rank == rank:
+        parameter = next(training.model.parameters())
+        parameter.register_hook(lambda g: g * float("nan") if training.steps == SPOILT else g)
+    try:
+        training.run()
+    except NonFiniteLoss as error:
+        (folder / f"end-{fabric.global_rank}.txt").write_text(str(error))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--kill-at", type=int)
+    parser.add_argument("--spoil", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
     fabric = start_processes(options.devices, "cpu", unused_parameters=True)
+    if options.spoil is not None:
+        spoilt(options.folder, fabric, options.spoil)
+        return
     unrolled(options.folder, fabric, options.kill_at).run()
     if options.devices > 1:
         equilibrium(options.folder, fabric).run()
