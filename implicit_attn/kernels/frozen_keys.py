@@ -16,13 +16,14 @@ from torch import Tensor
 from implicit_attn.kernels.bisoftmax.blocks import plain
 from implicit_attn.kernels.bisoftmax.blocks_symmetric import strip_heads, strip_rows
 from implicit_attn.kernels.bisoftmax.dispatch import Choice
+from implicit_attn.kernels.bisoftmax.reference import without_autocast
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
 
 FROZEN_KEY_BACKENDS = ("auto", "reference", "flash")
 # Fewer pairs of a query and a key in a head are left to the dense formula, measured on a CPU.
 DENSE_PAIRS = 2**14
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_stock = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def frozen_key_attention(
@@ -78,6 +79,8 @@ def explain_frozen_keys(
     check_frozen_key_backend(backend)
     if backend == "flash" and query.device.type != "cpu":
         raise ValueError(f'backend="flash" needs tensors on the CPU, got {query.device}')
+    if query.numel() == 0 or key.numel() == 0:
+        return Choice("reference", "empty: stock attention takes at least a query and a key")
     if backend != "auto":
         return Choice(backend, "asked for")
     if query.device.type != "cpu":
@@ -87,7 +90,7 @@ def explain_frozen_keys(
     if transformed() or torch.compiler.is_compiling():
         return Choice("reference", "inside torch.func or a compiler the dense formula is plain")
     pairs = query.shape[2] * key.shape[2]
-    if pairs < DENSE_PAIRS or query.numel() == 0:
+    if pairs < DENSE_PAIRS:
         return Choice("reference", f"{pairs} pairs: the dense formula has the least overhead")
     return Choice("flash", f"{pairs} pairs: stock attention holds no N x M matrix")
 
@@ -122,6 +125,7 @@ def _without_tokens(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.shape[0], tensor.shape[1], tensor.shape[3]
 
 
+@without_autocast
 def _dense(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(wide) @ key.to(wide).mT) * beta
@@ -134,6 +138,11 @@ def _dense(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tupl
         weights = scores.softmax(-1).masked_fill(nothing.unsqueeze(-1), 0.0)
         lse = scores.logsumexp(-1).masked_fill(nothing, 0.0)
     return weights.to(query.dtype) @ key, lse
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """With stride 1 along the width: the stock operator takes that for granted and asks no one."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _Queries(torch.autograd.Function):
@@ -149,19 +158,19 @@ class _Queries(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         bias = None
         if mask is not None:
-            bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+            bias = query.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
             bias = bias[:, None, None]
         (key,) = keys
-        mean, lse = _forward(query, key, key, 0.0, False, attn_mask=bias, scale=beta)
-        ctx.beta, ctx.keys = beta, keys
-        ctx.save_for_backward(query, mask, mean, lse)
+        rows, columns = _unit_stride(query), _unit_stride(key)
+        mean, lse = _stock(rows, columns, columns, 0.0, False, attn_mask=bias, scale=beta)
+        ctx.beta = beta
+        ctx.save_for_backward(query, key, mask, mean, lse)
         ctx.set_materialize_grads(False)
         return mean, lse
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        query, mask, mean, lse = ctx.saved_tensors
-        (key,) = ctx.keys
+        query, key, mask, mean, lse = ctx.saved_tensors
         if torch.is_grad_enabled():
             pulled = _by_graph(query, key, ctx.beta, mask, cotangents, query)
         else:
@@ -176,16 +185,15 @@ class _Keys(torch.autograd.Function):
     def forward(
         ctx: Any, key: Tensor, held: tuple[Tensor, ...], beta: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.beta, ctx.held = beta, held
-        ctx.save_for_backward(key, mask)
+        ctx.beta = beta
+        ctx.save_for_backward(key, mask, *held)
         ctx.set_materialize_grads(False)
         _, mean, lse = held
         return mean.new_zeros(()).expand(mean.shape), lse.new_zeros(()).expand(lse.shape)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        key, mask = ctx.saved_tensors
-        query, mean, lse = ctx.held
+        key, mask, query, mean, lse = ctx.saved_tensors
         if torch.is_grad_enabled():
             pulled = _by_graph(query, key, ctx.beta, mask, cotangents, key)
         else:
@@ -238,6 +246,7 @@ def _by_strips(
         return result.view(query.shape).to(query.dtype), None
 
 
+@without_autocast
 def _by_graph(
     query: Tensor,
     key: Tensor,

@@ -23,10 +23,13 @@ def buffer(like: Tensor, number: int, size: int) -> Tensor:
     if type(like) is not Tensor or like.device.type != "cpu" or size > KEPT:
         return like.new_empty(size)
     kept, name = vars(_OF_THIS_THREAD), f"{number} {like.dtype}"
-    if name not in kept or kept[name].numel() < size:
+    found = kept.get(name)
+    if found is None or found.numel() < size:
         with torch.inference_mode(False):  # else it could not be written to outside of that mode
-            kept[name] = torch.empty(size, dtype=like.dtype)
-    return kept[name]
+            found = torch.empty(size, dtype=like.dtype, device="cpu")
+        if type(found) is Tensor:  # what a mode such as FakeTensorMode made is good only inside it
+            kept[name] = found
+    return found
 
 
 def release() -> None:

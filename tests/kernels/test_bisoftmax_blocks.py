@@ -153,6 +153,17 @@ def test_hidden_tokens_are_never_read(causal: bool, limit: float | None) -> None
     assert torch.isfinite(product).all() and not product.masked_select(hidden).any()
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocks"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", [(0, 2, 300, 4), (2, 0, 300, 4), (2, 2, 0, 4)])
+def test_nothing_to_attend(backend: str, causal: bool, shape: tuple[int, ...]) -> None:
+    z = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+    value, lse = bisoftmax(z, 0.3, causal=causal, backend=backend)
+    (first,) = torch.autograd.grad((value, lse), z, (value, lse), create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), z)
+    assert second.shape == shape and second.dtype == z.dtype and lse.dtype == torch.float32
+
+
 def test_nan_is_passed_on() -> None:
     z, _, _ = states(1, 1, 300, 8)
     z[0, 0, 7, 3] = float("nan")

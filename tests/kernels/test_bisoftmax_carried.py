@@ -87,6 +87,33 @@ def test_derivatives_in_strips() -> None:
         torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocks"])
+def test_autocast_has_no_say(backend: str) -> None:
+    z, lse = (t.float() for t in state(40))
+    weights = [t.float() for t in state(40, error=1.0)]
+    results = []
+    for enabled in (True, False):
+        given = z.clone().requires_grad_(), lse.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found = carried_bisoftmax(*given, 0.3, backend=backend)
+        first = torch.autograd.grad(found, given, weights, create_graph=backend != "blocks")
+        results.append([*found, *first])
+        if backend != "blocks":
+            results[-1] += torch.autograd.grad(first, given, weights)
+    for ours, exact in zip(*results, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocks"])
+def test_nothing_to_attend(backend: str) -> None:
+    z = torch.zeros(0, 2, 300, 4, requires_grad=True)
+    lse = torch.zeros(0, 2, 300, requires_grad=True)
+    found = carried_bisoftmax(z, lse, 0.3, backend=backend)
+    pulled = torch.autograd.grad(found, (z, lse), found, create_graph=True)
+    assert [t.shape for t in pulled] == [z.shape, lse.shape]
+
+
 def test_registration() -> None:
     z, lse = (t.requires_grad_() for t in state(4, width=2))
     torch.library.opcheck(carried.carried_op, (z, lse, 0.3, HOLES, None))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
 
@@ -122,6 +124,116 @@ def test_lower_precision(dtype: torch.dtype, bound: float, causal: bool) -> None
     assert (gradient - reference).norm() <= bound * reference.norm()
     assert (lse - expected).norm() <= 1e-5 * expected.norm()
     assert (product - exact).norm() <= 2 * bound * exact.norm()
+
+
+each_backend = pytest.mark.parametrize("backend", ["reference", "blocks", "auto"])
+
+
+@each_backend
+@pytest.mark.parametrize("limit", [None, 40.0])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_autocast_has_no_say(backend: str, limit: float | None, kind: torch.dtype) -> None:
+    z, v = (t.to(kind) for t in states(count=33))
+    results = []
+    for enabled in (True, False):
+        point = z.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            gradient, lse = bisoftmax(point, BETA, limit=limit, backend=backend)
+            product = bisoftmax_hvp(point, v, BETA, limit=limit, backend=backend)
+            constant = point.detach()
+            given = bisoftmax_hvp(constant, v, BETA, lse=lse.detach(), backend=backend)
+        loss = (gradient * v).sum() + lse.sum()
+        (first,) = torch.autograd.grad(loss, point, create_graph=True)
+        (second,) = torch.autograd.grad((first * v).sum() + (product * v).sum(), point)
+        results.append([lse, gradient, product, given, first, second])
+    assert [t.dtype for t in results[0]] == [torch.float32, *[kind] * 5]
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+@each_backend
+def test_derivatives_taken_under_autocast_keep_the_dtype(backend: str) -> None:
+    z, v = (t.float() for t in states(count=33))
+    z.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gradient, _ = bisoftmax(z, BETA, backend=backend)
+        (first,) = torch.autograd.grad(gradient, z, v, create_graph=True)
+        (second,) = torch.autograd.grad(first, z, v)
+    assert first.dtype == second.dtype == torch.float32
+
+
+@each_backend
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast_in_one_graph(backend: str, outside: bool) -> None:
+    z = states(count=9)[0].float().requires_grad_()
+    half = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def both(z: Tensor) -> tuple[Tensor, ...]:
+        gradient, lse = bisoftmax(z, BETA, backend=backend)
+        return gradient, lse, bisoftmax_hvp(z, z, BETA, backend=backend)
+
+    def inside(z: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return both(z)
+
+    compiled = torch.compile(both if outside else inside, fullgraph=True, backend="aot_eager")
+    with half if outside else nullcontext():
+        found = compiled(z)
+    for ours, exact in zip(found, both(z), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, exact)
+    assert torch.autograd.grad(found[0].square().sum(), z)[0].dtype == torch.float32
+
+
+# Forward mode itself still scripts its decompositions.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_autocast_and_transforms() -> None:
+    z, v = (t.float() for t in states(count=9))
+
+    def gradient(z: Tensor) -> Tensor:
+        return bisoftmax(z, BETA)[0]
+
+    exact = torch.func.jvp(gradient, (z,), (v,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.func.jvp(gradient, (z,), (v,))
+        pulled = torch.func.vjp(gradient, z)[1](v)[0]
+        mapped = torch.vmap(gradient)(torch.stack((z, v)))[0]
+    assert found[0].dtype == found[1].dtype == pulled.dtype == mapped.dtype == torch.float32
+    torch.testing.assert_close((found[0], mapped), (exact[0], exact[0]))
+
+
+@each_backend
+@each_mask
+@each_order
+def test_a_given_lse_is_no_constant(backend: str, mask: Tensor | None, causal: bool) -> None:
+    """Derivatives of the product by z are total, whoever computed the lse and with what graph."""
+    z, v = (t.requires_grad_() for t in states())
+    direction = torch.roll(v.detach(), 1)
+    results = []
+    for given in (None, "constant", "recorded"):
+        _, lse = bisoftmax(z, BETA, mask=mask, causal=causal, backend=backend)
+        lse = {None: None, "constant": lse.detach(), "recorded": lse}[given]
+        chosen = backend if given else "reference"
+        product = bisoftmax_hvp(z, v, BETA, mask=mask, causal=causal, lse=lse, backend=chosen)
+        results.append((product, *torch.autograd.grad(product, (z, v), direction)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-10, atol=1e-12)
+
+
+# Forward mode itself still scripts its decompositions.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_given_lse_in_forward_mode() -> None:
+    z, v = states()
+    lse = bisoftmax(z, BETA)[1]
+    partial, total = (
+        torch.func.jvp(lambda z, given=given: bisoftmax_hvp(z, v, BETA, lse=given), (z,), (v,))[1]
+        for given in (lse, None)
+    )
+    torch.testing.assert_close(partial, total)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(z, v)
+        tangent = forward_ad.unpack_dual(bisoftmax_hvp(dual, v, BETA, lse=lse)).tangent
+    torch.testing.assert_close(tangent, total)
 
 
 def test_strided_input() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,6 +43,94 @@ def test_flash_is_the_dense_formula(
         results[-1] += torch.autograd.grad(found[0], q, g)
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == dtype and difference(ours, theirs.detach()) <= bound
+
+
+def along_tokens(tensor: Tensor) -> Tensor:
+    return tensor.mT.contiguous().mT
+
+
+def shared(tensor: Tensor) -> Tensor:
+    return tensor[..., :1].expand(tensor.shape)
+
+
+@pytest.mark.parametrize("layout", [along_tokens, shared])
+@pytest.mark.parametrize("strided", ["query", "key", "both"])
+def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor], strided: str) -> None:
+    query, key, g, _ = state(130, 130)
+    query = query if strided == "key" else layout(query)
+    key = key if strided == "query" else layout(key)
+    results = []
+    for backend in ("flash", "reference"):
+        q, k = (t.detach().requires_grad_() for t in (query, key))
+        assert (q.stride(), k.stride()) == (query.stride(), key.stride())
+        mean, lse = frozen_key_attention(q, k, 0.3, backend=backend)
+        once = torch.autograd.grad(mean, (q, k), g, retain_graph=True)
+        first = torch.autograd.grad(mean, (q, k), g, create_graph=True)
+        second = torch.autograd.grad(first[0], (q, k), g)
+        results.append([mean, lse, *once, *first, *second])
+    for ours, exact in zip(*results, strict=True):
+        assert difference(ours.detach(), exact.detach()) <= 1e-12
+
+
+@pytest.mark.parametrize("changed", ["query", "key"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_changed_since_is_noticed(changed: str, frozen: bool) -> None:
+    query, key, g, _ = state(130, 130)
+    query.requires_grad_()
+    key.requires_grad_(not frozen)
+    mean, _ = frozen_key_attention(query, key, 0.3, backend="flash")
+    for by in (query,) if frozen else (query, key):
+        torch.autograd.grad(mean, by, g, retain_graph=True)
+    (query if changed == "query" else key).detach().mul_(3)
+    for by in (query,) if frozen else (query, key):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(mean, by, g, retain_graph=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "flash"])
+def test_autocast_has_no_say(backend: str) -> None:
+    query, key, g, a = (t.float() for t in state(150, 150))
+    results = []
+    for enabled in (True, False):
+        q, k = query.clone().requires_grad_(), key.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found = frozen_key_attention(q, k, 0.3, backend=backend)
+        first = torch.autograd.grad(found, (q, k), (g, a), create_graph=True)
+        # What the graph of the first derivative is made of is chosen where it is taken.
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled and backend == "flash"):
+            again = torch.autograd.grad(found, (q, k), (g, a), create_graph=True)
+        second = torch.autograd.grad(again, (q, k), (g, g))
+        results.append([*found, *first, *again, *second])
+    for ours, exact in zip(*results, strict=True):
+        assert ours.dtype == torch.float32
+        assert difference(ours.detach(), exact.detach().double()) <= 1e-6
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 200, 200), (2, 0, 9), (2, 9, 0)])
+def test_nothing_to_attend(batch: int, queries: int, keys: int, masked: bool) -> None:
+    tensors = state(queries, keys, batch=batch)
+    query, key = (t.requires_grad_() for t in tensors[:2])
+    mask = torch.ones(batch, keys, dtype=torch.bool) if masked else None
+    results = []
+    for backend in ("flash", "auto"):
+        found = frozen_key_attention(query, key, 0.3, mask=mask, backend=backend)
+        first = torch.autograd.grad(found[0], (query, key), tensors[2], create_graph=True)
+        second = torch.autograd.grad(first[0].sum(), (query, key), allow_unused=True)
+        assert [t.shape for t in first] == [query.shape, key.shape]
+        assert not any(t is not None and t.any() for t in (found[0], *first, *second))
+        results.append(found)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash"])
+def test_the_default_device_has_no_say(backend: str) -> None:
+    query, key, _, _ = state(150, 130)
+    exact = frozen_key_attention(query, key, 0.3, mask=torch.ones(2, 130) > 0, backend=backend)
+    with torch.device("meta"):
+        mask = torch.ones(2, 130, device="cpu") > 0
+        found = frozen_key_attention(query, key, 0.3, mask=mask, backend=backend)
+    torch.testing.assert_close(found, exact, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mask", [None, HOLES], ids=["full", "holes"])

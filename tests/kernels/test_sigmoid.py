@@ -121,6 +121,36 @@ def test_derivatives(mask: Tensor | None) -> None:
     assert gradcheck(lambda v: product(constant, v), v)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocks"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_autocast_has_no_say(backend: str, kind: torch.dtype) -> None:
+    z, v, c = (t.to(kind) for t in states(2, 2, 40, 8))
+    results = []
+    for enabled in (True, False):
+        point = z.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            gradient, value = sigmoid_attention(point, 0.3, backend=backend)
+            product = sigmoid_attention_hvp(point, v, 0.3, backend=backend)
+        loss = (gradient * c).sum() + value.sum() + (product * c).sum()
+        (first,) = torch.autograd.grad(loss, point, create_graph=True)
+        (second,) = torch.autograd.grad((gradient * c).sum(), point, create_graph=True)
+        (second,) = torch.autograd.grad(second, point, v)
+        results.append([value, gradient, product, first, second])
+    assert [t.dtype for t in results[0]] == [torch.float32, *[kind] * 4]
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocks"])
+@pytest.mark.parametrize("shape", [(0, 2, 300, 4), (2, 2, 0, 4)])
+def test_nothing_to_attend(backend: str, shape: tuple[int, ...]) -> None:
+    z = torch.zeros(shape, requires_grad=True)
+    gradient, value = sigmoid_attention(z, 0.3, backend=backend)
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(gradient.sum(), z, create_graph=True)
+    assert gradient.shape == shape and value.shape == shape[:2] and not value.any()
+
+
 def test_registration() -> None:
     z, v, c = small()
     torch.library.opcheck(ops.sigmoid_op, (z, BETA, HOLES))

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, workspace
 
@@ -40,6 +41,23 @@ def test_a_thread_has_its_own() -> None:
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(workspace.buffer, like, 0, 10).result()
     assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_the_default_device_has_no_say() -> None:
+    z = torch.randn(1, 2, 40, 8)
+    with torch.device("meta"):
+        inside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
+        assert workspace.buffer(z, 0, 10).device == z.device
+    outside = bisoftmax(z, 0.3, limit=20.0, backend="blocks")
+    for ours, theirs in zip(inside, outside, strict=True):
+        assert ours.device == z.device and torch.equal(ours, theirs)
+
+
+def test_what_a_mode_made_is_not_kept() -> None:
+    like = torch.empty(1)
+    with FakeTensorMode():
+        assert type(workspace.buffer(like, 0, 10)) is not Tensor
+    assert type(workspace.buffer(like, 0, 10)) is Tensor
 
 
 def test_inference_mode_leaves_nothing_behind() -> None:

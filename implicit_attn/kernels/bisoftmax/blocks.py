@@ -70,6 +70,10 @@ def bisoftmax_third(
     lse_cotangent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pullback of ``direction`` through ``bisoftmax_hvp``: to z, v (B, H, N, p), a (B, H, N)."""
+    if z.numel() == 0:
+        wide = torch.promote_types(z.dtype, torch.float32)
+        by_a = z.new_zeros(z.shape[:3], dtype=wide)
+        return z.new_zeros(z.shape), v.new_zeros(v.shape), by_a
     with plain(z):
         counts = wide_counts(z, mask)
         rows, vectors, along = (wide_rows(t, mask) for t in (z, v, direction))

@@ -26,7 +26,12 @@ from implicit_attn.kernels.bisoftmax.blocks_symmetric import (
     strip_tangents,
 )
 from implicit_attn.kernels.bisoftmax.dispatch import check_backend, explain
-from implicit_attn.kernels.bisoftmax.reference import PLAIN_EXPONENTIAL, check_vector, counting
+from implicit_attn.kernels.bisoftmax.reference import (
+    PLAIN_EXPONENTIAL,
+    check_vector,
+    counting,
+    without_autocast,
+)
 from implicit_attn.kernels.operators import call, mapped, refuse_forward_mode
 
 
@@ -67,6 +72,7 @@ def carried_bisoftmax(
     return call(carried_op, _carried, [z, lse], z, lse.to(wide), beta, mask, limit)
 
 
+@without_autocast
 def _dense(z: Tensor, lse: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     z = counting(z, mask)
     wide = z.to(lse.dtype)

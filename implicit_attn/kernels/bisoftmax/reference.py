@@ -6,13 +6,42 @@ The energy of one head with rows ``z_i`` is ``E(Z) = beta^-1 sum_i L_i`` with ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
+
+from implicit_attn.kernels.operators import has_tangent, transformed
+
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
 
 # exp of scores within this bound, and sums of them over any number of tokens, stay in float32.
 PLAIN_EXPONENTIAL = 60.0
 
 
+def without_autocast(
+    function: Callable[Concatenate[Tensor, Options], Result],
+) -> Callable[Concatenate[Tensor, Options], Result]:
+    """``function`` with autocast off on the device of its first argument, recorded as ever.
+
+    Autocast would round the scores of float32 tokens to half precision, and the lse with them.
+    """
+
+    @wraps(function)
+    def wrapped(first: Tensor, *args: Options.args, **kwargs: Options.kwargs) -> Result:
+        kind = first.device.type
+        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+            return function(first, *args, **kwargs)  # spares small calls the context
+        with torch.autocast(kind, enabled=False):
+            return function(first, *args, **kwargs)
+
+    return wrapped
+
+
+@without_autocast
 def bisoftmax(
     z: Tensor,
     beta: float,
@@ -54,6 +83,7 @@ def bisoftmax(
     return torch.matmul(both, z), lse
 
 
+@without_autocast
 def bisoftmax_hvp(
     z: Tensor,
     v: Tensor,
@@ -74,7 +104,8 @@ def bisoftmax_hvp(
         beta: as in ``bisoftmax``.
         mask: as in ``bisoftmax``.
         causal: as in ``bisoftmax``.
-        lse: what ``bisoftmax`` returned for the same arguments; saves computing it again.
+        lse: what ``bisoftmax`` returned for the same arguments; saves computing it again, which is
+            done all the same where a derivative by ``z`` may be asked for.
 
     Returns:
         (B, H, N, p) like ``z``; zero for tokens that do not count.
@@ -87,7 +118,7 @@ def bisoftmax_hvp(
     blocked = _blocked(z, mask, causal)
     z = counting(z, mask).contiguous()
     v = counting(v, mask).contiguous()
-    if lse is None:
+    if lse is None or _differentiated(z):
         weights, _ = _row_softmax(z, beta, blocked)
     else:
         scores = _scores(z, beta, blocked)
@@ -126,6 +157,11 @@ def check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
         raise ValueError(
             f"lse must have the shape (B, H, N) = {tuple(z.shape[:3])}, got {tuple(lse.shape)}"
         )
+
+
+def _differentiated(z: Tensor) -> bool:
+    """Whether a derivative by ``z`` may be taken: a given lse, a constant, has no part in it."""
+    return (torch.is_grad_enabled() and z.requires_grad) or transformed() or has_tangent(z)
 
 
 def counting(z: Tensor, mask: Tensor | None) -> Tensor:

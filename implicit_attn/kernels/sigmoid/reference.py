@@ -10,9 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.reference import check_arguments, check_vector, counting
+from implicit_attn.kernels.bisoftmax.reference import (
+    check_arguments,
+    check_vector,
+    counting,
+    without_autocast,
+)
 
 
+@without_autocast
 def sigmoid_attention(
     z: Tensor, beta: float, *, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -28,6 +34,7 @@ def sigmoid_attention(
     return gradient, gates.flatten(2).sum(2, dtype=wide) / (2.0 * beta)
 
 
+@without_autocast
 def sigmoid_attention_hvp(
     z: Tensor, v: Tensor, beta: float, *, mask: Tensor | None = None
 ) -> Tensor:
