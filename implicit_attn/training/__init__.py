@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from implicit_attn.training.compilation import compile_step
+from implicit_attn.training.errors import Interrupted, NonFiniteLoss, SettingsDiffer
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
-from implicit_attn.training.loop import (
-    Interrupted,
-    NonFiniteLoss,
-    SettingsDiffer,
-    Training,
-)
+from implicit_attn.training.loop import Training
 from implicit_attn.training.processes import ACCELERATORS, PRECISIONS, start_processes
 from implicit_attn.training.recipe import Recipe
 from implicit_attn.training.script import run_script
