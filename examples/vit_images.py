@@ -3,6 +3,7 @@
     python examples/vit_images.py                               # embedded 8x8 digits, a minute or two
     python examples/vit_images.py --data mnist                  # MNIST, a quarter of an hour
     python examples/vit_images.py --data mnist --model transformer
+    python examples/vit_images.py --data mnist --attention softmax --layers 2
     python examples/vit_images.py --data cifar10 --preset paper --compile    # for a GPU
     python examples/vit_images.py --data mnist --resume         # go on where a run stopped
 
@@ -32,8 +33,11 @@ from implicit_attn.data import (
     RandomFlip,
     load,
 )
+from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models import BACKBONES, build_model
-from implicit_attn.models.vit import READOUTS
+from implicit_attn.models.backbones import build_backbone
+from implicit_attn.models.recurrent import ORDERS
+from implicit_attn.models.vit import POSITIONS, READOUTS
 from implicit_attn.training import (
     ACCELERATORS,
     PRECISIONS,
@@ -45,6 +49,16 @@ from implicit_attn.training import (
     run_script,
     start_processes,
 )
+from implicit_attn.training.options import (
+    VARIANTS,
+    add_variants,
+    amount,
+    check_model_options,
+    count,
+    fill_in,
+    given,
+)
+from implicit_attn.updates.step_sizes import STEP_SIZES
 
 # What an option is where the command line does not say; a pair of presets for every data set.
 PAPER = {
@@ -82,45 +96,55 @@ AUGMENTS: dict[str, Any] = {
 }
 # How a run is carried out, not what it computes: may change when it is resumed.
 RUNNING = ("out", "resume", "devices", "accelerator", "save_every", "log_every", "tensorboard")
+SPECIFIED = ("positions", *VARIANTS)  # kept in the specification of the model, where they are given
 
 
-def arguments() -> argparse.Namespace:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--data", choices=sorted(LOADERS), default="digits")
     add("--preset", choices=sorted(PRESETS), default="small", help="defaults of what follows")
     add("--model", choices=sorted(BACKBONES), default="hyperset")
-    add("--dim", type=int, help="features of a token")
-    add("--heads", type=int)
-    add("--width", type=int, help="of the feed-forward part (default: the model's own)")
-    add("--patch", type=int, help="height = width of a patch in pixels")
+    add("--dim", type=count, help="features of a token")
+    add("--heads", type=count)
+    add("--width", type=count, help="of the feed-forward part (default: the model's own)")
+    add("--patch", type=count, help="height = width of a patch in pixels")
     add("--stem", choices=("patch", "conv"), help="how patches become tokens")
     add("--readout", choices=READOUTS, help="the tokens that are read out")
+    add("--positions", choices=POSITIONS, help="of the tokens (default: sinusoidal)")
     add("--initial-step", type=float, help="step sizes of Hyper-SET at the start")
-    add("--iterations", type=int, help="of the layer, in each batch the same number")
+    add("--iterations", type=count, help="of the layer, in each batch the same number")
     add(
-        "--random-iterations", type=int, nargs=2, metavar=("LEAST", "MOST"),
+        "--random-iterations", type=count, nargs=2, metavar=("LEAST", "MOST"),
         help="train each batch with a random number of iterations (preset small: 6 18)",
     )  # fmt: skip
     add("--rtol", type=float, help="tolerance of an equilibrium in training (default 1e-3)")
-    add("--epochs", type=int)
-    add("--batch", type=int, help="images at once, of all processes")
-    add("--rate", type=float, help="peak learning rate (warm-up, cosine decay)")
-    add("--weight-decay", type=float)
+    add("--epochs", type=count)
+    add("--batch", type=count, help="images at once, of all processes")
+    add("--rate", type=amount, help="peak learning rate (warm-up, cosine decay)")
+    add("--weight-decay", type=amount)
     add("--optimizer", choices=("adam", "adamw"))
     add("--no-augment", action="store_true", help="train on the images as they are")
     add("--seed", type=int, default=0)
-    add("--limit", type=int, help="use only so many training images")
-    add("--devices", type=int, default=1, help="processes, one per card or sharing the CPU")
+    add("--limit", type=count, help="use only so many training images")
+    add("--devices", type=count, default=1, help="processes, one per card or sharing the CPU")
     add("--accelerator", choices=ACCELERATORS, default="auto")
     add("--precision", choices=PRECISIONS, default="32-true")
     add("--compile", action="store_true", help="compile the repeated layer (a minute at the start)")
-    add("--save-every", type=int, help="a checkpoint every so many steps, besides every epoch")
-    add("--log-every", type=int, default=10, help="a row in steps.csv every so many steps")
+    add("--save-every", type=count, help="a checkpoint every so many steps, besides every epoch")
+    add("--log-every", type=count, default=10, help="a row in steps.csv every so many steps")
     add("--tensorboard", action="store_true", help="write events for TensorBoard, too")
     add("--out", type=Path, help="folder of the results (default runs/DATA-MODEL)")
     add("--resume", action="store_true", help="continue from the checkpoint in that folder")
+    kinds: dict[str, Any] = {"attention": ATTENTIONS, "feedforward": FEEDFORWARDS}
+    add_variants(parser, **kinds, step_size=STEP_SIZES, order=ORDERS)
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = command_line()
     options = parser.parse_args()
+    check_model_options(parser, options, build_backbone)
     preset = PRESETS[options.preset][options.data]
     if options.model == "hyperset-equilibrium":
         preset = preset | SOLVED
@@ -128,9 +152,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--rtol is for hyperset-equilibrium, got --model {options.model}")
     if options.iterations is not None:  # asked for: no random numbers unless these are, too
         preset = {name: value for name, value in preset.items() if name != "random_iterations"}
-    for name, value in preset.items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, value)
+    fill_in(options, preset)
     options.out = options.out or Path("runs") / f"{options.data}-{options.model}"
     return options
 
@@ -141,9 +163,11 @@ def specification(options: argparse.Namespace, data: ImageData) -> dict[str, Any
     backbone |= {"width": options.width, "iterations": options.iterations}
     if options.model == "hyperset":
         backbone |= {"step_size": "conditioned-state", "initial_step": options.initial_step}
+    backbone |= given(options, *VARIANTS)
     _, channels, size, _ = data.train_images.shape
     shape = {"image_size": size, "channels": channels, "classes": data.classes}
     stem = {"patch": options.patch, "stem": options.stem, "readout": options.readout}
+    stem |= given(options, "positions")
     return {"kind": "image-classifier", **shape, **stem, "backbone": backbone}
 
 
@@ -179,9 +203,9 @@ def report(training: Training, options: argparse.Namespace, data: ImageData) -> 
     images, labels = training.data.test_images[:2000], training.data.test_labels[:2000]
     trained = options.iterations
     print(f"accuracy on {len(images)} test images by iterations:")
-    for count in sorted({max(1, trained // 2), trained, 2 * trained}):
-        right = accuracy(model, images, labels, iterations=count)
-        print(f"  {count:3d}  {100 * right:.2f} %")
+    for iterations in sorted({max(1, trained // 2), trained, 2 * trained}):
+        right = accuracy(model, images, labels, iterations=iterations)
+        print(f"  {iterations:3d}  {100 * right:.2f} %")
     print(f"tables, checkpoint and weights: {options.out}")
 
 
@@ -192,7 +216,11 @@ def main() -> None:
         unused_parameters=options.random_iterations is not None,
     )  # fmt: skip
     data = load(options.data).first(options.limit)
-    settings = {name: value for name, value in vars(options).items() if name not in RUNNING}
+    if fabric.global_rank == 0:
+        numbers = f"{len(data.train_images)} training and {len(data.test_images)} test images"
+        print(f"data: {data.name}, {numbers}")
+    apart = (*RUNNING, *SPECIFIED)
+    settings = {name: value for name, value in vars(options).items() if name not in apart}
     settings["model"] = specification(options, data)
     logs: list[Any] = [CsvLog(options.out, options.log_every)]
     if options.tensorboard:

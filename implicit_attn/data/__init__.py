@@ -9,7 +9,13 @@ from implicit_attn.data.idx import read_idx
 from implicit_attn.data.images import ImageData, batches, epoch_generator, stratified_holdout
 from implicit_attn.data.mnist import load_fashion_mnist, load_mnist
 from implicit_attn.data.registry import LOADERS, load
-from implicit_attn.data.sudoku import SudokuData, load_sudoku, read_list, reveal
+from implicit_attn.data.sudoku import (
+    SudokuData,
+    load_sudoku,
+    read_list,
+    resolve_source,
+    reveal,
+)
 from implicit_attn.data.sudoku_boards import SudokuSymmetries, board_counts
 from implicit_attn.data.sudoku_generator import solve_sudoku, unique_puzzles
 
@@ -33,6 +39,7 @@ __all__ = [
     "load_sudoku",
     "read_idx",
     "read_list",
+    "resolve_source",
     "reveal",
     "solve_sudoku",
     "stratified_holdout",

@@ -84,15 +84,11 @@ def load_sudoku(
         FileNotFoundError: ``source`` is "list", and there is none.
         ValueError: a number is out of range, or the list holds too few puzzles.
     """
-    if source not in SOURCES:
-        raise ValueError(f"source must be one of {SOURCES}, got {source!r}")
+    found = resolve_source(source)
     for name, value in (("train", train), ("test", test)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-    path = None if source == "generated" else find_list()
-    if path is None and source == "list":
-        places = ", ".join(str(folder / LIST) for folder in search_folders())
-        raise FileNotFoundError(f"no list of puzzles at {places}; set {DATA_VARIABLE}")
+    path = None if found == "generated" else find_list()
     generator = torch.Generator().manual_seed(seed)
     if path is None:
         name = "generated Sudoku"
@@ -103,6 +99,25 @@ def load_sudoku(
     most = more if more is not None else (17 if path is not None else GENERATED_MORE)
     puzzles = reveal(puzzles, solutions, most, generator)
     return SudokuData(name, puzzles[:train], solutions[:train], puzzles[train:], solutions[train:])
+
+
+def resolve_source(source: str = "auto") -> str:
+    """Which puzzles :func:`load_sudoku` takes for ``source``: "list" or "generated".
+
+    Raises:
+        FileNotFoundError: ``source`` is "list", and there is none.
+        ValueError: an unknown source.
+    """
+    if source not in SOURCES:
+        raise ValueError(f"source must be one of {SOURCES}, got {source!r}")
+    if source == "generated":
+        return source
+    if find_list() is not None:
+        return "list"
+    if source == "auto":
+        return "generated"
+    places = ", ".join(str(folder / LIST) for folder in search_folders())
+    raise FileNotFoundError(f"no list of puzzles at {places}; set {DATA_VARIABLE}")
 
 
 def find_list() -> Path | None:

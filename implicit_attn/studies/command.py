@@ -23,7 +23,7 @@ from implicit_attn.studies.plots_extrapolation import (
     geometry_figure,
     trade_off_figure,
 )
-from implicit_attn.studies.subjects import Subject, open_subject
+from implicit_attn.studies.subjects import DataDiffers, Subject, open_subject
 from implicit_attn.studies.tables import Table, format_table, write_table
 from implicit_attn.studies.test_time import extrapolate
 from implicit_attn.studies.trade_off import (
@@ -36,6 +36,9 @@ from implicit_attn.training import Recipe
 
 SHIPPED = Path("examples") / "weights"
 UNROLLED, SOLVED = "digits-hyperset.safetensors", "digits-hyperset-equilibrium.safetensors"
+READ = 10_000  # test samples of models that trade-off reads
+# How trade-off trains, where the command line does not say; layers None: all divisors.
+TRAINED = {"depth": 12, "layers": None, "epochs": 6, "rate": 4e-3, "seeds": 1}
 
 
 @dataclass(frozen=True)
@@ -213,12 +216,12 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("trade-off", help=text, description=text)
     _common(command, "train here")
     add = command.add_argument
-    add("--samples", type=int, default=10_000, help="test samples of models that are read")
-    add("--depth", type=int, default=12, help="layers times iterations")
-    add("--layers", type=int, nargs="+", default=[1, 2, 3, 6, 12], help="divisors of the depth")
-    add("--epochs", type=int, default=6)
-    add("--rate", type=float, default=4e-3, help="peak learning rate")
-    add("--seeds", type=int, default=1)
+    add("--samples", type=int, help=f"test samples of models that are read (default {READ})")
+    add("--depth", type=int, help=f"layers times iterations (default {TRAINED['depth']})")
+    add("--layers", type=int, nargs="+", help="divisors of the depth (default: all)")
+    add("--epochs", type=int, help=f"default {TRAINED['epochs']}")
+    add("--rate", type=float, help=f"peak learning rate (default {TRAINED['rate']})")
+    add("--seeds", type=int, help=f"trainings of each (default {TRAINED['seeds']})")
     return top
 
 
@@ -237,12 +240,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(n, (int, float)) and not n > 0 for n in numbers):
             top.error(f"--{name.replace('_', '-')} must be > 0, got {value}")
+    if options.study == "trade-off":
+        _complete_trade_off(top, options)
     start = time.perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.study == "trade-off":
-        wrong = [n for n in options.layers if options.depth % n]
-        if wrong:
-            top.error(f"--layers must divide --depth {options.depth}, got {wrong}")
         run_trade_off(options)
     else:
         study = STUDIES[options.study]
@@ -253,6 +255,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{stem}: {subject.title}", flush=True)
             study.run(subject, files, options)
     print(f"{time.perf_counter() - start:.0f} s")
+
+
+def _complete_trade_off(top: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what reading trained models, or training them, does not use; fill in the rest."""
+    if options.weights:
+        idle = [name for name in TRAINED if getattr(options, name) is not None]
+        if idle:
+            top.error(f"--{' --'.join(idle)} cannot be given with --weights, which are trained")
+        options.samples = options.samples or READ
+        return
+    if options.samples is not None:
+        top.error("--samples needs --weights; models trained here are tested on all samples")
+    for name, value in TRAINED.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    divisors = [layers for layers, _ in layers_of_depth(options.depth)]
+    options.layers = options.layers or divisors
+    wrong = [n for n in options.layers if n not in divisors]
+    if wrong:
+        top.error(f"--layers must divide --depth {options.depth}, got {wrong}")
 
 
 def _shipped(name: str) -> Path:
@@ -267,6 +289,8 @@ def _shipped(name: str) -> Path:
 def _open(path: Path, options: argparse.Namespace) -> Subject:
     try:
         return open_subject(path, options.data, options.samples)
+    except DataDiffers as error:
+        raise SystemExit(f"--data {options.data}: {error}") from None
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from None
 

@@ -189,6 +189,26 @@ def geometry_figure(
     pyplot.close(figure)
 
 
+def seed_means(table: Table) -> Table:
+    """A row for each (layers, iterations): the mean over the seeds, fewest layers first.
+
+    Args:
+        table: rows of :func:`implicit_attn.studies.trade_off.trade_off_row`.
+
+    Returns:
+        layers, iterations, parameters, seeds (rows that were averaged), accuracy and loss.
+    """
+    means: Table = []
+    for layers, iterations in sorted({(row["layers"], row["iterations"]) for row in table}):
+        group = [r for r in table if (r["layers"], r["iterations"]) == (layers, iterations)]
+        row = {"layers": layers, "iterations": iterations, "parameters": group[0]["parameters"]}
+        row["seeds"] = len(group)
+        for key in ("accuracy", "loss"):
+            row[key] = sum(each[key] for each in group) / len(group)
+        means.append(row)
+    return means
+
+
 def trade_off_figure(path: str | Path, title: str, table: Table) -> None:
     """Accuracy, loss and parameters of the same depth made of more layers or of more iterations.
 
@@ -201,25 +221,24 @@ def trade_off_figure(path: str | Path, title: str, table: Table) -> None:
     pyplot = pyplot_without_screen()
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    pairs = sorted({(row["layers"], row["iterations"]) for row in table})
-    groups = [[r for r in table if (r["layers"], r["iterations"]) == pair] for pair in pairs]
-    places = range(len(pairs))
+    means = seed_means(table)
+    pairs = [(row["layers"], row["iterations"]) for row in means]
+    label = "mean of the seeds" if any(row["seeds"] > 1 for row in means) else "one seed"
     for panel, key, color in ((axes[0], "accuracy", ORANGE), (axes[1], "loss", BLUE)):
         factor = 100 if key == "accuracy" else 1
-        values = [[factor * row[key] for row in group] for group in groups]
-        for place, each in zip(places, values, strict=True):
-            panel.plot([place] * len(each), each, "o", color=color, alpha=0.5)
-        several = any(len(each) > 1 for each in values)
-        label = "mean of the seeds" if several else "one seed"
-        panel.plot(places, [sum(each) / len(each) for each in values], color=color, label=label)
+        places = [pairs.index((row["layers"], row["iterations"])) for row in table]
+        panel.plot(places, [factor * row[key] for row in table], "o", color=color, alpha=0.5)
+        panel.plot([factor * row[key] for row in means], color=color, label=label)
         panel.legend(frameon=False)
     axes[0].set(ylabel="test accuracy, %", title="Accuracy at constant depth")
     axes[1].set(ylabel="test loss (cross-entropy)", title="Loss at constant depth")
-    thousands = [group[0]["parameters"] / 1000 for group in groups]
-    axes[2].bar_label(axes[2].bar(places, thousands, color=GREEN), fmt="%.1f")
+    thousands = [row["parameters"] / 1000 for row in means]
+    axes[2].bar_label(axes[2].bar(range(len(pairs)), thousands, color=GREEN), fmt="%.1f")
     axes[2].set(ylabel="parameters, thousands", title="What the layers cost")
     for panel in axes:
-        panel.set_xticks(places, [f"{layers} x {iterations}" for layers, iterations in pairs])
+        panel.set_xticks(
+            range(len(pairs)), [f"{layers} x {iterations}" for layers, iterations in pairs]
+        )
         panel.set_xlabel("layers x iterations of each")
     figure.savefig(Path(path), dpi=110)
     pyplot.close(figure)

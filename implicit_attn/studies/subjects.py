@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.data import load, load_sudoku
+from implicit_attn.data import ImageData, load, load_sudoku
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone, SudokuModel, load_model
 from implicit_attn.models.rivals import EnergyTransformerLayer
@@ -24,6 +24,10 @@ BATCH = 128
 FILES_OF_A_RUN = ("weights", "checkpoint")  # then the folder says which run it was
 SUDOKU_OPTIONS = ("train", "test", "source", "seed")  # of the settings, that say which puzzles
 Energies = Callable[[Tensor, Tensor], Tensor]  # states (B, N, d), tokens (B, N, d) -> (B,)
+
+
+class DataDiffers(ValueError):
+    """The data that was asked for does not go with the model."""
 
 
 class HeldStep(Update):
@@ -146,27 +150,33 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
 
     Args:
         path: of a checkpoint that :func:`implicit_attn.models.load_model` reads.
-        data: name of the data set; None: what the checkpoint's settings say.
+        data: name of a data set of images; None: what the checkpoint's settings say. The puzzles
+            of a Sudoku model are always those of its settings.
         samples: at most so many test samples; None: all.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or no such data.
         ValueError: the checkpoint says neither how its model is built nor what data it saw.
+        DataDiffers: ``data`` is given for a Sudoku model, or its images or classes are not those
+            that the model takes.
     """
     model, progress = load_model(path)
     settings, history = progress["settings"], progress.get("history") or []
-    name = settings.get("data") if data is None else data
-    if not isinstance(name, str):
-        raise ValueError(
-            f"{path} does not say what data it was trained on; got {name!r}, give data"
-        )
     if isinstance(model, SudokuModel):
+        if data is not None:
+            raise DataDiffers(f"{path} solves Sudoku, data must be None, got {data!r}")
         chosen = {key: settings[key] for key in SUDOKU_OPTIONS if key in settings}
         held = load_sudoku(**chosen)
         name, inputs, targets = held.name, held.test_puzzles, held.test_solutions
         measure: Measure = measure_boards
     else:
+        name = settings.get("data") if data is None else data
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{path} does not say what data it was trained on; got {name!r}, give data"
+            )
         images = load(name)
+        _check_images(images, settings["model"], path)
         inputs, targets, measure = images.test_images, images.test_labels, measure_classes
     backbone = settings["model"]["backbone"]
     trained = int(history[-1].get("evaluations", 0)) if history else 0
@@ -185,6 +195,17 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
     return _titled(subject, name, backbone["name"]).first(
         len(inputs) if samples is None else samples
     )
+
+
+def _check_images(images: ImageData, model: Mapping[str, Any], path: str | Path) -> None:
+    """Images and classes must be those of the model's specification."""
+    wanted = (model["channels"], model["image_size"], model["image_size"])
+    shape = tuple(images.test_images.shape[1:])
+    if (shape, images.classes) != (wanted, model["classes"]):
+        raise DataDiffers(
+            f"{path} takes images {wanted} of {model['classes']} classes, but {images.name} has "
+            f"{shape} of {images.classes}"
+        )
 
 
 def _titled(subject: Subject, data: str, backbone: str) -> Subject:

@@ -16,6 +16,7 @@ from implicit_attn.data import (
     board_counts,
     load_sudoku,
     read_list,
+    resolve_source,
     reveal,
     solve_sudoku,
     unique_puzzles,
@@ -203,6 +204,8 @@ def small_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_list_is_found_and_split_by_puzzle(small_list: Path) -> None:
     data = load_sudoku(30, 9, more=3)
     assert data.name == "Sudoku, 17-clue list"
+    found = [resolve_source(source) for source in ("auto", "list", "generated")]
+    assert found == ["list", "list", "generated"]
     _, solutions = read_list(small_list)
     assert keys(data.train_solutions) | keys(data.test_solutions) == keys(solutions)
     assert not keys(data.train_solutions) & keys(data.test_solutions)
@@ -225,6 +228,7 @@ def test_without_a_list_puzzles_are_generated(
     monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert load_sudoku(1, 1).name == "generated Sudoku"
+    assert resolve_source() == "generated"
     with pytest.raises(FileNotFoundError, match=r"sudoku17\.npz.*IMPLICIT_ATTN_DATA"):
         load_sudoku(1, 1, source="list")
 

@@ -70,7 +70,8 @@ def test_mnist_holds_at_twice_the_iterations() -> None:
 
 
 @needs_mnist
-def test_energies_fall_and_the_tokens_spread_on_mnist() -> None:
+def test_energies_end_lower_and_the_tokens_wider_apart_on_mnist() -> None:
+    """From the first to the last iteration; in between they do not move in one direction."""
     subject = open_subject(FOLDER / MNIST, samples=128)
     energies, heads = geometry(subject, 12)
     first, last = energies[0], energies[-1]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
-from implicit_attn.studies import layers_of_depth, open_subject
+from implicit_attn.studies import command, layers_of_depth, open_subject, subjects
 from implicit_attn.studies.command import SHIPPED, STUDIES, UNROLLED, main
-from implicit_attn.studies.plots_extrapolation import trade_off_figure
+from implicit_attn.studies.plots_extrapolation import seed_means, trade_off_figure
+from implicit_attn.studies.subjects import DataDiffers
 from study_cases import specification, write_weights
 
 pytest.importorskip("matplotlib", reason="the studies draw")
@@ -108,8 +112,34 @@ def test_seeds_are_averaged(tmp_path: Path) -> None:
         for k in (1, 2)
         for seed in (0, 1)
     ]
+    rows[0]["accuracy"], rows[1]["loss"] = 0.25, 0.5  # of one layer alone
+    once = {"layers": 4, "iterations": 1, "parameters": 400, "accuracy": 0.75, "loss": 0.5}
+    one, two, four = seed_means([once, *reversed(rows)])
+    assert [row["layers"] for row in (one, two, four)] == [1, 2, 4]
+    assert [row["seeds"] for row in (one, two, four)] == [2, 2, 1]
+    assert [row["parameters"] for row in (one, two, four)] == [100, 200, 400]
+    assert one["accuracy"] == pytest.approx(0.425) and one["loss"] == pytest.approx(0.75)
+    assert two["accuracy"] == pytest.approx(0.55) and two["loss"] == pytest.approx(0.875)
+    assert four["accuracy"] == 0.75 and four["loss"] == 0.5
     trade_off_figure(tmp_path / "a.png", "two seeds", rows)
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+
+
+def test_trade_off_fits_its_layers_to_the_depth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layers given: all divisors; given weights: nothing is asked of a depth."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[Any] = []
+    monkeypatch.setattr(command, "run_trade_off", seen.append)
+    main(["trade-off", "--depth", "8"])
+    main(["trade-off"])
+    main(["trade-off", "--weights", "a.safetensors"])
+    eight, default, read = seen
+    assert (eight.depth, eight.layers) == (8, [1, 2, 4, 8])
+    assert (default.depth, default.layers) == (12, [1, 2, 3, 4, 6, 12])
+    assert (default.epochs, default.rate, default.seeds) == (6, 4e-3, 1)
+    assert (read.samples, read.depth, read.layers) == (10_000, None, None)
 
 
 def test_subject_of_a_checkpoint(tmp_path: Path) -> None:
@@ -132,6 +162,10 @@ def test_subject_of_sudoku(tmp_path: Path) -> None:
     save_checkpoint(path, build_model(wanted), progress={"settings": settings})
     subject = open_subject(path)
     assert subject.inputs.shape == (3, 81) and subject.name == "boards"
+    with pytest.raises(DataDiffers, match="solves Sudoku, data must be None, got 'digits'"):
+        open_subject(path, "digits")
+    with pytest.raises(SystemExit, match=r"--data digits: .* solves Sudoku"):
+        main(["paths", "--weights", str(path), "--data", "digits", "--out", str(tmp_path)])
     with torch.no_grad():
         logits = subject.model(subject.inputs)
     assert set(subject.measure(logits, subject.inputs, subject.targets)) == {
@@ -147,6 +181,11 @@ def test_subject_of_sudoku(tmp_path: Path) -> None:
         (["geometry", "--weights", "missing.safetensors"], "no checkpoint at"),
         (["geometry", "--samples", "0"], "--samples must be > 0"),
         (["trade-off", "--depth", "4", "--layers", "3"], "must divide"),
+        (["trade-off", "--samples", "5"], "--samples needs --weights"),
+        *[
+            (["trade-off", "--weights", "a", f"--{name}", "2"], f"--{name} cannot be given with")
+            for name in ("depth", "layers", "epochs", "rate", "seeds")
+        ],
         (["flight"], "invalid choice"),
     ],
 )
@@ -157,6 +196,38 @@ def test_mistakes(
         extra = [] if arguments == ["flight"] else ["--out", str(tmp_path)]
         main([*arguments, *extra])
     assert message in f"{stop.value}{capsys.readouterr().err}"
+
+
+def test_sudoku_weights_keep_their_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained on the list, studied where there is none: refused; older ones say "auto"."""
+    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wanted = {"kind": "sudoku", "backbone": {"name": "crate", "dim": 8, "heads": 2}}
+    paths: dict[str, Path] = {}
+    for source in ("list", "auto"):
+        settings = {"data": "sudoku", "model": wanted, "source": source, "train": 2, "test": 2}
+        paths[source] = tmp_path / f"{source}.safetensors"
+        save_checkpoint(paths[source], build_model(wanted), progress={"settings": settings})
+    with pytest.raises(SystemExit, match=r"no list of puzzles at .*IMPLICIT_ATTN_DATA"):
+        main(["paths", "--weights", str(paths["list"]), "--out", str(tmp_path)])
+    assert "generated Sudoku" in open_subject(paths["auto"]).title
+
+
+def test_images_of_another_shape_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name of the option, before the model sees them."""
+    path = write_weights(tmp_path / "a.safetensors", "crate")
+    digits = subjects.load("digits")
+    images, labels = torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
+    others = {
+        "mnist": ImageData("wide", 10, images, labels, images, labels),
+        "fashion-mnist": replace(digits, name="fine", classes=11),
+    }
+    monkeypatch.setattr(subjects, "load", others.get)
+    for name, message in (("mnist", r"wide has \(3, 8, 8\)"), ("fashion-mnist", "of 11")):
+        with pytest.raises(SystemExit, match=rf"--data {name}: .*{message}"):
+            main(["paths", "--weights", str(path), "--data", name, "--out", str(tmp_path)])
 
 
 def test_checkpoint_without_data(tmp_path: Path) -> None:
