@@ -1,6 +1,7 @@
 """Gradient steps of a bi-softmax layer with carried normalisers against plain gradient steps.
 
     python benchmarks/carried_normaliser.py           # 1 x 512 tokens, width 128, 4 heads
+    python benchmarks/carried_normaliser.py --device cuda
 
 For each weight of the attention term and each tolerance on the residual of the *plain* step, the mean
 evaluations and the seconds of the forward solve, and the seconds of the backward pass. A carried solve
@@ -42,7 +43,7 @@ def layers(weight: float, args: argparse.Namespace) -> tuple[dict[str, DEQ], Gra
         "carried Anderson": DEQ(carried, **options),
         "carried Forward": DEQ(carried, solver=solvers.Forward(0.5), **options),
     }
-    return made, plain
+    return {name: layer.to(args.device) for name, layer in made.items()}, plain
 
 
 def tokens(value: Any) -> Tensor:
@@ -67,29 +68,49 @@ def loosest(layer: DEQ, plain: GradientStep, x: Tensor, target: float) -> float 
     return None
 
 
-def timed(run: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, Any]:
+def timed(
+    run: Callable[[], Any], clock: Callable[[], float], device: torch.device
+) -> tuple[float, Any]:
+    """Seconds, the wait for a GPU included, and the result."""
+    wait(device)
     start = clock()
     result = run()
+    wait(device)
     return clock() - start, result
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def measure(
     weight: float, target: float, args: argparse.Namespace, clock: Callable[[], float]
 ) -> list[dict[str, Any]]:
     made, plain = layers(weight, args)
-    x = torch.randn(args.batch, args.tokens, args.dim)
+    x = torch.randn(args.batch, args.tokens, args.dim).to(args.device)
     rtols = {name: loosest(layer, plain, x, target) for name, layer in made.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     evaluations: dict[str, float] = {}
-    for _ in range(args.rounds):
+    warming = 1 if x.is_cuda else 0  # the backward pass has kernels to compile as well
+    for number in range(args.rounds + warming):
         for name, layer in made.items():
             rtol = rtols[name]
             if rtol is None:
                 continue
             tolerance = solvers.Tolerance(rtol=rtol)
-            forward, solution = timed(lambda: layer.solve(x, tolerance=tolerance), clock)  # noqa: B023
-            backward, _ = timed(lambda: tokens(solution.value).square().mean().backward(), clock)  # noqa: B023
-            times[name].append((forward, backward))
+            forward, solution = timed(
+                lambda: layer.solve(x, tolerance=tolerance),  # noqa: B023
+                clock,
+                x.device,
+            )
+            backward, _ = timed(
+                lambda: tokens(solution.value).square().mean().backward(),  # noqa: B023
+                clock,
+                x.device,
+            )
+            if number >= warming:
+                times[name].append((forward, backward))
             evaluations[name] = solution.evaluations.double().mean().item()
     rows = []
     for name, seconds in times.items():
@@ -111,6 +132,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--weights", type=float, nargs="+", default=[0.2, 0.4, 1.0])
     parser.add_argument("--residuals", type=float, nargs="+", default=[1e-3, 1e-5])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--cpu-time", action="store_true", help="processor time, for a busy machine and one thread"
@@ -118,12 +140,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.cpu_time else time.perf_counter
-    rows = [
-        row
-        for weight in args.weights
-        for target in args.residuals
-        for row in measure(weight, target, args, clock)
-    ]
+    rows = []
+    for weight in args.weights:
+        for target in args.residuals:
+            rows += measure(weight, target, args, clock)
+            print(f"weight {weight}, residual {target}: done", file=sys.stderr, flush=True)
     print(table(rows))
 
 

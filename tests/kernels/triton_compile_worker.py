@@ -1,7 +1,8 @@
-"""Compile the Triton kernels of bi-softmax for a device that need not be there; no arguments.
+"""Compile the Triton kernels of bi-softmax for a device that need not be there.
 
-Prints one line per compiled kernel. Exits with a traceback where one does not compile, and with a
-message where one needs more shared memory than a multiprocessor of the H100 has.
+The argument is its compute capability, 90 or 120. Prints one line per compiled kernel. Exits with a
+traceback where one does not compile, and with a message where one needs more shared memory than a
+program may have there.
 """
 
 from __future__ import annotations
@@ -16,16 +17,31 @@ from triton.runtime import driver
 
 from implicit_attn.kernels.bisoftmax import triton_backend, triton_problem
 
-CAPABILITY, SHARED_MEMORY = 90, 232448
+CAPABILITY = int(sys.argv[1])
+SHARED_MEMORY = {90: 232448, 120: 101376}[CAPABILITY]
+BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+BOUNDED, ATOMIC = {"limit": 8.0}, {"deterministic": False}
 # width, dtype, tokens, options of both functions, options of the forward one
-VARIANTS: list[tuple[int, torch.dtype, int, dict[str, Any], dict[str, Any]]] = [
-    (64, torch.bfloat16, 2048, {"limit": 8.0}, {}),
-    (64, torch.bfloat16, 2048, {"limit": 8.0}, {"deterministic": False}),
-    (24, torch.float16, 300, {"mask": True}, {}),
-    (64, torch.bfloat16, 300, {"causal": True}, {}),
-    (64, torch.bfloat16, 65, {"limit": 8.0}, {}),
-    (32, torch.float32, 300, {"limit": 8.0}, {}),
-]
+Variant = tuple[int, torch.dtype, int, dict[str, Any], dict[str, Any]]
+VARIANTS: dict[int, list[Variant]] = {
+    90: [
+        (64, BRAIN, 2048, BOUNDED, {}),
+        (64, BRAIN, 2048, BOUNDED, ATOMIC),
+        (24, HALF, 300, {"mask": True}, {}),
+        (64, BRAIN, 300, {"causal": True}, {}),
+        (64, BRAIN, 65, BOUNDED, {}),
+        (32, SINGLE, 300, BOUNDED, {}),
+        (128, BRAIN, 2048, BOUNDED, {}),
+        (256, BRAIN, 2048, BOUNDED, {}),
+    ],
+    # The widest heads need the most memory.
+    120: [
+        (256, BRAIN, 2048, BOUNDED, {}),
+        (256, BRAIN, 2048, BOUNDED, ATOMIC),
+        (256, BRAIN, 300, {"causal": True}, {}),
+        (256, BRAIN, 64, BOUNDED, {}),
+    ],
+}
 
 
 class Absent:
@@ -62,7 +78,7 @@ def main() -> None:
     triton.JITFunction.run = compile_only(triton.JITFunction.run)
     setattr(triton_problem.Problem, "capability", CAPABILITY // 10)  # noqa: B010
     setattr(triton_backend, "_device_reason", lambda z: None)  # noqa: B010
-    for width, dtype, tokens, options, forward in VARIANTS:
+    for width, dtype, tokens, options, forward in VARIANTS[CAPABILITY]:
         z = torch.zeros(2, 2, tokens, width, dtype=dtype)
         mask = torch.ones(2, tokens, dtype=torch.bool) if options.get("mask") else None
         options = {**options, "mask": mask}

@@ -11,6 +11,7 @@ from implicit_attn.kernels.bisoftmax import ops, reference
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
 
 BACKENDS = ("auto", "reference", "blocks", "triton")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ def bisoftmax(
     beta: float,
     *,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     causal: bool = False,
     limit: float | None = None,
+    deterministic: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the bi-softmax energy, and the log-sum-exp of each row.
@@ -51,9 +54,16 @@ def bisoftmax(
         z: (B, H, N, p) projected tokens, floating.
         beta: inverse temperature, > 0.
         mask: (B, N) bool, True where a token counts; None: all count.
+        lengths: (B,) integers from 0 to N, in place of ``mask``: the first ``lengths[b]`` tokens count.
+            On another device than the CPU lengths outside of it are not reported (that would wait
+            for the device) but taken as the nearest end. The Triton kernels stop at the last
+            token; other backends make a mask of it.
         causal: restrict row i to columns ``j <= i``.
         limit: a bound on every ``|S_ij|`` that the caller vouches for, as RMS-normalised rows have
             (``beta p``); a moderate one saves the search for each row's maximum.
+        deterministic: False allows Triton's gradient of bounded scores to add by atomics, from half of
+            the tiles: rounding then differs from run to run. It changes nothing in other backends,
+            in derivatives, or with ``causal``.
         backend: "reference" (dense), "blocks" (stock operators, O(N) memory), "triton" (GPU kernels),
             or "auto": see ``explain``.
 
@@ -62,14 +72,17 @@ def bisoftmax(
         that do not count have zero in both, and their content is never used.
 
     Raises:
-        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
+        TypeError, ValueError: for a dtype, shape, ``beta``, length or ``backend`` other than the above,
+            or for both ``mask`` and ``lengths``.
         NotImplementedError: forward-mode differentiation by another backend than "reference".
         ImportError: "triton" where Triton is not installed.
     """
-    choice = _choose(z, beta, mask, causal, limit, backend)
+    choice = _choose(z, beta, mask, lengths, causal, backend)
     if choice == "reference":
+        mask = ops.mask_of(z, mask, lengths)
         return reference.bisoftmax(z, beta, mask=mask, causal=causal, limit=limit)
-    return ops.forward(z, beta, mask, causal, limit, choice)
+    lengths = _beside(z, lengths)
+    return ops.forward(z, beta, mask, causal, limit, choice, lengths, deterministic)
 
 
 def bisoftmax_hvp(
@@ -78,8 +91,10 @@ def bisoftmax_hvp(
     beta: float,
     *,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     causal: bool = False,
     limit: float | None = None,
+    deterministic: bool = True,
     lse: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -91,7 +106,9 @@ def bisoftmax_hvp(
     Args:
         z: (B, H, N, p), as in ``bisoftmax``.
         v: like ``z``.
-        beta, mask, causal, limit, backend: as in ``bisoftmax``.
+        beta, mask, lengths, causal, limit, backend: as in ``bisoftmax``.
+        deterministic: as in ``bisoftmax``, and so far of no effect: no kernel of the product adds by
+            atomics.
         lse: what ``bisoftmax`` returned for the same arguments; saves computing it again.
 
     Returns:
@@ -100,12 +117,13 @@ def bisoftmax_hvp(
     Raises:
         As ``bisoftmax``; ValueError if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
     """
-    choice = _choose(z, beta, mask, causal, limit, backend)
+    choice = _choose(z, beta, mask, lengths, causal, backend)
     reference.check_vector(z, v, lse)
     if choice == "reference" or (backend == "auto" and has_tangent(v)):
+        mask = ops.mask_of(z, mask, lengths)
         return reference.bisoftmax_hvp(z, v, beta, mask=mask, causal=causal, lse=lse)
     refuse_forward_mode(v, choice, "bisoftmax_hvp")
-    return ops.hvp(z, v, beta, mask, causal, limit, lse, None, choice)
+    return ops.hvp(z, v, beta, mask, causal, limit, lse, None, choice, _beside(z, lengths))
 
 
 def explain(
@@ -113,20 +131,22 @@ def explain(
     beta: float,
     *,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     causal: bool = False,
     limit: float | None = None,
+    deterministic: bool = True,
     backend: str = "auto",
 ) -> Choice:
     """Which backend ``bisoftmax`` and ``bisoftmax_hvp`` take for these arguments, and why.
 
     Args:
-        z, beta, mask, causal, limit, backend: as in ``bisoftmax``; nothing is computed.
+        z, beta, mask, lengths, causal, limit, deterministic, backend: as in ``bisoftmax``; nothing is
+            computed, and neither ``limit`` nor ``deterministic`` decides anything.
 
     Raises:
         As ``bisoftmax``.
     """
-    reference.check_arguments(z, beta, mask)
-    check_backend(backend)
+    _check(z, beta, mask, lengths, backend)
     if backend == "auto":
         return _automatic(z, mask, causal)
     if backend != "reference":
@@ -145,15 +165,47 @@ def check_backend(backend: str) -> str:
     return backend
 
 
+def _check(
+    z: Tensor, beta: float, mask: Tensor | None, lengths: Tensor | None, backend: str
+) -> None:
+    reference.check_arguments(z, beta, mask)
+    check_backend(backend)
+    if lengths is None:
+        return
+    if mask is not None:
+        raise ValueError("give mask or lengths, got both")
+    if lengths.dtype not in _INTEGERS:
+        raise TypeError(f"lengths must be of an integer dtype, got {lengths.dtype}")
+    if tuple(lengths.shape) != (z.shape[0],):
+        raise ValueError(
+            f"lengths must have the shape (B,) = ({z.shape[0]},), got {tuple(lengths.shape)}"
+        )
+    # Numbers are looked at only where there are any, and without a wait for a device.
+    known = type(lengths) is Tensor and lengths.device.type == "cpu"
+    if not known or not len(lengths) or torch.compiler.is_compiling() or transformed():
+        return
+    least, most = (int(end) for end in lengths.aminmax())
+    if least < 0 or most > z.shape[2]:
+        raise ValueError(f"lengths must be from 0 to N = {z.shape[2]}, got {least} to {most}")
+
+
+def _beside(z: Tensor, lengths: Tensor | None) -> Tensor | None:
+    return None if lengths is None else lengths.to(z.device)
+
+
 def _choose(
-    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, backend: str
+    z: Tensor,
+    beta: float,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    causal: bool,
+    backend: str,
 ) -> str:
     """The backend; "auto" and "triton" as they are where the operator has to find out by itself."""
     if torch.compiler.is_compiling() and (backend == "triton" or (backend == "auto" and z.is_cuda)):
-        reference.check_arguments(z, beta, mask)
-        check_backend(backend)
+        _check(z, beta, mask, lengths, backend)
         return backend
-    return explain(z, beta, mask=mask, causal=causal, limit=limit, backend=backend).backend
+    return explain(z, beta, mask=mask, lengths=lengths, causal=causal, backend=backend).backend
 
 
 def _automatic(z: Tensor, mask: Tensor | None, causal: bool) -> Choice:

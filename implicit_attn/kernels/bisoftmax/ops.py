@@ -19,18 +19,28 @@ from implicit_attn.kernels.operators import call, mapped
 from implicit_attn.optional import require
 
 _SHARED = "Tensor? mask, bool causal, float? limit"
+_LENGTHS = "Tensor? lengths=None"
 
 
 def _bisoftmax(
-    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, backend: str
+    z: Tensor,
+    beta: float,
+    mask: Tensor | None,
+    causal: bool,
+    limit: float | None,
+    backend: str,
+    lengths: Tensor | None = None,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient like ``z`` and lse (B, H, N).
+    """Gradient (B, H, N, p) and lse (B, H, N), contiguous.
 
     ``backend`` is "blocks", "triton", or "auto": "triton" where it takes the input, else "blocks".
+    ``lengths`` (B,) stands in place of ``mask``; ``deterministic`` is read by Triton only.
     """
     if _by_triton(backend, z, mask, causal):
-        return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit)
-    return blocks.bisoftmax_forward(z, beta, mask, causal, limit)
+        options = {"lengths": lengths, "deterministic": deterministic}
+        return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit, **options)
+    return blocks.bisoftmax_forward(z, beta, mask_of(z, mask, lengths), causal, limit)
 
 
 def _bisoftmax_hvp(
@@ -43,13 +53,15 @@ def _bisoftmax_hvp(
     lse: Tensor | None,
     lse_cotangent: Tensor | None,
     backend: str,
+    lengths: Tensor | None = None,
 ) -> Tensor:
-    """Hessian times ``v`` plus the pullback of ``lse_cotangent``, like ``z``."""
+    """Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
     if _by_triton(backend, z, mask, causal):
-        triton = triton_backend()
-        if lse is None:
-            lse = triton.bisoftmax_forward(z, beta, mask, causal, limit)[1]
-        return triton.bisoftmax_hvp(z, v, beta, mask, causal, lse, lse_cotangent, limit=limit)
+        options = {"limit": limit, "lengths": lengths}
+        return triton_backend().bisoftmax_hvp(
+            z, v, beta, mask, causal, lse, lse_cotangent, **options
+        )
+    mask = mask_of(z, mask, lengths)
     return blocks.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
 
 
@@ -70,14 +82,15 @@ bisoftmax_op = torch.library.custom_op(
     "implicit_attn::bisoftmax",
     _bisoftmax,
     mutates_args=(),
-    schema=f"(Tensor z, float beta, {_SHARED}, str backend) -> (Tensor, Tensor)",
+    schema=f"(Tensor z, float beta, {_SHARED}, str backend, {_LENGTHS}, bool deterministic=True) "
+    "-> (Tensor, Tensor)",
 )
 bisoftmax_hvp_op = torch.library.custom_op(
     "implicit_attn::bisoftmax_hvp",
     _bisoftmax_hvp,
     mutates_args=(),
     schema=f"(Tensor z, Tensor v, float beta, {_SHARED}, Tensor? lse, Tensor? lse_cotangent, "
-    "str backend) -> Tensor",
+    f"str backend, {_LENGTHS}) -> Tensor",
 )
 bisoftmax_third_op = torch.library.custom_op(
     "implicit_attn::bisoftmax_third",
@@ -86,6 +99,13 @@ bisoftmax_third_op = torch.library.custom_op(
     schema="(Tensor z, Tensor v, Tensor direction, float beta, Tensor? mask, bool causal, "
     "Tensor? lse_cotangent) -> (Tensor, Tensor, Tensor)",
 )
+
+
+def mask_of(z: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
+    """``mask``, or the mask (B, N) of the first ``lengths`` tokens where those are given."""
+    if lengths is None:
+        return mask
+    return torch.arange(z.shape[2], device=z.device) < lengths.to(z.device)[:, None]
 
 
 def triton_lacks(z: Tensor, mask: Tensor | None, causal: bool) -> str | None:
@@ -116,7 +136,7 @@ def _wide(z: Tensor) -> torch.dtype:
 
 
 @bisoftmax_op.register_fake
-def _(z: Tensor, beta: float, mask: Any, causal: bool, limit: Any, backend: str) -> Any:
+def _(z: Tensor, *others: Any) -> Any:
     return z.new_empty(z.shape), z.new_empty(z.shape[:3], dtype=_wide(z))
 
 
@@ -131,16 +151,16 @@ def _(z: Tensor, v: Tensor, *others: Any) -> Any:
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    z, ctx.beta, mask, ctx.causal, ctx.limit, ctx.backend = inputs
-    ctx.save_for_backward(z, mask, output[1])
+    z, ctx.beta, mask, ctx.causal, ctx.limit, ctx.backend, lengths, _ = inputs
+    ctx.save_for_backward(z, mask, output[1], lengths)
 
 
 def _backward_forward(ctx: Any, by_gradient: Tensor, by_lse: Tensor) -> tuple[Any, ...]:
-    z, mask, lse = ctx.saved_tensors
+    z, mask, lse, lengths = ctx.saved_tensors
     by_gradient = by_gradient.to(z.dtype)
     rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse.detach(), by_lse, ctx.backend)
-    product = hvp(z, by_gradient, *rest)
-    return product, None, None, None, None, None
+    product = hvp(z, by_gradient, *rest, lengths)
+    return product, *(None,) * 7
 
 
 def hvp(z: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -155,22 +175,23 @@ def forward(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save_hvp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    z, v, ctx.beta, mask, ctx.causal, ctx.limit, lse, cotangent, ctx.backend = inputs
-    ctx.save_for_backward(z, v, mask, lse, cotangent)
+    z, v, ctx.beta, mask, ctx.causal, ctx.limit, lse, cotangent, ctx.backend, lengths = inputs
+    ctx.save_for_backward(z, v, mask, lse, cotangent, lengths)
 
 
 def _backward_hvp(ctx: Any, direction: Tensor) -> tuple[Any, ...]:
-    z, v, mask, lse, cotangent = ctx.saved_tensors
+    z, v, mask, lse, cotangent, lengths = ctx.saved_tensors
     none = (None,) * 5
     if not ctx.needs_input_grad[0] and not ctx.needs_input_grad[7]:  # linear in v, and symmetric
-        rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse, None, ctx.backend)
-        return None, hvp(z, direction, *rest), *none, None, None
+        rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse, None, ctx.backend, lengths)
+        return None, hvp(z, direction, *rest), *none, None, None, None
+    mask = mask_of(z, mask, lengths)
     by_z, by_v, by_cotangent = bisoftmax_third_op(
         z, v, direction, ctx.beta, mask, ctx.causal, cotangent
     )
     if cotangent is not None:
         by_cotangent = by_cotangent.to(cotangent.dtype)
-    return by_z, by_v, *none, None if cotangent is None else by_cotangent, None
+    return by_z, by_v, *none, None if cotangent is None else by_cotangent, None, None
 
 
 def _backward_third(ctx: Any, *cotangents: Tensor) -> Any:

@@ -93,14 +93,15 @@ def bisoftmax_forward(
             registers suffice.
 
     Returns:
-        gradient like ``z`` and lse (B, H, N) float32; zero in both where a token does not count.
+        gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) float32, both contiguous
+        whatever the strides of ``z``; zero in both where a token does not count.
 
     Raises:
         ValueError: what ``supports`` says, or options that exclude each other.
     """
     problem = _problem(z, beta, mask, causal, limit, lengths)
     triangular = _wants_triangle(problem, "triangle", triangular)
-    out = torch.empty_like(z)
+    out = _contiguous_like(z)
     lse = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
     if z.numel() == 0:
         return out, lse
@@ -143,8 +144,8 @@ def bisoftmax_hvp(
         beta: inverse temperature, > 0.
         mask: as in ``bisoftmax_forward``.
         causal: as in ``bisoftmax_forward``.
-        lse: (B, H, N) float32 from ``bisoftmax_forward`` for the same arguments, or None. With it and
-            a moderate ``limit`` the first pass is half as long; otherwise it is found on the way.
+        lse: (B, H, N) float32 from ``bisoftmax_forward`` for the same arguments, or None. Only the
+            tangents from half of the tiles use it, and compute it first where it is None.
         lse_cotangent: ``a`` (B, H, N), the cotangent of the log-sum-exps; None: zero.
         limit: as in ``bisoftmax_forward``.
         lengths: as in ``bisoftmax_forward``.
@@ -152,7 +153,7 @@ def bisoftmax_hvp(
         small: as in ``bisoftmax_forward``.
 
     Returns:
-        (B, H, N, p) like ``z``; zero where a token does not count.
+        (B, H, N, p) in the dtype of ``z``, contiguous; zero where a token does not count.
 
     Raises:
         ValueError: as ``bisoftmax_forward``, or if ``v``, ``lse`` or ``lse_cotangent`` do not fit.
@@ -164,7 +165,7 @@ def bisoftmax_hvp(
             f"v must be like z, {tuple(z.shape)} {z.dtype} on {z.device}, "
             f"got {tuple(v.shape)} {v.dtype} on {v.device}"
         )
-    out = torch.empty_like(z)
+    out = _contiguous_like(z)
     if z.numel() == 0:
         return out
     lse = None if lse is None else _per_row(lse, "lse", z)
@@ -179,12 +180,22 @@ def bisoftmax_hvp(
             v = v.masked_fill((problem.keep == 0)[:, None, :, None], 0.0)
         mean = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)
         rows_of = torch.empty_like(mean)
-        if triangular and lse is not None:
+        if triangular:
+            if lse is None:
+                lse = torch.empty_like(mean)
+                launch.triangle_lse(problem, lse, rows_of)
             launch.triangle_mean(problem, v, lse, cotangent, mean, rows_of)
         else:
             launch.row_mean(problem, v, cotangent, mean, rows_of)
         launch.curvature(problem, v, rows_of, mean, out)
     return out
+
+
+def _contiguous_like(z: Tensor) -> Tensor:
+    """Unfilled. The strides of ``z`` are not kept: compilers are promised contiguous results, and
+    offsets within a tile are of 32 bits, which a wide row stride would overflow.
+    """
+    return torch.empty(z.shape, dtype=z.dtype, device=z.device)
 
 
 def _problem(

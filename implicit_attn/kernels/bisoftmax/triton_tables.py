@@ -45,8 +45,10 @@ _TABLE = {
     ("small", 2): {128: Tiles(128, 128, 4, 1), 256: Tiles(128, 128, 8, 1)},
     ("small", 4): {256: Tiles(128, 128, 4, 1)},
 }  # fmt: skip
-# Before Hopper, with as little as 99 KiB on the chip: for every kernel but the small ones.
-_OLDER = {
+# For every kernel but the small ones on cards with as little as 99 KiB on the chip: those before
+# Hopper, and of the later ones the consumer cards (capability 12). 9 and 10 have 227 KiB.
+_LARGE_CHIPS = (9, 10)
+_LESS_ON_CHIP = {
     2: {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
     4: {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
 }
@@ -65,8 +67,8 @@ def tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
     """
     if capability == 0:
         return INTERPRETER
-    older = capability < 9 and kernel != "small"
-    table = _OLDER[size] if older else _TABLE[_SAME.get(kernel, kernel), size]
+    less = capability not in _LARGE_CHIPS and kernel != "small"
+    table = _LESS_ON_CHIP[size] if less else _TABLE[_SAME.get(kernel, kernel), size]
     return next(chosen for largest, chosen in table.items() if width <= largest)
 
 

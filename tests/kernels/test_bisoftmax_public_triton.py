@@ -1,0 +1,237 @@
+"""The Triton backend through the public functions: derivatives, options, compilation, transforms.
+
+Without a CUDA device the kernels run in Triton's interpreter (``tests/conftest.py`` asks for it),
+else on the device. ``test_bisoftmax_triton`` has the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_cases import TOLERANCE, Case, Problem, dense, problem_of, relative
+
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
+from implicit_attn.kernels.bisoftmax import ops
+
+pytest.importorskip("triton", reason="Triton is not installed")
+triton_backend = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_backend")
+launch = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_launch")
+tables = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_tables")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BRAIN = torch.bfloat16
+on_a_card = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device"))
+
+SHAPES = [
+    Case(17, 8, batch=2, strided=True),
+    Case(40, 24, batch=2, mask="rows", normalised=False),
+    Case(33, 16, causal=True, strided=True),
+    Case(130, 16, batch=2, mask="random", strided=True),
+    Case(130, 16, batch=2, mask="lengths"),
+]
+BRAINS = [
+    Case(65, 64, batch=2, dtype=BRAIN, strided=True),
+    Case(129, 128, batch=2, dtype=BRAIN, mask="random"),
+    Case(300, 64, dtype=BRAIN, causal=True, strided=True),
+    Case(1024, 64, batch=2, dtype=BRAIN, mask="lengths"),
+]
+
+
+def options_of(case: Case, problem: Problem) -> dict[str, Any]:
+    padding = {"mask": problem.mask} if problem.lengths is None else {"lengths": problem.lengths}
+    return {"causal": case.causal, "limit": case.limit, "backend": "triton", **padding}
+
+
+@pytest.mark.parametrize(
+    "case", [*SHAPES, *(pytest.param(case, marks=on_a_card) for case in BRAINS)], ids=str
+)
+def test_values_and_derivatives(case: Case) -> None:
+    problem = problem_of(case, DEVICE)
+    gradient, lse, curved = dense(case, problem)
+    options, tolerance = options_of(case, problem), TOLERANCE[case.dtype]
+    z = problem.z.clone(memory_format=torch.preserve_format).requires_grad_()
+    ours = bisoftmax(z, case.beta, **options)
+    assert relative(ours[0].detach(), gradient) <= tolerance
+    assert relative(ours[1].detach(), lse) <= 1e-5
+    (pullback,) = torch.autograd.grad(ours, z, (problem.v, problem.cotangent))
+    assert relative(pullback, curved) <= tolerance
+    curved = dense(case, problem, cotangent=False)[2]
+    for given in (None, ours[1].detach()):
+        product = bisoftmax_hvp(problem.z, problem.v, case.beta, lse=given, **options)
+        assert product.dtype == case.dtype and product.is_contiguous()
+        assert relative(product, curved) <= tolerance
+
+
+def laid_out(tokens: int = 20, width: int = 16, **options: Any) -> Tensor:
+    """(2, 2, N, p) as it lies after a projection of (B, N, d)."""
+    generator = torch.Generator().manual_seed(tokens)
+    z = torch.randn(2, tokens, 2, width, generator=generator).to(DEVICE, **options)
+    return z.transpose(1, 2)
+
+
+def test_the_second_derivative() -> None:
+    found = []
+    for backend in ("triton", "reference"):
+        z = laid_out().requires_grad_()
+        gradient, lse = bisoftmax(z, 0.3, backend=backend)
+        loss = gradient.pow(3).sum() + lse.square().sum()
+        (first,) = torch.autograd.grad(loss, z, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), z)[0])
+    assert relative(found[0], found[1].cpu().double()) <= 1e-4
+
+
+@pytest.mark.parametrize("tokens", [20, 130])
+def test_lengths_are_a_mask(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And reach the kernels as lengths."""
+    monkeypatch.setattr(ops, "mask_of", lambda *args: pytest.fail("a mask was made"))
+    lengths = torch.tensor([0, tokens - 3], dtype=torch.int32)
+    mask = torch.arange(tokens) < lengths[:, None]
+    found = []
+    paddings: list[dict[str, Any]] = [{"lengths": lengths}, {"mask": mask.to(DEVICE)}]
+    for padding in paddings:
+        z = laid_out(tokens).requires_grad_()
+        ours = bisoftmax(z, 0.25, backend="triton", **padding)
+        (pullback,) = torch.autograd.grad(ours, z, (z.detach(), ours[1].detach()))
+        product = bisoftmax_hvp(z.detach(), z.detach(), 0.25, backend="triton", **padding)
+        found.append((*ours, pullback, product))
+    for by_lengths, by_mask in zip(*found, strict=True):
+        assert not by_lengths[0].any() and by_lengths[1].any()
+        torch.testing.assert_close(by_lengths, by_mask, rtol=1e-5, atol=1e-5)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """The launches of these names, from now on."""
+    calls: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            calls.append(name)
+            return function(*args)
+
+        return wrapper
+
+    for name in names:
+        monkeypatch.setattr(launch, name, noted(name, getattr(launch, name)))
+    return calls
+
+
+def test_atomics_only_where_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch, "atomic_gradient", "gradient")
+    case = Case(130, 16)
+    problem = problem_of(case, DEVICE)
+    options = {"limit": case.limit, "backend": "triton"}
+    for deterministic in (True, False):
+        z = problem.z.clone().requires_grad_()
+        gradient, _ = bisoftmax(z, case.beta, deterministic=deterministic, **options)
+        assert relative(gradient.detach(), dense(case, problem)[0]) <= 1e-5
+    bisoftmax_hvp(problem.z, problem.v, case.beta, deterministic=False, **options)
+    assert calls == ["gradient", "atomic_gradient"]
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(20, []), (130, []), (140, ["triangle_lse"])])
+def test_a_product_finds_the_lse_only_where_it_is_used(
+    tokens: int, passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 140 tokens on here, tangents from half of the tiles need it."""
+    monkeypatch.setattr(triton_backend, "_TRIANGULAR_FROM", 140)
+    gradients = ("small_gradient", "gradient", "atomic_gradient", "causal_gradient")
+    calls = counted(monkeypatch, *gradients, "row_lse", "triangle_lse")
+    case = Case(tokens, 16)
+    problem = problem_of(case, DEVICE)
+    expected = dense(case, problem, cotangent=False)[2]
+    options = {"limit": case.limit, "backend": "triton"}
+    product = bisoftmax_hvp(problem.z, problem.v, case.beta, **options)
+    assert relative(product, expected) <= 1e-5
+    assert calls == passes
+
+
+@pytest.mark.parametrize(
+    ("compiler", "tokens"),
+    [
+        ("aot_eager", 20),
+        pytest.param("inductor", 20, marks=on_a_card),
+        pytest.param("inductor", 130, marks=on_a_card),
+    ],
+)
+def test_whole_graph_compilation(compiler: str, tokens: int) -> None:
+    """A compiler takes the results for contiguous, whatever the strides of ``z``."""
+
+    def loss(z: Tensor, v: Tensor) -> Tensor:
+        gradient, lse = bisoftmax(z, 0.25, backend="triton")
+        product = bisoftmax_hvp(z, v, 0.25, lse=lse, backend="triton")
+        flat = gradient.view(2, -1) + product.view(2, -1)
+        return flat.square().sum() + lse.sum()
+
+    z, v = laid_out(tokens).requires_grad_(), laid_out(tokens) + 1.0
+    expected = loss(z, v)
+    compiled = torch.compile(loss, fullgraph=True, backend=compiler)
+    value = compiled(z, v)
+    torch.testing.assert_close(value, expected)
+    ours, theirs = (torch.autograd.grad(each, z)[0] for each in (value, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_registration(padded: bool) -> None:
+    z, v, mask = laid_out().requires_grad_(), laid_out(), None
+    given = torch.tensor([0, 15], device=DEVICE) if padded else None
+    arguments = (z, 0.25, mask, False, 9.0, "triton", given, True)
+    torch.library.opcheck(ops.bisoftmax_op, arguments)
+    lse = ops.forward(*arguments)[1].detach()
+    torch.library.opcheck(
+        ops.bisoftmax_hvp_op, (z, v, 0.25, mask, False, 9.0, lse, lse, "triton", given)
+    )
+
+
+def test_autocast_changes_nothing() -> None:
+    z, v = laid_out(), laid_out()
+    expected = (*bisoftmax(z, 0.25, backend="triton"), bisoftmax_hvp(z, v, 0.25, backend="triton"))
+    with torch.autocast(DEVICE, dtype=BRAIN):
+        point = z.clone().requires_grad_()
+        ours = bisoftmax(point, 0.25, backend="triton")
+        (product,) = torch.autograd.grad(ours[0], point, v)
+    for value, same in zip((*ours, product), expected, strict=True):
+        assert value.dtype == same.dtype
+        torch.testing.assert_close(value.detach(), same)
+
+
+def test_vmap() -> None:
+    stack = torch.stack([laid_out(seed)[:, :, :17] for seed in (17, 18, 19)], 1)
+    lengths = torch.tensor([0, 15], device=DEVICE)
+
+    def both(z: Tensor) -> tuple[Tensor, Tensor]:
+        return bisoftmax(z, 0.25, lengths=lengths, backend="triton")
+
+    def product(z: Tensor) -> Tensor:
+        return bisoftmax_hvp(z, z, 0.25, lengths=lengths, backend="triton")
+
+    ours = (*torch.vmap(both, 1)(stack), torch.vmap(product, 1)(stack))
+    singly = [(*both(z), product(z)) for z in stack.unbind(1)]
+    for mapped, single in zip(ours, zip(*singly, strict=True), strict=True):
+        torch.testing.assert_close(mapped, torch.stack(single))
+
+
+def test_tiles_fit_the_chip() -> None:
+    """Data centre cards of two generations share a table; consumer cards of the later one do not."""
+    for kernel in ("lse", "triangle", "gradient", "curvature", "causal", "mean"):
+        chosen = {major: tables.tiles(kernel, 256, 2, major) for major in (8, 9, 10, 12)}
+        assert chosen[9] == chosen[10] and chosen[8] == chosen[12] != chosen[9]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 65, 1024])
+def test_automatic_choice_on_a_card(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    z = laid_out(tokens, 64, dtype=BRAIN)
+    assert explain(z, 0.125).backend == "triton"
+    assert explain(z.double(), 0.125).backend != "triton"
+    calls = counted(monkeypatch, "small_gradient", "gradient")
+    gradient, lse = bisoftmax(z, 0.125)
+    assert len(calls) == 1
+    compiled = torch.compile(lambda z: bisoftmax(z, 0.125), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(z)[0], gradient) and torch.equal(compiled(z)[1], lse)
