@@ -62,11 +62,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "small": {
         "dim": 128, "heads": 4, "width": 512, "iterations": 16, "initial_step": 0.1,
-        "epochs": 8, "rate": 4e-4, "weight_decay": 0.1, "warmup": 0.05, "floor": 0.02,
-        "symmetries": True, "start": "units", "dropout": 0.0,
+        "random_iterations": [12, 20], "epochs": 8, "rate": 1e-3, "weight_decay": 0.1,
+        "warmup": 0.05, "floor": 0.02, "symmetries": True, "start": "units", "dropout": 0.0,
     },
 }  # fmt: skip
-SOLVED = {"iterations": 50}  # evaluations of an equilibrium, at most
+# An equilibrium is solved for: its iterations are evaluations, at most.
+SOLVED = {"iterations": 50, "random_iterations": None}
 # How a run is carried out, not what it computes: may change when it is resumed.
 RUNNING = ("out", "resume", "devices", "accelerator", "save_every", "log_every", "tensorboard")
 
@@ -85,7 +86,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--iterations", type=count, help="of the layer")
     add(
         "--random-iterations", type=count, nargs=2, metavar=("LEAST", "MOST"),
-        help="train each batch with a random number of iterations",
+        help="train each batch with a random number of iterations (preset small: 12 20)",
     )  # fmt: skip
     add("--train", type=count, default=9000, help="puzzles to train on")
     add("--test", type=count, default=1000, help="puzzles to test on")
@@ -120,6 +121,8 @@ def arguments() -> argparse.Namespace:
     preset = PRESETS[options.preset]
     if options.model == "hyperset-equilibrium":
         preset = preset | SOLVED
+    if options.iterations is not None:  # asked for: no random numbers unless these are, too
+        preset = {name: value for name, value in preset.items() if name != "random_iterations"}
     fill_in(options, preset)
     options.out = options.out or Path("runs") / f"sudoku-{options.model}"
     return options
