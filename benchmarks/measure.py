@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 import weakref
@@ -17,12 +18,17 @@ def interleaved(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each, run in turns so that a noisy machine is noisy for all of them."""
+    """Median seconds of each, run in turns so that a noisy machine is noisy for all of them.
+
+    The order of the turns changes: what ran before has its share in what is in the cache.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for run in contestants.values():
         run()  # warm up
+    turns, order = list(contestants.items()), random.Random(0)
     for _ in range(rounds):
-        for name, run in contestants.items():
+        order.shuffle(turns)
+        for name, run in turns:
             start = clock()
             run()
             times[name].append(clock() - start)
