@@ -57,7 +57,8 @@ def test_a_short_training_learns_and_reports(tmp_path: Path) -> None:
     assert len(progress["observations"]) == 3  # before training, and after each epoch
     norms = torch.tensor(progress["observations"])
     assert norms.shape == (3, 17, 17)
-    assert torch.equal(norms, norms.mT)
+    # Symmetric; rounded to four digits, in which two sums in another order may differ by one.
+    torch.testing.assert_close(norms, norms.mT, rtol=0.0, atol=1.5e-4)
     assert norms.diagonal(dim1=1, dim2=2).abs().max() == 0
     assert not torch.equal(norms[0], norms[2])
 

@@ -2,7 +2,8 @@
 
 A sample passes when it is CONVERGED, its recomputed residual is within the tolerance and, where
 there is no other fixed point in reach, its value is the known answer. An entry of the tables below
-that starts to pass fails the test: take it out.
+that starts to pass fails the test: take it out. An entry EITHER may pass or not; there only the
+converged samples are checked.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ WANDERS = "no safeguard: it leaves the basin or runs in a cycle"
 ROTATES = "momentum on complex eigenvalues or negative ones"
 KINKS = "the Jacobian jumps, Newton without safeguard cycles"
 FLAT = "the residual rises on the way down for longer than the patience of the loop"
+EITHER = "chaotic on the way: rounding, and so the processor, decides whether it gets there"
 MINIMUM = "|f(z) - z| has a local minimum here that is no root"
 
 _LINEAR_98 = [f"linear_{kind}_0.98{s}" for kind in ("normal", "nonnormal")
@@ -53,7 +55,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "broyden": {
         "energy_quadratic_1e4": SHORT,
         "energy_double_wells": FLAT,
-        "energy_powell_singular": FLAT,
+        "energy_powell_singular": EITHER,
+        "energy_rosenbrock_100": EITHER,
     },
     "gradient_auto": {
         "linear_saddle": REPELS,
@@ -149,6 +152,11 @@ def faults(problem: Problem, solution: Solution) -> list[str]:
 
 
 def check(problem: Problem, solution: Solution, reason: str | None) -> None:
+    if reason == EITHER:  # but what it says of itself holds on any processor
+        relative = true_residuals(problem, solution.value)[0]
+        assert bool((relative[solution.converged] <= RTOL * (1 + ROUNDING)).all())
+        assert bool(solution.converged.any())
+        return
     found = faults(problem, solution)
     if reason is None:
         assert not found
