@@ -63,7 +63,7 @@ if has xdist; then
 fi
 # The device's warnings are not this package's: they are shown, and do not fail a test.
 step tests 240 "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} \
-    tests/kernels/test_bisoftmax_triton.py tests/kernels/test_bisoftmax_public_triton.py
+    tests/kernels/bi_softmax/triton
 step bisoftmax 200 "$PYTHON" benchmarks/bisoftmax.py --output "$OUT"
 step layer 120 "$PYTHON" benchmarks/bisoftmax_layer.py --rounds 5 --output "$OUT/layer.json"
 step carried 60 "$PYTHON" benchmarks/carried_normaliser.py --device cuda --rounds 3 \

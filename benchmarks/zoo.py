@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import problems
 import solvers
-from problems import Problem
-from torchdeq_oracle import best, count
+from cases.torchdeq_oracle import best, count
+from problems import zoo
+from problems.zoo import Problem
 
 TOLERANCE, BUDGET = 1e-6, 500
 OURS: dict[str, solvers.Solver | None] = {
@@ -71,7 +71,7 @@ def counts(problem: Problem, solver: solvers.Solver | None) -> Tensor:
 
 def row(name: str) -> dict[str, Any]:
     """One problem: torchdeq's best, our default, our best."""
-    problem = problems.make(name)
+    problem = zoo.make(name)
     theirs, their_counts = best(problem, TOLERANCE, BUDGET)
     ours = {label: counts(problem, solver) for label, solver in OURS.items()}
     medians = {label: values.median().item() for label, values in ours.items()}
@@ -96,7 +96,7 @@ def _ratio(ours: float, theirs: float) -> float:
 
 def compare() -> list[dict[str, Any]]:
     """All solvable problems of the zoo."""
-    return [row(name) for name in problems.SOLVABLE]
+    return [row(name) for name in zoo.SOLVABLE]
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

@@ -25,7 +25,7 @@ from torch import nn
 import solvers
 from implicit_attn.checkpoint import read_progress, save_checkpoint
 from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
-from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models import BACKBONES, build_model
 from implicit_attn.models.backbones import build_backbone
 from implicit_attn.models.recurrent import ORDERS

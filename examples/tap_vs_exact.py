@@ -25,7 +25,7 @@ from implicit_attn.studies import (
     random_potts,
     write_table,
 )
-from implicit_attn.studies.plots_spins import mean_field_report
+from implicit_attn.studies.figures.spins import mean_field_report
 
 STRENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 PRINTED = {

@@ -33,11 +33,11 @@ from implicit_attn.data import (
     RandomFlip,
     load,
 )
-from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models import BACKBONES, build_model
 from implicit_attn.models.backbones import build_backbone
+from implicit_attn.models.image_classifier import POSITIONS, READOUTS
 from implicit_attn.models.recurrent import ORDERS
-from implicit_attn.models.vit import POSITIONS, READOUTS
 from implicit_attn.training import (
     ACCELERATORS,
     PRECISIONS,

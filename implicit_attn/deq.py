@@ -12,13 +12,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 import solvers
-from implicit_attn.energies.base import Energy
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
-from implicit_attn.updates.base import FunctionUpdate, Update
 from implicit_attn.updates.gradient_step import GradientStep
-from solvers.eager import eager
-from solvers.report import check_on_failure
-from solvers.solver import require_count
+from implicit_attn.updates.update import FunctionUpdate, Update
+from solvers.core.checks import require_count
+from solvers.core.failures import check_on_failure
+from solvers.core.modes import eager
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure")
 

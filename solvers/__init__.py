@@ -6,25 +6,13 @@ Every sample of a batch is a problem of its own, with its own stopping, status a
 
 from __future__ import annotations
 
-from solvers.adaptive_tap import SpinMarginals, adaptive_tap
-from solvers.adjoint import Adjoint, Implicit, OneStep, Phantom, Unrolled
-from solvers.anderson import Anderson
-from solvers.broyden import Broyden
-from solvers.cg import CG
-from solvers.fixed_point import fixed_point
-from solvers.forward import Forward
-from solvers.gmres import GMRES
-from solvers.gradient import GradientDescent
-from solvers.lbfgs import LBFGS
-from solvers.linear import LinearSolver, solve_linear
-from solvers.minres import MINRES
-from solvers.newton import Newton
-from solvers.problem import Descent, EnergyUpdate
-from solvers.rows import Progress
-from solvers.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
-from solvers.solution import AdjointReport, Solution, SolveError, SolveWarning, Status, Trace
-from solvers.solver import Solver
-from solvers.spectrum import (
+from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom, Unrolled
+from solvers.core.problem import Descent, EnergyUpdate
+from solvers.core.rows import Progress
+from solvers.core.solution import AdjointReport, Solution, SolveError, SolveWarning, Status, Trace
+from solvers.core.solver import Solver
+from solvers.core.tolerance import Tolerance
+from solvers.eigen.spectrum import (
     Spectrum,
     SpectrumError,
     extreme_eigenvalues,
@@ -32,9 +20,21 @@ from solvers.spectrum import (
     spectral_radius,
     spectrum,
 )
-from solvers.spins import SpinState, starting_state, tap_step
-from solvers.tap_solver import AdaptiveTAP
-from solvers.tolerance import Tolerance
+from solvers.fixed_points import fixed_point
+from solvers.krylov.cg import CG
+from solvers.krylov.gmres import GMRES
+from solvers.krylov.minres import MINRES
+from solvers.krylov.solve import LinearSolver, solve_linear
+from solvers.methods.anderson import Anderson
+from solvers.methods.broyden import Broyden
+from solvers.methods.forward import Forward
+from solvers.methods.gradient import GradientDescent
+from solvers.methods.lbfgs import LBFGS
+from solvers.methods.newton import Newton
+from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
+from solvers.spins.maps import SpinState, starting_state, tap_step
+from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
+from solvers.spins.solver import AdaptiveTAP
 
 __all__ = [
     "CG",

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.adjoint import Adjoint, Implicit
-from solvers.anderson import Anderson
-from solvers.batch import Layout, check_batched, check_leaves
-from solvers.eager import eager
-from solvers.lbfgs import LBFGS
-from solvers.loop import Loop
-from solvers.precision import Autocast, without_autocast
-from solvers.problem import EnergyUpdate, Problem
-from solvers.report import check_on_failure, report
-from solvers.rows import Progress
-from solvers.solution import Solution
-from solvers.solver import ExternalSolver, Solver, require_count
-from solvers.tolerance import Tolerance
-from solvers.weights import constant_weights
+from solvers.adjoints.kinds import Adjoint, Implicit
+from solvers.core.checks import require_count
+from solvers.core.failures import check_on_failure, report
+from solvers.core.layout import Layout, check_batched, check_leaves
+from solvers.core.loop import Loop
+from solvers.core.modes import Autocast, constant_weights, eager, without_autocast
+from solvers.core.problem import EnergyUpdate, Problem
+from solvers.core.rows import Progress
+from solvers.core.solution import Solution
+from solvers.core.solver import ExternalSolver, Solver
+from solvers.core.tolerance import Tolerance
+from solvers.methods.anderson import Anderson
+from solvers.methods.lbfgs import LBFGS
 
 _DEFAULT_TOLERANCE = Tolerance()
 _DEFAULT_ADJOINT = Implicit()

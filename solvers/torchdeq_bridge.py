@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torchdeq.solver import get_solver, register_solver, solver_stat_from_final_step
 
-from solvers.anderson import Anderson
-from solvers.batch import row_norm
-from solvers.fixed_point import fixed_point
-from solvers.problem import Problem
-from solvers.solution import Solution, Status
-from solvers.solver import ExternalSolver, Solver, where_rows
-from solvers.tolerance import Tolerance
+from solvers.core.layout import row_norm
+from solvers.core.problem import Problem
+from solvers.core.rows import where_rows
+from solvers.core.solution import Solution, Status
+from solvers.core.solver import ExternalSolver, Solver
+from solvers.core.tolerance import Tolerance
+from solvers.fixed_points import fixed_point
+from solvers.methods.anderson import Anderson
 
 OPTIONS: dict[str, frozenset[str]] = {
     "anderson": frozenset({"m", "lam", "tau"}),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from implicit_attn.energies.attention import BiSoftmaxAttention, LinearAttention, SigmoidAttention
-from implicit_attn.energies.base import Energy, Scaled, Select, Sum, Weighted
-from implicit_attn.energies.couplings import Couplings
+from implicit_attn.energies.energy import Energy, Scaled, Select, Sum, Weighted
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
     GELUFeedForward,
@@ -12,7 +11,7 @@ from implicit_attn.energies.feedforward import (
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
-from implicit_attn.energies.hyperset import HyperSETEnergy, RowSoftmaxAttention
+from implicit_attn.energies.hyperset_energy import HyperSETEnergy, RowSoftmaxAttention
 from implicit_attn.energies.lagrangians import (
     IdentityLagrangian,
     IsingLagrangian,
@@ -26,7 +25,8 @@ from implicit_attn.energies.lagrangians import (
 from implicit_attn.energies.norms import Projection, RMSNorm, SpectralBound
 from implicit_attn.energies.simple import Field, FunctionEnergy, Quadratic
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
-from implicit_attn.energies.spins import Site, SiteLagrangian, SpinInteraction, VectorSpin
+from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.energies.spins.energies import Site, SiteLagrangian, SpinInteraction, VectorSpin
 
 __all__ = [
     "BiSoftmaxAttention",

@@ -95,3 +95,23 @@ def _check_vectors(vectors: list[Any], leaves: list[Tensor]) -> None:
     expected = [tuple(leaf.shape) for leaf in leaves]
     if shapes != expected:
         raise ValueError(f"v must be like z, shapes {expected}, got {shapes}")
+
+
+def scale_tree(tree: Any, factor: float | Tensor) -> Any:
+    """``factor * tree``."""
+    if isinstance(tree, Tensor):
+        return tree * factor
+    return pytree.tree_map(lambda leaf: leaf * factor, tree)
+
+
+def add_trees(total: Any, part: Any, factor: float | Tensor, owned: bool = False) -> Any:
+    """``total + factor * part``; in place where ``total`` is ours and no gradient is recorded."""
+    if total is None:
+        return part if isinstance(factor, float) and factor == 1.0 else scale_tree(part, factor)
+    if not isinstance(total, Tensor):
+        return pytree.tree_map(lambda a, b: add_trees(a, b, factor, owned), total, part)
+    if isinstance(factor, Tensor):
+        return torch.addcmul(total, part, factor.to(part.dtype))
+    if owned and not torch.is_grad_enabled():
+        return total.add_(part, alpha=factor)
+    return torch.add(total, part, alpha=factor)

@@ -13,8 +13,12 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.checks import check_energy, check_positive
-from implicit_attn.energies.differentiation import hessian_product, value_and_gradient
-from implicit_attn.energies.trees import add_trees, scale_tree
+from implicit_attn.energies.differentiation import (
+    add_trees,
+    hessian_product,
+    scale_tree,
+    value_and_gradient,
+)
 
 
 class Energy(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.base import Energy
 from implicit_attn.energies.checks import check_mask, check_positive, check_state, check_vector
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
 
 

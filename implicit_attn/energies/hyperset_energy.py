@@ -15,7 +15,7 @@ from implicit_attn.energies.attention import (
     LinearAttention,
     SigmoidAttention,
 )
-from implicit_attn.energies.base import Energy
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
     GELUFeedForward,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.base import Energy
 from implicit_attn.energies.checks import check_input, check_mask, check_state, check_vector
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.tokens import hide, sum_samples, sum_squares
 
 

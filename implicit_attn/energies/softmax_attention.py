@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.attention import head_width
-from implicit_attn.energies.base import Energy
 from implicit_attn.energies.checks import check_count, check_mask, check_positive, check_state
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.norms import SOFT_NORM, Projection, RMSNorm, check_norm
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
 from implicit_attn.kernels import check_frozen_key_backend, frozen_key_attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from implicit_attn.kernels.bisoftmax import (
+from implicit_attn.kernels.bi_softmax import (
     Choice,
     bisoftmax,
     bisoftmax_hvp,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.blocks import plain
-from implicit_attn.kernels.bisoftmax.blocks_symmetric import strip_heads, strip_rows
-from implicit_attn.kernels.bisoftmax.dispatch import Choice
-from implicit_attn.kernels.bisoftmax.reference import without_autocast
+from implicit_attn.kernels.bi_softmax.dispatch import Choice
+from implicit_attn.kernels.bi_softmax.reference import without_autocast
+from implicit_attn.kernels.bi_softmax.strips.backend import plain
+from implicit_attn.kernels.bi_softmax.strips.symmetric import strip_heads, strip_rows
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
 
 FROZEN_KEY_BACKENDS = ("auto", "reference", "flash")

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from implicit_attn.models.heads import CRATE, EnergyTransformer, SharedTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
-from implicit_attn.models.rivals import CRATE, EnergyTransformer, SharedTransformer
 
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "hyperset": HyperSET,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from implicit_attn.deq import DEQ
 from implicit_attn.energies.checks import check_count
-from implicit_attn.energies.hyperset import HyperSETEnergy
+from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.models.recurrent import RecurrentBackbone
-from implicit_attn.updates.hyperset import HyperSETLayer
+from implicit_attn.updates.hyperset_step import HyperSETLayer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.models.backbones import build_backbone
+from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.sudoku import SudokuModel
-from implicit_attn.models.vit import ImageClassifier
 
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,

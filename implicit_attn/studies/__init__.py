@@ -5,16 +5,15 @@ The command ``python -m implicit_attn.studies`` runs them on checkpoints.
 
 from __future__ import annotations
 
+from implicit_attn.studies.accuracy import accuracy_by_evaluations, evaluations_to_reach
 from implicit_attn.studies.budgets import returned_within
-from implicit_attn.studies.comparison import (
+from implicit_attn.studies.convergence import (
     jacobian_eigenvalues,
     solver_choices,
     solver_costs,
     solver_curves,
 )
-from implicit_attn.studies.convergence import solve_history
-from implicit_attn.studies.extrapolation import accuracy_by_evaluations, evaluations_to_reach
-from implicit_attn.studies.geometry import average_angle, effective_rank, geometry
+from implicit_attn.studies.extrapolation import Extrapolation, extrapolate
 from implicit_attn.studies.paths import path_independence, paths_of_layer, paths_of_recurrence
 from implicit_attn.studies.recurrence import (
     accuracy_by_iterations,
@@ -23,8 +22,8 @@ from implicit_attn.studies.recurrence import (
     stopping_times,
 )
 from implicit_attn.studies.report import write_report
-from implicit_attn.studies.spin_errors import error_against_coupling
-from implicit_attn.studies.spin_models import (
+from implicit_attn.studies.spins.errors import error_against_coupling
+from implicit_attn.studies.spins.models import (
     SpinModel,
     exact_moments,
     random_ising,
@@ -32,7 +31,8 @@ from implicit_attn.studies.spin_models import (
 )
 from implicit_attn.studies.subjects import HeldStep, Subject, open_subject
 from implicit_attn.studies.tables import format_table, write_table
-from implicit_attn.studies.test_time import Extrapolation, extrapolate
+from implicit_attn.studies.token_geometry import average_angle, effective_rank, geometry
+from implicit_attn.studies.traces import solve_history
 from implicit_attn.studies.trade_off import layers_of_depth, read_trade_off, train_trade_off
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.updates import Update
-from solvers.solver import ExternalSolver
+from solvers.core.solver import ExternalSolver
 
 
 @dataclass(frozen=True)

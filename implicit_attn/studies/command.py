@@ -14,18 +14,18 @@ import torch
 import solvers
 from implicit_attn.data import LOADERS, load
 from implicit_attn.optional import require
-from implicit_attn.studies.comparison import jacobian_eigenvalues, solver_costs, solver_curves
-from implicit_attn.studies.geometry import geometry
-from implicit_attn.studies.paths import paths_of_layer, paths_of_recurrence
-from implicit_attn.studies.plots_convergence import convergence_figure, paths_figure
-from implicit_attn.studies.plots_extrapolation import (
+from implicit_attn.studies.convergence import jacobian_eigenvalues, solver_costs, solver_curves
+from implicit_attn.studies.extrapolation import extrapolate
+from implicit_attn.studies.figures.convergence import convergence_figure, paths_figure
+from implicit_attn.studies.figures.extrapolation import (
     extrapolation_figure,
     geometry_figure,
     trade_off_figure,
 )
+from implicit_attn.studies.paths import paths_of_layer, paths_of_recurrence
 from implicit_attn.studies.subjects import DataDiffers, Subject, open_subject
 from implicit_attn.studies.tables import Table, format_table, write_table
-from implicit_attn.studies.test_time import extrapolate
+from implicit_attn.studies.token_geometry import geometry
 from implicit_attn.studies.trade_off import (
     layers_of_depth,
     read_trade_off,

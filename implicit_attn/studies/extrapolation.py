@@ -10,16 +10,16 @@ from typing import Any
 import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone
-from implicit_attn.studies.comparison import solver_choices
-from implicit_attn.studies.extrapolation import (
+from implicit_attn.studies.accuracy import (
     accuracy_by_evaluations,
     budgets_up_to,
     evaluations_to_reach,
 )
+from implicit_attn.studies.convergence import solver_choices
 from implicit_attn.studies.recurrence import accuracy_by_iterations, adaptive_stopping
 from implicit_attn.studies.subjects import Subject
 from implicit_attn.studies.tables import Table
-from implicit_attn.updates.hyperset import HyperSETLayer
+from implicit_attn.updates.hyperset_step import HyperSETLayer
 from implicit_attn.updates.step_sizes import ConditionedStepSizes
 
 ACCELERATED = ("L-BFGS", "Anderson", "Broyden")

@@ -14,11 +14,11 @@ from torch import Tensor
 from implicit_attn.data import ImageData, load, load_sudoku
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone, SudokuModel, load_model
-from implicit_attn.models.rivals import EnergyTransformerLayer
+from implicit_attn.models.heads import EnergyTransformerLayer
 from implicit_attn.studies.measures import Measure, measure_boards, measure_classes
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
-from implicit_attn.updates.hyperset import HyperSETLayer
+from implicit_attn.updates.hyperset_step import HyperSETLayer
 
 BATCH = 128
 FILES_OF_A_RUN = ("weights", "checkpoint")  # then the folder says which run it was

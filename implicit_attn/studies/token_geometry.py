@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies.hyperset import HyperSETEnergy
+from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.models import HyperSET, HyperSETEquilibrium
 from implicit_attn.studies.budgets import returned_within
 from implicit_attn.studies.subjects import Subject

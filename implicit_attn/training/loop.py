@@ -22,8 +22,7 @@ from implicit_attn.training.logs import Log
 from implicit_attn.training.processes import reduce_over, share, start_processes
 from implicit_attn.training.randomness import seed_step
 from implicit_attn.training.recipe import Recipe
-from implicit_attn.training.report import status_line, summary_line
-from implicit_attn.training.solves import SolveCounts
+from implicit_attn.training.solves import SolveCounts, status_line, summary_line
 from implicit_attn.training.tasks import Augment, Classification, Task, describe
 
 

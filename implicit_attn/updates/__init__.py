@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from implicit_attn.energies.couplings import Couplings
+from implicit_attn.energies.spins.couplings import Couplings
 from implicit_attn.updates.activation_step import ActivationStep
-from implicit_attn.updates.base import FunctionUpdate, Update
 from implicit_attn.updates.carried_normaliser import CarriedNormaliser, CarriedState
 from implicit_attn.updates.gradient_step import GradientStep, StepSize
-from implicit_attn.updates.hyperset import HyperSETLayer, HyperSETStep
+from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep
 from implicit_attn.updates.low_rank import LowRankDeltas
 from implicit_attn.updates.mean_field import MeanFieldAttention, OnsagerNetwork
 from implicit_attn.updates.softmax_couplings import (
@@ -17,6 +16,7 @@ from implicit_attn.updates.softmax_couplings import (
 )
 from implicit_attn.updates.step_sizes import ConditionedStepSizes, PlainStepSizes, StepSizes
 from implicit_attn.updates.tap_attention import AdaptiveTAPAttention
+from implicit_attn.updates.update import FunctionUpdate, Update
 
 __all__ = [
     "ActivationStep",

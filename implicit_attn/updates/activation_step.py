@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.energies.base import Energy
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.lagrangians import Lagrangian
-from implicit_attn.updates.base import Update
 from implicit_attn.updates.gradient_step import StepSize, move
+from implicit_attn.updates.update import Update
 
 
 class ActivationStep(Update):

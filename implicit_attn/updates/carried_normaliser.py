@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from implicit_attn.energies.attention import BiSoftmaxAttention
-from implicit_attn.energies.base import Energy, Scaled, Sum, Weighted
-from implicit_attn.energies.trees import add_trees
+from implicit_attn.energies.differentiation import add_trees
+from implicit_attn.energies.energy import Energy, Scaled, Sum, Weighted
 from implicit_attn.kernels import bisoftmax
-from implicit_attn.updates.base import Update
 from implicit_attn.updates.gradient_step import StepSize, move
+from implicit_attn.updates.update import Update
 
 
 class CarriedState(NamedTuple):

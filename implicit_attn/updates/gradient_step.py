@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.base import Energy
-from implicit_attn.updates.base import Update
+from implicit_attn.energies.energy import Energy
+from implicit_attn.updates.update import Update
 
 
 class StepSize(nn.Module):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies.checks import check_input
-from implicit_attn.energies.hyperset import build_attention, build_feedforward
+from implicit_attn.energies.hyperset_energy import build_attention, build_feedforward
 from implicit_attn.energies.norms import RMSNorm
 from implicit_attn.energies.projected import ProjectedEnergy
 from implicit_attn.energies.tokens import hide
-from implicit_attn.updates.base import Update
 from implicit_attn.updates.gradient_step import StepSize
 from implicit_attn.updates.low_rank import LowRankDeltas
 from implicit_attn.updates.step_sizes import Step, build_step_sizes
+from implicit_attn.updates.update import Update
 
 TINY_NORM = 1e-6
 

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from implicit_attn.energies.checks import check_count, check_input, check_positive
-from implicit_attn.energies.couplings import Couplings
 from implicit_attn.energies.norms import SpectralBound
-from implicit_attn.updates.base import Update
+from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.updates.update import Update
 
 
 class OnsagerNetwork(nn.Module):

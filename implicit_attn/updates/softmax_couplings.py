@@ -17,11 +17,11 @@ from implicit_attn.energies.checks import (
     check_positive,
     check_state,
 )
-from implicit_attn.energies.couplings import check_flag
 from implicit_attn.energies.norms import Projection, SpectralBound
+from implicit_attn.energies.spins.couplings import check_flag
 from implicit_attn.energies.tokens import accumulation_dtype, hide
-from implicit_attn.updates.base import Update
 from implicit_attn.updates.mean_field import corrected, make_correction
+from implicit_attn.updates.update import Update
 
 
 class SoftmaxCouplingAttention(Update):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from implicit_attn.energies.checks import check_input
-from implicit_attn.energies.couplings import Couplings
-from implicit_attn.updates.base import Update
+from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.updates.update import Update
 from solvers import Site, SphericalSite, SpinState, starting_state, tap_step
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.problem import Problem
-from solvers.weights import constant_weights
+from solvers.core.modes import constant_weights
+from solvers.core.problem import Problem
 
 
 @dataclass

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.capture import Aliases, Tracked, track
-from solvers.linear import CG, GMRES, MINRES, LinearSolver, solve_linear
-from solvers.problem import Problem
-from solvers.report import report
-from solvers.solution import AdjointReport, Solution, Status
-from solvers.tolerance import Tolerance
+from solvers.adjoints.capture import Aliases, Tracked, track
+from solvers.core.failures import report
+from solvers.core.problem import Problem
+from solvers.core.solution import AdjointReport, Solution, Status
+from solvers.core.tolerance import Tolerance
+from solvers.krylov.solve import CG, GMRES, MINRES, LinearSolver, solve_linear
 
 
 @dataclass

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.implicit import AdjointSystem, evaluable_rows, implicit_value
-from solvers.linear import LinearSolver
-from solvers.problem import Problem
-from solvers.report import check_on_failure
-from solvers.solution import Solution
-from solvers.solver import require_count, require_number
-from solvers.tolerance import Tolerance
+from solvers.adjoints.implicit import AdjointSystem, evaluable_rows, implicit_value
+from solvers.core.checks import require_count, require_number
+from solvers.core.failures import check_on_failure
+from solvers.core.problem import Problem
+from solvers.core.solution import Solution
+from solvers.core.tolerance import Tolerance
+from solvers.krylov.solve import LinearSolver
 
 Solve = Callable[[Problem, Tensor], Solution]
 FALLBACK_RTOL = 1e-6  # of the adjoint where the forward tolerance is absolute

@@ -1,4 +1,4 @@
-"""How the host learns which samples of a batch still run, without waiting for the accelerator."""
+"""Host decisions about device tensors: exact on the CPU, without waiting on a GPU."""
 
 from __future__ import annotations
 
@@ -53,3 +53,12 @@ class Watch:
         event = torch.cuda.Event()
         event.record()
         return mask, event
+
+
+def maybe_any(mask: Tensor) -> bool:
+    """Whether any entry holds; on a GPU always True, so that nothing waits for the answer.
+
+    Callers must treat True as "perhaps": the guarded code has to be right, if wasteful, when no
+    entry holds.
+    """
+    return bool(mask.any()) if mask.device.type == "cpu" else True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from solvers.solution import Solution, SolveError, SolveWarning, Status
+from solvers.core.solution import Solution, SolveError, SolveWarning, Status
 
 POLICIES = ("warn", "raise", "ignore")
 

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.poll import maybe_any
-from solvers.problem import Problem
-from solvers.rows import RUNNING, Progress, Rows
-from solvers.safeguard import MAX_REJECTIONS, Backtracking, acceptable, fall_back, rounding
-from solvers.solution import Solution, Status, Trace
-from solvers.solver import (
+from solvers.core.device import Watch, maybe_any
+from solvers.core.problem import Problem
+from solvers.core.rows import (
+    RUNNING,
     Point,
-    Solver,
-    Turn,
+    Progress,
+    Rows,
     keep_rows,
     merge_points,
     select_rows,
     where_rows,
 )
-from solvers.tolerance import Tolerance
-from solvers.watch import Watch
+from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable, fall_back, rounding
+from solvers.core.solution import Solution, Status, Trace
+from solvers.core.solver import Solver, Turn
+from solvers.core.tolerance import Tolerance
 
 DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
 PATIENCE = 100  # evaluations without a better residual after which a sample has stalled

@@ -1,11 +1,26 @@
-"""Autocast: on around the user's function, off in the solvers' own algebra."""
+"""The modes of torch around a solve: autocast, gradients, inference, compilation, cached weights."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def eager(function: Function) -> Function:
+    """``torch.compiler.disable`` that keeps the function's type.
+
+    The solver loops decide on values, step by step; a compiler can only break its graph there.
+    """
+    return cast(Function, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True)
@@ -35,3 +50,42 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Gradients on, also under ``no_grad`` and ``inference_mode``."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    else:
+        with torch.enable_grad():
+            yield
+
+
+def ordinary(tree: Any) -> Any:
+    """Tensors made in inference mode cannot be saved for a backward pass; their copies can."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+    return pytree.tree_map(copy, tree)
+
+
+@contextmanager
+def constant_weights() -> Iterator[None]:
+    """``parametrize.cached()`` with a cache of its own, which nobody reads later.
+
+    In the cache of a surrounding ``parametrize.cached()`` a solve would leave weights without a
+    graph, or with that of a recording, and whoever reads them later would lose their gradient.
+    """
+    outer = getattr(parametrize, "_cache", None)
+    enclosed = bool(getattr(parametrize, "_cache_enabled", 0))
+    if enclosed:
+        parametrize._cache = {}
+    try:
+        with parametrize.cached():
+            yield
+    finally:
+        if enclosed and outer is not None:
+            parametrize._cache = outer

@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from solvers.batch import Layout, row_norm, take
-from solvers.precision import Autocast
-from solvers.recording import ordinary, recording
-from solvers.solver import Linearizable, Point
+from solvers.core.layout import Layout, row_norm, take
+from solvers.core.modes import Autocast, ordinary, recording
+from solvers.core.rows import Point
+from solvers.core.solver import Linearizable
 
 
 class EnergyUpdate(ABC):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.solver import Point, small_dtype, where_rows
+from solvers.core.rows import Point, small_dtype, where_rows
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver
 MAX_REJECTIONS = 40  # consecutive rejections after which a row gives up

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 from scipy.sparse.linalg import LinearOperator, eigs, eigsh
 
-from solvers.linearization import SampleProduct
+from solvers.eigen.linearization import SampleProduct
 
 BASIS = 64  # Krylov vectors between restarts
 SPARE = 4  # eigenvalues asked for beyond those wanted: fewer are missed, no complex pair is cut

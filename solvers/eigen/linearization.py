@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.batch import Layout, check_batched, take
+from solvers.core.layout import Layout, check_batched, take
 
 KINDS = ("map", "energy", "product")
 

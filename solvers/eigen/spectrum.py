@@ -12,11 +12,11 @@ import torch
 from scipy.sparse.linalg import ArpackError
 from torch import Tensor
 
-from solvers.arpack import eigenpairs
-from solvers.linearization import Linearization
-from solvers.report import check_on_failure
-from solvers.solution import SolveWarning
-from solvers.solver import require_count, require_number
+from solvers.core.checks import require_count, require_number
+from solvers.core.failures import check_on_failure
+from solvers.core.solution import SolveWarning
+from solvers.eigen.arpack import eigenpairs
+from solvers.eigen.linearization import Linearization
 
 METHODS = ("auto", "dense", "arpack")
 WHAT = ("largest_magnitude", "extremes")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.krylov import KrylovRun, LinearSolver, dot
-from solvers.small import Array
-from solvers.solution import Status
+from solvers.core.solution import Status
+from solvers.krylov.arrays import Array
+from solvers.krylov.method import KrylovRun, LinearSolver, dot
 
 
 @dataclass(frozen=True)

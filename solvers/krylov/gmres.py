@@ -8,10 +8,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from solvers.krylov import KrylovRun, LinearSolver, norm
-from solvers.small import Array
-from solvers.solution import Status
-from solvers.solver import require_count
+from solvers.core.checks import require_count
+from solvers.core.solution import Status
+from solvers.krylov.arrays import Array
+from solvers.krylov.method import KrylovRun, LinearSolver, norm
 
 _FIRST_CAPACITY = 8  # basis vectors allocated at first; doubled whenever they are used up
 # Up to this many numbers in a batch of vectors NumPy's batched products beat those of torch, whose

@@ -8,15 +8,15 @@ import numpy
 import torch
 from torch import Tensor
 
-from solvers.krylov import LinearSolver, norm
-from solvers.loop import SHRINK
-from solvers.product import Product
-from solvers.rounds import History, Round, Working
-from solvers.rows import Progress
-from solvers.small import Array, Small
-from solvers.solution import Solution, Status
-from solvers.tolerance import Tolerance
-from solvers.watch import Watch
+from solvers.core.device import Watch
+from solvers.core.loop import SHRINK
+from solvers.core.rows import Progress
+from solvers.core.solution import Solution, Status
+from solvers.core.tolerance import Tolerance
+from solvers.krylov.arrays import Array, Small
+from solvers.krylov.method import LinearSolver, norm
+from solvers.krylov.product import Product
+from solvers.krylov.rounds import History, Round, Working
 
 # The residual of a recurrence is believed where DRIFT eps (|A| |x| + |b|), ten times what rounding
 # was seen to do to it, is below the residual or the tolerance.

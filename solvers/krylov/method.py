@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from solvers.small import Array, Small
+from solvers.krylov.arrays import Array, Small
 
 
 class LinearSolver(ABC):
@@ -32,7 +32,7 @@ class KrylovRun(ABC):
     The driver multiplies ``direction`` by the matrix and hands the product to ``absorb``, until no
     row is ``active`` or the run is ``exhausted``. Rows that have stopped are frozen: their result
     no longer changes, however often ``absorb`` is called, so a driver may learn late that they have
-    stopped. Tensors are (n, D), arrays (see :class:`solvers.small.Small`) are (n, 1).
+    stopped. Tensors are (n, D), arrays (see :class:`solvers.krylov.arrays.Small`) are (n, 1).
 
     Attributes:
         direction: (n, D), what the matrix is to be applied to next.

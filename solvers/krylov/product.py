@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.batch import Layout, take
+from solvers.core.layout import Layout, take
 
 
 class Product:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.krylov import KrylovRun
-from solvers.rows import Progress
-from solvers.small import Array, Small
-from solvers.solution import Status, Trace
+from solvers.core.rows import Progress
+from solvers.core.solution import Status, Trace
+from solvers.krylov.arrays import Array, Small
+from solvers.krylov.method import KrylovRun
 
 
 @dataclass

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from solvers.batch import Layout, check_batched, check_leaves
-from solvers.cg import CG
-from solvers.eager import eager
-from solvers.gmres import GMRES
-from solvers.krylov import LinearSolver
-from solvers.linear_loop import LinearLoop
-from solvers.minres import MINRES
-from solvers.product import Product
-from solvers.report import check_on_failure, report
-from solvers.rows import Progress
-from solvers.solution import Solution
-from solvers.solver import require_count
-from solvers.tolerance import Tolerance
+from solvers.core.checks import require_count
+from solvers.core.failures import check_on_failure, report
+from solvers.core.layout import Layout, check_batched, check_leaves
+from solvers.core.modes import eager
+from solvers.core.rows import Progress
+from solvers.core.solution import Solution
+from solvers.core.tolerance import Tolerance
+from solvers.krylov.cg import CG
+from solvers.krylov.gmres import GMRES
+from solvers.krylov.loop import LinearLoop
+from solvers.krylov.method import LinearSolver
+from solvers.krylov.minres import MINRES
+from solvers.krylov.product import Product
 
 __all__ = ["CG", "GMRES", "MINRES", "LinearSolver", "solve_linear"]
 

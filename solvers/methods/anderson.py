@@ -7,19 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.basis import combine, inner_products, solve_small, write_symmetric
-from solvers.solver import (
-    Linearizable,
-    Point,
-    Solver,
-    Turn,
-    clear_rows,
-    require_count,
-    require_number,
-    small_dtype,
-    where_rows,
-    write_slot,
-)
+from solvers.core.checks import require_count, require_number
+from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
+from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.methods.history import combine, inner_products, solve_small, write_symmetric
 
 
 @dataclass(frozen=True)

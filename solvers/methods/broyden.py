@@ -7,20 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.basis import combine, inner_products
-from solvers.poll import maybe_any
-from solvers.solver import (
-    Linearizable,
-    Point,
-    Solver,
-    Turn,
-    clear_rows,
-    require_count,
-    require_number,
-    small_dtype,
-    where_rows,
-    write_slot,
-)
+from solvers.core.checks import require_count, require_number
+from solvers.core.device import maybe_any
+from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
+from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.methods.history import combine, inner_products
 
 FIRST_CAPACITY = 8
 NEARLY_SINGULAR = 1e-3

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from solvers.solver import Linearizable, Point, Solver, Turn, require_number
+from solvers.core.checks import require_number
+from solvers.core.rows import Point
+from solvers.core.solver import Linearizable, Solver, Turn
 
 
 @dataclass(frozen=True)

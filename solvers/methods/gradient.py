@@ -8,7 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from solvers.solver import Linearizable, Point, Solver, Turn, require_number, small_dtype
+from solvers.core.checks import require_number
+from solvers.core.rows import Point, small_dtype
+from solvers.core.solver import Linearizable, Solver, Turn
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solvers.solver import small_dtype
+from solvers.core.rows import small_dtype
 
 NUMPY_SIZE = 1 << 17
 

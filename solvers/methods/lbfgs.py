@@ -8,19 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from solvers.basis import combine, inner_products
-from solvers.poll import maybe_any
-from solvers.safeguard import interpolation
-from solvers.solver import (
-    Linearizable,
-    Point,
-    Solver,
-    Turn,
-    require_count,
-    small_dtype,
-    where_rows,
-    write_slot,
-)
+from solvers.core.checks import require_count
+from solvers.core.device import maybe_any
+from solvers.core.rows import Point, small_dtype, where_rows, write_slot
+from solvers.core.safeguard import interpolation
+from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.methods.history import combine, inner_products
 
 CURVATURE = 1e-6  # smallest cosine between a step and its change of gradient that is learned from
 

@@ -8,19 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from solvers.cg import CG
-from solvers.gmres import GMRES
-from solvers.krylov import KrylovRun, LinearSolver
-from solvers.poll import maybe_any
-from solvers.solver import (
-    Linearizable,
-    Point,
-    Solver,
-    Turn,
-    merge_points,
-    require_number,
-    where_rows,
-)
+from solvers.core.checks import require_number
+from solvers.core.device import maybe_any
+from solvers.core.rows import Point, merge_points, where_rows
+from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.krylov.cg import CG
+from solvers.krylov.gmres import GMRES
+from solvers.krylov.method import KrylovRun, LinearSolver
 
 DECREASE = 1e-4
 

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from solvers.adjoint import Adjoint, Implicit
-from solvers.cavity import differentiable_response, is_definite, times_blocks
-from solvers.eager import eager
-from solvers.fixed_point import fixed_point
-from solvers.precision import without_autocast
-from solvers.report import check_on_failure, report
-from solvers.sites.base import Site
-from solvers.solution import Solution, Status
-from solvers.spins import (
+from solvers.adjoints.kinds import Adjoint, Implicit
+from solvers.core.failures import check_on_failure, report
+from solvers.core.modes import eager, without_autocast
+from solvers.core.solution import Solution, Status
+from solvers.core.tolerance import Tolerance
+from solvers.fixed_points import fixed_point
+from solvers.spins.maps import (
     SpinState,
     as_matrix,
     as_wide,
@@ -26,8 +24,9 @@ from solvers.spins import (
     tap_step,
     with_symmetries,
 )
-from solvers.tap_solver import AdaptiveTAP
-from solvers.tolerance import Tolerance
+from solvers.spins.response import differentiable_response, is_definite, times_blocks
+from solvers.spins.sites.site import Site
+from solvers.spins.solver import AdaptiveTAP
 
 _DEFAULT_ADJOINT = Implicit()
 _RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}  # half precision: 1e-2

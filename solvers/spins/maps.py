@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solvers.cavity import differentiable_response, is_definite, respond, times_blocks
-from solvers.precision import without_autocast
-from solvers.sites.base import Site
+from solvers.core.modes import without_autocast
+from solvers.spins.response import differentiable_response, is_definite, respond, times_blocks
+from solvers.spins.sites.site import Site
 
 LEVELS = (
     0.0,

@@ -8,18 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from solvers.anderson import Anderson, AndersonState
-from solvers.poll import maybe_any
-from solvers.solution import Status
-from solvers.solver import (
-    Linearizable,
-    Point,
-    Solver,
-    Turn,
-    require_count,
-    require_number,
-    where_rows,
-)
+from solvers.core.checks import require_count, require_number
+from solvers.core.device import maybe_any
+from solvers.core.rows import Point, where_rows
+from solvers.core.solution import Status
+from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.methods.anderson import Anderson, AndersonState
 
 GROWTH = 3.0  # of the residual over its best that counts as harm
 SHORTEST = 0.125  # damping that harm may lead to

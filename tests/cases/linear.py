@@ -6,7 +6,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from solvers.solution import Solution
+from solvers.core.solution import Solution
 
 
 def orthogonal(batch: int, size: int, generator: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from problems import Problem, residual_norms
+from problems.zoo import Problem, residual_norms
 from solvers import (
     LBFGS,
     Anderson,

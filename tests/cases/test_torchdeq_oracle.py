@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import torchdeq_oracle as oracle
-from problems import make, residual_norms, rows
+from cases import torchdeq_oracle as oracle
+from problems.zoo import make, residual_norms, rows
 
 
 def plain_count(name: str, tolerance: float, limit: int) -> list[float]:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torchdeq.solver import get_solver
 
-import problems
-from problems import Problem, residual_norms
+from problems import zoo
+from problems.zoo import Problem, residual_norms
 
 Run = Callable[[Callable[..., Tensor], Tensor, tuple[Any, ...]], Any]
 
@@ -188,7 +188,7 @@ def outcome(
             reasons = {} if error is None else {0: error}
             return _outcome(together, together.reached, reasons)
     alone = [
-        outcome(problems.rows(problem, torch.tensor([i])), tolerance, solver_name, max_evaluations)
+        outcome(zoo.rows(problem, torch.tensor([i])), tolerance, solver_name, max_evaluations)
         for i in range(problem.batch)
     ]
     return Outcome(
@@ -267,7 +267,7 @@ def table(names: Sequence[str], tolerance: float, max_evaluations: int) -> list[
     header = "| problem | " + " | ".join(SOLVERS) + " | best |"
     lines, failures = [header, "|---" * (len(SOLVERS) + 2) + "|"], []
     for name in names:
-        problem = problems.make(name)
+        problem = zoo.make(name)
         results = {key: outcome(problem, tolerance, key, max_evaluations) for key in SOLVERS}
         winner = min(results, key=lambda key: results[key].order)
         solved = math.isfinite(results[winner].evaluations.min().item())
@@ -290,7 +290,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"Evaluations of f to a relative residual of {options.tolerance:g}: median / largest")
     print(f"over the samples of each problem; - : not within {options.max_evaluations}.\n")
-    names = options.names or list(problems.PROBLEMS)
+    names = options.names or list(zoo.PROBLEMS)
     print("\n".join(table(names, options.tolerance, options.max_evaluations)))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import implicit_attn.checkpoint as checkpoint
-from deq_cases import make, tokens
+from cases.deq import make, tokens
 from implicit_attn.checkpoint import load_checkpoint, save_checkpoint
 
 files = pytest.importorskip("safetensors.torch", reason="checkpoints are safetensors files")

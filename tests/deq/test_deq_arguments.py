@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deq_cases import DIM, LAYERS, Cell, make, relative_error, tokens
+from cases.deq import DIM, LAYERS, Cell, make, relative_error, tokens
 from implicit_attn import DEQ, Energy, GradientStep
 from implicit_attn.energies import FunctionEnergy, Hopfield, Quadratic
 from implicit_attn.updates import FunctionUpdate

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deq_cases import DIM, gradients, make, relative_error, tokens
+from cases.deq import DIM, gradients, make, relative_error, tokens
 from solvers import Tolerance
 
 pytestmark = [

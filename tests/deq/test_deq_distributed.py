@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from deq_ddp_worker import STEPS, build, train
 from torch import Tensor
 
-from deq_cases import relative_error
+from cases.deq import relative_error
+from workers.deq_ddp import STEPS, build, train
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 
 pytestmark = pytest.mark.skipif(
@@ -26,14 +25,14 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_workers(folder: Path) -> list[list[dict[str, Tensor]]]:
-    paths = [str(ROOT), str(ROOT / "tests"), str(HERE)]
+    paths = [str(ROOT), str(ROOT / "tests")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
     }
     if "lo" in [name for _, name in socket.if_nameindex()]:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    script = str(HERE / "deq_ddp_worker.py")
+    script = str(ROOT / "tests" / "workers" / "deq_ddp.py")
     processes = [
         subprocess.Popen(
             [sys.executable, script, str(rank), str(WORLD), str(folder / "store"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from deq_cases import (
+from cases.deq import (
     EXACT,
     LAYERS,
     Cell,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deq_cases import DIM, gradients, make, relative_error, tokens
+from cases.deq import DIM, gradients, make, relative_error, tokens
 from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, SoftmaxAttention
 from solvers import Anderson, Forward, Implicit, Tolerance

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deq_cases import DIM, LAYERS, Cell, energy, gradients, make, relative_error, tokens
+from cases.deq import DIM, LAYERS, Cell, energy, gradients, make, relative_error, tokens
 from implicit_attn import DEQ, ActivationStep, GradientStep
 from implicit_attn.energies import IdentityLagrangian, Quadratic, ReLUFeedForward
 from solvers import Tolerance

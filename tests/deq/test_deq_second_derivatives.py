@@ -12,7 +12,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from deq_cases import (
+from cases.deq import (
     DIM,
     EXACT,
     LAYERS,

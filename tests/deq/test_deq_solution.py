@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deq_cases import DIM, LAYERS, gradients, make, relative_error, tokens
+from cases.deq import DIM, LAYERS, gradients, make, relative_error, tokens
 from implicit_attn import DEQ
 from implicit_attn.energies import Field, Quadratic, ReLUFeedForward, SoftmaxAttention
 from solvers import Anderson, Forward, Implicit, Tolerance

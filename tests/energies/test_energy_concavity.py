@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from energies_cases import COUNT, ENERGIES, EnergyCase, build, few_energies, tokens
+from cases.energies import COUNT, ENERGIES, EnergyCase, build, few_energies, tokens
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,

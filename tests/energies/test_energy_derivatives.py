@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
-from energies_cases import (
+from cases.energies import (
     COUNT,
     EnergyCase,
     build,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from energies_cases import ENERGIES, EnergyCase, build, few_energies, tokens
+from cases.energies import ENERGIES, EnergyCase, build, few_energies, tokens
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     ClassicalHopfield,

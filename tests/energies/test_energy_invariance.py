@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energies_cases import (
+from cases.energies import (
     ENERGIES,
     EnergyCase,
     build,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from energies_cases import (
+from cases.energies import (
     NORMS,
     EnergyCase,
     build,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from energies_cases import (
+from cases.energies import (
     NORMS,
     EnergyCase,
     build,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from energies_cases import EnergyCase, build, few_energies, relative_error, tokens
+from cases.energies import EnergyCase, build, few_energies, relative_error, tokens
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,

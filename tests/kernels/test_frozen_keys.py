@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
+from cases.kernels import Allocations, difference
 from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, SoftmaxAttention
 from implicit_attn.kernels import explain_frozen_keys, frozen_key_attention
-from kernel_cases import Allocations, difference
 from solvers import Implicit, Tolerance
 
 HOLES = torch.tensor([[True, False, True], [False, False, False]])

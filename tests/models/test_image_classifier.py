@@ -19,7 +19,7 @@ from implicit_attn.models import (
     ViT,
     build_backbone,
 )
-from implicit_attn.models.vit import PatchEmbedding, sinusoidal_positions
+from implicit_attn.models.image_classifier import PatchEmbedding, sinusoidal_positions
 
 DIM = 12
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.studies import specification
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.models import (
     BACKBONES,
@@ -18,7 +19,6 @@ from implicit_attn.models import (
     build_model,
     load_model,
 )
-from study_cases import specification
 
 pytest.importorskip("safetensors", reason="checkpoints need it")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import gelu, normalize
 
-from problems_base import Build, Problem, normal
-from problems_reference import contraction, minimum
+from problems.problem import Build, Problem, normal
+from problems.reference import contraction, minimum
 
 
 def hopfield_map(z: Tensor, patterns: Tensor, beta: Tensor) -> Tensor:

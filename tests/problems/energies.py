@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from nonlinear_systems import helical_valley, powell_singular
-from problems_base import Build, Expect, Problem, matvec, normal
-from problems_linear import affine, affine_energy, dense_solve, symmetric_matrix
-from problems_reference import minimum
+from problems.linear import affine, affine_energy, dense_solve, symmetric_matrix
+from problems.nonlinear_systems import helical_valley, powell_singular
+from problems.problem import Build, Expect, Problem, matvec, normal
+from problems.reference import minimum
 
 MGH = "J. Moré, B. Garbow, K. Hillstrom, ACM Trans. Math. Softw. 7 (1981) 17, problem {}"
 

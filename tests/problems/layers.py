@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from problems_base import Build, Problem, matvec, normal, uniform
-from problems_linear import symmetric_matrix
-from problems_reference import continuation, contraction
+from problems.linear import symmetric_matrix
+from problems.problem import Build, Problem, matvec, normal, uniform
+from problems.reference import continuation, contraction
 
 LAYERS, WIDTH = 6, 64
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from problems_base import Build, Problem, matvec, normal, orthogonal, uniform
+from problems.problem import Build, Problem, matvec, normal, orthogonal, uniform
 
 BATCH, DIM = 6, 40
 RADII = (0.5, 0.9, 0.98)

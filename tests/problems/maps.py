@@ -7,8 +7,8 @@ import torch
 from scipy.optimize import brentq
 from torch import Generator, Tensor
 
-from problems_base import Build, Problem, matvec, normal, uniform
-from problems_reference import check, contraction
+from problems.problem import Build, Problem, matvec, normal, uniform
+from problems.reference import check, contraction
 
 
 def cosine(generator: Generator) -> Problem:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
-from problems_base import Build, Expect, Problem, matvec, normal, orthogonal, uniform
-from problems_linear import affine, affine_energy, dense_solve
+from problems.linear import affine, affine_energy, dense_solve
+from problems.problem import Build, Expect, Problem, matvec, normal, orthogonal, uniform
 
 RUDIN = "W. Rudin, Principles of Mathematical Analysis (3rd ed., 1976), chapter 5, exercise 22"
 

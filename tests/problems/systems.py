@@ -17,9 +17,9 @@ import torch
 from scipy.optimize import brentq
 from torch import Generator, Tensor
 
-import nonlinear_systems as systems
-from problems_base import Build, Expect, Problem, normal
-from problems_reference import newton, root
+from problems import nonlinear_systems as systems
+from problems.problem import Build, Expect, Problem, normal
+from problems.reference import newton, root
 
 BATCH = 4
 SCIPY = "scipy, optimize/tests/test_nonlin.py, problem {}"

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from problems import (
+from problems.problem import PLAIN_LIMIT
+from problems.zoo import (
     ENERGY,
     LINEAR,
     NONLINEAR,
@@ -21,7 +22,6 @@ from problems import (
     rows,
     scaled,
 )
-from problems_base import PLAIN_LIMIT
 
 WITH_ENERGY = [name for name in PROBLEMS if make(name).energy is not None]
 WITHOUT_ANSWER = [name for name in PROBLEMS if make(name).reference is None]

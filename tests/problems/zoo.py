@@ -16,14 +16,8 @@ from functools import cache, partial
 
 import torch
 
-import problems_attention
-import problems_energies
-import problems_layers
-import problems_linear
-import problems_maps
-import problems_pathological
-import problems_systems
-from problems_base import Build, Problem, cast, residual_norms, rows, scaled
+from problems import attention, energies, layers, linear, maps, pathological, systems
+from problems.problem import Build, Problem, cast, residual_norms, rows, scaled
 
 __all__ = [
     "ENERGY",
@@ -39,28 +33,28 @@ __all__ = [
     "scaled",
 ]
 
-_ATTENTION = problems_attention.BUILDS
-LINEAR = list(problems_linear.BUILDS)
+_ATTENTION = attention.BUILDS
+LINEAR = list(linear.BUILDS)
 NONLINEAR = [
-    *problems_maps.BUILDS,
-    *problems_layers.BUILDS,
-    *problems_systems.BUILDS,
+    *maps.BUILDS,
+    *layers.BUILDS,
+    *systems.BUILDS,
     *(name for name in _ATTENTION if not name.startswith("energy_")),
 ]
 ENERGY = [
-    *problems_energies.BUILDS,
+    *energies.BUILDS,
     *(name for name in _ATTENTION if name.startswith("energy_")),
 ]
-PATHOLOGICAL = list(problems_pathological.BUILDS)
+PATHOLOGICAL = list(pathological.BUILDS)
 
 _BUILDS: dict[str, Build] = {
-    **problems_linear.BUILDS,
-    **problems_maps.BUILDS,
-    **problems_layers.BUILDS,
-    **problems_systems.BUILDS,
+    **linear.BUILDS,
+    **maps.BUILDS,
+    **layers.BUILDS,
+    **systems.BUILDS,
     **_ATTENTION,
-    **problems_energies.BUILDS,
-    **problems_pathological.BUILDS,
+    **energies.BUILDS,
+    **pathological.BUILDS,
 }
 
 

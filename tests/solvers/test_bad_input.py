@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from solver_cases import plain_batch
 from torch import Tensor
 
+from cases.solves import plain_batch
 from solvers import (
     LBFGS,
     Anderson,

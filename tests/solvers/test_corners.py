@@ -12,8 +12,8 @@ import solvers
 from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, ReLUFeedForward
 from solvers import CG, Implicit, Newton, SolveError, Tolerance, fixed_point
-from solvers.anderson import AndersonState
-from solvers.solver import LARGE, keep_rows
+from solvers.core.rows import LARGE, keep_rows
+from solvers.methods.anderson import AndersonState
 
 
 def test_newton_keeps_a_batch_whole_that_f_closes_over() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from solver_cases import Counter, Plain, plain_batch, solve, true_residuals
 from torch import Tensor, nn
 from torchdeq import get_deq
 from torchdeq.solver import get_solver
 from torchdeq.solver.stat import SolverStat
 
-from problems import make
+from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
+from problems.zoo import make
 from solvers import (
     LBFGS,
     Anderson,

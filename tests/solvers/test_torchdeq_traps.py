@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from solver_cases import Counter, Plain, plain_batch, solve, true_residuals
 from torch import Tensor, nn
 from torchdeq import get_deq
 from torchdeq.norm import apply_norm
 from torchdeq.solver import get_solver
 
-from problems import make, rows, scaled
+from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
+from cases.torchdeq_oracle import evaluations_to
+from problems.zoo import make, rows, scaled
 from solvers import (
     Anderson,
     Broyden,
@@ -24,7 +25,6 @@ from solvers import (
     Tolerance,
     fixed_point,
 )
-from torchdeq_oracle import evaluations_to
 
 TIGHT = Tolerance(rtol=1e-12)
 

@@ -12,10 +12,10 @@ from functools import cache
 
 import pytest
 import torch
-from solver_cases import PLAIN, SOLVERS, solve, true_residuals
 from torch import Tensor
 
-from problems import ENERGY, SOLVABLE, Problem, make
+from cases.solves import PLAIN, SOLVERS, solve, true_residuals
+from problems.zoo import ENERGY, SOLVABLE, Problem, make
 from solvers import Solution, Solver
 
 RTOL = 1e-6

@@ -11,8 +11,8 @@ import torch
 import solvers
 from implicit_attn.studies import accuracy_by_iterations, geometry, open_subject
 from implicit_attn.studies.command import SHIPPED, SOLVED, UNROLLED
+from implicit_attn.studies.extrapolation import extrapolate
 from implicit_attn.studies.subjects import Subject
-from implicit_attn.studies.test_time import extrapolate
 
 pytest.importorskip("safetensors", reason="the weights are read by safetensors")
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn")

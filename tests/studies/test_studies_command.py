@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from cases.studies import specification, write_weights
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
 from implicit_attn.studies import command, layers_of_depth, open_subject, subjects
 from implicit_attn.studies.command import SHIPPED, STUDIES, UNROLLED, main
-from implicit_attn.studies.plots_extrapolation import seed_means, trade_off_figure
+from implicit_attn.studies.figures.extrapolation import seed_means, trade_off_figure
 from implicit_attn.studies.subjects import DataDiffers
-from study_cases import specification, write_weights
 
 pytest.importorskip("matplotlib", reason="the studies draw")
 pytest.importorskip("safetensors", reason="the studies read checkpoints")

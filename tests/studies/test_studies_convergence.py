@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deq_cases import make, tokens
+from cases.deq import make, tokens
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import FunctionEnergy
 from implicit_attn.studies import (

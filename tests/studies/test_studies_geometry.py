@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from cases.studies import image_subject, specification
 from implicit_attn.models import build_model
 from implicit_attn.studies import Subject, average_angle, effective_rank, geometry
-from study_cases import image_subject, specification
 
 
 def turned(tokens: torch.Tensor) -> torch.Tensor:

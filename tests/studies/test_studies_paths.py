@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases.studies import image_subject
 from implicit_attn.studies import path_independence, paths_of_layer, paths_of_recurrence
 from implicit_attn.studies.paths import starts_for
-from study_cases import image_subject
 
 X = torch.linspace(0.2, 1.0, 9, dtype=torch.float64)[:, None]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.studies import CLASSES, image_subject
 from implicit_attn.studies import (
     HeldStep,
     accuracy_by_iterations,
@@ -16,10 +17,9 @@ from implicit_attn.studies import (
     run_from,
     stopping_times,
 )
-from implicit_attn.studies.extrapolation import budgets_up_to, evaluations_to_reach
+from implicit_attn.studies.accuracy import budgets_up_to, evaluations_to_reach
 from implicit_attn.studies.measures import Pool, measure_boards, measure_classes
 from implicit_attn.studies.recurrence import relative_changes
-from study_cases import CLASSES, image_subject
 
 CHANGES = torch.tensor([[0.5, 0.9, 0.1], [0.2, 0.8, 0.3], [0.05, 0.7, 0.2], [0.4, 0.6, 0.01]])
 

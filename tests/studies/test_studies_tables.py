@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from deq_cases import make, tokens
+from cases.deq import make, tokens
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import Quadratic
 from implicit_attn.studies import (
@@ -21,7 +21,7 @@ from implicit_attn.studies import (
     solve_history,
     write_table,
 )
-from implicit_attn.studies.plots import training_report
+from implicit_attn.studies.figures.report import training_report
 from solvers import Anderson, Forward, Tolerance
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from toy_training import Recorder, toy_data
 
+from cases.training import Recorder, toy_data
 from implicit_attn.training import CsvLog, Recipe, TensorBoardLog, Training
 
 for module in ("safetensors", "tqdm", "lightning_fabric"):

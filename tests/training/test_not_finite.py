@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toy_training import Recorder, toy_data
 
+from cases.training import Recorder, toy_data
 from implicit_attn.checkpoint import load_checkpoint
 from implicit_attn.training import NonFiniteLoss, Recipe, Training
 from implicit_attn.training.finite import largest_entry

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_training import Recorder, toy_data
 
+from cases.training import Recorder, toy_data
 from implicit_attn.data import epoch_generator
 from implicit_attn.training import Recipe, Training, start_processes
 from implicit_attn.training.randomness import seed_step, step_seed

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from toy_training import Recorder, toy_data
 
+from cases.training import Recorder, toy_data
 from implicit_attn.data import RandomAffine, epoch_generator
 from implicit_attn.models import HyperSET, ImageClassifier
 from implicit_attn.training import (

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from training_worker import SAVE_EVERY, SPOILT, STEPS, equilibrium, unrolled
 
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.optional import require
+from workers.training import SAVE_EVERY, SPOILT, STEPS, equilibrium, unrolled
 
 for module in ("sklearn", "safetensors", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="needs the extra [examples]")
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KILL_AT = 11  # the second batch of the fourth epoch of three; the latest checkpoint is of step 9
 
 
@@ -34,7 +33,7 @@ def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     if "lo" in [name for _, name in socket.if_nameindex()]:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return subprocess.run(
-        [sys.executable, str(HERE / "training_worker.py"), *arguments],
+        [sys.executable, str(ROOT / "tests" / "workers" / "training.py"), *arguments],
         env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from energies_cases import ENERGIES, EnergyCase, build, few_energies, masks, relative_error, tokens
+from cases.energies import ENERGIES, EnergyCase, build, few_energies, masks, relative_error, tokens
 from implicit_attn import DEQ, ActivationStep
 from implicit_attn.energies import (
     Energy,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from energies_cases import EnergyCase, build, few_energies, masks, relative_error, tokens
+from cases.energies import EnergyCase, build, few_energies, masks, relative_error, tokens
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import (
     BiSoftmaxAttention,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn import DEQ
-from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.updates import HyperSETLayer, HyperSETStep
 from solvers import Status, Tolerance
 

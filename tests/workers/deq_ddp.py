@@ -1,6 +1,6 @@
 """One of two processes that train a model with a DEQ layer under DistributedDataParallel.
 
-    python deq_ddp_worker.py RANK WORLD STORE_FILE RESULT_FILE
+    python tests/workers/deq_ddp.py RANK WORLD STORE_FILE RESULT_FILE
 
 Writes its parameters after every step, and the gradients of the first one.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deq_cases import DIM, make, tokens
+from cases.deq import DIM, make, tokens
 
 STEPS, SAMPLES = 3, 6
 LAYERS = ("gradient", "update")

@@ -1,6 +1,6 @@
 """A small training run, in this process or as a script that is started by tests.
 
-    python training_worker.py FOLDER [--devices N] [--kill-at STEP] [--spoil RANK]
+    python tests/workers/training.py FOLDER [--devices N] [--kill-at STEP] [--spoil RANK]
 
 Digits, a Hyper-SET with random numbers of iterations, augmentation; then, with several devices, an
 equilibrium classifier. With --kill-at the process ends itself by SIGKILL after that step. With

@@ -15,7 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from implicit_attn.kernels.bisoftmax import triton_backend, triton_problem
+from implicit_attn.kernels.bi_softmax.triton import backend as triton_backend
+from implicit_attn.kernels.bi_softmax.triton import problem as triton_problem
 
 CAPABILITY = int(sys.argv[1])
 SHARED_MEMORY = {90: 232448, 120: 101376}[CAPABILITY]

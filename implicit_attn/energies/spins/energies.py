@@ -6,11 +6,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from implicit_attn.energies.base import Energy
 from implicit_attn.energies.checks import check_input, check_vector
-from implicit_attn.energies.couplings import Couplings
 from implicit_attn.energies.differentiation import value_and_gradient
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
+from implicit_attn.energies.spins.couplings import Couplings
 from implicit_attn.energies.tokens import hide, sum_samples
 
 

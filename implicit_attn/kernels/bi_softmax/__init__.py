@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from implicit_attn.kernels.bisoftmax.carried import carried_bisoftmax
-from implicit_attn.kernels.bisoftmax.dispatch import (
+from implicit_attn.kernels.bi_softmax.carried import carried_bisoftmax
+from implicit_attn.kernels.bi_softmax.dispatch import (
     Choice,
     bisoftmax,
     bisoftmax_hvp,

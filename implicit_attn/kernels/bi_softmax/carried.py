@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.blocks import plain, wide_counts, wide_rows
-from implicit_attn.kernels.bisoftmax.blocks_symmetric import (
-    Room,
-    add_products,
-    strip_scores,
-    strip_tangents,
-)
-from implicit_attn.kernels.bisoftmax.dispatch import check_backend, explain
-from implicit_attn.kernels.bisoftmax.reference import (
+from implicit_attn.kernels.bi_softmax.dispatch import check_backend, explain
+from implicit_attn.kernels.bi_softmax.reference import (
     PLAIN_EXPONENTIAL,
     check_vector,
     counting,
     without_autocast,
+)
+from implicit_attn.kernels.bi_softmax.strips.backend import plain, wide_counts, wide_rows
+from implicit_attn.kernels.bi_softmax.strips.symmetric import (
+    Room,
+    add_products,
+    strip_scores,
+    strip_tangents,
 )
 from implicit_attn.kernels.operators import call, mapped, refuse_forward_mode
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax import ops, reference
+from implicit_attn.kernels.bi_softmax import ops, reference
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
 
 BACKENDS = ("auto", "reference", "blocks", "triton")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax import blocks
+from implicit_attn.kernels.bi_softmax.strips import backend as strips
 from implicit_attn.kernels.operators import call, mapped
 from implicit_attn.optional import require
 
@@ -40,7 +40,7 @@ def _bisoftmax(
     if _by_triton(backend, z, mask, causal):
         options = {"lengths": lengths, "deterministic": deterministic}
         return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit, **options)
-    return blocks.bisoftmax_forward(z, beta, mask_of(z, mask, lengths), causal, limit)
+    return strips.bisoftmax_forward(z, beta, mask_of(z, mask, lengths), causal, limit)
 
 
 def _bisoftmax_hvp(
@@ -62,7 +62,7 @@ def _bisoftmax_hvp(
             z, v, beta, mask, causal, lse, lse_cotangent, **options
         )
     mask = mask_of(z, mask, lengths)
-    return blocks.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
+    return strips.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
 
 
 def _bisoftmax_third(
@@ -75,7 +75,7 @@ def _bisoftmax_third(
     lse_cotangent: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pullback of ``direction`` through the Hessian-vector product: to z, v and the cotangent."""
-    return blocks.bisoftmax_third(z, v, direction, beta, mask, causal, lse_cotangent)
+    return strips.bisoftmax_third(z, v, direction, beta, mask, causal, lse_cotangent)
 
 
 bisoftmax_op = torch.library.custom_op(
@@ -128,7 +128,7 @@ def _by_triton(backend: str, z: Tensor, mask: Tensor | None, causal: bool) -> bo
 
 def triton_backend() -> ModuleType:
     """The module with the Triton kernels; ImportError where Triton is not installed."""
-    return require("implicit_attn.kernels.bisoftmax.triton_backend", extra="gpu")
+    return require("implicit_attn.kernels.bi_softmax.triton.backend", extra="gpu")
 
 
 def _wide(z: Tensor) -> torch.dtype:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.dispatch import Choice
-from implicit_attn.kernels.bisoftmax.reference import check_arguments, check_vector
+from implicit_attn.kernels.bi_softmax.dispatch import Choice
+from implicit_attn.kernels.bi_softmax.reference import check_arguments, check_vector
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
 from implicit_attn.kernels.sigmoid import ops, reference
 

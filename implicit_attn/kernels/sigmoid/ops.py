@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from implicit_attn.kernels.operators import call, mapped
-from implicit_attn.kernels.sigmoid import blocks
+from implicit_attn.kernels.sigmoid import strips
 
 sigmoid_op = torch.library.custom_op(
     "implicit_attn::sigmoid_attention",
-    blocks.sigmoid_forward,
+    strips.sigmoid_forward,
     mutates_args=(),
     schema="(Tensor z, float beta, Tensor? mask) -> (Tensor, Tensor)",
 )
 sigmoid_hvp_op = torch.library.custom_op(
     "implicit_attn::sigmoid_attention_hvp",
-    blocks.sigmoid_hvp,
+    strips.sigmoid_hvp,
     mutates_args=(),
     schema="(Tensor z, Tensor v, float beta, Tensor? mask) -> Tensor",
 )
 sigmoid_third_op = torch.library.custom_op(
     "implicit_attn::sigmoid_attention_third",
-    blocks.sigmoid_third,
+    strips.sigmoid_third,
     mutates_args=(),
     schema="(Tensor z, Tensor v, Tensor direction, float beta, Tensor? mask) -> (Tensor, Tensor)",
 )
@@ -53,12 +53,12 @@ def _(z: Tensor, v: Tensor, *others: Any) -> Any:
 
 def forward(z: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """``sigmoid_op`` or its implementation; the arguments are the operator's."""
-    return call(sigmoid_op, blocks.sigmoid_forward, [z], z, beta, mask)
+    return call(sigmoid_op, strips.sigmoid_forward, [z], z, beta, mask)
 
 
 def hvp(z: Tensor, v: Tensor, beta: float, mask: Tensor | None) -> Tensor:
     """``sigmoid_hvp_op`` or its implementation; the arguments are the operator's."""
-    return call(sigmoid_hvp_op, blocks.sigmoid_hvp, [z, v], z, v, beta, mask)
+    return call(sigmoid_hvp_op, strips.sigmoid_hvp, [z, v], z, v, beta, mask)
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.reference import (
+from implicit_attn.kernels.bi_softmax.reference import (
     check_arguments,
     check_vector,
     counting,

@@ -13,14 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.blocks import plain, wide_counts, wide_rows
-from implicit_attn.kernels.bisoftmax.blocks_symmetric import (
+from implicit_attn.kernels.bi_softmax.reference import counting
+from implicit_attn.kernels.bi_softmax.strips.backend import plain, wide_counts, wide_rows
+from implicit_attn.kernels.bi_softmax.strips.symmetric import (
     Room,
     add_products,
     strip_scores,
     strip_tangents,
 )
-from implicit_attn.kernels.bisoftmax.reference import counting
 
 
 def sigmoid_forward(z: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:

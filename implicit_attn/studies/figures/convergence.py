@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from implicit_attn.studies.figures.report import (
+    BLUE,
+    GREY,
+    ORANGE,
+    pyplot_without_screen,
+    say_nothing,
+)
 from implicit_attn.studies.paths import SAME
-from implicit_attn.studies.plots import BLUE, GREY, ORANGE, pyplot_without_screen, say_nothing
 from implicit_attn.studies.tables import Table
 
 SMALLEST = 1e-12  # energies and distances below are drawn here: a logarithm has no zero

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from implicit_attn.studies.plots import (
+from implicit_attn.studies.extrapolation import Extrapolation
+from implicit_attn.studies.figures.report import (
     BLUE,
     GREEN,
     GREY,
@@ -15,7 +16,6 @@ from implicit_attn.studies.plots import (
     say_nothing,
 )
 from implicit_attn.studies.tables import Table
-from implicit_attn.studies.test_time import Extrapolation
 
 SPREAD = 20.0  # ratio of losses from which a logarithm shows more
 APART = 0.09  # of a panel's width, between numbers beside a curve

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from implicit_attn.studies.plots import (
+from implicit_attn.studies.figures.report import (
     BLUE,
     GREEN,
     GREY,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import solvers
-from implicit_attn.studies.spin_models import ExactMoments, SpinModel, exact_moments
+from implicit_attn.studies.spins.models import ExactMoments, SpinModel, exact_moments
 from implicit_attn.studies.tables import Table
 
 # ``draw(strength, generator)`` -> a model with one sample.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from solvers.sites.base import Site
-from solvers.sites.discrete import IsingSite, PottsSite
-from solvers.sites.gaussian import GaussianSite
-from solvers.sites.spherical import SphericalSite
+from solvers.spins.sites.discrete import IsingSite, PottsSite
+from solvers.spins.sites.gaussian import GaussianSite
+from solvers.spins.sites.site import Site
+from solvers.spins.sites.spherical import SphericalSite
 
 __all__ = ["GaussianSite", "IsingSite", "PottsSite", "Site", "SphericalSite"]

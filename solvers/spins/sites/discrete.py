@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.sites.base import Site
+from solvers.spins.sites.site import Site
 
 
 class IsingSite(Site):
@@ -46,7 +46,7 @@ class PottsSite(Site):
         covariance = diag(mean) - mean mean^T
 
     The covariance is singular along (1, ..., 1), as the components always sum to 1; the solver works
-    with that (see :mod:`solvers.cavity`).
+    with that (see :mod:`solvers.spins.response`).
     """
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:

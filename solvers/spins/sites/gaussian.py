@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from solvers.sites.base import Site
+from solvers.spins.sites.site import Site
 
 
 class GaussianSite(Site):

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from solvers.recording import ordinary, recording
+from solvers.core.modes import ordinary, recording
 
 
 class Site(nn.Module):

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from solvers.sites.base import Site
-from solvers.sites.bingham import LogPartition, Moments, eigen, saddle_point
+from solvers.spins.sites.bingham import LogPartition, Moments, eigen, saddle_point
+from solvers.spins.sites.site import Site
 
 
 class SphericalSite(Site):
@@ -20,7 +20,7 @@ class SphericalSite(Site):
 
     An isotropic V drops out; the rest of V acts and is treated exactly (the Fisher-Bingham
     distribution): the integral over the Lagrange multiplier of the constraint is computed by a
-    quadrature on a contour through its saddle point (:mod:`solvers.sites.bingham`), stable from
+    quadrature on a contour through its saddle point (:mod:`solvers.spins.sites.bingham`), stable from
     vanishing to huge fields and in any dimension. A V costs one eigendecomposition a site.
 
     With ``large_dimension`` the integral is replaced by its saddle point: ``mean = X h``,

@@ -24,9 +24,9 @@ from implicit_attn.energies import (
     SpinInteraction,
     VectorSpin,
 )
-from implicit_attn.studies.convergence import carry_forward
+from implicit_attn.studies.traces import carry_forward
 from solvers import Anderson, Implicit, Tolerance
-from solvers.sites import GaussianSite, IsingSite, PottsSite, SphericalSite
+from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, SphericalSite
 
 SITES, DIM = 4, 3
 SITE: dict[str, Lagrangian] = {

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
+from cases.kernels import Allocations, difference
 from implicit_attn.kernels import bisoftmax, carried_bisoftmax
-from implicit_attn.kernels.bisoftmax import carried
-from kernel_cases import Allocations, difference
+from implicit_attn.kernels.bi_softmax import carried
 
 HOLES = torch.tensor([[True, False, True, True], [False, False, False, False]])
 LIMITS = {"bounded": 30.0, "unbounded": None}

@@ -11,7 +11,8 @@ from torch import Tensor
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic
 from implicit_attn.kernels import Choice, bisoftmax, bisoftmax_hvp, explain
-from implicit_attn.kernels.bisoftmax import blocks, dispatch, ops, reference
+from implicit_attn.kernels.bi_softmax import dispatch, ops, reference
+from implicit_attn.kernels.bi_softmax.strips import backend as strips
 from solvers import Implicit, Tolerance
 
 
@@ -48,7 +49,7 @@ def test_automatic_choice_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapper
 
-    for module, name in ((blocks, "blocks"), (reference, "reference")):
+    for module, name in ((strips, "blocks"), (reference, "reference")):
         names = ("bisoftmax", "bisoftmax_forward", "bisoftmax_hvp")
         for function in (n for n in names if hasattr(module, n)):
             monkeypatch.setattr(module, function, noted(name, getattr(module, function)))
@@ -105,7 +106,7 @@ class FakeKernels:
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         mask = ops.mask_of(z, mask, lengths)
-        return blocks.bisoftmax_forward(z, beta, mask, causal, limit)
+        return strips.bisoftmax_forward(z, beta, mask, causal, limit)
 
     @staticmethod
     def supports(z: Tensor, mask: Tensor | None, causal: bool) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
-from implicit_attn.kernels.bisoftmax import ops
+from implicit_attn.kernels.bi_softmax import ops
 
 BETA = 0.6
 HOLES = torch.tensor([[True, False, True, True], [False, False, True, True]])

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
+from cases.kernels import COUNTS, Allocations, difference
 from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, SigmoidAttention
 from implicit_attn.kernels import explain_sigmoid, sigmoid_attention, sigmoid_attention_hvp
-from implicit_attn.kernels.sigmoid import blocks, dispatch, ops, reference
-from kernel_cases import COUNTS, Allocations, difference
+from implicit_attn.kernels.sigmoid import dispatch, ops, reference, strips
 from solvers import Implicit, Tolerance
 
 BETA = 0.6
@@ -38,13 +38,13 @@ def check(tensors: list[Tensor], beta: float, mask: Tensor | None) -> None:
     exact, exact_value = reference.sigmoid_attention(point, beta, mask=mask)
     (product,) = torch.autograd.grad(exact, point, along, create_graph=True)
     pullbacks = torch.autograd.grad(product, (point, along), wide_c)
-    gradient, value = blocks.sigmoid_forward(z, beta, mask)
+    gradient, value = strips.sigmoid_forward(z, beta, mask)
     ours = (
         gradient,
         value,
-        blocks.sigmoid_hvp(z, v, beta, mask),
+        strips.sigmoid_hvp(z, v, beta, mask),
         reference.sigmoid_attention_hvp(z, v, beta, mask=mask),
-        *blocks.sigmoid_third(z, v, c, beta, mask),
+        *strips.sigmoid_third(z, v, c, beta, mask),
     )
     theirs = (exact, exact_value, product, product, *pullbacks)
     for found, expected in zip(ours, theirs, strict=True):
@@ -71,9 +71,9 @@ def test_tiny_norms() -> None:
     """The second derivative of sigma, which vanishes there, is known to float32's rounding of 1."""
     z, v, _ = states(1, 2, 130, 16, 1e-10)
     exact, _ = reference.sigmoid_attention(z.double(), 0.25)
-    assert difference(blocks.sigmoid_forward(z, 0.25, None)[0], exact) <= 1e-5
+    assert difference(strips.sigmoid_forward(z, 0.25, None)[0], exact) <= 1e-5
     exact = reference.sigmoid_attention_hvp(z.double(), v.double(), 0.25)
-    assert difference(blocks.sigmoid_hvp(z, v, 0.25, None), exact) <= 1e-5
+    assert difference(strips.sigmoid_hvp(z, v, 0.25, None), exact) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_hidden_tokens_are_never_read() -> None:
     hidden = ~mask[:, None, :, None]
     bad, bad_v, bad_c = (t.masked_fill(hidden, float("nan")) for t in (z, v, c))
     for found, expected in (
-        (blocks.sigmoid_forward(bad, 0.3, mask), blocks.sigmoid_forward(z, 0.3, mask)),
-        ((blocks.sigmoid_hvp(bad, bad_v, 0.3, mask),), (blocks.sigmoid_hvp(z, v, 0.3, mask),)),
+        (strips.sigmoid_forward(bad, 0.3, mask), strips.sigmoid_forward(z, 0.3, mask)),
+        ((strips.sigmoid_hvp(bad, bad_v, 0.3, mask),), (strips.sigmoid_hvp(z, v, 0.3, mask),)),
         (
-            blocks.sigmoid_third(bad, bad_v, bad_c, 0.3, mask),
-            blocks.sigmoid_third(z, v, c, 0.3, mask),
+            strips.sigmoid_third(bad, bad_v, bad_c, 0.3, mask),
+            strips.sigmoid_third(z, v, c, 0.3, mask),
         ),
     ):
         for ours, theirs in zip(found, expected, strict=True):
@@ -217,9 +217,9 @@ def test_no_matrix_of_all_pairs() -> None:
     count = 1024
     z, v, c = states(1, 1, count, 8)
     with Allocations() as seen:
-        blocks.sigmoid_forward(z, 0.3, None)
-        blocks.sigmoid_hvp(z, v, 0.3, None)
-        blocks.sigmoid_third(z, v, c, 0.3, None)
+        strips.sigmoid_forward(z, 0.3, None)
+        strips.sigmoid_hvp(z, v, 0.3, None)
+        strips.sigmoid_third(z, v, c, 0.3, None)
     assert seen.largest <= 128 * count * max(1, torch.get_num_threads()) < count * count
     with Allocations() as dense:
         reference.sigmoid_attention(z, 0.3)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from solver_cases import plain_batch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from cases.solves import plain_batch
 from solvers import (
     CG,
     GMRES,

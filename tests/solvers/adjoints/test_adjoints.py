@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from solver_cases import plain_batch, tanh_layer
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
+from cases.solves import plain_batch, tanh_layer
 from solvers import (
     CG,
     GMRES,

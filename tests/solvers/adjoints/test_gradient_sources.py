@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from solver_cases import plain_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from cases.solves import plain_batch
 from solvers import Adjoint, Descent, Implicit, OneStep, Phantom, Tolerance, Unrolled, fixed_point
 
 TIGHT = Tolerance(rtol=1e-12)

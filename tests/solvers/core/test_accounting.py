@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from solver_cases import (
+from torch import Tensor
+
+from cases.solves import (
     FEW,
     SOLVERS,
     Counter,
@@ -18,9 +20,7 @@ from solver_cases import (
     solve,
     true_residuals,
 )
-from torch import Tensor
-
-from problems import make
+from problems.zoo import make
 from solvers import Newton, Progress, Solution, Status, Tolerance, fixed_point
 
 MIXTURE = [

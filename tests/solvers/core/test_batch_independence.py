@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from solver_cases import (
+from torch import Tensor
+
+from cases.solves import (
     PLAIN,
     SOLVERS,
     Counter,
@@ -14,10 +16,8 @@ from solver_cases import (
     plain_batch,
     solve,
 )
-from torch import Tensor
-
-from problems import Problem, make, rows
-from problems_linear import affine, affine_energy, symmetric_matrix
+from problems.linear import affine, affine_energy, symmetric_matrix
+from problems.zoo import Problem, make, rows
 from solvers import Implicit, Solution, Tolerance, fixed_point
 
 # Short solves: over a hundred steps and more a rounding error may cost or save a step.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from solver_cases import PLAIN, SOLVERS, Given, Plain, solve
 from torch import Tensor
 
-from problems import make
+from cases.solves import PLAIN, SOLVERS, Given, Plain, solve
+from problems.zoo import make
 from solvers import (
     LBFGS,
     Anderson,

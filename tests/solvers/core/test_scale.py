@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from solver_cases import PLAIN, SOLVERS, plain_batch, solve
 
-from problems import make, scaled
+from cases.solves import PLAIN, SOLVERS, plain_batch, solve
+from problems.zoo import make, scaled
 from solvers import CG, GMRES, MINRES, Implicit, LinearSolver, Tolerance, fixed_point
 
 NAMES = [

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from solver_cases import PLAIN, SOLVERS, plain_batch, solve, true_residuals
 from torch import Tensor
 
-from problems import make
+from cases.solves import PLAIN, SOLVERS, plain_batch, solve, true_residuals
+from problems.zoo import make
 from solvers import (
     LBFGS,
     Anderson,

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from solver_cases import PLAIN, SOLVERS, plain_batch, solve, true_residuals
 
-from problems import PATHOLOGICAL, make
+from cases.solves import PLAIN, SOLVERS, plain_batch, solve, true_residuals
+from problems.zoo import PATHOLOGICAL, make
 from solvers import Forward, Solution, SolveError, SolveWarning, Status, fixed_point
 
 FAILURES = {Status.MAX_STEPS, Status.STALLED, Status.DIVERGED, Status.NONFINITE}

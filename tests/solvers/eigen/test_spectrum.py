@@ -7,11 +7,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from linear_cases import matrices, multiply, right_sides
 from torch import Tensor
 
-from solvers.solution import SolveWarning
-from solvers.spectrum import (
+from cases.linear import matrices, multiply, right_sides
+from solvers.core.solution import SolveWarning
+from solvers.eigen.spectrum import (
     Spectrum,
     SpectrumError,
     extreme_eigenvalues,

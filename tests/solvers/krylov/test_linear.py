@@ -6,13 +6,13 @@ import numpy
 import pytest
 import scipy.sparse.linalg
 import torch
-from linear_cases import exact, matrices, multiply, right_sides, true_residual
 from torch import Tensor
 
-from solvers.krylov import LinearSolver
-from solvers.linear import CG, GMRES, MINRES, solve_linear
-from solvers.solution import SolveWarning, Status
-from solvers.tolerance import Tolerance
+from cases.linear import exact, matrices, multiply, right_sides, true_residual
+from solvers.core.solution import SolveWarning, Status
+from solvers.core.tolerance import Tolerance
+from solvers.krylov.method import LinearSolver
+from solvers.krylov.solve import CG, GMRES, MINRES, solve_linear
 
 SUITED = [
     ("definite", CG()),

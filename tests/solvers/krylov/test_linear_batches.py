@@ -8,15 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import Counting, matrices, mixed, multiply, right_sides, true_residual
 from torch import Tensor
 
-from solvers import small, watch
-from solvers.krylov import LinearSolver
-from solvers.linear import CG, GMRES, MINRES, solve_linear
-from solvers.solution import Solution, Status
-from solvers.tolerance import Tolerance
-from solvers.watch import Watch
+from cases.linear import Counting, matrices, mixed, multiply, right_sides, true_residual
+from solvers.core import device
+from solvers.core.device import Watch
+from solvers.core.solution import Solution, Status
+from solvers.core.tolerance import Tolerance
+from solvers.krylov import arrays
+from solvers.krylov.method import LinearSolver
+from solvers.krylov.solve import CG, GMRES, MINRES, solve_linear
 
 SOLVERS = [CG(), MINRES(), GMRES(restart=6), GMRES(restart=30)]
 ALL = pytest.mark.parametrize("solver", SOLVERS, ids=str)
@@ -249,9 +250,9 @@ def test_products_that_are_not_finite(
 def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The code paths of an accelerator on the CPU: torch arithmetic, masks that arrive late."""
     if "torch" in request.param:
-        monkeypatch.setattr(small, "on_host", lambda device: False)
+        monkeypatch.setattr(arrays, "on_host", lambda device: False)
     if "late" in request.param:
-        monkeypatch.setattr(watch, "lag_of", lambda device: 2)
+        monkeypatch.setattr(device, "lag_of", lambda device: 2)
     yield request.param
 
 
@@ -270,7 +271,7 @@ def test_the_paths_of_an_accelerator_agree(
 
 
 def test_a_late_watch_knows_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "lag_of", lambda device: 2)
+    monkeypatch.setattr(device, "lag_of", lambda device: 2)
     late = Watch(torch.device("cpu"))
     running = torch.tensor([True, True])
     assert late(running) is None

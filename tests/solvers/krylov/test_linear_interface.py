@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from linear_cases import Counting, exact, matrices, mixed, multiply, right_sides, true_residual
 from torch import Tensor
 
-from solvers.krylov import LinearSolver
-from solvers.linear import CG, GMRES, MINRES, solve_linear
-from solvers.report import report
-from solvers.rows import Progress
-from solvers.solution import Solution, SolveError, SolveWarning, Status
-from solvers.tolerance import Tolerance
+from cases.linear import Counting, exact, matrices, mixed, multiply, right_sides, true_residual
+from solvers.core.failures import report
+from solvers.core.rows import Progress
+from solvers.core.solution import Solution, SolveError, SolveWarning, Status
+from solvers.core.tolerance import Tolerance
+from solvers.krylov.method import LinearSolver
+from solvers.krylov.solve import CG, GMRES, MINRES, solve_linear
 
 SOLVERS = [CG(), MINRES(), GMRES(restart=6), GMRES(restart=30)]
 ALL = pytest.mark.parametrize("solver", SOLVERS, ids=str)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import optimize
-from solver_cases import solve
 from torch import Tensor
 
-from problems import make
+from cases.solves import solve
+from problems.zoo import make
 from solvers import (
     LBFGS,
     Anderson,

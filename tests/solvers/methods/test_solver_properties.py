@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from solver_cases import SOLVERS
 from torch import Tensor
 
+from cases.solves import SOLVERS
 from solvers import Anderson, Descent, Implicit, Tolerance, fixed_point
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from spin_models import (
+from torch import Tensor
+
+from cases.spin_models import (
     as_matrix,
     averaged_couplings,
     couplings,
@@ -17,8 +19,6 @@ from spin_models import (
     ising_states,
     potts_states,
 )
-from torch import Tensor
-
 from solvers import (
     GaussianSite,
     IsingSite,

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from spin_models import fields, generator
 from torch import Tensor
 
+from cases.spin_models import fields, generator
 from solvers import GaussianSite, IsingSite, PottsSite, Site, SphericalSite, adaptive_tap
-from solvers.sites import bingham
+from solvers.spins.sites import bingham
 
 F64 = torch.float64
 

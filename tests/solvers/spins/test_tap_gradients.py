@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from spin_models import couplings, fields, generator, symmetric
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
+from cases.spin_models import couplings, fields, generator, symmetric
 from solvers import (
     GaussianSite,
     Implicit,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spin_models import couplings, fields, generator
 from torch import Tensor, nn
 
+from cases.spin_models import couplings, fields, generator
 from solvers import (
     GaussianSite,
     IsingSite,

@@ -19,9 +19,9 @@ from implicit_attn.studies import (
     random_ising,
     random_potts,
 )
-from implicit_attn.studies.plots_spins import mean_field_report
-from implicit_attn.studies.spin_errors import consistency
-from implicit_attn.studies.spin_models import SpinModel
+from implicit_attn.studies.figures.spins import mean_field_report
+from implicit_attn.studies.spins.errors import consistency
+from implicit_attn.studies.spins.models import SpinModel
 
 ising, potts = partial(random_ising, 6), partial(random_potts, 4, 3)
 FAMILIES = {"ising": ising, "potts": potts}

@@ -1,7 +1,7 @@
 """Bi-softmax without an N x N matrix, from stock operators, on any device.
 
-Two ways, both by strips of rows in a workspace of fixed size: ``blocks_symmetric`` where scores are
-bounded (one exponential per element, half of the tiles), ``blocks_rows`` for everything else. Half
+Two ways, both by strips of rows in a workspace of fixed size: ``symmetric`` where scores are
+bounded (one exponential per element, half of the tiles), ``row_strips`` for everything else. Half
 precision is computed in float32. For the formulas see ``reference``.
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax import blocks_rows, blocks_symmetric, third
-from implicit_attn.kernels.bisoftmax.reference import PLAIN_EXPONENTIAL, counting
+from implicit_attn.kernels.bi_softmax.reference import PLAIN_EXPONENTIAL, counting
+from implicit_attn.kernels.bi_softmax.strips import rows as row_strips
+from implicit_attn.kernels.bi_softmax.strips import symmetric, third
 
 
 def bisoftmax_forward(
@@ -27,9 +28,9 @@ def bisoftmax_forward(
     with plain(z):
         rows, counts = wide_rows(z, mask), wide_counts(z, mask)
         if _bounded(rows, beta, causal, limit):
-            gradient, lse = blocks_symmetric.gradient(rows, beta, counts)
+            gradient, lse = symmetric.gradient(rows, beta, counts)
         else:
-            gradient, lse = blocks_rows.gradient(rows, beta, counts, causal)
+            gradient, lse = row_strips.gradient(rows, beta, counts, causal)
         return gradient.view(z.shape).to(z.dtype), lse.view(z.shape[:3])
 
 
@@ -54,9 +55,9 @@ def bisoftmax_hvp(
         vectors = vectors.to(rows.dtype)
         flat = [None if t is None else t.flatten(0, 1).to(rows) for t in (lse, lse_cotangent)]
         if _bounded(rows, beta, causal, limit):
-            result = blocks_symmetric.product(rows, vectors, beta, counts, *flat)
+            result = symmetric.product(rows, vectors, beta, counts, *flat)
         else:
-            result = blocks_rows.product(rows, vectors, beta, counts, causal, *flat)
+            result = row_strips.product(rows, vectors, beta, counts, causal, *flat)
         return result.view(z.shape).to(z.dtype)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.blocks_symmetric import strip_heads, strip_rows
+from implicit_attn.kernels.bi_softmax.strips.symmetric import strip_heads, strip_rows
 
 
 def gradient(z: Tensor, beta: float, counts: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.blocks_rows import blocked_pairs, row_weights, strips
+from implicit_attn.kernels.bi_softmax.strips.rows import blocked_pairs, row_weights, strips
 
 
 def pullback(

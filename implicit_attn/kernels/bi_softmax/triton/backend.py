@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax import triton_launch as launch
-from implicit_attn.kernels.bisoftmax.triton_problem import (
+from implicit_attn.kernels.bi_softmax.triton import launch
+from implicit_attn.kernels.bi_softmax.triton.problem import (
     INTERPRETED,
     MODERATE,
     Problem,
@@ -19,7 +19,7 @@ from implicit_attn.kernels.bisoftmax.triton_problem import (
     extent_of,
     readable,
 )
-from implicit_attn.kernels.bisoftmax.triton_tables import MOST_ON_CHIP, halves, on_chip
+from implicit_attn.kernels.bi_softmax.triton.tables import MOST_ON_CHIP, halves, on_chip
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from implicit_attn.kernels.bisoftmax.triton_tiles import (
+from implicit_attn.kernels.bi_softmax.triton.tiles import (
     SEPARATE,
     SHARES,
     SHIFTED,

@@ -8,15 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.triton_atomic import atomic_gradient_kernel
-from implicit_attn.kernels.bisoftmax.triton_gradient import causal_columns_kernel, gradient_kernel
-from implicit_attn.kernels.bisoftmax.triton_hvp import curvature_kernel
-from implicit_attn.kernels.bisoftmax.triton_lse import causal_rows_kernel, lse_kernel
-from implicit_attn.kernels.bisoftmax.triton_mean import mean_kernel
-from implicit_attn.kernels.bisoftmax.triton_problem import Problem
-from implicit_attn.kernels.bisoftmax.triton_small import small_gradient_kernel
-from implicit_attn.kernels.bisoftmax.triton_small_hvp import small_hvp_kernel
-from implicit_attn.kernels.bisoftmax.triton_triangle import (
+from implicit_attn.kernels.bi_softmax.triton.atomic import atomic_gradient_kernel
+from implicit_attn.kernels.bi_softmax.triton.gradient import causal_columns_kernel, gradient_kernel
+from implicit_attn.kernels.bi_softmax.triton.hvp import curvature_kernel
+from implicit_attn.kernels.bi_softmax.triton.lse import causal_rows_kernel, lse_kernel
+from implicit_attn.kernels.bi_softmax.triton.mean import mean_kernel
+from implicit_attn.kernels.bi_softmax.triton.problem import Problem
+from implicit_attn.kernels.bi_softmax.triton.small import small_gradient_kernel
+from implicit_attn.kernels.bi_softmax.triton.small_hvp import small_hvp_kernel
+from implicit_attn.kernels.bi_softmax.triton.triangle import (
     triangle_kernel,
     triangle_lse_kernel,
     triangle_mean_kernel,

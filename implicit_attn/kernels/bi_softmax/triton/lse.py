@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from implicit_attn.kernels.bisoftmax.triton_tiles import (
+from implicit_attn.kernels.bi_softmax.triton.tiles import (
     LN2,
     counting,
     head_of,

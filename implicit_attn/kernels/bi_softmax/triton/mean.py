@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from implicit_attn.kernels.bisoftmax.triton_lse import LOWEST, online
-from implicit_attn.kernels.bisoftmax.triton_tiles import (
+from implicit_attn.kernels.bi_softmax.triton.lse import LOWEST, online
+from implicit_attn.kernels.bi_softmax.triton.tiles import (
     counting,
     head_of,
     load_tile,

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from implicit_attn.kernels.bisoftmax.triton_gradient import gradient_kernel
-from implicit_attn.kernels.bisoftmax.triton_tables import WIDEST_SPLIT, Tiles, tiles
+from implicit_attn.kernels.bi_softmax.triton.gradient import gradient_kernel
+from implicit_attn.kernels.bi_softmax.triton.tables import WIDEST_SPLIT, Tiles, tiles
 
 INTERPRETED = not isinstance(gradient_kernel, triton.JITFunction)
 LOG2E = math.log2(math.e)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from implicit_attn.kernels.bisoftmax.triton_small import (
+from implicit_attn.kernels.bi_softmax.triton.small import (
     cross_scores,
     cross_weights,
     inner_lse,
@@ -19,7 +19,7 @@ from implicit_attn.kernels.bisoftmax.triton_small import (
     own_of,
     wider_lse,
 )
-from implicit_attn.kernels.bisoftmax.triton_tiles import (
+from implicit_attn.kernels.bi_softmax.triton.tiles import (
     both_weights,
     counting,
     head_of,

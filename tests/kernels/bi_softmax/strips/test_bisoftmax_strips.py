@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases.kernels import COUNTS, Allocations, difference
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
-from implicit_attn.kernels.bisoftmax import blocks, reference
-from kernel_cases import COUNTS, Allocations, difference
+from implicit_attn.kernels.bi_softmax import reference
+from implicit_attn.kernels.bi_softmax.strips import backend as strips
 
 WIDTHS = (8, 16, 24, 64, 128)
 # Who computes: scores bounded by norms, by nothing, or a causal mask; (limit, causal).
@@ -50,9 +51,9 @@ def check(
     exact, exact_lse = reference.bisoftmax(point, beta, **options)
     loss = (exact * v.double()).sum() + (exact_lse * a.double()).sum()
     (pullback,) = torch.autograd.grad(loss, point)
-    gradient, lse = blocks.bisoftmax_forward(z, beta, limit=limit, **options)
+    gradient, lse = strips.bisoftmax_forward(z, beta, limit=limit, **options)
     products = [
-        blocks.bisoftmax_hvp(z, v, beta, limit=limit, lse=given, lse_cotangent=a, **options)
+        strips.bisoftmax_hvp(z, v, beta, limit=limit, lse=given, lse_cotangent=a, **options)
         for given in (None, lse)
     ]
     assert gradient.dtype == products[0].dtype == z.dtype
@@ -128,13 +129,13 @@ def test_strides_do_not_matter(count: int) -> None:
     strided = z.transpose(1, 2).contiguous().transpose(1, 2)
     for limit in (None, 1e9):
         for ours, theirs in zip(
-            blocks.bisoftmax_forward(strided, 0.3, None, False, limit),
-            blocks.bisoftmax_forward(z, 0.3, None, False, limit),
+            strips.bisoftmax_forward(strided, 0.3, None, False, limit),
+            strips.bisoftmax_forward(z, 0.3, None, False, limit),
             strict=True,
         ):
             assert ours.is_contiguous() and torch.equal(ours, theirs)
-        ours = blocks.bisoftmax_hvp(strided, v.mT.contiguous().mT, 0.3, None, False, limit)
-        assert torch.equal(ours, blocks.bisoftmax_hvp(z, v, 0.3, None, False, limit))
+        ours = strips.bisoftmax_hvp(strided, v.mT.contiguous().mT, 0.3, None, False, limit)
+        assert torch.equal(ours, strips.bisoftmax_hvp(z, v, 0.3, None, False, limit))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -145,11 +146,11 @@ def test_hidden_tokens_are_never_read(causal: bool, limit: float | None) -> None
     assert mask is not None
     hidden = ~mask[:, None, :, None]
     poisoned, poisoned_v = (t.masked_fill(hidden, float("nan")) for t in (z, v))
-    gradient, lse = blocks.bisoftmax_forward(z, 0.3, mask, causal, limit)
-    other, other_lse = blocks.bisoftmax_forward(poisoned, 0.3, mask, causal, limit)
+    gradient, lse = strips.bisoftmax_forward(z, 0.3, mask, causal, limit)
+    other, other_lse = strips.bisoftmax_forward(poisoned, 0.3, mask, causal, limit)
     assert torch.equal(gradient, other) and torch.equal(lse, other_lse)
     assert not gradient.masked_select(hidden).any() and not lse.masked_select(hidden[..., 0]).any()
-    product = blocks.bisoftmax_hvp(poisoned, poisoned_v, 0.3, mask, causal, limit, lse)
+    product = strips.bisoftmax_hvp(poisoned, poisoned_v, 0.3, mask, causal, limit, lse)
     assert torch.isfinite(product).all() and not product.masked_select(hidden).any()
 
 
@@ -168,14 +169,14 @@ def test_nan_is_passed_on() -> None:
     z, _, _ = states(1, 1, 300, 8)
     z[0, 0, 7, 3] = float("nan")
     for limit in (None, 20.0, 1e9):
-        assert torch.isnan(blocks.bisoftmax_forward(z, 0.3, None, False, limit)[0]).any()
+        assert torch.isnan(strips.bisoftmax_forward(z, 0.3, None, False, limit)[0]).any()
 
 
 @pytest.mark.parametrize("count", [65, 300])
 def test_the_same_bits_every_time(count: int) -> None:
     z, v, _ = states(3, 2, count, 16)
-    first = blocks.bisoftmax_hvp(z, v, 0.25, None, False, None)
-    assert torch.equal(first, blocks.bisoftmax_hvp(z, v, 0.25, None, False, None))
+    first = strips.bisoftmax_hvp(z, v, 0.25, None, False, None)
+    assert torch.equal(first, strips.bisoftmax_hvp(z, v, 0.25, None, False, None))
 
 
 @pytest.mark.parametrize("count", [512, 1024])
@@ -184,9 +185,9 @@ def test_no_matrix_of_all_pairs(path: str, count: int) -> None:
     z, v, a = states(1, 1, count, 8)
     limit, causal = PATHS[path]
     with Allocations() as seen:
-        _, lse = blocks.bisoftmax_forward(z, 0.3, None, causal, limit)
-        blocks.bisoftmax_hvp(z, v, 0.3, None, causal, limit, lse, a)
-        blocks.bisoftmax_third(z, v, v, 0.3, None, causal, a)
+        _, lse = strips.bisoftmax_forward(z, 0.3, None, causal, limit)
+        strips.bisoftmax_hvp(z, v, 0.3, None, causal, limit, lse, a)
+        strips.bisoftmax_third(z, v, v, 0.3, None, causal, a)
     assert seen.largest <= 128 * count * max(1, torch.get_num_threads())
     assert seen.largest < count * count
     with Allocations() as dense:

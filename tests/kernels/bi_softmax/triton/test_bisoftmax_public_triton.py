@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton_cases import TOLERANCE, Case, Problem, dense, problem_of, relative
 
+from cases.triton import TOLERANCE, Case, Problem, dense, problem_of, relative
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
-from implicit_attn.kernels.bisoftmax import ops
+from implicit_attn.kernels.bi_softmax import ops
 
 pytest.importorskip("triton", reason="Triton is not installed")
-triton_backend = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_backend")
-launch = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_launch")
-tables = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_tables")
+triton_backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.backend")
+launch = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.launch")
+tables = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.tables")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BRAIN = torch.bfloat16

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton_cases import TOLERANCE, Case, Problem, dense, problem_of, relative
+
+from cases.triton import TOLERANCE, Case, Problem, dense, problem_of, relative
 
 pytest.importorskip("triton", reason="Triton is not installed")
-backend = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_backend")
-launch = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_launch")
-tables = importlib.import_module("implicit_attn.kernels.bisoftmax.triton_tables")
+backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.backend")
+launch = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.launch")
+tables = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.tables")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BRAIN = torch.float16, torch.bfloat16

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
-WORKER = Path(__file__).with_name("triton_compile_worker.py")
+ROOT = Path(__file__).resolve().parents[4]
+WORKER = ROOT / "tests" / "workers" / "triton_compile.py"
 KERNELS = {
     "small_gradient_kernel", "small_hvp_kernel", "lse_kernel", "triangle_kernel",
     "triangle_lse_kernel", "triangle_mean_kernel", "gradient_kernel", "atomic_gradient_kernel",
@@ -27,7 +28,7 @@ LEFT_OUT = {90: set[str](), 120: {"small_hvp_kernel", "lse_kernel"}}
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     """In a process of its own: here Triton may be set to interpret."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(WORKER.parents[2])}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(WORKER), str(capability)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -1,0 +1,3 @@
+"""Energies of coupled vector spins."""
+
+from __future__ import annotations

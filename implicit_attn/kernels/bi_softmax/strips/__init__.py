@@ -1,0 +1,3 @@
+"""Bi-softmax by strips of rows: stock operators, any device, no N x N matrix."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Bi-softmax by Triton kernels, for CUDA devices."""
+
+from __future__ import annotations

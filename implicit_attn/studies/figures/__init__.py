@@ -1,0 +1,3 @@
+"""The figures of the studies, one study a file."""
+
+from __future__ import annotations

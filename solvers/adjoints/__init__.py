@@ -1,0 +1,3 @@
+"""How gradients flow through a fixed point: implicit, unrolled, phantom, one step."""
+
+from __future__ import annotations

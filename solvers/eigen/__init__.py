@@ -1,0 +1,3 @@
+"""Eigenvalues of the linearisation at a state."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""What the tests of a package share."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""The problem zoo: fixed-point problems with known answers."""
+
+from __future__ import annotations
