@@ -1,22 +1,56 @@
-"""Checks of arguments: an error that names the argument, what came and what was expected."""
+"""Checks of arguments: an error that names the argument, what came and what was expected.
+
+Each returns the value, so that a constructor can check and keep it in one line. A wrong type is a
+``TypeError``, a value out of range a ``ValueError``.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
 
 def require_number(
-    name: str, value: object, *, low: float, high: float, closed: bool = True
-) -> None:
-    """A hyperparameter within [low, high] (``closed``) or (low, high]."""
+    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, closed: bool = True
+) -> float:
+    """A number within [low, high] (``closed``) or (low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not (low <= value <= high) or (not closed and value == low):
         left = "[" if closed else "("
         raise ValueError(f"{name} must be in {left}{low}, {high}], got {value!r}")
+    return value
 
 
-def require_count(name: str, value: object, *, low: int = 1) -> None:
-    """A hyperparameter that is an integer >= low."""
+def require_positive(name: str, value: Any) -> float:
+    """A finite number > 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+    return float(value)
+
+
+def require_count(name: str, value: Any, *, low: int = 1) -> int:
+    """An integer >= low."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < low:
         raise ValueError(f"{name} must be >= {low}, got {value}")
+    return value
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def require_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """One of ``choices``."""
+    known = tuple(choices)
+    if value not in known:
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    return value

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import Array
 from solvers.core.solution import Status
-from solvers.krylov.arrays import Array
 from solvers.krylov.method import KrylovRun, LinearSolver, dot
 
 
@@ -38,28 +38,28 @@ class CGRun(KrylovRun):
         super().__init__(residual, limit, active)
         self.direction = self.remainder = residual
         self.iterate = self.best = torch.zeros_like(residual)
-        self.square = self.best_square = self.small.read(dot(residual, residual))
+        self.square = self.best_square = self.arrays.read(dot(residual, residual))
         self.limit_square = self.limit * self.limit
         self.curvature = self.zero + 1
 
     def _advance(self, product: Tensor) -> None:
-        small, where = self.small, self.small.xp.where
+        arrays, where = self.arrays, self.arrays.xp.where
         self.used = self.used + self.running
-        curvature = small.read(dot(self.direction, product))
+        curvature = arrays.read(dot(self.direction, product))
         self.curvature = where(self.running, curvature, self.curvature)
         active = self.running & (self.curvature > 0)
         # 1 / alpha never exceeds a diagonal entry of the Lanczos matrix, hence never |A|.
         inverse = self.curvature / self.square
         grown = active & (inverse > self.matrix_norm)
         self.matrix_norm = where(grown, inverse, self.matrix_norm)
-        alpha = small.write(where(active, 1 / inverse, self.zero))
+        alpha = arrays.write(where(active, 1 / inverse, self.zero))
         self.iterate = torch.addcmul(self.iterate, alpha, self.direction)
         self.remainder = torch.addcmul(self.remainder, alpha, product, value=-1)
-        square = small.read(dot(self.remainder, self.remainder))
+        square = arrays.read(dot(self.remainder, self.remainder))
         better = active & (square < self.best_square)
-        self.best = small.choose(better, self.iterate, self.best)
+        self.best = arrays.choose(better, self.iterate, self.best)
         self.best_square = where(better, square, self.best_square)
-        beta = small.write(where(active, square / self.square, self.zero))
+        beta = arrays.write(where(active, square / self.square, self.zero))
         self.direction = torch.addcmul(self.remainder, beta, self.direction)
         self.square = square
         self.running = active & (square > self.limit_square)
@@ -68,16 +68,16 @@ class CGRun(KrylovRun):
         return self.best
 
     def residual(self) -> Array:
-        return self.small.xp.sqrt(self.best_square)
+        return self.arrays.xp.sqrt(self.best_square)
 
     def current(self) -> Array:
-        return self.small.xp.sqrt(self.square)
+        return self.arrays.xp.sqrt(self.square)
 
     def reliable(self) -> Array:
         return self.matrix_norm >= 0
 
     def verdict(self) -> Array:
-        where, isfinite = self.small.xp.where, self.small.xp.isfinite
+        where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
         finite = isfinite(self.curvature) & isfinite(self.square)
         verdict = where(self.curvature <= 0, int(Status.INDEFINITE), int(Status.MAX_STEPS))
         verdict = where(finite, verdict, int(Status.NONFINITE))

@@ -8,9 +8,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import Array
 from solvers.core.checks import require_count
 from solvers.core.solution import Status
-from solvers.krylov.arrays import Array
 from solvers.krylov.method import KrylovRun, LinearSolver, norm
 
 _FIRST_CAPACITY = 8  # basis vectors allocated at first; doubled whenever they are used up
@@ -56,20 +56,20 @@ class GMRESRun(KrylovRun):
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor, restart: int) -> None:
         super().__init__(residual, limit, active)
-        small, rows = self.small, residual.shape[0]
+        arrays, rows = self.arrays, residual.shape[0]
         capacity = min(restart + 1, _FIRST_CAPACITY)
         length = norm(residual)
         self.restart, self.step = restart, 0
-        self.beta = self.norm = small.read(length)
+        self.beta = self.norm = arrays.read(length)
         self.columns = self.used  # columns of H that are finite
         self.broken = self.running & False
-        self.in_numpy = small.host and residual.numel() <= _NUMPY_SIZE
+        self.in_numpy = arrays.host and residual.numel() <= _NUMPY_SIZE
         self.direction = residual / torch.where(length > 0, length, 1)
         self.basis = self._wide(residual.new_empty(rows, capacity, residual.shape[1]))
         self.basis[:, 0] = self._wide(self.direction)
-        self.hessenberg = small.read(residual.new_zeros(rows, capacity, capacity + 1))
-        self.rotation = small.read(residual.new_zeros(rows, capacity, capacity + 1))
-        self.null = small.read(residual.new_zeros(rows, capacity + 1))
+        self.hessenberg = arrays.read(residual.new_zeros(rows, capacity, capacity + 1))
+        self.rotation = arrays.read(residual.new_zeros(rows, capacity, capacity + 1))
+        self.null = arrays.read(residual.new_zeros(rows, capacity + 1))
         self.null[:, 0] = 1
         precision = torch.finfo(residual.dtype)
         self.floor, self.tiny = 16 * precision.eps, precision.tiny
@@ -95,14 +95,14 @@ class GMRESRun(KrylovRun):
         below = norm(rest)
         self.direction = rest / below.clamp_min(self.tiny)
         self.basis[:, step + 1] = self._wide(self.direction)
-        entries = self.small.read(self._tensor((first + second)[:, :, 0]))
-        self._extend(entries, self.small.read(below))
+        entries = self.arrays.read(self._tensor((first + second)[:, :, 0]))
+        self._extend(entries, self.arrays.read(below))
         self.step = step + 1
         self.exhausted = self.step == self.restart
 
     def _extend(self, entries: Array, below: Array) -> None:
         """Rotate a new column of H; stop the rows that have converged or broken down."""
-        xp, running, step = self.small.xp, self.running, self.step
+        xp, running, step = self.arrays.xp, self.running, self.step
         size = xp.sqrt((entries * entries).sum(axis=1, keepdims=True) + below * below)
         good = running & (size < xp.inf)
         size = xp.maximum(self.matrix_norm, size)
@@ -136,7 +136,7 @@ class GMRESRun(KrylovRun):
         """Zeros added to an array (n, a) or (n, a, b) up to ``capacity`` steps."""
         old = getattr(self, name)
         shape = (len(old), *([capacity] * (old.ndim - 2)), capacity + 1)
-        new = self.small.read(self.direction.new_zeros(shape))
+        new = self.arrays.read(self.direction.new_zeros(shape))
         if old.ndim == 2:
             new[:, : old.shape[1]] = old
         else:
@@ -147,15 +147,15 @@ class GMRESRun(KrylovRun):
         step = self.step
         if step == 0:
             return torch.zeros_like(self.direction)
-        xp, write = self.small.xp, self.small.write
+        xp, write = self.arrays.xp, self.arrays.write
         entries = self.hessenberg[:, :step, : step + 1]
         rotation = self.rotation[:, :step, : step + 1]
         basis = self.basis[:, :step]
         # What a row did after it had stopped does not count; it is NaN where a product was.
-        mask = (self.small.range(step) < self.columns)[:, :, None]
-        if not (self.small.host and mask.all()):
+        mask = (self.arrays.range(step) < self.columns)[:, :, None]
+        if not (self.arrays.host and mask.all()):
             entries, rotation = xp.where(mask, entries, 0), xp.where(mask, rotation, 0)
-        if not (self.small.host and (self.columns == self.used).all()):
+        if not (self.arrays.host and (self.columns == self.used).all()):
             basis = self._wide(torch.where(write(mask), self._tensor(basis), 0))
         triangle = write(xp.matmul(rotation, entries.swapaxes(1, 2)))
         diagonal = triangle.diagonal(dim1=1, dim2=2)
@@ -174,7 +174,7 @@ class GMRESRun(KrylovRun):
         return ~self.broken
 
     def verdict(self) -> Array:
-        where = self.small.xp.where
+        where = self.arrays.xp.where
         verdict = where(self.broken, int(Status.STALLED), int(Status.MAX_STEPS))
         verdict = where(self.columns < self.used, int(Status.NONFINITE), verdict)
         return where(self.norm <= self.limit, int(Status.CONVERGED), verdict)

@@ -8,12 +8,12 @@ import numpy
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import Array, Arrays
 from solvers.core.device import Watch
 from solvers.core.loop import SHRINK
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Tolerance
-from solvers.krylov.arrays import Array, Small
 from solvers.krylov.method import LinearSolver, norm
 from solvers.krylov.product import Product
 from solvers.krylov.rounds import History, Round, Working
@@ -53,12 +53,12 @@ class LinearLoop:
 
     def run(self, b: Tensor, x0: Tensor | None) -> Solution:
         """Solve for the rows of ``b`` (B, D); the solution's value is a matrix (B, D)."""
-        self.small = Small(b.device)
+        self.arrays = Arrays(b.device)
         with numpy.errstate(all="ignore"):
             self._prepare(b)
             self._begin(x0)
         while True:
-            rows = self.small.index(self.open)
+            rows = self.arrays.index(self.open)
             if len(rows) == 0:
                 break
             outcome = self._round(rows)
@@ -68,30 +68,30 @@ class LinearLoop:
 
     def _prepare(self, b: Tensor) -> None:
         """Norms and limits; rows of extreme magnitude are scaled by a power of two."""
-        small = self.small
+        arrays = self.arrays
         self.b = b.detach().to(self.product.dtype)
-        self.reference = small.read(norm(self.b))
+        self.reference = arrays.read(norm(self.b))
         self.usable = self.reference < torch.inf
-        self.scale = small.xp.ones_like(self.reference)
+        self.scale = arrays.xp.ones_like(self.reference)
         self.factor: Tensor | None = None
         moderate = (self.reference > 1 / MODERATE) & (self.reference < MODERATE)
-        if not (small.host and moderate.all()):
+        if not (arrays.host and moderate.all()):
             self._rescale()
-        norms = small.write(self.reference * self.scale).squeeze(1)
-        self.limit = small.read(self.tolerance.threshold(norms).unsqueeze(1)) / self.scale
+        norms = arrays.write(self.reference * self.scale).squeeze(1)
+        self.limit = arrays.read(self.tolerance.threshold(norms).unsqueeze(1)) / self.scale
         self.aim = self.limit
-        self.all_rows = small.range(b.shape[0])
+        self.all_rows = arrays.range(b.shape[0])
 
     def _rescale(self) -> None:
         """Bring every row to magnitude one, so that no square overflows or underflows."""
-        small, xp = self.small, self.small.xp
-        largest = small.read(self.b.abs().amax(1, keepdim=True))
+        arrays, xp = self.arrays, self.arrays.xp
+        largest = arrays.read(self.b.abs().amax(1, keepdim=True))
         self.usable = largest < xp.inf
         exponent = xp.frexp(xp.where(self.usable, largest, 1))[1].clip(-100, 100)
         self.scale = xp.ldexp(xp.ones_like(largest), exponent)
-        self.factor = small.write(self.scale)
-        self.b = torch.where(small.write(self.usable), self.b / self.factor, 0)
-        self.reference = small.read(norm(self.b))
+        self.factor = arrays.write(self.scale)
+        self.b = torch.where(arrays.write(self.usable), self.b / self.factor, 0)
+        self.reference = arrays.read(norm(self.b))
 
     def _scaled(self, x: Tensor) -> Tensor:
         """From the caller's units to those of the loop."""
@@ -102,11 +102,11 @@ class LinearLoop:
 
     def _begin(self, x0: Tensor | None) -> None:
         """Close the samples that need no work; residuals of the others."""
-        where = self.small.xp.where
+        where = self.arrays.xp.where
         self.x = torch.zeros_like(self.b)
         self.r, self.residual = self.b, self.reference
         self.open = self.usable & (self.reference > 0)
-        self.used = self.small.whole(self.open)
+        self.used = self.arrays.whole(self.open)
         self.evaluations = self.used
         self.status = self.used + int(Status.MAX_STEPS)
         if x0 is not None:
@@ -114,18 +114,18 @@ class LinearLoop:
         self._close(~self.usable, Status.NONFINITE)
         self.residual = where(self.usable, self.residual, torch.inf)
         self._close(self.residual <= self.limit, Status.CONVERGED)
-        self.history = History(self.small, self.reference, self.record, self.callback)
+        self.history = History(self.arrays, self.reference, self.record, self.callback)
         self.history.start(self.residual)
 
     def _start_at(self, x: Tensor) -> None:
-        small = self.small
-        rows = small.index(self.open)
+        arrays = self.arrays
+        rows = arrays.index(self.open)
         if len(rows) == 0:
             return
-        finite = small.read(torch.isfinite(x).all(1, keepdim=True))
-        x = torch.where(small.write(self.open & finite), x, 0)
+        finite = arrays.read(torch.isfinite(x).all(1, keepdim=True))
+        x = torch.where(arrays.write(self.open & finite), x, 0)
         r = self._true_residual(x, rows)
-        length = small.read(norm(r))
+        length = arrays.read(norm(r))
         good = finite & (length < torch.inf)
         self.evaluations = self.evaluations + self.open
         moved = self.open & good
@@ -134,21 +134,21 @@ class LinearLoop:
 
     def _move(self, rows: Array, x: Tensor, r: Tensor, length: Array) -> None:
         """In ``rows`` (B, 1) the point ``x`` with residual ``r`` becomes the current one."""
-        self.x = self.small.choose(rows, x, self.x)
-        self.r = self.small.choose(rows, r, self.r)
-        self.residual = self.small.xp.where(rows, length, self.residual)
+        self.x = self.arrays.choose(rows, x, self.x)
+        self.r = self.arrays.choose(rows, r, self.r)
+        self.residual = self.arrays.xp.where(rows, length, self.residual)
 
     def _close(self, rows: Array, status: Status | Array) -> None:
-        self.status = self.small.xp.where(rows, status, self.status)
+        self.status = self.arrays.xp.where(rows, status, self.status)
         self.open = self.open & ~rows
 
     def _true_residual(self, x: Tensor, rows: Array) -> Tensor:
         """``b - A x`` (B, D), by one product for the samples ``rows``; ``b`` elsewhere."""
         sent = self._unscaled(x)
         if not self.compact or len(rows) == len(self.all_rows):
-            self.product.select(self.small.write(self.all_rows))
+            self.product.select(self.arrays.write(self.all_rows))
             return self.b - self._scaled(self.product.exact(sent))
-        index = self.small.write(rows)
+        index = self.arrays.write(rows)
         self.product.select(index)
         image = torch.zeros_like(x)
         image.index_copy_(0, index, self.product.exact(sent.index_select(0, index)))
@@ -164,7 +164,7 @@ class LinearLoop:
             if step + 1 in caps:
                 self._reserve(batch, budget[batch.rows] == step + 1)
             if step in caps:
-                batch.run.stop(self.small.write(budget[batch.rows] == step))
+                batch.run.stop(self.arrays.write(budget[batch.rows] == step))
             if not self._goes_on(batch, watch):
                 break
             active = batch.run.running
@@ -175,13 +175,13 @@ class LinearLoop:
                 break
         if batch.outcome is None and len(batch.rows) == len(self.all_rows):
             return Round.of(batch.run)
-        outcome = batch.outcome or Round.nothing(self.small, self.x, self.residual)
-        outcome.put(Round.of(batch.run), batch.rows, self.small)
+        outcome = batch.outcome or Round.nothing(self.arrays, self.x, self.residual)
+        outcome.put(Round.of(batch.run), batch.rows, self.arrays)
         return outcome
 
     def _start(self, rows: Array) -> Working:
         """The working batch of a round: ``rows``, or all samples where they must stay together."""
-        write = self.small.write
+        write = self.arrays.write
         if not self.compact:
             rows = self.all_rows
         index = write(rows)
@@ -193,9 +193,9 @@ class LinearLoop:
 
     def _goes_on(self, batch: Working, watch: Watch) -> bool:
         """Whether any row of the batch still runs; stopped rows leave, or are put to rest."""
-        small, run, rows = self.small, batch.run, batch.rows
-        mask = run.running if small.host else watch(run.running)
-        left = batch.running if mask is None else small.count(mask)
+        arrays, run, rows = self.arrays, batch.run, batch.rows
+        mask = run.running if arrays.host else watch(run.running)
+        left = batch.running if mask is None else arrays.count(mask)
         if left == 0 or left == batch.running or mask is None:
             return left > 0
         batch.running = left
@@ -203,60 +203,60 @@ class LinearLoop:
             run.quiet()
             return True
         if batch.outcome is None:
-            batch.outcome = Round.nothing(small, self.x, self.residual)
-        if not small.host:  # the watch's answer lies in pinned memory
+            batch.outcome = Round.nothing(arrays, self.x, self.residual)
+        if not arrays.host:  # the watch's answer lies in pinned memory
             mask = mask.to(run.running.device)
-        gone, stay = small.index(~mask), small.index(mask)
-        batch.outcome.put(Round.of(run.rows(gone)), rows[gone], small)
+        gone, stay = arrays.index(~mask), arrays.index(mask)
+        batch.outcome.put(Round.of(run.rows(gone)), rows[gone], arrays)
         batch.run, batch.rows = run.rows(stay), rows[stay]
-        self.product.select(small.write(batch.rows))
+        self.product.select(arrays.write(batch.rows))
         watch.reset()
         return True
 
     def _reserve(self, batch: Working, last: Array) -> None:
         """Before the last product: keep it for the check, where the check will be needed."""
         run, rows = batch.run, batch.rows
-        x = self.x.index_select(0, self.small.write(rows)) + run.solution()
+        x = self.x.index_select(0, self.arrays.write(rows)) + run.solution()
         drift = self._drift(x, self.reference[rows], run.matrix_norm)
         believed = run.reliable() & (drift <= run.residual())
-        run.stop(self.small.write(last & ~believed))
+        run.stop(self.arrays.write(last & ~believed))
 
     def _drift(self, x: Tensor, reference: Array, matrix_norm: Array) -> Array:
         """Bound on what rounding has done to the residual of a recurrence, (n, 1)."""
-        size = self.small.read(norm(x))
+        size = self.arrays.read(norm(x))
         return DRIFT * self.product.eps * (matrix_norm * size + reference)
 
     def _judge(self, outcome: Round) -> None:
         """Close the samples of a round, check those whose residual cannot be believed."""
-        small = self.small
+        arrays = self.arrays
         self.used = self.used + outcome.used
         self.evaluations = self.evaluations + outcome.used
         x = self.x + outcome.step
         drift = self._drift(x, self.reference, outcome.matrix_norm)
-        small_drift = drift <= small.xp.maximum(outcome.residual, self.limit)
+        small_drift = drift <= arrays.xp.maximum(outcome.residual, self.limit)
         exact = outcome.residual == self.residual  # no step was taken
         believed = (outcome.reliable & small_drift) | exact
         spent = (self.evaluations >= self.max_steps) | (outcome.used == 0)
         finished = outcome.verdict != int(Status.MAX_STEPS)
         closing = self.open & (spent | (believed & finished))
         better = closing & (outcome.residual < self.residual)
-        self.x = small.choose(better, x, self.x)
-        self.residual = small.xp.where(better, outcome.residual, self.residual)
+        self.x = arrays.choose(better, x, self.x)
+        self.residual = arrays.xp.where(better, outcome.residual, self.residual)
         # A claim to have converged that no product was left to check is no convergence.
         claimed = outcome.verdict == int(Status.CONVERGED)
-        verdict = small.xp.where(claimed & ~believed, int(Status.MAX_STEPS), outcome.verdict)
+        verdict = arrays.xp.where(claimed & ~believed, int(Status.MAX_STEPS), outcome.verdict)
         self._close(closing, verdict)
-        rows = small.index(self.open)
+        rows = arrays.index(self.open)
         if len(rows) > 0:
             self._check(outcome, x, rows)
 
     def _check(self, outcome: Round, x: Tensor, rows: Array) -> None:
         """True residuals of the samples still open at ``x``; who has gained nothing has stalled."""
-        small = self.small
+        arrays = self.arrays
         x = self._scaled(self.product.rounded(self._unscaled(x)))
         checked = self.open
         r = self._true_residual(x, rows)
-        length = small.read(norm(r))
+        length = arrays.read(norm(r))
         self.evaluations = self.evaluations + checked
         if self.history.wanted:
             self.history.note(self.all_rows, checked, length)
@@ -268,7 +268,7 @@ class LinearLoop:
         gained = better & ((length <= HALVED * self.residual) | ~claimed)
         self._move(checked & better, x, r, length)
         # Whose recurrence said "converged" too early has to aim lower from now on.
-        self.aim = small.xp.where(checked & claimed, HALVED * self.limit, self.aim)
+        self.aim = arrays.xp.where(checked & claimed, HALVED * self.limit, self.aim)
         self._close(checked & within, Status.CONVERGED)
         self._close(self.open & ~(length < torch.inf), Status.NONFINITE)
         broken = ~claimed & (outcome.verdict != int(Status.MAX_STEPS))
@@ -277,11 +277,11 @@ class LinearLoop:
         self._close(self.open & (self.evaluations >= self.max_steps), Status.MAX_STEPS)
 
     def _solution(self, dtype: torch.dtype) -> Solution:
-        write = self.small.write
+        write = self.arrays.write
         return Solution(
             value=self._unscaled(self.x).to(dtype),
             status=write(self.status.reshape(-1)),
-            residual=write(self.small.ratio(self.residual, self.reference).reshape(-1)),
+            residual=write(self.arrays.ratio(self.residual, self.reference).reshape(-1)),
             residual_norm=write((self.residual * self.scale).reshape(-1)),
             steps=write(self.used.reshape(-1)),
             evaluations=write(self.evaluations.reshape(-1)),

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from solvers.krylov.arrays import Array, Small
+from solvers.core.arrays import Array, Arrays
 
 
 class LinearSolver(ABC):
@@ -32,7 +32,7 @@ class KrylovRun(ABC):
     The driver multiplies ``direction`` by the matrix and hands the product to ``absorb``, until no
     row is ``active`` or the run is ``exhausted``. Rows that have stopped are frozen: their result
     no longer changes, however often ``absorb`` is called, so a driver may learn late that they have
-    stopped. Tensors are (n, D), arrays (see :class:`solvers.krylov.arrays.Small`) are (n, 1).
+    stopped. Tensors are (n, D), arrays (see :class:`solvers.core.arrays.Arrays`) are (n, 1).
 
     Attributes:
         direction: (n, D), what the matrix is to be applied to next.
@@ -46,22 +46,22 @@ class KrylovRun(ABC):
     exhausted: bool = False
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
-        self.small = Small(residual.device)
-        self.limit = self.small.read(limit)
-        self.running = self.small.read(active)
-        self.used = self.small.whole(self.running)
-        self.zero = self.small.xp.zeros_like(self.limit)
+        self.arrays = Arrays(residual.device)
+        self.limit = self.arrays.read(limit)
+        self.running = self.arrays.read(active)
+        self.used = self.arrays.whole(self.running)
+        self.zero = self.arrays.xp.zeros_like(self.limit)
         self.matrix_norm = self.zero
 
     @property
     def active(self) -> Tensor:
         """(n, 1) bool: rows that go on."""
-        return self.small.write(self.running)
+        return self.arrays.write(self.running)
 
     @property
     def products(self) -> Tensor:
         """(n, 1) int64: products that the row has used."""
-        return self.small.write(self.used)
+        return self.arrays.write(self.used)
 
     def absorb(self, product: Tensor) -> None:
         """Take the product of the matrix with ``direction``, (n, D), and advance."""
@@ -97,12 +97,12 @@ class KrylovRun(ABC):
 
     def stop(self, rows: Tensor) -> None:
         """Stop the rows where ``rows`` (n, 1) is True."""
-        self.running = self.running & ~self.small.read(rows)
+        self.running = self.running & ~self.arrays.read(rows)
 
     def rows(self, index: Array) -> KrylovRun:
         """The run of the rows ``index`` alone."""
         part = copy(self)
-        where = self.small.write(index)
+        where = self.arrays.write(index)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(part, name, value.index_select(0, where))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import Array
 from solvers.core.solution import Status
-from solvers.krylov.arrays import Array
 from solvers.krylov.method import KrylovRun, LinearSolver, dot, norm
 
 
@@ -25,7 +25,7 @@ class MINRES(LinearSolver):
     rounding nor a matrix that is not symmetric respects; so it is always checked by one more
     product, counted like the others, before it is reported.
 
-    Where ``|A r|`` becomes small against ``|A| |r|`` the process is begun anew from the true
+    Where ``|A r|`` becomes arrays against ``|A| |r|`` the process is begun anew from the true
     residual; if that lowers it no further, the sample ends with ``Status.STALLED``, at a
     least-squares solution of a system that has no other.
 
@@ -43,34 +43,34 @@ class MINRESRun(KrylovRun):
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         super().__init__(residual, limit, active)
         length = norm(residual)
-        self.phi_bar = self.small.read(length)
+        self.phi_bar = self.arrays.read(length)
         self.direction = residual / torch.where(length > 0, length, 1)
         self.old_direction = self.w = self.old_w = self.iterate = torch.zeros_like(residual)
         self.beta = self.delta_bar = self.epsilon = self.sine = self.zero
         self.cosine = self.zero - 1
         self.gamma = self.zero + 1
         precision = torch.finfo(residual.dtype).eps
-        self.floor = self.small.xp.maximum(
-            self.small.ratio(self.limit, 10 * self.phi_bar), self.zero + precision**0.5
+        self.floor = self.arrays.xp.maximum(
+            self.arrays.ratio(self.limit, 10 * self.phi_bar), self.zero + precision**0.5
         )
 
     def _advance(self, product: Tensor) -> None:
-        small, where = self.small, self.small.xp.where
+        arrays, where = self.arrays, self.arrays.xp.where
         self.used = self.used + self.running
         v = self.direction
-        u = torch.addcmul(product, small.write(self.beta), self.old_direction, value=-1)
+        u = torch.addcmul(product, arrays.write(self.beta), self.old_direction, value=-1)
         along = dot(v, u)
         u = torch.addcmul(u, along, v, value=-1)
         length = norm(u)
-        alpha, beta = small.read(along), small.read(length)
+        alpha, beta = arrays.read(along), arrays.read(length)
         delta, epsilon, gamma_bar = self._rotate(alpha, beta)
         active = self._judge(alpha, beta, gamma_bar)
         self.cosine, self.sine = gamma_bar / self.gamma, beta / self.gamma
-        w = torch.addcmul(v, small.write(delta), self.w, value=-1)
-        w = torch.addcmul(w, small.write(epsilon), self.old_w, value=-1)
-        w = w / small.write(self.gamma)
-        step = torch.addcmul(self.iterate, small.write(self.cosine * self.phi_bar), w)
-        self.iterate = small.choose(active, step, self.iterate)
+        w = torch.addcmul(v, arrays.write(delta), self.w, value=-1)
+        w = torch.addcmul(w, arrays.write(epsilon), self.old_w, value=-1)
+        w = w / arrays.write(self.gamma)
+        step = torch.addcmul(self.iterate, arrays.write(self.cosine * self.phi_bar), w)
+        self.iterate = arrays.choose(active, step, self.iterate)
         self.phi_bar = where(active, self.sine * self.phi_bar, self.phi_bar)
         self.w, self.old_w = w, self.w
         self.direction, self.old_direction = u / length, v
@@ -88,7 +88,7 @@ class MINRESRun(KrylovRun):
 
     def _judge(self, alpha: Array, beta: Array, gamma_bar: Array) -> Array:
         """Rows that may take this step: finite, and with a residual that can still shrink."""
-        xp, running = self.small.xp, self.running
+        xp, running = self.arrays.xp, self.running
         self.matrix_norm = xp.fmax(self.matrix_norm, xp.hypot(alpha, beta))
         self.gamma = xp.where(running, xp.hypot(gamma_bar, beta), self.gamma)
         # |A r| / |r| of the present iterate (Paige and Saunders, section 6).
@@ -105,7 +105,7 @@ class MINRESRun(KrylovRun):
         return self.used == 0
 
     def verdict(self) -> Array:
-        where, isfinite = self.small.xp.where, self.small.xp.isfinite
+        where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
         verdict = where(isfinite(self.gamma), int(Status.MAX_STEPS), int(Status.NONFINITE))
         return where(self.phi_bar <= self.limit, int(Status.CONVERGED), verdict)
 

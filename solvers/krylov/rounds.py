@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import Array, Arrays
 from solvers.core.rows import Progress
 from solvers.core.solution import Status, Trace
-from solvers.krylov.arrays import Array, Small
 from solvers.krylov.method import KrylovRun
 
 
@@ -37,16 +37,16 @@ class Round:
         )
 
     @classmethod
-    def nothing(cls, small: Small, x: Tensor, residual: Array) -> Round:
+    def nothing(cls, arrays: Arrays, x: Tensor, residual: Array) -> Round:
         """The round in which no sample does anything: ``x`` (B, D), ``residual`` (B, 1)."""
-        zero = small.xp.zeros_like(residual)
-        none = small.whole(zero)
+        zero = arrays.xp.zeros_like(residual)
+        none = arrays.whole(zero)
         verdict = none + int(Status.MAX_STEPS)
-        return cls(torch.zeros_like(x), small.copy(residual), verdict, none, zero, none == 0)
+        return cls(torch.zeros_like(x), arrays.copy(residual), verdict, none, zero, none == 0)
 
-    def put(self, part: Round, rows: Array, small: Small) -> None:
+    def put(self, part: Round, rows: Array, arrays: Arrays) -> None:
         """Write ``part`` into the samples ``rows``."""
-        self.step.index_copy_(0, small.write(rows), part.step)
+        self.step.index_copy_(0, arrays.write(rows), part.step)
         for name in ("residual", "verdict", "used", "matrix_norm", "reliable"):
             getattr(self, name)[rows] = getattr(part, name)
 
@@ -73,12 +73,12 @@ class History:
 
     def __init__(
         self,
-        small: Small,
+        arrays: Arrays,
         reference: Array,
         record: bool,
         callback: Callable[[Progress], object] | None,
     ) -> None:
-        self.small, self.reference = small, reference
+        self.arrays, self.reference = arrays, reference
         self.record, self.callback = record, callback
         self.wanted = record or callback is not None
         self.columns: list[Tensor] = []
@@ -90,18 +90,18 @@ class History:
 
     def note(self, rows: Array, running: Array, residual: Array) -> None:
         """One product: residual norms (n, 1) of the samples ``rows``, where ``running`` (n, 1)."""
-        norms = self.small.xp.full_like(self.reference, torch.nan)
-        norms[rows] = self.small.xp.where(running, residual, torch.nan)
+        norms = self.arrays.xp.full_like(self.reference, torch.nan)
+        norms[rows] = self.arrays.xp.where(running, residual, torch.nan)
         column = self._relative(norms)
         self.products += 1
         if self.record:
             self.columns.append(column)
         if self.callback is not None:
-            left = self.small.count(running)
+            left = self.arrays.count(running)
             self.callback(Progress(self.products, column, None, left))
 
     def _relative(self, norms: Array) -> Tensor:
-        return self.small.write(self.small.ratio(norms, self.reference).reshape(-1))
+        return self.arrays.write(self.arrays.ratio(norms, self.reference).reshape(-1))
 
     def trace(self) -> Trace | None:
         return Trace(torch.stack(self.columns, dim=1)) if self.record else None

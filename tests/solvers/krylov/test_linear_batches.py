@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.linear import Counting, matrices, mixed, multiply, right_sides, true_residual
-from solvers.core import device
+from solvers.core import arrays, device
 from solvers.core.device import Watch
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Tolerance
-from solvers.krylov import arrays
 from solvers.krylov.method import LinearSolver
 from solvers.krylov.solve import CG, GMRES, MINRES, solve_linear
 

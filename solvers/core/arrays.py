@@ -17,7 +17,7 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class Small:
+class Arrays:
     """NumPy on the CPU, where it handles 64 numbers three times as fast as torch; torch elsewhere.
 
     Code writes ``xp.where``, ``xp.maximum``, ``a * b``, ``a[rows]``, which both understand.
