@@ -12,6 +12,16 @@ from torch import Tensor
 Array = Any
 
 
+NUMPY_SIZE = 1 << 17  # numbers up to which NumPy's cheaper calls outweigh torch's threads
+
+
+def fits_numpy(tensor: Tensor) -> bool:
+    """Whether NumPy may take over: a small float32 or float64 tensor on the CPU, nothing recorded."""
+    wide = tensor.dtype in (torch.float32, torch.float64)
+    few = tensor.device.type == "cpu" and tensor.numel() <= NUMPY_SIZE
+    return wide and few and not torch.is_grad_enabled()
+
+
 def on_host(device: torch.device) -> bool:
     """Whether the numbers are kept in NumPy arrays."""
     return device.type == "cpu"

@@ -10,16 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import fits_numpy
 from solvers.core.rows import small_dtype
-
-NUMPY_SIZE = 1 << 17
-
-
-def in_numpy(tensor: Tensor) -> bool:
-    """Whether a tensor is small, on the CPU, in a dtype of NumPy's, and nothing is recorded."""
-    wide = tensor.dtype in (torch.float32, torch.float64)
-    small = tensor.device.type == "cpu" and tensor.numel() <= NUMPY_SIZE
-    return wide and small and not torch.is_grad_enabled()
 
 
 def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
@@ -27,7 +19,7 @@ def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
     dtype = small_dtype(vector.dtype)
     if vector.dtype != dtype:
         basis, vector = basis.to(dtype), vector.to(dtype)
-    if in_numpy(basis):
+    if fits_numpy(basis):
         product = np.matmul(basis.numpy(), vector.numpy()[:, :, None])
         return torch.from_numpy(product)[:, :, 0]
     return torch.bmm(vector.unsqueeze(1), basis.mT).squeeze(1)
@@ -36,7 +28,7 @@ def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
 def combine(start: Tensor, weights: Tensor, basis: Tensor, sign: int = 1) -> Tensor:
     """``start + sign sum_j weights_j basis_j``: (B, D), (B, m), (B, m, D) -> (B, D)."""
     weights = weights.to(start.dtype).unsqueeze(1)
-    if in_numpy(basis) and in_numpy(start):
+    if fits_numpy(basis) and fits_numpy(start):
         total = np.matmul(weights.numpy(), basis.numpy())[:, 0]
         operation = np.add if sign > 0 else np.subtract
         return torch.from_numpy(operation(start.numpy(), total, out=total))
@@ -54,7 +46,7 @@ def write_symmetric(
     gram: Tensor, slot: int, filled: int, row: Tensor, ridge: float, tiny: float
 ) -> None:
     """Row and column ``slot`` of gram (B, m, m) from row (B, filled); diagonal ``ridge d + tiny``."""
-    if in_numpy(gram) and not row.requires_grad:
+    if fits_numpy(gram) and not row.requires_grad:
         matrix, values = gram.numpy(), row.numpy()
         values[:, slot] = values[:, slot] * ridge + tiny
         matrix[:, slot, :filled] = values
