@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("solvers", "implicit_attn", "examples", "benchmarks")
 LONGEST_FILE, LONGEST_FUNCTION = 320, 60
+MOST_FILES = 14  # of Python in a folder of the library, the package's face among them
 
 # What each part of the library may import of the library; itself goes without saying. A part is named
 # by the beginning of its modules' names; a module belongs to the longest name that fits.
@@ -211,6 +213,34 @@ def no_cycles(files: Files) -> list[str]:
     return []
 
 
+def no_cycles_in_any_folder(files: Files) -> list[str]:
+    """Each folder seen from outside: its files and sub-folders, a sub-folder as one thing."""
+    modules = {file.module for file in files}
+    found = []
+    for folder in sorted({str(Path(file.path).parent) for file in library(files)}):
+        package = folder.replace("/", ".")
+        graph: dict[str, set[str]] = {}
+        for file in files:
+            ends = (
+                _child(file.module, package),
+                *(_child(e.target, package) for e in file.imports),
+            )
+            if ends[0]:
+                others = {end for end in ends[1:] if end and f"{package}.{end}" in modules}
+                graph.setdefault(ends[0], set()).update(others - {ends[0]})
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            found.append(f"{folder}: {' <- '.join(error.args[1])}")
+    return found
+
+
+def _child(module: str, package: str) -> str:
+    """The file or sub-folder of ``package`` in which a module lies, or the empty string."""
+    inside = module.startswith(f"{package}.")
+    return module.removeprefix(f"{package}.").split(".")[0] if inside else ""
+
+
 def imports_stand_at_the_top(files: Files) -> list[str]:
     found = []
     for file in library(files):
@@ -268,6 +298,50 @@ def examples_use_public_names(files: Files) -> list[str]:
                 if owner not in ("self", "cls"):
                     found.append(f"{file.path}:{node.lineno}: uses {owner}.{node.attr}")
     return found
+
+
+def no_name_hides_a_module(files: Files) -> list[str]:
+    """``import package.module as m`` gives ``package.module``: no name of the package's face may be
+    that of a module below it, unless it is that module."""
+    modules = {file.module for file in files}
+    found = []
+    for file in library(files):
+        if not file.path.endswith("/__init__.py"):
+            continue
+        below = {m.rpartition(".")[2] for m in modules if m.rpartition(".")[0] == file.module}
+        found += [
+            f"{file.path}:{line}: {name} hides the module {file.module}.{name}"
+            for name, line in _bound(file)
+            if name in below
+        ]
+    return found
+
+
+def _bound(file: File) -> Iterator[tuple[str, int]]:
+    """The names that a file binds at its top, modules that it imports left out."""
+    for each in file.imports:
+        yield from ((name, each.line) for name in each.names)
+    for node in file.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((t.id, node.lineno) for t in targets if isinstance(t, ast.Name))
+
+
+def no_product_file_is_a_test(files: Files) -> list[str]:
+    """pytest collects ``test_*.py`` and ``*_test.py`` wherever it finds them."""
+    names = [(file.path, Path(file.path).stem) for file in library(files)]
+    return [
+        f"{path}: a name that pytest would collect"
+        for path, stem in names
+        if stem.startswith("test_") or stem.endswith("_test")
+    ]
+
+
+def folders_are_small(files: Files) -> list[str]:
+    count = Counter(str(Path(file.path).parent) for file in library(files))
+    return [f"{name}/: {number} files" for name, number in count.items() if number > MOST_FILES]
 
 
 def files_and_functions_are_short(files: Files) -> list[str]:

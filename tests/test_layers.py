@@ -11,13 +11,18 @@ import pytest
 from import_rules import (
     LONGEST_FILE,
     LONGEST_FUNCTION,
+    MOST_FILES,
     Rule,
     examples_use_public_names,
     files_and_functions_are_short,
+    folders_are_small,
     imports_go_down,
     imports_stand_at_the_top,
     kernels_define_no_module,
     no_cycles,
+    no_cycles_in_any_folder,
+    no_name_hides_a_module,
+    no_product_file_is_a_test,
     only_core_dependencies,
     parse,
     repository,
@@ -29,10 +34,14 @@ RULES: list[Rule] = [
     updates_call_no_solver,
     only_core_dependencies,
     no_cycles,
+    no_cycles_in_any_folder,
     imports_stand_at_the_top,
     kernels_define_no_module,
     examples_use_public_names,
     files_and_functions_are_short,
+    no_name_hides_a_module,
+    no_product_file_is_a_test,
+    folders_are_small,
 ]
 
 
@@ -118,6 +127,37 @@ BROKEN: list[tuple[Rule, dict[str, str]]] = [
         files_and_functions_are_short,
         {"solvers/a.py": "def f():\n" + "    x = 1\n" * LONGEST_FUNCTION},
     ),
+]
+
+
+BROKEN += [
+    (
+        no_cycles_in_any_folder,
+        {
+            "solvers/__init__.py": "",
+            "solvers/core/__init__.py": "",
+            "solvers/core/a.py": "from solvers.krylov.d import x",
+            "solvers/core/b.py": "",
+            "solvers/krylov/__init__.py": "",
+            "solvers/krylov/c.py": "from solvers.core.b import y",
+            "solvers/krylov/d.py": "",
+        },
+    ),
+    (
+        no_name_hides_a_module,
+        {"solvers/__init__.py": "from .a import b", "solvers/a.py": "b = 1", "solvers/b.py": ""},
+    ),
+    (
+        no_name_hides_a_module,
+        {
+            "implicit_attn/kernels/__init__.py": "def k(): ...",
+            "implicit_attn/kernels/k/__init__.py": "",
+        },
+    ),
+    (no_name_hides_a_module, {"solvers/__init__.py": "a: int = 1", "solvers/a.py": ""}),
+    (no_product_file_is_a_test, {"implicit_attn/studies/test_time.py": "x = 1"}),
+    (no_product_file_is_a_test, {"solvers/speed_test.py": "x = 1"}),
+    (folders_are_small, {f"solvers/core/m{n}.py": "x = 1" for n in range(MOST_FILES + 1)}),
 ]
 
 

@@ -1,0 +1,123 @@
+"""What users may import, name by name: nothing is lost, and nothing is added without being said.
+
+A name that leaves this list breaks somebody's program; a new public name is added here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Packages whose __all__ is exactly this, and modules that the documents name.
+PUBLIC = {
+    "solvers": """
+        AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
+        GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
+        Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
+        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
+        adaptive_tap extreme_eigenvalues fixed_point jacobian solve_linear spectral_radius
+        spectrum starting_state tap_step
+    """,
+    "solvers.torchdeq_bridge": """
+        OPTIONS TorchDEQ register
+    """,
+    "implicit_attn": """
+        ActivationStep DEQ Energy GradientStep Update __version__
+    """,
+    "implicit_attn.kernels": """
+        Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
+        check_sigmoid_backend explain explain_frozen_keys explain_sigmoid frozen_key_attention
+        sigmoid_attention sigmoid_attention_hvp
+    """,
+    "implicit_attn.energies": """
+        BiSoftmaxAttention ClassicalHopfield Couplings DenseAssociative Energy Field
+        FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
+        IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian LinearAttention
+        Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
+        RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteLagrangian SoftmaxAttention
+        SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian SpinInteraction
+        Sum VectorSpin Weighted
+    """,
+    "implicit_attn.updates": """
+        ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
+        GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention MixerAttention
+        OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
+        Update
+    """,
+    "implicit_attn.models": """
+        BACKBONES CRATE EnergyTransformer HyperSET HyperSETEquilibrium ImageClassifier
+        PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
+        SudokuModel Trajectory ViT build_backbone build_model load_model
+    """,
+    "implicit_attn.data": """
+        Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries
+        batches board_counts epoch_generator load load_cifar10 load_digits load_fashion_mnist
+        load_mnist load_sudoku read_idx read_list resolve_source reveal solve_sudoku
+        stratified_holdout unique_puzzles
+    """,
+    "implicit_attn.training": """
+        ACCELERATORS Augment Classification CsvLog Interrupted Log NonFiniteLoss PRECISIONS
+        Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
+        compile_step describe median_of_counts run_script start_processes
+    """,
+    "implicit_attn.studies": """
+        Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations
+        adaptive_stopping average_angle effective_rank error_against_coupling
+        evaluations_to_reach exact_moments extrapolate format_table geometry
+        jacobian_eigenvalues layers_of_depth open_subject path_independence paths_of_layer
+        paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
+        solve_history solver_choices solver_costs solver_curves stopping_times train_trade_off
+        write_report write_table
+    """,
+    "implicit_attn.checkpoint": """
+        load_checkpoint read_progress save_checkpoint
+    """,
+    "implicit_attn.kernels.workspace": """
+        release
+    """,
+    "implicit_attn.studies.plots": """
+        training_report
+    """,
+    "implicit_attn.studies.plots_spins": """
+        mean_field_report
+    """,
+}
+WITHOUT_ALL = {
+    "solvers.torchdeq_bridge",
+    "implicit_attn.checkpoint",
+    "implicit_attn.kernels.workspace",
+}
+
+
+def modules() -> list[str]:
+    paths = [path for name in ("solvers", "implicit_attn") for path in (ROOT / name).rglob("*.py")]
+    parts = [path.relative_to(ROOT).with_suffix("").parts for path in sorted(paths)]
+    names = [".".join(part[:-1] if part[-1] == "__init__" else part) for part in parts]
+    return [name for name in names if not name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_the_public_names_are_there(path: str) -> None:
+    module, names = importlib.import_module(path), PUBLIC[path].split()
+    missing = [name for name in names if not hasattr(module, name)]
+    assert missing == []
+    if path not in WITHOUT_ALL:
+        assert sorted(module.__all__) == sorted(names)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_a_module_is_found_under_its_name(name: str) -> None:
+    """``import package.module as m`` gives the module, not a function of the same name."""
+    if ".triton." in name and importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    scope: dict[str, object] = {}
+    exec(f"import {name} as found", scope)
+    found = scope["found"]
+    assert isinstance(found, ModuleType)
+    assert found.__name__ == name
