@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from implicit_attn.models.heads import CRATE, EnergyTransformer, SharedTransformer
+from implicit_attn.models.crate import CRATE
+from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
+from implicit_attn.models.transformer import SharedTransformer
 
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "hyperset": HyperSET,

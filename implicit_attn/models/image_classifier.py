@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.checks import check_count
 from implicit_attn.models.patch_classifier import ConvolutionalStem
 from implicit_attn.updates.step_sizes import LONGEST_PERIOD
+from solvers.core.checks import require_count
 
 POSITIONS = ("sinusoidal", "learned", "none")
 READOUTS = ("class", "mean", "tokens")
@@ -100,7 +100,7 @@ class ImageClassifier(nn.Module):
         dim = _check_backbone(backbone)
         sizes = {"image_size": image_size, "channels": channels, "classes": classes, "patch": patch}
         for name, size in sizes.items():
-            check_count(size, name)
+            require_count(name, size)
         if image_size % patch:
             raise ValueError(f"patch must divide image_size={image_size}, got {patch}")
         _check_choice("positions", positions, POSITIONS)

@@ -11,7 +11,7 @@ from torch import nn
 def compile_step(model: nn.Module, backend: Any = "inductor") -> nn.Module:
     """The model with what it repeats compiled once, or compiled whole where nothing is repeated.
 
-    A layer with ``prepare`` and ``advance`` (of ``implicit_attn.models.RecurrentBackbone``) has its
+    A layer with ``context`` and ``advance`` (of ``implicit_attn.models.RecurrentBackbone``) has its
     ``advance`` replaced by a compiled one, so that any number of iterations shares one graph.
 
     Args:
@@ -24,7 +24,7 @@ def compile_step(model: nn.Module, backend: Any = "inductor") -> nn.Module:
     repeated: list[Any] = [
         module
         for module in model.modules()
-        if callable(getattr(module, "advance", None)) and callable(getattr(module, "prepare", None))
+        if callable(getattr(module, "advance", None)) and callable(getattr(module, "context", None))
     ]
     for layer in repeated:
         layer.advance = torch.compile(layer.advance, backend=backend)
