@@ -1,4 +1,4 @@
-"""Backbones by name, for commands that compare them."""
+"""Backbones by name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.transformer import SharedTransformer
+from solvers.core.checks import require_choice
 
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "hyperset": HyperSET,
@@ -31,16 +32,14 @@ def build_backbone(
         dim: features d of a token.
         heads: attention heads.
         width: memories of Hyper-SET (None: d) and of the Energy Transformer (None: 4 d), hidden
-            width of the transformer (None: 4 d); CRATE has none.
-        options: of that backbone, ``iterations`` for example.
+            units of the transformer (None: 4 d); CRATE has none.
+        options: further arguments of that backbone, ``iterations`` for example.
 
     Raises:
         ValueError: for an unknown name, or a width for CRATE.
         TypeError: for an option that the backbone does not have.
     """
-    if name not in BACKBONES:
-        raise ValueError(f"name must be one of {tuple(BACKBONES)}, got {name!r}")
-    if name == "crate":
+    if require_choice("name", name, BACKBONES) == "crate":
         if width is not None:
             raise ValueError(
                 f"width must be None for 'crate', whose dictionary is d x d, got {width}"
@@ -49,3 +48,18 @@ def build_backbone(
     if name.startswith("hyperset"):
         width = dim if width is None else width
     return BACKBONES[name](dim, heads, width, **options)
+
+
+def token_width(backbone: Any) -> int:
+    """The features d of a backbone's tokens, its attribute ``dim``.
+
+    Raises:
+        TypeError: it is no module, or has no such integer.
+    """
+    dim = getattr(backbone, "dim", None)
+    if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
+        raise TypeError(
+            "backbone must be a module (B, N, d) -> (B, N, d) with an integer attribute dim, "
+            f"got {type(backbone)}"
+        )
+    return dim

@@ -1,4 +1,4 @@
-"""Models from plain data: built from a specification, rebuilt from the checkpoint that holds one."""
+"""Models from a specification, a dict that JSON can hold, or from a checkpoint that has one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.models.backbones import build_backbone
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.sudoku import SudokuModel
+from solvers.core.checks import require_choice
 
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,
@@ -24,7 +25,7 @@ SOLVED = "hyperset-equilibrium"  # the backbone that takes options of a DEQ
 def build_model(
     specification: Mapping[str, Any], *, layer: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """A model from JSON-able settings, weights drawn anew.
+    """A model from a specification, with new random weights.
 
     Args:
         specification: ``kind``, one of ``KINDS``; ``backbone``, the arguments of
@@ -39,9 +40,7 @@ def build_model(
         TypeError: an argument that the model or the backbone does not have.
     """
     settings = {name: value for name, value in specification.items() if name != "kind"}
-    kind = specification.get("kind")
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {tuple(KINDS)}, got {kind!r}")
+    kind = require_choice("kind", specification.get("kind"), KINDS)
     backbone = settings.pop("backbone", None)
     if not isinstance(backbone, Mapping) or "name" not in backbone:
         raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
