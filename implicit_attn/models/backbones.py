@@ -7,18 +7,29 @@ from typing import Any
 
 from torch import nn
 
+from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
+from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.transformer import SharedTransformer
+from implicit_attn.updates.step_sizes import STEP_SIZES
 from solvers.core.checks import require_choice
 
+EQUILIBRIUM = "hyperset-equilibrium"  # the only one that solves, and so takes options of a DEQ
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "hyperset": HyperSET,
-    "hyperset-equilibrium": HyperSETEquilibrium,
+    EQUILIBRIUM: HyperSETEquilibrium,
     "transformer": SharedTransformer,
     "energy-transformer": EnergyTransformer,
     "crate": CRATE,
+}
+# What some options of a backbone may be; not every backbone takes each, or each of its values.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "attention": tuple(ATTENTIONS),
+    "feedforward": tuple(FEEDFORWARDS),
+    "step_size": tuple(STEP_SIZES),
+    "order": ORDERS,
 }
 
 

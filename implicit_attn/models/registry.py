@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
-from implicit_attn.models.backbones import build_backbone
+from implicit_attn.models.backbones import EQUILIBRIUM, build_backbone
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.sudoku import SudokuModel
 from solvers.core.checks import require_choice
@@ -19,7 +19,6 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,
     "sudoku": SudokuModel,
 }
-SOLVED = "hyperset-equilibrium"  # the backbone that takes options of a DEQ
 
 
 def build_model(
@@ -46,7 +45,7 @@ def build_model(
         raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
     options: dict[str, Any] = dict(backbone)
     if layer is not None:
-        if backbone["name"] != SOLVED:
+        if backbone["name"] != EQUILIBRIUM:
             raise ValueError(
                 f"layer must be None for the backbone {backbone['name']!r}, got {layer}"
             )
