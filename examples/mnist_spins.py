@@ -4,9 +4,9 @@
     python examples/mnist_spins.py --resume        # go on where an interrupted run stopped
     python examples/mnist_spins.py --shipped       # no training: study the weights that come along
 
-An image becomes the fields x of 16 sites, a learned field that of a class token. The layer returns
-their mean-field response ``z = J z - f(z) + x``; what the class token came to know through the
-couplings J is read out. MNIST is taken from $IMPLICIT_ATTN_DATA or downloaded.
+An image becomes the fields x of 16 sites; a class token has a learned field. The layer returns their
+mean-field response ``z = J z - f(z) + x``. The state of the class token, which depends on the image
+through the couplings J alone, is read out. MNIST is taken from $IMPLICIT_ATTN_DATA or downloaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a recurrent attention model to solve Sudoku: Hyper-SET, or one of its rivals.
+"""Train a recurrent attention model to solve Sudoku: Hyper-SET, or a baseline.
 
     python examples/sudoku.py                          # reduced model, half an hour on one core
     python examples/sudoku.py --model transformer
@@ -6,11 +6,11 @@
     python examples/sudoku.py --preset paper --compile --precision bf16-mixed    # for a GPU
     python examples/sudoku.py --resume                 # go on where a run stopped
 
-The 81 cells are tokens; one layer is applied to them again and again; a linear readout names the
-digit of every unknown cell. Puzzles have 17 to 34 clues, made from the list of 17-clue puzzles
+The 81 cells are tokens. One layer is applied to them repeatedly. A linear readout gives the logits of
+the nine digits in every cell. Puzzles have 17 to 34 clues, made from the list of 17-clue puzzles
 (Gordon Royle, CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku; without it, puzzles are generated.
-``--preset paper`` takes what is published of Hyper-SET (Hu, Zou, Xu, arXiv 2502.11646): 9,000 and
-1,000 puzzles, width 768, 12 heads, 24 iterations, 200 epochs of AdamW in batches of 16.
+``--preset paper`` takes what is published of Hyper-SET (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646):
+9,000 and 1,000 puzzles, width 768, 12 heads, 24 iterations, 200 epochs of AdamW in batches of 16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import solvers
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.models import BACKBONES, build_backbone, build_model
-from implicit_attn.models.backbones import CHOICES, EQUILIBRIUM
+from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
 from implicit_attn.training import SudokuCompletion, Training, describe, run_script
 from implicit_attn.training.options import (
     add_model_options,
@@ -42,8 +42,8 @@ from implicit_attn.training.options import (
 )
 from implicit_attn.training.script import build_training, save_weights, start
 
-# What an option is where the command line does not say. Of "paper" the dropout, the warm-up and
-# the floor of the learning rate are ours: we found none published.
+# Defaults of the options. In "paper" the dropout, the warm-up and the floor of the learning rate are
+# ours: we found none published.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "dim": 768, "heads": 12, "width": 3072, "iterations": 24, "initial_step": 0.0,
@@ -56,7 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warmup": 0.05, "floor": 0.02, "symmetries": True, "start": "units", "dropout": 0.0,
     },
 }  # fmt: skip
-# An equilibrium is solved for: its iterations are evaluations, at most.
+# The iterations of an equilibrium are the most evaluations of a solve.
 EQUILIBRIA = {EQUILIBRIUM: {"iterations": 50, "random_iterations": None}}
 
 
@@ -131,7 +131,7 @@ def source_to_keep(options: argparse.Namespace, found: str, path: Path) -> str:
     """Which puzzles these are, for the settings: none others may take their place later."""
     if options.resume and options.source == "auto" and path.is_file():
         kept = read_progress(path)["settings"].get("source")
-        return "auto" if kept == "auto" else found  # older checkpoints know no more than "auto"
+        return "auto" if kept == "auto" else found  # older checkpoints say no more than "auto"
     return found
 
 

@@ -1,4 +1,4 @@
-"""Train a recurrent attention model to classify images: Hyper-SET, or one of its rivals.
+"""Train a recurrent attention model to classify images: Hyper-SET, or a baseline.
 
     python examples/vit_images.py                               # embedded 8x8 digits, a minute or two
     python examples/vit_images.py --data mnist                  # MNIST, a quarter of an hour
@@ -7,10 +7,10 @@
     python examples/vit_images.py --data cifar10 --preset paper --compile    # for a GPU
     python examples/vit_images.py --data mnist --resume         # go on where a run stopped
 
-An image becomes tokens, a class token among them; one layer is applied to them again and again; a
-linear readout of the class token names the class (``--model hyperset-equilibrium``: one layer is
-solved for its equilibrium, and all tokens are read out). ``--preset paper`` is the recipe of Hyper-SET
-(Hu, Zou, Xu, arXiv 2502.11646); ``--preset small`` is what two cores can train.
+An image becomes tokens, a class token among them. One layer is applied to them repeatedly. A linear
+readout of the class token gives the logits. With ``--model hyperset-equilibrium`` the layer is solved
+for its equilibrium instead, and all tokens are read out. ``--preset paper`` is the recipe of Hyper-SET
+(Hu, Zou, Xu, https://arxiv.org/abs/2502.11646); ``--preset small`` is what two cores can train.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from implicit_attn.data import (
     load,
 )
 from implicit_attn.models import BACKBONES, build_backbone, build_model
-from implicit_attn.models.backbones import CHOICES, EQUILIBRIUM
 from implicit_attn.models.image_classifier import POSITIONS, READOUTS
+from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
 from implicit_attn.training import Training, accuracy, run_script
 from implicit_attn.training.options import (
     add_model_options,
@@ -51,7 +51,7 @@ from implicit_attn.training.options import (
 )
 from implicit_attn.training.script import build_training, save_weights, start
 
-# What an option is where the command line does not say; a pair of presets for every data set.
+# Defaults of the options: two presets for every data set.
 PAPER = {
     "dim": 384, "heads": 6, "patch": 4, "stem": "patch", "readout": "class",
     "initial_step": 0.0, "iterations": 12, "epochs": 200, "batch": 128, "rate": 1e-3, "warmup": 5 / 200,
@@ -76,15 +76,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "cifar10": PAPER,
     },
 }
-# An equilibrium is solved for: its iterations are evaluations at most, and seldom needed. What a class
-# token gathers at the minimum of an energy is little: all tokens are read out.
+# The iterations of an equilibrium are the most evaluations of a solve, which seldom needs as many. At the
+# minimum of an energy a class token has gathered little of the image: all tokens are read out.
 EQUILIBRIA: dict[str, dict[str, Any]] = {
     EQUILIBRIUM: {
         "iterations": 50, "random_iterations": None, "readout": "tokens", "rtol": 1e-3,
     }
 }  # fmt: skip
 AUGMENTS: dict[str, Any] = {
-    "digits": None,  # they are too small to be turned and moved by parts of a pixel
+    "digits": None,  # 8x8 pixels are too few for rotations and shifts
     "mnist": RandomAffine(),
     "fashion-mnist": Compose(RandomCrop(2), RandomFlip()),
     "cifar10": Compose(RandomCrop(4), RandomFlip()),

@@ -21,8 +21,7 @@ class CRATELayer(RecurrentLayer):
         X = relu(Z + eta D^T (Z - D Z) - eta lambda),       Z = LayerNorm(Y)
 
     Args:
-        dim: features d.
-        heads: a divisor of d.
+        dim, heads: as for ``CRATE``.
         step_size: eta.
         sparsity: lambda, weight of the l1 penalty.
     """
@@ -53,7 +52,7 @@ class CRATE(RecurrentBackbone):
 
     Args:
         dim: features d.
-        heads: attention heads.
+        heads: attention heads, a divisor of d.
         step_size: of the ISTA step.
         sparsity: weight of its l1 penalty.
         layers, iterations, order: as for ``RecurrentBackbone``.

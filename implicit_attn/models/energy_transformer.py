@@ -24,11 +24,9 @@ class EnergyTransformerLayer(RecurrentLayer):
     gradient is in closed form and includes the derivatives by queries and by keys.
 
     Args:
-        dim: features d.
-        heads: attention heads.
+        dim, heads, deviation: as for ``EnergyTransformer``.
         memories: rows of xi.
         step_size: eta.
-        deviation: standard deviation of the initial weights; None: ``d^-1/2``.
     """
 
     def __init__(

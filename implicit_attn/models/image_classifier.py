@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.models.backbones import token_width
 from implicit_attn.models.patches import (
     STEMS,
     ConvolutionalStem,
     PatchEmbedding,
     TokenClassifier,
     count_patches,
+    token_width,
 )
 from implicit_attn.updates.step_sizes import LONGEST_PERIOD
 from solvers.core.checks import require_choice, require_count

@@ -1,4 +1,4 @@
-"""A small image classifier around one energy-defined equilibrium layer."""
+"""An image classifier around one equilibrium layer that an energy defines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PatchClassifier(TokenClassifier):
         channels: image channels.
         classes: number of classes.
         patch: height = width of a patch.
-        stem: "patch" embeds each patch linearly, "conv" through a small convolution.
+        stem: "patch" embeds each patch linearly, "conv" through a 3x3 convolution.
         dim: features d of a token.
         heads: attention heads.
         memories: rows M of the feed-forward energy.

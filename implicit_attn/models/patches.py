@@ -58,6 +58,21 @@ class ConvolutionalStem(nn.Module):
         return self.embed(F.gelu(self.local(images) + self.position))
 
 
+def token_width(backbone: object) -> int:
+    """The features d of a backbone's tokens, its attribute ``dim``.
+
+    Raises:
+        TypeError: it is no module, or has no such integer.
+    """
+    dim = getattr(backbone, "dim", None)
+    if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
+        raise TypeError(
+            "backbone must be a module (B, N, d) -> (B, N, d) with an integer attribute dim, "
+            f"got {type(backbone)}"
+        )
+    return dim
+
+
 def count_patches(image_size: int, patch: int) -> int:
     """Patches of a square image.
 

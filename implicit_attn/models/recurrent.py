@@ -17,7 +17,7 @@ BEYOND = ("extrapolate", "hold")
 
 
 class RecurrentLayer(nn.Module):
-    """Base of a layer that is applied again and again, told which iteration it makes."""
+    """Base of a layer that is applied repeatedly and is told the number of the iteration."""
 
     def context(self, x0: Tensor, times: Tensor) -> Any:
         """What all iterations share: computed once from the input (B, N, d) and the times (T,)."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.data.sudoku_boards import CELLS, SIDE
-from implicit_attn.models.backbones import token_width
+from implicit_attn.models.patches import token_width
 from solvers.core.checks import require_choice
 
 STARTS = ("random", "units")

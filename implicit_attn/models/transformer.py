@@ -19,9 +19,7 @@ class TransformerLayer(RecurrentLayer):
     Only the LayerNorms (LN) have biases.
 
     Args:
-        dim: features d.
-        heads: a divisor of d.
-        hidden: hidden units of the feed-forward part.
+        dim, heads, hidden: as for ``SharedTransformer``.
     """
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
@@ -47,7 +45,7 @@ class SharedTransformer(RecurrentBackbone):
 
     Args:
         dim: features d.
-        heads: attention heads.
+        heads: attention heads, a divisor of d.
         hidden: hidden units of the feed-forward part; None: 4 d.
         layers, iterations, order: as for ``RecurrentBackbone``.
 

@@ -1,4 +1,4 @@
-"""Training of the models in the examples: one loop, resumable exactly, in one or more processes."""
+"""Training of the models in the examples: one loop, resumable bit by bit, in several processes."""
 
 from __future__ import annotations
 

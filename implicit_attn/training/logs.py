@@ -15,10 +15,10 @@ class Log(Protocol):
     """Takes a row per optimiser step and a row per epoch; written by the first process only."""
 
     def start(self, step: int, epochs: int) -> None:
-        """Begin after ``step`` optimiser steps, ``epochs`` epochs of which are complete.
+        """Begin after ``step`` optimiser steps and ``epochs`` complete epochs.
 
-        What an earlier run wrote beyond them is dropped. After the last step of an epoch, but
-        before its measures are known, ``epochs`` does not count it.
+        Rows that an earlier run wrote beyond them are dropped. An epoch whose last step is done
+        but whose measures are not is not complete.
         """
         ...
 
@@ -31,14 +31,14 @@ class Log(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the log."""
         ...
 
 
 class CsvLog:
-    """``steps.csv`` and ``epochs.csv`` in a folder, readable while the training runs.
+    """``steps.csv`` and ``epochs.csv`` in a folder, up to date while the training runs.
 
-    A run that was killed and resumed ends with the rows of one that was not.
+    A run that was killed and resumed leaves the same rows as one that was not.
 
     Args:
         folder: is made where it does not exist.

@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class Training:
         if save_every is not None:
             require_count("save_every", save_every)
         self.fabric = start_processes(accelerator="cpu") if fabric is None else fabric
+        self._reduce = partial(reduce_over, self.fabric)
         self.model: Any = model
         self.recipe, self.path = recipe, Path(path)
         self.optimizer = recipe.build_optimizer(model)
@@ -221,11 +223,8 @@ class Training:
         self._end_epoch(logs, tqdm.write)
 
     def _interrupted(self) -> bool:
-        """Whether any process was told to stop; all of them must leave at the same batch."""
+        """Whether any process got Ctrl-C: all of them must stop after the same batch."""
         return bool(self._reduce(torch.tensor([float(self.stopping)]), "max").item())
-
-    def _reduce(self, values: Tensor, how: str) -> Tensor:
-        return reduce_over(self.fabric, values, how)
 
     def _end_epoch(self, logs: Sequence[Log], write: Callable[[str], object]) -> None:
         measures = self.evaluate()
@@ -245,15 +244,14 @@ class Training:
         ``iterations`` of a recurrent model; None: as many as it makes by itself.
         """
         with self.fabric.autocast():
-            world = self.fabric.world_size
-            rank = self.fabric.global_rank
+            rank, world = self.fabric.global_rank, self.fabric.world_size
             found = self.task.evaluate(self.model, rank, world, iterations)
         pairs = torch.tensor(list(found.values()), dtype=torch.float64)
         sums = self._reduce(pairs, "sum").tolist()
         return {name: top / below for name, (top, below) in zip(found, sums, strict=True)}
 
     def step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """One optimiser step on a batch, of which this process takes its share; a row for the logs."""
+        """One optimiser step on this process's share of a batch; returns the row for the logs."""
         rate = self.recipe.rate_at((self.epoch + self.batch / self.batches) / self.recipe.epochs)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -277,15 +275,13 @@ class Training:
         norm = clip_gradients(self.fabric, self.forward, self.stepper, self.recipe.clip)
         self._check_finite("gradient's norm", norm)
         self.stepper.step()
-        self.sums = {
-            "loss": self.sums["loss"] + value * terms,
-            "terms": self.sums["terms"] + terms,
-        }
+        self.sums["loss"] += value * terms
+        self.sums["terms"] += terms
         self.solves.add(self._reduce, own)
         return {"epoch": self.epoch + 1, "loss": value, "rate": rate, **options}
 
     def _check_finite(self, name: str, value: float) -> None:
-        """Stop before the optimiser's step, while the state is still that before the batch."""
+        """Save and raise before the optimiser's step, with the state before the batch."""
         if not math.isfinite(value):
             self.save()
             raise NonFiniteLoss(
@@ -294,7 +290,7 @@ class Training:
             )
 
     def means(self) -> dict[str, Any]:
-        """The epoch so far, per term of the loss and per solve."""
+        """Means of the epoch so far: the loss, and how the equilibria were solved."""
         return {"loss": self.sums["loss"] / max(self.sums["terms"], 1), **self.solves.means()}
 
     def status(self) -> str:

@@ -1,4 +1,4 @@
-"""Command lines of training scripts: their options, and what these say of model and training."""
+"""Command lines of training scripts: the options, and model and training settings from them."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def layer_options(
 
 
 def build_recipe(options: argparse.Namespace, **values: Any) -> Recipe:
-    """The recipe that the options of its attributes' names say; ``values`` are further ones."""
+    """The recipe from the options named as its attributes, and from ``values`` for the others."""
     names = [field.name for field in fields(Recipe) if field.name != "iterations"]
     values |= {name: getattr(options, name) for name in names if hasattr(options, name)}
     if given(options, "random_iterations"):
@@ -212,9 +212,10 @@ def build_recipe(options: argparse.Namespace, **values: Any) -> Recipe:
 
 
 def settings(options: argparse.Namespace, *apart: str) -> dict[str, Any]:
-    """The options that a resumed run must share: all but ``RUNNING``, ``VARIANTS`` and ``apart``.
+    """The options that must be equal when a run is resumed.
 
-    Variants that are given stand in the specification of the model.
+    These are all but ``RUNNING``, ``apart`` and ``VARIANTS``: the variants that are given stand in the
+    specification of the model.
     """
     skipped = {*RUNNING, *VARIANTS, *apart}
     return {name: value for name, value in vars(options).items() if name not in skipped}

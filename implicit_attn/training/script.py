@@ -1,4 +1,4 @@
-"""The main part of a training script: processes, training, its ends, the weights that it leaves."""
+"""The main part of a training script: start of the processes, training, errors, final weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(options: argparse.Namespace) -> Any:
         options.devices,
         options.accelerator,
         options.precision,
-        # A batch of few iterations leaves the low-rank differences of the later ones alone.
+        # A batch of few iterations does not use the low-rank differences of the later ones.
         unused_parameters=options.random_iterations is not None,
     )
 
