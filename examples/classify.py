@@ -19,7 +19,16 @@ import solvers
 from implicit_attn.data import LOADERS, ImageData, load
 from implicit_attn.models import PatchClassifier
 from implicit_attn.studies import write_report
-from implicit_attn.training import Recipe, Training, run_script
+from implicit_attn.training import Training, run_script
+from implicit_attn.training.options import (
+    add_result_options,
+    add_solver_options,
+    add_training_options,
+    build_recipe,
+    count,
+    layer_options,
+    settings,
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -37,31 +46,22 @@ def arguments() -> argparse.Namespace:
         choices=("patch", "conv"),
         help="how patches become tokens (default: patch, and conv for the class token)",
     )
-    add("--patch", type=int, default=2, help="height = width of a patch")
-    add("--dim", type=int, default=64, help="features of a token")
-    add("--heads", type=int, default=4)
-    add("--memories", type=int, default=128, help="rows of the feed-forward energy")
+    add("--patch", type=count, default=2, help="height = width of a patch")
+    add("--dim", type=count, default=64, help="features of a token")
+    add("--heads", type=count, default=4)
+    add("--memories", type=count, default=128, help="rows of the feed-forward energy")
     add("--bound", type=float, default=2.0, help="bound on the spectral norms of the projections")
     add("--maximum", type=float, default=2.0, help="bound on the weights of the energies")
-    add("--epochs", type=int, help="default: 16, and 20 for the class token")
-    add("--batch", type=int, default=64)
-    add("--rate", type=float, default=2e-3, help="peak learning rate (cosine decay)")
-    add(
-        "--rtol", type=float, default=1e-3, help="relative residual at which a sample has converged"
-    )
-    add("--max-steps", type=int, default=60, help="evaluations per sample, at most")
-    add("--seed", type=int, default=0)
+    add("--epochs", type=count, help="default: 16, and 20 for the class token")
+    add_training_options(parser, batch=64, rate=2e-3)
+    add_solver_options(parser, rtol=1e-3)
     add("--limit", type=int, default=0, help="use only so many training images (0: all)")
-    add("--out", type=Path, default=None, help="folder of the report (default runs/DATA-READOUT)")
-    add("--resume", action="store_true", help="continue from the checkpoint in that folder")
+    add_result_options(parser, "folder of the report (default runs/DATA-READOUT)")
     options = parser.parse_args()
     if options.limit < 0:
         parser.error(f"--limit must be >= 0, got {options.limit}")
     if options.epochs is None:
         options.epochs = 20 if options.readout == "class" else 16
-    for name in ("epochs", "batch", "patch", "dim", "heads", "memories", "max_steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
     options.stem = options.stem or ("conv" if options.readout == "class" else "patch")
     options.out = options.out or Path("runs") / f"{options.data}-{options.readout}"
     return options
@@ -82,13 +82,7 @@ def build(options: argparse.Namespace, data: ImageData) -> PatchClassifier:
         heads=options.heads,
         memories=options.memories,
         readout=options.readout,
-        layer={
-            "tolerance": solvers.Tolerance(rtol=options.rtol),
-            "max_steps": options.max_steps,
-            # Failures are counted and shown with the loss instead of warned about.
-            "on_failure": "ignore",
-            "adjoint": solvers.Implicit(on_failure="ignore"),
-        },
+        layer=layer_options(options, tolerance=solvers.Tolerance, adjoint=solvers.Implicit),
     )
 
 
@@ -109,13 +103,12 @@ def report(training: Training, options: argparse.Namespace) -> None:
 def main() -> None:
     options = arguments()
     data = load(options.data).first(options.limit or None)
-    settings = {name: v for name, v in vars(options).items() if name not in ("out", "resume")}
     training = Training(
         build(options, data),
         data,
-        Recipe(options.epochs, options.batch, options.rate, seed=options.seed),
+        build_recipe(options),
         options.out / "checkpoint.safetensors",
-        settings,
+        settings(options),
     )
     run_script(training, resume=options.resume)
     report(training, options)

@@ -4,9 +4,9 @@
     python examples/mnist_spins.py --resume        # go on where an interrupted run stopped
     python examples/mnist_spins.py --shipped       # no training: study the weights that come along
 
-An image becomes the fields x of 16 sites, a learned field that of a class token. The layer returns
-their mean-field response ``z = J z - f(z) + x``; what the class token came to know through the
-couplings J is read out. MNIST is taken from $IMPLICIT_ATTN_DATA or downloaded.
+An image becomes the fields x of 16 sites; a class token has a learned field. The layer returns their
+mean-field response ``z = J z - f(z) + x``. The state of the class token, which depends on the image
+through the couplings J alone, is read out. MNIST is taken from $IMPLICIT_ATTN_DATA or downloaded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from typing import Any
 import torch
 
 import solvers
-from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
+from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.data import RandomAffine, load
 from implicit_attn.models import SpinClassifier
 from implicit_attn.studies import write_report
-from implicit_attn.training import Recipe, Training, accuracy, run_script
+from implicit_attn.training import Training, accuracy, run_script
+from implicit_attn.training.options import (
+    add_result_options,
+    add_solver_options,
+    add_training_options,
+    build_recipe,
+    count,
+    layer_options,
+    settings,
+)
+from implicit_attn.training.script import save_weights
 
 SHIPPED = Path(__file__).parent / "weights" / "mnist_spins.safetensors"
 
@@ -31,17 +41,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--data", choices=("mnist", "fashion_mnist"), default="mnist")
-    add("--dim", type=int, default=10, help="components of a site")
+    add("--dim", type=count, default=10, help="components of a site")
     add("--bound", type=float, default=0.9, help="bound on the spectral norm of the couplings")
-    add("--epochs", type=int, default=10)
-    add("--batch", type=int, default=128)
-    add("--rate", type=float, default=4e-3, help="peak learning rate (cosine decay)")
-    add("--rtol", type=float, default=1e-4, help="relative residual at which a sample converged")
-    add("--max-steps", type=int, default=60, help="evaluations per sample, at most")
-    add("--seed", type=int, default=0)
-    add("--limit", type=int, help="use only so many training images")
-    add("--out", type=Path, help="folder of the report (default runs/DATA-spins[-shipped])")
-    add("--resume", action="store_true", help="continue from the checkpoint in that folder")
+    add("--epochs", type=count, default=10)
+    add_training_options(parser, batch=128, rate=4e-3)
+    add_solver_options(parser, rtol=1e-4)
+    add("--limit", type=count, help="use only so many training images")
+    add_result_options(parser, "folder of the report (default runs/DATA-spins[-shipped])")
     add("--shipped", action="store_true", help="train nothing, study the shipped weights")
     options = parser.parse_args()
     given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
@@ -58,13 +64,7 @@ def build(options: argparse.Namespace) -> SpinClassifier:
     return SpinClassifier(
         dim=options.dim,
         bound=options.bound,
-        layer={
-            "tolerance": solvers.Tolerance(rtol=options.rtol),
-            "max_steps": options.max_steps,
-            # Failures are counted and shown with the loss instead of warned about.
-            "on_failure": "ignore",
-            "adjoint": solvers.Implicit(on_failure="ignore"),
-        },
+        layer=layer_options(options, tolerance=solvers.Tolerance, adjoint=solvers.Implicit),
     )
 
 
@@ -101,21 +101,18 @@ def study_shipped(options: argparse.Namespace) -> None:
 
 def train(options: argparse.Namespace) -> None:
     data = load(options.data).first(options.limit)
-    ignored = ("out", "resume", "shipped")
     training = Training(
         build(options),
         data,
-        Recipe(options.epochs, options.batch, options.rate, floor=0.002, seed=options.seed),
+        build_recipe(options, floor=0.002),
         options.out / "checkpoint.safetensors",
-        {name: value for name, value in vars(options).items() if name not in ignored},
+        settings(options, "shipped"),
         augment=RandomAffine(),
         observe=site_norms,
     )
     run_script(training, resume=options.resume)
     print(f"\n{training.summary()}")
-    kept = ("history", "observations", "settings")
-    progress = {name: getattr(training, name) for name in kept}
-    save_checkpoint(options.out / "weights.safetensors", training.model, progress=progress)
+    save_weights(training)
     report(training.model, data, training.history, training.observations, options)  # type: ignore[arg-type]
 
 

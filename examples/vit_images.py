@@ -1,4 +1,4 @@
-"""Train a recurrent attention model to classify images: Hyper-SET, or one of its rivals.
+"""Train a recurrent attention model to classify images: Hyper-SET, or a baseline.
 
     python examples/vit_images.py                               # embedded 8x8 digits, a minute or two
     python examples/vit_images.py --data mnist                  # MNIST, a quarter of an hour
@@ -7,10 +7,10 @@
     python examples/vit_images.py --data cifar10 --preset paper --compile    # for a GPU
     python examples/vit_images.py --data mnist --resume         # go on where a run stopped
 
-An image becomes tokens, a class token among them; one layer is applied to them again and again; a
-linear readout of the class token names the class (``--model hyperset-equilibrium``: one layer is
-solved for its equilibrium, and all tokens are read out). ``--preset paper`` is the recipe of Hyper-SET
-(Hu, Zou, Xu, arXiv 2502.11646); ``--preset small`` is what two cores can train.
+An image becomes tokens, a class token among them. One layer is applied to them repeatedly. A linear
+readout of the class token gives the logits. With ``--model hyperset-equilibrium`` the layer is solved
+for its equilibrium instead, and all tokens are read out. ``--preset paper`` is the recipe of Hyper-SET
+(Hu, Zou, Xu, https://arxiv.org/abs/2502.11646); ``--preset small`` is what two cores can train.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 import solvers
-from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.data import (
     LOADERS,
     Compose,
@@ -33,34 +32,26 @@ from implicit_attn.data import (
     RandomFlip,
     load,
 )
-from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
-from implicit_attn.models import BACKBONES, build_model
-from implicit_attn.models.backbones import build_backbone
+from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.image_classifier import POSITIONS, READOUTS
-from implicit_attn.models.recurrent import ORDERS
-from implicit_attn.training import (
-    ACCELERATORS,
-    PRECISIONS,
-    CsvLog,
-    Recipe,
-    TensorBoardLog,
-    Training,
-    accuracy,
-    run_script,
-    start_processes,
-)
+from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
+from implicit_attn.training import Training, accuracy, run_script
 from implicit_attn.training.options import (
-    VARIANTS,
-    add_variants,
+    add_model_options,
+    add_process_options,
+    add_result_options,
+    add_training_options,
     amount,
-    check_model_options,
+    backbone_specification,
+    complete,
     count,
-    fill_in,
     given,
+    layer_options,
+    settings,
 )
-from implicit_attn.updates.step_sizes import STEP_SIZES
+from implicit_attn.training.script import build_training, save_weights, start
 
-# What an option is where the command line does not say; a pair of presets for every data set.
+# Defaults of the options: two presets for every data set.
 PAPER = {
     "dim": 384, "heads": 6, "patch": 4, "stem": "patch", "readout": "class",
     "initial_step": 0.0, "iterations": 12, "epochs": 200, "batch": 128, "rate": 1e-3, "warmup": 5 / 200,
@@ -85,88 +76,61 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "cifar10": PAPER,
     },
 }
-# An equilibrium is solved for: its iterations are evaluations at most, and seldom needed. What a class
-# token gathers at the minimum of an energy is little: all tokens are read out.
-SOLVED = {"iterations": 50, "random_iterations": None, "readout": "tokens", "rtol": 1e-3}
+# The iterations of an equilibrium are the most evaluations of a solve, which seldom needs as many. At the
+# minimum of an energy a class token has gathered little of the image: all tokens are read out.
+EQUILIBRIA: dict[str, dict[str, Any]] = {
+    EQUILIBRIUM: {
+        "iterations": 50, "random_iterations": None, "readout": "tokens", "rtol": 1e-3,
+    }
+}  # fmt: skip
 AUGMENTS: dict[str, Any] = {
-    "digits": None,  # they are too small to be turned and moved by parts of a pixel
+    "digits": None,  # 8x8 pixels are too few for rotations and shifts
     "mnist": RandomAffine(),
     "fashion-mnist": Compose(RandomCrop(2), RandomFlip()),
     "cifar10": Compose(RandomCrop(4), RandomFlip()),
 }
-# How a run is carried out, not what it computes: may change when it is resumed.
-RUNNING = ("out", "resume", "devices", "accelerator", "save_every", "log_every", "tensorboard")
-SPECIFIED = ("positions", *VARIANTS)  # kept in the specification of the model, where they are given
 
 
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--data", choices=sorted(LOADERS), default="digits")
-    add("--preset", choices=sorted(PRESETS), default="small", help="defaults of what follows")
-    add("--model", choices=sorted(BACKBONES), default="hyperset")
-    add("--dim", type=count, help="features of a token")
-    add("--heads", type=count)
-    add("--width", type=count, help="of the feed-forward part (default: the model's own)")
+    add_model_options(
+        parser, presets=PRESETS, backbones=BACKBONES, choices=CHOICES, token="token", random="6 18"
+    )
     add("--patch", type=count, help="height = width of a patch in pixels")
     add("--stem", choices=("patch", "conv"), help="how patches become tokens")
     add("--readout", choices=READOUTS, help="the tokens that are read out")
     add("--positions", choices=POSITIONS, help="of the tokens (default: sinusoidal)")
-    add("--initial-step", type=float, help="step sizes of Hyper-SET at the start")
-    add("--iterations", type=count, help="of the layer, in each batch the same number")
-    add(
-        "--random-iterations", type=count, nargs=2, metavar=("LEAST", "MOST"),
-        help="train each batch with a random number of iterations (preset small: 6 18)",
-    )  # fmt: skip
     add("--rtol", type=float, help="tolerance of an equilibrium in training (default 1e-3)")
     add("--epochs", type=count)
-    add("--batch", type=count, help="images at once, of all processes")
-    add("--rate", type=amount, help="peak learning rate (warm-up, cosine decay)")
+    add_training_options(parser)
     add("--weight-decay", type=amount)
     add("--optimizer", choices=("adam", "adamw"))
     add("--no-augment", action="store_true", help="train on the images as they are")
-    add("--seed", type=int, default=0)
     add("--limit", type=count, help="use only so many training images")
-    add("--devices", type=count, default=1, help="processes, one per card or sharing the CPU")
-    add("--accelerator", choices=ACCELERATORS, default="auto")
-    add("--precision", choices=PRECISIONS, default="32-true")
-    add("--compile", action="store_true", help="compile the repeated layer (a minute at the start)")
-    add("--save-every", type=count, help="a checkpoint every so many steps, besides every epoch")
-    add("--log-every", type=count, default=10, help="a row in steps.csv every so many steps")
-    add("--tensorboard", action="store_true", help="write events for TensorBoard, too")
-    add("--out", type=Path, help="folder of the results (default runs/DATA-MODEL)")
-    add("--resume", action="store_true", help="continue from the checkpoint in that folder")
-    kinds: dict[str, Any] = {"attention": ATTENTIONS, "feedforward": FEEDFORWARDS}
-    add_variants(parser, **kinds, step_size=STEP_SIZES, order=ORDERS)
+    add_process_options(parser, save_every=None)
+    add_result_options(parser, "folder of the results (default runs/DATA-MODEL)")
     return parser
 
 
 def arguments() -> argparse.Namespace:
     parser = command_line()
     options = parser.parse_args()
-    check_model_options(parser, options, build_backbone)
+    if options.rtol is not None and options.model != EQUILIBRIUM:
+        parser.error(f"--rtol is for {EQUILIBRIUM}, got --model {options.model}")
     preset = PRESETS[options.preset][options.data]
-    if options.model == "hyperset-equilibrium":
-        preset = preset | SOLVED
-    elif options.rtol is not None:
-        parser.error(f"--rtol is for hyperset-equilibrium, got --model {options.model}")
-    if options.iterations is not None:  # asked for: no random numbers unless these are, too
-        preset = {name: value for name, value in preset.items() if name != "random_iterations"}
-    fill_in(options, preset)
+    complete(parser, options, preset, build=build_backbone, equilibria=EQUILIBRIA)
     options.out = options.out or Path("runs") / f"{options.data}-{options.model}"
     return options
 
 
 def specification(options: argparse.Namespace, data: ImageData) -> dict[str, Any]:
     """From which ``build_model`` builds the model, and ``load_model`` builds it again."""
-    backbone = {"name": options.model, "dim": options.dim, "heads": options.heads}
-    backbone |= {"width": options.width, "iterations": options.iterations}
-    if options.model == "hyperset":
-        backbone |= {"step_size": "conditioned-state", "initial_step": options.initial_step}
-    backbone |= given(options, *VARIANTS)
     _, channels, size, _ = data.train_images.shape
     shape = {"image_size": size, "channels": channels, "classes": data.classes}
     stem = {"patch": options.patch, "stem": options.stem, "readout": options.readout}
+    backbone = backbone_specification(options, step_size="conditioned-state")
     stem |= given(options, "positions")
     return {"kind": "image-classifier", **shape, **stem, "backbone": backbone}
 
@@ -174,28 +138,16 @@ def specification(options: argparse.Namespace, data: ImageData) -> dict[str, Any
 def build(options: argparse.Namespace, data: ImageData) -> nn.Module:
     torch.manual_seed(options.seed)
     layer = None
-    if options.model == "hyperset-equilibrium":
-        # Failures are counted and shown with the loss instead of warned about.
-        layer = {"on_failure": "ignore", "adjoint": solvers.Implicit(on_failure="ignore")}
-        layer |= {"tolerance": solvers.Tolerance(rtol=options.rtol)}
+    if options.model == EQUILIBRIUM:
+        layer = layer_options(options, tolerance=solvers.Tolerance, adjoint=solvers.Implicit)
     return build_model(specification(options, data), layer=layer)
-
-
-def recipe(options: argparse.Namespace) -> Recipe:
-    names = ("epochs", "batch", "rate", "warmup", "floor", "weight_decay", "clip", "seed")
-    chosen = {name: getattr(options, name) for name in names}
-    random = options.random_iterations
-    return Recipe(
-        **chosen, optimizer=options.optimizer, iterations=tuple(random) if random else None
-    )
 
 
 def report(training: Training, options: argparse.Namespace, data: ImageData) -> None:
     """The weights alone, and the accuracy at other numbers of iterations than in training."""
+    save_weights(training)
     model, history = training.model, training.history
     number = sum(parameter.numel() for parameter in model.parameters())
-    kept = {"settings": training.settings, "history": history}
-    save_checkpoint(options.out / "weights.safetensors", model, progress=kept)
     print(
         f"\n{data.name}, {options.model}, {number} parameters: test accuracy "
         f"{100 * history[-1]['test_accuracy']:.2f} %\n{training.summary()}"
@@ -211,31 +163,19 @@ def report(training: Training, options: argparse.Namespace, data: ImageData) -> 
 
 def main() -> None:
     options = arguments()
-    fabric = start_processes(
-        options.devices, options.accelerator, options.precision,
-        unused_parameters=options.random_iterations is not None,
-    )  # fmt: skip
+    fabric = start(options)
     data = load(options.data).first(options.limit)
     if fabric.global_rank == 0:
         numbers = f"{len(data.train_images)} training and {len(data.test_images)} test images"
         print(f"data: {data.name}, {numbers}")
-    apart = (*RUNNING, *SPECIFIED)
-    settings = {name: value for name, value in vars(options).items() if name not in apart}
-    settings["model"] = specification(options, data)
-    logs: list[Any] = [CsvLog(options.out, options.log_every)]
-    if options.tensorboard:
-        logs.append(TensorBoardLog(options.out / "tensorboard", options.log_every))
-    training = Training(
+    training = build_training(
+        options,
         build(options, data),
         data,
-        recipe(options),
-        options.out / "checkpoint.safetensors",
-        settings,
-        augment=None if options.no_augment else AUGMENTS[options.data],
+        # Positions that are given stand in the specification of the model.
+        {**settings(options, "positions"), "model": specification(options, data)},
         fabric=fabric,
-        save_every=options.save_every,
-        logs=logs,
-        compile=options.compile,
+        augment=None if options.no_augment else AUGMENTS[options.data],
     )
     run_script(training, resume=options.resume)
     if fabric.global_rank == 0:

@@ -1,4 +1,4 @@
-"""Readers for the data sets of the examples, and batches in a repeatable order."""
+"""Loaders for the data sets of the examples, augmentations, reproducible batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random changes of training images, in tensors, repeatable by their generator."""
+"""Random augmentations of training images, each drawn from a generator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from solvers.core.checks import require_count
+
 
 @dataclass(frozen=True)
 class RandomAffine:
     """Each image rotated, scaled, sheared and shifted at random, by bilinear interpolation.
 
-    The draws are uniform within plus and minus the bounds; what comes from outside is 0.
+    The draws are uniform within plus and minus the bounds; pixels from outside the image are 0.
 
     Attributes:
         rotation: degrees.
@@ -67,8 +69,7 @@ class RandomCrop:
     padding: int = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
-            raise ValueError(f"padding must be an integer >= 0, got {self.padding!r}")
+        require_count("padding", self.padding, low=0)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         batch, channels, height, width = _image_shape(images)
@@ -101,7 +102,7 @@ class RandomFlip:
 
 
 class Compose:
-    """Augmentations one after the other, which draw from the same generator.
+    """Augmentations one after the other, all drawn from the same generator.
 
     Args:
         augments: each ``augment(images, generator) -> images``.

@@ -1,7 +1,7 @@
 """CIFAR-10: 50,000 training and 10,000 test colour images of 32x32, 10 classes.
 
-The original bytes are used where they are at hand or can be downloaded; a copy as JPEG files, which
-is slightly lossy, is used where only that is found, and says so in its name.
+The original pixels are used where they are found or can be downloaded. Where only a copy as JPEG
+files is found, which is slightly lossy, that is used; its name says so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import DATA_VARIABLE, cache_folder, search_folders
-from implicit_attn.data.images import ImageData
+from implicit_attn.data.files import cache_folder, check_md5, download, find
+from implicit_attn.data.images import ImageData, from_pixels
 from implicit_attn.optional import require
 
 FOLDER = "cifar10"
@@ -57,17 +57,17 @@ def load_cifar10() -> ImageData:
         ImportError: pooch, for the download, or Pillow, for the JPEG files, is not installed.
         ValueError: a file is corrupt or is another one.
     """
-    for folder in search_folders():
-        if (folder / FOLDER / BINARY).is_file():
-            return _image_data("cifar10", read_binary(folder / FOLDER / BINARY))
-        if (folder / FOLDER / JPEG).is_file():
-            return _image_data("CIFAR-10 (JPEG)", read_jpeg(folder / FOLDER / JPEG))
-    return _image_data("cifar10", read_binary(_download()))
+    path = find(FOLDER, BINARY, JPEG)
+    if path is not None and path.name == JPEG:
+        return _image_data("CIFAR-10 (JPEG)", read_jpeg(path))
+    if path is None:
+        path = download(FOLDER, JPEG, BINARY, [BINARY_URL], BINARY_MD5)
+    return _image_data("cifar10", read_binary(path))
 
 
 def read_binary(path: Path) -> dict[str, Split]:
     """Training and test part of the binary version; the archive is checked by md5."""
-    _check_md5(path)
+    check_md5(path.read_bytes(), BINARY_MD5, str(path))
     parts: dict[str, Split] = {}
     with tarfile.open(path) as archive:
         for part, names in _PARTS.items():
@@ -115,10 +115,8 @@ def decode_jpeg(path: Path, parts: Sequence[str] = ("train", "test")) -> dict[st
             place = Path(member.name).parts
             if len(place) != 3 or place[0] not in parts or place[1] not in CLASSES:
                 continue
-            file = archive.extractfile(member)
-            if file is None:
-                raise ValueError(f"{path}: {member.name} is not a plain file")
-            pixels = np.asarray(image.open(io.BytesIO(file.read())).convert("RGB"))
+            content = io.BytesIO(_member(archive, member, path))
+            pixels = np.asarray(image.open(content).convert("RGB"))
             if pixels.shape != (32, 32, 3):
                 raise ValueError(f"{path}: {member.name} is {pixels.shape}, expected (32, 32, 3)")
             key = (place[0], CLASSES.index(place[1]), place[2])
@@ -134,19 +132,17 @@ def decode_jpeg(path: Path, parts: Sequence[str] = ("train", "test")) -> dict[st
 
 
 def _image_data(name: str, parts: dict[str, Split]) -> ImageData:
-    tensors: dict[str, Tensor] = {}
-    for part, (pixels, labels) in parts.items():
+    for part, (_, labels) in parts.items():
         counts = labels.long().bincount(minlength=len(CLASSES)).tolist()
         if counts != len(CLASSES) * [COUNTS[part]]:
             raise ValueError(
                 f"{name}: the classes have {counts} {part} images, expected {COUNTS[part]} each"
             )
-        tensors[f"{part}_images"] = pixels.float().div_(255)
-        tensors[f"{part}_labels"] = labels.long()
-    return ImageData(name, len(CLASSES), **tensors)
+    return from_pixels(name, parts["train"], parts["test"])
 
 
-def _member(archive: tarfile.TarFile, name: str, path: Path) -> bytes:
+def _member(archive: tarfile.TarFile, name: str | tarfile.TarInfo, path: Path) -> bytes:
+    """The content of a file in an archive."""
     try:
         file = archive.extractfile(name)
     except KeyError as error:
@@ -154,33 +150,3 @@ def _member(archive: tarfile.TarFile, name: str, path: Path) -> bytes:
     if file is None:
         raise ValueError(f"{path}: {name} is not a plain file")
     return file.read()
-
-
-def _check_md5(path: Path) -> None:
-    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-    if digest != BINARY_MD5:
-        raise ValueError(f"{path}: md5 {digest}, expected {BINARY_MD5}; delete or replace the file")
-
-
-def _download() -> Path:
-    places = ", ".join(str(folder / FOLDER) for folder in search_folders())
-    help_text = (
-        f"neither {BINARY} nor {JPEG} is in {places}. To provide one, set {DATA_VARIABLE} to a "
-        f"folder that contains {FOLDER}/{BINARY}"
-    )
-    try:
-        pooch = require("pooch", extra="examples")
-    except ImportError as error:
-        raise ImportError(f"{help_text}; to download it: {error}") from error
-    try:
-        found = pooch.retrieve(
-            BINARY_URL, known_hash=f"md5:{BINARY_MD5}", fname=BINARY, path=cache_folder() / FOLDER
-        )
-    # requests' errors are OSErrors; pooch raises ValueError for a wrong checksum.
-    except (OSError, ValueError) as error:
-        response = getattr(error, "response", None)
-        if response is not None:
-            response.close()  # pooch leaves the connection of a refused request open
-        cause = f"{BINARY_URL}: {type(error).__name__}: {error}"
-        raise FileNotFoundError(f"{help_text}. The download failed: {cause}") from error
-    return Path(found)

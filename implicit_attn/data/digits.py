@@ -1,10 +1,10 @@
-"""The handwritten digits that scikit-learn carries: 1,797 images of 8x8, no download."""
+"""The handwritten digits of scikit-learn: 1,797 images of 8x8, without a download."""
 
 from __future__ import annotations
 
 import torch
 
-from implicit_attn.data.images import ImageData, stratified_holdout
+from implicit_attn.data.images import ImageData, from_pixels, stratified_holdout
 from implicit_attn.optional import require
 
 _LARGEST_VALUE = 16  # each pixel counts the inked ones of a 4x4 block
@@ -28,14 +28,6 @@ def load_digits(*, holdout: float = 0.2, seed: int = 0) -> ImageData:
         ValueError: ``holdout`` is out of range.
     """
     digits = require("sklearn.datasets", extra="examples").load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).div_(_LARGEST_VALUE).unsqueeze(1)
-    labels = torch.tensor(digits.target, dtype=torch.int64)
-    train, test = stratified_holdout(labels, holdout, seed)
-    return ImageData(
-        name="digits",
-        classes=10,
-        train_images=images[train],
-        train_labels=labels[train],
-        test_images=images[test],
-        test_labels=labels[test],
-    )
+    pixels, labels = torch.from_numpy(digits.images).unsqueeze(1), torch.from_numpy(digits.target)
+    train, test = ((pixels[i], labels[i]) for i in stratified_holdout(labels, holdout, seed))
+    return from_pixels("digits", train, test, largest=_LARGEST_VALUE)

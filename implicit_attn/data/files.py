@@ -1,9 +1,10 @@
-"""Where data files come from: the user's folder, the cache, a mirror; their content is checked."""
+"""Data files: found in the user's folder or the cache, or downloaded; checked by md5."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def search_folders() -> list[Path]:
     return [Path(named), cache_folder()]
 
 
+def find(folder: str, *names: str) -> Path | None:
+    """The first of the files ``folder/name`` in the folders searched; None where there is none."""
+    places = (base / folder / name for base in search_folders() for name in names)
+    return next((place for place in places if place.is_file()), None)
+
+
 def fetch(file: RemoteFile) -> bytes:
     """The decompressed content of a file: found in a local folder, or downloaded into the cache.
 
@@ -65,46 +72,40 @@ def fetch(file: RemoteFile) -> bytes:
         NotADirectoryError: ``IMPLICIT_ATTN_DATA`` is not a folder.
         ValueError: the file that was found is corrupt or is another one.
     """
-    folders = [folder / file.folder for folder in search_folders()]
-    for folder in folders:
-        for name in (file.name, file.archive):
-            if (folder / name).is_file():
-                return _checked_content(file, folder / name)
-    return _checked_content(file, _download(file, folders))
-
-
-def _checked_content(file: RemoteFile, path: Path) -> bytes:
+    path = find(file.folder, file.name, file.archive)
+    if path is None:
+        urls = [mirror + file.archive for mirror in file.mirrors]
+        path = download(file.folder, file.name, file.archive, urls, file.archive_md5)
     content = read_content(path)
-    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if digest != file.content_md5:
-        raise ValueError(
-            f"{path}: the decompressed content has md5 {digest}, expected {file.content_md5}; "
-            "delete or replace the file"
-        )
+    check_md5(content, file.content_md5, f"{path}, decompressed")
     return content
 
 
-def _download(file: RemoteFile, searched: list[Path]) -> Path:
-    places = ", ".join(str(folder) for folder in searched)
+def check_md5(content: bytes, expected: str, source: str) -> None:
+    """Raise a ``ValueError`` that names ``source`` where the md5 of ``content`` is another one."""
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if digest != expected:
+        raise ValueError(f"{source}: md5 {digest}, expected {expected}; delete or replace the file")
+
+
+def download(folder: str, name: str, archive: str, urls: Sequence[str], md5: str) -> Path:
+    """``folder/archive`` in the cache, from the first URL that gives it; errors as :func:`fetch`.
+
+    ``name`` is what else would have done, for the message.
+    """
+    places = ", ".join(str(base / folder) for base in search_folders())
     help_text = (
-        f"{file.folder}/{file.name} (or {file.archive}) is not in {places}. To provide it, set "
-        f"{DATA_VARIABLE} to a folder that contains {file.folder}/{file.archive}"
+        f"{folder}/{name} (or {archive}) is not in {places}. To provide it, set {DATA_VARIABLE} to "
+        f"a folder that contains {folder}/{archive}"
     )
     try:
         pooch = require("pooch", extra="examples")
     except ImportError as error:
         raise ImportError(f"{help_text}; to download it: {error}") from error
-    causes: list[Exception] = []
-    for mirror in file.mirrors:
+    cache, causes = cache_folder() / folder, list[Exception]()
+    for url in urls:
         try:
-            return Path(
-                pooch.retrieve(
-                    mirror + file.archive,
-                    known_hash=f"md5:{file.archive_md5}",
-                    fname=file.archive,
-                    path=cache_folder() / file.folder,
-                )
-            )
+            return Path(pooch.retrieve(url, known_hash=f"md5:{md5}", fname=archive, path=cache))
         # requests' errors are OSErrors; pooch raises ValueError for a wrong checksum.
         except (OSError, ValueError) as error:
             causes.append(error)
@@ -112,7 +113,6 @@ def _download(file: RemoteFile, searched: list[Path]) -> Path:
             if response is not None:
                 response.close()  # pooch leaves the connection of a refused request open
     tried = "; ".join(
-        f"{mirror}{file.archive}: {type(cause).__name__}: {cause}"
-        for mirror, cause in zip(file.mirrors, causes, strict=True)
+        f"{url}: {type(cause).__name__}: {cause}" for url, cause in zip(urls, causes, strict=True)
     )
     raise FileNotFoundError(f"{help_text}. The download failed: {tried}") from causes[-1]

@@ -1,4 +1,4 @@
-"""Labelled images, a stratified hold-out, and batches in an order that can be repeated exactly."""
+"""Labelled images, a stratified hold-out, and batches in a reproducible order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from solvers.core.checks import require_count
+
 
 @dataclass(frozen=True)
 class ImageData:
     """A data set of labelled images, split into training and test.
 
     Attributes:
-        name: what to call it: the name that :func:`implicit_attn.data.load` knows it by, or another
-            one where a copy differs from the original.
+        name: the one that :func:`implicit_attn.data.load` takes, or another one where a copy differs
+            from the original.
         classes: number of classes C.
         train_images: (N, channels, height, width) float32 in [0, 1].
         train_labels: (N,) int64 in 0 .. C - 1.
@@ -48,8 +50,7 @@ class ImageData:
         """The same data with the first ``number`` training images only; None: all of them."""
         if number is None:
             return self
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"number must be an integer >= 1 or None, got {number!r}")
+        number = require_count("number", number)
         images, labels = self.train_images[:number], self.train_labels[:number]
         return replace(self, train_images=images, train_labels=labels)
 
@@ -76,6 +77,20 @@ class ImageData:
                 raise ValueError(
                     f"{self.name}: {part}_{what} lie in [{low}, {high}], expected [0, {top}]"
                 )
+
+
+def from_pixels(
+    name: str,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    *,
+    classes: int = 10,
+    largest: int = 255,
+) -> ImageData:
+    """Image data from pairs of pixels (N, C, H, W) in 0 .. ``largest`` and labels (N,)."""
+    (pixels, labels), (test_pixels, test_labels) = train, test
+    images, test_images = (each.float().div_(largest) for each in (pixels, test_pixels))
+    return ImageData(name, classes, images, labels.long(), test_images, test_labels.long())
 
 
 def stratified_holdout(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -114,23 +129,34 @@ def stratified_holdout(labels: Tensor, fraction: float, seed: int) -> tuple[Tens
     return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
 
 
+def hash_seed(stream: tuple[int, ...], **numbers: int) -> int:
+    """A seed below 2^64 from ``numbers``, by numpy's ``SeedSequence``.
+
+    The hash makes seeds of neighbouring numbers unrelated. ``stream`` keeps uses apart that have
+    equal numbers: () are the epochs, (1,) the batches, (2,) the steps of a model.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+    for name, value in numbers.items():
+        if value < 0:
+            raise ValueError(f"{name} must be >= 0, got {value!r}")
+    sequence = np.random.SeedSequence([*numbers.values()], spawn_key=stream)
+    return int(sequence.generate_state(1, np.uint64)[0])
+
+
 def epoch_generator(seed: int, epoch: int, batch: int | None = None) -> torch.Generator:
     """A CPU generator whose numbers depend on ``(seed, epoch)`` only, or on those and ``batch``.
 
     A training that resumes at an epoch draws the same order as one that was never interrupted,
-    because nothing that happened in earlier epochs enters. The pair is hashed by numpy's
-    ``SeedSequence``, so that ``(0, 1)`` and ``(1, 0)`` are unrelated streams.
+    because nothing that happened in earlier epochs enters.
 
     Raises:
         ValueError: ``seed``, ``epoch`` or ``batch`` is negative.
     """
-    numbers = [seed, epoch] if batch is None else [seed, epoch, batch]
-    if min(numbers) < 0:
-        raise ValueError(f"seed is {seed} and epoch is {epoch}, expected both >= 0, batch {batch}")
-    # A batch's stream must not be that of the epoch, also for batch 0: the hash pads with zeros.
-    key = () if batch is None else (1,)
-    entropy = np.random.SeedSequence(numbers, spawn_key=key).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(entropy[0]))
+    if batch is None:
+        return torch.Generator().manual_seed(hash_seed((), seed=seed, epoch=epoch))
+    return torch.Generator().manual_seed(hash_seed((1,), seed=seed, epoch=epoch, batch=batch))
 
 
 def batches(
@@ -155,10 +181,7 @@ def batches(
         TypeError: ``size`` is not an integer.
         ValueError: ``size`` < 1, no samples, or different numbers of images and labels.
     """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"size is {size!r}, expected an int >= 1")
-    if size < 1:
-        raise ValueError(f"size is {size}, expected an int >= 1")
+    require_count("size", size)
     if images.dim() == 0 or labels.shape != images.shape[:1] or len(labels) == 0:
         raise ValueError(
             f"images {tuple(images.shape)} and labels {tuple(labels.shape)}, "

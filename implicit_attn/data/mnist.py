@@ -7,7 +7,7 @@ from torch import Tensor
 
 from implicit_attn.data.files import RemoteFile, fetch
 from implicit_attn.data.idx import parse_idx
-from implicit_attn.data.images import ImageData
+from implicit_attn.data.images import ImageData, from_pixels
 
 _NAMES = (
     "train-images-idx3-ubyte",
@@ -75,7 +75,7 @@ def load_mnist() -> ImageData:
 
 
 def load_fashion_mnist() -> ImageData:
-    """Fashion-MNIST (Xiao, Rasul, Vollgraf, arXiv:1708.07747), in its own split.
+    """Fashion-MNIST (Xiao, Rasul, Vollgraf, https://arxiv.org/abs/1708.07747), in its own split.
 
     As :func:`load_mnist`, with the folder ``fashion-mnist``.
     """
@@ -83,15 +83,11 @@ def load_fashion_mnist() -> ImageData:
 
 
 def _load(name: str, files: tuple[RemoteFile, ...]) -> ImageData:
-    arrays = [_read(file, shape) for file, shape in zip(files, _SHAPES, strict=True)]
-    return ImageData(
-        name=name,
-        classes=10,
-        train_images=_scaled(arrays[0]),
-        train_labels=arrays[1].long(),
-        test_images=_scaled(arrays[2]),
-        test_labels=arrays[3].long(),
+    pixels, labels, test_pixels, test_labels = (
+        _read(file, shape) for file, shape in zip(files, _SHAPES, strict=True)
     )
+    test = test_pixels.unsqueeze(1), test_labels
+    return from_pixels(name, (pixels.unsqueeze(1), labels), test)
 
 
 def _read(file: RemoteFile, shape: tuple[int, ...]) -> Tensor:
@@ -102,7 +98,3 @@ def _read(file: RemoteFile, shape: tuple[int, ...]) -> Tensor:
             f"expected torch.uint8 of shape {shape}"
         )
     return array
-
-
-def _scaled(pixels: Tensor) -> Tensor:
-    return pixels.unsqueeze(1).float().div_(255)

@@ -1,4 +1,4 @@
-"""Sudoku puzzles with their solutions: the 17-clue list, or generated ones; symmetries, measures.
+"""Sudoku puzzles with their solutions: from the list of 17-clue puzzles, or generated.
 
 The list ``sudoku17.npz`` holds the known puzzles with 17 clues, collected by Gordon Royle
 (University of Western Australia) and others after him, under CC BY 2.5: who passes it on, or
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import DATA_VARIABLE, search_folders
+from implicit_attn.data.files import DATA_VARIABLE, find, search_folders
 from implicit_attn.data.sudoku_boards import SudokuSymmetries, check_boards
 from implicit_attn.data.sudoku_generator import unique_puzzles
+from solvers.core.checks import require_choice, require_count
 
 LIST = Path("sudoku") / "sudoku17.npz"
 SOURCES = ("auto", "list", "generated")
@@ -64,30 +65,29 @@ def load_sudoku(
     more: int | None = None,
     seed: int = 0,
 ) -> SudokuData:
-    """Sudoku as the literature sets it: 17 to 34 clues, made from the list of 17-clue puzzles.
+    """Sudoku puzzles of 17 to 34 clues, made from the list of 17-clue puzzles, or generated ones.
 
     Puzzles with different solutions are drawn from the list and split, so that no solution is in
-    both parts; then each has k more cells of its solution revealed, k uniform in 0 .. ``more``.
-    Where the list is not at hand, puzzles with one solution each are generated: a few base puzzles,
-    different ones for training and test, from which no clue can be taken, seen through random
-    symmetries of the board.
+    both parts. Then k more cells of its solution are revealed in each, k uniform in 0 .. ``more``.
+    Generated puzzles are random symmetries of a few minimal ones (one solution, no clue redundant),
+    different ones for training and test.
 
     Args:
         train, test: numbers of puzzles.
         source: "list" reads ``sudoku/sudoku17.npz`` from ``$IMPLICIT_ATTN_DATA`` or the cache,
             "generated" makes puzzles, "auto" takes the list where it is found.
-        more: most cells revealed besides; 17 for the list (17 to 34 clues), 11 for generated
+        more: largest k; None: 17 for the list (17 to 34 clues), 11 for generated
             puzzles (about 22 to 37 clues).
         seed: of the draw, the split, the revealed cells and the generated puzzles.
 
     Raises:
         FileNotFoundError: ``source`` is "list", and there is none.
+        TypeError: a number is no integer.
         ValueError: a number is out of range, or the list holds too few puzzles.
     """
     found = resolve_source(source)
-    for name, value in (("train", train), ("test", test)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    require_count("train", train)
+    require_count("test", test)
     path = None if found == "generated" else find_list()
     generator = torch.Generator().manual_seed(seed)
     if path is None:
@@ -108,9 +108,7 @@ def resolve_source(source: str = "auto") -> str:
         FileNotFoundError: ``source`` is "list", and there is none.
         ValueError: an unknown source.
     """
-    if source not in SOURCES:
-        raise ValueError(f"source must be one of {SOURCES}, got {source!r}")
-    if source == "generated":
+    if require_choice("source", source, SOURCES) == "generated":
         return source
     if find_list() is not None:
         return "list"
@@ -122,7 +120,7 @@ def resolve_source(source: str = "auto") -> str:
 
 def find_list() -> Path | None:
     """The list of 17-clue puzzles in the folders of :func:`search_folders`, or None."""
-    return next((f / LIST for f in search_folders() if (f / LIST).is_file()), None)
+    return find(*LIST.parts)
 
 
 def read_list(path: str | Path) -> tuple[Tensor, Tensor]:
@@ -147,8 +145,8 @@ def reveal(puzzles: Tensor, solutions: Tensor, more: int, generator: torch.Gener
         ValueError: ``more`` is negative, or so large that a puzzle could become complete.
     """
     fewest = int((puzzles == 0).sum(1).min())
-    if isinstance(more, bool) or not isinstance(more, int) or not 0 <= more < fewest:
-        raise ValueError(f"more must be an integer in 0 .. {fewest - 1}, got {more!r}")
+    if require_count("more", more, low=0) >= fewest:
+        raise ValueError(f"more must be < {fewest}, the unknown cells of a puzzle, got {more}")
     chosen = torch.randint(more + 1, (len(puzzles), 1), generator=generator)
     # Each cell's place in a random order in which the known cells come last.
     order = torch.rand(puzzles.shape, generator=generator).masked_fill(puzzles != 0, 2.0)

@@ -1,4 +1,4 @@
-"""Boards of Sudoku as tensors: checks, symmetries, what is right."""
+"""Sudoku boards as tensors: their rules, symmetries, and the measures of a prediction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def solved(boards: Tensor) -> Tensor:
 
 
 def check_boards(name: str, puzzles: Tensor, solutions: Tensor) -> None:
-    """Refuse what is not puzzles with their solutions; errors as in :class:`SudokuData`."""
+    """Raise where puzzles and solutions do not fit; errors as in :class:`SudokuData`."""
     for what, boards in (("puzzles", puzzles), ("solutions", solutions)):
         if boards.dtype != torch.int64:
             raise TypeError(f"{name}: {what} are {boards.dtype}, expected torch.int64")
@@ -43,7 +43,7 @@ def check_boards(name: str, puzzles: Tensor, solutions: Tensor) -> None:
 
 
 def board_counts(predicted: Tensor, puzzles: Tensor, solutions: Tensor) -> tuple[Tensor, Tensor]:
-    """Right unknown cells and unknown cells of every board, (B,) int64 each.
+    """Correctly predicted unknown cells, and unknown cells, of every board, (B,) int64 each.
 
     The cell accuracy is the quotient of their sums; a board is solved where they are equal.
 
@@ -63,7 +63,7 @@ def board_counts(predicted: Tensor, puzzles: Tensor, solutions: Tensor) -> tuple
 
 @dataclass(frozen=True)
 class SudokuSymmetries:
-    """Each board through a random symmetry, which keeps puzzles valid and solutions unique.
+    """Random symmetries of boards, one each: they keep puzzles valid and solutions unique.
 
     Rows within a band, bands, columns within a stack, stacks and digits are permuted, and the board
     is transposed with probability one half: 2 * 6^8 * 9! maps, drawn uniformly.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.data.sudoku_boards import CELLS, SIDE
+from solvers.core.checks import require_count
 
 ALL = (1 << SIDE) - 1  # a bit a digit
 
@@ -28,18 +29,22 @@ def solve_sudoku(
     """
     if len(puzzle) != CELLS or not all(0 <= digit <= SIDE for digit in puzzle):
         raise ValueError(f"puzzle must be 81 digits in 0 .. 9, got {list(puzzle)!r}")
-    rows, columns, boxes = [ALL] * SIDE, [ALL] * SIDE, [ALL] * SIDE
+    rows, columns, boxes = [ALL] * SIDE, [ALL] * SIDE, [ALL] * SIDE  # digits still free in each
     board = list(puzzle)
+    found: list[list[int]] = []
+
+    def toggle(cell: int, bit: int) -> None:
+        row, column, box = _PLACES[cell]
+        rows[row] ^= bit
+        columns[column] ^= bit
+        boxes[box] ^= bit
+
     for cell, digit in enumerate(board):
         if digit:
             row, column, box = _PLACES[cell]
-            bit = 1 << (digit - 1)
-            if not rows[row] & columns[column] & boxes[box] & bit:
+            if not (rows[row] & columns[column] & boxes[box]) >> (digit - 1) & 1:
                 return []  # two clues contradict each other
-            rows[row] ^= bit
-            columns[column] ^= bit
-            boxes[box] ^= bit
-    found: list[list[int]] = []
+            toggle(cell, 1 << (digit - 1))
 
     def search(open_cells: list[int]) -> None:
         if not open_cells:
@@ -54,21 +59,15 @@ def solve_sudoku(
                 fewest, chosen, allowed = count, cell, free
                 if count <= 1:
                     break
-        row, column, box = _PLACES[chosen]
         rest = [cell for cell in open_cells if cell != chosen]
         digits = [digit for digit in range(SIDE) if allowed >> digit & 1]
         if chooser is not None:
             chooser.shuffle(digits)
         for digit in digits:
-            bit = 1 << digit
             board[chosen] = digit + 1
-            rows[row] ^= bit
-            columns[column] ^= bit
-            boxes[box] ^= bit
+            toggle(chosen, 1 << digit)
             search(rest)
-            rows[row] ^= bit
-            columns[column] ^= bit
-            boxes[box] ^= bit
+            toggle(chosen, 1 << digit)
             if len(found) >= most:
                 return
 
@@ -77,19 +76,19 @@ def solve_sudoku(
 
 
 def unique_puzzles(number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Puzzles with one solution each, from which no clue can be taken without losing that.
+    """Minimal puzzles: one solution each, and without any one of the clues more than one.
 
-    A random full board is emptied cell by cell in random order; a cell whose loss would allow a
-    second solution stays. About 24 clues are left.
+    The cells of a random full board are emptied in random order, but for those without which there
+    would be a second solution. About 24 clues are left.
 
     Returns:
         Puzzles and solutions, (number, 81) int64 each.
 
     Raises:
+        TypeError: ``number`` is no integer.
         ValueError: ``number`` < 1.
     """
-    if number < 1:
-        raise ValueError(f"number must be >= 1, got {number!r}")
+    require_count("number", number)
     chooser = random.Random(seed)
     puzzles, solutions = [], []
     for _ in range(number):

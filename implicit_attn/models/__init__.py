@@ -1,16 +1,17 @@
-"""Models, one readable file each."""
+"""Backbones, the models around them, and models by specification."""
 
 from __future__ import annotations
 
-from implicit_attn.models.backbones import BACKBONES, build_backbone
-from implicit_attn.models.heads import CRATE, EnergyTransformer, SharedTransformer
+from implicit_attn.models.crate import CRATE
+from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
-from implicit_attn.models.registry import build_model, load_model
+from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
 from implicit_attn.models.spin_classifier import SpinClassifier
 from implicit_attn.models.sudoku import SudokuModel
+from implicit_attn.models.transformer import SharedTransformer
 
 __all__ = [
     "BACKBONES",

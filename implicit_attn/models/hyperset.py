@@ -1,4 +1,4 @@
-"""Hyper-SET as a backbone: unrolled as published, or solved for its equilibrium."""
+"""Hyper-SET as a backbone: unrolled, or solved for its equilibrium."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.deq import DEQ
-from implicit_attn.energies.checks import check_count
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.models.recurrent import RecurrentBackbone
 from implicit_attn.updates.hyperset_step import HyperSETLayer
+from solvers.core.checks import require_count
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What happens along the iterations; entry t belongs to the state after t iterations.
+    """States, energies and features along the iterations; entry t is after t iterations.
 
     Attributes:
         states: (1 + T, B, N, d).
@@ -51,7 +51,7 @@ class HyperSET(RecurrentBackbone):
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
-    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646).
+    Source: Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HyperSET(RecurrentBackbone):
             HyperSETLayer(
                 dim, heads, memories, step_size=step_size, iterations=iterations, **options
             )
-            for _ in range(check_count(layers, "layers"))
+            for _ in range(require_count("layers", layers))
         ]
         super().__init__(dim, made, iterations, order=order, beyond=beyond)
 
@@ -83,21 +83,14 @@ class HyperSET(RecurrentBackbone):
         states = self.states(x, iterations=count, mask=mask)
         plan = self.schedule(count)
         rows = [
-            self._observe(z, *step, mask) for z, step in zip(states, [*plan, plan[-1]], strict=True)
+            self.layers[layer].observe(z, index, mask)
+            for z, (layer, index) in zip(states, [*plan, plan[-1]], strict=True)
         ]
-        attention, feedforward, features = (
-            torch.stack(column) for column in zip(*rows, strict=True)
-        )
-        return Trajectory(states, attention, feedforward, features)
-
-    def _observe(
-        self, z: Tensor, layer: int, index: int, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.layers[layer].observe(z, index, mask)
+        return Trajectory(states, *(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
 class HyperSETEquilibrium(nn.Module):
-    """The same two energies as one energy whose minimum is the output: ``DEQ(HyperSETEnergy)``.
+    """The minimiser of ``HyperSETEnergy`` for the input tokens, found by a ``DEQ`` layer.
 
     Args:
         dim, heads, memories: as for ``HyperSET``.
@@ -124,7 +117,7 @@ class HyperSETEquilibrium(nn.Module):
     ) -> None:
         super().__init__()
         energy = HyperSETEnergy(dim, heads, memories, **options)
-        self.dim, self.iterations = dim, check_count(iterations, "iterations")
+        self.dim, self.iterations = dim, require_count("iterations", iterations)
         settings: dict[str, Any] = {"max_steps": iterations} | (layer or {})
         self.layer = DEQ(energy, **settings)
 

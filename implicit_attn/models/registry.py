@@ -1,4 +1,4 @@
-"""Models from plain data: built from a specification, rebuilt from the checkpoint that holds one."""
+"""Backbones by name; models from a specification, a dict that JSON can hold, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,21 +10,70 @@ import torch
 from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
-from implicit_attn.models.backbones import build_backbone
+from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.models.crate import CRATE
+from implicit_attn.models.energy_transformer import EnergyTransformer
+from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
+from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.sudoku import SudokuModel
+from implicit_attn.models.transformer import SharedTransformer
+from implicit_attn.updates.step_sizes import STEP_SIZES
+from solvers.core.checks import require_choice
 
+EQUILIBRIUM = "hyperset-equilibrium"  # the only one that solves, and so takes options of a DEQ
+BACKBONES: dict[str, Callable[..., nn.Module]] = {
+    "hyperset": HyperSET,
+    EQUILIBRIUM: HyperSETEquilibrium,
+    "transformer": SharedTransformer,
+    "energy-transformer": EnergyTransformer,
+    "crate": CRATE,
+}
+# What some options of a backbone may be; not every backbone takes each, or each of its values.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "attention": tuple(ATTENTIONS),
+    "feedforward": tuple(FEEDFORWARDS),
+    "step_size": tuple(STEP_SIZES),
+    "order": ORDERS,
+}
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,
     "sudoku": SudokuModel,
 }
-SOLVED = "hyperset-equilibrium"  # the backbone that takes options of a DEQ
+
+
+def build_backbone(
+    name: str, dim: int, heads: int, width: int | None = None, **options: Any
+) -> Any:
+    """A backbone of ``BACKBONES``: tokens (B, N, d) -> (B, N, d).
+
+    Args:
+        name: "hyperset", "hyperset-equilibrium", "transformer", "energy-transformer" or "crate".
+        dim: features d of a token.
+        heads: attention heads.
+        width: memories of Hyper-SET (None: d) and of the Energy Transformer (None: 4 d), hidden
+            units of the transformer (None: 4 d); CRATE has none.
+        options: further arguments of that backbone, ``iterations`` for example.
+
+    Raises:
+        ValueError: for an unknown name, or a width for CRATE.
+        TypeError: for an option that the backbone does not have.
+    """
+    if require_choice("name", name, BACKBONES) == "crate":
+        if width is not None:
+            raise ValueError(
+                f"width must be None for 'crate', whose dictionary is d x d, got {width}"
+            )
+        return CRATE(dim, heads, **options)
+    if name.startswith("hyperset"):
+        width = dim if width is None else width
+    return BACKBONES[name](dim, heads, width, **options)
 
 
 def build_model(
     specification: Mapping[str, Any], *, layer: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """A model from JSON-able settings, weights drawn anew.
+    """A model from a specification, with new random weights.
 
     Args:
         specification: ``kind``, one of ``KINDS``; ``backbone``, the arguments of
@@ -39,15 +88,13 @@ def build_model(
         TypeError: an argument that the model or the backbone does not have.
     """
     settings = {name: value for name, value in specification.items() if name != "kind"}
-    kind = specification.get("kind")
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {tuple(KINDS)}, got {kind!r}")
+    kind = require_choice("kind", specification.get("kind"), KINDS)
     backbone = settings.pop("backbone", None)
     if not isinstance(backbone, Mapping) or "name" not in backbone:
         raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
     options: dict[str, Any] = dict(backbone)
     if layer is not None:
-        if backbone["name"] != SOLVED:
+        if backbone["name"] != EQUILIBRIUM:
             raise ValueError(
                 f"layer must be None for the backbone {backbone['name']!r}, got {layer}"
             )

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.deq import DEQ
+from implicit_attn.models.patches import TokenClassifier
 from implicit_attn.updates import MeanFieldAttention
+from solvers.core.checks import require_count
 
-SITES = 4  # along each side of the image
+IMAGE_SIZE, SITES = 28, 4  # pixels and sites along a side of the image
 
 
 class SpinStem(nn.Module):
-    """Images (B, C, 28, 28) -> 4 x 4 sites (B, dim, 4, 4), by four small convolutions.
+    """Images (B, C, 28, 28) -> fields of 4 x 4 sites (B, 16, dim), by four convolutions.
 
-    Pooling comes before normalisation and ReLU, which commute with it where the gain is positive and
-    then cost a quarter.
+    Max pooling commutes with normalisation and ReLU where the gain is positive. It comes first, so
+    that these act on a quarter of the values.
     """
 
     def __init__(self, channels: int, dim: int, widths: tuple[int, int, int]) -> None:
@@ -39,25 +41,25 @@ class SpinStem(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.layers(images)
+        return self.layers(images).flatten(2).mT
 
 
-class SpinClassifier(nn.Module):
-    r"""Image -> 16 sites and a class-token site x -> equilibrium z* -> readout of the class token.
+class SpinClassifier(TokenClassifier):
+    r"""Mean-field response of 16 sites and a class-token site to an image, and a linear readout.
 
     The sites respond to each other and to their fields x by mean-field attention ::
 
         z_i = sum_j J_ij z_j - f(z_i) + x_i
 
-    with learned couplings J, symmetric and free of self-coupling, whose spectral norm is bounded so
-    that training cannot walk to where no equilibrium is found. Site 0 is the class token: its field
-    is learned and the same for all images, so what it knows of an image came through J.
+    with learned couplings J, symmetric and without self-coupling. Their spectral norm is bounded, so
+    that training keeps to couplings for which the solver converges. Site 0 is the class token. Its
+    field is learned and the same for all images: only J carries information on the image to it.
 
     Args:
         channels: image channels.
         classes: number of classes.
         dim: components d of a site.
-        hidden: width of the correction network f.
+        hidden: hidden units of the correction network f.
         widths: channels of the stem's first three convolutions.
         bound: bound on the spectral norm of J, or None.
         layer: further arguments for :class:`DEQ`.
@@ -65,7 +67,8 @@ class SpinClassifier(nn.Module):
     Shapes: images (B, C, 28, 28) -> logits (B, classes).
 
     Source: Bal, "Deep Implicit Attention: A Mean-Field Theory Perspective on Attention Mechanisms"
-    (2021), which reports about 99.1 % on MNIST with 26,000 parameters.
+    (2021, https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/),
+    which reports about 99.1 % on MNIST with 26,000 parameters.
     """
 
     def __init__(
@@ -79,22 +82,18 @@ class SpinClassifier(nn.Module):
         bound: float | None = 0.9,
         layer: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(channels, IMAGE_SIZE, "class")
         if not isinstance(widths, (tuple, list)) or len(widths) != 3:
             raise ValueError(f"widths must be three integers >= 1, got {widths!r}")
-        sizes = {"channels": channels, "classes": classes, "dim": dim}
-        sizes |= {f"widths[{k}]": width for k, width in enumerate(widths)}
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
-        self.image_shape = (channels, 28, 28)
-        self.stem = SpinStem(channels, dim, widths)
+        for index, width in enumerate(widths):
+            require_count(f"widths[{index}]", width)
+        self.stem = SpinStem(channels, require_count("dim", dim), widths)
         self.position = nn.Parameter(0.1 * torch.randn(SITES * SITES, dim))
         self.class_token = nn.Parameter(torch.randn(dim))
         attention = MeanFieldAttention(1 + SITES * SITES, dim, hidden=hidden, bound=bound)
         self.layer = DEQ(attention, **(layer or {}))
         self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, classes)
+        self.head = nn.Linear(dim, require_count("classes", classes))
 
     @property
     def attention(self) -> MeanFieldAttention:
@@ -105,22 +104,12 @@ class SpinClassifier(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """Numbers that are trained; of the couplings those that the symmetries leave free."""
+        """Trained parameters; of the couplings those that their symmetries leave free."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images -> the fields x of the sites, (B, 17, d), the class token first."""
-        if images.dim() != 4 or tuple(images.shape[1:]) != self.image_shape:
-            raise ValueError(
-                f"images must have shape (B, {', '.join(map(str, self.image_shape))}), got "
-                f"{tuple(images.shape)}"
-            )
-        x = self.stem(images).flatten(2).mT + self.position
-        return torch.cat([self.class_token.expand(x.shape[0], 1, -1), x], dim=1)
-
-    def classify(self, z: Tensor) -> Tensor:
-        """Equilibrium z (B, 17, d) -> logits (B, classes)."""
-        return self.head(self.norm(z[:, 0]))
+        return self.with_class_token(self.stem(self.check_images(images)) + self.position)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classify(self.layer(self.tokens(images)))

@@ -5,25 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-SIDE, CELLS, DIGITS = 9, 81, 9
+from implicit_attn.data.sudoku_boards import CELLS, SIDE
+from implicit_attn.models.patches import token_width
+from solvers.core.checks import require_choice
+
 STARTS = ("random", "units")
 
 
 class SudokuModel(nn.Module):
-    """Puzzles -> digits and cells embedded -> backbone -> logits of the nine digits in every cell.
+    """The 81 cells of a Sudoku as tokens of a backbone; logits of the nine digits in every cell.
+
+    A token is the embedding of the digit, or of "unknown", plus a learned position.
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, 81, d), *, iterations=None)``.
-        scale: standard deviation of the embeddings at the start.
-        dropout: share of the embeddings set to 0 in training.
-        start: where the learned positions start: "random", as published, draws each; "units" adds
-            a random vector of the row, one of the column and one of the box, so that cells which
-            constrain each other are alike from the beginning.
+        scale: standard deviation of the initial embeddings and positions.
+        dropout: dropout rate of the tokens in training.
+        start: initial positions: "random", as published, draws each; "units" adds a random vector
+            of the row, one of the column and one of the box, so that cells which constrain each
+            other begin with similar positions.
 
     Shapes: puzzles (B, 81) of integers, 0 = unknown, rows of the board one after another ->
     logits (B, 81, 9) of the digits 1 .. 9.
 
-    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), the Sudoku experiments: learned positions.
+    Source: the Sudoku experiments of Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646).
     """
 
     def __init__(
@@ -35,25 +40,19 @@ class SudokuModel(nn.Module):
         start: str = "random",
     ) -> None:
         super().__init__()
-        dim = getattr(backbone, "dim", None)
-        if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
-            raise TypeError(
-                "backbone must be a module (B, N, d) -> (B, N, d) with an integer attribute dim, "
-                f"got {type(backbone)}"
-            )
+        dim = token_width(backbone)
         if not scale > 0:
             raise ValueError(f"scale must be > 0, got {scale!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
-        if start not in STARTS:
-            raise ValueError(f"start must be one of {STARTS}, got {start!r}")
-        self.digits = nn.Embedding(DIGITS + 1, dim)
+        require_choice("start", start, STARTS)
+        self.digits = nn.Embedding(SIDE + 1, dim)
         nn.init.normal_(self.digits.weight, std=scale)
         places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
         self.dropout = nn.Dropout(dropout)
         self.position = nn.Parameter(scale * places)
         self.backbone = backbone
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, DIGITS, bias=False)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, SIDE, bias=False)
 
     def tokens(self, puzzles: Tensor) -> Tensor:
         """Puzzles (B, 81) -> the backbone's input, (B, 81, d)."""

@@ -32,7 +32,7 @@ def run_from(backbone: RecurrentBackbone, x: Tensor, z0: Tensor, iterations: int
     times = torch.arange(1, iterations + 1, device=x.device)
     if backbone.beyond == "hold":
         times = times.clamp_max(backbone.iterations)
-    contexts = [layer.prepare(x, times) for layer in backbone.layers]
+    contexts = [layer.context(x, times) for layer in backbone.layers]
     states = [z0]
     for layer, index in backbone.schedule(iterations):
         states.append(backbone.layers[layer].advance(states[-1], contexts[layer], index))

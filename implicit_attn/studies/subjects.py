@@ -14,7 +14,7 @@ from torch import Tensor
 from implicit_attn.data import ImageData, load, load_sudoku
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone, SudokuModel, load_model
-from implicit_attn.models.heads import EnergyTransformerLayer
+from implicit_attn.models.energy_transformer import EnergyTransformerLayer
 from implicit_attn.studies.measures import Measure, measure_boards, measure_classes
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
@@ -51,7 +51,7 @@ class HeldStep(Update):
         times = torch.arange(1, last + 2, device=z.device)
         cyclic = self.backbone.order == "cyclic"
         for layer in self.backbone.layers if cyclic else self.backbone.layers[-1:]:
-            z = layer.advance(z, layer.prepare(source, times), last, mask)
+            z = layer.advance(z, layer.context(source, times), last, mask)
         return z
 
 

@@ -1,12 +1,16 @@
-"""Training of the models in the examples: one loop, resumable exactly, in one or more processes."""
+"""Training of the models in the examples: one loop, resumable bit by bit, in several processes."""
 
 from __future__ import annotations
 
-from implicit_attn.training.compilation import compile_step
-from implicit_attn.training.errors import Interrupted, NonFiniteLoss, SettingsDiffer
+from implicit_attn.training.finite import NonFiniteLoss
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
-from implicit_attn.training.loop import Training
-from implicit_attn.training.processes import ACCELERATORS, PRECISIONS, start_processes
+from implicit_attn.training.loop import Interrupted, SettingsDiffer, Training
+from implicit_attn.training.processes import (
+    ACCELERATORS,
+    PRECISIONS,
+    compile_step,
+    start_processes,
+)
 from implicit_attn.training.recipe import Recipe
 from implicit_attn.training.script import run_script
 from implicit_attn.training.solves import median_of_counts

@@ -1,4 +1,4 @@
-"""What a step must not take further: gradients and parameters that are not finite."""
+"""Gradients and parameters that are not finite end a training before they are saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from implicit_attn.training.errors import NonFiniteLoss
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss, its gradient or a parameter is NaN or infinite.
+
+    For a loss or a gradient, the state before that batch was saved. For a parameter nothing was:
+    the checkpoint is the last one in which all were finite.
+    """
 
 
 def largest_entry(tensors: Iterable[Tensor]) -> float:
@@ -24,14 +30,13 @@ def largest_entry(tensors: Iterable[Tensor]) -> float:
 def clip_gradients(fabric: Any, forward: Any, stepper: Any, most: float | None) -> float:
     """Scale the gradients to a norm of ``most`` where theirs is larger; the norm before that.
 
-    With ``most`` None they are left alone, and their largest absolute value is returned. Either is
-    the number of all processes, whose gradients are equal by then, so that they agree on whether it
-    is finite. To return it a program on a card waits for the backward pass: once more a step, after
-    the wait for the loss.
+    With ``most`` None they are not scaled, and their largest absolute value is returned. All
+    processes have equal gradients by then, and so agree on whether it is finite. Returning it
+    synchronises with the device, once a step, besides the synchronisation for the loss.
 
     Args:
-        fabric: of the training; of a precision that does not scale the loss (all of ``PRECISIONS``),
-            or an infinite gradient would be a normal event.
+        fabric: of the training, with a precision that does not scale the loss (none of
+            ``PRECISIONS`` does): with loss scaling an infinite gradient is a normal event.
         forward, stepper: model and optimiser as ``fabric`` wrapped them.
         most: largest norm, or None.
     """
@@ -44,7 +49,7 @@ def clip_gradients(fabric: Any, forward: Any, stepper: Any, most: float | None) 
 def check_parameters(model: nn.Module, steps: int, path: Path) -> None:
     """Refuse to save a model with a trained parameter that is not finite.
 
-    Every process looks at its own copy, all of them equal, so that they leave together.
+    Every process checks its own copy. These are equal, so that all processes raise.
 
     Raises:
         NonFiniteLoss: there is one; the message names it.

@@ -1,4 +1,4 @@
-"""Where a training run writes its numbers: CSV files, TensorBoard."""
+"""Logs of a training run: CSV files, TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from implicit_attn.optional import require
+from solvers.core.checks import require_count
 
 
 class Log(Protocol):
     """Takes a row per optimiser step and a row per epoch; written by the first process only."""
 
     def start(self, step: int, epochs: int) -> None:
-        """Begin after ``step`` optimiser steps, ``epochs`` epochs of which are complete.
+        """Begin after ``step`` optimiser steps and ``epochs`` complete epochs.
 
-        What an earlier run wrote beyond them is dropped. After the last step of an epoch, but
-        before its measures are known, ``epochs`` does not count it.
+        Rows that an earlier run wrote beyond them are dropped. An epoch whose last step is done
+        but whose measures are not is not complete.
         """
         ...
 
@@ -30,14 +31,14 @@ class Log(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the log."""
         ...
 
 
 class CsvLog:
-    """``steps.csv`` and ``epochs.csv`` in a folder, readable while the training runs.
+    """``steps.csv`` and ``epochs.csv`` in a folder, up to date while the training runs.
 
-    A run that was killed and resumed ends with the rows of one that was not.
+    A run that was killed and resumed leaves the same rows as one that was not.
 
     Args:
         folder: is made where it does not exist.
@@ -45,8 +46,7 @@ class CsvLog:
     """
 
     def __init__(self, folder: str | Path, every: int = 10) -> None:
-        _check_every(type(self).__name__, every)
-        self.folder, self.every = Path(folder), every
+        self.folder, self.every = Path(folder), require_count("every", every)
 
     def start(self, step: int, epochs: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -71,14 +71,6 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         if new:
             writer.writerow(row)
         writer.writerow(row.values())
-
-
-def _check_every(kind: str, every: object) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"{kind}'s argument every must be an integer >= 1 (the steps from one written to the "
-            f"next), got {every!r}"
-        )
 
 
 def _keep_rows(path: Path, limits: dict[str, int]) -> None:
@@ -115,9 +107,8 @@ class TensorBoardLog:
     """
 
     def __init__(self, folder: str | Path, every: int = 10) -> None:
-        _check_every(type(self).__name__, every)
+        self.folder, self.every = Path(folder), require_count("every", every)
         self.writers = require("torch.utils.tensorboard", extra="tensorboard")
-        self.folder, self.every = Path(folder), every
         self.writer: Any = None
 
     def start(self, step: int, epochs: int) -> None:

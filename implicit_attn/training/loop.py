@@ -1,4 +1,4 @@
-"""The training loop of all examples: interruptible, resumable exactly, in one or several processes."""
+"""The training loop: interruptible, resumable bit by bit, in one or several processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +16,45 @@ from torch import Tensor, nn
 from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
 from implicit_attn.data import ImageData, epoch_generator
 from implicit_attn.optional import require
-from implicit_attn.training.compilation import compile_step
-from implicit_attn.training.errors import Interrupted, NonFiniteLoss, SettingsDiffer
-from implicit_attn.training.finite import check_parameters, clip_gradients
+from implicit_attn.training.finite import NonFiniteLoss, check_parameters, clip_gradients
 from implicit_attn.training.logs import Log
-from implicit_attn.training.processes import reduce_over, share, start_processes
-from implicit_attn.training.randomness import seed_step
+from implicit_attn.training.processes import (
+    compile_step,
+    reduce_over,
+    seed_generators,
+    share,
+    start_processes,
+)
 from implicit_attn.training.recipe import Recipe
 from implicit_attn.training.solves import SolveCounts, status_line, summary_line
 from implicit_attn.training.tasks import Augment, Classification, Task, describe
+from solvers.core.checks import require_count
+
+
+class Interrupted(Exception):
+    """Ctrl-C: the batch was finished and everything saved."""
+
+
+class SettingsDiffer(ValueError):
+    """A checkpoint was made by a run with other settings."""
 
 
 class Training:
-    """State of a training run, all of which the checkpoint holds.
+    """A training run and its state, all of which the checkpoint holds.
 
-    A run that is interrupted or killed anywhere and resumed ends with the same bits on the CPU as
-    one that was not: the order of the samples, their augmentation and random numbers of iterations
-    depend on (seed, epoch, batch) alone, and what the model draws from torch's global generators
-    (dropout) on these and the process. Several processes split every batch among them, and the loss
-    and its gradient are those of the whole batch; rounding tells them from one process, and the
-    masks of dropout, which every process draws for its own samples.
+    On the CPU, a run that is interrupted or killed anywhere and resumed ends bit-equal to one that
+    was not. The order of the samples, their augmentation and random numbers of iterations depend on
+    (seed, epoch, batch) alone; what the model draws from torch's global generators (dropout) depends
+    on these and the process. Several processes split every batch among them. The loss and its
+    gradient are those of the whole batch; they differ from those of one process by rounding and by
+    the masks of dropout, which every process draws for its own samples.
 
     Args:
         model: inputs (B, ...) -> outputs; called with ``iterations=`` where the recipe names them.
-        task: what is learned; :class:`ImageData` stands for :class:`Classification`.
-        recipe: how to train.
+        task: samples, loss and measures; :class:`ImageData` stands for :class:`Classification`.
+        recipe: hyperparameters.
         path: of the checkpoint.
-        settings: what else made the run what it is (JSON); a resumed run must agree with them.
+        settings: further settings of the run (JSON); a resumed run must have equal ones.
         augment: ``augment(images, generator) -> images`` applied to training batches, or None;
             for image data only, another task augments by itself.
         observe: called with the model before training and after every epoch; what it returns
@@ -58,8 +71,8 @@ class Training:
         observations: what ``observe`` returned: before training, and an entry an epoch.
 
     Raises:
-        TypeError: ``augment`` is given with a task.
-        ValueError: ``save_every`` is not None and not an integer >= 1.
+        TypeError: ``augment`` is given with a task, or ``save_every`` is no integer.
+        ValueError: ``save_every`` is < 1.
     """
 
     def __init__(
@@ -81,9 +94,10 @@ class Training:
             task = Classification(task, augment)
         elif augment is not None:
             raise TypeError(f"augment goes with image data; {type(task).__name__} has its own")
-        if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
-            raise ValueError(f"save_every must be an integer >= 1 or None, got {save_every!r}")
+        if save_every is not None:
+            require_count("save_every", save_every)
         self.fabric = start_processes(accelerator="cpu") if fabric is None else fabric
+        self._reduce = partial(reduce_over, self.fabric)
         self.model: Any = model
         self.recipe, self.path = recipe, Path(path)
         self.optimizer = recipe.build_optimizer(model)
@@ -97,6 +111,9 @@ class Training:
         self.history: list[dict[str, Any]] = []
         self.observations: list[Any] = [] if observe is None else [observe(model)]
         self.stopping = False
+        self.epoch = self.batch = 0  # complete epochs, and batches of the next one
+        self.sums: dict[str, float] = {}
+        self.seconds = 0.0  # of training in this epoch
         self._start_epoch(0)
 
     @property
@@ -106,14 +123,13 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps done."""
+        """Optimiser steps so far."""
         return self.epoch * self.batches + self.batch
 
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.batch = epoch, 0
-        self.sums: dict[str, float] = {"loss": 0.0, "terms": 0}
+        self.sums, self.seconds = {"loss": 0.0, "terms": 0}, 0.0
         self.solves.reset()
-        self.seconds = 0.0  # of training in this epoch
 
     KEPT = ("epoch", "batch", "sums", "seconds", "history", "observations", "settings")
 
@@ -126,12 +142,12 @@ class Training:
         check_parameters(self.model, self.steps, self.path)
         if self.fabric.global_rank == 0:
             progress = {name: getattr(self, name) for name in self.KEPT}
-            progress["solves"] = {"sums": self.solves.sums, "spent": self.solves.spent}
+            progress["solves"] = self.solves.state()
             save_checkpoint(self.path, self.model, self.optimizer, progress)
         self.fabric.barrier()
 
     def resume(self) -> None:
-        """Go back to what the checkpoint holds.
+        """Load the checkpoint: :meth:`run` then goes on at the batch before which it was saved.
 
         Raises:
             FileNotFoundError: there is none.
@@ -148,7 +164,7 @@ class Training:
         load_checkpoint(self.path, self.model, self.optimizer)
         for name in self.KEPT:
             setattr(self, name, progress[name])
-        self.solves.sums, self.solves.spent = (progress["solves"][n] for n in ("sums", "spent"))
+        self.solves.restore(progress["solves"])
 
     def run(self) -> None:
         """Train to the end of the last epoch, saving after each.
@@ -207,11 +223,8 @@ class Training:
         self._end_epoch(logs, tqdm.write)
 
     def _interrupted(self) -> bool:
-        """Whether any process was told to stop; all of them must leave at the same batch."""
+        """Whether any process got Ctrl-C: all of them must stop after the same batch."""
         return bool(self._reduce(torch.tensor([float(self.stopping)]), "max").item())
-
-    def _reduce(self, values: Tensor, how: str) -> Tensor:
-        return reduce_over(self.fabric, values, how)
 
     def _end_epoch(self, logs: Sequence[Log], write: Callable[[str], object]) -> None:
         measures = self.evaluate()
@@ -231,15 +244,14 @@ class Training:
         ``iterations`` of a recurrent model; None: as many as it makes by itself.
         """
         with self.fabric.autocast():
-            world = self.fabric.world_size
-            rank = self.fabric.global_rank
+            rank, world = self.fabric.global_rank, self.fabric.world_size
             found = self.task.evaluate(self.model, rank, world, iterations)
         pairs = torch.tensor(list(found.values()), dtype=torch.float64)
         sums = self._reduce(pairs, "sum").tolist()
         return {name: top / below for name, (top, below) in zip(found, sums, strict=True)}
 
     def step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """One optimiser step on a batch, of which this process takes its share; a row for the logs."""
+        """One optimiser step on this process's share of a batch; returns the row for the logs."""
         rate = self.recipe.rate_at((self.epoch + self.batch / self.batches) / self.recipe.epochs)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -251,7 +263,7 @@ class Training:
         rank, world = self.fabric.global_rank, self.fabric.world_size
         part, own = share(len(inputs), rank, world)
         self.model.train()
-        seed_step(self.recipe.seed, self.epoch, self.batch, rank, self.fabric.device)
+        seed_generators(self.recipe.seed, self.epoch, self.batch, rank, self.fabric.device)
         inputs, targets = inputs[part], targets[part]
         total = self.task.loss(self.forward(inputs, **options), inputs, targets) * own
         # The processes' gradients are averaged, so each counts its terms world times.
@@ -263,15 +275,13 @@ class Training:
         norm = clip_gradients(self.fabric, self.forward, self.stepper, self.recipe.clip)
         self._check_finite("gradient's norm", norm)
         self.stepper.step()
-        self.sums = {
-            "loss": self.sums["loss"] + value * terms,
-            "terms": self.sums["terms"] + terms,
-        }
+        self.sums["loss"] += value * terms
+        self.sums["terms"] += terms
         self.solves.add(self._reduce, own)
         return {"epoch": self.epoch + 1, "loss": value, "rate": rate, **options}
 
     def _check_finite(self, name: str, value: float) -> None:
-        """Stop before the optimiser's step, while the state is still that before the batch."""
+        """Save and raise before the optimiser's step, with the state before the batch."""
         if not math.isfinite(value):
             self.save()
             raise NonFiniteLoss(
@@ -280,7 +290,7 @@ class Training:
             )
 
     def means(self) -> dict[str, Any]:
-        """The epoch so far, per term of the loss and per solve."""
+        """Means of the epoch so far: the loss, and how the equilibria were solved."""
         return {"loss": self.sums["loss"] / max(self.sums["terms"], 1), **self.solves.means()}
 
     def status(self) -> str:

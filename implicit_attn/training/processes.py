@@ -1,13 +1,15 @@
-"""Device, precision and processes, by Lightning Fabric."""
+"""Where a training runs: device, precision, processes and their random numbers, compilation."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from implicit_attn.data.images import hash_seed
 from implicit_attn.optional import require
+from solvers.core.checks import require_choice, require_count
 
 ACCELERATORS = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -33,15 +35,12 @@ def start_processes(
 
     Raises:
         ImportError: lightning-fabric is not installed (extra ``training``).
+        TypeError: ``devices`` is no integer.
         ValueError: an argument is not one of the above.
     """
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"devices must be an integer >= 1, got {devices!r}")
-    if accelerator not in ACCELERATORS:
-        raise ValueError(f"accelerator must be one of {ACCELERATORS}, got {accelerator!r}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
-    if accelerator == "auto":
+    require_count("devices", devices)
+    require_choice("precision", precision, PRECISIONS)
+    if require_choice("accelerator", accelerator, ACCELERATORS) == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     strategy = "auto"
     if devices > 1:
@@ -69,3 +68,48 @@ def reduce_over(fabric: Any, values: Tensor, how: str) -> Tensor:
         return values.cpu()
     # Cards may not reduce float64 without a loss of speed; these vectors are a few numbers long.
     return fabric.all_reduce(values.to(fabric.device), reduce_op=how).cpu()
+
+
+def step_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
+    """The seed, below 2^64, of what a model draws by itself in a training step (dropout).
+
+    Raises:
+        ValueError: an argument is negative.
+    """
+    return hash_seed((2,), seed=seed, epoch=epoch, batch=batch, rank=rank)
+
+
+def seed_generators(seed: int, epoch: int, batch: int, rank: int, device: torch.device) -> None:
+    """Seed torch's global generators of the CPU and of ``device`` with :func:`step_seed`.
+
+    What a model draws in a training step then depends on these numbers alone, not on what was drawn
+    before, and differs between the processes, each of which has other samples of the batch.
+    """
+    number = step_seed(seed, epoch, batch, rank)
+    # torch.manual_seed also seeds devices that are not in use, several hundred times as slowly.
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(number)
+
+
+def compile_step(model: nn.Module, backend: Any = "inductor") -> nn.Module:
+    """The model with what it repeats compiled once, or compiled whole where nothing is repeated.
+
+    A layer with ``context`` and ``advance`` (of ``implicit_attn.models.RecurrentBackbone``) has its
+    ``advance`` replaced by a compiled one, so that any number of iterations shares one graph.
+
+    Args:
+        model: any module.
+        backend: of ``torch.compile``.
+
+    Returns:
+        ``model`` itself, changed, or a compiled wrapper around it.
+    """
+    repeated: list[Any] = [
+        module
+        for module in model.modules()
+        if callable(getattr(module, "advance", None)) and callable(getattr(module, "context", None))
+    ]
+    for layer in repeated:
+        layer.advance = torch.compile(layer.advance, backend=backend)
+    return model if repeated else torch.compile(model, backend=backend)  # type: ignore[return-value]

@@ -8,27 +8,31 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from solvers.core.checks import require_choice, require_count
+
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Adam or AdamW, linear warm-up, cosine decay, clipped gradients.
+    """Hyperparameters of a training: Adam or AdamW, linear warm-up, cosine decay, clipping.
 
     Attributes:
-        epochs, batch: passes over the training samples, samples at once (of all processes).
+        epochs: passes over the training samples.
+        batch: samples of a batch, over all processes.
         rate: peak learning rate.
-        warmup: share of the training in which the rate rises from 0.
-        floor: share of the peak rate that is left in the end; 1 is a constant rate.
+        warmup: share of the training in which the learning rate rises from 0.
+        floor: final learning rate as a share of the peak; 1 keeps it constant.
         weight_decay: decoupled with "adamw", added to the gradient with "adam".
         clip: largest norm of the gradient of all parameters; None: not clipped.
         seed: of the order of the samples, of the augmentation, of random iterations and of dropout.
         optimizer: "adamw" or "adam".
-        betas: decay rates of the optimiser's two averages.
+        betas: decay rates of the optimiser's two moving averages.
         iterations: of a recurrent model: a number, a pair (least, most) from which each batch draws
             one, or None for a model that is not asked for any.
 
     Raises:
+        TypeError: a number of epochs, samples or iterations is no integer.
         ValueError: a value is out of range; the message names it.
     """
 
@@ -45,8 +49,8 @@ class Recipe:
     iterations: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("epochs", self.epochs), ("batch", self.batch)):
-            _check_count(name, value)
+        require_count("epochs", self.epochs)
+        require_count("batch", self.batch)
         for name, value in (("rate", self.rate), ("weight_decay", self.weight_decay)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
@@ -55,16 +59,15 @@ class Recipe:
                 raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be > 0 or None, got {self.clip!r}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer must be one of {[*OPTIMIZERS]}, got {self.optimizer!r}")
+        require_choice("optimizer", self.optimizer, OPTIMIZERS)
         if isinstance(self.iterations, tuple):
             least, most = self.iterations
-            _check_count("iterations[0]", least)
-            _check_count("iterations[1]", most)
+            require_count("iterations[0]", least)
+            require_count("iterations[1]", most)
             if least > most:
                 raise ValueError(f"iterations must be (least, most), got {self.iterations!r}")
         elif self.iterations is not None:
-            _check_count("iterations", self.iterations)
+            require_count("iterations", self.iterations)
 
     def rate_at(self, progress: float) -> float:
         """Learning rate where ``progress`` in [0, 1) of the training is done."""
@@ -85,8 +88,3 @@ class Recipe:
             return self.iterations
         least, most = self.iterations
         return int(torch.randint(least, most + 1, (), generator=generator))
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")

@@ -1,4 +1,4 @@
-"""How the equilibrium layers of a model were solved, counted over an epoch."""
+"""Convergence of the equilibrium layers of a model, counted over an epoch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,29 @@ class SolveCounts:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, DEQ)]
+        self.sums: dict[str, float] = {}
+        self.spent: list[int] = []
         self.reset()
 
     def reset(self) -> None:
         """Start an epoch."""
-        self.sums: dict[str, float] = dict.fromkeys((*SUMS, *MAXIMA), 0) if self.layers else {}
+        self.sums = dict.fromkeys((*SUMS, *MAXIMA), 0) if self.layers else {}
         self.spent = [0] * (1 + max((layer.max_steps for layer in self.layers), default=0))
+
+    def state(self) -> dict[str, Any]:
+        """The counts, for a checkpoint."""
+        return {"sums": self.sums, "spent": self.spent}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the counts that :meth:`state` returned."""
+        self.sums, self.spent = state["sums"], state["spent"]
 
     def add(self, reduce: Reduce, counted: bool = True) -> None:
         """Count the latest solve of every layer, over all processes.
 
         Args:
             reduce: ``reduce(tensor, "sum" | "max")`` over the processes.
-            counted: False where this process had no sample of its own.
+            counted: False where this process had no samples of its own.
         """
         if not self.layers:
             return

@@ -1,4 +1,4 @@
-"""What is learned: training samples, a loss summed over terms, and the measures on test samples."""
+"""Training tasks: samples, a loss that is a sum of terms, and measures on the test samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Measures = dict[str, tuple[float, float]]  # sum and number
 
 
 class Task(Protocol):
-    """What :class:`Training` asks for. Losses and measures are sums, so that processes add theirs."""
+    """What :class:`Training` needs. Losses and measures are sums, which processes can add up."""
 
     @property
     def inputs(self) -> Tensor:
@@ -26,7 +26,7 @@ class Task(Protocol):
 
     @property
     def targets(self) -> Tensor:
-        """(N, ...) what belongs to each."""
+        """(N, ...) targets of these inputs."""
         ...
 
     def to(self, device: torch.device) -> Task:
@@ -36,7 +36,7 @@ class Task(Protocol):
     def augmented(
         self, inputs: Tensor, targets: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """A batch changed at random, repeatably."""
+        """A batch with random augmentations, drawn from ``generator`` alone."""
         ...
 
     def terms(self, inputs: Tensor, targets: Tensor) -> int:
@@ -52,14 +52,14 @@ class Task(Protocol):
     ) -> Measures:
         """Measures on every ``world``-th test sample from number ``rank`` on.
 
-        ``iterations`` is handed to a recurrent model; None: as many as it makes by itself.
+        ``iterations`` of a recurrent model; None: as many as in training.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Classification:
-    """Images -> labels: cross-entropy, and the accuracy on the test images.
+    """Classification of images by cross-entropy, measured by the accuracy on the test images.
 
     Attributes:
         data: training and test images.
@@ -102,14 +102,14 @@ class Classification:
 
 @dataclass(frozen=True)
 class SudokuCompletion:
-    """Puzzles -> solutions: cross-entropy of the unknown cells, and what is right on test boards.
+    """Sudoku by cross-entropy of the unknown cells; measures: loss, cell accuracy, solved boards.
 
     The model maps puzzles (B, 81), 0 = unknown, to logits (B, 81, 9) of the digits 1 .. 9.
 
     Attributes:
         data: training and test puzzles.
-        symmetries: drawn for every training puzzle, or None.
-        batch: puzzles at once in the evaluation.
+        symmetries: of the board, drawn for every training puzzle, or None.
+        batch: batch size of the evaluation.
     """
 
     data: SudokuData
@@ -164,7 +164,7 @@ class SudokuCompletion:
 
 
 def describe(name: str, value: float) -> str:
-    """A measure as people write it: losses as numbers, everything else in per cent."""
+    """A measure as text: losses as numbers, everything else in per cent."""
     words = name.replace("_", " ")
     return f"{words} {value:.4f}" if name.endswith("loss") else f"{words} {100 * value:.2f} %"
 
@@ -177,9 +177,9 @@ def accuracy(
     *,
     iterations: int | None = None,
 ) -> float:
-    """Share of ``images`` (N, C, H, W) that ``model`` gives its label (N,), in evaluation mode.
+    """Accuracy of ``model`` in evaluation mode on ``images`` (N, C, H, W) with ``labels`` (N,).
 
-    ``size`` images at once; ``iterations`` of a recurrent model, None: its own number.
+    ``size`` is the batch size; ``iterations`` of a recurrent model, None: as many as in training.
     """
     right, number = _right(model, images, labels, size, iterations)
     return right / number

@@ -133,7 +133,7 @@ class HyperSETLayer(nn.Module):
             self.attention_deltas = LowRankDeltas(rows, *rest, scale=lora_scale)
             self.feedforward_deltas = LowRankDeltas(memories, *rest, scale=lora_scale)
 
-    def prepare(self, x0: Tensor, times: Tensor) -> Any:
+    def context(self, x0: Tensor, times: Tensor) -> Any:
         """What all iterations share: computed once from the input (B, N, d) and the times (T,)."""
         return self.step_sizes.prepare(x0, times)
 
@@ -148,7 +148,7 @@ class HyperSETLayer(nn.Module):
         if not t >= 1:
             raise ValueError(f"t must be >= 1, got {t!r}")
         visible = hide(z, mask)
-        context = self.prepare(hide(x0, mask), torch.tensor([t], device=z.device))
+        context = self.context(hide(x0, mask), torch.tensor([t], device=z.device))
         moved = self._step(visible, self.step_sizes(visible, context, 0), int(t) - 1, mask)
         return moved if mask is None else torch.where(mask.unsqueeze(-1), moved, z)
 

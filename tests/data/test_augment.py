@@ -103,5 +103,5 @@ def test_generators_of_batches_are_streams_of_their_own() -> None:
     for i, first in enumerate(draws):
         assert torch.equal(first, torch.rand(4, generator=epoch_generator(*keys[i])))
         assert not any(torch.equal(first, second) for second in draws[i + 1 :])
-    with pytest.raises(ValueError, match="batch -1"):
+    with pytest.raises(ValueError, match="batch must be >= 0, got -1"):
         epoch_generator(0, 0, -1)

@@ -74,9 +74,16 @@ def test_what_is_no_batch_of_images_is_refused(augment: Any, images: Tensor) -> 
         augment(images, drawn())
 
 
-@pytest.mark.parametrize("padding", [-1, 1.5, True])
-def test_bad_padding(padding: Any) -> None:
-    with pytest.raises(ValueError, match=f"padding must be an integer >= 0, got {padding!r}"):
+@pytest.mark.parametrize(
+    ("padding", "error", "message"),
+    [
+        (-1, ValueError, "padding must be >= 0, got -1"),
+        (1.5, TypeError, r"padding must be an integer, got 1\.5"),
+        (True, TypeError, "padding must be an integer, got True"),
+    ],
+)
+def test_bad_padding(padding: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         RandomCrop(padding)
 
 

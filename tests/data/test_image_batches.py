@@ -161,10 +161,10 @@ def test_the_global_generator_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("error", "images", "labels", "size", "message"),
     [
-        (ValueError, IMAGES, LABELS, 0, "size is 0"),
-        (ValueError, IMAGES, LABELS, -1, "size is -1"),
-        (TypeError, IMAGES, LABELS, 2.5, "size is 2.5"),
-        (TypeError, IMAGES, LABELS, True, "size is True"),
+        (ValueError, IMAGES, LABELS, 0, "size must be >= 1, got 0"),
+        (ValueError, IMAGES, LABELS, -1, "size must be >= 1, got -1"),
+        (TypeError, IMAGES, LABELS, 2.5, "size must be an integer, got 2.5"),
+        (TypeError, IMAGES, LABELS, True, "size must be an integer, got True"),
         (ValueError, IMAGES, LABELS[:-1], 5, r"labels \(22,\)"),
         (ValueError, IMAGES[:0], LABELS[:0], 5, r"images \(0, 1, 1, 1\)"),
     ],
@@ -178,5 +178,5 @@ def test_bad_batches_are_refused_at_the_call(
 
 @pytest.mark.parametrize(("seed", "epoch"), [(-1, 0), (0, -1)])
 def test_negative_seeds_and_epochs_are_refused(seed: int, epoch: int) -> None:
-    with pytest.raises(ValueError, match=f"seed is {seed} and epoch is {epoch}"):
+    with pytest.raises(ValueError, match=r"(seed|epoch) must be >= 0, got -1"):
         epoch_generator(seed, epoch)

@@ -106,9 +106,19 @@ def test_revealing_adds_clues_uniformly() -> None:
     assert torch.equal(reveal(puzzles, solutions, 5, drawn()), more)
 
 
-@pytest.mark.parametrize("more", [-1, 64, 2.5, True])
-def test_bad_numbers_of_revealed_cells_are_refused(more: Any) -> None:
-    with pytest.raises(ValueError, match=r"more must be an integer in 0 \.\. \d\d, got"):
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        (-1, ValueError, "more must be >= 0, got -1"),
+        (64, ValueError, r"more must be < \d\d, the unknown cells of a puzzle, got 64"),
+        (2.5, TypeError, r"more must be an integer, got 2\.5"),
+        (True, TypeError, "more must be an integer, got True"),
+    ],
+)
+def test_bad_numbers_of_revealed_cells_are_refused(
+    more: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         reveal(PUZZLES, SOLUTIONS, more, drawn())
 
 
@@ -174,15 +184,17 @@ def test_bad_boards_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"source": "internet"}, "source must be one of .* got 'internet'"),
-        ({"train": 0}, "train must be an integer >= 1, got 0"),
-        ({"test": 1.5}, r"test must be an integer >= 1, got 1\.5"),
+        ({"source": "internet"}, ValueError, "source must be one of .* got 'internet'"),
+        ({"train": 0}, ValueError, "train must be >= 1, got 0"),
+        ({"test": 1.5}, TypeError, r"test must be an integer, got 1\.5"),
     ],
 )
-def test_bad_requests_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_requests_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         load_sudoku(**options)
 
 

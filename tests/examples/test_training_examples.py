@@ -20,6 +20,7 @@ from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkp
 from implicit_attn.data import ImageData, SudokuSymmetries, load_sudoku, unique_puzzles
 from implicit_attn.models import BACKBONES, build_model
 from implicit_attn.studies import open_subject
+from implicit_attn.training.options import build_recipe
 
 for module in ("sklearn", "safetensors", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="the examples need the extra [examples]")
@@ -238,7 +239,7 @@ def test_older_sudoku_runs_can_be_continued(
     path = out / "checkpoint.safetensors"
     options = parsed("sudoku", [*TINY, "--out", str(out)], monkeypatch)
     model = SCRIPTS["sudoku"].build(options)
-    optimizer = SCRIPTS["sudoku"].recipe(options).build_optimizer(model)
+    optimizer = build_recipe(options).build_optimizer(model)
     progress = load_checkpoint(path, model, optimizer, restore_random=False)
     progress["settings"]["source"] = "auto"
     save_checkpoint(path, model, optimizer, progress)

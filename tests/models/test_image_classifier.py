@@ -19,7 +19,8 @@ from implicit_attn.models import (
     ViT,
     build_backbone,
 )
-from implicit_attn.models.image_classifier import PatchEmbedding, sinusoidal_positions
+from implicit_attn.models.image_classifier import sinusoidal_positions
+from implicit_attn.models.patches import PatchEmbedding
 
 DIM = 12
 
@@ -164,7 +165,7 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
 def test_bad_backbones() -> None:
     with pytest.raises(TypeError, match="backbone must be a module"):
         ImageClassifier(torch.relu, 8, 1, 5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="backbone must have an integer attribute dim"):
+    with pytest.raises(TypeError, match="with an integer attribute dim"):
         ImageClassifier(nn.Identity(), 8, 1, 5)
     with pytest.raises(ValueError, match="dim must be even for sinusoidal positions, got 9"):
         ImageClassifier(HyperSET(9, 3, 9), 8, 1, 5)

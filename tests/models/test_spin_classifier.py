@@ -81,19 +81,19 @@ def test_couplings_stay_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"classes": 0}, "classes must be an integer >= 1, got 0"),
-        ({"dim": 2.5}, "dim must be an integer >= 1, got 2.5"),
-        ({"channels": True}, "channels must be an integer >= 1, got True"),
-        ({"bound": -1.0}, "bound"),
-        ({"widths": (16, 24)}, r"widths must be three integers >= 1, got \(16, 24\)"),
-        ({"widths": (16, 0, 24)}, r"widths\[1\] must be an integer >= 1, got 0"),
+        ({"classes": 0}, ValueError, "classes must be >= 1, got 0"),
+        ({"dim": 2.5}, TypeError, "dim must be an integer, got 2.5"),
+        ({"channels": True}, TypeError, "channels must be an integer, got True"),
+        ({"bound": -1.0}, ValueError, "bound"),
+        ({"widths": (16, 24)}, ValueError, r"widths must be three integers >= 1, got \(16, 24\)"),
+        ({"widths": (16, 0, 24)}, ValueError, r"widths\[1\] must be >= 1, got 0"),
     ],
     ids=str,
 )
-def test_bad_sizes_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_sizes_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         build(**options)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cases.training import Recorder, toy_data
 from implicit_attn.data import epoch_generator
 from implicit_attn.training import Recipe, Training, start_processes
-from implicit_attn.training.randomness import seed_step, step_seed
+from implicit_attn.training.processes import seed_generators, step_seed
 
 for module in ("safetensors", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="needs the extra [training]")
@@ -54,7 +54,7 @@ def test_masks_depend_on_batch_and_process_alone(name: str) -> None:
     device = torch.device(name)
 
     def mask(seed: int, epoch: int, batch: int, rank: int) -> Tensor:
-        seed_step(seed, epoch, batch, rank, device)
+        seed_generators(seed, epoch, batch, rank, device)
         return nn.functional.dropout(torch.ones(64, device=device))
 
     first = mask(0, 1, 2, 0)
@@ -111,5 +111,5 @@ def test_a_model_without_randomness_does_not_see_the_seeds(
         return model.linear.weight.detach()
 
     seeded = weights()
-    monkeypatch.setattr("implicit_attn.training.loop.seed_step", lambda *_: None)
+    monkeypatch.setattr("implicit_attn.training.loop.seed_generators", lambda *_: None)
     assert torch.equal(weights(), seeded)
