@@ -31,7 +31,13 @@ from implicit_attn.energies.projected import Projection, RMSNorm, SpectralBound
 from implicit_attn.energies.simple import Field, FunctionEnergy, Quadratic
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
 from implicit_attn.energies.spins.couplings import Couplings
-from implicit_attn.energies.spins.energies import Site, SiteLagrangian, SpinInteraction, VectorSpin
+from implicit_attn.energies.spins.energies import (
+    Site,
+    SiteDistribution,
+    SiteLagrangian,
+    SpinInteraction,
+    VectorSpin,
+)
 
 __all__ = [
     "BiSoftmaxAttention",
@@ -61,6 +67,7 @@ __all__ = [
     "Select",
     "SigmoidAttention",
     "Site",
+    "SiteDistribution",
     "SiteLagrangian",
     "SoftmaxAttention",
     "SoftmaxFeedForward",

@@ -62,10 +62,6 @@ class HeadsEnergy(ProjectedEnergy):
         self.projection = Projection(dim, heads * width, bound)
         self.beta = width**-0.5 if beta is None else require_positive("beta", beta)
 
-    @property
-    def weight(self) -> Tensor:
-        return self.projection.weight
-
     def extra_repr(self) -> str:
         return f"heads={self.heads}, beta={self.beta:.4g}, {super().extra_repr()}"
 

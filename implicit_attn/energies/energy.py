@@ -1,11 +1,8 @@
 """Energies: one number per sample, and the algebra that builds a layer's energy from terms.
 
-To write an energy, subclass :class:`Energy` in a file of this folder and define one of
-
-- ``forward(z, x, *, mask)``: the value (B,); the derivatives are found by automatic differentiation;
-- ``value_and_grad(z, x, *, mask)``: value and gradient in closed form; ``forward`` then follows. A
-  closed form of the Hessian-vector product, ``hvp``, is optional.
-
+To write one, subclass :class:`Energy` in a file of this folder and define ``forward(z, x, *, mask)``,
+the value (B,), which is differentiated automatically; or ``value_and_grad(z, x, *, mask)``, value and
+gradient in closed form, from which ``forward`` follows, and optionally ``hvp``.
 A function of projected features ``norm(z W^T)`` subclasses ``ProjectedEnergy`` (``TokenEnergy`` where
 it is a sum over tokens) and defines the potential of the features alone. Masked tokens must influence
 nothing: start from ``hide(z, mask)``. Export the class in ``energies/__init__.py`` and add a row to
@@ -37,9 +34,9 @@ from solvers.core.checks import require_positive
 class Energy(nn.Module):
     """A scalar per sample whose stationary points in ``z`` are the layer's output.
 
-    A subclass defines ``forward`` or ``value_and_grad``; what it does not define comes from the other
-    one and from automatic differentiation. A gradient in closed form that shares no work with the
-    value may be defined as ``grad``. Energies can be added, scaled and weighted::
+    A subclass defines ``forward`` or ``value_and_grad``; the rest comes from that and from automatic
+    differentiation. A closed-form gradient that shares no work with the value may be defined as
+    ``grad``. Energies can be added, scaled and weighted::
 
         BiSoftmaxAttention(64, heads=4) + 0.5 * ReLUFeedForward(64, 256) + Quadratic()
 
@@ -86,11 +83,7 @@ class Energy(nn.Module):
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         """Hessian by ``z`` times ``v``, like ``z``."""
-
-        def gradient(z: Any, x: Any, mask: Tensor | None) -> Any:
-            return self.grad(z, x, mask=mask)
-
-        return hessian_product(gradient, z, v, x, mask)
+        return hessian_product(lambda z, x, mask: self.grad(z, x, mask=mask), z, v, x, mask)
 
     def select(self, key: Any) -> Select:
         """This energy with ``x[key]`` as its input, for a layer's input that is a dict or a tuple."""
@@ -156,12 +149,7 @@ class _Multiple(Energy):
 
 
 class Scaled(_Multiple):
-    """An energy times a constant, or times a scalar ``nn.Parameter`` of either sign.
-
-    Args:
-        energy: what is scaled.
-        weight: a finite number, or an ``nn.Parameter`` without dimensions.
-    """
+    """An energy times ``weight``: a finite number, or an ``nn.Parameter`` without dimensions."""
 
     weight: float | nn.Parameter
 
@@ -185,15 +173,13 @@ class Scaled(_Multiple):
 
 
 class Weighted(_Multiple):
-    """An energy times a learned positive weight, one parameter ``raw``.
-
-    The weight is ``log(1 + exp(raw))``, or ``maximum / (1 + exp(-raw))`` where a maximum is given,
-    which keeps the curvature of the term bounded during training.
+    """An energy times a learned positive weight, ``log(1 + exp(raw))`` of one parameter ``raw``.
 
     Args:
         energy: what is weighted.
-        initial: the weight to start from, > 0 and, where given, < ``maximum``.
-        maximum: upper bound of the weight, or None.
+        initial: initial weight, > 0 and, where given, < ``maximum``.
+        maximum: upper bound of the weight, which is then ``maximum / (1 + exp(-raw))``; it keeps the
+            curvature of the term bounded during training.
     """
 
     def __init__(self, energy: Energy, initial: float = 1.0, maximum: float | None = None) -> None:
@@ -238,10 +224,9 @@ class SummedEnergy(Energy):
         total: Any = None
         value: Any = None
         for index, term in enumerate(self.summands()):
-            # Weights are applied while adding, which saves a pass over the gradient.
-            factor, term = (
-                (term.factor(), term.energy) if isinstance(term, _Multiple) else (1.0, term)
-            )
+            factor: float | Tensor = 1.0
+            if isinstance(term, _Multiple):  # weighted while adding, which saves a pass
+                factor, term = term.factor(), term.energy
             part, gradient = term.value_and_grad(z, x, mask=mask)
             value = add_trees(value, part, factor)
             total = add_trees(total, gradient, factor, owned=index > 1)
@@ -276,7 +261,7 @@ class Sum(SummedEnergy):
 
 
 class Select(Energy):
-    """An energy that sees ``x[key]`` in place of ``x``.
+    """An energy whose input is ``x[key]`` instead of ``x``.
 
     Args:
         energy: the energy that is given ``x[key]``.
@@ -291,9 +276,8 @@ class Select(Energy):
 
     def _part(self, x: Any) -> Any:
         if not isinstance(x, (dict, tuple, list)):
-            raise TypeError(
-                f"x must be a dict or a tuple that holds {self.key!r}, got {type(x).__name__}"
-            )
+            kind = type(x).__name__
+            raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
         try:
             return x[self.key]
         except (KeyError, IndexError, TypeError) as error:

@@ -39,10 +39,6 @@ class MemoryEnergy(TokenEnergy):
         self.projection = Projection(dim, memories, bound)
         self.concave = self.concave_without_norm and norm is None
 
-    @property
-    def weight(self) -> Tensor:
-        return self.projection.weight
-
 
 class ReLUFeedForward(MemoryEnergy):
     """``E = -1/2 sum_i sum_m relu(y_im)^2``, ``y = norm(D^T z)``.
@@ -81,9 +77,7 @@ class ReLUFeedForward(MemoryEnergy):
         force = torch.addcmul(active, raw, along, value=-1.0) / -square.to(raw.dtype)
         return -0.5 * sum_samples(share), force
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return -F.relu(y), -v * (y > 0).to(v.dtype)
 
 
@@ -107,9 +101,7 @@ class GELUFeedForward(MemoryEnergy):
     def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
         return -F.gelu(y)
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return -F.gelu(y), -v * _gelu_slope(y)
 
 
@@ -133,9 +125,7 @@ class SoftmaxFeedForward(MemoryEnergy):
     def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
         return -y.softmax(-1)
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         share = y.softmax(-1)
         mean = (share * v).sum(-1, keepdim=True)
         return -share, share * (mean - v)
@@ -175,9 +165,7 @@ class GatedFeedForward(MemoryEnergy):
         force = -total.to(y.dtype) * self._slope(y)
         return -0.5 * total.squeeze(-1).square(), force
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         total = self._total(y).to(y.dtype)
         slope = self._slope(y)
         curved = -slope * (slope * v).sum(-1, keepdim=True)

@@ -28,11 +28,13 @@ class PatternEnergy(TokenEnergy):
         if patterns.dim() != 2 or 0 in patterns.shape:
             raise ValueError(f"patterns must have the shape (M, d), got {tuple(patterns.shape)}")
         super().__init__(patterns.shape[1])
-        patterns = patterns.detach().clone()
+        self._store("patterns", patterns.detach().clone(), learnable)
+
+    def _store(self, name: str, value: Tensor, learnable: bool) -> None:
         if learnable:
-            self.patterns = nn.Parameter(patterns)
+            self.register_parameter(name, nn.Parameter(value))
         else:
-            self.register_buffer("patterns", patterns)
+            self.register_buffer(name, value)
 
     @property
     def weight(self) -> Tensor:
@@ -80,9 +82,7 @@ class Hopfield(PatternEnergy):
         wide = y.to(accumulation_dtype(y.dtype))
         return (wide * self.beta).logsumexp(-1) / -self.beta, -(y * self.beta).softmax(-1)
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         share = (y * self.beta).softmax(-1)
         return -share, share * ((share * v).sum(-1, keepdim=True) - v) * self.beta
 
@@ -120,9 +120,7 @@ class DenseAssociative(PatternEnergy):
         powers = wide.exp() if isinstance(self.power, str) else wide.pow(self.power)
         return -powers.sum(-1), self._token_force(y)
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         force = self._token_force(y)
         if isinstance(self.power, str):
             return force, force * v
@@ -166,11 +164,7 @@ class ClassicalHopfield(PatternEnergy):
         if not isinstance(bias, Tensor) or tuple(bias.shape) != (patterns.shape[1],):
             got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
             raise ValueError(f"bias must have the shape (d,) = ({patterns.shape[1]},), got {got}")
-        bias = bias.detach().to(patterns.dtype, copy=True)
-        if learnable:
-            self.bias = nn.Parameter(bias)
-        else:
-            self.register_buffer("bias", bias)
+        self._store("bias", bias.detach().to(patterns.dtype, copy=True), learnable)
 
     def value_and_grad(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
@@ -184,7 +178,5 @@ class ClassicalHopfield(PatternEnergy):
     def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
         return -0.5 * y.to(accumulation_dtype(y.dtype)).square().sum(-1), -y
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return -y, -v

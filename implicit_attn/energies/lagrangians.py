@@ -102,7 +102,7 @@ class _NormLagrangian(Lagrangian):
     """``Lag = d sqrt(mean(y^2) + epsilon)`` of a projection y of z, symmetric and idempotent.
 
     Args:
-        epsilon: finite, > 0; of order 1 for equilibria, small for the plain norm.
+        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
     """
 
     epsilon: float = 1.0
@@ -131,7 +131,7 @@ class RMSNormLagrangian(_NormLagrangian):
     """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``: RMS norm, no gain.
 
     Args:
-        epsilon: finite, > 0; of order 1 for equilibria, small for the plain norm.
+        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
     """
 
 
@@ -142,7 +142,7 @@ class LayerNormLagrangian(_NormLagrangian):
     It has no gain and no offset.
 
     Args:
-        epsilon: finite, > 0; of order 1 for equilibria, small for the plain norm.
+        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
     """
 
     @staticmethod

@@ -25,10 +25,10 @@ class RMSNorm:
     energy of ``y_hat`` has kinks where a projection vanishes, and its minima lie at the kinks; for
     equilibrium layers choose an epsilon of order 1.
 
-    Source: Zhang and Sennrich (2019), https://arxiv.org/abs/1910.07467, there with a gain.
-
     Args:
         epsilon: finite, > 0.
+
+    Source: Zhang and Sennrich (2019), https://arxiv.org/abs/1910.07467, there with a gain.
     """
 
     epsilon: float = 1.0
@@ -160,10 +160,10 @@ def merge_heads(y: Tensor) -> Tensor:
 class ProjectedEnergy(Energy):
     """``E(z) = potential(norm(z W^T))``, with gradient and Hessian-vector product in closed form.
 
-    A subclass provides the weight W and the potential of the features: its value, its gradient by
-    the features (the force) and its Hessian times a vector. Projection, norm and heads are handled
-    here. Of masked tokens the potential sees zero features, and their gradient is set to zero; a
-    subclass must leave them out of the value itself.
+    A subclass sets ``projection`` (or overrides ``weight``) and defines the potential of the features:
+    its value, its gradient by the features (the force) and its Hessian times a vector. Projection,
+    norm and heads are handled here. Features and gradient are zero at masked tokens; a subclass must
+    leave these out of the value itself.
 
     Args:
         dim: features d of the state.
@@ -172,14 +172,16 @@ class ProjectedEnergy(Energy):
         norm: norm over the last dimension of the features, or None.
     """
 
+    projection: Projection
+
     def __init__(self, dim: int, *, heads: int | None = None, norm: RMSNorm | None = None) -> None:
         super().__init__()
         self.dim, self.heads, self.norm = dim, heads, check_norm(norm)
 
     @property
-    @abstractmethod
     def weight(self) -> Tensor:
-        """W (rows, d). It is read once an evaluation, since a bounded weight is computed anew."""
+        """W (rows, d), read once an evaluation: each read of a bounded weight computes it."""
+        return self.projection.weight
 
     @abstractmethod
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -279,6 +281,15 @@ class TokenEnergy(ProjectedEnergy):
     def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """(B, ..., rows) -> the value of each token, (B, ...), and its gradient by ``y``."""
 
+    @abstractmethod
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of each token's value by ``y``, and its Hessian times ``v``."""
+
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         value, force = self.token_value_and_force(y)
         return sum_samples(hide(value, mask)), force
+
+    def force_and_curvature(
+        self, y: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self.token_force_and_curvature(y, v)

@@ -1,4 +1,4 @@
-"""Energies without weights of their own: quadratic, external field, and plain functions."""
+"""Energies without projections: the quadratic, the external field, and functions of the user."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Field(Energy):
 
 
 class FunctionEnergy(Energy):
-    """A plain function as an energy, differentiated automatically.
+    """A function ``(z)`` or ``(z, x)`` as an energy, differentiated automatically.
 
     Args:
         function: ``function(z)`` or ``function(z, x)`` -> (B,), made of differentiable torch
@@ -85,7 +85,7 @@ class FunctionEnergy(Energy):
 
     def __init__(self, function: Callable[..., Tensor], *, concave: bool = False) -> None:
         super().__init__()
-        self.call = PlainCall.read(function)
+        self.call = FunctionCall.read(function)
         self.function = function
         self.concave = concave
 
@@ -99,15 +99,15 @@ class FunctionEnergy(Energy):
         return self.call.name
 
 
-class PlainCall(NamedTuple):
-    """How to call a plain function of a state, an input and a mask: with those that it takes."""
+class FunctionCall(NamedTuple):
+    """Which of a state, an input and a mask a function takes, to call it with those."""
 
     name: str
     takes_x: bool
     takes_mask: bool
 
     @classmethod
-    def read(cls, function: Any) -> PlainCall:
+    def read(cls, function: Any) -> FunctionCall:
         """From the signature, ``function(z)`` or ``function(z, x)``, with or without a ``mask``.
 
         Raises:

@@ -157,23 +157,28 @@ class HyperSETLayer(nn.Module):
 
         With the weights of iteration ``index``, counted from 0.
         """
-        weight = self.weight(self.attention, self.attention_deltas, index)
-        features = self.attention.features(z, mask=mask, weight=weight)
-        attends = self.attention.potential(features, mask)
-        weight = self.weight(self.feedforward, self.feedforward_deltas, index)
-        recalled = self.feedforward.features(z, mask=mask, weight=weight)
-        return attends, self.feedforward.potential(recalled, mask), features
+        coupling, memory = self._weights(index)
+        features = self.attention.features(z, mask=mask, weight=coupling)
+        recalled = self.feedforward.features(z, mask=mask, weight=memory)
+        values = (
+            self.attention.potential(features, mask),
+            self.feedforward.potential(recalled, mask),
+        )
+        return *values, features
 
     def _step(self, z: Tensor, steps: tuple[Step, Step], index: int, mask: Tensor | None) -> Tensor:
-        weight = self.weight(self.attention, self.attention_deltas, index)
-        z = descend(z, self.attention, steps[0], mask, weight)
-        weight = self.weight(self.feedforward, self.feedforward_deltas, index)
-        return descend(z, self.feedforward, steps[1], mask, weight)
+        coupling, memory = self._weights(index)
+        z = descend(z, self.attention, steps[0], mask, coupling)
+        return descend(z, self.feedforward, steps[1], mask, memory)
 
-    @staticmethod
-    def weight(energy: ProjectedEnergy, deltas: LowRankDeltas | None, index: int) -> Tensor | None:
-        """The weight of an iteration; None: the energy's own."""
-        return None if deltas is None else deltas(energy.weight, index)
+    def _weights(self, index: int) -> tuple[Tensor | None, Tensor | None]:
+        """W and D of an iteration; None: the energy's own."""
+        if self.attention_deltas is None or self.feedforward_deltas is None:
+            return None, None
+        return (
+            self.attention_deltas(self.attention.weight, index),
+            self.feedforward_deltas(self.feedforward.weight, index),
+        )
 
 
 def descend(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from implicit_attn.energies.simple import PlainCall
+from implicit_attn.energies.simple import FunctionCall
 
 
 class Update(nn.Module):
@@ -60,7 +60,7 @@ class Update(nn.Module):
 
 
 class FunctionUpdate(Update):
-    """A plain function ``fn(z)``, ``fn(z, x)`` or ``fn(z, x, mask=...)`` as an update.
+    """A function ``(z)``, ``(z, x)`` or ``(z, x, mask=...)`` as an update.
 
     Args:
         function: the map; a module is registered, so that optimizers find its parameters.
@@ -73,7 +73,7 @@ class FunctionUpdate(Update):
 
     def __init__(self, function: Callable[..., Any], *, symmetric: bool = False) -> None:
         super().__init__()
-        self.call = PlainCall.read(function)
+        self.call = FunctionCall.read(function)
         self.function = function
         self.symmetric = symmetric
 

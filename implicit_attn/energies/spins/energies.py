@@ -127,8 +127,8 @@ class VectorSpin(Energy):
             pull = visible - hide(check_input(x, h, type(self).__name__), mask)
         m = self.lagrangian.activation(visible)
         field = self.couplings(m, mask=mask)
-        own = hide((pull - 0.5 * field) * m, mask)
-        return sum_samples(own) - self.lagrangian(visible, mask=mask), pull - field
+        interaction = hide((pull - 0.5 * field) * m, mask)
+        return sum_samples(interaction) - self.lagrangian(visible, mask=mask), pull - field
 
 
 @runtime_checkable
