@@ -6,6 +6,7 @@ from implicit_attn.kernels.bi_softmax import (
     Choice,
     bisoftmax,
     bisoftmax_hvp,
+    carried_bisoftmax,
     check_backend,
     explain,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "Choice",
     "bisoftmax",
     "bisoftmax_hvp",
+    "carried_bisoftmax",
     "check_backend",
     "check_frozen_key_backend",
     "check_sigmoid_backend",

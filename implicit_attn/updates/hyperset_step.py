@@ -132,7 +132,7 @@ class HyperSETLayer(nn.Module):
             self.feedforward_deltas = LowRankDeltas(memories, *rest, scale=lora_scale)
 
     def prepare(self, x0: Tensor, times: Tensor) -> Any:
-        """The context of the iterations, computed once from the input (B, N, d) and the times (T,)."""
+        """What all iterations share: computed once from the input (B, N, d) and the times (T,)."""
         return self.step_sizes.prepare(x0, times)
 
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
