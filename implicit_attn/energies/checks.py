@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.core.checks import require_count, require_positive
-
 
 def check_energy(energy: Any, batch: int, name: str) -> None:
     """``energy`` must be a tensor (B,): one number per sample."""
@@ -92,16 +90,6 @@ def check_input(x: Any, z: Tensor, name: str) -> Tensor:
     if x.device != z.device:
         raise ValueError(f"{name}: x must be on {z.device} like z, got {x.device}")
     return x
-
-
-def check_positive(value: Any, name: str) -> float:
-    """``solvers.core.checks.require_positive`` with the arguments the other way round."""
-    return require_positive(name, value)
-
-
-def check_count(value: Any, name: str) -> int:
-    """``solvers.core.checks.require_count`` with the arguments the other way round."""
-    return require_count(name, value)
 
 
 def check_vector(v: Any, z: Tensor) -> None:
