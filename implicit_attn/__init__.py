@@ -1,4 +1,4 @@
-"""Implicit attention: a layer is an energy or a mean-field update; its output is the fixed point."""
+"""Implicit attention: layers whose output is the fixed point of an energy descent or mean-field update."""
 
 from __future__ import annotations
 

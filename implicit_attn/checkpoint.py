@@ -1,4 +1,4 @@
-"""Checkpoints from which training continues exactly: safetensors, written atomically."""
+"""Checkpoints of a training run: safetensors files, written atomically, that restore it exactly."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     progress: dict[str, Any] | None = None,
 ) -> None:
-    """Write model, optimizer, torch's random state and ``progress`` to one file.
+    """Write model, optimizer, the state of torch's CPU generator and ``progress`` to one file.
 
-    The file is written beside its place and moved there, so an interruption leaves the old one, and
-    of several processes that save to one place the last one wins.
+    The file is written under a temporary name in the same folder and then moved, so an interruption
+    leaves the old file intact. If several processes save to one path, the last one wins.
 
     Args:
-        path: file name, usually ``*.safetensors``; its folder is made.
-        model: whose ``state_dict`` is kept.
-        optimizer: whose state is kept too.
-        progress: whatever JSON can hold: epoch, position in the epoch, history, settings.
+        path: file name, usually ``*.safetensors``; its folder is created.
+        model: its ``state_dict`` is written.
+        optimizer: its state is written too.
+        progress: values that JSON can represent: epoch, position in the epoch, history, settings.
+
+    Raises:
+        TypeError: if the optimizer's state or ``progress`` holds anything else.
+        ImportError: if safetensors is not installed.
     """
     path = Path(path)
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -65,7 +69,16 @@ def load_checkpoint(
     *,
     restore_random: bool = True,
 ) -> dict[str, Any]:
-    """Restore what :func:`save_checkpoint` wrote; returns ``progress``.
+    """Restore model and optimizer from a file of :func:`save_checkpoint`.
+
+    Args:
+        path: the file.
+        model: with the parameters and buffers that were saved.
+        optimizer: of the saved class and parameter groups; None: its state is not restored.
+        restore_random: restore the state of torch's CPU generator too.
+
+    Returns:
+        ``progress``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -74,7 +87,7 @@ def load_checkpoint(
     header, tensors = _read(Path(path))
     weights, entries = _with_prefix(tensors, "model."), _with_prefix(tensors, "optimizer.")
     groups = json.loads(header["groups"])
-    # Everything is checked before anything changes.
+    # Everything is checked before anything is changed.
     _check_weights(model, weights, path)
     if optimizer is not None:
         _check_optimizer(optimizer, header["optimizer"], groups, path)
@@ -90,20 +103,20 @@ def load_checkpoint(
 
 
 def read_progress(path: str | Path) -> dict[str, Any]:
-    """The ``progress`` of a checkpoint alone; errors as for :func:`load_checkpoint`."""
+    """The ``progress`` of a checkpoint; errors as for :func:`load_checkpoint`."""
     return json.loads(_read(Path(path))[0]["progress"])
 
 
 def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
     files = require("safetensors.torch", extra="examples")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own: another process that saves to this path must not move the half of ours.
+    # A unique name, so that another process saving to this path does not move an unfinished file.
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         files.save_file(tensors, str(part), metadata=header)
         os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)  # it is there still only where something failed
+        part.unlink(missing_ok=True)  # after a failure
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The layer: an energy or an update in, its differentiable fixed point out."""
+"""The deep-equilibrium layer: the fixed point of an update, or the minimum of an energy."""
 
 from __future__ import annotations
 
@@ -24,31 +24,38 @@ OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure")
 
 
 class DEQ(nn.Module):
-    """Deep-equilibrium layer: ``z* = f(z*, x)``, gradients by implicit differentiation.
+    """Deep-equilibrium layer: its output is the fixed point ``z* = f(z*, x)`` of an update f.
+
+    The forward pass finds z* of every sample with a solver instead of applying a number of layers. The
+    backward pass differentiates the equation at z* (implicit function theorem): with the incoming
+    gradient g it solves the linear system ``u = g + (df/dz)^T u`` and returns ``(df/dx)^T u``, and
+    likewise for the parameters. Its memory does not grow with the number of iterations.
 
     Args:
-        update: an :class:`Update`, or an :class:`Energy` (then ``GradientStep(energy)``).
+        update: f, an :class:`Update`; or an :class:`Energy`, for ``GradientStep(energy)``.
         solver: a ``solvers.Solver``; None: L-BFGS for gradient steps with one step size, else
             Anderson.
-        tolerance: ``solvers.Tolerance``, per sample.
-        max_steps: evaluations per sample, an upper bound.
-        adjoint: how gradients flow, ``solvers.Implicit()`` by default; None: not at all.
-        init: where the solve starts: "input" (z0 = x, or what the update's ``initial`` makes of it),
-            "zeros" (like x), or a function ``x -> z0``.
-        on_failure: "warn", "raise" or "ignore" about samples that do not converge.
+        tolerance: ``solvers.Tolerance``, for each sample; None: its defaults.
+        max_steps: maximal number of evaluations of f for each sample.
+        adjoint: how gradients are computed, ``solvers.Implicit()`` by default; None: no gradients.
+        init: the initial state: "input" (``update.initial(x)``, for most updates x), "zeros" (like x),
+            or a function ``x -> z0``.
+        on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
 
     Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
-    ``mask`` (B, N) bool marks the tokens that count: the others do not move, count in no norm and
-    influence nobody.
+    ``mask`` (B, N) bool is False at masked tokens: they keep their initial state, influence no other
+    token and are left out of the residual.
 
     Attributes:
-        last: the :class:`solvers.Solution` of the latest solve without its value: per-sample status,
-            residual, evaluations, and ``last.adjoint.solution`` after a backward pass.
+        last: the :class:`solvers.Solution` of the latest solve without its value: status, residual and
+            evaluations of each sample, and ``last.adjoint.solution`` after a backward pass.
 
     Example:
         >>> layer = DEQ(BiSoftmaxAttention(64, heads=4) + ReLUFeedForward(64, 128) + Quadratic())
         >>> z = layer(x)  # (B, N, 64)
         >>> layer.solve(x, max_steps=200).status
+
+    Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377.
     """
 
     def __init__(
@@ -86,18 +93,18 @@ class DEQ(nn.Module):
     def from_energy(
         cls, function: Callable[..., Tensor], *, step_size: float = 1.0, **options: Any
     ) -> DEQ:
-        """A layer from a plain energy ``fn(z)`` or ``fn(z, x)`` -> (B,); options as for ``DEQ``."""
+        """The layer of an energy ``function(z)`` or ``function(z, x)`` -> (B,); options of ``DEQ``."""
         return cls(GradientStep(FunctionEnergy(function), step_size), **options)
 
     @classmethod
     def from_update(
         cls, function: Callable[..., Any], *, symmetric: bool = False, **options: Any
     ) -> DEQ:
-        """A layer from a plain update ``fn(z)`` or ``fn(z, x)``; options as for ``DEQ``."""
+        """The layer of an update ``function(z)`` or ``function(z, x)``; options of ``DEQ``."""
         return cls(FunctionUpdate(function, symmetric=symmetric), **options)
 
     def forward(self, x: Any, mask: Tensor | None = None) -> Any:
-        """The fixed point for input ``x``, shaped like the initial state."""
+        """The fixed point for the input ``x``, of the structure of the initial state."""
         return self.solve(x, mask).value
 
     @eager
@@ -111,14 +118,18 @@ class DEQ(nn.Module):
         callback: Callable[[solvers.Progress], object] | None = None,
         **options: Any,
     ) -> solvers.Solution:
-        """The whole :class:`solvers.Solution`, with the same gradients as ``forward``.
+        """The :class:`solvers.Solution`, whose ``value`` has the same gradients as ``forward``'s.
 
         Args:
             x, mask: as for the layer.
-            z0: initial state instead of ``init``.
+            z0: initial state, instead of that of ``init``.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
-            options: any of solver, tolerance, max_steps, adjoint, on_failure for this solve only.
+            options: solver, tolerance, max_steps, adjoint or on_failure, for this solve only.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit, naming the argument.
+            solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
         """
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
@@ -154,7 +165,7 @@ class DEQ(nn.Module):
         return x if self.init == "input" else torch.zeros_like(x)
 
     def _refuse_dropout(self) -> None:
-        """Plain dropout draws a new mask at every evaluation: there is no fixed point to find."""
+        """Dropout draws new values at every evaluation, so the update has no fixed point."""
         for name, module in self.update.named_modules():
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
                 raise ValueError(
@@ -166,7 +177,7 @@ class DEQ(nn.Module):
 def _check_choices(
     solver: object, tolerance: object, max_steps: object, adjoint: object, on_failure: str
 ) -> None:
-    """Options of the layer, before the first forward pass could stumble over them."""
+    """Check the options at construction, not only in the first forward pass."""
     if solver is not None and not isinstance(solver, solvers.Solver):
         raise TypeError(f"solver must be a solvers.Solver or None, got {solver!r}")
     if tolerance is not None and not isinstance(tolerance, solvers.Tolerance):
@@ -178,9 +189,9 @@ def _check_choices(
 
 
 def check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
-    """``x`` and ``mask`` as the layer takes them, or an error that names them.
+    """Check the batch dimension, finiteness and dtype of ``x``, and the shape of ``mask``.
 
-    Finiteness is looked at on the CPU only; on a GPU asking would wait for the device.
+    Finiteness is checked on the CPU only: on a GPU the check would wait for the device.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     for leaf in leaves:
@@ -208,7 +219,7 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
 
 
 def _check_dtype(leaves: list[Tensor], update: nn.Module) -> None:
-    """The layer's parameters and its input agree, or autocast brings them together."""
+    """Without autocast the input must have the dtype of the layer's parameters."""
     wanted = {p.dtype for p in update.parameters() if p.is_floating_point()}
     for leaf in leaves:
         kind = leaf.device.type
@@ -222,7 +233,7 @@ def _check_dtype(leaves: list[Tensor], update: nn.Module) -> None:
 
 
 class _Map:
-    """An update in the form that ``solvers`` takes: ``f(z, x, mask)``."""
+    """An update as the function ``f(z, x, mask)`` that ``solvers.fixed_point`` takes."""
 
     def __init__(self, update: Update) -> None:
         self.update, self.symmetric = update, update.symmetric
@@ -232,7 +243,7 @@ class _Map:
 
 
 class _MonitoredMap(_Map, solvers.EnergyUpdate):
-    """The same with the energy."""
+    """A monitored update as a ``solvers.EnergyUpdate``."""
 
     def joint(self, z: Any, x: Any, mask: Tensor | None) -> tuple[Any, Tensor, Any | None]:  # type: ignore[override]
         return self.update.joint(z, x, mask=mask)

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used, with an error that says how to get them."""
+"""Imports of optional dependencies, with an error that says which extra installs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import ``module``, or say which extra of this package installs it.
+    """Import an optional module.
 
     Args:
         module: dotted name, for instance ``"sklearn.datasets"``.

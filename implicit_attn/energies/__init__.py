@@ -1,8 +1,13 @@
-"""Energies: scalars per sample with closed-form gradients, and their algebra."""
+"""Energies: one number per sample, with gradients in closed form, and the algebra that adds them."""
 
 from __future__ import annotations
 
-from implicit_attn.energies.attention import BiSoftmaxAttention, LinearAttention, SigmoidAttention
+from implicit_attn.energies.attention import (
+    BiSoftmaxAttention,
+    LinearAttention,
+    RowSoftmaxAttention,
+    SigmoidAttention,
+)
 from implicit_attn.energies.energy import Energy, Scaled, Select, Sum, Weighted
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
@@ -11,7 +16,7 @@ from implicit_attn.energies.feedforward import (
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
-from implicit_attn.energies.hyperset_energy import HyperSETEnergy, RowSoftmaxAttention
+from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.energies.lagrangians import (
     IdentityLagrangian,
     IsingLagrangian,
@@ -22,11 +27,17 @@ from implicit_attn.energies.lagrangians import (
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
-from implicit_attn.energies.norms import Projection, RMSNorm, SpectralBound
+from implicit_attn.energies.projected import Projection, RMSNorm, SpectralBound
 from implicit_attn.energies.simple import Field, FunctionEnergy, Quadratic
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
 from implicit_attn.energies.spins.couplings import Couplings
-from implicit_attn.energies.spins.energies import Site, SiteLagrangian, SpinInteraction, VectorSpin
+from implicit_attn.energies.spins.energies import (
+    Site,
+    SiteDistribution,
+    SiteLagrangian,
+    SpinInteraction,
+    VectorSpin,
+)
 
 __all__ = [
     "BiSoftmaxAttention",
@@ -56,6 +67,7 @@ __all__ = [
     "Select",
     "SigmoidAttention",
     "Site",
+    "SiteDistribution",
     "SiteLagrangian",
     "SoftmaxAttention",
     "SoftmaxFeedForward",

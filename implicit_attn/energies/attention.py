@@ -1,4 +1,4 @@
-"""Attention energies of one projection: bi-softmax, sigmoid and linear."""
+"""Attention energies with one weight for queries and keys: bi-softmax, sigmoid and linear."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies.checks import check_count, check_positive
-from implicit_attn.energies.norms import SOFT_NORM, RMSNorm
-from implicit_attn.energies.projected import ProjectedEnergy
+from implicit_attn.energies.projected import SOFT_NORM, ProjectedEnergy, Projection, RMSNorm
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
-    carried_bisoftmax,
     check_backend,
     check_sigmoid_backend,
     sigmoid_attention,
     sigmoid_attention_hvp,
 )
+from solvers.core.checks import require_choice, require_count, require_positive
+
+FEATURE_MAPS = ("identity", "relu", "elu")
 
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:
-    """Width p of a head; ``dim / heads`` where none is given."""
-    dim, heads = check_count(dim, "dim"), check_count(heads, "heads")
+    """Width p of a head: ``head_dim``, or ``dim / heads`` for None."""
+    dim, heads = require_count("dim", dim), require_count("heads", heads)
     if head_dim is not None:
-        return check_count(head_dim, "head_dim")
+        return require_count("head_dim", head_dim)
     if dim % heads:
         raise ValueError(f"heads must divide dim={dim} where head_dim is not given, got {heads}")
     return dim // heads
 
 
 class HeadsEnergy(ProjectedEnergy):
-    """Projected energies of heads with one weight (heads p, d) for queries and keys.
+    """A function of the features ``y = norm(W_h z)`` of each head h, queries and keys in one.
+
+    ``projection.weight`` holds the W_h one below the other, (heads p, d).
 
     Args:
         dim: features d of the tokens.
@@ -56,8 +58,9 @@ class HeadsEnergy(ProjectedEnergy):
         bound: float | None = None,
     ) -> None:
         width = head_width(dim, heads, head_dim)
-        super().__init__(dim, heads * width, heads=heads, norm=norm, bound=bound)
-        self.beta = width**-0.5 if beta is None else check_positive(beta, "beta")
+        super().__init__(dim, heads=heads, norm=norm)
+        self.projection = Projection(dim, heads * width, bound)
+        self.beta = width**-0.5 if beta is None else require_positive("beta", beta)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, beta={self.beta:.4g}, {super().extra_repr()}"
@@ -66,18 +69,21 @@ class HeadsEnergy(ProjectedEnergy):
 class BiSoftmaxAttention(HeadsEnergy):
     """``E = beta^-1 sum_h sum_i log sum_j exp(beta y_i.y_j)``, ``y = norm(W_h z)``.
 
-    Gradient by y: ``(P + P^T) Y``, ``P`` the row softmax. Tokens repel each other in each head's
-    subspace (Hu, Zou, Xu, "Hyper-SET", arXiv 2502.11646, equations 3 and 7, with the full
-    derivative of the norm). Neither convex nor concave.
-
-    ``causal`` restricts the energy of token i to ``j <= i``; the gradient still moves information
-    from later to earlier tokens through the column term, so this is no autoregressive layer.
-
-    ``backend`` says who computes gradient and Hessian-vector product: "auto", "reference" (dense),
-    "blocks" (memory linear in N), "triton"; ``implicit_attn.kernels.explain`` tells what "auto" is.
+    Gradient by y: ``(P + P^T) Y`` with the row softmax ``P = softmax(beta Y Y^T)``. Descent makes
+    tokens repel each other in each head's subspace. Neither convex nor concave.
 
     Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the other arguments see
     ``HeadsEnergy``.
+
+    Args:
+        causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
+            carries information from later to earlier tokens, so the layer is not autoregressive.
+        backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
+            (memory linear in N), "triton" or "auto"; ``implicit_attn.kernels.explain`` says which
+            one "auto" takes.
+
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 and 7, with the
+    full derivative of the norm.
     """
 
     def __init__(
@@ -98,9 +104,6 @@ class BiSoftmaxAttention(HeadsEnergy):
         # |y_i| <= sqrt(p) after the norm.
         self._limit = None if norm is None else self.beta * head_width(dim, heads, head_dim)
 
-    def potential(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        return self.potential_and_force(y, mask)[0]
-
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         force, lse = self._bisoftmax(y, mask)
         return sum_samples(lse) / self.beta, force
@@ -114,33 +117,6 @@ class BiSoftmaxAttention(HeadsEnergy):
         force, lse = self._bisoftmax(y, mask)
         return force, bisoftmax_hvp(y, v, self.beta, mask=mask, lse=lse, **self._options())
 
-    def carried_gradient(
-        self, z: Tensor, lse: Tensor, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The gradient by z with row weights ``exp(S_ij - L_i)`` for a given L, and the true L.
-
-        One sweep over the pairs; at L's true value it is the gradient. For "triton" it is "auto".
-
-        Args:
-            z, mask: as for ``forward``.
-            lse: L (B, H, N).
-
-        Raises:
-            ValueError: where ``causal``.
-        """
-        if self.causal:
-            raise ValueError("carried_gradient needs causal=False, got causal=True")
-        z = self._visible(z, mask)
-        weight = self.projection.weight
-        y, radius = self._features(z, weight)
-        backend = "auto" if self.backend == "triton" else self.backend
-        force, found = carried_bisoftmax(
-            y, lse, self.beta, mask=mask, limit=self._limit, backend=backend
-        )
-        if self.norm is not None and radius is not None:
-            force = self.norm.jacobian_product(y, radius, force)
-        return self._pull_back(force, weight, mask).to(z.dtype), found
-
     def _bisoftmax(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return bisoftmax(y, self.beta, mask=mask, **self._options())
 
@@ -151,17 +127,44 @@ class BiSoftmaxAttention(HeadsEnergy):
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
 
 
+class RowSoftmaxAttention(BiSoftmaxAttention):
+    """Softmax attention of a step in which each token descends its own term, the others held fixed.
+
+    Value, gradient and Hessian-vector product are those of ``BiSoftmaxAttention``. Only ``force``, and
+    with it ``straight_gradient``, differs: it is ``P Y``, the row term of ``(P + P^T) Y``, which is the
+    gradient of ``beta^-1 log sum_j exp(beta y_i.k_j)`` by ``y_i`` with the keys ``k = y`` constant.
+    Such a step descends no energy of all tokens.
+
+    Shapes and arguments as for ``BiSoftmaxAttention``; not causal.
+
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646.
+    """
+
+    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        pairs = None
+        if mask is not None:
+            # A masked token attends to itself alone: its row of zeros stays zero, without NaN.
+            pairs = (mask[:, :, None] & mask[:, None, :])[:, None]
+            pairs = pairs | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=pairs, scale=self.beta)
+
+
 class SigmoidAttention(HeadsEnergy):
     """``E = 1/(2 beta) sum_h sum_ij sigma(beta y_i.y_j)``, ``y = norm(W_h z)``.
 
-    Gradient by y: ``sigma'(S) Y`` with ``S = beta Y Y^T``: no normalisation over tokens (Hyper-SET,
-    arXiv 2502.11646, table 18, with the sign that makes it the gradient). Not concave.
-
-    ``backend`` says who computes gradient and Hessian-vector product: "auto", "reference" (dense),
-    "blocks" (memory linear in N); ``implicit_attn.kernels.explain_sigmoid`` tells what "auto" is.
+    Gradient by y: ``sigma'(S) Y`` with ``S = beta Y Y^T``; nothing is normalised over the tokens. Not
+    concave.
 
     Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the other arguments see
     ``HeadsEnergy``.
+
+    Args:
+        backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
+            (memory linear in N) or "auto"; ``implicit_attn.kernels.explain_sigmoid`` says which one
+            "auto" takes.
+
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18, with the sign that
+    makes it the gradient.
     """
 
     def __init__(
@@ -177,9 +180,6 @@ class SigmoidAttention(HeadsEnergy):
     ) -> None:
         super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
         self.backend = check_sigmoid_backend(backend)
-
-    def potential(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        return self.potential_and_force(y, mask)[0]
 
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         force, value = sigmoid_attention(y, self.beta, mask=mask, backend=self.backend)
@@ -199,15 +199,16 @@ class SigmoidAttention(HeadsEnergy):
 class LinearAttention(HeadsEnergy):
     """``E = 1/(4 beta) sum_h sum_ij (beta phi(y_i).phi(y_j))^2``, ``y = norm(W_h z)``.
 
-    Gradient by y: ``phi'(Y) * beta Phi (Phi^T Phi)``; of the products only the (p, p) matrix
-    ``Phi^T Phi`` is formed, so the cost is linear in N (Hyper-SET, arXiv 2502.11646, table 18). Not
-    concave.
+    Gradient by y: ``phi'(Y) * beta Phi (Phi^T Phi)``. Only the (p, p) matrix ``Phi^T Phi`` is formed,
+    so the cost is linear in N. Not concave.
 
     Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the other arguments see
     ``HeadsEnergy``.
 
     Args:
         feature_map: phi, one of ``"identity"``, ``"relu"``, ``"elu"`` (``elu(y) + 1``).
+
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18.
     """
 
     def __init__(
@@ -222,20 +223,16 @@ class LinearAttention(HeadsEnergy):
         bound: float | None = None,
     ) -> None:
         super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
-        if feature_map not in _FEATURE_MAPS:
-            raise ValueError(f"feature_map must be one of {_FEATURE_MAPS}, got {feature_map!r}")
-        self.feature_map = feature_map
-
-    def potential(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        phi = self._phi(y, mask)
-        return self._value(phi.mT @ phi)
+        self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
 
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         phi = self._phi(y, mask)
         moment = phi.mT @ phi
         force = (phi @ moment) * self.beta
         slope = self._slope(y)
-        return self._value(moment), force if slope is None else force * slope
+        wide = moment.to(accumulation_dtype(moment.dtype))
+        value = sum_samples(wide.square()) * (self.beta / 4.0)
+        return value, force if slope is None else force * slope
 
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None
@@ -259,7 +256,8 @@ class LinearAttention(HeadsEnergy):
             return y
         if self.feature_map == "relu":
             return F.relu(y)
-        return _hide_heads(F.elu(y) + 1.0, mask)  # phi(0) = 1
+        # phi(0) = 1: masked tokens have to be hidden again, here in (B, H, N, p).
+        return hide((F.elu(y) + 1.0).transpose(1, 2), mask).transpose(1, 2)
 
     def _slope(self, y: Tensor) -> Tensor | None:
         """``phi'(y)``, None for 1."""
@@ -269,17 +267,5 @@ class LinearAttention(HeadsEnergy):
             return (y > 0).to(y.dtype)
         return y.clamp_max(0.0).exp()
 
-    def _value(self, moment: Tensor) -> Tensor:
-        wide = moment.to(accumulation_dtype(moment.dtype))
-        return sum_samples(wide.square()) * (self.beta / 4.0)
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_map={self.feature_map}"
-
-
-_FEATURE_MAPS = ("identity", "relu", "elu")
-
-
-def _hide_heads(values: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, H, N, p) with zeros at the tokens that do not count."""
-    return hide(values.transpose(1, 2), mask).transpose(1, 2)

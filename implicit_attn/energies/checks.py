@@ -1,8 +1,11 @@
-"""Checks of what users pass to energies: errors that name argument, value and expectation."""
+"""Checks of the tensors that energies and updates are given: states, masks, inputs, vectors.
+
+An error names the class, the argument, what came and what was expected. Numbers and flags are checked
+by :mod:`solvers.core.checks`.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -59,6 +62,20 @@ def check_mask(mask: Tensor | None, z: Tensor, name: str, *, features: int = 0) 
         raise ValueError(f"{name}: mask must be on {z.device} like z, got {mask.device}")
 
 
+def check_tokens(
+    z: Any,
+    mask: Tensor | None,
+    name: str,
+    *,
+    dim: int | None = None,
+    tokens: bool = False,
+    features: int = 1,
+) -> None:
+    """``z`` as :func:`check_state` and ``mask`` as :func:`check_mask` want them."""
+    check_state(z, name, dim=dim, tokens=tokens)
+    check_mask(mask, z, name, features=features)
+
+
 def check_input(x: Any, z: Tensor, name: str) -> Tensor:
     """``x`` must be a tensor of the shape and device of ``z``."""
     if not isinstance(x, Tensor):
@@ -73,24 +90,6 @@ def check_input(x: Any, z: Tensor, name: str) -> Tensor:
     if x.device != z.device:
         raise ValueError(f"{name}: x must be on {z.device} like z, got {x.device}")
     return x
-
-
-def check_positive(value: Any, name: str) -> float:
-    """``value`` must be a finite number > 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be finite and > 0, got {value!r}")
-    return float(value)
-
-
-def check_count(value: Any, name: str) -> int:
-    """``value`` must be an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be >= 1, got {value!r}")
-    return value
 
 
 def check_vector(v: Any, z: Tensor) -> None:

@@ -1,14 +1,18 @@
-"""Derivatives of energies by automatic differentiation: what a user's energy gets for free."""
+"""Gradients and Hessian-vector products by automatic differentiation, and sums of pytrees.
+
+An energy without closed forms gets its derivatives here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from solvers.core.modes import ordinary, recording
 
 
 def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) -> tuple[Tensor, Any]:
@@ -18,9 +22,9 @@ def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) ->
     ``inference_mode`` too.
     """
     record = torch.is_grad_enabled()
-    with _recording():
+    with recording():
         point, leaves, spec = _fresh(z, record)
-        value = function(point, *_ordinary(inputs))
+        value = function(point, *ordinary(inputs))
         if not value.requires_grad:  # a constant
             return value, pytree.tree_unflatten([torch.zeros_like(t) for t in leaves], spec)
         # Samples are independent, so the gradient of the sum holds the gradient of each.
@@ -34,9 +38,9 @@ def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) ->
 def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) -> Any:
     """Jacobian of ``gradient(z, *inputs)`` by ``z`` (symmetric: a Hessian) times ``v``."""
     record = torch.is_grad_enabled()
-    with _recording():
+    with recording():
         point, leaves, spec = _fresh(z, record)
-        outputs = pytree.tree_leaves(gradient(point, *_ordinary(inputs)))
+        outputs = pytree.tree_leaves(gradient(point, *ordinary(inputs)))
         vectors = pytree.tree_leaves(v)
         _check_vectors(vectors, leaves)
         # Parts that do not depend on z (a linear energy) have no graph and no curvature.
@@ -45,7 +49,7 @@ def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) 
             products = torch.autograd.grad(
                 [g for g, _ in pairs],
                 leaves,
-                grad_outputs=_ordinary([w for _, w in pairs]),
+                grad_outputs=ordinary([w for _, w in pairs]),
                 create_graph=record,
                 materialize_grads=True,
             )
@@ -54,29 +58,12 @@ def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) 
     return pytree.tree_unflatten(list(products), spec)
 
 
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Gradients on, whatever surrounds the call."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    else:
-        with torch.enable_grad():
-            yield
-
-
-def _ordinary(tree: Any) -> Any:
-    """Tensors made in inference mode cannot be saved for a backward pass; their copies can."""
-
-    def copy(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
-
-    return pytree.tree_map(copy, tree)
-
-
 def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
-    """``z`` as new graph nodes: an input that is ``z``, or was made from it, stays a constant."""
-    leaves, spec = pytree.tree_flatten(_ordinary(z))
+    """``z`` as new leaves of the graph, flat and as a tree, and the tree's structure.
+
+    An input that is ``z`` itself, or was computed from it, so stays a constant.
+    """
+    leaves, spec = pytree.tree_flatten(ordinary(z))
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
             kind = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
@@ -98,14 +85,17 @@ def _check_vectors(vectors: list[Any], leaves: list[Tensor]) -> None:
 
 
 def scale_tree(tree: Any, factor: float | Tensor) -> Any:
-    """``factor * tree``."""
+    """``factor * tree``, a tensor or a pytree of tensors."""
     if isinstance(tree, Tensor):
         return tree * factor
     return pytree.tree_map(lambda leaf: leaf * factor, tree)
 
 
 def add_trees(total: Any, part: Any, factor: float | Tensor, owned: bool = False) -> Any:
-    """``total + factor * part``; in place where ``total`` is ours and no gradient is recorded."""
+    """``total + factor * part``; None stands for a total of zero.
+
+    ``owned``: nobody else holds ``total``, so it is overwritten where no gradient is recorded.
+    """
     if total is None:
         return part if isinstance(factor, float) and factor == 1.0 else scale_tree(part, factor)
     if not isinstance(total, Tensor):

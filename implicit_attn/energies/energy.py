@@ -1,4 +1,13 @@
-"""Energies: one number per sample, and the algebra that builds a layer's energy from parts."""
+"""Energies: one number per sample, and the algebra that builds a layer's energy from terms.
+
+To write one, subclass :class:`Energy` in a file of this folder and define ``forward(z, x, *, mask)``,
+the value (B,), which is differentiated automatically; or ``value_and_grad(z, x, *, mask)``, value and
+gradient in closed form, from which ``forward`` follows, and optionally ``hvp``.
+A function of projected features ``norm(z W^T)`` subclasses ``ProjectedEnergy`` (``TokenEnergy`` where
+it is a sum over tokens) and defines the potential of the features alone. Masked tokens must influence
+nothing: start from ``hide(z, mask)``. Export the class in ``energies/__init__.py`` and add a row to
+``tests/cases/energies.py``; the tests of derivatives, masks and precisions then include it.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +21,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.checks import check_energy, check_positive
+from implicit_attn.energies.checks import check_energy
 from implicit_attn.energies.differentiation import (
     add_trees,
     hessian_product,
     scale_tree,
     value_and_gradient,
 )
+from solvers.core.checks import require_positive
 
 
 class Energy(nn.Module):
     """A scalar per sample whose stationary points in ``z`` are the layer's output.
 
-    A subclass writes ``forward``; gradient and Hessian-vector product come from automatic
-    differentiation, and may be overridden by closed forms: ``value_and_grad`` where the two share
-    work, else ``grad``. Energies add and scale::
+    A subclass defines ``forward`` or ``value_and_grad``; the rest comes from that and from automatic
+    differentiation. A closed-form gradient that shares no work with the value may be defined as
+    ``grad``. Energies can be added, scaled and weighted::
 
         BiSoftmaxAttention(64, heads=4) + 0.5 * ReLUFeedForward(64, 256) + Quadratic()
 
-    The state ``z`` is a tensor (B, ...), mostly tokens (B, N, d); an energy that only uses the
-    defaults may also take a pytree of such tensors. Samples must not influence each other.
+    The state ``z`` is a tensor (B, ...), mostly tokens (B, N, d); without closed forms it may also be
+    a pytree of such tensors. Samples must not influence each other.
 
     Attributes:
         concave: True where the energy is concave in ``z`` for any weights (then the unit step on
-            ``Quadratic() + energy`` never raises it); False where it is not, or is not known to be.
+            ``Quadratic() + energy`` never raises that sum); False where it is not, or not known to be.
     """
 
     concave: bool = False
@@ -46,11 +56,13 @@ class Energy(nn.Module):
         Args:
             z: state, (B, ...).
             x: the layer's input, held constant; energies that need none ignore it.
-            mask: (B, N) bool, True where a token counts; None: all count.
+            mask: (B, N) bool, False at masked tokens; None: no token is masked.
 
         Returns:
             (B,).
         """
+        if type(self).value_and_grad is not Energy.value_and_grad:  # a closed form
+            return self.value_and_grad(z, x, mask=mask)[0]
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
     def value_and_grad(
@@ -71,18 +83,14 @@ class Energy(nn.Module):
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         """Hessian by ``z`` times ``v``, like ``z``."""
-
-        def gradient(z: Any, x: Any, mask: Tensor | None) -> Any:
-            return self.grad(z, x, mask=mask)
-
-        return hessian_product(gradient, z, v, x, mask)
+        return hessian_product(lambda z, x, mask: self.grad(z, x, mask=mask), z, v, x, mask)
 
     def select(self, key: Any) -> Select:
-        """This energy with ``x[key]`` for its input, where the layer's input is a dict or tuple."""
+        """This energy with ``x[key]`` as its input, for a layer's input that is a dict or a tuple."""
         return Select(self, key)
 
     def weighted(self, initial: float = 1.0, maximum: float | None = None) -> Weighted:
-        """This energy times a learned weight that stays positive, and below ``maximum``."""
+        """This energy times a learned positive weight, below ``maximum`` where that is given."""
         return Weighted(self, initial, maximum)
 
     def __add__(self, other: Any) -> Sum:
@@ -108,7 +116,7 @@ class Energy(nn.Module):
 
     def _checked(self, z: Any, x: Any, mask: Tensor | None) -> Tensor:
         value = self(z, x, mask=mask)
-        check_energy(value, _batch_size(z), self._label())
+        check_energy(value, pytree.tree_leaves(z)[0].shape[0], self._label())
         return value
 
     def _label(self) -> str:
@@ -116,12 +124,11 @@ class Energy(nn.Module):
 
 
 class _Multiple(Energy):
-    """``weight * energy``."""
+    """``factor() * energy``."""
 
     def __init__(self, energy: Energy) -> None:
         super().__init__()
-        _check_energies([energy])
-        self.energy = energy
+        self.energy = _check_energy_type(energy)
 
     @abstractmethod
     def factor(self) -> float | Tensor:
@@ -142,12 +149,7 @@ class _Multiple(Energy):
 
 
 class Scaled(_Multiple):
-    """An energy times a constant, or times a scalar ``nn.Parameter`` of either sign.
-
-    Args:
-        energy: what is scaled.
-        weight: a finite number, or an ``nn.Parameter`` without dimensions.
-    """
+    """An energy times ``weight``: a finite number, or an ``nn.Parameter`` without dimensions."""
 
     weight: float | nn.Parameter
 
@@ -171,21 +173,19 @@ class Scaled(_Multiple):
 
 
 class Weighted(_Multiple):
-    """An energy times a learned positive weight, one parameter ``raw``.
-
-    The weight is ``log(1 + exp(raw))``, or ``maximum / (1 + exp(-raw))`` where a maximum is given,
-    which keeps the curvature of the term bounded during training.
+    """An energy times a learned positive weight, ``log(1 + exp(raw))`` of one parameter ``raw``.
 
     Args:
         energy: what is weighted.
-        initial: the weight to start from, > 0 and, where given, < ``maximum``.
-        maximum: upper bound of the weight, or None.
+        initial: initial weight, > 0 and, where given, < ``maximum``.
+        maximum: upper bound of the weight, which is then ``maximum / (1 + exp(-raw))``; it keeps the
+            curvature of the term bounded during training.
     """
 
     def __init__(self, energy: Energy, initial: float = 1.0, maximum: float | None = None) -> None:
         super().__init__(energy)
-        initial = check_positive(initial, "initial")
-        self.maximum = None if maximum is None else check_positive(maximum, "maximum")
+        initial = require_positive("initial", initial)
+        self.maximum = None if maximum is None else require_positive("maximum", maximum)
         if self.maximum is None:
             raw = initial + math.log(-math.expm1(-initial))
         elif initial < self.maximum:
@@ -204,27 +204,15 @@ class Weighted(_Multiple):
         return f"weight={self.factor().item():.4g}, maximum={self.maximum}"
 
 
-class Sum(Energy):
-    """Sum of energies; sums inside are opened, so that ``a + b + c`` is one sum of three terms.
+class SummedEnergy(Energy):
+    """The sum of the energies that ``summands`` returns, in their order."""
 
-    Args:
-        terms: at least one energy.
-    """
-
-    def __init__(self, terms: Iterable[Energy]) -> None:
-        super().__init__()
-        flat: list[Energy] = []
-        terms = list(terms)
-        _check_energies(terms)
-        for term in terms:
-            flat.extend(term.terms if isinstance(term, Sum) else [term])
-        if not flat:
-            raise ValueError("terms must hold at least one energy, got none")
-        self.terms: Any = nn.ModuleList(flat)
-        self.concave = all(term.concave for term in flat)
+    @abstractmethod
+    def summands(self) -> Iterable[Any]:
+        """The energies to add, at least one."""
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        first, *others = self.terms
+        first, *others = self.summands()
         value = first._checked(z, x, mask)
         for term in others:
             value = value + term._checked(z, x, mask)
@@ -235,11 +223,10 @@ class Sum(Energy):
     ) -> tuple[Tensor, Any]:
         total: Any = None
         value: Any = None
-        for index, term in enumerate(self.terms):
-            # A weight is applied while adding: no pass of its own over the gradient.
-            factor, term = (
-                (term.factor(), term.energy) if isinstance(term, _Multiple) else (1.0, term)
-            )
+        for index, term in enumerate(self.summands()):
+            factor: float | Tensor = 1.0
+            if isinstance(term, _Multiple):  # weighted while adding, which saves a pass
+                factor, term = term.factor(), term.energy
             part, gradient = term.value_and_grad(z, x, mask=mask)
             value = add_trees(value, part, factor)
             total = add_trees(total, gradient, factor, owned=index > 1)
@@ -247,31 +234,50 @@ class Sum(Energy):
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         total: Any = None
-        for index, term in enumerate(self.terms):
+        for index, term in enumerate(self.summands()):
             total = add_trees(total, term.hvp(z, v, x, mask=mask), 1.0, owned=index > 1)
         return total
 
 
-class Select(Energy):
-    """An energy that sees ``x[key]`` in place of ``x``.
+class Sum(SummedEnergy):
+    """Sum of energies; nested sums are flattened, so ``a + b + c`` is one sum of three terms.
 
     Args:
-        energy: what sees the part.
+        terms: at least one energy.
+    """
+
+    def __init__(self, terms: Iterable[Energy]) -> None:
+        super().__init__()
+        flat: list[Energy] = []
+        for term in terms:
+            flat.extend(term.terms if isinstance(term, Sum) else [_check_energy_type(term)])
+        if not flat:
+            raise ValueError("terms must hold at least one energy, got none")
+        self.terms: Any = nn.ModuleList(flat)
+        self.concave = all(term.concave for term in flat)
+
+    def summands(self) -> Iterable[Any]:
+        return self.terms
+
+
+class Select(Energy):
+    """An energy whose input is ``x[key]`` instead of ``x``.
+
+    Args:
+        energy: the energy that is given ``x[key]``.
         key: key of a dict or index of a tuple or list.
     """
 
     def __init__(self, energy: Energy, key: Any) -> None:
         super().__init__()
-        _check_energies([energy])
-        self.energy = energy
+        self.energy = _check_energy_type(energy)
         self.key = key
         self.concave = energy.concave
 
     def _part(self, x: Any) -> Any:
         if not isinstance(x, (dict, tuple, list)):
-            raise TypeError(
-                f"x must be a dict or a tuple that holds {self.key!r}, got {type(x).__name__}"
-            )
+            kind = type(x).__name__
+            raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
         try:
             return x[self.key]
         except (KeyError, IndexError, TypeError) as error:
@@ -293,13 +299,9 @@ class Select(Energy):
         return f"key={self.key!r}"
 
 
-def _check_energies(terms: Iterable[Any]) -> None:
-    for term in terms:
-        if not isinstance(term, Energy):
-            raise TypeError(
-                f"an Energy is expected (wrap plain functions in FunctionEnergy), got {term!r}"
-            )
-
-
-def _batch_size(z: Any) -> int:
-    return pytree.tree_leaves(z)[0].shape[0]
+def _check_energy_type(energy: Any) -> Energy:
+    if not isinstance(energy, Energy):
+        raise TypeError(
+            f"an Energy is expected (wrap plain functions in FunctionEnergy), got {energy!r}"
+        )
+    return energy

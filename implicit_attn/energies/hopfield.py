@@ -2,74 +2,46 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from implicit_attn.energies.checks import check_mask, check_positive, check_state, check_vector
-from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.projected import TokenEnergy
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
+from solvers.core.checks import require_positive
 
 
-class PatternEnergy(Energy):
-    """A function of the overlaps ``y_mu = x_mu.z`` with stored patterns, summed over tokens.
+class PatternEnergy(TokenEnergy):
+    """A function of the overlaps ``y_mu = x_mu.z`` with stored patterns, summed over the tokens.
 
     Args:
         patterns: (M, d) floating, one pattern ``x_mu`` a row; copied.
-        learnable: keep them as a parameter; else as a buffer.
+        learnable: make them a parameter; else they are a buffer.
     """
 
     patterns: Tensor
 
     def __init__(self, patterns: Tensor, *, learnable: bool) -> None:
-        super().__init__()
         if not isinstance(patterns, Tensor) or not patterns.is_floating_point():
             kind = patterns.dtype if isinstance(patterns, Tensor) else type(patterns).__name__
             raise TypeError(f"patterns must be a floating tensor (M, d), got {kind}")
         if patterns.dim() != 2 or 0 in patterns.shape:
             raise ValueError(f"patterns must have the shape (M, d), got {tuple(patterns.shape)}")
-        patterns = patterns.detach().clone()
+        super().__init__(patterns.shape[1])
+        self._store("patterns", patterns.detach().clone(), learnable)
+
+    def _store(self, name: str, value: Tensor, learnable: bool) -> None:
         if learnable:
-            self.patterns = nn.Parameter(patterns)
+            self.register_parameter(name, nn.Parameter(value))
         else:
-            self.register_buffer("patterns", patterns)
+            self.register_buffer(name, value)
 
-    @abstractmethod
-    def overlap_value(self, y: Tensor) -> Tensor:
-        """(B, ..., M) -> (B, ...): value of each token."""
-
-    @abstractmethod
-    def overlap_force(self, y: Tensor) -> Tensor:
-        """Gradient of the value by the overlaps, like ``y``."""
-
-    @abstractmethod
-    def overlap_curvature(self, y: Tensor, v: Tensor) -> Tensor:
-        """Hessian of the value by the overlaps times ``v``, like ``y``."""
+    @property
+    def weight(self) -> Tensor:
+        return self.patterns
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        y = F.linear(self._visible(z, mask), self.patterns)
-        return sum_samples(hide(self.overlap_value(y), mask))
-
-    def value_and_grad(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        y = F.linear(self._visible(z, mask), self.patterns)
-        value = sum_samples(hide(self.overlap_value(y), mask))
-        return value, hide(self.overlap_force(y) @ self.patterns, mask).to(z.dtype)
-
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        z = self._visible(z, mask)
-        check_vector(v, z)
-        y, tangent = F.linear(z, self.patterns), F.linear(hide(v, mask), self.patterns)
-        return hide(self.overlap_curvature(y, tangent) @ self.patterns, mask).to(z.dtype)
-
-    def _visible(self, z: Tensor, mask: Tensor | None) -> Tensor:
-        name = type(self).__name__
-        check_state(z, name, dim=self.patterns.shape[1])
-        check_mask(mask, z, name, features=1)
-        return hide(z, mask)
+        return self.value_and_grad(z, x, mask=mask)[0]
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}"
@@ -78,24 +50,23 @@ class PatternEnergy(Energy):
 class Hopfield(PatternEnergy):
     """Modern Hopfield network, ``E = 1/2 |z|^2 - beta^-1 log sum_mu exp(beta x_mu.z)`` per token.
 
-    Gradient ``z - X^T softmax(beta X z)``: one unit step is softmax attention with the patterns for
-    keys and values, and never raises the energy (Ramsauer et al., "Hopfield Networks is All You
-    Need", arXiv 2008.02217, equations 2 and 3, without the constant).
+    Gradient ``z - X^T softmax(beta X z)``. A unit step is softmax attention with the patterns as keys
+    and values, and never raises the energy.
 
     Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
 
     Args:
         patterns: (M, d), one pattern a row; copied.
         beta: inverse temperature, > 0.
-        learnable: keep the patterns as a parameter; else as a buffer.
+        learnable: make the patterns a parameter; else they are a buffer.
+
+    Source: Ramsauer et al., "Hopfield Networks is All You Need", https://arxiv.org/abs/2008.02217,
+    equations 2 and 3, without the constant.
     """
 
     def __init__(self, patterns: Tensor, *, beta: float = 1.0, learnable: bool = False) -> None:
         super().__init__(patterns, learnable=learnable)
-        self.beta = check_positive(beta, "beta")
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().forward(z, x, mask=mask) + 0.5 * sum_squares(hide(z, mask))
+        self.beta = require_positive("beta", beta)
 
     def value_and_grad(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
@@ -107,16 +78,13 @@ class Hopfield(PatternEnergy):
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return super().hvp(z, v, x, mask=mask) + hide(v, mask)
 
-    def overlap_value(self, y: Tensor) -> Tensor:
+    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
         wide = y.to(accumulation_dtype(y.dtype))
-        return (wide * self.beta).logsumexp(-1) / -self.beta
+        return (wide * self.beta).logsumexp(-1) / -self.beta, -(y * self.beta).softmax(-1)
 
-    def overlap_force(self, y: Tensor) -> Tensor:
-        return -(y * self.beta).softmax(-1)
-
-    def overlap_curvature(self, y: Tensor, v: Tensor) -> Tensor:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         share = (y * self.beta).softmax(-1)
-        return share * ((share * v).sum(-1, keepdim=True) - v) * self.beta
+        return -share, share * ((share * v).sum(-1, keepdim=True) - v) * self.beta
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, beta={self.beta:.4g}"
@@ -125,16 +93,18 @@ class Hopfield(PatternEnergy):
 class DenseAssociative(PatternEnergy):
     """``E = -sum_mu F(x_mu.z)`` per token, ``F(y) = y^power`` or ``exp(y)``.
 
-    Gradient ``-sum_mu F'(x_mu.z) x_mu`` (Krotov & Hopfield, arXiv 1606.01164; exponential:
-    Demircigil et al., arXiv 1702.01929). Unbounded below: add it to an energy that grows faster, or
-    give it a bounded activation. Concave in z for even powers and the exponential.
+    Gradient ``-sum_mu F'(x_mu.z) x_mu``. Unbounded below: add it to an energy that grows faster, or
+    apply it to a bounded activation. Concave in z for even powers and the exponential.
 
     Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
 
     Args:
         patterns: (M, d), one pattern a row; copied.
         power: an integer >= 2, or ``"exp"``.
-        learnable: keep the patterns as a parameter; else as a buffer.
+        learnable: make the patterns a parameter; else they are a buffer.
+
+    Source: Krotov and Hopfield (2016), https://arxiv.org/abs/1606.01164; for the exponential
+    Demircigil et al. (2017), https://arxiv.org/abs/1702.01929.
     """
 
     def __init__(self, patterns: Tensor, *, power: int | str = 3, learnable: bool = False) -> None:
@@ -145,19 +115,21 @@ class DenseAssociative(PatternEnergy):
         self.power = power
         self.concave = isinstance(power, str) or power % 2 == 0
 
-    def overlap_value(self, y: Tensor) -> Tensor:
+    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
         wide = y.to(accumulation_dtype(y.dtype))
-        return -(wide.exp() if isinstance(self.power, str) else wide.pow(self.power)).sum(-1)
+        powers = wide.exp() if isinstance(self.power, str) else wide.pow(self.power)
+        return -powers.sum(-1), self._token_force(y)
 
-    def overlap_force(self, y: Tensor) -> Tensor:
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        force = self._token_force(y)
+        if isinstance(self.power, str):
+            return force, force * v
+        return force, (-self.power * (self.power - 1)) * y.pow(self.power - 2) * v
+
+    def _token_force(self, y: Tensor) -> Tensor:
         if isinstance(self.power, str):
             return -y.exp()
         return -self.power * y.pow(self.power - 1)
-
-    def overlap_curvature(self, y: Tensor, v: Tensor) -> Tensor:
-        if isinstance(self.power, str):
-            return -y.exp() * v
-        return (-self.power * (self.power - 1)) * y.pow(self.power - 2) * v
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, power={self.power!r}"
@@ -166,15 +138,17 @@ class DenseAssociative(PatternEnergy):
 class ClassicalHopfield(PatternEnergy):
     """``E = -1/2 z^T W z + b.z`` per token, with Hebbian ``W = sum_mu x_mu x_mu^T``.
 
-    Gradient ``b - W z``; the network's update is ``sign(W z - b)`` (Hopfield 1982; about 0.14 d
-    patterns can be stored). Unbounded below for real states; concave.
+    Gradient ``b - W z``; the network's update is ``sign(W z - b)``. It stores about 0.14 d patterns.
+    Concave, and unbounded below for real states.
 
     Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
 
     Args:
         patterns: (M, d), one pattern a row; copied.
         bias: b, (d,), or None for 0; copied.
-        learnable: keep patterns and bias as parameters; else as buffers.
+        learnable: make patterns and bias parameters; else they are buffers.
+
+    Source: Hopfield (1982), https://doi.org/10.1073/pnas.79.8.2554.
     """
 
     concave = True
@@ -190,15 +164,7 @@ class ClassicalHopfield(PatternEnergy):
         if not isinstance(bias, Tensor) or tuple(bias.shape) != (patterns.shape[1],):
             got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
             raise ValueError(f"bias must have the shape (d,) = ({patterns.shape[1]},), got {got}")
-        bias = bias.detach().to(patterns.dtype, copy=True)
-        if learnable:
-            self.bias = nn.Parameter(bias)
-        else:
-            self.register_buffer("bias", bias)
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        value = super().forward(z, x, mask=mask)
-        return value if self.bias is None else value + sum_samples(hide(z, mask) * self.bias)
+        self._store("bias", bias.detach().to(patterns.dtype, copy=True), learnable)
 
     def value_and_grad(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
@@ -209,11 +175,8 @@ class ClassicalHopfield(PatternEnergy):
         value = value + sum_samples(hide(z, mask) * self.bias)
         return value, hide(gradient + self.bias, mask)
 
-    def overlap_value(self, y: Tensor) -> Tensor:
-        return -0.5 * y.to(accumulation_dtype(y.dtype)).square().sum(-1)
+    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        return -0.5 * y.to(accumulation_dtype(y.dtype)).square().sum(-1), -y
 
-    def overlap_force(self, y: Tensor) -> Tensor:
-        return -y
-
-    def overlap_curvature(self, y: Tensor, v: Tensor) -> Tensor:
-        return -v
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return -y, -v

@@ -1,21 +1,18 @@
-"""The two energies of the hyperspherical energy transformer, by name, and their sum as one energy."""
+"""The energies of the hyperspherical energy transformer (Hyper-SET): by name, and their sum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from implicit_attn.energies.attention import (
     BiSoftmaxAttention,
     HeadsEnergy,
     LinearAttention,
+    RowSoftmaxAttention,
     SigmoidAttention,
 )
-from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.energy import SummedEnergy
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
     GELUFeedForward,
@@ -23,30 +20,9 @@ from implicit_attn.energies.feedforward import (
     ReLUFeedForward,
     SoftmaxFeedForward,
 )
-from implicit_attn.energies.norms import SOFT_NORM, RMSNorm
+from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
 from implicit_attn.energies.simple import Quadratic
-
-
-class RowSoftmaxAttention(BiSoftmaxAttention):
-    """Softmax attention with one projection: each token descends its own term, the others held.
-
-    The energy, its gradient and its Hessian are those of ``BiSoftmaxAttention``. Only ``force``, and
-    with it ``straight_gradient``, is another: ``P Y``, the gradient of ``beta^-1 lse_j(beta y_i.k_j)``
-    by ``y_i`` with the keys ``k = y`` held constant, which is half of ``(P + P^T) Y``. Such a step
-    descends no energy of all tokens (Hyper-SET, arXiv 2502.11646; D'Amico and Negri on tokens that
-    descend their own terms).
-
-    Shapes and arguments as for ``BiSoftmaxAttention``; not causal.
-    """
-
-    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        pairs = None
-        if mask is not None:
-            # A token that does not count is a row of zeros that meets itself alone: never NaN.
-            pairs = (mask[:, :, None] & mask[:, None, :])[:, None]
-            pairs = pairs | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-        return F.scaled_dot_product_attention(y, y, y, attn_mask=pairs, scale=self.beta)
-
+from solvers.core.checks import require_choice
 
 ATTENTIONS: dict[str, Callable[..., HeadsEnergy]] = {
     "bisoftmax": BiSoftmaxAttention,
@@ -64,25 +40,22 @@ FEEDFORWARDS: dict[str, Callable[..., MemoryEnergy]] = {
 
 def build_attention(name: str, dim: int, heads: int, **options: Any) -> HeadsEnergy:
     """The attention energy of this name, one of ``ATTENTIONS``."""
-    if name not in ATTENTIONS:
-        raise ValueError(f"attention must be one of {tuple(ATTENTIONS)}, got {name!r}")
-    return ATTENTIONS[name](dim, heads, **options)
+    return ATTENTIONS[require_choice("attention", name, ATTENTIONS)](dim, heads, **options)
 
 
 def build_feedforward(name: str, dim: int, memories: int, **options: Any) -> MemoryEnergy:
     """The feed-forward energy of this name, one of ``FEEDFORWARDS``."""
-    if name not in FEEDFORWARDS:
-        raise ValueError(f"feedforward must be one of {tuple(FEEDFORWARDS)}, got {name!r}")
-    return FEEDFORWARDS[name](dim, memories, **options)
+    return FEEDFORWARDS[require_choice("feedforward", name, FEEDFORWARDS)](dim, memories, **options)
 
 
-class HyperSETEnergy(Energy):
-    """``E = a E_attention(z) + b E_feedforward(z) + 1/2 |z - x|^2``, a layer whose minimum is solved for.
+class HyperSETEnergy(SummedEnergy):
+    """``E = a E_attention(z) + b E_feedforward(z) + 1/2 |z - x|^2``, whose minimum is the layer's output.
 
-    The energies are those that ``HyperSETLayer`` steps along, here with the whole derivative of the
-    norm, so that descent is guaranteed and the Jacobian symmetric. For a minimum that a solver finds
-    and training keeps, the norm is soft, the spectral norms of W and D and the learned weights
-    ``0 < a, b < maximum`` are bounded, and the last term pulls towards the input.
+    The two energies are those along which ``HyperSETLayer`` steps, here with the full derivative of the
+    norm, so that the gradient is exact and its Jacobian symmetric. So that a minimum exists that a
+    solver finds, also after training, the norm has an epsilon of order 1, the spectral norms of W and
+    D and the learned weights ``0 < a, b < maximum`` are bounded, and the last term pulls towards the
+    input.
 
     Args:
         dim: features d of a token.
@@ -93,12 +66,12 @@ class HyperSETEnergy(Energy):
         head_dim: width p of a head; None: ``dim / heads``.
         norm: of the projections, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norms of W and D, or None.
-        weight: a and b to start from.
+        weight: initial a and b.
         maximum: bound on a and b, or None.
 
     Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool.
 
-    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), equations 3 to 8, with a soft norm.
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 to 8.
     """
 
     def __init__(
@@ -128,23 +101,5 @@ class HyperSETEnergy(Energy):
         self.feedforward = recalls.weighted(weight, maximum)
         self.quadratic = Quadratic()
 
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        inner = self.attention(z, x, mask=mask) + self.feedforward(z, x, mask=mask)
-        return inner + self.quadratic(z, x, mask=mask)
-
-    def value_and_grad(
-        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        value, gradient = self.quadratic.value_and_grad(z, x, mask=mask)
-        for term in (self.attention, self.feedforward):
-            part, slope = term.energy.value_and_grad(z, x, mask=mask)
-            factor = term.factor()
-            value = torch.addcmul(value, part, factor.to(part.dtype))
-            gradient = torch.addcmul(gradient, slope, factor.to(slope.dtype))
-        return value, gradient
-
-    def hvp(
-        self, z: Tensor, v: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> Tensor:
-        inner = self.attention.hvp(z, v, x, mask=mask) + self.feedforward.hvp(z, v, x, mask=mask)
-        return inner + self.quadratic.hvp(z, v, x, mask=mask)
+    def summands(self) -> Iterable[Any]:
+        return self.quadratic, self.attention, self.feedforward

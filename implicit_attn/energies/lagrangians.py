@@ -1,10 +1,11 @@
 """Lagrangians of neurons: convex functions whose gradients are activations.
 
-In the associative-memory form a token's state z and its activation ``g = dLag/dz`` are two sides of
-one neuron: the energy is ``sum_i [z_i.g_i - Lag(z_i) - x_i.g_i] + E_int(g)`` and the dynamics
-``z <- z - eta (z - x + dE_int/dg)`` descend it because ``dg/dz``, the Hessian of the Lagrangian, is
-positive semidefinite (Krotov & Hopfield, arXiv 2008.06996; Hoover et al., "Energy Transformer",
-arXiv 2302.07253).
+A token has a state z and an activation ``g = dLag/dz``. The energy of an associative memory is
+``sum_i [z_i.g_i - Lag(z_i) - x_i.g_i] + E_int(g)``. The dynamics ``z <- z - eta (z - x + dE_int/dg)``
+descend it, since ``dg/dz``, the Hessian of the Lagrangian, is positive semidefinite.
+
+Source: Krotov and Hopfield (2021), https://arxiv.org/abs/2008.06996; Hoover et al., "Energy
+Transformer" (2023), https://arxiv.org/abs/2302.07253.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies.checks import check_mask, check_positive, check_state
-from implicit_attn.energies.norms import RMSNorm
+from implicit_attn.energies.checks import check_tokens
+from implicit_attn.energies.projected import RMSNorm
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
+from solvers.core.checks import require_positive
 
 
 class Lagrangian(ABC):
@@ -29,10 +31,9 @@ class Lagrangian(ABC):
 
         Args:
             z: state, (B, ..., d).
-            mask: (B, N) bool for ``z`` (B, N, ..., d), True where a token counts; None: all count.
+            mask: (B, N) bool for ``z`` (B, N, ..., d), False at masked tokens, or None.
         """
-        check_state(z, type(self).__name__)
-        check_mask(mask, z, type(self).__name__, features=1)
+        check_tokens(z, mask, type(self).__name__)
         wide = hide(z, mask).to(accumulation_dtype(z.dtype))
         return sum_samples(hide(self.token_value(wide), mask))
 
@@ -97,50 +98,56 @@ class SoftmaxLagrangian(Lagrangian):
 
 
 @dataclass(frozen=True)
-class RMSNormLagrangian(Lagrangian):
-    """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``.
+class _NormLagrangian(Lagrangian):
+    """``Lag = d sqrt(mean(y^2) + epsilon)`` of a projection y of z, symmetric and idempotent.
 
     Args:
-        epsilon: finite, > 0; of order 1 for equilibria, small for the plain norm.
+        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
     """
 
     epsilon: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive(self.epsilon, "epsilon")
+        require_positive("epsilon", self.epsilon)
+
+    @staticmethod
+    def project(z: Tensor) -> Tensor:
+        """y, like ``z``."""
+        return z
 
     def token_value(self, z: Tensor) -> Tensor:
-        return z.shape[-1] * (z.square().mean(-1) + self.epsilon).sqrt()
+        return z.shape[-1] * (self.project(z).square().mean(-1) + self.epsilon).sqrt()
 
     def activation(self, z: Tensor) -> Tensor:
-        return RMSNorm(self.epsilon).normalise(z)[0]
+        return RMSNorm(self.epsilon).normalise(self.project(z))[0]
 
     def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
-        return RMSNorm.jacobian_product(*RMSNorm(self.epsilon).normalise(z), v)
+        unit, radius = RMSNorm(self.epsilon).normalise(self.project(z))
+        return RMSNorm.jacobian_product(unit, radius, self.project(v))
 
 
 @dataclass(frozen=True)
-class LayerNormLagrangian(Lagrangian):
-    """``Lag = d sqrt(var(z) + epsilon)``, ``g = (z - mean(z)) / sqrt(var(z) + epsilon)``, no gain.
+class RMSNormLagrangian(_NormLagrangian):
+    """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``: RMS norm, no gain.
 
     Args:
-        epsilon: finite, > 0; of order 1 for equilibria, small for the plain norm.
+        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
     """
 
-    epsilon: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_positive(self.epsilon, "epsilon")
+@dataclass(frozen=True)
+class LayerNormLagrangian(_NormLagrangian):
+    """``Lag = d sqrt(var(z) + epsilon)``, ``g = (z - mean(z)) / sqrt(var(z) + epsilon)``: LayerNorm.
 
-    def token_value(self, z: Tensor) -> Tensor:
-        return z.shape[-1] * (_centred(z).square().mean(-1) + self.epsilon).sqrt()
+    It has no gain and no offset.
 
-    def activation(self, z: Tensor) -> Tensor:
-        return RMSNorm(self.epsilon).normalise(_centred(z))[0]
+    Args:
+        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
+    """
 
-    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
-        unit, radius = RMSNorm(self.epsilon).normalise(_centred(z))
-        return RMSNorm.jacobian_product(unit, radius, _centred(v))
+    @staticmethod
+    def project(z: Tensor) -> Tensor:
+        return z - z.mean(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,3 @@ class SphericalLagrangian(Lagrangian):
         """s, (..., 1), in float32 or wider."""
         wide = z.to(accumulation_dtype(z.dtype))
         return (1.0 + 4.0 * wide.square().mean(-1, keepdim=True)).sqrt()
-
-
-def _centred(z: Tensor) -> Tensor:
-    return z - z.mean(-1, keepdim=True)

@@ -1,124 +1,254 @@
-"""What attention and feed-forward energies share: project, normalise, evaluate, pull back."""
+"""Energies of projected features, ``E(z) = potential(norm(z W^T))``, with their norm and projection."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
-from implicit_attn.energies.checks import check_mask, check_state, check_vector
+from implicit_attn.energies.checks import check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.norms import Projection, RMSNorm, check_norm
-from implicit_attn.energies.tokens import hide
+from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
+from solvers.core.checks import require_count, require_positive
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """RMS norm without gain: ``y_hat = y / r``, ``r = sqrt(mean(y^2) + epsilon)`` over the last dimension.
+
+    Its Jacobian ``(I - y_hat y_hat^T / p) / r`` for width p is symmetric. With an epsilon near zero an
+    energy of ``y_hat`` has kinks where a projection vanishes, and its minima lie at the kinks; for
+    equilibrium layers choose an epsilon of order 1.
+
+    Args:
+        epsilon: finite, > 0.
+
+    Source: Zhang and Sennrich (2019), https://arxiv.org/abs/1910.07467, there with a gain.
+    """
+
+    epsilon: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("epsilon", self.epsilon)
+
+    def normalise(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``y`` (..., p) -> ``y_hat`` (..., p) and ``r`` (..., 1), in the dtype of ``y``."""
+        radius = self.mean_square(y).sqrt().to(y.dtype)
+        return y / radius, radius
+
+    def mean_square(self, y: Tensor) -> Tensor:
+        """``r^2 = mean(y^2) + epsilon``, (..., 1), in float32 or wider."""
+        wide = y.to(accumulation_dtype(y.dtype))
+        return wide.square().mean(-1, keepdim=True) + self.epsilon
+
+    @staticmethod
+    def jacobian_product(unit: Tensor, radius: Tensor, g: Tensor) -> Tensor:
+        """Jacobian times ``g`` (..., p), ``(g - y_hat mean(g y_hat)) / r``.
+
+        ``unit`` is ``y_hat`` and ``radius`` r. The Jacobian is symmetric, so this is also its transpose
+        times ``g``.
+        """
+        along = (g * unit).mean(-1, keepdim=True)
+        return torch.addcmul(g, unit, along, value=-1.0) / radius
+
+    @staticmethod
+    def hessian_product(
+        unit: Tensor, radius: Tensor, g: Tensor, curved: Tensor, v: Tensor
+    ) -> Tensor:
+        """Hessian of ``E(y / r)`` by y times ``v``; all of shape (..., p) but ``radius`` (..., 1).
+
+        With g the gradient of E at ``y_hat``, ``curved = Hessian of E at y_hat * Jacobian * v``,
+        ``m = mean(g y_hat)`` and ``c = mean(v y_hat)`` it is
+        ``(curved - (m v + c g) / r - y_hat (mean(curved y_hat) + (mean(g v) - 3 m c) / r)) / r``.
+        """
+        m = (g * unit).mean(-1, keepdim=True) / radius
+        c = (v * unit).mean(-1, keepdim=True)
+        along = (g * v).mean(-1, keepdim=True) / radius - 3.0 * m * c
+        along = along + (curved * unit).mean(-1, keepdim=True)
+        total = torch.addcmul(curved, v, m, value=-1.0)
+        total = torch.addcmul(total, g, c / radius, value=-1.0)
+        return torch.addcmul(total, unit, along, value=-1.0) / radius
+
+
+SOFT_NORM = RMSNorm(epsilon=1.0)
+
+
+def check_norm(norm: RMSNorm | None) -> RMSNorm | None:
+    """``norm`` must be an ``RMSNorm`` or None."""
+    if norm is not None and not isinstance(norm, RMSNorm):
+        raise TypeError(f"norm must be RMSNorm(epsilon=...) or None, got {norm!r}")
+    return norm
+
+
+class SpectralBound(nn.Module):
+    """Parametrisation ``W -> W min(1, bound / sigma)``, ``sigma`` the largest singular value.
+
+    A function of the weight alone, the same in training and evaluation, so the energy does not
+    change during a solve. Exact and differentiable. Each read of the weight costs a singular value
+    decomposition; within ``torch.nn.utils.parametrize.cached()``, as around a solve, there is one.
+
+    Args:
+        bound: finite, > 0.
+    """
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = require_positive("bound", bound)
+
+    def spectral_norm(self, weight: Tensor) -> Tensor:
+        """``sigma``, a scalar in float32 or wider."""
+        wide = weight.to(accumulation_dtype(weight.dtype))
+        return torch.linalg.matrix_norm(wide, ord=2)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        # Dividing by max(sigma, bound) keeps a zero weight free of 0 / 0.
+        scale = self.bound / self.spectral_norm(weight).clamp_min(self.bound)
+        return weight * scale.to(weight.dtype)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """An assigned weight is stored as it is; the bound applies where it is read."""
+        return weight
+
+    def extra_repr(self) -> str:
+        return f"bound={self.bound}"
+
+
+class Projection(nn.Module):
+    """A weight (rows, dim) that maps states ``z`` (..., dim) to ``z W^T`` and gradients back.
+
+    Entries are drawn from N(0, 1/dim), so a state with entries of order 1 has such projections.
+
+    Args:
+        dim: features of the state.
+        rows: features of the projection.
+        bound: bound on the largest singular value, or None.
+    """
+
+    weight: Tensor
+
+    def __init__(self, dim: int, rows: int, bound: float | None = None) -> None:
+        super().__init__()
+        dim, rows = require_count("dim", dim), require_count("rows", rows)
+        self.weight = nn.Parameter(torch.randn(rows, dim) * dim**-0.5)
+        if bound is not None:
+            parametrize.register_parametrization(self, "weight", SpectralBound(bound))
+
+    def extra_repr(self) -> str:
+        rows, dim = self.weight.shape
+        return f"dim={dim}, rows={rows}"
+
+
+def split_heads(y: Tensor, heads: int | None) -> Tensor:
+    """(B, N, heads p) -> (B, heads, N, p), contiguous; unchanged for None."""
+    if heads is None:
+        return y
+    batch, tokens, rows = y.shape
+    return y.view(batch, tokens, heads, rows // heads).transpose(1, 2).contiguous()
+
+
+def merge_heads(y: Tensor) -> Tensor:
+    """(B, heads, N, p) -> (B, N, heads p)."""
+    batch, heads, tokens, width = y.shape
+    return y.transpose(1, 2).reshape(batch, tokens, heads * width)
 
 
 class ProjectedEnergy(Energy):
     """``E(z) = potential(norm(z W^T))``, with gradient and Hessian-vector product in closed form.
 
-    A subclass states the potential of the features alone: its value, its gradient (force), and
-    its Hessian times a vector. Projection, norm and heads are handled here, and so are masks as
-    far as they can be: features (and vectors) of tokens that do not count are zero, and what the
-    potential says about them is dropped from the gradient; their part of the value is left to
-    the subclass. The weight is read once per evaluation.
+    A subclass sets ``projection`` (or overrides ``weight``) and defines the potential of the features:
+    its value, its gradient by the features (the force) and its Hessian times a vector. Projection,
+    norm and heads are handled here. Features and gradient are zero at masked tokens; a subclass must
+    leave these out of the value itself.
 
     Args:
         dim: features d of the state.
-        rows: features of the projection.
         heads: split the features into so many heads, (B, N, d) -> (B, heads, N, rows / heads);
             None: no head dimension, (B, ..., d) -> (B, ..., rows).
         norm: norm over the last dimension of the features, or None.
-        bound: bound on the spectral norm of the weight, or None.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        rows: int,
-        *,
-        heads: int | None,
-        norm: RMSNorm | None,
-        bound: float | None,
-    ) -> None:
-        super().__init__()
-        self.dim = dim
-        self.heads = heads
-        self.norm = check_norm(norm)
-        self.projection = Projection(dim, rows, bound)
+    projection: Projection
 
-    @abstractmethod
-    def potential(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        """Value of each sample, (B,), for features ``y``."""
+    def __init__(self, dim: int, *, heads: int | None = None, norm: RMSNorm | None = None) -> None:
+        super().__init__()
+        self.dim, self.heads, self.norm = dim, heads, check_norm(norm)
+
+    @property
+    def weight(self) -> Tensor:
+        """W (rows, d), read once an evaluation: each read of a bounded weight computes it."""
+        return self.projection.weight
 
     @abstractmethod
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The potential and its gradient by ``y``."""
+        """The potential of each sample, (B,), for features ``y``, and its gradient by ``y``."""
 
     @abstractmethod
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The gradient by ``y`` and the Hessian by ``y`` times ``v``."""
+        """The gradient by ``y``, and the Hessian by ``y`` times ``v``."""
+
+    def potential(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        """The potential alone."""
+        return self.potential_and_force(y, mask)[0]
 
     def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
         """The gradient of the potential by ``y`` alone."""
         return self.potential_and_force(y, mask)[1]
 
-    def features(
-        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
-    ) -> Tensor:
-        """``norm(z W^T)``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
-        z = self._visible(z, mask)
-        return self._features(z, self.projection.weight if weight is None else weight)[0]
-
-    def straight_gradient(
-        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
-    ) -> Tensor:
-        """Gradient by the features after the norm, pulled back by W: the norm's derivative dropped.
-
-        ``dE/dy W`` at ``y = norm(z W^T)``, like ``z``; no gradient of a function of z unless the
-        norm is None.
-
-        Args:
-            z: state, as for ``forward``.
-            mask: as for ``forward``; zero for tokens that do not count.
-            weight: (rows, d), used in place of the energy's own.
-
-        Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), equations 9 and 11.
-        """
-        z = self._visible(z, mask)
-        weight = self.projection.weight if weight is None else weight
-        y, _ = self._features(z, weight)
-        return self._pull_back(self.force(y, mask), weight, mask).to(z.dtype)
-
     def value_and_force(self, raw: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The value and its gradient by the features before the norm."""
+        """The potential and its gradient by the features ``raw`` before the norm."""
         if self.norm is None:
             return self.potential_and_force(raw, mask)
         y, radius = self.norm.normalise(raw)
         value, force = self.potential_and_force(y, mask)
         return value, self.norm.jacobian_product(y, radius, force)
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    def features(
+        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        """``norm(z W^T)``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
         z = self._visible(z, mask)
-        y, _ = self._features(z, self.projection.weight)
-        return self.potential(y, mask)
+        return self._features(z, self.weight if weight is None else weight)[0]
+
+    def straight_gradient(
+        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        """The gradient without the norm's derivative: ``dE/dy W`` at ``y = norm(z W^T)``, like ``z``.
+
+        It is the gradient of no function of z unless the norm is None.
+
+        Args:
+            z, mask: as for ``forward``; zero at masked tokens.
+            weight: (rows, d), used in place of W.
+
+        Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
+        """
+        z = self._visible(z, mask)
+        weight = self.weight if weight is None else weight
+        y, _ = self._features(z, weight)
+        return self._pull_back(self.force(y, mask), weight, mask).to(z.dtype)
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self.potential(self.features(z, mask=mask), mask)
 
     def value_and_grad(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        z = self._visible(z, mask)
-        weight = self.projection.weight
-        value, force = self.value_and_force(self._split(F.linear(z, weight)), mask)
+        z, weight = self._visible(z, mask), self.weight
+        value, force = self.value_and_force(split_heads(F.linear(z, weight), self.heads), mask)
         return value, self._pull_back(force, weight, mask).to(z.dtype)
 
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        z = self._visible(z, mask)
+        z, weight = self._visible(z, mask), self.weight
         check_vector(v, z)
-        weight = self.projection.weight
         y, radius = self._features(z, weight)
-        raw = self._split(F.linear(hide(v, mask), weight))
+        raw = split_heads(F.linear(hide(v, mask), weight), self.heads)
         if self.norm is None or radius is None:
             _, curved = self.force_and_curvature(y, raw, mask)
         else:
@@ -128,27 +258,38 @@ class ProjectedEnergy(Energy):
         return self._pull_back(curved, weight, mask).to(z.dtype)
 
     def _visible(self, z: Tensor, mask: Tensor | None) -> Tensor:
-        name = type(self).__name__
-        check_state(z, name, dim=self.dim, tokens=self.heads is not None)
-        check_mask(mask, z, name, features=1)
+        tokens = self.heads is not None
+        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=tokens)
         return hide(z, mask)
 
     def _features(self, z: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = self._split(F.linear(z, weight))
+        y = split_heads(F.linear(z, weight), self.heads)
         return (y, None) if self.norm is None else self.norm.normalise(y)
 
-    def _split(self, y: Tensor) -> Tensor:
-        """(B, N, heads p) -> (B, heads, N, p), contiguous for the matrix products that follow."""
-        if self.heads is None:
-            return y
-        batch, tokens, rows = y.shape
-        return y.view(batch, tokens, self.heads, rows // self.heads).transpose(1, 2).contiguous()
-
     def _pull_back(self, force: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
-        if self.heads is not None:
-            batch, heads, tokens, width = force.shape
-            force = force.transpose(1, 2).reshape(batch, tokens, heads * width)
+        force = force if self.heads is None else merge_heads(force)
         return hide(force @ weight, mask)
 
     def extra_repr(self) -> str:
         return f"norm={self.norm}"
+
+
+class TokenEnergy(ProjectedEnergy):
+    """A function of each token's features, summed over the tokens; no heads."""
+
+    @abstractmethod
+    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, ..., rows) -> the value of each token, (B, ...), and its gradient by ``y``."""
+
+    @abstractmethod
+    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of each token's value by ``y``, and its Hessian times ``v``."""
+
+    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        value, force = self.token_value_and_force(y)
+        return sum_samples(hide(value, mask)), force
+
+    def force_and_curvature(
+        self, y: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self.token_force_and_curvature(y, v)

@@ -1,15 +1,15 @@
-"""Energies without weights: the quadratic well, the external field, and plain functions."""
+"""Energies without projections: the quadratic, the external field, and functions of the user."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.checks import check_input, check_mask, check_state, check_vector
+from implicit_attn.energies.checks import check_input, check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.tokens import hide, sum_samples, sum_squares
 
@@ -17,14 +17,11 @@ from implicit_attn.energies.tokens import hide, sum_samples, sum_squares
 class Quadratic(Energy):
     """``E = 1/2 |z - x|^2``, or ``1/2 |z|^2`` where there is no input.
 
-    Gradient ``z - x``, Hessian the identity. An input pulls on the state as a field does: with a
-    unit step the update of ``Quadratic() + energy`` is ``x - energy.grad(z)``.
+    Gradient ``z - x``, Hessian the identity. The unit gradient step on ``Quadratic() + energy`` is
+    ``z <- x - energy.grad(z)``.
 
     Shapes: ``z`` (B, ...), ``x`` like ``z`` or None, ``mask`` (B, N) for ``z`` (B, N, ...).
     """
-
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        return 0.5 * sum_squares(self._difference(z, x, mask))
 
     def value_and_grad(
         self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
@@ -32,34 +29,25 @@ class Quadratic(Energy):
         difference = self._difference(z, x, mask)
         return 0.5 * sum_squares(difference), difference
 
-    def grad(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        return self._difference(z, x, mask)
-
     def hvp(
         self, z: Tensor, v: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
     ) -> Tensor:
-        check_state(z, "Quadratic")
-        check_mask(mask, z, "Quadratic")
+        check_tokens(z, mask, "Quadratic", features=0)
         check_vector(v, z)
         return hide(v, mask)
 
     def _difference(self, z: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
-        check_state(z, "Quadratic")
-        check_mask(mask, z, "Quadratic")
+        check_tokens(z, mask, "Quadratic", features=0)
         return hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
 
 
 class Field(Energy):
-    """``E = -<x, z>``: the input as an external field. Gradient ``-x``, no curvature.
+    """``E = -<x, z>``: the input as an external field. Gradient ``-x``, Hessian zero.
 
     Shapes: ``z`` (B, ...), ``x`` like ``z``, ``mask`` (B, N) for ``z`` (B, N, ...).
     """
 
     concave = True  # linear
-
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        field = self._field(z, x, mask)
-        return -sum_samples(field * hide(z, mask))
 
     def value_and_grad(
         self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
@@ -75,72 +63,85 @@ class Field(Energy):
         return torch.zeros_like(v)
 
     def _field(self, z: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
-        check_state(z, "Field")
-        check_mask(mask, z, "Field")
+        check_tokens(z, mask, "Field", features=0)
         return hide(check_input(x, z, "Field"), mask)
 
 
 class FunctionEnergy(Energy):
-    """A plain function as an energy: gradient and Hessian-vector product by differentiation.
+    """A function ``(z)`` or ``(z, x)`` as an energy, differentiated automatically.
 
     Args:
         function: ``function(z)`` or ``function(z, x)`` -> (B,), made of differentiable torch
-            operations; it is given ``mask=`` where it has a parameter of that name. A module's
-            parameters are found by optimizers; tensors that a function closes over are not.
-        concave: set it where the function is known to be concave in ``z``.
+            operations; it is given ``mask=`` where it has a parameter of that name. A module is
+            registered, so that optimizers find its parameters; they do not find tensors that a
+            function closes over.
+        concave: whether the function is known to be concave in ``z``.
 
     Raises:
-        TypeError: if ``function`` cannot be called so.
+        TypeError: if ``function`` does not have such a signature.
         ValueError: when evaluated, if it returns anything but one number per sample, or if a mask
             is given to a function that takes none.
     """
 
     def __init__(self, function: Callable[..., Tensor], *, concave: bool = False) -> None:
         super().__init__()
-        if not callable(function):
-            raise TypeError(f"function must be callable, got {function!r}")
+        self.call = FunctionCall.read(function)
         self.function = function
         self.concave = concave
-        self.name = getattr(function, "__qualname__", type(function).__name__)
-        self._takes_x, self._takes_mask = read_signature(function, self.name)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        if mask is not None and not self._takes_mask:
-            raise ValueError(
-                f"{self.name} takes no mask, so tokens that do not count would influence it; "
-                f"give it a parameter mask or pass no mask, got {tuple(mask.shape)}"
-            )
-        arguments = (z, x) if self._takes_x else (z,)
-        if self._takes_mask:
-            return self.function(*arguments, mask=mask)
-        return self.function(*arguments)
+        return self.call(self.function, z, x, mask)
 
     def _label(self) -> str:
-        return f"the function {self.name}"
+        return f"the function {self.call.name}"
 
     def extra_repr(self) -> str:
-        return self.name
+        return self.call.name
 
 
-def read_signature(function: Callable[..., Any], name: str) -> tuple[bool, bool]:
-    """Whether ``function`` takes x after z, and whether it takes a mask by name."""
-    if isinstance(function, nn.Module):  # its __call__ takes anything
-        function = function.forward
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError as error:
-        raise TypeError(f"the signature of {name} cannot be read; wrap it in a function") from error
-    kinds = inspect.Parameter
-    by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-    takes_mask = any(p.name == "mask" and p.kind in by_name for p in parameters)
-    rest = [p for p in parameters if p.name != "mask" or p.kind not in by_name]
-    placed = [p for p in rest if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    starred = any(p.kind is kinds.VAR_POSITIONAL for p in rest)
-    needed = [p for p in placed[2:] if p.default is kinds.empty]
-    needed += [p for p in rest if p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty]
-    if needed or not (placed or starred):
-        raise TypeError(
-            f"{name} must be callable as function(z) or function(z, x), "
-            f"got {name}{inspect.signature(function)}"
-        )
-    return len(placed) > 1 or starred, takes_mask
+class FunctionCall(NamedTuple):
+    """Which of a state, an input and a mask a function takes, to call it with those."""
+
+    name: str
+    takes_x: bool
+    takes_mask: bool
+
+    @classmethod
+    def read(cls, function: Any) -> FunctionCall:
+        """From the signature, ``function(z)`` or ``function(z, x)``, with or without a ``mask``.
+
+        Raises:
+            TypeError: if the signature is another one, or cannot be read.
+        """
+        if not callable(function):
+            raise TypeError(f"function must be callable, got {function!r}")
+        name = getattr(function, "__qualname__", type(function).__name__)
+        # The signature of a module's __call__ takes anything.
+        called = function.forward if isinstance(function, nn.Module) else function
+        try:
+            signature = inspect.signature(called)
+        except ValueError as error:
+            raise TypeError(
+                f"the signature of {name} cannot be read; wrap it in a function"
+            ) from error
+        kinds = inspect.Parameter
+        by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        parameters = signature.parameters.values()
+        rest = [p for p in parameters if p.name != "mask" or p.kind not in by_name]
+        placed = [p for p in rest if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+        starred = any(p.kind is kinds.VAR_POSITIONAL for p in rest)
+        needed = placed[2:] + [p for p in rest if p.kind is kinds.KEYWORD_ONLY]
+        if any(p.default is kinds.empty for p in needed) or not (placed or starred):
+            raise TypeError(
+                f"{name} must be callable as function(z) or function(z, x), got {name}{signature}"
+            )
+        return cls(name, len(placed) > 1 or starred, len(rest) < len(parameters))
+
+    def __call__(self, function: Callable[..., Any], z: Any, x: Any, mask: Tensor | None) -> Any:
+        if mask is not None and not self.takes_mask:
+            raise ValueError(
+                f"{self.name} takes no mask, so masked tokens would influence it; give it a parameter "
+                f"mask or pass no mask, got {tuple(mask.shape)}"
+            )
+        arguments = (z, x) if self.takes_x else (z,)
+        return function(*arguments, mask=mask) if self.takes_mask else function(*arguments)

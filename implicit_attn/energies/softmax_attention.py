@@ -1,4 +1,4 @@
-"""Softmax attention as a free energy of queries among keys."""
+"""Softmax attention with separate queries and keys, as a free energy of the queries."""
 
 from __future__ import annotations
 
@@ -9,50 +9,58 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.attention import head_width
-from implicit_attn.energies.checks import check_count, check_mask, check_positive, check_state
+from implicit_attn.energies.checks import check_mask, check_tokens
 from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.norms import SOFT_NORM, Projection, RMSNorm, check_norm
+from implicit_attn.energies.projected import (
+    SOFT_NORM,
+    Projection,
+    RMSNorm,
+    check_norm,
+    merge_heads,
+    split_heads,
+)
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
 from implicit_attn.kernels import check_frozen_key_backend, frozen_key_attention
-
-# exp of scores within this bound stays in float32, so no row maximum is needed.
-_PLAIN_EXPONENTIAL = 60.0
+from implicit_attn.kernels.bi_softmax.reference import PLAIN_EXPONENTIAL
+from solvers.core.checks import require_choice, require_count, require_positive
 
 
 class SoftmaxAttention(Energy):
-    """Helmholtz free energy of each query among the keys, ``-T lse``, with ``T = 1 / beta``.
+    """Helmholtz free energy of every query among the keys, at the temperature ``1 / beta``.
 
-    ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``; gradient by q
-    ``-sum_j P_ij k_j``: a step moves a token along its attention output (Ren, Ouyang, Tang, Liu,
-    "Transformers as Intrinsic Optimizers", equation 3).
-    ``energy="elastic"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(-beta |q_i - k_j|^2 / 2)``;
-    gradient by q ``q_i - sum_j P_ij k_j`` (same source, theorem 1); bounded below.
+    ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``. Gradient by q:
+    ``-sum_j P_ij k_j``, so a descent step moves a token along its attention output.
 
-    ``q = norm(W_q z)``; ``k = norm(W_k z)``, or ``k = norm(W_k x)`` where ``cross``. In
-    self-attention a token is a key too, and the gradient holds that term, so it is exact and its
-    Jacobian symmetric. Concave in z for cross attention with ``energy="inner"`` and no norm.
+    ``energy="elastic"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(-beta |q_i - k_j|^2 / 2)``. Gradient
+    by q: ``q_i - sum_j P_ij k_j``. Bounded below.
 
-    ``causal`` (self only) restricts the energy of token i to ``j <= i``; the key term of the
-    gradient still moves information from later to earlier tokens.
+    ``q = norm(W_q z)``. In self-attention ``k = norm(W_k z)``, and the gradient includes the term of
+    the keys, so it is exact and its Jacobian symmetric. In cross-attention ``k = norm(W_k x)`` is
+    constant; with ``energy="inner"`` and no norm E is then concave in z.
 
-    Shapes: ``z`` (B, N, d). Self: ``x`` is ignored, ``mask`` (B, N). Cross: ``x`` (B, M,
-    context_dim), or a pair of it and a bool (B, M), True where a context token counts; ``mask`` is
-    for ``z``. A query without any key has energy 0.
+    Shapes: ``z`` (B, N, d), ``mask`` (B, N). Self: ``x`` is ignored. Cross: ``x`` (B, M, context_dim),
+    or a pair of it and a mask (B, M) bool, False at masked context tokens. A query without any key
+    has energy 0.
 
     Args:
         dim: features d of the tokens.
         heads: number of heads.
         energy: ``"inner"`` or ``"elastic"``.
-        cross: keys from ``x`` in place of ``z``.
+        cross: cross-attention: keys from ``x`` in place of ``z``.
         context_dim: features of the context, default ``dim``; for ``cross`` only.
         head_dim: width p of a head; None: ``dim / heads``.
         beta: inverse temperature; None: ``1 / sqrt(p)``.
         norm: norm of each head's queries and keys, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
-        causal: see above.
-        backend: who computes cross attention, "auto", "reference" (dense) or "flash" (stock attention
-            on the CPU, which holds no N x M matrix; ``implicit_attn.kernels.explain_frozen_keys``);
-            self-attention is dense.
+        causal: for self-attention, restrict the energy of token i to ``j <= i``. The key term of the
+            gradient still carries information from later to earlier tokens.
+        backend: what computes cross-attention: "reference" (dense), "flash" (torch's fused attention
+            on the CPU, which forms no N x M matrix) or "auto";
+            ``implicit_attn.kernels.explain_frozen_keys`` says which one "auto" takes.
+            Self-attention is dense.
+
+    Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
+    https://arxiv.org/abs/2511.00907, equation 3 ("inner") and theorem 1 ("elastic").
     """
 
     def __init__(
@@ -71,8 +79,7 @@ class SoftmaxAttention(Energy):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if energy not in ("inner", "elastic"):
-            raise ValueError(f"energy must be 'inner' or 'elastic', got {energy!r}")
+        require_choice("energy", energy, ("inner", "elastic"))
         if context_dim is not None and not cross:
             raise ValueError(f"context_dim needs cross=True, got context_dim={context_dim!r}")
         if causal and cross:
@@ -81,22 +88,13 @@ class SoftmaxAttention(Energy):
             raise ValueError("backend='flash' needs cross=True, got cross=False")
         width = head_width(dim, heads, head_dim)
         self.dim, self.heads, self.width = dim, heads, width
-        self.context_dim = dim if context_dim is None else check_count(context_dim, "context_dim")
+        self.context_dim = dim if context_dim is None else require_count("context_dim", context_dim)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
-        self.beta = width**-0.5 if beta is None else check_positive(beta, "beta")
+        self.beta = width**-0.5 if beta is None else require_positive("beta", beta)
         self.norm = check_norm(norm)
         self.query = Projection(dim, heads * width, bound)
         self.key = Projection(self.context_dim, heads * width, bound)
         self.concave = cross and energy == "inner" and norm is None
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        if self.cross:
-            return self._among_frozen_keys(z, x, mask)[0]
-        z, blocked = self._read(z, mask)
-        query, _ = self._features(z, self.query.weight)
-        key, _ = self._features(z, self.key.weight)
-        _, lse, attends = self._attend(query, key, blocked)
-        return self._value(query, lse, attends)
 
     def value_and_grad(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
@@ -123,7 +121,7 @@ class SoftmaxAttention(Energy):
     def _among_frozen_keys(
         self, z: Tensor, x: Any, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Value, its gradient by the queries after the norm, the queries and their radius."""
+        """Value, its gradient by the queries, the queries (B, H, N, p) and the radius of their norm."""
         z = self._visible(z, mask)
         context, context_mask = self._context(x, z)
         query, radius = self._features(z, self.query.weight)
@@ -148,13 +146,11 @@ class SoftmaxAttention(Energy):
         return self._value(query, lse, attends), force, query, radius
 
     def _visible(self, z: Tensor, mask: Tensor | None) -> Tensor:
-        name = type(self).__name__
-        check_state(z, name, dim=self.dim, tokens=True)
-        check_mask(mask, z, name, features=1)
+        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=True)
         return hide(z, mask)
 
     def _read(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The state, zero where it does not count, and the pairs of tokens that do not meet."""
+        """The state with zeros at masked tokens, and the excluded pairs (B or 1, 1, N, N), or None."""
         z = self._visible(z, mask)
         blocked = None
         if mask is not None:
@@ -173,10 +169,8 @@ class SoftmaxAttention(Energy):
                 f"{name}: x must be a tensor {shape}, or a pair of it and a mask, "
                 f"got {type(x).__name__}; where x is a dict, choose its part with .select(key)"
             )
-        if context.dim() != 3 or (context.shape[0], context.shape[2]) != (
-            z.shape[0],
-            self.context_dim,
-        ):
+        expected = (z.shape[0], self.context_dim)
+        if context.dim() != 3 or (context.shape[0], context.shape[2]) != expected:
             raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(context.shape)}")
         if context.device != z.device:
             raise ValueError(f"{name}: x must be on {z.device} like z, got {context.device}")
@@ -184,17 +178,16 @@ class SoftmaxAttention(Energy):
         return hide(context, mask), mask
 
     def _features(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(B, N, d) -> (B, heads, N, p), and the radius where there is a norm."""
-        y = F.linear(tokens, weight).view(*tokens.shape[:2], self.heads, self.width)
-        y = y.transpose(1, 2).contiguous()
+        """(B, N, d) -> (B, heads, N, p), and the radius of the norm."""
+        y = split_heads(F.linear(tokens, weight), self.heads)
         return (y, None) if self.norm is None else self.norm.normalise(y)
 
     def _attend(
         self, query: Tensor, key: Tensor, blocked: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Weights P (B, H, N, M), lse (B, H, N), and where a query has a key, (B or 1, 1, N) bool.
+        """Weights P (B, H, N, M), lse (B, H, N), and which queries have a key, (B or 1, 1, N) bool.
 
-        For the elastic energy the part of ``|q|^2``, equal for all keys, is left out of both.
+        For the elastic energy the lse leaves out ``|q|^2``, which is equal for all keys.
         """
         wide = accumulation_dtype(query.dtype)
         scores = (query.to(wide) @ key.to(wide).mT) * self.beta
@@ -204,10 +197,10 @@ class SoftmaxAttention(Energy):
         if blocked is not None:
             closed = blocked.all(-1, keepdim=True)
             attends = ~closed.squeeze(-1)
-            # A row without keys stays open here and is emptied below, which spares it the NaN.
+            # A row without keys is computed over all keys and emptied below: no NaN arises.
             scores = scores.masked_fill(blocked & ~closed, -torch.inf)
         limit = 1.5 * self.beta * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
-        if self.norm is not None and limit <= _PLAIN_EXPONENTIAL:
+        if self.norm is not None and limit <= PLAIN_EXPONENTIAL:  # no row maximum is needed
             exponentials = scores.exp()
             total = exponentials.sum(-1, keepdim=True)
             weights, lse = exponentials / total, total.log().squeeze(-1)
@@ -230,8 +223,7 @@ class SoftmaxAttention(Energy):
     ) -> Tensor:
         if self.norm is not None and radius is not None:
             force = self.norm.jacobian_product(unit, radius, force)
-        batch, heads, tokens, width = force.shape
-        return force.transpose(1, 2).reshape(batch, tokens, heads * width) @ weight
+        return merge_heads(force) @ weight
 
     def extra_repr(self) -> str:
         return (
@@ -241,4 +233,5 @@ class SoftmaxAttention(Energy):
 
 
 def _where_attends(query: Tensor, attends: Tensor | None) -> Tensor:
+    """``query`` with zeros where it has no key."""
     return query if attends is None else query.masked_fill(~attends.unsqueeze(-1), 0.0)

@@ -1,4 +1,4 @@
-"""Sums over samples and masks over tokens."""
+"""Sums over the entries of each sample, and masks over tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precision, else the dtype itself."""
+    """The dtype in which sums are taken: float32 for half precision, else ``dtype`` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -24,7 +24,7 @@ def sum_squares(values: Tensor) -> Tensor:
 
 
 def hide(values: Tensor, mask: Tensor | None) -> Tensor:
-    """``values`` (B, N, ...) with zeros where ``mask`` (B, N) is False, whatever they held."""
+    """``values`` (B, N, ...) with zeros where ``mask`` (B, N) is False, NaN replaced too."""
     if mask is None:
         return values
     return values.masked_fill(~mask.reshape(*mask.shape, *[1] * (values.dim() - 2)), 0.0)

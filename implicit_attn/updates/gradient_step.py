@@ -1,4 +1,4 @@
-"""One step down an energy's gradient."""
+"""Updates that take one step down an energy, and their step sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy
 from implicit_attn.updates.update import Update
+from solvers.core.checks import require_positive
 
 
 class StepSize(nn.Module):
-    """A positive step: one number, or one per channel; constant or learned.
+    """A positive step size: one number, or one per channel; constant or learned.
 
-    A learned step is ``log(1 + exp(raw))``, so it stays positive.
+    A learned step size is ``log(1 + exp(raw))`` of a parameter ``raw``, so it stays positive.
 
     Args:
         initial: > 0.
@@ -27,10 +28,7 @@ class StepSize(nn.Module):
 
     def __init__(self, initial: float, channels: int | None = None, learned: bool = False) -> None:
         super().__init__()
-        if isinstance(initial, bool) or not isinstance(initial, (int, float)):
-            raise TypeError(f"step_size must be a number, got {initial!r}")
-        if not (math.isfinite(initial) and initial > 0):
-            raise ValueError(f"step_size must be finite and > 0, got {initial!r}")
+        require_positive("step_size", initial)
         whole = isinstance(channels, int) and not isinstance(channels, bool)
         if channels is not None and (not whole or channels < 1):
             raise ValueError(f"channels must be None or an integer >= 1, got {channels!r}")
@@ -43,7 +41,7 @@ class StepSize(nn.Module):
             self.register_buffer("constant", torch.full(shape, float(initial)))
 
     def forward(self) -> float | Tensor:
-        """The step: a float, or a tensor of shape () or (d,)."""
+        """The step size: a float, or a tensor of shape () or (d,)."""
         if self.learned:
             return F.softplus(self.raw)
         return self.initial if self.channels is None else self.constant  # type: ignore[return-value]
@@ -52,23 +50,44 @@ class StepSize(nn.Module):
         return f"initial={self.initial}, channels={self.channels}, learned={self.learned}"
 
 
-class GradientStep(Update):
+class EnergyStep(Update):
+    """A step that depends on the gradient of an energy, with a step size.
+
+    Args:
+        energy: an :class:`Energy`.
+        step_size: > 0.
+        channels: d for a step size per channel of z (..., d), or None.
+        learned: train the step size.
+    """
+
+    monitored = True
+
+    def __init__(
+        self, energy: Energy, step_size: float, *, channels: int | None, learned: bool
+    ) -> None:
+        super().__init__()
+        if not isinstance(energy, Energy):
+            raise TypeError(f"energy must be an Energy, got {type(energy)}")
+        self.energy = energy
+        self.step_size = StepSize(step_size, channels, learned)
+
+
+class GradientStep(EnergyStep):
     r"""``f(z, x) = z - eta dE/dz(z, x)``: fixed points are the stationary points of E.
 
-    They do not depend on eta > 0; the step only sets the scale of the residual
-    ``|f(z) - z| / |f(z)|`` and of solvers without a step control of their own. With one number the
-    Jacobian ``I - eta H`` is symmetric; with one number per channel it is not.
+    They do not depend on eta > 0, which only scales the residual ``|f(z) - z| / |f(z)|`` and the steps
+    of solvers that control no step size. With one number the Jacobian ``I - eta H`` is symmetric; with
+    one number per channel it is not.
 
     Args:
         energy: an :class:`Energy`.
         step_size: eta, > 0.
-        channels: d for a step per channel of z (..., d).
-        learned: train the step.
+        channels: d for a step size per channel of z (..., d).
+        learned: train the step size.
 
-    Source: Hu et al., Hyper-SET (arXiv 2502.11646), eqs. 9, 11 for learned steps.
+    Source: for learned step sizes Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646,
+    equations 9 and 11.
     """
-
-    monitored = True
 
     def __init__(
         self,
@@ -78,11 +97,7 @@ class GradientStep(Update):
         channels: int | None = None,
         learned: bool = False,
     ) -> None:
-        super().__init__()
-        if not isinstance(energy, Energy):
-            raise TypeError(f"energy must be an Energy, got {type(energy)}")
-        self.energy = energy
-        self.step_size = StepSize(step_size, channels, learned)
+        super().__init__(energy, step_size, channels=channels, learned=learned)
         self.symmetric = channels is None
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
@@ -102,7 +117,7 @@ class GradientStep(Update):
 
 
 def move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:
-    """``z - step * gradient`` in the dtype of ``z``; ``step`` a number or (), (d,) for z (..., d)."""
+    """``z - step * gradient`` in the dtype of ``z``; ``step`` a number, (), or (d,) for z (..., d)."""
     if isinstance(step, Tensor) and step.dim() and step.shape[0] != z.shape[-1]:
         raise ValueError(
             f"channels={step.shape[0]} does not fit a state with {z.shape[-1]} channels, got shape "

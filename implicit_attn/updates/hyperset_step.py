@@ -1,4 +1,4 @@
-"""The step of the hyperspherical energy transformer: autonomous, and with time for an unrolled model."""
+"""The step of the hyperspherical energy transformer (Hyper-SET): autonomous, and with time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.checks import check_input
 from implicit_attn.energies.hyperset_energy import build_attention, build_feedforward
-from implicit_attn.energies.norms import RMSNorm
-from implicit_attn.energies.projected import ProjectedEnergy
+from implicit_attn.energies.projected import ProjectedEnergy, RMSNorm
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.gradient_step import StepSize
 from implicit_attn.updates.low_rank import LowRankDeltas
@@ -26,26 +25,26 @@ class HyperSETStep(Update):
         X <- X - alpha sum_h W_h (P + P^T) Y_h,   Y_h = RMSNorm(W_h^T X),  P = softmax(beta Y_h Y_h^T)
         X <- X + gamma D relu(RMSNorm(D^T X))
 
-    after ``X <- X + injection (x - X)`` where there is an injection. The norms have no gain and a
-    tiny epsilon; their derivative is dropped, so this is the gradient step of no function of X and
-    its Jacobian is not symmetric. Without injection the input says only where a solve starts.
-    ``HyperSETEnergy`` is the energy of which an exact equilibrium can be had.
+    after ``X <- X + injection (x - X)`` where ``injection > 0``; else the input is only the initial
+    state. The norms have no gain and a tiny epsilon. Their derivative is dropped, so this is the
+    gradient step of no function of X, and its Jacobian is not symmetric. ``HyperSETEnergy`` is the
+    energy for equilibrium layers.
 
     Args:
         dim: features d of a token.
         heads: attention heads.
         memories: columns M of D.
-        step_size: alpha = gamma, > 0, or the pair of them.
-        injection: share of the way back to the input, 0 <= injection <= 1.
+        step_size: alpha = gamma, > 0, or the pair (alpha, gamma).
+        injection: fraction of the step towards the input, 0 <= injection <= 1.
         attention: "bisoftmax", "sigmoid", "linear" or "softmax" (rows only).
         feedforward: "relu", "softmax", "gated" or "gelu".
         head_dim: width p of a head; None: ``dim / heads``.
         epsilon: of the norms.
         bound: bound on the spectral norms of W and D, or None.
 
-    Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool; tokens that do not count stay as they are.
+    Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool; masked tokens keep their state.
 
-    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), equations 9 and 11.
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
     """
 
     def __init__(
@@ -74,16 +73,14 @@ class HyperSETStep(Update):
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
         if self.injection and x is not None:
-            pull = check_input(x, z, type(self).__name__) - z
-            if mask is not None:
-                pull = torch.where(mask.unsqueeze(-1), pull, 0.0)
+            pull = hide(check_input(x, z, type(self).__name__) - z, mask)
             z = torch.add(z, pull, alpha=self.injection)
         z = descend(z, self.attention, self.attention_step(), mask)
         return descend(z, self.feedforward, self.feedforward_step(), mask)
 
 
 class HyperSETLayer(nn.Module):
-    r"""The layer that an unrolled Hyper-SET repeats: the step of ``HyperSETStep``, t = 1, 2, ... ::
+    r"""The layer that an unrolled Hyper-SET repeats for t = 1, 2, ... ::
 
         X_t+1/2 = X_t - alpha_t sum_h W_h (P + P^T) RMSNorm(W_h^T X_t)
         X_t+1   = X_t+1/2 + gamma_t D relu(RMSNorm(D^T X_t+1/2))
@@ -93,13 +90,14 @@ class HyperSETLayer(nn.Module):
         step_size: where ``alpha_t, gamma_t`` come from. "conditioned-state", "conditioned-input":
             per token and channel from a network of time and of ``X_t`` or ``X_0``
             (``ConditionedStepSizes``); "learned": a positive number per channel; "fixed".
-        initial_step: both steps at the start; None: 0 for the networks, as published, else 0.1.
-        time_dim: sinusoids of the time.
-        lora_rank: r > 0 lets W and D differ from iteration to iteration by ``scale A_t B_t``.
+        initial_step: initial value of both; None: 0 for the networks, as published, else 0.1.
+        time_dim: number of sinusoids of the time.
+        lora_rank: rank of differences ``scale A_t B_t`` of W and D between iterations; 0: none.
         lora_scale: scale.
         iterations: number of such differences.
 
-    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), equations 9 and 11 and depth-wise LoRA.
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11 and
+    depth-wise LoRA.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class HyperSETLayer(nn.Module):
         if isinstance(lora_rank, bool) or not isinstance(lora_rank, int) or lora_rank < 0:
             raise ValueError(f"lora_rank must be an integer >= 0, got {lora_rank!r}")
         if lora_rank:
-            rows = self.attention.projection.weight.shape[0]
+            rows = self.attention.weight.shape[0]
             rest: Any = (dim, lora_rank, iterations)
             self.attention_deltas = LowRankDeltas(rows, *rest, scale=lora_scale)
             self.feedforward_deltas = LowRankDeltas(memories, *rest, scale=lora_scale)
@@ -138,7 +136,7 @@ class HyperSETLayer(nn.Module):
         return self.step_sizes.prepare(x0, times)
 
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
-        """The state (B, N, d) one iteration on, the one at ``times[index]``, from 0."""
+        """The state (B, N, d) after the iteration at ``times[index]``, index counted from 0."""
         return self._step(z, self.step_sizes(z, context, index), index, mask)
 
     def forward(
@@ -157,25 +155,30 @@ class HyperSETLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attention and feed-forward energy (B,) and features (B, heads, N, p) of a state.
 
-        As iteration ``index`` (from 0) sees it, its low-rank differences included.
+        With the weights of iteration ``index``, counted from 0.
         """
-        weight = self.weight(self.attention, self.attention_deltas, index)
-        features = self.attention.features(z, mask=mask, weight=weight)
-        attends = self.attention.potential(features, mask)
-        weight = self.weight(self.feedforward, self.feedforward_deltas, index)
-        recalled = self.feedforward.features(z, mask=mask, weight=weight)
-        return attends, self.feedforward.potential(recalled, mask), features
+        coupling, memory = self._weights(index)
+        features = self.attention.features(z, mask=mask, weight=coupling)
+        recalled = self.feedforward.features(z, mask=mask, weight=memory)
+        values = (
+            self.attention.potential(features, mask),
+            self.feedforward.potential(recalled, mask),
+        )
+        return *values, features
 
     def _step(self, z: Tensor, steps: tuple[Step, Step], index: int, mask: Tensor | None) -> Tensor:
-        weight = self.weight(self.attention, self.attention_deltas, index)
-        z = descend(z, self.attention, steps[0], mask, weight)
-        weight = self.weight(self.feedforward, self.feedforward_deltas, index)
-        return descend(z, self.feedforward, steps[1], mask, weight)
+        coupling, memory = self._weights(index)
+        z = descend(z, self.attention, steps[0], mask, coupling)
+        return descend(z, self.feedforward, steps[1], mask, memory)
 
-    @staticmethod
-    def weight(energy: ProjectedEnergy, deltas: LowRankDeltas | None, index: int) -> Tensor | None:
-        """The weight of an iteration; None: the energy's own."""
-        return None if deltas is None else deltas(energy.projection.weight, index)
+    def _weights(self, index: int) -> tuple[Tensor | None, Tensor | None]:
+        """W and D of an iteration; None: the energy's own."""
+        if self.attention_deltas is None or self.feedforward_deltas is None:
+            return None, None
+        return (
+            self.attention_deltas(self.attention.weight, index),
+            self.feedforward_deltas(self.feedforward.weight, index),
+        )
 
 
 def descend(

@@ -7,23 +7,23 @@ import math
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.checks import check_count, check_positive
+from solvers.core.checks import require_count, require_positive
 
 
 class LowRankDeltas(nn.Module):
     """``W_t = W + scale A_t B_t``, ``A_t`` (rows, rank) and ``B_t`` (rank, dim), for each iteration t.
 
-    All entries start from N(0, deviation^2), so that the iterations differ from the start. Later
-    iterations than there are deltas use the last.
+    All entries are drawn from N(0, deviation^2), so the iterations differ from the start. Iterations
+    beyond the last delta use the last.
 
     Args:
-        rows, dim: of the weight W.
-        rank: r.
-        iterations: number of deltas.
-        scale: s.
-        deviation: of the initial entries.
+        rows, dim: shape of the weight W.
+        rank: of the differences.
+        iterations: number of differences.
+        scale: their factor.
+        deviation: standard deviation of the initial entries.
 
-    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), depth-wise LoRA.
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, depth-wise LoRA.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class LowRankDeltas(nn.Module):
         super().__init__()
         sizes = {"rows": rows, "dim": dim, "rank": rank, "iterations": iterations}
         for name, size in sizes.items():
-            check_count(size, name)
+            require_count(name, size)
         if isinstance(scale, bool) or not math.isfinite(scale):
             raise ValueError(f"scale must be a finite number, got {scale!r}")
-        deviation = check_positive(deviation, "deviation")
+        deviation = require_positive("deviation", deviation)
         self.scale = float(scale)
         self.left = nn.Parameter(deviation * torch.randn(iterations, rows, rank))
         self.right = nn.Parameter(deviation * torch.randn(iterations, rank, dim))

@@ -1,4 +1,4 @@
-"""Mean-field attention: sites that respond to each other through learned couplings."""
+"""Mean-field attention: learned couplings between sites, and what mean-field updates share."""
 
 from __future__ import annotations
 
@@ -9,23 +9,49 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from implicit_attn.energies.checks import check_count, check_input, check_positive
-from implicit_attn.energies.norms import SpectralBound
+from implicit_attn.energies.checks import check_input
+from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.update import Update
+from solvers.core.checks import require_count, require_positive
 
 
-class OnsagerNetwork(nn.Module):
-    """The amortised Onsager term, a network of each site: ``W2 gelu(W1 norm(z) + b1) + b2``.
+class NormedMLP(nn.Module):
+    """``W2 gelu(W1 norm(z) + b1) + b2``, with LayerNorm without gain and offset (W1 and b1 hold them).
 
-    The norm is LayerNorm without gain and offset (W1 and b1 hold them) and with an epsilon of order
-    1: with a tiny one the network has a kink where the components of a site agree, and no solver
-    converges fast across it.
+    The epsilon of the norm is of order 1: with a tiny one the map has a kink where all components
+    agree, and no solver converges fast across it.
+
+    Args:
+        dim: d, over which the norm is taken.
+        width: features of ``W1`` and of the result.
+        hidden: hidden units; None: ``4 width``.
+        epsilon: of the norm, finite, > 0.
+        bound: bound on the spectral norms of W1 and W2, or None; the Lipschitz constant of the map is
+            then at most ``1.13 bound^2 / sqrt(epsilon)``.
+    """
+
+    def __init__(
+        self, dim: int, width: int, hidden: int | None, epsilon: float, bound: float | None
+    ) -> None:
+        super().__init__()
+        hidden = 4 * width if hidden is None else require_count("hidden", hidden)
+        epsilon = require_positive("epsilon", epsilon)
+        self.norm = nn.LayerNorm(dim, eps=epsilon, elementwise_affine=False)
+        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        if bound is not None:
+            for linear in (self.first, self.second):
+                parametrize.register_parametrization(linear, "weight", SpectralBound(bound))
+
+
+class OnsagerNetwork(NormedMLP):
+    """A network of each site that stands for the Onsager term: ``W2 gelu(W1 norm(z) + b1) + b2``.
 
     Args:
         dim: d.
-        hidden: width; None: 4 d.
-        epsilon: of the norm, finite, > 0.
+        hidden: hidden units; None: 4 d.
+        epsilon: of the LayerNorm, finite, > 0.
         bound: bound on the spectral norms of W1 and W2, or None; the Lipschitz constant of the
             network is then at most ``1.13 bound^2 / sqrt(epsilon)``.
 
@@ -40,47 +66,66 @@ class OnsagerNetwork(nn.Module):
         epsilon: float = 1.0,
         bound: float | None = None,
     ) -> None:
-        super().__init__()
-        dim = check_count(dim, "dim")
-        hidden = 4 * dim if hidden is None else check_count(hidden, "hidden")
-        self.norm = nn.LayerNorm(
-            dim, eps=check_positive(epsilon, "epsilon"), elementwise_affine=False
-        )
-        self.first, self.second = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
-        if bound is not None:
-            for linear in (self.first, self.second):
-                parametrize.register_parametrization(linear, "weight", SpectralBound(bound))
+        super().__init__(require_count("dim", dim), dim, hidden, epsilon, bound)
 
     def forward(self, z: Tensor) -> Tensor:
         return self.second(F.gelu(self.first(self.norm(z))))
 
 
-class MeanFieldAttention(Update):
-    r"""``f(z, x)_i = sum_j J_ij z_j - correction(z_i) + x_i``: a site answers the others' pull.
+class CorrectedUpdate(Update):
+    """An update ``f(z, x) = field(z, x) - correction(z)``, correction a module of each token or None.
 
-    The couplings J (N, N, d, d) are learned and belong to the N places, so the layer takes exactly
-    N sites. The correction stands for the Onsager term ``V_i m_i`` of the adaptive TAP equations,
-    which takes a site's own influence back out of the field that it feels.
+    The correction stands for the Onsager term ``V_i m_i`` of the adaptive TAP equations, which removes
+    a token's own influence from the field that acts on it.
+    """
 
-    A fixed point must exist and be found while J and the correction are trained. The initial J
-    keeps ``|J|`` near ``2 / sqrt d``. Where the Lipschitz constants of the two terms sum to less
-    than 1, which ``bound`` and ``correction_bound`` can enforce, f is a contraction; a correction
-    that pushes back (a positive semidefinite Jacobian, as the Onsager term has) helps.
+    correction: nn.Module | None
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters; entries that a symmetry ties count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def corrected(self, field: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+        """``field - correction(z)``, or z at masked tokens; all (B, N, d)."""
+        if self.correction is not None:
+            visible = hide(z, mask)
+            term = self.correction(visible)
+            if not isinstance(term, Tensor) or term.shape != z.shape:
+                got = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
+                raise ValueError(
+                    f"correction must return the shape of z, {tuple(z.shape)}, got {got}"
+                )
+            field = field - term
+        return field if mask is None else torch.where(mask.unsqueeze(-1), field, z)
+
+
+class MeanFieldAttention(CorrectedUpdate):
+    r"""``f(z, x)_i = sum_j J_ij z_j - correction(z_i) + x_i``: mean-field spins with learned couplings.
+
+    The couplings J (N, N, d, d) belong to the N positions, so the layer takes exactly N sites. The
+    correction stands for the Onsager term ``V_i m_i`` of the adaptive TAP equations, which removes a
+    site's own influence from the field that acts on it.
+
+    f is a contraction where the Lipschitz constants of the two terms sum to less than 1, which
+    ``bound`` and ``correction_bound`` can enforce. Initially ``|J|`` is about ``2 / sqrt d``. A
+    correction whose Jacobian is positive semidefinite, like that of the Onsager term, improves
+    convergence.
 
     Args:
         sites: N.
         dim: d.
         correction: "network" for an ``OnsagerNetwork``, None for no correction (the naive mean
-            field, linear), or a module (B, N, d) -> (B, N, d) that treats each site on its own.
-        hidden: width of the network; None: 4 d.
+            field, linear), or a module (B, N, d) -> (B, N, d) that acts on each site separately.
+        hidden: hidden units of the network; None: 4 d.
         correction_bound: bound on the spectral norms of the network's two weights, or None.
         symmetric_sites, symmetric_internal, scale, bound: of the ``Couplings``.
 
-    Shapes: ``z`` and ``x`` (B, N, d); ``x`` None counts as zero. ``mask`` (B, N) bool: sites that do
-    not count pull on nobody and do not move.
+    Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked sites act on no
+    other site and keep their state.
 
-    Source: Bal, "Deep Implicit Attention: A Mean-Field Theory Perspective on Attention Mechanisms"
-    (2021).
+    Source: Bal, "Deep Implicit Attention" (2021),
+    https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
     """
 
     def __init__(
@@ -108,24 +153,14 @@ class MeanFieldAttention(Update):
         self.correction = make_correction(correction, dim, hidden, correction_bound)
         self.symmetric = symmetric_sites and self.correction is None
 
-    @property
-    def parameter_count(self) -> int:
-        """Effective number of parameters under the symmetries, the correction's included."""
-        others = () if self.correction is None else self.correction.parameters()
-        return self.couplings.parameter_count + sum(p.numel() for p in others)
-
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
         self.couplings.check(z, mask)
-        visible = z if mask is None else z.masked_fill(~mask.unsqueeze(-1), 0.0)
-        flat, matrix = visible.flatten(1), self.couplings.matrix
+        flat, matrix = hide(z, mask).flatten(1), self.couplings.matrix
         if x is None:
             field = flat @ matrix.mT
         else:
             field = torch.addmm(check_input(x, z, "MeanFieldAttention").flatten(1), flat, matrix.mT)
-        field = field.view(z.shape)
-        if self.correction is not None:
-            field = field - corrected(self.correction, visible)
-        return field if mask is None else torch.where(mask.unsqueeze(-1), field, z)
+        return self.corrected(field.view(z.shape), z, mask)
 
 
 def make_correction(
@@ -135,10 +170,10 @@ def make_correction(
     bound: float | None,
     hidden_name: str = "hidden",
 ) -> nn.Module | None:
-    """The correction that a layer's arguments name, or an error that names the argument."""
+    """The correction of a ``CorrectedUpdate`` from its arguments, or an error that names the argument."""
     if isinstance(correction, str) and correction == "network":
-        hidden = None if hidden is None else check_count(hidden, hidden_name)
-        bound = None if bound is None else check_positive(bound, "correction_bound")
+        hidden = None if hidden is None else require_count(hidden_name, hidden)
+        bound = None if bound is None else require_positive("correction_bound", bound)
         return OnsagerNetwork(dim, hidden, bound=bound)
     if correction is not None and not isinstance(correction, nn.Module):
         raise TypeError(f'correction must be "network", a module or None, got {correction!r}')
@@ -149,12 +184,3 @@ def make_correction(
                 f"correction={correction!r}"
             )
     return correction
-
-
-def corrected(correction: nn.Module, z: Tensor) -> Tensor:
-    """``correction(z)``, which must be like ``z``."""
-    value = correction(z)
-    if not isinstance(value, Tensor) or value.shape != z.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"correction must return the shape of z, {tuple(z.shape)}, got {got}")
-    return value

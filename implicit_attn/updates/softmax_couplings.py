@@ -1,4 +1,4 @@
-"""Mean-field updates without couplings of their own: from the input's attention, or by an MLP."""
+"""Mean-field updates whose couplings come from the attention of the input, or from an MLP."""
 
 from __future__ import annotations
 
@@ -7,52 +7,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from implicit_attn.energies.attention import head_width
-from implicit_attn.energies.checks import (
-    check_count,
-    check_input,
-    check_mask,
-    check_positive,
-    check_state,
-)
-from implicit_attn.energies.norms import Projection, SpectralBound
-from implicit_attn.energies.spins.couplings import check_flag
+from implicit_attn.energies.checks import check_input, check_mask, check_tokens
+from implicit_attn.energies.projected import Projection
 from implicit_attn.energies.tokens import accumulation_dtype, hide
-from implicit_attn.updates.mean_field import corrected, make_correction
-from implicit_attn.updates.update import Update
+from implicit_attn.updates.mean_field import CorrectedUpdate, NormedMLP, make_correction
+from solvers.core.checks import require_count, require_flag, require_positive
 
 
-class SoftmaxCouplingAttention(Update):
+class SoftmaxCouplingAttention(CorrectedUpdate):
     r"""``f(z, x)_i = sum_j J_ij z_j - correction(z_i) + x_i``, ``J = strength softmax(Q K^T / sqrt p)``.
 
-    Queries ``Q = x W_q^T`` and keys ``K = x W_k^T`` come from the *input*, so J is fixed during the
-    solve, and a ``DEQ`` computes it once a solve (:meth:`prepare`). Head h couples the h-th slice of
-    ``p = d / heads`` components: the state is its own value, as spins have it; the correction mixes
-    the components.
+    Queries ``Q = x W_q^T`` and keys ``K = x W_k^T`` come from the *input*, so J is constant during a
+    solve, and a ``DEQ`` computes it once (:meth:`prepare`). Head h couples the h-th slice of
+    ``p = d / heads`` components of the state, without a value projection; the correction mixes the
+    components.
 
-    The rows of the softmax sum to 1, so with ``strength`` 1, the source's form, ``I - J`` is
-    singular: it maps equal tokens to zero. Only the correction can then make a fixed point, and the
-    default one cannot, since its norm sees no shift that all components share: most inputs have
-    none. For one head, a strength below 1 minus the Lipschitz constant of the correction makes f a
-    contraction in the norm of the largest token.
+    The rows of the softmax sum to 1. With ``strength`` 1, as in the source, ``I - J`` is therefore
+    singular: it maps equal tokens to zero. The default correction does not help, since its norm
+    removes a shift common to all components, so most inputs have no fixed point. For one head, a
+    strength below 1 minus the Lipschitz constant of the correction makes f a contraction in the norm
+    of the largest token.
 
     Args:
         dim: d.
         heads: a divisor of d.
         correction: "network" for an ``OnsagerNetwork``, None, or a module (B, N, d) -> (B, N, d)
-            that treats each token on its own.
-        hidden: width of the network; None: 4 d.
+            that acts on each token separately.
+        hidden: hidden units of the network; None: 4 d.
         correction_bound: bound on the spectral norms of the network's two weights, or None.
         strength: > 0.
-        self_coupling: let a token attend to itself; False takes ``J_ii`` out of the softmax.
+        self_coupling: whether a token attends to itself; False excludes ``J_ii`` from the softmax.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
 
-    Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: tokens that do not count are
-    neither keys nor moved. A token without any key feels only its own input.
+    Shapes: ``z`` and ``x`` (B, N, d), any N. ``mask`` (B, N) bool: masked tokens are no keys and keep
+    their state. A token without any key has the field ``x_i``.
 
-    Source: Bal, "Deep Implicit Attention" (2021), the section on softmax attention.
+    Source: Bal, "Deep Implicit Attention" (2021), the section on softmax attention,
+    https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
     """
 
     def __init__(
@@ -69,18 +62,13 @@ class SoftmaxCouplingAttention(Update):
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, None)
-        self.strength = check_positive(strength, "strength")
-        self.self_coupling = check_flag(self_coupling, "self_coupling")
+        self.strength = require_positive("strength", strength)
+        self.self_coupling = require_flag("self_coupling", self_coupling)
         self.query, self.key = Projection(dim, dim, bound), Projection(dim, dim, bound)
         self.correction = make_correction(correction, dim, hidden, correction_bound)
 
-    @property
-    def parameter_count(self) -> int:
-        """Number of parameters; no symmetry ties any of them."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero where a token does not count."""
+        """``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
         self._check_tokens(x)
         check_mask(mask, x, type(self).__name__, features=1)
         x = hide(x, mask)
@@ -92,7 +80,7 @@ class SoftmaxCouplingAttention(Update):
         wide = scores.to(accumulation_dtype(scores.dtype))
         if open_pairs is None:
             return (wide.softmax(-1) * self.strength).to(scores.dtype)
-        # A row without keys is computed over all of them and then emptied, which spares it the NaN.
+        # A row without keys is computed over all keys and then emptied: no NaN arises.
         empty = ~open_pairs.any(-1, keepdim=True)
         weights = wide.masked_fill(~(open_pairs | empty), -torch.inf).softmax(-1)
         return (weights * self.strength).masked_fill(~open_pairs, 0.0).to(scores.dtype)
@@ -103,8 +91,7 @@ class SoftmaxCouplingAttention(Update):
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         name = type(self).__name__
-        check_state(z, name, dim=self.dim, tokens=True)
-        check_mask(mask, z, name, features=1)
+        check_tokens(z, mask, name, dim=self.dim, tokens=True)
         x, couplings = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
         x = check_input(x, z, name)
         if couplings is None:
@@ -116,9 +103,7 @@ class SoftmaxCouplingAttention(Update):
         else:
             slices = visible.view(batch, count, self.heads, self.width).transpose(1, 2)
             field = x + (couplings @ slices).transpose(1, 2).reshape(z.shape)
-        if self.correction is not None:
-            field = field - corrected(self.correction, visible)
-        return field if mask is None else torch.where(mask.unsqueeze(-1), field, z)
+        return self.corrected(field, z, mask)
 
     def _check_tokens(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
@@ -142,16 +127,16 @@ class SoftmaxCouplingAttention(Update):
         )
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(NormedMLP):
     """An MLP over the tokens, the same for every component: ``W2 gelu(W1 norm(z) + b1) + b2``.
 
-    The norm is LayerNorm over the components of each token, without gain and offset and with an
-    epsilon of order 1; a token that is zero stays zero in it and so drops out of ``W1``.
+    The norm is a LayerNorm over the components of each token. It maps a zero token to zero, so masked
+    tokens contribute nothing to ``W1``.
 
     Args:
         tokens: N.
-        dim: d, for the norm.
-        hidden: width; None: 4 N.
+        dim: d, over which the norm is taken.
+        hidden: hidden units; None: 4 N.
         epsilon: of the norm, finite, > 0.
         bound: bound on the spectral norms of W1 and W2, or None; the Lipschitz constant of the
             mixer is then at most ``1.13 bound^2 / sqrt(epsilon)``.
@@ -168,44 +153,37 @@ class TokenMixer(nn.Module):
         epsilon: float = 1.0,
         bound: float | None = None,
     ) -> None:
-        super().__init__()
-        tokens, dim = check_count(tokens, "tokens"), check_count(dim, "dim")
-        hidden = 4 * tokens if hidden is None else check_count(hidden, "hidden")
-        self.norm = nn.LayerNorm(
-            dim, eps=check_positive(epsilon, "epsilon"), elementwise_affine=False
-        )
-        self.first, self.second = nn.Linear(tokens, hidden), nn.Linear(hidden, tokens)
-        if bound is not None:
-            for linear in (self.first, self.second):
-                parametrize.register_parametrization(linear, "weight", SpectralBound(bound))
+        tokens, dim = require_count("tokens", tokens), require_count("dim", dim)
+        super().__init__(dim, tokens, hidden, epsilon, bound)
 
     def forward(self, z: Tensor) -> Tensor:
         return self.second(F.gelu(self.first(self.norm(z).mT))).mT
 
 
-class MixerAttention(Update):
+class MixerAttention(CorrectedUpdate):
     r"""``f(z, x)_i = g({z_j})_i - correction(z_i) + x_i`` with a token-mixing MLP ``g``.
 
-    The explicit couplings of :class:`MeanFieldAttention` give way to a :class:`TokenMixer`; its
-    parameters belong to the N places, so the layer takes exactly N tokens.
-
-    Where the Lipschitz constants of g and of the correction sum to less than 1, which ``bound`` and
-    ``correction_bound`` can enforce, f is a contraction.
+    A :class:`TokenMixer` replaces the explicit couplings of :class:`MeanFieldAttention`. Its parameters
+    belong to the N positions, so the layer takes exactly N tokens. f is a contraction where the
+    Lipschitz constants of g and of the correction sum to less than 1, which ``bound`` and
+    ``correction_bound`` can enforce.
 
     Args:
         tokens: N.
         dim: d.
-        hidden: width of the mixer; None: 4 N.
+        hidden: hidden units of the mixer; None: 4 N.
         correction: "network" for an ``OnsagerNetwork``, None, or a module (B, N, d) -> (B, N, d)
-            that treats each token on its own.
-        correction_hidden: width of the network; None: 4 d.
+            that acts on each token separately.
+        correction_hidden: hidden units of the network; None: 4 d.
         correction_bound: bound on the spectral norms of the network's two weights, or None.
         bound: bound on the spectral norms of the mixer's two weights, or None.
 
-    Shapes: ``z`` and ``x`` (B, N, d); ``x`` None counts as zero. ``mask`` (B, N) bool: tokens that do
-    not count enter the mixer as zeros and do not move.
+    Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked tokens enter the
+    mixer as zeros and keep their state.
 
-    Source: Bal, "Deep Implicit Attention" (2021), the section on MLP-Mixer (Tolstikhin et al. 2021).
+    Source: Tolstikhin et al., "MLP-Mixer" (2021), https://arxiv.org/abs/2105.01601; Bal, "Deep Implicit
+    Attention" (2021), the section on MLP-Mixer,
+    https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
     """
 
     def __init__(
@@ -226,24 +204,15 @@ class MixerAttention(Update):
             correction, dim, correction_hidden, correction_bound, hidden_name="correction_hidden"
         )
 
-    @property
-    def parameter_count(self) -> int:
-        """Number of parameters; no symmetry ties any of them."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
         name = type(self).__name__
-        check_state(z, name, dim=self.dim, tokens=True)
-        check_mask(mask, z, name, features=1)
+        check_tokens(z, mask, name, dim=self.dim, tokens=True)
         if z.shape[1] != self.tokens:
             raise ValueError(f"{name}: z must have {self.tokens} tokens, got {tuple(z.shape)}")
-        visible = hide(z, mask)
-        field = self.mixer(visible)
+        field = self.mixer(hide(z, mask))
         if x is not None:
             field = field + check_input(x, z, name)
-        if self.correction is not None:
-            field = field - corrected(self.correction, visible)
-        return field if mask is None else torch.where(mask.unsqueeze(-1), field, z)
+        return self.corrected(field, z, mask)
 
     def extra_repr(self) -> str:
         return f"tokens={self.tokens}, dim={self.dim}"

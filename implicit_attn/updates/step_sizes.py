@@ -1,4 +1,4 @@
-"""Step sizes of an unrolled layer: constant, learned, or said by a network of time and tokens."""
+"""Step sizes of an unrolled layer: constant, learned, or computed by a network from time and tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.checks import check_count
-from implicit_attn.energies.norms import RMSNorm
+from implicit_attn.energies.projected import RMSNorm
 from implicit_attn.updates.gradient_step import StepSize
+from solvers.core.checks import require_choice, require_count
 
 STEP_SIZES = ("conditioned-state", "conditioned-input", "learned", "fixed")
 CONDITION_NORM = RMSNorm(epsilon=1e-6)
@@ -22,23 +22,23 @@ Step = float | Tensor
 
 
 class StepSizes(nn.Module):
-    """Two step sizes for each iteration, of the attention and of the feed-forward step."""
+    """Two step sizes for each iteration: of the attention step and of the feed-forward step."""
 
     @abstractmethod
     def prepare(self, x0: Tensor, times: Tensor) -> Any:
-        """What ``forward`` needs of the input (B, N, d) and the times (T,), computed once."""
+        """The context of ``forward``, computed once from the input (B, N, d) and the times (T,)."""
 
     @abstractmethod
     def forward(self, z: Tensor, context: Any, index: int) -> tuple[Step, Step]:
-        """Steps of the state ``z`` (B, N, d) at ``times[index]``: numbers, (d,) or (B, N, d)."""
+        """Step sizes for the state ``z`` (B, N, d) at ``times[index]``: numbers, (d,) or (B, N, d)."""
 
 
 class PlainStepSizes(StepSizes):
-    """The same two positive steps at all times: numbers, or learned per channel.
+    """The same two positive step sizes at all times: one number or one per channel each.
 
     Args:
-        initial: of both, > 0.
-        channels: d for a vector each, None for one number each.
+        initial: initial value of both, > 0.
+        channels: d for a vector (d,) each, None for one number each.
         learned: train them.
     """
 
@@ -57,22 +57,19 @@ class PlainStepSizes(StepSizes):
 class ConditionedStepSizes(StepSizes):
     """``(alpha_t, gamma_t) = last(gelu(embed(t) + norm(c)))``, one number per token and channel.
 
-    ``embed(t)`` is Linear - GELU - Linear of ``sinusoids(t)``; the condition ``c`` is the state
-    ``x_t`` or the input ``x0``, RMS-normalised without gain. ``last`` starts with zero weights and
-    bias ``initial``. With ``initial`` 0, as published, the layer starts as the identity and its
-    projections wait one optimiser step for their first gradient: the step sizes learn first. They
-    may take either sign.
-
-    Time enters by smooth functions alone, so the network can be asked for any t, also for later
-    ones than it was trained on.
+    ``embed(t)`` is Linear - GELU - Linear of ``sinusoids(t)``, ``norm`` the RMS norm without gain, and
+    the condition c the state ``x_t`` or the input ``x0``. ``last`` is linear, with zero weights and the
+    bias ``initial`` before training. With ``initial`` 0, as published, the untrained layer is the
+    identity, and its projections have no gradient until the step sizes have changed. The step sizes may
+    take either sign. Since ``embed`` is smooth, any t can be evaluated, also beyond the trained ones.
 
     Args:
         dim: d.
-        source: "state" or "input".
-        time_dim: sinusoids, even, >= 4.
-        initial: both steps at the start.
+        source: of the condition, "state" or "input".
+        time_dim: number of sinusoids, even, >= 4.
+        initial: initial value of both step sizes.
 
-    Source: Hu, Zou, Xu, "Hyper-SET" (arXiv 2502.11646), section 4.1 and appendix.
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, section 4.1 and appendix.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class ConditionedStepSizes(StepSizes):
             raise ValueError(f"initial must be finite, got {initial!r}")
         self.source, self.time_dim, self.initial = source, _check_time_dim(time_dim), float(initial)
         self.embedding = nn.Sequential(
-            nn.Linear(time_dim, check_count(dim, "dim")), nn.GELU(), nn.Linear(dim, dim)
+            nn.Linear(time_dim, require_count("dim", dim)), nn.GELU(), nn.Linear(dim, dim)
         )
         self.last = nn.Linear(dim, 2 * dim)
         nn.init.zeros_(self.last.weight)
@@ -123,9 +120,8 @@ def sinusoids(times: Tensor, count: int) -> Tensor:
 def build_step_sizes(
     kind: str, dim: int, *, initial: float | None = None, time_dim: int = 512
 ) -> StepSizes:
-    """Step sizes of a kind of ``STEP_SIZES``; ``initial`` None: 0 where conditioned, else 0.1."""
-    if kind not in STEP_SIZES:
-        raise ValueError(f"step_size must be one of {STEP_SIZES}, got {kind!r}")
+    """The step sizes of a kind of ``STEP_SIZES``; ``initial`` None: 0 if conditioned, else 0.1."""
+    require_choice("step_size", kind, STEP_SIZES)
     if kind.startswith("conditioned-"):
         start = 0.0 if initial is None else initial
         source = kind.removeprefix("conditioned-")
@@ -136,6 +132,6 @@ def build_step_sizes(
 
 
 def _check_time_dim(count: Any) -> int:
-    if check_count(count, "time_dim") % 2 or count < 4:
+    if require_count("time_dim", count) % 2 or count < 4:
         raise ValueError(f"time_dim must be even and >= 4, got {count}")
     return count

@@ -1,4 +1,4 @@
-"""Adaptive-TAP attention: vector spins that respond to each other, their variances included."""
+"""Adaptive-TAP attention: means and cavity variances of coupled vector spins."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from solvers import Site, SphericalSite, SpinState, starting_state, tap_step
 
 
 class AdaptiveTAPAttention(Update):
-    r"""Means and cavity variances of N coupled sites that feel the layer's input as their field.
+    r"""The adaptive TAP equations of N coupled sites, with the layer's input x as external field.
 
-    With learned couplings J, the input x as external field, and the mean and covariance that the
-    site's distribution has under a field h and a cavity variance V::
+    With learned couplings J, and with the mean and the covariance that the site's distribution has
+    under a field h and a cavity variance V::
 
         h_i = x_i + sum_j J_ij m_j - V_i m_i,   m_i = site mean,  C_i = site covariance at (h_i, V_i)
         Lambda_i = V_i + C_i^-1,   [(Lambda - J)^-1]_ii = C_i
@@ -25,9 +25,9 @@ class AdaptiveTAPAttention(Update):
         layer = DEQ(AdaptiveTAPAttention(17, 10), solver=solvers.AdaptiveTAP())
         layer(x).mean  # (B, N, d)
 
-    Unlike ``MeanFieldAttention`` the Onsager term ``V_i m_i`` is not a learned network but follows
-    from the couplings and the input. The solver keeps every sample where ``Lambda - J`` is positive
-    definite; a sample without such a solution ends as ``Status.INDEFINITE``.
+    Unlike in ``MeanFieldAttention`` the Onsager term ``V_i m_i`` is no learned network; it follows from
+    the couplings and the input. The solver keeps ``Lambda - J`` of every sample positive definite; a
+    sample without such a solution ends as ``Status.INDEFINITE``.
 
     Args:
         sites: N.
@@ -35,11 +35,12 @@ class AdaptiveTAPAttention(Update):
         site: a ``solvers.Site``; None: ``SphericalSite()``, unit vectors times ``sqrt d``.
         symmetric_internal, scale, bound: of the ``Couplings``.
 
-    Shapes: ``x`` (B, N, d), None counts as zero; the state's ``mean`` (B, N, d), ``cavity_variance``
-    (B, N, d, d). ``mask`` (B, N) bool: sites that do not count influence nobody and do not move.
+    Shapes: ``x`` (B, N, d), None for zero; the state's ``mean`` (B, N, d), ``cavity_variance``
+    (B, N, d, d). ``mask`` (B, N) bool: masked sites act on no other site and keep their state.
 
-    Source: Bal, "Deep Implicit Attention: A Mean-Field Theory Perspective on Attention Mechanisms"
-    (2021); Opper and Winther (2001) for the equations.
+    Source: Opper and Winther (2001), https://doi.org/10.1103/PhysRevE.64.056131, for the equations;
+    Bal, "Deep Implicit Attention" (2021),
+    https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class AdaptiveTAPAttention(Update):
 
     @property
     def parameter_count(self) -> int:
-        """Effective number of parameters under the symmetries, the site's included."""
-        return self.couplings.parameter_count + sum(p.numel() for p in self.site.parameters())
+        """Number of parameters, the site's included; entries that a symmetry ties count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def initial(self, x: Tensor) -> SpinState:
-        """Where a solve starts: means 0, and cavity variances with a positive definite response."""
+        """Means 0, and cavity variances for which ``Lambda - J`` is positive definite."""
         self.couplings.check(x)
         return starting_state(x, self.couplings.weight, self.site)
 

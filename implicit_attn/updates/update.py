@@ -1,4 +1,7 @@
-"""Updates: maps ``z <- f(z, x)`` whose fixed point is a layer's output."""
+"""Updates: maps ``z <- f(z, x)`` whose fixed point is a layer's output.
+
+To write one, subclass :class:`Update` in a file of this folder, define ``forward``, and export it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from implicit_attn.energies.simple import read_signature
+from implicit_attn.energies.simple import FunctionCall
 
 
 class Update(nn.Module):
-    """A map from a state to a state of the same shapes, each sample on its own.
+    """A map from a state to a state of the same structure; samples must not influence each other.
 
-    A subclass writes ``forward``; one that descends an energy also writes ``joint`` and sets
+    A subclass defines ``forward``. One that descends an energy also defines ``joint`` and sets
     ``monitored``.
 
     Attributes:
         symmetric: the Jacobian ``df/dz`` is symmetric, so the adjoint system can be solved by CG.
-        monitored: ``joint`` is at hand, and the solver may watch the energy.
+        monitored: ``joint`` is defined, so a solver may use the energy, for instance in a line search.
     """
 
     symmetric: bool = False
@@ -30,7 +33,7 @@ class Update(nn.Module):
         Args:
             z: state, (B, N, d) or any pytree of tensors (B, ...).
             x: the layer's input.
-            mask: (B, N) bool, True where a token counts.
+            mask: (B, N) bool, False at masked tokens.
 
         Returns:
             like ``z``.
@@ -38,14 +41,14 @@ class Update(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
     def initial(self, x: Any) -> Any:
-        """Where a solve starts unless the layer is told otherwise: the input, for most updates."""
+        """The initial state of a solve, by default the input."""
         return x
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """What ``forward`` is given for ``x`` during a solve: once a solve, gradients flow through it.
+        """What ``forward`` is given in place of ``x`` during a solve: a pytree of tensors (B, ...).
 
-        An update that computes something from the input alone returns it here, in a pytree of
-        tensors (B, ...), and takes both that and the plain input in ``forward``.
+        Called once a solve, for what depends on the input alone; gradients flow through it. An update
+        that overrides it must take both the result and the input itself in ``forward``.
         """
         return x
 
@@ -57,34 +60,22 @@ class Update(nn.Module):
 
 
 class FunctionUpdate(Update):
-    """A plain function ``fn(z)``, ``fn(z, x)`` or ``fn(z, x, mask=...)`` as an update.
-
-    A module given as ``fn`` is registered, so that optimisers find its parameters.
+    """A function ``(z)``, ``(z, x)`` or ``(z, x, mask=...)`` as an update.
 
     Args:
-        function: what to iterate.
-        symmetric: its Jacobian is symmetric.
+        function: the map; a module is registered, so that optimizers find its parameters.
+        symmetric: whether its Jacobian by z is symmetric.
 
     Raises:
-        TypeError: if ``function`` cannot be called so.
+        TypeError: if ``function`` does not have such a signature.
+        ValueError: when evaluated, if a mask is given to a function that takes none.
     """
 
     def __init__(self, function: Callable[..., Any], *, symmetric: bool = False) -> None:
         super().__init__()
-        if not callable(function):
-            raise TypeError(f"function must be callable, got {function!r}")
+        self.call = FunctionCall.read(function)
         self.function = function
         self.symmetric = symmetric
-        name = getattr(function, "__qualname__", type(function).__name__)
-        self._takes_x, self._takes_mask = read_signature(function, name)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        arguments = (z, x) if self._takes_x else (z,)
-        if self._takes_mask:
-            return self.function(*arguments, mask=mask)
-        if mask is not None:
-            raise ValueError(
-                "the update function takes no mask, so tokens that do not count would influence "
-                f"it; give it a parameter mask or pass no mask, got {tuple(mask.shape)}"
-            )
-        return self.function(*arguments)
+        return self.call(self.function, z, x, mask)

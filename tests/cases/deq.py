@@ -118,7 +118,7 @@ def with_parameters(
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """The layer as a function of x and its parameters (gradcheck moves them where they are).
 
-    The step is left out: the fixed point does not depend on it. So are tokens that do not count:
+    The step is left out: the fixed point does not depend on it. So are masked tokens:
     they are constants.
     """
 

@@ -40,6 +40,8 @@ from implicit_attn.energies import (
 
 
 class EnergyCase(NamedTuple):
+    """A row of the table: every test of values, derivatives, masks and precisions runs on it."""
+
     id: str
     factory: Callable[[int], Energy]  # features d -> energy of tokens (B, N, d), random weights
     needs_x: bool  # x like z
@@ -191,7 +193,7 @@ def keep_places(energy: Energy, keep: Tensor) -> Energy:
 
 
 def masks(batch: int = 3, count: int = COUNT) -> dict[str, Tensor | None]:
-    """No mask, one with holes, and one where the first sample has no token that counts."""
+    """No mask, one with holes, and one where all tokens of the first sample are masked."""
     generator = torch.Generator().manual_seed(1)
     holes = torch.rand(batch, count, generator=generator) < 0.6
     holes[:, 0] = True

@@ -1,4 +1,4 @@
-"""Tokens that do not count: they stay, they influence nobody, they stop nobody."""
+"""Masked tokens keep their state, influence no other token and delay no convergence."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_full_mask_is_no_mask(name: str, solver: Anderson | None) -> None:
 
 @each_layer
 def test_huge_padding_does_not_loosen_the_tolerance(name: str) -> None:
-    """The norms are over tokens that count: else the padding would swamp the residual."""
+    """The norms leave out masked tokens: else the padding would dominate the residual."""
     layer = make(name, max_steps=200)
     reference = layer.solve(padded(0.0), MASK)
     found = layer.solve(padded(1e6), MASK)

@@ -158,6 +158,15 @@ class QuarticWithGradient(QuarticWell):
         return z**3
 
 
+class QuarticInClosedForm(Energy):
+    """Value and gradient at once: ``forward`` follows."""
+
+    def value_and_grad(
+        self, z: Any, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        return (0.25 * z**4).flatten(1).sum(1), z**3
+
+
 class QuarticWithBoth(QuarticWell):
     def value_and_grad(
         self, z: Any, x: Any = None, *, mask: Tensor | None = None
@@ -165,13 +174,17 @@ class QuarticWithBoth(QuarticWell):
         return self(z), z**3
 
 
-@pytest.mark.parametrize("cls", [QuarticWell, QuarticWithGradient, QuarticWithBoth])
+USER_ENERGIES = [QuarticWell, QuarticWithGradient, QuarticInClosedForm, QuarticWithBoth]
+
+
+@pytest.mark.parametrize("cls", USER_ENERGIES)
 @pytest.mark.parametrize("record", [True, False])
 def test_user_energies(cls: type[Energy], record: bool, z: Tensor) -> None:
     energy = cls()
     with torch.set_grad_enabled(record):
         value, gradient = energy.value_and_grad(z)
         torch.testing.assert_close(value, (0.25 * z**4).sum((1, 2)))
+        torch.testing.assert_close(energy(z), value)
         torch.testing.assert_close(gradient, z**3)
         torch.testing.assert_close(energy.grad(z), z**3)
         torch.testing.assert_close(energy.hvp(z, z), 3 * z**3)

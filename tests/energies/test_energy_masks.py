@@ -1,4 +1,4 @@
-"""Tokens that do not count: nothing in the energy, no gradient, no influence."""
+"""Masked tokens: nothing in the energy, no gradient, no influence."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_without_norm_the_step_is_the_whole_gradient(name: str) -> None:
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("conditioned", [False, True])
 def test_masks(attention: str, conditioned: bool) -> None:
-    """Tokens that do not count stay, and change nothing for the others, whatever they hold."""
+    """Masked tokens keep their state and change nothing for the others, whatever they hold."""
     mask = torch.ones(3, TOKENS, dtype=torch.bool)
     mask[0, 2:4], mask[1, 5:], mask[2] = False, False, False
     if conditioned:

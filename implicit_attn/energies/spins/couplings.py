@@ -1,4 +1,4 @@
-"""Learned couplings between vector sites, with their symmetries built in."""
+"""Learned couplings between vector spins, parametrised so that their symmetries hold exactly."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from implicit_attn.energies.checks import check_count, check_mask, check_positive, check_state
+from implicit_attn.energies.checks import check_mask, check_state
+from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.tokens import accumulation_dtype, hide
+from solvers.core.checks import require_count, require_flag, require_positive
 
 
 class Couplings(nn.Module):
     """Couplings ``J`` (N, N, d, d) between N sites with d components; no site couples to itself.
 
     ``J_ii = 0``; with ``symmetric_sites`` ``J_ij^{ab} = J_ji^{ba}``, so that ``J`` as a matrix
-    (Nd, Nd) is symmetric; with ``symmetric_internal`` also ``J_ij^{ab} = J_ij^{ba}``. Only the
-    entries that the symmetries leave free are parameters (``torch.nn.utils.parametrize``), so
-    optimisers, weight decay and parameter counts see each once. Entries start from
-    ``N(0, scale^2 / (N d^2))``, which gives the matrix a spectral norm of about ``2 scale / sqrt d``.
+    (Nd, Nd) is symmetric; with ``symmetric_internal`` also ``J_ij^{ab} = J_ij^{ba}``. The only
+    parameters are the entries that the symmetries leave free (``torch.nn.utils.parametrize``), so
+    optimisers and weight decay see each once. They are drawn from ``N(0, scale^2 / (N d^2))``, which
+    gives the matrix a spectral norm of about ``2 scale / sqrt d``.
 
     ``weight`` is J itself. It can be read, set (``couplings.weight = J``) and cached
-    (``torch.nn.utils.parametrize.cached()``); a solve forms it once.
+    (``torch.nn.utils.parametrize.cached()``); a solve computes it once.
 
     Args:
         sites: N.
@@ -28,14 +30,16 @@ class Couplings(nn.Module):
         symmetric_sites: tie ``J_ij`` to the transpose of ``J_ji``.
         symmetric_internal: make every block ``J_ij`` symmetric.
         scale: of the initial entries, > 0.
-        bound: bound on the spectral norm of the matrix, or None. ``J`` is scaled down to it where
-            it exceeds it; this costs an eigenvalue (or singular value) decomposition a solve.
+        bound: bound on the spectral norm of the matrix, or None. A larger ``J`` is scaled down to
+            it, at the cost of an eigenvalue (or singular value) decomposition a solve.
 
     Raises:
         TypeError, ValueError: for arguments out of range; on setting ``weight`` to a tensor of
             another shape or without the symmetries.
 
-    Source: Bal, "Deep Implicit Attention" (2021); Opper and Winther (2001) for the model.
+    Source: Opper and Winther (2001), https://doi.org/10.1103/PhysRevE.64.056131, for the model; Bal,
+    "Deep Implicit Attention" (2021),
+    https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
     """
 
     weight: Tensor
@@ -51,11 +55,11 @@ class Couplings(nn.Module):
         bound: float | None = None,
     ) -> None:
         super().__init__()
-        self.sites, self.dim = check_count(sites, "sites"), check_count(dim, "dim")
-        self.symmetric_sites = check_flag(symmetric_sites, "symmetric_sites")
-        self.symmetric_internal = check_flag(symmetric_internal, "symmetric_internal")
-        self.scale = check_positive(scale, "scale")
-        self.bound = None if bound is None else check_positive(bound, "bound")
+        self.sites, self.dim = require_count("sites", sites), require_count("dim", dim)
+        self.symmetric_sites = require_flag("symmetric_sites", symmetric_sites)
+        self.symmetric_internal = require_flag("symmetric_internal", symmetric_internal)
+        self.scale = require_positive("scale", scale)
+        self.bound = None if bound is None else require_positive("bound", bound)
         self.weight = nn.Parameter(torch.zeros(sites, sites, dim, dim))
         expansion = _FreeEntries(sites, dim, symmetric_sites, symmetric_internal)
         parametrize.register_parametrization(self, "weight", expansion)
@@ -65,7 +69,7 @@ class Couplings(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the free entries anew, from ``N(0, scale^2 / (N d^2))``."""
+        """Draw the free entries from ``N(0, scale^2 / (N d^2))``."""
         nn.init.normal_(self.free, std=self.scale / (self.sites**0.5 * self.dim))
 
     @property
@@ -84,17 +88,15 @@ class Couplings(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """Free entries: N(N-1)/2 (N(N-1) without tied sites) times d^2 (d(d+1)/2 if internal)."""
-        pairs = self.sites * (self.sites - 1)
-        pairs = pairs // 2 if self.symmetric_sites else pairs
-        return pairs * (self.dim * (self.dim + 1) // 2 if self.symmetric_internal else self.dim**2)
+        """Number of free entries."""
+        return self.free.numel()
 
     def forward(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """The field ``sum_j J_ij z_j`` at every site, one matrix product.
 
         Args:
             z: (B, N, d).
-            mask: (B, N) bool; the others pull on nobody, and their own field is 0.
+            mask: (B, N) bool; masked sites act on no other site, and their own field is 0.
 
         Returns:
             (B, N, d).
@@ -123,13 +125,6 @@ class Couplings(nn.Module):
         )
 
 
-def check_flag(value: object, name: str) -> bool:
-    """``value`` must be True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
 class _FreeEntries(nn.Module):
     """Parametrisation: free entries -> ``J`` (N, N, d, d), laid out in memory as (N, d, N, d)."""
 
@@ -145,7 +140,7 @@ class _FreeEntries(nn.Module):
             rows, columns = torch.cat([rows, columns]), torch.cat([columns, rows])
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("columns", columns, persistent=False)
-        # Where entry (a, b) of a symmetric block stands among those with a <= b.
+        # The index of entry (a, b) of a symmetric block among the entries with a <= b.
         first, second = torch.triu_indices(dim, dim)
         entries = torch.zeros(dim, dim, dtype=torch.long)
         entries[first, second] = entries[second, first] = torch.arange(len(first))
@@ -188,26 +183,19 @@ class _FreeEntries(nn.Module):
                 raise ValueError(f"weight must {wanted}, got deviations up to {float(worst):.3g}")
 
 
-class _BoundedMatrix(nn.Module):
-    """Parametrisation ``J -> J min(1, bound / sigma)``, sigma the spectral norm of the matrix."""
+class _BoundedMatrix(SpectralBound):
+    """The bound for ``J`` (N, N, d, d), on the spectral norm of its matrix (Nd, Nd)."""
 
     def __init__(self, bound: float, symmetric: bool) -> None:
-        super().__init__()
-        self.bound, self.symmetric = bound, symmetric
+        super().__init__(bound)
+        self.symmetric = symmetric
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def spectral_norm(self, weight: Tensor) -> Tensor:
         size = weight.shape[0] * weight.shape[2]
         matrix = weight.transpose(1, 2).reshape(size, size)
         wide = matrix.to(accumulation_dtype(matrix.dtype))
-        # LAPACK raises at a NaN; kept in J it ends as a solve's status or an error that names it.
+        # LAPACK raises at a NaN. Without it the NaN stays in J, and the solve's status reports it.
         wide = torch.where(wide.isfinite(), wide, 0.0)
         if self.symmetric:
-            sigma = torch.linalg.eigvalsh(wide).abs().amax()
-        else:
-            sigma = torch.linalg.matrix_norm(wide, ord=2)
-        # Dividing by max(sigma, bound) keeps zero couplings free of 0 / 0.
-        return weight * (self.bound / sigma.clamp_min(self.bound)).to(weight.dtype)
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Assigning stores the couplings as they are; reading bounds them."""
-        return weight
+            return torch.linalg.eigvalsh(wide).abs().amax()
+        return torch.linalg.matrix_norm(wide, ord=2)

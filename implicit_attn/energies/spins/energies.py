@@ -1,4 +1,4 @@
-"""Coupled vector spins: their interaction, their mean-field free energy, and sites as Lagrangians."""
+"""Coupled vector spins: interaction energy, mean-field free energy, and sites as Lagrangians."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from implicit_attn.energies.tokens import hide, sum_samples
 class SpinInteraction(Energy):
     """``E = -1/2 sum_ij z_i^T J_ij z_j``. Gradient ``-J z``, Hessian ``-J``.
 
-    As the interaction of an ``ActivationStep`` it gives the naive mean-field layer
-    ``h <- h - eta (h - x - J m(h))``, whose monitored energy is :class:`VectorSpin`::
+    In an ``ActivationStep`` it gives the naive mean-field update ``h <- h - eta (h - x - J m(h))``,
+    whose monitored energy is :class:`VectorSpin`::
 
         DEQ(ActivationStep(SpinInteraction(couplings), IsingLagrangian()))
 
@@ -31,9 +31,6 @@ class SpinInteraction(Energy):
     def __init__(self, couplings: Couplings) -> None:
         super().__init__()
         self.couplings = check_symmetric(couplings)
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self.value_and_grad(z, x, mask=mask)[0]
 
     def value_and_grad(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
@@ -48,34 +45,38 @@ class SpinInteraction(Energy):
 
 
 class VectorSpin(Energy):
-    """Mean-field free energy of coupled vector spins, as a function of the fields ``h``.
+    """Mean-field free energy of coupled vector spins as a function of the fields ``h``.
 
     With ``log Z`` the log partition function of a site and ``m = d log Z/dh`` its mean::
 
         E(h) = sum_i [ h_i.m_i - log Z(h_i) - x_i.m_i ] - 1/2 sum_ij m_i^T J_ij m_j
         dE/dh = (dm/dh) (h - x - J m)
 
-    so that the fixed points of the naive mean field ``h = x + J m(h)`` are its stationary points.
+    The fixed points of the naive mean field ``h = x + J m(h)`` are its stationary points.
 
-    Two ways to put it in a layer: ``DEQ(VectorSpin(...))`` follows the gradient, has a symmetric
-    Jacobian, and is slow where sites saturate, since ``dm/dh`` vanishes there (and it leaves h
-    free where m does not see it: a shift of all components of a Potts site);
-    ``DEQ(ActivationStep(energy.interaction, energy.lagrangian))`` monitors the same energy with the
-    update ``h <- h - eta (h - x - J m)``, which keeps its pace. The state of both is h;
-    ``energy.mean(h)`` is the magnetisation.
+    There are two layers for it, both with the state h; ``energy.mean(h)`` is the magnetisation.
+    ``DEQ(energy)`` follows the gradient. Its Jacobian is symmetric, but it is slow where sites
+    saturate, since ``dm/dh`` vanishes there, and h is not unique where m does not depend on it (a
+    shift of all components of a Potts site).
+    ``DEQ(ActivationStep(energy.interaction, energy.lagrangian))`` iterates
+    ``h <- h - eta (h - x - J m)`` and monitors the same energy; saturation does not slow it down.
 
-    Shapes: ``h`` and ``x`` (B, N, d), ``x`` None counts as zero; ``mask`` (B, N).
+    Shapes: ``h`` and ``x`` (B, N, d), ``x`` None for zero; ``mask`` (B, N).
 
     Args:
         couplings: with ``symmetric_sites``; shared, not copied.
         site: a ``Lagrangian``, which is ``log Z`` (``IsingLagrangian()``, ``SphericalLagrangian()``,
             ``SoftmaxLagrangian()`` for Potts, ``IdentityLagrangian()`` for a unit Gaussian), or a
-            :class:`Site`.
+            :class:`SiteDistribution`; None: ``IsingLagrangian()``.
 
-    Source: Bal, "Deep Implicit Attention" (2021); Krotov and Hopfield (2021) for the form.
+    Source: Krotov and Hopfield (2021), https://arxiv.org/abs/2008.06996, for the form; Bal, "Deep
+    Implicit Attention" (2021),
+    https://mcbal.github.io/post/deep-implicit-attention-a-mean-field-theory-perspective-on-attention-mechanisms/
     """
 
-    def __init__(self, couplings: Couplings, site: Lagrangian | Site | None = None) -> None:
+    def __init__(
+        self, couplings: Couplings, site: Lagrangian | SiteDistribution | None = None
+    ) -> None:
         super().__init__()
         self.couplings = check_symmetric(couplings)
         site = IsingLagrangian() if site is None else site
@@ -83,7 +84,7 @@ class VectorSpin(Energy):
 
     @property
     def interaction(self) -> SpinInteraction:
-        """The interaction part, an energy of the means, with the same couplings."""
+        """The interaction, an energy of the means m, with the same couplings."""
         return SpinInteraction(self.couplings)
 
     def mean(self, h: Tensor) -> Tensor:
@@ -91,32 +92,34 @@ class VectorSpin(Energy):
         return self.lagrangian.activation(h)
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        return self._parts(z, x, mask)[0]
+        return self._value_and_force(z, x, mask)[0]
 
     def value_and_grad(
         self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        value, force = self._parts(z, x, mask)
+        value, force = self._value_and_force(z, x, mask)
         return value, hide(self.lagrangian.hessian_product(hide(z, mask), force), mask)
 
     def hvp(
         self, z: Tensor, v: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
     ) -> Tensor:
         """``D (v - J D v) + (d3 log Z / dh3)(h - x - J m, v)`` with ``D = dm/dh``."""
-        _, force = self._parts(z, x, mask)
+        _, force = self._value_and_force(z, x, mask)
         check_vector(v, z)
         visible, v = hide(z, mask), hide(v, mask)
         pushed = v - self.couplings(self.lagrangian.hessian_product(visible, v), mask=mask)
         product = self.lagrangian.hessian_product(visible, pushed)
 
         def cubic(h: Tensor, force: Tensor, v: Tensor) -> Tensor:
-            # The third derivative is symmetric: its action on two vectors is a gradient by h.
+            # The third derivative is symmetric, so its product with two vectors is a gradient by h.
             return sum_samples(self.lagrangian.hessian_product(h, force) * v)
 
         return hide(product + value_and_gradient(cubic, visible, force, v)[1].to(z.dtype), mask)
 
-    def _parts(self, h: Tensor, x: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The energy and the force ``h - x - J m``, zero where a site does not count."""
+    def _value_and_force(
+        self, h: Tensor, x: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The energy and the force ``h - x - J m``, zero at masked sites."""
         self.couplings.check(h, mask)
         visible = hide(h, mask)
         pull = visible
@@ -124,13 +127,16 @@ class VectorSpin(Energy):
             pull = visible - hide(check_input(x, h, type(self).__name__), mask)
         m = self.lagrangian.activation(visible)
         field = self.couplings(m, mask=mask)
-        own = hide((pull - 0.5 * field) * m, mask)
-        return sum_samples(own) - self.lagrangian(visible, mask=mask), pull - field
+        interaction = hide((pull - 0.5 * field) * m, mask)
+        return sum_samples(interaction) - self.lagrangian(visible, mask=mask), pull - field
 
 
 @runtime_checkable
-class Site(Protocol):
-    """A single vector spin in a field (B, N, d) with a cavity variance (B, N, d, d)."""
+class SiteDistribution(Protocol):
+    """The distribution of a vector spin in a field h (B, N, d) with a cavity variance V (B, N, d, d).
+
+    Every ``solvers.Site`` is one.
+    """
 
     def log_partition(self, field: Tensor, variance: Tensor, /) -> Tensor:
         """``log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S)``, (B, N)."""
@@ -145,17 +151,21 @@ class Site(Protocol):
         ...
 
 
+Site = SiteDistribution
+"""The public name ``implicit_attn.energies.Site`` of the protocol."""
+
+
 class SiteLagrangian(Lagrangian, nn.Module):
-    """A :class:`Site` as a Lagrangian, ``Lag(h) = log Z(h, 0)``: the naive mean field of any spin.
+    """``Lag(h) = log Z(h, 0)``: a :class:`SiteDistribution` as a Lagrangian, for the naive mean field.
 
     Args:
-        site: an object with ``log_partition``, ``mean`` and ``covariance``, such as the sites that
-            ``solvers.adaptive_tap`` takes. A site that is an ``nn.Module`` keeps its parameters.
+        site: an object with ``log_partition``, ``mean`` and ``covariance``, such as a
+            ``solvers.Site``. One that is an ``nn.Module`` is registered with its parameters.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: SiteDistribution) -> None:
         nn.Module.__init__(self)
-        if isinstance(site, type) or not isinstance(site, Site):
+        if isinstance(site, type) or not isinstance(site, SiteDistribution):
             raise TypeError(
                 "site must be a Lagrangian or have log_partition, mean and covariance, "
                 f"got {site!r}"
@@ -173,12 +183,12 @@ class SiteLagrangian(Lagrangian, nn.Module):
 
 
 def _no_variance(h: Tensor) -> Tensor:
-    """``V = 0`` for fields (..., d): (..., d, d) that takes no memory."""
+    """``V = 0`` for fields (..., d): (..., d, d), expanded from one number."""
     return h.new_zeros(()).expand(*h.shape, h.shape[-1])
 
 
 def check_symmetric(couplings: object) -> Couplings:
-    """``couplings`` must be ``Couplings`` with tied sites: without them there is no energy."""
+    """``couplings`` must be ``Couplings`` with ``symmetric_sites``; others have no energy."""
     if not isinstance(couplings, Couplings):
         raise TypeError(f"couplings must be Couplings, got {type(couplings)}")
     if not couplings.symmetric_sites:

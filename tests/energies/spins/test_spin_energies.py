@@ -18,6 +18,7 @@ from implicit_attn.energies import (
     IsingLagrangian,
     Lagrangian,
     Site,
+    SiteDistribution,
     SiteLagrangian,
     SoftmaxLagrangian,
     SphericalLagrangian,
@@ -214,7 +215,7 @@ def test_strong_couplings_order_the_spins_and_are_found() -> None:
 def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
     """Gaussian spins with learned variances: ``m = (S^-1 - J)^-1 x``, gradients to the variances."""
     site = GaussianSpin().double()
-    assert isinstance(site, Site)
+    assert isinstance(site, SiteDistribution) and Site is SiteDistribution
     spin = VectorSpin(couplings(0.5), site)
     assert isinstance(spin.lagrangian, SiteLagrangian)
     names = [name for name, _ in spin.named_parameters()]
