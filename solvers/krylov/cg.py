@@ -42,6 +42,7 @@ class CGRun(KrylovRun):
         self.direction = self.r = residual
         self.iterate = self.best = torch.zeros_like(residual)
         self.square = self.best_square = self.arrays.read(dot(residual, residual))
+        self.residual = self.arrays.xp.sqrt(self.square)
         self.limit_square = self.limit * self.limit
         self.curvature = self.zero + 1
 
@@ -62,6 +63,7 @@ class CGRun(KrylovRun):
         better = active & (square < self.best_square)
         self.best = arrays.choose(better, self.iterate, self.best)
         self.best_square = where(better, square, self.best_square)
+        self.residual = arrays.xp.sqrt(self.best_square)
         beta = arrays.write(where(active, square / self.square, self.zero))
         self.direction = torch.addcmul(self.r, beta, self.direction)
         self.square = square
@@ -70,14 +72,8 @@ class CGRun(KrylovRun):
     def solution(self) -> Tensor:
         return self.best
 
-    def residual(self) -> Array:
-        return self.arrays.xp.sqrt(self.best_square)
-
     def current(self) -> Array:
         return self.arrays.xp.sqrt(self.square)
-
-    def reliable(self) -> Array:
-        return self.matrix_norm >= 0
 
     def verdict(self) -> Array:
         where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite

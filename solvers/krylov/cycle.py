@@ -1,14 +1,13 @@
-"""What a linear solve keeps: the state of each sample, the results of a cycle, the trace."""
+"""What a linear solve keeps: the state of each sample, a cycle and its results, the trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import Array, Arrays
+from solvers.core.arrays import Array
 from solvers.core.rows import Progress
 from solvers.core.solution import Status, Trace
 from solvers.krylov.method import KrylovRun
@@ -49,60 +48,40 @@ class SampleState:
         self.open = self.open & ~rows
 
 
-@dataclass
-class CycleResult:
-    """What one cycle of the Krylov method found, sample by sample in the caller's order."""
+class Cycle:
+    """One cycle of the Krylov method: its working batch, and the results of every sample.
 
-    correction: Tensor  # (B, D), to be added to x
-    residual: Array  # (B, 1), as are the others; see the methods of KrylovRun
-    verdict: Array
-    used: Array
-    matrix_norm: Array
-    reliable: Array
-
-    @classmethod
-    def of(cls, run: KrylovRun) -> CycleResult:
-        return cls(
-            run.solution(),
-            run.residual(),
-            run.verdict(),
-            run.used,
-            run.matrix_norm,
-            run.reliable(),
-        )
-
-    @classmethod
-    def idle(cls, state: SampleState) -> CycleResult:
-        """The result of a cycle that took no step."""
-        arrays = state.arrays
-        zero = arrays.xp.zeros_like(state.residual)
-        none = arrays.whole(zero)
-        verdict = none + int(Status.MAX_STEPS)
-        correction, residual = torch.zeros_like(state.x), arrays.copy(state.residual)
-        return cls(correction, residual, verdict, none, zero, none == 0)
-
-    def put(self, part: CycleResult, rows: Array, arrays: Arrays) -> None:
-        """Write ``part`` into the samples ``rows``."""
-        self.correction.index_copy_(0, arrays.write(rows), part.correction)
-        for name in ("residual", "verdict", "used", "matrix_norm", "reliable"):
-            getattr(self, name)[rows] = getattr(part, name)
-
-
-@dataclass
-class WorkingBatch:
-    """The samples that take part in a cycle; those that have stopped may leave it.
+    Samples that have stopped may leave the working batch; those that never entered it have a zero
+    correction. The results, (B, 1) arrays but for ``correction``, are those of a finished cycle.
 
     Attributes:
-        run: the Krylov method on them.
-        rows: (n,) array, their places in the caller's batch.
-        running: how many of them are known to run.
-        left: results of those that have left, None before the first has.
+        run: the Krylov method on the working batch.
+        rows: (n,) array, places of the working batch in the caller's batch.
+        running: how many samples of the working batch are known to run.
+        correction: (B, D), to be added to ``x``.
+        residual, verdict, used, matrix_norm, reliable: see :class:`KrylovRun`.
     """
 
-    run: KrylovRun
-    rows: Array
-    running: int
-    left: CycleResult | None = None
+    def __init__(self, run: KrylovRun, rows: Array, state: SampleState) -> None:
+        self.arrays, self.run, self.rows, self.running = state.arrays, run, rows, len(rows)
+        self.correction = torch.zeros_like(state.x)
+        self.residual = self.arrays.copy(state.residual)
+        self.matrix_norm = self.arrays.xp.zeros_like(state.residual)
+        self.used = self.arrays.whole(state.residual)
+        self.verdict, self.reliable = self.used + int(Status.MAX_STEPS), self.used == 0
+
+    def finish(self, run: KrylovRun, rows: Array) -> None:
+        """Take the results of ``run`` for the samples ``rows`` (n,) of the caller's batch."""
+        self.correction.index_copy_(0, self.arrays.write(rows), run.solution())
+        self.residual[rows], self.verdict[rows] = run.residual, run.verdict()
+        self.used[rows], self.matrix_norm[rows] = run.used, run.matrix_norm
+        self.reliable[rows] = run.reliable()
+
+    def shrink(self, running: Array) -> None:
+        """Keep the samples ``running`` (n, 1) in the working batch, finish the others."""
+        gone, stay = self.arrays.index(~running), self.arrays.index(running)
+        self.finish(self.run.rows(gone), self.rows[gone])
+        self.run, self.rows = self.run.rows(stay), self.rows[stay]
 
 
 class ResidualTrace:

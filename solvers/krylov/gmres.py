@@ -52,13 +52,9 @@ class GMRESRun(KrylovRun):
     ``c_j``, ``s_j`` rotate the last two entries of the new column into one. Then ``u`` becomes
     ``(-s_j u, c_j)``. Each step multiplies the residual norm by ``s_j``.
 
-    Attributes:
-        basis: (n, capacity, D) ``V``, in NumPy or torch (see ``in_numpy``).
-        hessenberg: (n, capacity, capacity + 1) array, the columns of ``H`` as rows.
-        rotation: (n, capacity, capacity + 1) array, the rows of the orthogonal factor.
-        null: (n, capacity + 1) array, ``u``.
-        columns: (n, 1) array, number of columns of ``H`` that are finite.
-        broken: (n, 1) bool array, rows whose Krylov space is exhausted.
+    ``basis`` is ``V``, (n, capacity, D). The rows of ``hessenberg`` are the columns of ``H``, those of
+    ``rotation`` the rows of the orthogonal factor, ``null`` is ``u``. ``columns`` counts the finite
+    columns of ``H``; ``broken`` marks rows whose Krylov space is exhausted.
     """
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor, restart: int) -> None:
@@ -67,7 +63,7 @@ class GMRESRun(KrylovRun):
         capacity = min(restart + 1, _FIRST_CAPACITY)
         length = norm(residual)
         self.restart, self.step = restart, 0
-        self.beta = self.norm = arrays.read(length)
+        self.beta = self.residual = arrays.read(length)
         self.columns = self.used
         self.broken = self.running & False
         self.in_numpy = arrays.host and fits_numpy(residual)
@@ -127,22 +123,19 @@ class GMRESRun(KrylovRun):
         self.rotation[:, step, step + 1 : step + 2] = sine
         self.null[:, : step + 1] = -sine * null
         self.null[:, step + 1 : step + 2] = cosine
-        self.norm = xp.where(good, sine * self.norm, self.norm)
+        self.residual = xp.where(good, sine * self.residual, self.residual)
         self.columns = self.columns + good
-        self.running = good & (self.norm > self.limit) & ~self.broken
+        self.running = good & (self.residual > self.limit) & ~self.broken
 
     def _grow(self) -> None:
         """Double the capacity, at most to that of a whole cycle."""
         old = self.basis.shape[1]
         more = min(old, self.restart + 1 - old)
         self.basis = self._vectors(F.pad(self._tensor(self.basis), (0, 0, 0, more)))
-        for name, padding in (
-            ("hessenberg", (0, more, 0, more)),
-            ("rotation", (0, more, 0, more)),
-            ("null", (0, more)),
-        ):
+        for name in ("hessenberg", "rotation", "null"):
             array = self.arrays.write(getattr(self, name))
-            setattr(self, name, self.arrays.read(F.pad(array, padding)))
+            padded = F.pad(array, (0, more) * (array.dim() - 1))
+            setattr(self, name, self.arrays.read(padded))
 
     def solution(self) -> Tensor:
         step = self.step
@@ -166,9 +159,6 @@ class GMRESRun(KrylovRun):
         weights = torch.linalg.solve_triangular(triangle, target.unsqueeze(2), upper=True)
         return self._tensor(self.matmul(self._vectors(weights.transpose(1, 2)), basis)[:, 0])
 
-    def residual(self) -> Array:
-        return self.norm
-
     def reliable(self) -> Array:
         return ~self.broken
 
@@ -176,4 +166,4 @@ class GMRESRun(KrylovRun):
         where = self.arrays.xp.where
         verdict = where(self.broken, int(Status.STALLED), int(Status.MAX_STEPS))
         verdict = where(self.columns < self.used, int(Status.NONFINITE), verdict)
-        return where(self.norm <= self.limit, int(Status.CONVERGED), verdict)
+        return where(self.residual <= self.limit, int(Status.CONVERGED), verdict)

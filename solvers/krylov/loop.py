@@ -13,7 +13,7 @@ from solvers.core.device import Watch
 from solvers.core.loop import SHRINK
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, Status
-from solvers.krylov.cycle import CycleResult, ResidualTrace, SampleState, WorkingBatch
+from solvers.krylov.cycle import Cycle, ResidualTrace, SampleState
 from solvers.krylov.method import LinearSolver, norm
 from solvers.krylov.product import Product, System
 
@@ -98,67 +98,59 @@ class LinearLoop:
         self.product.select(index)
         return index
 
-    def _cycle(self, rows: Array) -> CycleResult:
+    def _cycle(self, rows: Array) -> Cycle:
         """Run the Krylov method until every sample of ``rows`` has stopped."""
         budget = self.max_steps - self.state.evaluations
         ends = set(budget[rows].flatten().tolist())
-        batch = self._start_cycle(rows)
+        cycle = self._start_cycle(rows)
         watch = Watch(self.system.b.device)
         for step in range(max(ends)):
             if step + 1 in ends:
-                self._reserve_product(batch, budget[batch.rows] == step + 1)
+                self._reserve_product(cycle, budget[cycle.rows] == step + 1)
             if step in ends:
-                batch.run.stop(self.arrays.write(budget[batch.rows] == step))
-            if not self._goes_on(batch, watch):
+                cycle.run.stop(self.arrays.write(budget[cycle.rows] == step))
+            if not self._goes_on(cycle, watch):
                 break
-            active = batch.run.running
-            batch.run.absorb(self.product(batch.run.direction))
+            active = cycle.run.running
+            cycle.run.absorb(self.product(cycle.run.direction))
             if self.trace.wanted:
-                self.trace.note(batch.rows, active, batch.run.current())
-            if batch.run.exhausted:
+                self.trace.note(cycle.rows, active, cycle.run.current())
+            if cycle.run.exhausted:
                 break
-        if batch.left is None and len(batch.rows) == len(self.all_rows):
-            return CycleResult.of(batch.run)
-        result = batch.left or CycleResult.idle(self.state)
-        result.put(CycleResult.of(batch.run), batch.rows, self.arrays)
-        return result
+        cycle.finish(cycle.run, cycle.rows)
+        return cycle
 
-    def _start_cycle(self, rows: Array) -> WorkingBatch:
-        """The method on ``rows``, or on all samples without ``compact``."""
+    def _start_cycle(self, rows: Array) -> Cycle:
         arrays, state = self.arrays, self.state
         index = self._select(rows)
         limit, active = (arrays.write(array)[index] for array in (state.target, state.open))
         run = self.solver.start(state.r.index_select(0, index), limit, active)
-        return WorkingBatch(run, arrays.read(index), len(index))
+        return Cycle(run, arrays.read(index), state)
 
-    def _goes_on(self, batch: WorkingBatch, watch: Watch) -> bool:
-        """Whether any sample of the batch still runs; stopped ones leave, or multiply zeros."""
-        arrays, run, rows = self.arrays, batch.run, batch.rows
-        mask = run.running if arrays.host else watch(run.running)
-        running = batch.running if mask is None else arrays.count(mask)
-        if running == 0 or running == batch.running or mask is None:
+    def _goes_on(self, cycle: Cycle, watch: Watch) -> bool:
+        """Whether any sample of the cycle still runs; stopped ones leave, or multiply zeros."""
+        run, size = cycle.run, len(cycle.rows)
+        mask = run.running if self.arrays.host else watch(run.running)
+        running = cycle.running if mask is None else self.arrays.count(mask)
+        if running == 0 or running == cycle.running or mask is None:
             return running > 0
-        batch.running = running
-        if not self.compact or (len(rows) - running) * SHRINK < len(rows):
+        cycle.running = running
+        if not self.compact or (size - running) * SHRINK < size:
             run.zero_stopped()
             return True
-        if batch.left is None:
-            batch.left = CycleResult.idle(self.state)
-        if not arrays.host:  # the watch's answer lies in pinned memory
+        if not self.arrays.host:  # the watch's answer lies in pinned memory
             mask = mask.to(run.running.device)
-        gone, stay = arrays.index(~mask), arrays.index(mask)
-        batch.left.put(CycleResult.of(run.rows(gone)), rows[gone], arrays)
-        batch.run, batch.rows = run.rows(stay), rows[stay]
-        self.product.select(arrays.write(batch.rows))
+        cycle.shrink(mask)
+        self.product.select(self.arrays.write(cycle.rows))
         watch.reset()
         return True
 
-    def _reserve_product(self, batch: WorkingBatch, last: Array) -> None:
+    def _reserve_product(self, cycle: Cycle, last: Array) -> None:
         """Stop the samples whose ``last`` product will be needed to verify the residual."""
-        run, rows = batch.run, batch.rows
+        run, rows = cycle.run, cycle.rows
         x = self.state.x.index_select(0, self.arrays.write(rows)) + run.solution()
         gap = self._residual_gap(x, self.system.reference[rows], run.matrix_norm)
-        accurate = run.reliable() & (gap <= run.residual())
+        accurate = run.reliable() & (gap <= run.residual)
         run.stop(self.arrays.write(last & ~accurate))
 
     def _residual_gap(self, x: Tensor, reference: Array, matrix_norm: Array) -> Array:
@@ -166,7 +158,7 @@ class LinearLoop:
         size = self.arrays.read(norm(x))
         return GAP * self.product.eps * (matrix_norm * size + reference)
 
-    def _accept(self, result: CycleResult) -> None:
+    def _accept(self, result: Cycle) -> None:
         """Close the samples whose recurrence residual is accurate, verify the others."""
         arrays, state, system = self.arrays, self.state, self.system
         state.steps = state.steps + result.used
@@ -190,7 +182,7 @@ class LinearLoop:
         if len(rows) > 0:
             self._verify(result, x, rows)
 
-    def _verify(self, result: CycleResult, x: Tensor, rows: Array) -> None:
+    def _verify(self, result: Cycle, x: Tensor, rows: Array) -> None:
         """True residuals of the open samples at ``x``; those that gained nothing have stalled."""
         arrays, state, limit = self.arrays, self.state, self.system.limit
         x = self.system.scaled(self.product.rounded(self.system.unscaled(x)))

@@ -42,6 +42,7 @@ class KrylovRun(ABC):
         direction: (n, D), what the matrix is to be applied to next.
         running: (n, 1) bool array, rows that go on.
         used: (n, 1) int64 array, products that the row has used.
+        residual: (n, 1) array, ``|residual - A d|`` at ``solution()`` by the recurrence.
         matrix_norm: (n, 1) array, largest lower bound of ``|A|`` seen.
         exhausted: True when the run can take no further product (the end of a GMRES cycle).
     """
@@ -49,6 +50,7 @@ class KrylovRun(ABC):
     recurrence: ClassVar[tuple[str, ...]] = ("direction",)
 
     direction: Tensor
+    residual: Array
     exhausted: bool = False
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
@@ -82,17 +84,13 @@ class KrylovRun(ABC):
     def solution(self) -> Tensor:
         """(n, D): the best ``d`` of each row, finite whatever the products were."""
 
-    @abstractmethod
-    def residual(self) -> Array:
-        """(n, 1): ``|residual - A d|`` at ``solution()`` by the recurrence."""
-
     def current(self) -> Array:
-        """(n, 1): ``residual()`` of the latest iterate, which need not be the best one."""
-        return self.residual()
+        """(n, 1): the residual norm of the latest iterate, which need not be the best one."""
+        return self.residual
 
-    @abstractmethod
     def reliable(self) -> Array:
-        """(n, 1) bool: ``residual()`` differs from the true residual by rounding alone."""
+        """(n, 1) bool: ``residual`` differs from the true residual norm by rounding alone."""
+        return self.matrix_norm >= 0
 
     @abstractmethod
     def verdict(self) -> Array:

@@ -81,12 +81,6 @@ class Product:
     Vectors travel in the layout and dtypes of the right-hand side; results come back in the working
     dtype. Below float32 a vector is scaled to magnitude one by a power of two before the product,
     so that small residuals do not become subnormal, and the result is scaled back.
-
-    Args:
-        matvec: the caller's function.
-        layout: how the right-hand side lies in (B, D).
-        args: further inputs of ``matvec`` for the whole batch.
-        batch: number of samples B.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a site is: a distribution that a field and a cavity variance tilt."""
+"""The interface of a site: the distribution of one spin in a field and a cavity variance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Site(nn.Module):
         log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S) dS
         mean = d log Z / dh,   covariance = d^2 log Z / dh^2
 
-    A site of your own writes ``log_partition`` alone; mean and covariance then come by automatic
+    A subclass must define ``log_partition`` alone; mean and covariance then come by automatic
     differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
 
     Class attributes:
@@ -25,7 +25,7 @@ class Site(nn.Module):
 
     Shapes: ``field`` (B, N, d), ``variance`` (B, N, d, d) symmetric -> ``log_partition`` (B, N),
     ``mean`` (B, N, d), ``covariance`` (B, N, d, d), each site on its own. Where a site cannot be
-    normalised ``log_partition`` is NaN or infinite; the solver steps back from there.
+    normalised ``log_partition`` is NaN or infinite; the solver rejects such a step.
     """
 
     field_dependent: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class Site(nn.Module):
         return mean.detach(), covariance.detach()
 
     def _slope(self, point: Tensor, variance: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-        """The derivative, and where log Z is finite: (B, N, d), (B, N) bool."""
+        """``d log Z / dh`` (B, N, d), and where log Z is finite (B, N) bool."""
         value = self.log_partition(point, variance)
         if not isinstance(value, Tensor) or value.shape != point.shape[:-1]:
             came = tuple(value.shape) if isinstance(value, Tensor) else type(value)
@@ -83,12 +83,13 @@ class Site(nn.Module):
 
 
 def _point(field: Tensor, outer: bool) -> Tensor:
+    """The field where log Z is differentiated, in the caller's graph where it has one."""
     field = ordinary(field)
     return field if outer and field.requires_grad else field.detach().requires_grad_()
 
 
 def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
-    """Rows ``d mean_a / d point``, made symmetric."""
+    """The symmetrised Jacobian ``d mean / d point``, (B, N, d, d), row by row."""
     if not mean.requires_grad:
         return mean.new_zeros(*mean.shape, mean.shape[-1])
     rows = []
