@@ -33,7 +33,7 @@ class SphericalSite(Site):
     ``log_partition`` is 0 at ``h = 0, V = 0``.
 
     Source: Mardia and Jupp (2000), "Directional Statistics", section 9.3,
-    https://doi.org/10.1002/9780470316979.
+    https://doi.org/10.1002/9780470316979; Bal (2021), "Deep Implicit Attention", for large d.
     """
 
     def __init__(self, radius: float | None = None, *, large_dimension: bool = False) -> None:
@@ -85,9 +85,9 @@ def _saddle(field: Tensor, variance: Tensor, rho: float) -> tuple[Tensor, Tensor
     """
     with torch.no_grad():
         eigenvalues, basis = eigen(variance)
-        pull = (basis.mT @ field.unsqueeze(-1)).squeeze(-1).square() / 4
+        squared = (basis.mT @ field.unsqueeze(-1)).squeeze(-1).square() / 4
         levels = eigenvalues / 2
-        gap = saddle_point(levels.expand_as(pull), pull, rho)
+        gap = saddle_point(levels.expand_as(squared), squared, rho)
         multiplier = 2 * (levels.amax(-1) + gap.amin(-1))
     if torch.is_grad_enabled():
         for _ in range(2):  # Newton steps at the solution carry its derivatives, one order each
