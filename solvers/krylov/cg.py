@@ -42,7 +42,7 @@ class CGRun(KrylovRun):
         self.direction = self.r = residual
         self.iterate = self.best = torch.zeros_like(residual)
         self.square = self.best_square = self.arrays.read(dot(residual, residual))
-        self.residual = self.arrays.xp.sqrt(self.square)
+        self.residual_norm = self.arrays.xp.sqrt(self.square)
         self.limit_square = self.limit * self.limit
         self.curvature = self.zero + 1
 
@@ -63,7 +63,7 @@ class CGRun(KrylovRun):
         better = active & (square < self.best_square)
         self.best = arrays.choose(better, self.iterate, self.best)
         self.best_square = where(better, square, self.best_square)
-        self.residual = arrays.xp.sqrt(self.best_square)
+        self.residual_norm = arrays.xp.sqrt(self.best_square)
         beta = arrays.write(where(active, square / self.square, self.zero))
         self.direction = torch.addcmul(self.r, beta, self.direction)
         self.square = square

@@ -15,12 +15,12 @@ from solvers.krylov.product import System
 
 
 class SampleState:
-    """Where each sample stands, from the start ``x = 0``.
+    """Where each sample stands, from ``x = 0`` on; :class:`LinearLoop` alone changes it.
 
     Attributes:
         x: (B, D) best iterate.
         r: (B, D) ``b - A x`` of the samples that are open.
-        residual: (B, 1) array, the norm of the residual at ``x``.
+        residual_norm: (B, 1) array, norm of the residual at ``x``.
         target: (B, 1) array, the residual norm that a cycle aims at.
         open: (B, 1) bool array, samples that are still being solved.
         status: (B, 1) int64 array of :class:`solvers.Status`.
@@ -31,16 +31,16 @@ class SampleState:
     def __init__(self, system: System) -> None:
         self.arrays = system.arrays
         self.x = torch.zeros_like(system.b)
-        self.r, self.residual, self.target = system.b, system.reference, system.limit
+        self.r, self.residual_norm, self.target = system.b, system.reference, system.limit
         self.open = system.finite & (system.reference > 0)
         self.steps = self.evaluations = self.arrays.whole(self.open)
         self.status = self.steps + int(Status.MAX_STEPS)
 
-    def move(self, rows: Array, x: Tensor, r: Tensor, residual: Array) -> None:
+    def move(self, rows: Array, x: Tensor, r: Tensor, r_norm: Array) -> None:
         """In ``rows`` (B, 1) the point ``x`` with the residual ``r`` becomes the best iterate."""
         self.x = self.arrays.choose(rows, x, self.x)
         self.r = self.arrays.choose(rows, r, self.r)
-        self.residual = self.arrays.xp.where(rows, residual, self.residual)
+        self.residual_norm = self.arrays.xp.where(rows, r_norm, self.residual_norm)
 
     def close(self, rows: Array, status: Status | Array) -> None:
         """End the samples ``rows`` (B, 1) with ``status``."""
@@ -59,21 +59,21 @@ class Cycle:
         rows: (n,) array, places of the working batch in the caller's batch.
         running: how many samples of the working batch are known to run.
         correction: (B, D), to be added to ``x``.
-        residual, verdict, used, matrix_norm, reliable: see :class:`KrylovRun`.
+        residual_norm, verdict, used, matrix_norm, reliable: see :class:`KrylovRun`.
     """
 
     def __init__(self, run: KrylovRun, rows: Array, state: SampleState) -> None:
         self.arrays, self.run, self.rows, self.running = state.arrays, run, rows, len(rows)
         self.correction = torch.zeros_like(state.x)
-        self.residual = self.arrays.copy(state.residual)
-        self.matrix_norm = self.arrays.xp.zeros_like(state.residual)
-        self.used = self.arrays.whole(state.residual)
+        self.residual_norm = self.arrays.copy(state.residual_norm)
+        self.matrix_norm = self.arrays.xp.zeros_like(state.residual_norm)
+        self.used = self.arrays.whole(state.residual_norm)
         self.verdict, self.reliable = self.used + int(Status.MAX_STEPS), self.used == 0
 
     def finish(self, run: KrylovRun, rows: Array) -> None:
         """Take the results of ``run`` for the samples ``rows`` (n,) of the caller's batch."""
         self.correction.index_copy_(0, self.arrays.write(rows), run.solution())
-        self.residual[rows], self.verdict[rows] = run.residual, run.verdict()
+        self.residual_norm[rows], self.verdict[rows] = run.residual_norm, run.verdict()
         self.used[rows], self.matrix_norm[rows] = run.used, run.matrix_norm
         self.reliable[rows] = run.reliable()
 

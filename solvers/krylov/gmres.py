@@ -63,7 +63,7 @@ class GMRESRun(KrylovRun):
         capacity = min(restart + 1, _FIRST_CAPACITY)
         length = norm(residual)
         self.restart, self.step = restart, 0
-        self.beta = self.residual = arrays.read(length)
+        self.beta = self.residual_norm = arrays.read(length)
         self.columns = self.used
         self.broken = self.running & False
         self.in_numpy = arrays.host and fits_numpy(residual)
@@ -123,9 +123,9 @@ class GMRESRun(KrylovRun):
         self.rotation[:, step, step + 1 : step + 2] = sine
         self.null[:, : step + 1] = -sine * null
         self.null[:, step + 1 : step + 2] = cosine
-        self.residual = xp.where(good, sine * self.residual, self.residual)
+        self.residual_norm = xp.where(good, sine * self.residual_norm, self.residual_norm)
         self.columns = self.columns + good
-        self.running = good & (self.residual > self.limit) & ~self.broken
+        self.running = good & (self.residual_norm > self.limit) & ~self.broken
 
     def _grow(self) -> None:
         """Double the capacity, at most to that of a whole cycle."""
@@ -166,4 +166,4 @@ class GMRESRun(KrylovRun):
         where = self.arrays.xp.where
         verdict = where(self.broken, int(Status.STALLED), int(Status.MAX_STEPS))
         verdict = where(self.columns < self.used, int(Status.NONFINITE), verdict)
-        return where(self.residual <= self.limit, int(Status.CONVERGED), verdict)
+        return where(self.residual_norm <= self.limit, int(Status.CONVERGED), verdict)

@@ -20,7 +20,7 @@ from solvers.krylov.product import Product, System
 # Rounding moves the residual of a recurrence away from the true one by at most about
 # GAP eps (|A| |x| + |b|), ten times the largest gap that was measured.
 GAP = 40.0
-# A cycle that was to converge and did not even halve the true residual has met rounding.
+# A cycle that converged by its recurrence but did not halve the true residual: rounding limits it.
 HALVED = 0.5
 
 
@@ -66,11 +66,12 @@ class LinearLoop:
         if x0 is not None:
             self._start_at(system.scaled(x0.detach().to(system.b.dtype)))
         state.close(~system.finite, Status.NONFINITE)
-        state.residual = self.arrays.xp.where(system.finite, state.residual, torch.inf)
-        state.close(state.residual <= system.limit, Status.CONVERGED)
-        self.trace.start(state.residual)
+        state.residual_norm = self.arrays.xp.where(system.finite, state.residual_norm, torch.inf)
+        state.close(state.residual_norm <= system.limit, Status.CONVERGED)
+        self.trace.start(state.residual_norm)
 
     def _start_at(self, x: Tensor) -> None:
+        """Replace the start 0 by ``x`` (B, D), for one product of every open sample."""
         arrays, state = self.arrays, self.state
         rows = arrays.index(state.open)
         if len(rows) == 0:
@@ -78,12 +79,12 @@ class LinearLoop:
         finite = arrays.read(torch.isfinite(x).all(1, keepdim=True))
         x = torch.where(arrays.write(state.open & finite), x, 0)
         r = self._true_residual(x, rows)
-        length = arrays.read(norm(r))
-        good = finite & (length < torch.inf)
+        r_norm = arrays.read(norm(r))
+        good = finite & (r_norm < torch.inf)
         state.evaluations = state.evaluations + state.open
         moved = state.open & good
         state.close(state.open & ~good, Status.NONFINITE)
-        state.move(moved, x, r, length)
+        state.move(moved, x, r, r_norm)
 
     def _true_residual(self, x: Tensor, rows: Array) -> Tensor:
         """``b - A x`` (B, D), by one product for the samples ``rows``; ``b`` elsewhere."""
@@ -150,7 +151,7 @@ class LinearLoop:
         run, rows = cycle.run, cycle.rows
         x = self.state.x.index_select(0, self.arrays.write(rows)) + run.solution()
         gap = self._residual_gap(x, self.system.reference[rows], run.matrix_norm)
-        accurate = run.reliable() & (gap <= run.residual)
+        accurate = run.reliable() & (gap <= run.residual_norm)
         run.stop(self.arrays.write(last & ~accurate))
 
     def _residual_gap(self, x: Tensor, reference: Array, matrix_norm: Array) -> Array:
@@ -165,15 +166,15 @@ class LinearLoop:
         state.evaluations = state.evaluations + result.used
         x = state.x + result.correction
         gap = self._residual_gap(x, system.reference, result.matrix_norm)
-        small_gap = gap <= arrays.xp.maximum(result.residual, system.limit)
-        unmoved = result.residual == state.residual  # no step was taken
+        small_gap = gap <= arrays.xp.maximum(result.residual_norm, system.limit)
+        unmoved = result.residual_norm == state.residual_norm  # no step was taken
         accurate = (result.reliable & small_gap) | unmoved
         spent = (state.evaluations >= self.max_steps) | (result.used == 0)
         finished = result.verdict != int(Status.MAX_STEPS)
         closing = state.open & (spent | (accurate & finished))
-        better = closing & (result.residual < state.residual)
+        better = closing & (result.residual_norm < state.residual_norm)
         state.x = arrays.choose(better, x, state.x)
-        state.residual = arrays.xp.where(better, result.residual, state.residual)
+        state.residual_norm = arrays.xp.where(better, result.residual_norm, state.residual_norm)
         # Converged by the recurrence, with no product left to verify it: not converged.
         claimed = result.verdict == int(Status.CONVERGED)
         verdict = arrays.xp.where(claimed & ~accurate, int(Status.MAX_STEPS), result.verdict)
@@ -188,22 +189,22 @@ class LinearLoop:
         x = self.system.scaled(self.product.rounded(self.system.unscaled(x)))
         verified = state.open
         r = self._true_residual(x, rows)
-        length = arrays.read(norm(r))
+        r_norm = arrays.read(norm(r))
         state.evaluations = state.evaluations + verified
         if self.trace.wanted:
-            self.trace.note(self.all_rows, verified, length)
+            self.trace.note(self.all_rows, verified, r_norm)
         claimed = result.verdict == int(Status.CONVERGED)
-        within = length <= limit
+        within = r_norm <= limit
         # An iterate that is better by no more than rounding may be worse in every other way.
         decrease = 1 - torch.finfo(x.dtype).eps ** 0.5
-        better = within | (length < decrease * state.residual)
-        gained = better & ((length <= HALVED * state.residual) | ~claimed)
-        state.move(verified & better, x, r, length)
+        better = within | (r_norm < decrease * state.residual_norm)
+        gained = better & ((r_norm <= HALVED * state.residual_norm) | ~claimed)
+        state.move(verified & better, x, r, r_norm)
         # Where the recurrence converged too early the next cycle has to go further.
         state.target = arrays.xp.where(verified & claimed, HALVED * limit, state.target)
         broken = ~claimed & (result.verdict != int(Status.MAX_STEPS))
         state.close(verified & within, Status.CONVERGED)
-        state.close(state.open & ~(length < torch.inf), Status.NONFINITE)
+        state.close(state.open & ~(r_norm < torch.inf), Status.NONFINITE)
         state.close(state.open & broken, result.verdict)
         state.close(state.open & ~gained, Status.STALLED)
         state.close(state.open & (state.evaluations >= self.max_steps), Status.MAX_STEPS)
@@ -213,8 +214,8 @@ class LinearLoop:
         return Solution(
             value=system.unscaled(state.x),
             status=write(state.status.reshape(-1)),
-            residual=system.relative(state.residual),
-            residual_norm=write((state.residual * system.scale).reshape(-1)),
+            residual=system.relative(state.residual_norm),
+            residual_norm=write((state.residual_norm * system.scale).reshape(-1)),
             steps=write(state.steps.reshape(-1)),
             evaluations=write(state.evaluations.reshape(-1)),
             trace=self.trace.trace(),

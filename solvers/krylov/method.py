@@ -42,7 +42,7 @@ class KrylovRun(ABC):
         direction: (n, D), what the matrix is to be applied to next.
         running: (n, 1) bool array, rows that go on.
         used: (n, 1) int64 array, products that the row has used.
-        residual: (n, 1) array, ``|residual - A d|`` at ``solution()`` by the recurrence.
+        residual_norm: (n, 1) array, ``|residual - A d|`` at ``solution()`` by the recurrence.
         matrix_norm: (n, 1) array, largest lower bound of ``|A|`` seen.
         exhausted: True when the run can take no further product (the end of a GMRES cycle).
     """
@@ -50,7 +50,7 @@ class KrylovRun(ABC):
     recurrence: ClassVar[tuple[str, ...]] = ("direction",)
 
     direction: Tensor
-    residual: Array
+    residual_norm: Array
     exhausted: bool = False
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
@@ -85,11 +85,11 @@ class KrylovRun(ABC):
         """(n, D): the best ``d`` of each row, finite whatever the products were."""
 
     def current(self) -> Array:
-        """(n, 1): the residual norm of the latest iterate, which need not be the best one."""
-        return self.residual
+        """(n, 1): residual norm of the latest iterate, which need not be the best one."""
+        return self.residual_norm
 
     def reliable(self) -> Array:
-        """(n, 1) bool: ``residual`` differs from the true residual norm by rounding alone."""
+        """(n, 1) bool: ``residual_norm`` differs from the true one by rounding alone."""
         return self.matrix_norm >= 0
 
     @abstractmethod

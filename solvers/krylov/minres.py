@@ -39,21 +39,21 @@ class MINRES(LinearSolver):
 
 
 class MINRESRun(KrylovRun):
-    """State of MINRES in the notation of Paige and Saunders, ``residual`` their ``phi_bar``."""
+    """State of MINRES in the notation of Paige and Saunders, ``residual_norm`` their ``phi_bar``."""
 
     recurrence: ClassVar[tuple[str, ...]] = ("direction", "old_direction", "w", "old_w")
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         super().__init__(residual, limit, active)
         length = norm(residual)
-        self.residual = self.arrays.read(length)
+        self.residual_norm = self.arrays.read(length)
         self.direction = residual / torch.where(length > 0, length, 1)
         self.old_direction = self.w = self.old_w = self.iterate = torch.zeros_like(residual)
         self.beta = self.delta_bar = self.epsilon = self.sine = self.zero
         self.cosine = self.zero - 1
         self.gamma = self.zero + 1
         rounding = self.zero + torch.finfo(residual.dtype).eps ** 0.5
-        relative = self.arrays.ratio(self.limit, 10 * self.residual)
+        relative = self.arrays.ratio(self.limit, 10 * self.residual_norm)
         self.floor = self.arrays.xp.maximum(relative, rounding)
 
     def _advance(self, product: Tensor) -> None:
@@ -71,13 +71,13 @@ class MINRESRun(KrylovRun):
         w = torch.addcmul(v, arrays.write(delta), self.w, value=-1)
         w = torch.addcmul(w, arrays.write(epsilon), self.old_w, value=-1)
         w = w / arrays.write(self.gamma)
-        step = torch.addcmul(self.iterate, arrays.write(self.cosine * self.residual), w)
+        step = torch.addcmul(self.iterate, arrays.write(self.cosine * self.residual_norm), w)
         self.iterate = arrays.choose(active, step, self.iterate)
-        self.residual = where(active, self.sine * self.residual, self.residual)
+        self.residual_norm = where(active, self.sine * self.residual_norm, self.residual_norm)
         self.w, self.old_w = w, self.w
         self.direction, self.old_direction = u / length, v
         self.beta = beta
-        self.running = active & (self.residual > self.limit)
+        self.running = active & (self.residual_norm > self.limit)
 
     def _rotate(self, alpha: Array, beta: Array) -> tuple[Array, Array, Array]:
         """Apply the previous rotations to the new column; its delta, epsilon and gamma_bar."""
@@ -106,4 +106,4 @@ class MINRESRun(KrylovRun):
     def verdict(self) -> Array:
         where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
         verdict = where(isfinite(self.gamma), int(Status.MAX_STEPS), int(Status.NONFINITE))
-        return where(self.residual <= self.limit, int(Status.CONVERGED), verdict)
+        return where(self.residual_norm <= self.limit, int(Status.CONVERGED), verdict)

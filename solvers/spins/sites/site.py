@@ -38,31 +38,30 @@ class Site(nn.Module):
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
         """``d log Z / dh``, (B, N, d)."""
-        outer = torch.is_grad_enabled()
-        with recording():
-            point, variance = _point(field, outer), ordinary(variance)
-            mean, exists = self._slope(point, variance, outer)
-            mean = torch.where(exists.unsqueeze(-1), mean, torch.nan)
-        return mean if outer else mean.detach()
+        return self._derivatives(field, variance, 1)[0]
 
     def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
         """``d^2 log Z / dh^2``, (B, N, d, d)."""
         return self.moments(field, variance)[1]
 
     def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and covariance in one go."""
+        """Mean and covariance in one evaluation."""
         if type(self).mean is not Site.mean and type(self).covariance is not Site.covariance:
             return self.mean(field, variance), self.covariance(field, variance)
+        mean, covariance = self._derivatives(field, variance, 2)
+        return mean, covariance
+
+    def _derivatives(self, field: Tensor, variance: Tensor, order: int) -> list[Tensor]:
+        """Mean, and covariance for ``order`` 2, by autograd; NaN where log Z is not finite."""
         outer = torch.is_grad_enabled()
         with recording():
             point, variance = _point(field, outer), ordinary(variance)
-            mean, exists = self._slope(point, variance, True)
-            covariance = _curvature(mean, point, outer)
-            mean = torch.where(exists.unsqueeze(-1), mean, torch.nan)
-            covariance = torch.where(exists[..., None, None], covariance, torch.nan)
-        if outer:
-            return mean, covariance
-        return mean.detach(), covariance.detach()
+            mean, exists = self._slope(point, variance, outer or order == 2)
+            found = [torch.where(exists.unsqueeze(-1), mean, torch.nan)]
+            if order == 2:
+                covariance = _curvature(mean, point, outer)
+                found.append(torch.where(exists[..., None, None], covariance, torch.nan))
+        return found if outer else [tensor.detach() for tensor in found]
 
     def _slope(self, point: Tensor, variance: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
         """``d log Z / dh`` (B, N, d), and where log Z is finite (B, N) bool."""
