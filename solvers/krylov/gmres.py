@@ -129,9 +129,11 @@ class GMRESRun(KrylovRun):
 
     def _grow(self) -> None:
         """Double the capacity, at most to that of a whole cycle."""
-        old = self.basis.shape[1]
+        rows, old, width = self.basis.shape
         more = min(old, self.restart + 1 - old)
-        self.basis = self._vectors(F.pad(self._tensor(self.basis), (0, 0, 0, more)))
+        basis = self._vectors(self.direction.new_empty(rows, old + more, width))
+        basis[:, :old] = self.basis
+        self.basis = basis
         for name in ("hessenberg", "rotation", "null"):
             array = self.arrays.write(getattr(self, name))
             padded = F.pad(array, (0, more) * (array.dim() - 1))

@@ -88,8 +88,10 @@ class LinearLoop:
 
     def _true_residual(self, x: Tensor, rows: Array) -> Tensor:
         """``b - A x`` (B, D), by one product for the samples ``rows``; ``b`` elsewhere."""
-        index = self._select(rows)
-        image = self.product.exact(self.system.unscaled(x).index_select(0, index))
+        index, sent = self._select(rows), self.system.unscaled(x)
+        if len(index) == len(self.all_rows):
+            return self.system.b - self.system.scaled(self.product.exact(sent))
+        image = self.product.exact(sent.index_select(0, index))
         image = torch.zeros_like(x).index_copy_(0, index, image)
         return self.system.b - self.system.scaled(image)
 
