@@ -54,3 +54,24 @@ def require_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     if value not in known:
         raise ValueError(f"{name} must be one of {known}, got {value!r}")
     return value
+
+
+def require_callable(name: str, value: Any) -> Any:
+    """Something that can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {type(value)}")
+    return value
+
+
+def require_instance(name: str, value: Any, kind: type, expected: str) -> Any:
+    """An instance of ``kind``, which the message calls ``expected``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, got {value!r}")
+    return value
+
+
+def require_tuple(name: str, value: Any) -> Any:
+    """A tuple of inputs."""
+    if not isinstance(value, tuple):
+        raise TypeError(f"{name} must be a tuple of inputs, got {type(value)}")
+    return value

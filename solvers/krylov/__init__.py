@@ -1,3 +1,11 @@
-"""Linear systems known by their products: CG, MINRES, GMRES and the loop around them."""
+"""Krylov methods for batches of linear systems ``A x = b``, from products with ``A`` alone.
+
+- ``solve``: :func:`solvers.solve_linear`
+- ``loop``: the loop of a solve: cycles of a method, verified residuals, statuses
+- ``cycle``: results of a cycle, state of the samples, trace of their residuals
+- ``product``: the products with ``A`` and the scaled right-hand sides
+- ``method``: the interface of the methods
+- ``cg``, ``minres``, ``gmres``: the methods
+"""
 
 from __future__ import annotations

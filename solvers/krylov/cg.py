@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,13 +19,13 @@ class CG(LinearSolver):
 
     With residual ``r`` and direction ``p``: ``alpha = r.r / p.Ap``, ``x += alpha p``,
     ``r -= alpha Ap``, ``p = r' + (r'.r' / r.r) p``. Each step minimises the error in the norm of
-    ``A``, not the residual, which may rise on the way: the iterate of the smallest residual is
+    ``A``, not the residual, which may rise in between: the iterate of the smallest residual is
     kept. Five vectors per sample.
 
     A direction with ``p.Ap <= 0`` ends the sample with ``Status.INDEFINITE``.
 
-    Reference: Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems"
-    (J. Res. Nat. Bur. Standards 49, 1952).
+    Source: Hestenes and Stiefel (1952), "Methods of conjugate gradients for solving linear systems",
+    https://doi.org/10.6028/jres.049.044.
     """
 
     def start(self, residual: Tensor, limit: Tensor, active: Tensor) -> CGRun:
@@ -34,11 +35,14 @@ class CG(LinearSolver):
 class CGRun(KrylovRun):
     """State of CG; ``square`` is ``r.r`` at the latest iterate, ``best_square`` at the best."""
 
+    recurrence: ClassVar[tuple[str, ...]] = ("direction", "r")
+
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         super().__init__(residual, limit, active)
-        self.direction = self.remainder = residual
+        self.direction = self.r = residual
         self.iterate = self.best = torch.zeros_like(residual)
         self.square = self.best_square = self.arrays.read(dot(residual, residual))
+        self.residual_norm = self.arrays.xp.sqrt(self.square)
         self.limit_square = self.limit * self.limit
         self.curvature = self.zero + 1
 
@@ -54,27 +58,22 @@ class CGRun(KrylovRun):
         self.matrix_norm = where(grown, inverse, self.matrix_norm)
         alpha = arrays.write(where(active, 1 / inverse, self.zero))
         self.iterate = torch.addcmul(self.iterate, alpha, self.direction)
-        self.remainder = torch.addcmul(self.remainder, alpha, product, value=-1)
-        square = arrays.read(dot(self.remainder, self.remainder))
+        self.r = torch.addcmul(self.r, alpha, product, value=-1)
+        square = arrays.read(dot(self.r, self.r))
         better = active & (square < self.best_square)
         self.best = arrays.choose(better, self.iterate, self.best)
         self.best_square = where(better, square, self.best_square)
+        self.residual_norm = arrays.xp.sqrt(self.best_square)
         beta = arrays.write(where(active, square / self.square, self.zero))
-        self.direction = torch.addcmul(self.remainder, beta, self.direction)
+        self.direction = torch.addcmul(self.r, beta, self.direction)
         self.square = square
         self.running = active & (square > self.limit_square)
 
     def solution(self) -> Tensor:
         return self.best
 
-    def residual(self) -> Array:
-        return self.arrays.xp.sqrt(self.best_square)
-
     def current(self) -> Array:
         return self.arrays.xp.sqrt(self.square)
-
-    def reliable(self) -> Array:
-        return self.matrix_norm >= 0
 
     def verdict(self) -> Array:
         where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
@@ -82,7 +81,3 @@ class CGRun(KrylovRun):
         verdict = where(self.curvature <= 0, int(Status.INDEFINITE), int(Status.MAX_STEPS))
         verdict = where(finite, verdict, int(Status.NONFINITE))
         return where(self.best_square <= self.limit_square, int(Status.CONVERGED), verdict)
-
-    def quiet(self) -> None:
-        self.direction = torch.where(self.active, self.direction, 0)
-        self.remainder = torch.where(self.active, self.remainder, 0)

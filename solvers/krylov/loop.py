@@ -1,4 +1,4 @@
-"""The loop behind :func:`solvers.solve_linear`: rounds of a Krylov method, each judged honestly."""
+"""The loop behind :func:`solvers.solve_linear`: cycles of a Krylov method, verified residuals."""
 
 from __future__ import annotations
 
@@ -8,282 +8,217 @@ import numpy
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import Array, Arrays
+from solvers.core.arrays import Array
 from solvers.core.device import Watch
 from solvers.core.loop import SHRINK
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, Status
-from solvers.core.tolerance import Tolerance
+from solvers.krylov.cycle import Cycle, ResidualTrace, SampleState
 from solvers.krylov.method import LinearSolver, norm
-from solvers.krylov.product import Product
-from solvers.krylov.rounds import History, Round, Working
+from solvers.krylov.product import Product, System
 
-# The residual of a recurrence is believed where DRIFT eps (|A| |x| + |b|), ten times what rounding
-# was seen to do to it, is below the residual or the tolerance.
-DRIFT = 40.0
-# A round that was to converge and did not even halve the true residual has met rounding.
+# Rounding moves the residual of a recurrence away from the true one by at most about
+# GAP eps (|A| |x| + |b|), ten times the largest gap that was measured.
+GAP = 40.0
+# A cycle that converged by its recurrence but did not halve the true residual: rounding limits it.
 HALVED = 0.5
-# Right-hand sides whose norms lie between 1 / MODERATE and MODERATE need no rescaling.
-MODERATE = 1e6
 
 
 class LinearLoop:
-    """One solve, in units in which ``b`` is of moderate magnitude.
+    """One solve by cycles of a Krylov method, each sample until it has converged or cannot.
 
-    A round runs the Krylov method on ``A d = r`` for the samples that are still open, in lockstep,
-    until each has converged by its recurrence, has broken down, or may spend no more. Then each
-    sample is closed, or its true residual is computed by one more product and it is closed or sent
-    into the next round. For GMRES a round is a cycle.
+    A cycle runs the method on ``A d = r`` for the open samples, in lockstep, until each has
+    converged by its recurrence, has broken down, has used its products, or has reached the restart
+    of GMRES. Then a sample is closed if its recurrence residual is accurate. Else its true residual
+    is computed by one more product, and the sample is closed or enters the next cycle.
     """
 
     def __init__(
         self,
         product: Product,
+        system: System,
         solver: LinearSolver,
-        tolerance: Tolerance,
         max_steps: int,
         *,
-        compact: bool = True,
-        record: bool = False,
-        callback: Callable[[Progress], object] | None = None,
+        compact: bool,
+        record: bool,
+        callback: Callable[[Progress], object] | None,
     ) -> None:
-        self.product, self.solver, self.tolerance = product, solver, tolerance
-        self.max_steps, self.compact = max_steps, compact
-        self.record, self.callback = record, callback
+        self.product, self.system, self.arrays = product, system, system.arrays
+        self.solver, self.max_steps, self.compact = solver, max_steps, compact
+        self.all_rows = self.arrays.range(len(system.b))
+        self.state = SampleState(system)
+        self.trace = ResidualTrace(system, record, callback)
 
-    def run(self, b: Tensor, x0: Tensor | None) -> Solution:
-        """Solve for the rows of ``b`` (B, D); the solution's value is a matrix (B, D)."""
-        self.arrays = Arrays(b.device)
+    def run(self, x0: Tensor | None) -> Solution:
+        """Solve from ``x0`` (B, D) or zero; the value is a matrix (B, D) of the working dtype."""
         with numpy.errstate(all="ignore"):
-            self._prepare(b)
             self._begin(x0)
-        while True:
-            rows = self.arrays.index(self.open)
-            if len(rows) == 0:
-                break
-            outcome = self._round(rows)
+        while len(rows := self.arrays.index(self.state.open)) > 0:
+            result = self._cycle(rows)
             with numpy.errstate(all="ignore"):
-                self._judge(outcome)
-        return self._solution(b.dtype)
-
-    def _prepare(self, b: Tensor) -> None:
-        """Norms and limits; rows of extreme magnitude are scaled by a power of two."""
-        arrays = self.arrays
-        self.b = b.detach().to(self.product.dtype)
-        self.reference = arrays.read(norm(self.b))
-        self.usable = self.reference < torch.inf
-        self.scale = arrays.xp.ones_like(self.reference)
-        self.factor: Tensor | None = None
-        moderate = (self.reference > 1 / MODERATE) & (self.reference < MODERATE)
-        if not (arrays.host and moderate.all()):
-            self._rescale()
-        norms = arrays.write(self.reference * self.scale).squeeze(1)
-        self.limit = arrays.read(self.tolerance.threshold(norms).unsqueeze(1)) / self.scale
-        self.aim = self.limit
-        self.all_rows = arrays.range(b.shape[0])
-
-    def _rescale(self) -> None:
-        """Bring every row to magnitude one, so that no square overflows or underflows."""
-        arrays, xp = self.arrays, self.arrays.xp
-        largest = arrays.read(self.b.abs().amax(1, keepdim=True))
-        self.usable = largest < xp.inf
-        exponent = xp.frexp(xp.where(self.usable, largest, 1))[1].clip(-100, 100)
-        self.scale = xp.ldexp(xp.ones_like(largest), exponent)
-        self.factor = arrays.write(self.scale)
-        self.b = torch.where(arrays.write(self.usable), self.b / self.factor, 0)
-        self.reference = arrays.read(norm(self.b))
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        """From the caller's units to those of the loop."""
-        return x if self.factor is None else x / self.factor
-
-    def _unscaled(self, x: Tensor) -> Tensor:
-        return x if self.factor is None else x * self.factor
+                self._accept(result)
+        return self._solution()
 
     def _begin(self, x0: Tensor | None) -> None:
-        """Close the samples that need no work; residuals of the others."""
-        where = self.arrays.xp.where
-        self.x = torch.zeros_like(self.b)
-        self.r, self.residual = self.b, self.reference
-        self.open = self.usable & (self.reference > 0)
-        self.used = self.arrays.whole(self.open)
-        self.evaluations = self.used
-        self.status = self.used + int(Status.MAX_STEPS)
+        """Close the samples that need no work."""
+        state, system = self.state, self.system
         if x0 is not None:
-            self._start_at(self._scaled(x0.detach().to(self.b.dtype)))
-        self._close(~self.usable, Status.NONFINITE)
-        self.residual = where(self.usable, self.residual, torch.inf)
-        self._close(self.residual <= self.limit, Status.CONVERGED)
-        self.history = History(self.arrays, self.reference, self.record, self.callback)
-        self.history.start(self.residual)
+            self._start_at(system.scaled(x0.detach().to(system.b.dtype)))
+        state.close(~system.finite, Status.NONFINITE)
+        state.residual_norm = self.arrays.xp.where(system.finite, state.residual_norm, torch.inf)
+        state.close(state.residual_norm <= system.limit, Status.CONVERGED)
+        self.trace.start(state.residual_norm)
 
     def _start_at(self, x: Tensor) -> None:
-        arrays = self.arrays
-        rows = arrays.index(self.open)
+        """Replace the start 0 by ``x`` (B, D), for one product of every open sample."""
+        arrays, state = self.arrays, self.state
+        rows = arrays.index(state.open)
         if len(rows) == 0:
             return
         finite = arrays.read(torch.isfinite(x).all(1, keepdim=True))
-        x = torch.where(arrays.write(self.open & finite), x, 0)
+        x = torch.where(arrays.write(state.open & finite), x, 0)
         r = self._true_residual(x, rows)
-        length = arrays.read(norm(r))
-        good = finite & (length < torch.inf)
-        self.evaluations = self.evaluations + self.open
-        moved = self.open & good
-        self._close(self.open & ~good, Status.NONFINITE)
-        self._move(moved, x, r, length)
-
-    def _move(self, rows: Array, x: Tensor, r: Tensor, length: Array) -> None:
-        """In ``rows`` (B, 1) the point ``x`` with residual ``r`` becomes the current one."""
-        self.x = self.arrays.choose(rows, x, self.x)
-        self.r = self.arrays.choose(rows, r, self.r)
-        self.residual = self.arrays.xp.where(rows, length, self.residual)
-
-    def _close(self, rows: Array, status: Status | Array) -> None:
-        self.status = self.arrays.xp.where(rows, status, self.status)
-        self.open = self.open & ~rows
+        r_norm = arrays.read(norm(r))
+        good = finite & (r_norm < torch.inf)
+        state.evaluations = state.evaluations + state.open
+        moved = state.open & good
+        state.close(state.open & ~good, Status.NONFINITE)
+        state.move(moved, x, r, r_norm)
 
     def _true_residual(self, x: Tensor, rows: Array) -> Tensor:
         """``b - A x`` (B, D), by one product for the samples ``rows``; ``b`` elsewhere."""
-        sent = self._unscaled(x)
-        if not self.compact or len(rows) == len(self.all_rows):
-            self.product.select(self.arrays.write(self.all_rows))
-            return self.b - self._scaled(self.product.exact(sent))
-        index = self.arrays.write(rows)
-        self.product.select(index)
-        image = torch.zeros_like(x)
-        image.index_copy_(0, index, self.product.exact(sent.index_select(0, index)))
-        return self.b - self._scaled(image)
+        index, sent = self._select(rows), self.system.unscaled(x)
+        if len(index) == len(self.all_rows):
+            return self.system.b - self.system.scaled(self.product.exact(sent))
+        image = self.product.exact(sent.index_select(0, index))
+        image = torch.zeros_like(x).index_copy_(0, index, image)
+        return self.system.b - self.system.scaled(image)
 
-    def _round(self, rows: Array) -> Round:
+    def _select(self, rows: Array) -> Tensor:
+        """Multiply ``rows`` from now on, or all samples where they must stay together."""
+        index = self.arrays.write(rows if self.compact else self.all_rows)
+        self.product.select(index)
+        return index
+
+    def _cycle(self, rows: Array) -> Cycle:
         """Run the Krylov method until every sample of ``rows`` has stopped."""
-        budget = self.max_steps - self.evaluations
-        caps = set(budget[rows].flatten().tolist())
-        batch = self._start(rows)
-        watch = Watch(self.b.device)
-        for step in range(max(caps)):
-            if step + 1 in caps:
-                self._reserve(batch, budget[batch.rows] == step + 1)
-            if step in caps:
-                batch.run.stop(self.arrays.write(budget[batch.rows] == step))
-            if not self._goes_on(batch, watch):
+        budget = self.max_steps - self.state.evaluations
+        ends = set(budget[rows].flatten().tolist())
+        cycle = self._start_cycle(rows)
+        watch = Watch(self.system.b.device)
+        for step in range(max(ends)):
+            if step + 1 in ends:
+                self._reserve_product(cycle, budget[cycle.rows] == step + 1)
+            if step in ends:
+                cycle.run.stop(self.arrays.write(budget[cycle.rows] == step))
+            if not self._goes_on(cycle, watch):
                 break
-            active = batch.run.running
-            batch.run.absorb(self.product(batch.run.direction))
-            if self.history.wanted:
-                self.history.note(batch.rows, active, batch.run.current())
-            if batch.run.exhausted:
+            active = cycle.run.running
+            cycle.run.absorb(self.product(cycle.run.direction))
+            if self.trace.wanted:
+                self.trace.note(cycle.rows, active, cycle.run.current())
+            if cycle.run.exhausted:
                 break
-        if batch.outcome is None and len(batch.rows) == len(self.all_rows):
-            return Round.of(batch.run)
-        outcome = batch.outcome or Round.nothing(self.arrays, self.x, self.residual)
-        outcome.put(Round.of(batch.run), batch.rows, self.arrays)
-        return outcome
+        cycle.finish(cycle.run, cycle.rows)
+        return cycle
 
-    def _start(self, rows: Array) -> Working:
-        """The working batch of a round: ``rows``, or all samples where they must stay together."""
-        write = self.arrays.write
-        if not self.compact:
-            rows = self.all_rows
-        index = write(rows)
-        self.product.select(index)
-        whole = len(rows) == len(self.all_rows)
-        r = self.r if whole else self.r.index_select(0, index)
-        run = self.solver.start(r, write(self.aim[rows]), write(self.open[rows]))
-        return Working(run, rows, len(rows))
+    def _start_cycle(self, rows: Array) -> Cycle:
+        arrays, state = self.arrays, self.state
+        index = self._select(rows)
+        limit, active = (arrays.write(array)[index] for array in (state.target, state.open))
+        run = self.solver.start(state.r.index_select(0, index), limit, active)
+        return Cycle(run, arrays.read(index), state)
 
-    def _goes_on(self, batch: Working, watch: Watch) -> bool:
-        """Whether any row of the batch still runs; stopped rows leave, or are put to rest."""
-        arrays, run, rows = self.arrays, batch.run, batch.rows
-        mask = run.running if arrays.host else watch(run.running)
-        left = batch.running if mask is None else arrays.count(mask)
-        if left == 0 or left == batch.running or mask is None:
-            return left > 0
-        batch.running = left
-        if not self.compact or (len(rows) - left) * SHRINK < len(rows):
-            run.quiet()
+    def _goes_on(self, cycle: Cycle, watch: Watch) -> bool:
+        """Whether any sample of the cycle still runs; stopped ones leave, or multiply zeros."""
+        run, size = cycle.run, len(cycle.rows)
+        mask = run.running if self.arrays.host else watch(run.running)
+        running = cycle.running if mask is None else self.arrays.count(mask)
+        if running == 0 or running == cycle.running or mask is None:
+            return running > 0
+        cycle.running = running
+        if not self.compact or (size - running) * SHRINK < size:
+            run.zero_stopped()
             return True
-        if batch.outcome is None:
-            batch.outcome = Round.nothing(arrays, self.x, self.residual)
-        if not arrays.host:  # the watch's answer lies in pinned memory
+        if not self.arrays.host:  # the watch's answer lies in pinned memory
             mask = mask.to(run.running.device)
-        gone, stay = arrays.index(~mask), arrays.index(mask)
-        batch.outcome.put(Round.of(run.rows(gone)), rows[gone], arrays)
-        batch.run, batch.rows = run.rows(stay), rows[stay]
-        self.product.select(arrays.write(batch.rows))
+        cycle.shrink(mask)
+        self.product.select(self.arrays.write(cycle.rows))
         watch.reset()
         return True
 
-    def _reserve(self, batch: Working, last: Array) -> None:
-        """Before the last product: keep it for the check, where the check will be needed."""
-        run, rows = batch.run, batch.rows
-        x = self.x.index_select(0, self.arrays.write(rows)) + run.solution()
-        drift = self._drift(x, self.reference[rows], run.matrix_norm)
-        believed = run.reliable() & (drift <= run.residual())
-        run.stop(self.arrays.write(last & ~believed))
+    def _reserve_product(self, cycle: Cycle, last: Array) -> None:
+        """Stop the samples whose ``last`` product will be needed to verify the residual."""
+        run, rows = cycle.run, cycle.rows
+        x = self.state.x.index_select(0, self.arrays.write(rows)) + run.solution()
+        gap = self._residual_gap(x, self.system.reference[rows], run.matrix_norm)
+        accurate = run.reliable() & (gap <= run.residual_norm)
+        run.stop(self.arrays.write(last & ~accurate))
 
-    def _drift(self, x: Tensor, reference: Array, matrix_norm: Array) -> Array:
+    def _residual_gap(self, x: Tensor, reference: Array, matrix_norm: Array) -> Array:
         """Bound on what rounding has done to the residual of a recurrence, (n, 1)."""
         size = self.arrays.read(norm(x))
-        return DRIFT * self.product.eps * (matrix_norm * size + reference)
+        return GAP * self.product.eps * (matrix_norm * size + reference)
 
-    def _judge(self, outcome: Round) -> None:
-        """Close the samples of a round, check those whose residual cannot be believed."""
-        arrays = self.arrays
-        self.used = self.used + outcome.used
-        self.evaluations = self.evaluations + outcome.used
-        x = self.x + outcome.step
-        drift = self._drift(x, self.reference, outcome.matrix_norm)
-        small_drift = drift <= arrays.xp.maximum(outcome.residual, self.limit)
-        exact = outcome.residual == self.residual  # no step was taken
-        believed = (outcome.reliable & small_drift) | exact
-        spent = (self.evaluations >= self.max_steps) | (outcome.used == 0)
-        finished = outcome.verdict != int(Status.MAX_STEPS)
-        closing = self.open & (spent | (believed & finished))
-        better = closing & (outcome.residual < self.residual)
-        self.x = arrays.choose(better, x, self.x)
-        self.residual = arrays.xp.where(better, outcome.residual, self.residual)
-        # A claim to have converged that no product was left to check is no convergence.
-        claimed = outcome.verdict == int(Status.CONVERGED)
-        verdict = arrays.xp.where(claimed & ~believed, int(Status.MAX_STEPS), outcome.verdict)
-        self._close(closing, verdict)
-        rows = arrays.index(self.open)
+    def _accept(self, result: Cycle) -> None:
+        """Close the samples whose recurrence residual is accurate, verify the others."""
+        arrays, state, system = self.arrays, self.state, self.system
+        state.steps = state.steps + result.used
+        state.evaluations = state.evaluations + result.used
+        x = state.x + result.correction
+        gap = self._residual_gap(x, system.reference, result.matrix_norm)
+        small_gap = gap <= arrays.xp.maximum(result.residual_norm, system.limit)
+        unmoved = result.residual_norm == state.residual_norm  # no step was taken
+        accurate = (result.reliable & small_gap) | unmoved
+        spent = (state.evaluations >= self.max_steps) | (result.used == 0)
+        finished = result.verdict != int(Status.MAX_STEPS)
+        closing = state.open & (spent | (accurate & finished))
+        better = closing & (result.residual_norm < state.residual_norm)
+        state.x = arrays.choose(better, x, state.x)
+        state.residual_norm = arrays.xp.where(better, result.residual_norm, state.residual_norm)
+        # Converged by the recurrence, with no product left to verify it: not converged.
+        claimed = result.verdict == int(Status.CONVERGED)
+        verdict = arrays.xp.where(claimed & ~accurate, int(Status.MAX_STEPS), result.verdict)
+        state.close(closing, verdict)
+        rows = arrays.index(state.open)
         if len(rows) > 0:
-            self._check(outcome, x, rows)
+            self._verify(result, x, rows)
 
-    def _check(self, outcome: Round, x: Tensor, rows: Array) -> None:
-        """True residuals of the samples still open at ``x``; who has gained nothing has stalled."""
-        arrays = self.arrays
-        x = self._scaled(self.product.rounded(self._unscaled(x)))
-        checked = self.open
+    def _verify(self, result: Cycle, x: Tensor, rows: Array) -> None:
+        """True residuals of the open samples at ``x``; those that gained nothing have stalled."""
+        arrays, state, limit = self.arrays, self.state, self.system.limit
+        x = self.system.scaled(self.product.rounded(self.system.unscaled(x)))
+        verified = state.open
         r = self._true_residual(x, rows)
-        length = arrays.read(norm(r))
-        self.evaluations = self.evaluations + checked
-        if self.history.wanted:
-            self.history.note(self.all_rows, checked, length)
-        claimed = outcome.verdict == int(Status.CONVERGED)
-        within = length <= self.limit
-        creeping = 1 - torch.finfo(self.b.dtype).eps ** 0.5
-        # An iterate that is no better by anything but rounding may be worse in every other way.
-        better = within | (length < creeping * self.residual)
-        gained = better & ((length <= HALVED * self.residual) | ~claimed)
-        self._move(checked & better, x, r, length)
-        # Whose recurrence said "converged" too early has to aim lower from now on.
-        self.aim = arrays.xp.where(checked & claimed, HALVED * self.limit, self.aim)
-        self._close(checked & within, Status.CONVERGED)
-        self._close(self.open & ~(length < torch.inf), Status.NONFINITE)
-        broken = ~claimed & (outcome.verdict != int(Status.MAX_STEPS))
-        self._close(self.open & broken, outcome.verdict)
-        self._close(self.open & ~gained, Status.STALLED)
-        self._close(self.open & (self.evaluations >= self.max_steps), Status.MAX_STEPS)
+        r_norm = arrays.read(norm(r))
+        state.evaluations = state.evaluations + verified
+        if self.trace.wanted:
+            self.trace.note(self.all_rows, verified, r_norm)
+        claimed = result.verdict == int(Status.CONVERGED)
+        within = r_norm <= limit
+        # An iterate that is better by no more than rounding may be worse in every other way.
+        decrease = 1 - torch.finfo(x.dtype).eps ** 0.5
+        better = within | (r_norm < decrease * state.residual_norm)
+        gained = better & ((r_norm <= HALVED * state.residual_norm) | ~claimed)
+        state.move(verified & better, x, r, r_norm)
+        # Where the recurrence converged too early the next cycle has to go further.
+        state.target = arrays.xp.where(verified & claimed, HALVED * limit, state.target)
+        broken = ~claimed & (result.verdict != int(Status.MAX_STEPS))
+        state.close(verified & within, Status.CONVERGED)
+        state.close(state.open & ~(r_norm < torch.inf), Status.NONFINITE)
+        state.close(state.open & broken, result.verdict)
+        state.close(state.open & ~gained, Status.STALLED)
+        state.close(state.open & (state.evaluations >= self.max_steps), Status.MAX_STEPS)
 
-    def _solution(self, dtype: torch.dtype) -> Solution:
-        write = self.arrays.write
+    def _solution(self) -> Solution:
+        write, state, system = self.arrays.write, self.state, self.system
         return Solution(
-            value=self._unscaled(self.x).to(dtype),
-            status=write(self.status.reshape(-1)),
-            residual=write(self.arrays.ratio(self.residual, self.reference).reshape(-1)),
-            residual_norm=write((self.residual * self.scale).reshape(-1)),
-            steps=write(self.used.reshape(-1)),
-            evaluations=write(self.evaluations.reshape(-1)),
-            trace=self.history.trace(),
+            value=system.unscaled(state.x),
+            status=write(state.status.reshape(-1)),
+            residual=system.relative(state.residual_norm),
+            residual_norm=write((state.residual_norm * system.scale).reshape(-1)),
+            steps=write(state.steps.reshape(-1)),
+            evaluations=write(state.evaluations.reshape(-1)),
+            trace=self.trace.trace(),
         )

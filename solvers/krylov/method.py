@@ -1,9 +1,10 @@
-"""What the Krylov methods for linear systems have in common."""
+"""The interface of the Krylov methods for linear systems."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
+from typing import ClassVar
 
 import numpy
 import torch
@@ -29,20 +30,27 @@ class LinearSolver(ABC):
 class KrylovRun(ABC):
     """A run of a Krylov method on the rows of a working batch.
 
-    The driver multiplies ``direction`` by the matrix and hands the product to ``absorb``, until no
+    The caller multiplies ``direction`` by the matrix and hands the product to ``absorb``, until no
     row is ``active`` or the run is ``exhausted``. Rows that have stopped are frozen: their result
-    no longer changes, however often ``absorb`` is called, so a driver may learn late that they have
+    no longer changes, however often ``absorb`` is called, so a caller may learn late that they have
     stopped. Tensors are (n, D), arrays (see :class:`solvers.core.arrays.Arrays`) are (n, 1).
+
+    Class attributes:
+        recurrence: names of the vectors that the next product or step is made from.
 
     Attributes:
         direction: (n, D), what the matrix is to be applied to next.
         running: (n, 1) bool array, rows that go on.
         used: (n, 1) int64 array, products that the row has used.
+        residual_norm: (n, 1) array, ``|residual - A d|`` at ``solution()`` by the recurrence.
         matrix_norm: (n, 1) array, largest lower bound of ``|A|`` seen.
         exhausted: True when the run can take no further product (the end of a GMRES cycle).
     """
 
+    recurrence: ClassVar[tuple[str, ...]] = ("direction",)
+
     direction: Tensor
+    residual_norm: Array
     exhausted: bool = False
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
@@ -65,42 +73,40 @@ class KrylovRun(ABC):
 
     def absorb(self, product: Tensor) -> None:
         """Take the product of the matrix with ``direction``, (n, D), and advance."""
-        with numpy.errstate(all="ignore"):  # rows that fail are judged by what came out
+        with numpy.errstate(all="ignore"):  # verdict() sees the rows that became NaN
             self._advance(product)
 
     @abstractmethod
-    def _advance(self, product: Tensor) -> None: ...
+    def _advance(self, product: Tensor) -> None:
+        """One step of the method."""
 
     @abstractmethod
     def solution(self) -> Tensor:
         """(n, D): the best ``d`` of each row, finite whatever the products were."""
 
-    @abstractmethod
-    def residual(self) -> Array:
-        """(n, 1): ``|residual - A d|`` at ``solution()``, as the recurrence has it."""
-
     def current(self) -> Array:
-        """(n, 1): the same at the latest iterate, which need not be the best one."""
-        return self.residual()
+        """(n, 1): residual norm of the latest iterate, which need not be the best one."""
+        return self.residual_norm
 
-    @abstractmethod
     def reliable(self) -> Array:
-        """(n, 1) bool: ``residual()`` differs from the true one by nothing but rounding."""
+        """(n, 1) bool: ``residual_norm`` differs from the true one by rounding alone."""
+        return self.matrix_norm >= 0
 
     @abstractmethod
     def verdict(self) -> Array:
         """(n, 1) int64 :class:`Status`; MAX_STEPS for a row that could have gone on."""
 
-    @abstractmethod
-    def quiet(self) -> None:
-        """Put zeros where stopped rows would feed garbage to the matrix."""
+    def zero_stopped(self) -> None:
+        """Set the vectors of stopped rows to zero, so that the matrix meets no NaN or infinity."""
+        for name in self.recurrence:
+            setattr(self, name, torch.where(self.active, getattr(self, name), 0))
 
     def stop(self, rows: Tensor) -> None:
-        """Stop the rows where ``rows`` (n, 1) is True."""
+        """Stop the rows where ``rows`` (n, 1) bool is True."""
         self.running = self.running & ~self.arrays.read(rows)
 
     def rows(self, index: Array) -> KrylovRun:
-        """The run of the rows ``index`` alone."""
+        """The run of the rows ``index`` (an array of integers) alone."""
         part = copy(self)
         where = self.arrays.write(index)
         for name, value in vars(self).items():

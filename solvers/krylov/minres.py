@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,16 +22,16 @@ class MINRES(LinearSolver):
     ``w = (v - delta w_1 - epsilon w_2) / gamma``, ``x += phi w``. The residual never rises. Six
     vectors per sample.
 
-    The norm of the residual is known only while the Lanczos basis is orthonormal, which neither
-    rounding nor a matrix that is not symmetric respects; so it is always checked by one more
+    The recurrence for the residual norm holds only while the Lanczos basis is orthonormal. Rounding
+    and matrices that are not symmetric destroy that, so the norm is always verified by one more
     product, counted like the others, before it is reported.
 
-    Where ``|A r|`` becomes arrays against ``|A| |r|`` the process is begun anew from the true
-    residual; if that lowers it no further, the sample ends with ``Status.STALLED``, at a
-    least-squares solution of a system that has no other.
+    Where ``|A r|`` becomes small against ``|A| |r|`` the method is restarted from the true residual.
+    If that lowers it no further, the sample ends with ``Status.STALLED``, at a least-squares
+    solution if the system has no other.
 
-    Reference: Paige and Saunders, "Solution of sparse indefinite systems of linear equations"
-    (SIAM J. Numer. Anal. 12, 1975).
+    Source: Paige and Saunders (1975), "Solution of sparse indefinite systems of linear equations",
+    https://doi.org/10.1137/0712047.
     """
 
     def start(self, residual: Tensor, limit: Tensor, active: Tensor) -> MINRESRun:
@@ -38,21 +39,22 @@ class MINRES(LinearSolver):
 
 
 class MINRESRun(KrylovRun):
-    """State of MINRES in the notation of Paige and Saunders; scalars are (n, 1)."""
+    """State of MINRES in the notation of Paige and Saunders, ``residual_norm`` their ``phi_bar``."""
+
+    recurrence: ClassVar[tuple[str, ...]] = ("direction", "old_direction", "w", "old_w")
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         super().__init__(residual, limit, active)
         length = norm(residual)
-        self.phi_bar = self.arrays.read(length)
+        self.residual_norm = self.arrays.read(length)
         self.direction = residual / torch.where(length > 0, length, 1)
         self.old_direction = self.w = self.old_w = self.iterate = torch.zeros_like(residual)
         self.beta = self.delta_bar = self.epsilon = self.sine = self.zero
         self.cosine = self.zero - 1
         self.gamma = self.zero + 1
-        precision = torch.finfo(residual.dtype).eps
-        self.floor = self.arrays.xp.maximum(
-            self.arrays.ratio(self.limit, 10 * self.phi_bar), self.zero + precision**0.5
-        )
+        rounding = self.zero + torch.finfo(residual.dtype).eps ** 0.5
+        relative = self.arrays.ratio(self.limit, 10 * self.residual_norm)
+        self.floor = self.arrays.xp.maximum(relative, rounding)
 
     def _advance(self, product: Tensor) -> None:
         arrays, where = self.arrays, self.arrays.xp.where
@@ -64,21 +66,21 @@ class MINRESRun(KrylovRun):
         length = norm(u)
         alpha, beta = arrays.read(along), arrays.read(length)
         delta, epsilon, gamma_bar = self._rotate(alpha, beta)
-        active = self._judge(alpha, beta, gamma_bar)
+        active = self._can_shrink(alpha, beta, gamma_bar)
         self.cosine, self.sine = gamma_bar / self.gamma, beta / self.gamma
         w = torch.addcmul(v, arrays.write(delta), self.w, value=-1)
         w = torch.addcmul(w, arrays.write(epsilon), self.old_w, value=-1)
         w = w / arrays.write(self.gamma)
-        step = torch.addcmul(self.iterate, arrays.write(self.cosine * self.phi_bar), w)
+        step = torch.addcmul(self.iterate, arrays.write(self.cosine * self.residual_norm), w)
         self.iterate = arrays.choose(active, step, self.iterate)
-        self.phi_bar = where(active, self.sine * self.phi_bar, self.phi_bar)
+        self.residual_norm = where(active, self.sine * self.residual_norm, self.residual_norm)
         self.w, self.old_w = w, self.w
         self.direction, self.old_direction = u / length, v
         self.beta = beta
-        self.running = active & (self.phi_bar > self.limit)
+        self.running = active & (self.residual_norm > self.limit)
 
     def _rotate(self, alpha: Array, beta: Array) -> tuple[Array, Array, Array]:
-        """Apply the last rotation to the new column; its delta, epsilon and gamma_bar."""
+        """Apply the previous rotations to the new column; its delta, epsilon and gamma_bar."""
         epsilon = self.epsilon
         delta = self.cosine * self.delta_bar + self.sine * alpha
         gamma_bar = self.sine * self.delta_bar - self.cosine * alpha
@@ -86,20 +88,17 @@ class MINRESRun(KrylovRun):
         self.delta_bar = -self.cosine * beta
         return delta, epsilon, gamma_bar
 
-    def _judge(self, alpha: Array, beta: Array, gamma_bar: Array) -> Array:
+    def _can_shrink(self, alpha: Array, beta: Array, gamma_bar: Array) -> Array:
         """Rows that may take this step: finite, and with a residual that can still shrink."""
         xp, running = self.arrays.xp, self.running
         self.matrix_norm = xp.fmax(self.matrix_norm, xp.hypot(alpha, beta))
         self.gamma = xp.where(running, xp.hypot(gamma_bar, beta), self.gamma)
-        # |A r| / |r| of the present iterate (Paige and Saunders, section 6).
+        # |A r| / |r| of the current iterate (Paige and Saunders, section 6).
         shrinking = xp.hypot(gamma_bar, self.delta_bar)
         return running & (self.gamma < xp.inf) & (shrinking > self.floor * self.matrix_norm)
 
     def solution(self) -> Tensor:
         return self.iterate
-
-    def residual(self) -> Array:
-        return self.phi_bar
 
     def reliable(self) -> Array:
         return self.used == 0
@@ -107,8 +106,4 @@ class MINRESRun(KrylovRun):
     def verdict(self) -> Array:
         where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
         verdict = where(isfinite(self.gamma), int(Status.MAX_STEPS), int(Status.NONFINITE))
-        return where(self.phi_bar <= self.limit, int(Status.CONVERGED), verdict)
-
-    def quiet(self) -> None:
-        for name in ("direction", "old_direction", "w", "old_w"):
-            setattr(self, name, torch.where(self.active, getattr(self, name), 0))
+        return where(self.residual_norm <= self.limit, int(Status.CONVERGED), verdict)

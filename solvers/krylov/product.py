@@ -1,23 +1,86 @@
-"""Products with a batch of matrices that are known only by what they do to vectors."""
+"""A batch of linear systems ``A x = b``: products with ``A`` and scaled right-hand sides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from solvers.core.arrays import Array, Arrays
 from solvers.core.layout import Layout, take
+from solvers.core.tolerance import Tolerance
+from solvers.krylov.method import norm
+
+# Right-hand sides whose norms lie between 1 / MODERATE and MODERATE are not scaled.
+MODERATE = 1e6
+
+
+@dataclass(frozen=True)
+class System:
+    """Right-hand sides, divided by a power of two so that no square overflows or underflows.
+
+    Attributes:
+        arrays: arithmetic on numbers per sample; arrays (see :class:`solvers.core.arrays.Arrays`)
+            are (B, 1).
+        b: (B, D) scaled right-hand sides, zero where they are not finite.
+        finite: bool array, samples whose right-hand side is finite.
+        reference: array, norm of ``b``.
+        limit: array, residual norm at which a sample has converged.
+        scale: array, what the caller's right-hand sides were divided by.
+        factor: (B, 1) ``scale`` as a tensor, None where it is 1 for every sample.
+    """
+
+    arrays: Arrays
+    b: Tensor
+    finite: Array
+    reference: Array
+    limit: Array
+    scale: Array
+    factor: Tensor | None
+
+    @classmethod
+    def of(cls, b: Tensor, tolerance: Tolerance) -> System:
+        """Scale ``b`` (B, D), float32 or float64; its units are those of ``tolerance``."""
+        arrays = Arrays(b.device)
+        xp, read, write = arrays.xp, arrays.read, arrays.write
+        reference, factor = read(norm(b)), None
+        finite, scale = reference < torch.inf, xp.ones_like(reference)
+        moderate = (reference > 1 / MODERATE) & (reference < MODERATE)
+        if not (arrays.host and moderate.all()):
+            largest = read(b.abs().amax(1, keepdim=True))
+            finite = largest < xp.inf
+            exponent = xp.frexp(xp.where(finite, largest, 1))[1].clip(-100, 100)
+            scale = xp.ldexp(xp.ones_like(largest), exponent)
+            factor = write(scale)
+            b = torch.where(write(finite), b / factor, 0)
+            reference = read(norm(b))
+        norms = write(reference * scale).squeeze(1)
+        limit = read(tolerance.threshold(norms).unsqueeze(1)) / scale
+        return cls(arrays, b, finite, reference, limit, scale, factor)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """(B, D) from the caller's units to scaled ones."""
+        return x if self.factor is None else x / self.factor
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """(B, D) from scaled units to the caller's."""
+        return x if self.factor is None else x * self.factor
+
+    def relative(self, norms: Array) -> Tensor:
+        """Residual norms (B, 1) relative to the right-hand sides, (B,)."""
+        return self.arrays.write(self.arrays.ratio(norms, self.reference).reshape(-1))
 
 
 class Product:
-    """``matvec`` as a map from (n, D) to (n, D), for the rows of the batch that are left.
+    """``matvec`` as a map from (n, D) to (n, D), for the selected samples of a batch.
 
-    Vectors travel in the layout and dtype of the right-hand side; results come back in the working
-    dtype. Below float32 a vector is brought to magnitude one by a power of two before the product
-    and back after it, so that small residuals do not fall among the subnormal numbers.
+    Vectors travel in the layout and dtypes of the right-hand side; results come back in the working
+    dtype. Below float32 a vector is scaled to magnitude one by a power of two before the product,
+    so that small residuals do not become subnormal, and the result is scaled back.
     """
 
     def __init__(
@@ -25,23 +88,22 @@ class Product:
     ) -> None:
         self._matvec = matvec
         self._layout = layout
-        self._all_args = args
-        self._args = args
+        self._all_args = self._args = args
         self._batch = self._rows = batch
-        self._single = layout.spec == pytree.tree_flatten(torch.empty(0))[1]
         self._narrow = any(torch.finfo(dtype).bits < 32 for dtype in layout.dtypes)
         self.dtype = torch.promote_types(layout.dtype, torch.float32)
         self.eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
+        self._single = layout.spec == pytree.tree_flatten(torch.empty(0))[1]
         # A matrix (B, D) of float32 or float64 is handed over as it is.
-        self._plain = self._single and len(layout.shapes[0]) == 1 and not self._narrow
+        self._direct = self._single and len(layout.shapes[0]) == 1 and not self._narrow
 
     def select(self, rows: Tensor) -> None:
-        """Keep the rows ``rows`` (indices into the whole batch) of every argument."""
+        """Multiply the samples ``rows`` (indices into the whole batch) from now on."""
         self._args = self._all_args
         self._rows = rows.numel()
         if rows.numel() < self._batch:
-            # Always out of the original: a leaf that is not batched could by chance have as many
-            # rows as a batch that has shrunk.
+            # From the whole batch each time: among the rows of a part, a tensor that is not batched
+            # could by chance have as many rows as the part.
             self._args = take(self._all_args, rows, self._batch)
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -59,16 +121,15 @@ class Product:
         return self._layout.vector(self._layout.tree(vectors.to(self._layout.dtype))).to(self.dtype)
 
     def exact(self, vectors: Tensor) -> Tensor:
-        """The product without rescaling."""
-        if self._plain:
-            received = self._call(vectors)
-            if _alike(received, vectors):
-                return received.detach() if received.requires_grad else received
-            _check_like(received, vectors)
-        sent = self._layout.tree(vectors.to(self._layout.dtype))
+        """The product with ``vectors`` as they are, not scaled."""
+        sent = vectors
+        if not self._direct:
+            sent = self._layout.tree(vectors.to(self._layout.dtype))
         received = self._call(sent)
         if not (self._single and _alike(received, sent)):
-            _check_like(received, sent)
+            check_like(received, sent, "matvec(v)", "v")
+        if self._direct:
+            return received.detach()
         return self._layout.vector(pytree.tree_map(Tensor.detach, received)).to(self.dtype)
 
     def _call(self, sent: Any) -> Any:
@@ -95,17 +156,19 @@ def _alike(received: Any, sent: Tensor) -> bool:
     )
 
 
-def _check_like(received: Any, sent: Any) -> None:
-    """``matvec(v)`` has the structure, shapes, dtypes and device of ``v``."""
-    leaves, spec = pytree.tree_flatten(received)
-    expected, expected_spec = pytree.tree_flatten(sent)
+def check_like(
+    tree: Any, like: Any, name: str, of: str, device_error: type[Exception] = TypeError
+) -> None:
+    """Raise unless ``tree`` has the structure, shapes, dtypes and device of ``like``, called ``of``."""
+    leaves, spec = pytree.tree_flatten(tree)
+    expected, expected_spec = pytree.tree_flatten(like)
     if spec != expected_spec:
-        raise TypeError(f"matvec(v) must have the structure of v, {expected_spec}, got {spec}")
-    for leaf, like in zip(leaves, expected, strict=True):
+        raise TypeError(f"{name} must have the structure of {of}, {expected_spec}, got {spec}")
+    errors = {"shape": ValueError, "dtype": TypeError, "device": device_error}
+    for leaf, wanted_leaf in zip(leaves, expected, strict=True):
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"matvec(v) must hold tensors like v, got {type(leaf)}")
-        for name in ("shape", "dtype", "device"):
-            came, wanted = getattr(leaf, name), getattr(like, name)
+            raise TypeError(f"{name} must hold tensors like {of}, got {type(leaf)}")
+        for attribute, error in errors.items():
+            came, wanted = getattr(leaf, attribute), getattr(wanted_leaf, attribute)
             if came != wanted:
-                error = ValueError if name == "shape" else TypeError
-                raise error(f"matvec(v) must have the {name} of v, {wanted}, got {came}")
+                raise error(f"{name} must have the {attribute} of {of}, {wanted}, got {came}")

@@ -1,12 +1,12 @@
-r"""The response of coupled sites and the cavity variances that follow from it, without any inverse.
+r"""The response of coupled sites, and the cavity variances that follow from it, without inverses.
 
-Sites with covariances ``C_i``, cavity variances ``V_i`` and couplings ``J`` respond to fields by
-``chi = (C^-1 + V - J)^-1``. Everything here is written in the amputated response ``Q``::
+Sites with covariances ``C_i``, cavity variances ``V_i`` and couplings ``J`` have the response
+``chi = (C^-1 + V - J)^-1`` to fields. Everything here is written in the amputated response ``Q``::
 
     W = V - J,   Q = -W + W chi W,   chi = C + C Q C,   F = I + Q C
 
-so ``C`` may be singular (Potts sites, saturated sites, masked sites with ``C_i = 0``) and no digits
-are lost where it is small. Adaptive TAP asks for ``[chi]_ii = C_i``, which is ``Q_ii = 0``::
+so ``C`` may be singular (Potts sites, saturated sites, masked sites with ``C_i = 0``), and small
+``C`` lose no precision. Adaptive TAP asks for ``[chi]_ii = C_i``, which is ``Q_ii = 0``::
 
     V_i <- V_i + C_i^-1 - [chi]_ii^-1 = V_i + Y_i,   Y_i = (I + Q_ii C_i)^-1 Q_ii
 
@@ -16,7 +16,7 @@ With ``C = L L^T``, ``chi`` is positive definite where ``M = I + L^T W L = S S^T
 Shapes: ``C``, ``V`` (B, N, d, d), ``J`` (n, n) with ``n = N d``, shared by the batch; matrices (B, n, n).
 
 Source: Opper and Winther (2001), "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
-theory for probabilistic modeling", eqs. 36-40, in this equivalent form.
+theory for probabilistic modeling", https://doi.org/10.1103/PhysRevE.64.056131, eqs. 36-40.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-JITTER = 8.0  # rounding errors of the trace added to a covariance, so that singular ones factorise
+JITTER = 8.0  # times eps times the trace is added to a covariance, so that singular ones factorise
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Response:
     correction: Tensor
     definite: Tensor
 
-    def relax(self, residual: Tensor) -> Tensor:
-        """``F^T r = (I + C W)^-1 r``: the Newton step of the means (B, N, d) at fixed V."""
+    def newton_step(self, residual: Tensor) -> Tensor:
+        """``F^T r = (I + C W)^-1 r``: Newton's step of the means (B, N, d) at fixed V."""
         flat = residual.reshape(residual.shape[0], -1, 1)
         inner = torch.linalg.solve_triangular(self.factor.mT, self.half @ flat, upper=True)
         return residual - (self.site_factor @ inner.view(*residual.shape, 1)).squeeze(-1)
@@ -144,9 +144,9 @@ def times_blocks(matrix: Tensor, diagonal: Tensor) -> Tensor:
 def differentiable_response(
     covariance: Tensor, variance: Tensor, couplings: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``(Q, V + Y)`` with derivatives of any order; rows must be definite.
+    """``(Q, V + Y)`` with derivatives of any order; ``chi`` must be positive definite in every row.
 
-    The derivative of the cavity variances needs no factorisation and no own term of a site. With
+    The derivative of the cavity variances needs no factorisation. With
     ``R_ij = (I + Q_ii C_i)^-1 Q_ij`` for ``j != i``, 0 for ``j = i``, and ``B = I + R C``::
 
         d(V + Y)_i = sum_j R_ij dC_j R_ij^T - sum_{j != i} B_ij dV_j B_ij^T + [B dJ B^T]_ii
@@ -183,10 +183,10 @@ class _Amputated(torch.autograd.Function):
 
 
 class _CouplingProbe(torch.autograd.Function):
-    """Zeros (B, N, d, d) through which the cavity variances' gradient reaches the couplings.
+    """Zeros (B, N, d, d) through which the gradient of the cavity variances reaches the couplings.
 
-    A node of its own that depends on J alone, so that an adjoint iteration, which wants no gradient
-    of J, skips its cost. (Q, C) come in a tuple, out of sight of autograd, for the backward formula.
+    This node depends on J alone, so an adjoint iteration, which wants no gradient of J, skips its
+    cost. (Q, C) come in a tuple, which autograd does not track, for the backward formula.
     """
 
     @staticmethod
@@ -233,8 +233,8 @@ class _CavityVariance(torch.autograd.Function):
         amputated, covariance, correction = ctx.saved_tensors
         batch, sites, dim = covariance.shape[:3]
         own = blocks(amputated, sites)
-        leave = _inverse(own @ covariance, correction @ covariance)
-        cotangent = leave.mT @ cotangent @ leave
+        inverse = _inverse(own @ covariance, correction @ covariance)
+        cotangent = inverse.mT @ cotangent @ inverse
         if torch.is_grad_enabled():
             others = without_blocks(amputated, sites)
         else:  # every adjoint iteration comes here
@@ -249,7 +249,7 @@ class _CavityVariance(torch.autograd.Function):
 
 
 def _inverse(shift: Tensor, inverse_shift: Tensor) -> Tensor:
-    """``(I + X)^-1 = I - Y'`` from a Y' known as a number: two Newton steps carry two derivatives."""
+    """``(I + X)^-1`` for a known ``Y' = I - (I + X)^-1``: each Newton step carries one derivative."""
     unit = torch.eye(shift.shape[-1], dtype=shift.dtype, device=shift.device)
     guess = unit - inverse_shift.detach()
     for _ in range(2 if torch.is_grad_enabled() else 0):

@@ -1,4 +1,4 @@
-"""Adaptive TAP as a solver: accelerated steps that damp themselves where they make things worse."""
+"""The solver of the adaptive TAP equations: Anderson acceleration with automatic damping."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from solvers.core.solution import Status
 from solvers.core.solver import Linearizable, Solver, Turn
 from solvers.methods.anderson import Anderson, AndersonState
 
-GROWTH = 3.0  # of the residual over its best that counts as harm
-SHORTEST = 0.125  # damping that harm may lead to
+GROWTH = 3.0  # of the residual over its best, beyond which a step is damped
+SMALLEST = 0.125  # damping factor
 
 
 @dataclass(frozen=True)
 class AdaptiveTAP(Solver):
-    """Solver of the adaptive TAP equations, as ``DEQ(AdaptiveTAPAttention(...), solver=AdaptiveTAP())``.
+    """Anderson acceleration for the adaptive TAP equations, damped where the residual grows.
 
-    Anderson's steps, sample by sample. A trial at which the response is not positive definite is not
-    taken: the step is halved until it is. Where the residual has grown to three times its best, or a
-    trial was not taken, the sample forgets its history and makes a plain step ``z + t (f(z) - z)``;
-    its ``t`` is halved each time that happens, down to 1/8, and recovers by a fifth a step.
+    A trial at which the response ``chi`` is not positive definite is rejected, and its step halved
+    until ``chi`` is. Where the residual has grown to three times its best, or a trial was rejected,
+    the sample drops its Anderson history and makes a damped step ``z + t (f(z) - z)``. Its ``t`` is
+    halved each time that happens, down to 1/8, and grows by a fifth in every other step. A sample
+    that finds no positive definite ``chi`` ends as ``Status.INDEFINITE``.
 
-    A sample that finds no positive definite point ends as ``Status.INDEFINITE``.
+    :func:`solvers.adaptive_tap` uses it, and so does a layer:
+    ``DEQ(AdaptiveTAPAttention(...), solver=AdaptiveTAP())``.
 
     Args:
-        damping: None for the above; a number in (0, 1] for plain steps of that length alone.
-        memory: of the acceleration, >= 1.
-
-    :func:`solvers.adaptive_tap` solves given couplings and fields with it.
+        damping: None: as above; a number in (0, 1]: damped steps with this ``t`` alone.
+        memory: number of earlier iterates that Anderson acceleration uses, >= 1.
     """
 
     damping: float | None = None
@@ -53,32 +53,32 @@ class AdaptiveTAP(Solver):
             accelerated = Anderson(memory=self.memory).init(point, problem)
         return TAPState(
             accelerated=accelerated,
-            length=torch.ones_like(point.norm),
+            damping=torch.ones_like(point.norm),
             best=torch.full_like(point.norm, torch.inf),
         )
 
     def step(self, state: TAPState, turn: Turn) -> Tensor:
         current = turn.current
-        if state.accelerated is None or self.damping is not None:
+        if state.accelerated is None:
             return current.z.add(current.residual, alpha=self.damping or 1.0)
         candidate = Anderson(memory=self.memory).step(state.accelerated, turn)
-        harmed = current.norm > GROWTH * state.best
+        worse = current.norm > GROWTH * state.best
         if turn.accepted is not None:
-            harmed = harmed | ~turn.accepted
-        shorter = (state.length / 2).clamp_min(SHORTEST)
-        state.length = torch.where(harmed, shorter, (1.2 * state.length).clamp_max(1.0))
-        state.best = torch.where(harmed, current.norm, torch.minimum(current.norm, state.best))
-        if not maybe_any(harmed):
+            worse = worse | ~turn.accepted
+        smaller = (state.damping / 2).clamp_min(SMALLEST)
+        state.damping = torch.where(worse, smaller, (1.2 * state.damping).clamp_max(1.0))
+        state.best = torch.where(worse, current.norm, torch.minimum(current.norm, state.best))
+        if not maybe_any(worse):
             return candidate
-        state.accelerated.forget(harmed)
-        plain = current.z + state.length[:, None].to(current.z.dtype) * current.residual
-        return where_rows(harmed, plain, candidate)
+        state.accelerated.forget(worse)
+        damped = current.z + state.damping[:, None].to(current.z.dtype) * current.residual
+        return where_rows(worse, damped, candidate)
 
 
 @dataclass
 class TAPState:
-    """``length`` (B,) of the plain step, ``best`` (B,) residual since the history was last forgotten."""
+    """``damping`` (B,) of the next damped step, ``best`` (B,) residual norm of the current history."""
 
     accelerated: AndersonState | None
-    length: Tensor
+    damping: Tensor
     best: Tensor

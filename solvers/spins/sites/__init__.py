@@ -1,4 +1,4 @@
-"""Single-site distributions for :func:`solvers.adaptive_tap`."""
+"""Distributions of a single site, for :func:`solvers.adaptive_tap`."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class PottsSite(Site):
         log Z = lse(h + diag(V)/2) - log d,   mean = softmax(h + diag(V)/2),
         covariance = diag(mean) - mean mean^T
 
-    The covariance is singular along (1, ..., 1), as the components always sum to 1; the solver works
-    with that (see :mod:`solvers.spins.response`).
+    The covariance is singular along (1, ..., 1), as the components sum to 1; the solver needs no
+    inverse of it (:mod:`solvers.spins.response`).
     """
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
@@ -54,9 +54,6 @@ class PottsSite(Site):
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
         return torch.softmax(_logits(field, variance), dim=-1)
-
-    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
-        return self.moments(field, variance)[1]
 
     def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         mean = self.mean(field, variance)

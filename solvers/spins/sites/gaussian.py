@@ -16,7 +16,7 @@ class GaussianSite(Site):
         covariance = (Sigma^-1 - V)^-1,   mean = covariance h,
         log Z = 1/2 h^T covariance h - 1/2 log det(I - Sigma V)
 
-    It exists while ``Sigma^-1 - V`` is positive definite; elsewhere the results are NaN. Computed
+    The results are NaN where ``Sigma^-1 - V`` is not positive definite. The covariance is computed
     as ``A (I - A^T V A)^-1 A^T`` with ``Sigma = A A^T``.
 
     Args:
@@ -24,7 +24,7 @@ class GaussianSite(Site):
             registered as one, another tensor as a buffer; gradients reach both.
 
     Raises:
-        TypeError, ValueError: for another shape or dtype, or a matrix that is no covariance.
+        TypeError, ValueError: for another shape or dtype, or a matrix that is not a covariance.
     """
 
     field_dependent: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""What a site is: a distribution that a field and a cavity variance tilt."""
+"""The interface of a site: the distribution of one spin in a field and a cavity variance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Site(nn.Module):
         log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S) dS
         mean = d log Z / dh,   covariance = d^2 log Z / dh^2
 
-    A site of your own writes ``log_partition`` alone; mean and covariance then come by automatic
+    A subclass must define ``log_partition`` alone; mean and covariance then come by automatic
     differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
 
     Class attributes:
@@ -25,7 +25,7 @@ class Site(nn.Module):
 
     Shapes: ``field`` (B, N, d), ``variance`` (B, N, d, d) symmetric -> ``log_partition`` (B, N),
     ``mean`` (B, N, d), ``covariance`` (B, N, d, d), each site on its own. Where a site cannot be
-    normalised ``log_partition`` is NaN or infinite; the solver steps back from there.
+    normalised ``log_partition`` is NaN or infinite; the solver rejects such a step.
     """
 
     field_dependent: ClassVar[bool] = True
@@ -38,34 +38,33 @@ class Site(nn.Module):
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
         """``d log Z / dh``, (B, N, d)."""
-        outer = torch.is_grad_enabled()
-        with recording():
-            point, variance = _point(field, outer), ordinary(variance)
-            mean, exists = self._slope(point, variance, outer)
-            mean = torch.where(exists.unsqueeze(-1), mean, torch.nan)
-        return mean if outer else mean.detach()
+        return self._derivatives(field, variance, 1)[0]
 
     def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
         """``d^2 log Z / dh^2``, (B, N, d, d)."""
         return self.moments(field, variance)[1]
 
     def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and covariance in one go."""
+        """Mean and covariance in one evaluation."""
         if type(self).mean is not Site.mean and type(self).covariance is not Site.covariance:
             return self.mean(field, variance), self.covariance(field, variance)
+        mean, covariance = self._derivatives(field, variance, 2)
+        return mean, covariance
+
+    def _derivatives(self, field: Tensor, variance: Tensor, order: int) -> list[Tensor]:
+        """Mean, and covariance for ``order`` 2, by autograd; NaN where log Z is not finite."""
         outer = torch.is_grad_enabled()
         with recording():
             point, variance = _point(field, outer), ordinary(variance)
-            mean, exists = self._slope(point, variance, True)
-            covariance = _curvature(mean, point, outer)
-            mean = torch.where(exists.unsqueeze(-1), mean, torch.nan)
-            covariance = torch.where(exists[..., None, None], covariance, torch.nan)
-        if outer:
-            return mean, covariance
-        return mean.detach(), covariance.detach()
+            mean, exists = self._slope(point, variance, outer or order == 2)
+            found = [torch.where(exists.unsqueeze(-1), mean, torch.nan)]
+            if order == 2:
+                covariance = _curvature(mean, point, outer)
+                found.append(torch.where(exists[..., None, None], covariance, torch.nan))
+        return found if outer else [tensor.detach() for tensor in found]
 
     def _slope(self, point: Tensor, variance: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-        """The derivative, and where log Z is finite: (B, N, d), (B, N) bool."""
+        """``d log Z / dh`` (B, N, d), and where log Z is finite (B, N) bool."""
         value = self.log_partition(point, variance)
         if not isinstance(value, Tensor) or value.shape != point.shape[:-1]:
             came = tuple(value.shape) if isinstance(value, Tensor) else type(value)
@@ -83,12 +82,13 @@ class Site(nn.Module):
 
 
 def _point(field: Tensor, outer: bool) -> Tensor:
+    """The field where log Z is differentiated, in the caller's graph where it has one."""
     field = ordinary(field)
     return field if outer and field.requires_grad else field.detach().requires_grad_()
 
 
 def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
-    """Rows ``d mean_a / d point``, made symmetric."""
+    """The symmetrised Jacobian ``d mean / d point``, (B, N, d, d), row by row."""
     if not mean.requires_grad:
         return mean.new_zeros(*mean.shape, mean.shape[-1])
     rows = []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from solvers.core.checks import require_flag, require_positive
 from solvers.spins.sites.bingham import LogPartition, Moments, eigen, saddle_point
 from solvers.spins.sites.site import Site
 
@@ -18,10 +17,10 @@ class SphericalSite(Site):
 
         mean = radius I_{d/2}(t) / I_{d/2-1}(t) h / |h|
 
-    An isotropic V drops out; the rest of V acts and is treated exactly (the Fisher-Bingham
-    distribution): the integral over the Lagrange multiplier of the constraint is computed by a
-    quadrature on a contour through its saddle point (:mod:`solvers.spins.sites.bingham`), stable from
-    vanishing to huge fields and in any dimension. A V costs one eigendecomposition a site.
+    An isotropic V drops out. Any other V makes this a Fisher-Bingham distribution. Its integral over
+    the Lagrange multiplier of the constraint is computed by a quadrature on a contour through the
+    saddle point (:mod:`solvers.spins.sites.bingham`), which is stable for fields of any strength and in
+    any dimension. It costs one eigendecomposition of V per site.
 
     With ``large_dimension`` the integral is replaced by its saddle point: ``mean = X h``,
     ``X = (lambda - V)^-1``, ``lambda`` from ``tr X + |X h|^2 = radius^2``. For V = 0 and radius
@@ -33,34 +32,27 @@ class SphericalSite(Site):
 
     ``log_partition`` is 0 at ``h = 0, V = 0``.
 
-    Source: Mardia and Jupp, "Directional Statistics" (2000), section 9.3; Bal (2021) for large d.
+    Source: Mardia and Jupp (2000), "Directional Statistics", section 9.3,
+    https://doi.org/10.1002/9780470316979; Bal (2021), "Deep Implicit Attention", for large d.
     """
 
     def __init__(self, radius: float | None = None, *, large_dimension: bool = False) -> None:
         super().__init__()
         if radius is not None:
-            if isinstance(radius, bool) or not isinstance(radius, (int, float)):
-                raise TypeError(f"radius must be a number or None, got {radius!r}")
-            if not (math.isfinite(radius) and radius > 0):
-                raise ValueError(f"radius must be finite and > 0, got {radius!r}")
-        if not isinstance(large_dimension, bool):
-            raise TypeError(f"large_dimension must be True or False, got {large_dimension!r}")
+            require_positive("radius", radius)
         self.radius = radius
-        self.large_dimension = large_dimension
+        self.large_dimension = require_flag("large_dimension", large_dimension)
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
-        rho, plain = self._rho(field), torch.zeros_like(field)
+        rho, origin = self._rho(field), torch.zeros_like(field)
         if self.large_dimension:
-            value, nothing = _saddle(field, variance, rho)[0], torch.zeros_like(variance)
-            return value - _saddle(plain, nothing, rho)[0]
+            at_zero = _saddle(origin, torch.zeros_like(variance), rho)[0]
+            return _saddle(field, variance, rho)[0] - at_zero
         value = LogPartition.apply(field, _unless_zero(variance), rho)
-        return value - LogPartition.apply(plain, None, rho)
+        return value - LogPartition.apply(origin, None, rho)
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
         return self.moments(field, variance)[0]
-
-    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
-        return self.moments(field, variance)[1]
 
     def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         if self.large_dimension:
@@ -68,6 +60,7 @@ class SphericalSite(Site):
         return Moments.apply(field, _unless_zero(variance), self._rho(field))
 
     def _rho(self, field: Tensor) -> float:
+        """``radius^2``."""
         if field.shape[-1] < 2:
             raise ValueError(
                 f"SphericalSite needs d >= 2, got d = {field.shape[-1]}; use IsingSite"
@@ -92,9 +85,9 @@ def _saddle(field: Tensor, variance: Tensor, rho: float) -> tuple[Tensor, Tensor
     """
     with torch.no_grad():
         eigenvalues, basis = eigen(variance)
-        pull = (basis.mT @ field.unsqueeze(-1)).squeeze(-1).square() / 4
+        squared = (basis.mT @ field.unsqueeze(-1)).squeeze(-1).square() / 4
         levels = eigenvalues / 2
-        gap = saddle_point(levels.expand_as(pull), pull, rho)
+        gap = saddle_point(levels.expand_as(squared), squared, rho)
         multiplier = 2 * (levels.amax(-1) + gap.amin(-1))
     if torch.is_grad_enabled():
         for _ in range(2):  # Newton steps at the solution carry its derivatives, one order each

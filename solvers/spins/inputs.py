@@ -1,0 +1,90 @@
+"""Couplings, fields and masks of coupled sites: checks, matrix form, symmetry, precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_matrix(couplings: Tensor) -> Tensor:
+    """(N, N, d, d) -> (Nd, Nd), rows ``(i, a)``, columns ``(j, b)``."""
+    size = couplings.shape[0] * couplings.shape[2]
+    return couplings.transpose(1, 2).reshape(size, size)
+
+
+def with_symmetries(couplings: Tensor) -> Tensor:
+    """The same couplings, whose gradient keeps their symmetry and their zeros."""
+    sites = len(couplings)
+    outside = 1 - torch.eye(sites, dtype=couplings.dtype, device=couplings.device)
+    return (couplings + couplings.permute(1, 0, 3, 2)) / 2 * outside[:, :, None, None]
+
+
+def zero_masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, N, ...) with zeros at the sites where ``mask`` (B, N) is False."""
+    if mask is None:
+        return tensor
+    return torch.where(mask.reshape(*mask.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0)
+
+
+def as_wide(tensor: Tensor) -> Tensor:
+    """At least float32: there is no Cholesky factorisation in half precision."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def check_tensors(couplings: Any, field: Any, mask: Any) -> None:
+    """Couplings (N, N, d, d), a field (B, N, d) like them, a mask (B, N) bool or None."""
+    for name, value in (("couplings", couplings), ("field", field)):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            what = value.dtype if isinstance(value, Tensor) else type(value)
+            raise TypeError(f"{name} must be a floating tensor, got {what}")
+    if field.dim() != 3 or 0 in field.shape:
+        raise ValueError(
+            f"field must have the shape (B, N, d), none of them 0, got {tuple(field.shape)}"
+        )
+    _, sites, dim = field.shape
+    if tuple(couplings.shape) != (sites, sites, dim, dim):
+        raise ValueError(
+            f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)} to go with field "
+            f"{tuple(field.shape)}, got {tuple(couplings.shape)}"
+        )
+    if couplings.dtype != field.dtype or couplings.device != field.device:
+        raise TypeError(
+            f"couplings must be like field, {field.dtype} on {field.device}, got {couplings.dtype} on "
+            f"{couplings.device}"
+        )
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
+    if mask.shape != field.shape[:2]:
+        raise ValueError(
+            f"mask must have the shape {tuple(field.shape[:2])}, got {tuple(mask.shape)}"
+        )
+
+
+def check_values(couplings: Tensor, field: Tensor) -> None:
+    """Finite, without self-coupling, symmetric; on a GPU this waits for the device once a solve."""
+    finite = torch.isfinite(field).flatten(1).all(1)
+    if not bool(finite.all()):
+        rows = torch.nonzero(~finite).flatten().tolist()
+        raise ValueError(f"field must be finite, got NaN or infinity in samples {rows[:10]}")
+    if not bool(torch.isfinite(couplings).all()):
+        raise ValueError("couplings must be finite, got NaN or infinity")
+    own = couplings.diagonal(dim1=0, dim2=1).abs().amax((0, 1))
+    if bool(own.any()):
+        site = int(own.argmax())
+        raise ValueError(
+            f"couplings must have zero diagonal blocks (no site couples to itself), got "
+            f"{float(own[site])} in couplings[{site}, {site}]"
+        )
+    apart = (couplings - couplings.permute(1, 0, 3, 2)).abs().amax((2, 3))
+    allowed = 32 * torch.finfo(couplings.dtype).eps * couplings.abs().max()
+    if bool((apart > allowed).any()):
+        first, second = divmod(int(apart.argmax()), len(apart))
+        raise ValueError(
+            "couplings must be symmetric, J_ij^ab = J_ji^ba, got a difference of "
+            f"{float(apart.max())} between couplings[{first}, {second}] and the transpose of "
+            f"couplings[{second}, {first}]; use (J + J.permute(1, 0, 3, 2)) / 2"
+        )
