@@ -8,7 +8,7 @@ differentiation wants them. Nobody has to list parameters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,23 +28,6 @@ class Tracked:
     output: Tensor
     inputs: list[Tensor]
     aliases: list[Tensor]
-
-    def pullback(self, cotangent: Tensor) -> Tensor:
-        """``J^T cotangent`` with J = d output / d point."""
-        if not self.output.requires_grad:
-            return torch.zeros_like(cotangent)
-        (product,) = torch.autograd.grad(
-            self.output, self.point, cotangent, retain_graph=True, allow_unused=True
-        )
-        return torch.zeros_like(cotangent) if product is None else product
-
-    def input_gradients(self, cotangent: Tensor) -> list[Tensor | None]:
-        """``(d output / d input)^T cotangent`` for every input."""
-        return list(
-            torch.autograd.grad(
-                self.output, self.aliases, cotangent, retain_graph=True, allow_unused=True
-            )
-        )
 
 
 @dataclass
@@ -128,10 +111,10 @@ def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> T
         needs = isinstance(leaf, Tensor) and leaf.requires_grad
         return aliases.of(leaf) if needs else leaf
 
-    args = pytree.tree_map(stand_in, problem.args)
+    part = replace(problem, args=pytree.tree_map(stand_in, problem.args))
     mode = _Substitution(aliases, point, discover=discover)
     with constant_weights(), torch.enable_grad(), mode:
-        output = problem.with_args(args).held_map(point)
+        output = part.masked_map(point)
     inputs = [pair[0] for pair in aliases.pairs.values()]
     stand_ins = [pair[1] for pair in aliases.pairs.values()]
     if output.requires_grad and discover:

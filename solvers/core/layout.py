@@ -114,6 +114,14 @@ def check_leaves(leaves: list[Any], name: str) -> None:
         raise ValueError(f"{name} must hold at least one sample, got batch size 0")
 
 
+def check_args(args: Any, batch: int, device: torch.device, like: str, home: str) -> None:
+    """``args`` is a tuple of pytrees, each as :func:`check_batched` wants it."""
+    if not isinstance(args, tuple):
+        raise TypeError(f"args must be a tuple of inputs, got {type(args)}")
+    for position, argument in enumerate(args):
+        check_batched(argument, f"args[{position}]", batch, device, like, home)
+
+
 def check_batched(
     argument: Any, name: str, batch: int, device: torch.device, like: str, home: str
 ) -> None:

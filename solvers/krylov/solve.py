@@ -9,11 +9,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_count
-from solvers.core.failures import check_on_failure, report
 from solvers.core.layout import Layout, check_batched, check_leaves
 from solvers.core.modes import eager
 from solvers.core.rows import Progress
-from solvers.core.solution import Solution
+from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.cg import CG
 from solvers.krylov.gmres import GMRES
@@ -104,7 +103,7 @@ def solve_linear(
         solution = loop.run(layout.vector(b), start)
         solution.value = layout.tree(solution.value)
     # Above this function is the wrapper of its decorator, above that the caller.
-    report(solution, on_failure, f"linear solve with {solver}", stacklevel=4)
+    apply_policy(solution, on_failure, f"linear solve with {solver}", stacklevel=4)
     return solution
 
 

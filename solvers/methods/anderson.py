@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 from solvers.methods.history import combine, inner_products, solve_small, write_symmetric
 
 
@@ -44,7 +45,7 @@ class Anderson(Solver):
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
         require_number("regularization", self.regularization, low=0.0, high=1.0)
 
-    def init(self, point: Point, problem: Linearizable) -> AndersonState:
+    def init(self, point: Point, problem: Problem) -> AndersonState:
         batch, size = point.z.shape
         kept = min(self.memory, size)  # more differences than dimensions are dependent
         dtype = small_dtype(point.z.dtype)
@@ -78,13 +79,11 @@ class Anderson(Solver):
         slot = state.count % kept
         state.count += 1
         filled = state.filled = min(state.count, kept)
-        gram = state.gram
         if torch.is_grad_enabled():
             change = point.residual - last.residual
             step = (point.z - last.z).add(change, alpha=self.damping)
             state.steps = write_slot(state.steps, slot, step)
             state.changes = write_slot(state.changes, slot, change)
-            gram = state.gram = gram.clone()
         else:
             change, step = state.changes[:, slot], state.steps[:, slot]
             torch.sub(point.residual, last.residual, out=change)
@@ -93,9 +92,9 @@ class Anderson(Solver):
         row = inner_products(state.changes[:, :filled], state.changes[:, slot])
         # The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
         # smallest normal number gives a zero difference (a rejected step) the weight zero.
-        limits = torch.finfo(gram.dtype)
+        limits = torch.finfo(row.dtype)
         ridge = max(self.regularization, 4 * limits.eps)
-        write_symmetric(gram, slot, filled, row, 1 + ridge, limits.tiny)
+        state.gram = write_symmetric(state.gram, slot, row, 1 + ridge, limits.tiny)
 
 
 @dataclass

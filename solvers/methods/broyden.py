@@ -9,9 +9,10 @@ from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import maybe_any
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
-from solvers.core.solver import Linearizable, Solver, Turn
-from solvers.methods.history import combine, inner_products
+from solvers.core.solver import Solver, Turn
+from solvers.methods.history import combine, inner_products, write_symmetric
 
 FIRST_CAPACITY = 8
 NEARLY_SINGULAR = 1e-3
@@ -45,7 +46,7 @@ class Broyden(Solver):
         require_count("memory", self.memory, low=2)
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def init(self, point: Point, problem: Linearizable) -> BroydenState:
+    def init(self, point: Point, problem: Problem) -> BroydenState:
         batch, size = point.z.shape
         capacity = min(FIRST_CAPACITY, self.memory)
         dtype = small_dtype(point.z.dtype)
@@ -115,10 +116,7 @@ class Broyden(Solver):
         state.units = write_slot(state.units, slot, unit)
         state.lengths = write_slot(state.lengths, slot, length)
         row = inner_products(state.units[:, : state.count], unit)
-        gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
-        gram[:, slot, : state.count] = row
-        gram[:, : state.count, slot] = row
-        state.gram = gram
+        state.gram = write_symmetric(state.gram, slot, row)
 
 
 @dataclass

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from solvers.core.checks import require_number
+from solvers.core.problem import Problem
 from solvers.core.rows import Point
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Forward(Solver):
     def __post_init__(self) -> None:
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def init(self, point: Point, problem: Linearizable) -> Stateless:
+    def init(self, point: Point, problem: Problem) -> Stateless:
         return Stateless()
 
     def step(self, state: Stateless, turn: Turn) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_number
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, small_dtype
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class GradientDescent(Solver):
         if self.step_size == "auto" and self.momentum > 0.0:
             raise ValueError(f'step_size="auto" needs momentum=0, got {self.momentum!r}')
 
-    def init(self, point: Point, problem: Linearizable) -> GradientState:
+    def init(self, point: Point, problem: Problem) -> GradientState:
         return GradientState(step_size=torch.ones_like(point.norm))
 
     def step(self, state: GradientState, turn: Turn) -> Tensor:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from solvers.core.checks import require_count
 from solvers.core.device import maybe_any
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, small_dtype, where_rows, write_slot
 from solvers.core.safeguard import interpolation
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 from solvers.methods.history import combine, inner_products
 
 CURVATURE = 1e-6  # smallest cosine between a step and its change of gradient that is learned from
@@ -46,7 +47,7 @@ class LBFGS(Solver):
     def __post_init__(self) -> None:
         require_count("memory", self.memory)
 
-    def init(self, point: Point, problem: Linearizable) -> LBFGSState:
+    def init(self, point: Point, problem: Problem) -> LBFGSState:
         batch, size = point.z.shape
         kept = min(self.memory, size)
         dtype = small_dtype(point.z.dtype)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from solvers.core.checks import require_number
 from solvers.core.device import maybe_any
-from solvers.core.rows import Point, merge_points, where_rows
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.problem import Problem
+from solvers.core.rows import Point, merge_rows, where_rows
+from solvers.core.safeguard import ARMIJO
+from solvers.core.solver import Solver, Turn
 from solvers.krylov.cg import CG
 from solvers.krylov.gmres import GMRES
 from solvers.krylov.method import KrylovRun, LinearSolver
-
-DECREASE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Newton(Solver):
             raise TypeError(f"linear must be CG(), MINRES(), GMRES() or None, got {self.linear!r}")
         require_number("forcing", self.forcing, low=0.0, high=0.99, closed=False)
 
-    def init(self, point: Point, problem: Linearizable) -> NewtonState:
+    def init(self, point: Point, problem: Problem) -> NewtonState:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "Newton's inner solves cannot be unrolled; use adjoint=Implicit() or another solver"
@@ -60,7 +60,7 @@ class Newton(Solver):
             direction=torch.zeros_like(point.z),
             length=torch.ones_like(point.norm),
             forcing=torch.full_like(point.norm, self.forcing),
-            extra=nothing,
+            products=nothing,
         )
 
     def step(self, state: NewtonState, turn: Turn) -> Tensor:
@@ -73,18 +73,21 @@ class Newton(Solver):
             shrinking = (trial.norm / state.base.norm).square() * 0.9
             forcing = torch.nan_to_num(shrinking, nan=self.forcing).clamp(1e-3, self.forcing)
             state.forcing = torch.where(moved, forcing, state.forcing)
-            state.base = merge_points(moved, trial, state.base)
+            state.base = merge_rows(moved, trial, state.base)
         state.length = torch.where(moved, 1.0, 0.5 * state.length)
         if maybe_any(moved):
-            direction = self._direction(state, moved, turn.problem)
+            direction = self._direction(state, moved, turn)
             state.direction = where_rows(moved, direction, state.direction)
         return state.base.z + state.length.to(trial.z.dtype)[:, None] * state.direction
 
-    def _direction(self, state: NewtonState, rows: Tensor, problem: Linearizable) -> Tensor:
+    def products(self, state: NewtonState) -> Tensor:
+        return state.products
+
+    def _direction(self, state: NewtonState, rows: Tensor, turn: Turn) -> Tensor:
         """Inexact solution of ``(I - J) s = r`` in ``rows``, never more evaluations than are left."""
-        base = state.base
+        base, problem = state.base, turn.problem
         # One evaluation to linearise, one at the trial point; what remains is for products.
-        left = problem.max_steps - state.evaluations - state.extra - 2
+        left = turn.max_steps - state.evaluations - state.products - 2
         wanted = rows & (left > 0)
         step = base.residual.clone()
         index = torch.nonzero(wanted).flatten()
@@ -103,12 +106,12 @@ class Newton(Solver):
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, residual, found)
             spent = (run.products.flatten() + 1) * wanted[index]
-            state.extra = state.extra.index_add(0, index, spent)
+            state.products = state.products.index_add(0, index, spent)
         return step
 
     def _solve(
         self,
-        problem: Linearizable,
+        problem: Problem,
         z: Tensor,
         residual: Tensor,
         limit: Tensor,
@@ -132,16 +135,16 @@ def _progress(state: NewtonState, trial: Point, accepted: Tensor | None) -> Tens
     taken = torch.ones_like(trial.norm, dtype=torch.bool) if accepted is None else accepted
     if trial.energy is not None:
         return taken
-    return taken & (trial.norm <= (1 - DECREASE * state.length) * state.base.norm)
+    return taken & (trial.norm <= (1 - ARMIJO * state.length) * state.base.norm)
 
 
 @dataclass
 class NewtonState:
-    """``base``: the point that the current direction starts from; ``extra``: products per row."""
+    """``base``: the point that the current direction starts from; ``products`` (B,) with J."""
 
     base: Point
     direction: Tensor
     length: Tensor
     forcing: Tensor
-    extra: Tensor
+    products: Tensor
     evaluations: int = 0

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit
-from solvers.core.failures import check_on_failure, report
 from solvers.core.modes import eager, without_autocast
-from solvers.core.solution import Solution, Status
+from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.spins.maps import (
@@ -134,7 +133,7 @@ def adaptive_tap(
         solution = model.solve_shared(options)
     with torch.set_grad_enabled(adjoint is not None and torch.is_grad_enabled()):
         model.complete(solution, response)
-    report(
+    apply_policy(
         solution, on_failure, "adaptive TAP solve" if onsager else "mean-field solve", stacklevel=4
     )
     return solution
