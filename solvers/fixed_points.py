@@ -96,14 +96,14 @@ def fixed_point(
     )
 
     def solve(target: Problem, vector: Tensor) -> Solution:
-        # Weights stand still during a solve: parametrised ones are computed once. The solver's own
-        # algebra keeps its precision under autocast; f gets it back (Problem._run).
+        # Parametrised weights are constant during a solve and computed once. The solver's own algebra
+        # runs without autocast, which Problem restores around f.
         with constant_weights(), without_autocast(vector.device.type):
             if isinstance(solver, ExternalSolver):
                 return solver.run(target, vector, tolerance, max_steps)
-            start = target.evaluate(vector)
-            loop = Loop(target, start, solver, tolerance, max_steps, record, callback)
-            del start  # the loop replaces it
+            first = target.evaluate(vector)
+            loop = Loop(target, first, solver, tolerance, max_steps, record, callback)
+            del first  # the loop frees it when it has moved on
             return loop.run()
 
     if adjoint is not None and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""Implicit differentiation as autograd functions: first and second derivatives.
+"""Implicit differentiation of a fixed point: first and second derivatives.
 
 Where the adjoint is solved: :meth:`AdjointSystem.solve`.
 """
@@ -130,7 +130,7 @@ def implicit_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor
 
 
 class _ImplicitValue(torch.autograd.Function):
-    """z -> z, whose backward is the implicit function theorem."""
+    """z -> z with the backward pass of the implicit function theorem."""
 
     @staticmethod
     def forward(ctx: Any, record: _Record, z: Tensor, *inputs: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _second_derivative(
 
 
 class _NoThird(torch.autograd.Function):
-    """Identity on a second derivative that refuses to be differentiated again."""
+    """Identity on a second derivative; differentiating it raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, *upstream: Tensor) -> Tensor:

@@ -16,18 +16,16 @@ from solvers.core.solution import Solution, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.solve import LinearSolver
 
-Solve = Callable[[Problem, Tensor], Solution]
+Run = Callable[[Problem, Tensor], Solution]  # solves a problem from a start (B, D)
 FALLBACK_RTOL = 1e-6  # of the adjoint where the forward tolerance is absolute
 
 
 class Adjoint(ABC):
-    """Base of the ways to differentiate; subclasses are frozen dataclasses of options."""
+    """How gradients flow through a fixed point; subclasses are frozen dataclasses of options."""
 
     @abstractmethod
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
-        """Solve from ``start`` (B, D); the returned value (B, D) carries the gradient."""
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
+        """Solve from ``start`` (B, D) by ``run``; the returned value (B, D) carries the gradient."""
 
 
 def _differentiate(
@@ -56,7 +54,7 @@ def _differentiate(
 
 @dataclass(frozen=True)
 class Implicit(Adjoint):
-    r"""Implicit differentiation: exact at a fixed point, memory of one evaluation.
+    r"""Implicit differentiation: exact at a fixed point, with the memory of one evaluation.
 
     With ``J = df/dz`` at the solution and the loss gradient ``g``, solve ``(I - J^T) u = g``; the
     gradient of any input is ``(df/dinput)^T u``. The second derivative applies the same rule to this
@@ -72,7 +70,8 @@ class Implicit(Adjoint):
 
     The outcome of the latest backward pass is in ``solution.adjoint.solution``.
 
-    Source: Bai, Kolter and Koltun, "Deep Equilibrium Models" (2019), theorem 1.
+    Source: Bai, Kolter and Koltun, "Deep Equilibrium Models" (2019), theorem 1,
+    https://arxiv.org/abs/1909.01377.
     """
 
     solver: LinearSolver | None = None
@@ -87,11 +86,9 @@ class Implicit(Adjoint):
         require_count("max_steps", self.max_steps)
         check_on_failure(self.on_failure)
 
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         with torch.no_grad():
-            solution = solve(problem, start.detach())
+            solution = run(problem, start.detach())
 
         def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
             system = AdjointSystem(
@@ -112,11 +109,10 @@ class Implicit(Adjoint):
 class Unrolled(Adjoint):
     """Differentiate through every iteration of the solver; gradients reach ``z0`` too.
 
-    Memory grows with the number of evaluations; with ``checkpoint`` only the states are kept and
-    ``f`` is evaluated once more in the backward pass. Any number of derivatives.
+    Memory grows with the number of evaluations. Derivatives of any order.
 
     Args:
-        checkpoint: keep the states only.
+        checkpoint: keep the states only, and evaluate ``f`` once more in the backward pass.
     """
 
     checkpoint: bool = False
@@ -124,29 +120,28 @@ class Unrolled(Adjoint):
     def __post_init__(self) -> None:
         require_flag("checkpoint", self.checkpoint)
 
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         problem = replace(problem, checkpoint=self.checkpoint)
 
         def attach(part: Problem, value: Tensor, rows: Tensor | None) -> Tensor:
-            # The iterations of the samples left out are no part of a second, recorded solve.
-            return value if rows is None else solve(part, start.index_select(0, rows)).value
+            # A second, recorded solve of the other samples keeps the NaN out of the graph.
+            return value if rows is None else run(part, start.index_select(0, rows)).value
 
-        return _differentiate(problem, solve(problem, start), attach)
+        return _differentiate(problem, run(problem, start), attach)
 
 
 @dataclass(frozen=True)
 class Phantom(Adjoint):
-    """Gradient of ``steps`` damped iterations from the (detached) solution: cheap, inexact.
+    """Gradient of ``steps`` damped iterations from the detached solution: an approximation.
 
-    The value stays the solution itself, with its residual; only the gradient is the iterations'.
+    The value stays the solution. Only its gradient is that of the iterations.
 
     Args:
         steps: iterations, >= 1.
         damping: in (0, 2].
 
-    Source: Geng et al., "On Training Implicit Models" (2021), eq. 9 (unrolling-based phantom gradient).
+    Source: Geng et al., "On Training Implicit Models" (2021), eq. 9 (unrolling-based phantom gradient),
+    https://arxiv.org/abs/2111.05177.
     """
 
     steps: int = 5
@@ -156,11 +151,9 @@ class Phantom(Adjoint):
         require_count("steps", self.steps)
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         with torch.no_grad():
-            solution = solve(problem, start.detach())
+            solution = run(problem, start.detach())
 
         def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
             z = anchor
@@ -173,15 +166,11 @@ class Phantom(Adjoint):
 
 @dataclass(frozen=True)
 class OneStep(Adjoint):
-    """``u = g``: the gradient of one evaluation at the solution (Jacobian-free backpropagation).
+    """Gradient of one evaluation at the solution, ``u = g`` (Jacobian-free backpropagation).
 
-    Source: Fung et al., "JFB: Jacobian-free backpropagation for implicit networks" (2022).
+    Source: Fung et al., "JFB: Jacobian-Free Backpropagation for Implicit Networks" (2022),
+    https://arxiv.org/abs/2103.12803.
     """
 
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
-        return Phantom(steps=1).solve(problem, start, solve, tolerance)
-
-
-__all__ = ["Adjoint", "Implicit", "OneStep", "Phantom", "Unrolled"]
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
+        return Phantom(steps=1).solve(problem, start, run, tolerance)

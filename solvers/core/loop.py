@@ -14,16 +14,7 @@ from torch import Tensor
 from solvers.core.arrays import Arrays
 from solvers.core.device import Watch, maybe_any
 from solvers.core.problem import Problem
-from solvers.core.rows import (
-    RUNNING,
-    History,
-    Point,
-    Progress,
-    Rows,
-    keep_rows,
-    merge_rows,
-    select_rows,
-)
+from solvers.core.rows import RUNNING, History, Point, Progress, Rows, merge_rows, select_rows
 from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable, fall_back, rounding
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import Solver, Turn
@@ -142,7 +133,7 @@ class Loop:
         rows.evaluations = torch.where(running, evaluation + rows.products, rows.evaluations)
         if accepted is not None:
             rows.rejected = rows.rejected + (running & ~accepted)
-        self.history.note(relative, trial.energy, accepted, rows.index, running, evaluation)
+        self.history.note(trial, accepted, rows, evaluation)
         status = torch.where(converged, int(Status.CONVERGED), rows.status)
         over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
         status = torch.where(over, int(Status.MAX_STEPS), status)
@@ -182,8 +173,8 @@ class Loop:
         status = torch.where(hopeless, reason, status)
         if trial.energy is not None:  # descent will find a step that is short enough
             return status
-        wild = rejected & (rejections > 0) & (trial.norm > self.rows.limit)
-        return torch.where(wild, int(Status.DIVERGED), status)
+        diverged = rejected & (rejections > 0) & (trial.norm > self.rows.limit)
+        return torch.where(diverged, int(Status.DIVERGED), status)
 
     def _propose(self) -> Tensor:
         """The next point to evaluate (n, D)."""
@@ -236,7 +227,7 @@ class Loop:
         if self.accepted is not None:
             self.accepted = self.accepted.index_select(0, stay)
         if self.state is not None:
-            keep_rows(self.state, stay)
+            self.state = select_rows(self.state, stay)
 
     def _solution(self) -> Solution:
         """Gather the rows in the caller's order."""

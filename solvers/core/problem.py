@@ -40,11 +40,11 @@ class EnergyUpdate(ABC):
 
 
 class Descent(EnergyUpdate):
-    """Gradient step ``f(z) = z - step_size dE/dz`` of a plain energy function, by autograd.
+    """Gradient step ``f(z) = z - step_size dE/dz`` of an energy function, by autograd.
 
     Args:
         energy: ``energy(z, *args) -> (B,)``.
-        step_size: positive number; stationary points do not depend on it.
+        step_size: positive number, on which the stationary points do not depend.
 
     Raises:
         ValueError: if the energy does not return one number per sample, or does not depend on z.
@@ -118,7 +118,7 @@ class Problem:
 
     def evaluate(self, z: Tensor) -> Point:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
-        value, energy, gradient = self._run(self._joint, z)
+        value, energy, gradient = self._run(self._value_and_energy, z)
         residual = value - z
         if self.mask is not None:
             zero = residual.new_zeros(())
@@ -131,10 +131,10 @@ class Problem:
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
         if self.mask is None:
-            return self._run(self._alone, z)
-        held = z.detach()
-        free = torch.where(self.mask, z, held)
-        return torch.where(self.mask, self._run(self._alone, free), held)
+            return self._run(self._value, z)
+        constant = z.detach()
+        free = torch.where(self.mask, z, constant)
+        return torch.where(self.mask, self._run(self._value, free), constant)
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
@@ -147,11 +147,11 @@ class Problem:
                 error.args = (f"{error}\n{_SHRUNK.format(z.shape[0])}", *error.args[1:])
             raise
 
-    def _alone(self, z: Tensor) -> Tensor:
+    def _value(self, z: Tensor) -> Tensor:
         output = self.f(self.layout.tree(z), *self.args)
         return self.layout.vector(output).to(z.dtype)
 
-    def _joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _value_and_energy(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         tree = self.layout.tree(z)
         energy, gradient = None, None
         if isinstance(self.f, EnergyUpdate) and self.energy is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -100,7 +100,7 @@ class Rows:
         status: ``RUNNING`` or a :class:`solvers.Status`.
         rejected: trials that were not accepted.
         evaluations: evaluations of ``f``, ``products`` included.
-        products: products with the Jacobian (Newton methods).
+        products: evaluations made by the solver itself, see ``Solver.products``.
         limit: residual norm beyond which the sample diverges.
         milestone, energy_milestone: best relative residual and energy at the last stall check.
     """
@@ -143,33 +143,26 @@ class History:
         self.energies: list[Tensor] = []
         self.accepted: list[Tensor] = []
 
-    def note(
-        self,
-        relative: Tensor,
-        energy: Tensor | None,
-        accepted: Tensor | None,
-        rows: Tensor,
-        running: Tensor,
-        evaluation: int,
-    ) -> None:
-        """Values (n,) of the ``running`` (n,) rows, whose places in the batch are ``rows`` (n,)."""
+    def note(self, trial: Point, accepted: Tensor | None, rows: Rows, evaluation: int) -> None:
+        """One evaluation, at ``trial``, of the rows that are running."""
         if not self.wanted:
             return
-        index = rows[running]
+        running = rows.status == RUNNING
+        index = rows.index[running]
 
         def column(values: Tensor, fill: float) -> Tensor:
             return scatter_rows(values.detach()[running], index, self.batch, fill)
 
-        residual = column(relative, torch.nan)
-        energies = None if energy is None else column(energy, torch.nan)
+        residual = column(trial.relative(), torch.nan)
+        energy = None if trial.energy is None else column(trial.energy, torch.nan)
         if self.record:
             taken = torch.ones_like(running) if accepted is None else accepted
             self.residuals.append(residual)
             self.accepted.append(column(taken, False))
-            if energies is not None:
-                self.energies.append(energies)
+            if energy is not None:
+                self.energies.append(energy)
         if self.callback is not None:
-            self.callback(Progress(evaluation, residual, energies, index.numel()))
+            self.callback(Progress(evaluation, residual, energy, index.numel()))
 
     def trace(self) -> Trace | None:
         """The columns as a :class:`solvers.Trace`."""
@@ -182,35 +175,25 @@ class History:
 Record = TypeVar("Record")
 
 
+LARGE = 1 << 22  # numbers in a history above which its rows are moved within their storage
+
+
 def select_rows(record: Record, index: Tensor) -> Record:
-    """The same dataclass with rows ``index`` of every tensor in it (also inside nested records)."""
+    """The same dataclass with rows ``index`` (increasing) of every tensor, nested records included.
+
+    Large histories (B, m, D), which belong to one solver alone, are moved slot by slot within their
+    storage, so that no second copy of them ever exists; the old record is invalid then.
+    """
     changes: dict[str, Any] = {}
     for entry in fields(record):  # type: ignore[arg-type]
         value = getattr(record, entry.name)
         if isinstance(value, Tensor):
-            changes[entry.name] = value.index_select(0, index)
-        elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+            in_place = value.dim() == 3 and value.numel() > LARGE and not torch.is_grad_enabled()
+            selected = _move_up(value, index) if in_place else value.index_select(0, index)
+            changes[entry.name] = selected
+        elif is_dataclass(value):
             changes[entry.name] = select_rows(value, index)
     return replace(record, **changes)  # type: ignore[type-var]
-
-
-LARGE = 1 << 22  # numbers in a history above which its rows are moved within their storage
-
-
-def keep_rows(record: Any, index: Tensor) -> None:
-    """Keep rows ``index`` (increasing) of every tensor of a record, changing the record.
-
-    Large histories (B, m, D) are moved slot by slot within their own storage, so that no second
-    copy of them ever exists.
-    """
-    for entry in fields(record):
-        value = getattr(record, entry.name)
-        if isinstance(value, Tensor):
-            in_place = value.dim() == 3 and value.numel() > LARGE and not torch.is_grad_enabled()
-            kept = _move_up(value, index) if in_place else value.index_select(0, index)
-            setattr(record, entry.name, kept)
-        elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-            setattr(record, entry.name, select_rows(value, index))
 
 
 def _move_up(history: Tensor, index: Tensor) -> Tensor:

@@ -18,9 +18,14 @@ POLICIES = ("warn", "raise", "ignore")
 class Status(IntEnum):
     """How the solve of one sample ended.
 
-    Only ``CONVERGED`` means that the tolerance was met. ``INDEFINITE``: a matrix that must be positive
-    definite is not. :class:`solvers.CG` met a direction of non-positive curvature, or the response
-    of the sites in :func:`solvers.adaptive_tap` lost its positive definiteness.
+    * ``CONVERGED``: the tolerance was met.
+    * ``MAX_STEPS``: the budget of evaluations was spent.
+    * ``STALLED``: the residual (and the energy) fell no further.
+    * ``DIVERGED``: the residual grew beyond bound.
+    * ``NONFINITE``: no finite evaluation was left to go on from.
+    * ``INDEFINITE``: a matrix that must be positive definite is not. :class:`solvers.CG` met a
+      direction of non-positive curvature, or the response of the sites in
+      :func:`solvers.adaptive_tap` lost its positive definiteness.
     """
 
     CONVERGED = 0
@@ -36,7 +41,7 @@ class SolveWarning(UserWarning):
 
 
 class SolveError(RuntimeError):
-    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has the rest."""
+    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has all."""
 
     def __init__(self, message: str, solution: Solution) -> None:
         super().__init__(message)

@@ -48,7 +48,7 @@ class Solver(ABC):
     Class attributes:
         needs_energy: the solver is a minimiser and works with an energy only.
         searches: the solver chooses the next trial of a rejected row itself (a line search);
-            otherwise the loop falls back to a shortened step along the residual.
+            otherwise the loop takes a shortened step along the residual.
         lost: status of a row of which every trial was rejected as non-finite.
     """
 
@@ -65,7 +65,7 @@ class Solver(ABC):
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
 
     def products(self, state: Any) -> Tensor | None:
-        """(B,) int64 products with the Jacobian made so far, which count as evaluations; or None."""
+        """(B,) int64 evaluations made beside the loop's (products with the Jacobian), or None."""
         return None
 
 

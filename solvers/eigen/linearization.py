@@ -21,7 +21,7 @@ class Linearization:
     """``J`` at a state ``z``: see :func:`solvers.spectrum` for ``f``, ``args``, ``kind``.
 
     Attributes:
-        batch, size: number of samples, and of unknowns per sample.
+        batch, size: number of samples B, and of unknowns per sample D.
         eps: relative rounding of the dtype of ``z``.
     """
 
@@ -29,8 +29,6 @@ class Linearization:
         require_choice("kind", kind, KINDS)
         self.layout = Layout.of(z, "z")
         self.size = sum(shape.numel() for shape in self.layout.shapes)
-        if self.size == 0:
-            raise ValueError("z must hold at least one number per sample, got none")
         self.f, self.kind, self.args = f, kind, args
         self.z = pytree.tree_map(Tensor.detach, z)
         first = pytree.tree_leaves(z)[0]

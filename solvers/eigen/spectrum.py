@@ -65,8 +65,8 @@ def spectrum(
 ) -> Spectrum:
     """Eigenvalues of ``J``, the linearisation of ``f`` at ``z``, sample by sample.
 
-    Products are made in the dtype of ``z`` by autograd (``J^T v``, which has the same eigenvalues),
-    everything else in float64.
+    Products are computed in the dtype of ``z`` by autograd (``J^T v``: the transpose has the same
+    eigenvalues), everything else in float64.
 
     Args:
         f: what is linearised, see ``kind``; each sample on its own.
@@ -91,7 +91,8 @@ def spectrum(
             autograd; if "extremes" are asked for and J is not symmetric.
         SpectrumError: under "raise", if a sample did not converge.
 
-    Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy.
+    Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy,
+    https://doi.org/10.1137/1.9780898719628.
     """
     _check(f, what, method, tolerance, max_products)
     check_on_failure(on_failure)
@@ -138,7 +139,7 @@ def spectral_radius(
 ) -> Tensor:
     """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
 
-    Below one, the plain iteration ``z <- f(z)`` converges locally, by about this factor a step.
+    Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step.
     Arguments and errors are those of :func:`spectrum`.
     """
     limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
@@ -246,7 +247,7 @@ def _spectrum(
     converged: Any,
     products: numpy.ndarray,
 ) -> Spectrum:
-    """Onto the device of the state; what was not found is NaN."""
+    """The arrays as tensors on the device of the state, NaN where nothing was found."""
     values = numpy.where(converged[:, None], values, numpy.nan)
     residual = numpy.where(converged, residual, numpy.nan)
     arrays = (values, residual, converged, products)

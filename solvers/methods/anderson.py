@@ -1,4 +1,4 @@
-"""Anderson acceleration, type II, with an incrementally updated Gram matrix."""
+"""Anderson acceleration (type II)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Anderson(Solver):
         z_{k+1} = z_k - dZ c + damping (r_k - dR c)
 
     The Gram matrix ``dR^T dR`` gains one row and column per step. The ridge multiplies its diagonal,
-    so a problem and its multiple take the same steps. A row whose step was rejected forgets its
-    differences, which had led it astray.
+    so that the steps do not depend on the scale of the problem. A row whose step was rejected forgets
+    its differences.
 
     Args:
         memory: number of differences kept, >= 1.
@@ -33,7 +33,8 @@ class Anderson(Solver):
         regularization: relative ridge, >= 0; raised to the rounding level of the Gram matrix.
 
     Source: Walker and Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal.
-    49 (2011), eq. 2.1; Fang and Saad (2009) for the type.
+    49 (2011), eq. 2.1, https://doi.org/10.1137/10078356X; the type after Fang and Saad (2009),
+    https://doi.org/10.1002/nla.617.
     """
 
     memory: int = 10
@@ -57,6 +58,7 @@ class Anderson(Solver):
         )
 
     def step(self, state: AndersonState, turn: Turn) -> Tensor:
+        """Remember the newest difference and mix all that are kept."""
         z, residual = turn.current.z, turn.current.residual
         last = state.last
         state.last = turn.current
@@ -65,13 +67,13 @@ class Anderson(Solver):
         if turn.accepted is not None:
             state.forget(~turn.accepted)
         del last  # its states are not needed while the next one is made
-        plain = z.add(residual, alpha=self.damping)
-        if state.filled == 0:
-            return plain
+        damped = z.add(residual, alpha=self.damping)
         filled = state.filled
+        if filled == 0:
+            return damped
         right = inner_products(state.changes[:, :filled], residual)
         weights = solve_small(state.gram[:, :filled, :filled], right)
-        return combine(plain, weights, state.steps[:, :filled], sign=-1)
+        return combine(damped, weights, state.steps[:, :filled], sign=-1)
 
     def _remember(self, state: AndersonState, point: Point, last: Point) -> None:
         """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""
@@ -99,9 +101,15 @@ class Anderson(Solver):
 
 @dataclass
 class AndersonState:
-    """``steps``, ``changes`` (B, m, D): dZ + damping dR and dR in ring order.
+    """Differences of the last steps, as ring buffers.
 
-    ``gram`` (B, m, m) is dR^T dR with its ridge; ``last`` the last point.
+    Attributes:
+        steps: (B, m, D) ``dZ + damping dR``.
+        changes: (B, m, D) ``dR``.
+        gram: (B, m, m) ``dR^T dR`` with its ridge.
+        last: the last point, None before the first step.
+        count: differences made so far.
+        filled: slots in use, at most m.
     """
 
     steps: Tensor

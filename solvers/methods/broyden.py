@@ -1,4 +1,4 @@
-"""Broyden's good method in product form: one stored vector per step."""
+"""Broyden's good method in product form, with one stored vector per step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_
 from solvers.core.solver import Solver, Turn
 from solvers.methods.history import combine, inner_products, write_symmetric
 
-FIRST_CAPACITY = 8
-NEARLY_SINGULAR = 1e-3
+FIRST_CAPACITY = 8  # vectors that the storage holds at first
+NEARLY_SINGULAR = 1e-3  # |1 - s.p / |s|^2| below which a row restarts
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Broyden(Solver):
         memory: number of steps kept, >= 2.
         damping: initial inverse Jacobian ``-damping I``, in (0, 2].
 
-    Source: C. T. Kelley, "Iterative Methods for Linear and Nonlinear Equations" (SIAM 1995), 7.3.
+    Source: C. T. Kelley, "Iterative Methods for Linear and Nonlinear Equations" (SIAM 1995), 7.3,
+    https://doi.org/10.1137/1.9781611970944.
     """
 
     memory: int = 100
@@ -58,10 +59,10 @@ class Broyden(Solver):
 
     def step(self, state: BroydenState, turn: Turn) -> Tensor:
         if state.count >= self.memory:
-            state.clear()
+            state.count = 0
         current = turn.current
         if state.replaced is not None:
-            # The loop moved these rows by a step of its own: no secant pair of ours.
+            # The loop moved these rows by a fall-back step, of which there is no secant pair.
             state.restart(state.replaced)
         state.replaced = None
         if turn.accepted is not None:
@@ -131,9 +132,6 @@ class BroydenState:
     gram: Tensor
     replaced: Tensor | None = None
     count: int = 0
-
-    def clear(self) -> None:
-        self.count = 0
 
     def restart(self, rows: Tensor) -> None:
         """Forget the history of some rows (B,) bool."""

@@ -1,4 +1,4 @@
-"""Forward iteration."""
+"""Forward (Picard) iteration."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from solvers.core.solver import Solver, Turn
 
 @dataclass(frozen=True)
 class Forward(Solver):
-    """Damped (Picard, Krasnoselskii-Mann) iteration ``z <- (1 - damping) z + damping f(z)``.
+    """Damped Picard (Krasnoselskii-Mann) iteration ``z <- (1 - damping) z + damping f(z)``.
 
     Args:
-        damping: in (0, 2]; 1 is the plain iteration.
+        damping: in (0, 2]; 1 is the iteration ``z <- f(z)``.
     """
 
     damping: float = 1.0
@@ -34,4 +34,4 @@ class Forward(Solver):
 
 @dataclass
 class Stateless:
-    """Nothing to remember."""
+    """The state of a solver that remembers nothing."""

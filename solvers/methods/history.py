@@ -1,7 +1,7 @@
-"""Products with the few vectors per sample that an accelerated method remembers.
+"""Products with the few vectors per sample that an accelerated method keeps.
 
-Small batches on the CPU go through NumPy: its products start no threads and its calls cost a third of
-torch's, which is most of what a step costs there.
+Small batches on the CPU go through NumPy, whose calls cost a third of torch's and start no threads:
+these calls are most of the cost of a step there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def solve_small(matrices: Tensor, right: Tensor) -> Tensor:
 def write_symmetric(
     gram: Tensor, slot: int, row: Tensor, ridge: float = 1.0, tiny: float = 0.0
 ) -> Tensor:
-    """Set row and column ``slot`` of gram (B, m, m) to row (B, k), the diagonal ``d`` to ``ridge d + tiny``.
+    """Write row (B, k) into row and column ``slot`` of gram (B, m, m), its diagonal ``ridge d + tiny``.
 
     Returns gram, or a changed copy where autograd records (unrolled solves).
     """
