@@ -202,7 +202,7 @@ def _second_derivative(
         direction = _inner(images[1:], cotangents)
     right = None if direction is None else gradients(direction, [weight])[0]
     right = torch.zeros_like(u) if right is None else right
-    # J^T weight is linear in weight, so that its own pullback is the product with J.
+    # The pullback of J^T weight with respect to weight is the product with J.
     recorded = (tracked.output, tracked.point) if symmetric else (images[0], weight)
     w = record.system.solve(pullback(*recorded), right, symmetric)
     with torch.enable_grad():

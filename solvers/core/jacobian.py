@@ -37,11 +37,7 @@ def gradients(
 
 
 def pullback(output: Tensor | None, point: Tensor) -> Product:
-    """``v -> J^T v``, zero where nothing depends on ``point`` (or ``output`` is None).
-
-    A function that is linear in ``point`` has the transposed product: the pullback of
-    ``J^T weight`` with respect to ``weight`` is ``v -> J v``.
-    """
+    """``v -> J^T v``, zero where ``output`` does not depend on ``point`` or is None."""
 
     def product(v: Tensor) -> Tensor:
         image = None if output is None else gradients(output, [point], v)[0]
@@ -51,7 +47,10 @@ def pullback(output: Tensor | None, point: Tensor) -> Product:
 
 
 def pushforward(output: Tensor, point: Tensor) -> Product:
-    """``v -> J v`` by reverse over reverse; ``output`` must be twice differentiable by autograd."""
+    """``v -> J v``, as the pullback of ``J^T weight`` with respect to ``weight``.
+
+    This is reverse over reverse: ``output`` must be twice differentiable by autograd.
+    """
     with torch.enable_grad():
         weight = torch.zeros_like(output).requires_grad_()
         image = gradients(output, [point], weight, create_graph=True)[0]

@@ -59,19 +59,12 @@ class Point:
 
 @dataclass
 class Best:
-    """The best accepted iterate of every sample: (B, D), its residuals (B,) and energy (B,)."""
+    """The best accepted iterate (B, D) of every sample, with its residuals and energy (B,)."""
 
     value: Tensor
     relative: Tensor
     norm: Tensor
     energy: Tensor | None
-
-    @classmethod
-    def none(cls, point: Point) -> Best:
-        """Nothing accepted yet: the residuals are infinite, the value is that of ``point``."""
-        infinite = torch.full_like(point.norm, torch.inf)
-        energy = None if point.energy is None else torch.full_like(point.energy, torch.nan)
-        return cls(point.z, infinite, infinite, energy)
 
     def update(self, better: Tensor, point: Point, relative: Tensor) -> None:
         """Take ``point`` with its ``relative`` residual in the rows ``better`` (B,) bool."""
@@ -117,11 +110,12 @@ class Rows:
 
     @classmethod
     def start(cls, point: Point, limit: Tensor) -> Rows:
-        """Every sample running, nothing counted; ``point`` gives shapes, dtypes and the device."""
+        """Every sample running, nothing accepted or counted yet; ``point`` is the first trial."""
         index = torch.arange(point.norm.shape[0], device=point.norm.device)
         none = torch.zeros_like(index)
         infinite = torch.full_like(point.norm, torch.inf)
-        best = Best.none(point)
+        energy = None if point.energy is None else torch.full_like(point.energy, torch.nan)
+        best = Best(point.z, infinite, infinite, energy)
         return cls(index, best, none + RUNNING, none, none, none, limit, infinite, infinite)
 
 
