@@ -17,8 +17,8 @@ from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.core.checks import require_count
-from solvers.core.failures import check_on_failure
 from solvers.core.modes import eager
+from solvers.core.solution import check_on_failure
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure")
 

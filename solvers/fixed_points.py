@@ -1,4 +1,4 @@
-"""The entry: find ``z = f(z)`` for a batch and make the answer differentiable."""
+"""Find ``z = f(z)`` for a batch of samples and make the solution differentiable."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit
-from solvers.core.checks import require_count
-from solvers.core.failures import check_on_failure, report
-from solvers.core.layout import Layout, check_batched, check_leaves
+from solvers.core.checks import require_callable, require_count, require_flag, require_instance
+from solvers.core.layout import Layout, check_args, check_batched
 from solvers.core.loop import Loop
 from solvers.core.modes import Autocast, constant_weights, eager, without_autocast
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
-from solvers.core.solution import Solution
+from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance
 from solvers.methods.anderson import Anderson
@@ -59,7 +58,7 @@ def fixed_point(
         adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
             gradient.
         energy: ``energy(z, *args) -> (B,)`` turns the safeguard on: no accepted step raises it.
-        mask: (B, N) bool, tokens that count; the others keep their initial value.
+        mask: (B, N) bool, False at masked tokens: they keep their initial value and enter no norm.
         record: keep the trace of residuals (and energies).
         on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where ``f`` closes over batched tensors.
@@ -72,78 +71,61 @@ def fixed_point(
         TypeError, ValueError: for arguments that do not fit, naming the argument.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
     """
-    solver = _choose(solver, f, energy)
-    options: dict[str, Any] = {"compact": compact, "record": record, "callback": callback}
-    _check_options(solver, tolerance, max_steps, adjoint, f, energy, options)
+    if solver is None:
+        descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
+        solver = LBFGS() if descends else Anderson()
+    _check_options(solver, tolerance, max_steps, adjoint, f, energy)
+    require_flag("compact", compact)
+    require_flag("record", record)
+    require_callable("callback", callback, optional=True)
+    if isinstance(solver, ExternalSolver):
+        _check_external(solver, energy, record, callback)
     check_on_failure(on_failure)
     layout = Layout.of(z0)
-    args = _check_inputs(z0, args, mask)
+    _check_inputs(z0, args, mask)
     start = layout.vector(z0)
-    symmetric = bool(getattr(f, "symmetric", False))
-    problem = Problem(f, layout, args, energy, mask, symmetric)
-    problem.compact = compact
-    problem.autocast = Autocast.now(start.device.type)
+    problem = Problem(
+        f,
+        layout,
+        args,
+        Autocast.now(start.device.type),
+        energy=energy,
+        mask=None if mask is None else layout.mask_vector(mask),
+        symmetric=bool(getattr(f, "symmetric", False)),
+        compact=compact,
+    )
 
     def solve(target: Problem, vector: Tensor) -> Solution:
-        # Weights stand still during a solve: parametrised ones are computed once. The solver's own
-        # algebra keeps its precision under autocast; f gets it back (Problem._run).
+        # Parametrised weights are constant during a solve and computed once. The solver's own algebra
+        # runs without autocast, which Problem restores around f.
         with constant_weights(), without_autocast(vector.device.type):
             if isinstance(solver, ExternalSolver):
                 return solver.run(target, vector, tolerance, max_steps)
-            return Loop(target, solver, tolerance, max_steps, **options).run(vector)
+            first = target.evaluate(vector)
+            loop = Loop(target, first, solver, tolerance, max_steps, record, callback)
+            del first  # the loop frees it when it has moved on
+            return loop.run()
 
-    differentiate = adjoint is not None and torch.is_grad_enabled()
-    if adjoint is not None and differentiate:
+    if adjoint is not None and torch.is_grad_enabled():
         solution = adjoint.solve(problem, start, solve, tolerance)
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
     solution.value = layout.tree(solution.value)
-    report(solution, on_failure, "fixed-point solve", stacklevel=4)
+    # Above this function is the wrapper of its decorator, above that the caller.
+    apply_policy(solution, on_failure, "fixed-point solve", stacklevel=4)
     return solution
 
 
-def _choose(
-    solver: Solver | None, f: Callable[..., Any], energy: Callable[..., Tensor] | None
-) -> Solver:
-    if solver is not None:
-        return solver
-    descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
-    return LBFGS() if descends else Anderson()
-
-
 def _check_options(
-    solver: object,
-    tolerance: object,
-    max_steps: object,
-    adjoint: object,
-    f: object,
-    energy: object,
-    options: dict[str, Any],
+    solver: Any, tolerance: object, max_steps: object, adjoint: object, f: object, energy: object
 ) -> None:
-    if not callable(f):
-        raise TypeError(f"f must be callable, got {type(f)}")
-    if energy is not None and not callable(energy):
-        raise TypeError(f"energy must be callable or None, got {type(energy)}")
-    if not isinstance(solver, Solver):
-        raise TypeError(f"solver must be a solvers.Solver such as Anderson(), got {solver!r}")
-    if not isinstance(tolerance, Tolerance):
-        raise TypeError(f"tolerance must be a solvers.Tolerance, got {tolerance!r}")
-    if adjoint is not None and not isinstance(adjoint, Adjoint):
-        raise TypeError(f"adjoint must be a solvers.Adjoint or None, got {adjoint!r}")
+    require_callable("f", f)
+    require_callable("energy", energy, optional=True)
+    require_instance("solver", solver, Solver, "a solvers.Solver such as Anderson()")
+    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance")
+    require_instance("adjoint", adjoint, Adjoint, "a solvers.Adjoint", optional=True)
     require_count("max_steps", max_steps)
-    for name in ("compact", "record"):
-        if not isinstance(options[name], bool):
-            raise TypeError(f"{name} must be True or False, got {options[name]!r}")
-    if options["callback"] is not None and not callable(options["callback"]):
-        raise TypeError(f"callback must be callable or None, got {options['callback']!r}")
-    unwatched = [name for name in ("record", "callback") if options[name]]
-    if isinstance(solver, ExternalSolver) and energy is not None:
-        raise ValueError(
-            f"{solver!r} has a loop of its own, which takes no energy: leave energy out"
-        )
-    if isinstance(solver, ExternalSolver) and unwatched:
-        raise ValueError(f"{solver!r} has a loop of its own, which knows no {unwatched}")
     if solver.needs_energy and not (isinstance(f, EnergyUpdate) and energy is None):
         raise ValueError(
             f"{type(solver).__name__} minimises an energy and needs its gradient: pass f as an "
@@ -151,21 +133,26 @@ def _check_options(
         )
 
 
-def _check_inputs(z0: Any, args: Any, mask: Tensor | None) -> tuple[Any, ...]:
+def _check_external(solver: Solver, energy: object, record: bool, callback: object) -> None:
+    if energy is not None:
+        raise ValueError(
+            f"{solver!r} has a loop of its own, which takes no energy: leave energy out"
+        )
+    unknown = [name for name, value in (("record", record), ("callback", callback)) if value]
+    if unknown:
+        raise ValueError(f"{solver!r} has a loop of its own, which knows no {unknown}")
+
+
+def _check_inputs(z0: Any, args: tuple[Any, ...], mask: Tensor | None) -> None:
     """Batch sizes, devices and finiteness of everything that comes in."""
-    if not isinstance(args, tuple):
-        raise TypeError(f"args must be a tuple of inputs, got {type(args)}")
     leaves = pytree.tree_leaves(z0)
-    check_leaves(leaves, "z0")
     batch, device = leaves[0].shape[0], leaves[0].device
-    for position, argument in enumerate(args):
-        name = f"args[{position}]"
-        check_batched(argument, name, batch, device, "z0", "f")
-        for leaf in pytree.tree_leaves(argument):
+    check_args(args, batch, device, "z0", "f")
+    named = [("z0", z0), *((f"args[{position}]", value) for position, value in enumerate(args))]
+    for name, tree in named:
+        for leaf in pytree.tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 _check_finite(leaf, name)
-    for leaf in leaves:
-        _check_finite(leaf, "z0")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
             raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
@@ -173,11 +160,10 @@ def _check_inputs(z0: Any, args: Any, mask: Tensor | None) -> tuple[Any, ...]:
         if not any(t.dim() > 1 and t.shape[1] == mask.shape[1] for t in leaves):
             shapes = [tuple(t.shape) for t in leaves]
             raise ValueError(f"mask has {mask.shape[1]} tokens, which no leaf of z0 has: {shapes}")
-    return args
 
 
 def _check_finite(leaf: Tensor, name: str) -> None:
-    """Non-finite input is the caller's mistake; on a GPU asking would wait for the device."""
+    """Raise ValueError for NaN or infinity; not on a GPU, where asking would wait for the device."""
     if leaf.device.type != "cpu" or bool(torch.isfinite(leaf.detach().sum())):
         return
     if leaf.dim() == 0:

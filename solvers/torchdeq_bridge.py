@@ -1,4 +1,4 @@
-"""Bridge to torchdeq, both ways: its solvers in :func:`solvers.fixed_point`, ours in its registry."""
+"""Solvers of torchdeq in :func:`solvers.fixed_point`, and ours in torchdeq's registry."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torchdeq.solver import get_solver, register_solver, solver_stat_from_final_step
 
+from solvers.core.checks import require_instance
 from solvers.core.layout import row_norm
 from solvers.core.problem import Problem
-from solvers.core.rows import where_rows
+from solvers.core.rows import Best
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance
@@ -30,11 +31,13 @@ OPTIONS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class TorchDEQ(ExternalSolver):
-    """A solver of torchdeq's registry, watched from outside.
+    """A solver of torchdeq's registry, stopped by the criterion of :func:`solvers.fixed_point`.
 
-    torchdeq stops whole batches by its own criterion; here every evaluation of ``f`` is measured,
-    the best point of each sample is kept with its own residual, and the run is ended as soon as all
-    samples have converged or ``max_steps`` evaluations are spent. There is no safeguard.
+    torchdeq stops whole batches by its own criterion. Here every evaluation of ``f`` is measured and
+    the best point of each sample is kept with its residual. The run ends when all samples have
+    converged or ``max_steps`` evaluations are spent. There is no safeguard.
+
+    https://github.com/locuslab/torchdeq
 
     Args:
         name: "anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter" or a registered one.
@@ -62,67 +65,62 @@ class TorchDEQ(ExternalSolver):
     ) -> Solution:
         if torch.is_grad_enabled():
             raise RuntimeError("torchdeq's solvers cannot be unrolled here; use adjoint=Implicit()")
-        watch = _Watch(problem, start, tolerance, max_steps)
-        with contextlib.suppress(_Enough):
-            # One more than the budget: the watch, not the solver, decides when to stop.
+        monitored = _MonitoredMap(problem, start, tolerance, max_steps)
+        with contextlib.suppress(_Finished):
+            # More than the budget: the monitored map, not torchdeq, decides when to stop.
             get_solver(self.name)(
-                watch, start, max_iter=max_steps + 3, tol=0.0, stop_mode="rel", **self.options
+                monitored, start, max_iter=max_steps + 3, tol=0.0, stop_mode="rel", **self.options
             )
-        return watch.solution()
+        return monitored.solution()
 
 
-class _Enough(Exception):
-    """The watch has seen enough."""
+class _Finished(Exception):
+    """Ends the run of a torchdeq solver."""
 
 
-class _Watch:
-    """``f`` with a memory: best iterate, residual and evaluations of every sample."""
+class _MonitoredMap:
+    """``f`` for torchdeq, which keeps the best iterate and the cost of every sample."""
 
     def __init__(
         self, problem: Problem, start: Tensor, tolerance: Tolerance, max_steps: int
     ) -> None:
-        self.problem, self.tolerance, self.left = problem, tolerance, max_steps
-        self.count = 0
+        self.problem, self.tolerance, self.max_steps = problem, tolerance, max_steps
         infinite = torch.full_like(row_norm(start), torch.inf)
-        self.value, self.relative, self.norm = start, infinite, infinite
-        self.done = torch.zeros_like(infinite, dtype=torch.bool)
+        self.best = Best(start, infinite, infinite, None)
+        self.converged = torch.zeros_like(infinite, dtype=torch.bool)
         self.evaluations = torch.zeros_like(infinite, dtype=torch.int64)
+        self.count = 0
 
     def __call__(self, z: Tensor, tau: float = 1.0) -> Tensor:
-        if self.count == self.left or bool(self.done.all()):
-            raise _Enough
+        if self.count == self.max_steps or bool(self.converged.all()):
+            raise _Finished
         self.count += 1
         point = self.problem.evaluate(z)
-        running = ~self.done
-        relative = point.norm / point.reference.clamp_min(torch.finfo(point.norm.dtype).tiny)
+        running = ~self.converged
+        relative = point.relative()
         converged = running & (point.norm <= self.tolerance.threshold(point.reference))
-        better = (running & (relative < self.relative)) | converged
-        self.value = where_rows(better, z, self.value)
-        self.relative = torch.where(better, relative, self.relative)
-        self.norm = torch.where(better, point.norm, self.norm)
+        better = (running & (relative < self.best.relative)) | converged
+        self.best.update(better, point, relative)
         self.evaluations = torch.where(running, self.count, self.evaluations)
-        self.done = self.done | converged
+        self.converged = self.converged | converged
         return z + tau * point.residual
 
     def solution(self) -> Solution:
-        status = torch.where(self.done, int(Status.CONVERGED), int(Status.MAX_STEPS))
-        unseen = ~torch.isfinite(self.relative)
-        status = torch.where(unseen, int(Status.NONFINITE), status)
-        return Solution(
-            self.value, status, self.relative, self.norm, self.evaluations, self.evaluations
-        )
+        best, steps = self.best, self.evaluations
+        status = torch.where(self.converged, int(Status.CONVERGED), int(Status.MAX_STEPS))
+        status = torch.where(torch.isfinite(best.relative), status, int(Status.NONFINITE))
+        return Solution(best.value, status, best.relative, best.norm, steps, steps)
 
 
 def register(name: str, solver: Solver | None = None) -> None:
-    """Make one of our solvers known to torchdeq, as ``f_solver=name`` or ``b_solver=name``.
+    """Register one of our solvers with torchdeq, as ``f_solver=name`` or ``b_solver=name``.
 
     torchdeq's ``tol`` and ``stop_mode`` become our :class:`Tolerance`, ``max_iter`` our ``max_steps``.
     The statistics are torchdeq's, measured at the returned value, with our per-sample "status" and
     "evaluations" beside them. Unknown keyword arguments raise TypeError.
     """
     ours = Anderson() if solver is None else solver
-    if not isinstance(ours, Solver):
-        raise TypeError(f"solver must be a solvers.Solver, got {solver!r}")
+    require_instance("solver", ours, Solver, "a solvers.Solver")
 
     def solve(
         func: Callable[[Tensor], Tensor],

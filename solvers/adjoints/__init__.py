@@ -1,3 +1,3 @@
-"""How gradients flow through a fixed point: implicit, unrolled, phantom, one step."""
+"""Gradients of a fixed point: implicit, unrolled, phantom and one-step."""
 
 from __future__ import annotations

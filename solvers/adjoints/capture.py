@@ -1,14 +1,14 @@
-"""One tracked evaluation of ``f`` at the solution, cut off from the graph around it.
+"""A recorded evaluation of ``f`` at the solution, cut off from the surrounding autograd graph.
 
-Whatever ``f`` reads that requires a gradient - arguments, parameters of a module, tensors that a
-closure captured - is replaced by a detached alias while ``f`` runs. The recorded graph then has
-exactly these aliases and the state as leaves, and its derivatives are partial ones, as implicit
-differentiation wants them. Nobody has to list parameters.
+Every tensor that ``f`` reads and that requires a gradient (an argument, a parameter, a tensor that a
+closure captured) is replaced by a detached alias while ``f`` runs. The recorded graph has these
+aliases and the state as its leaves, so that its derivatives are the partial ones that implicit
+differentiation needs. No list of parameters is needed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,35 +29,19 @@ class Tracked:
     inputs: list[Tensor]
     aliases: list[Tensor]
 
-    def pullback(self, cotangent: Tensor) -> Tensor:
-        """``J^T cotangent`` with J = d output / d point."""
-        if not self.output.requires_grad:
-            return torch.zeros_like(cotangent)
-        (product,) = torch.autograd.grad(
-            self.output, self.point, cotangent, retain_graph=True, allow_unused=True
-        )
-        return torch.zeros_like(cotangent) if product is None else product
-
-    def input_gradients(self, cotangent: Tensor) -> list[Tensor | None]:
-        """``(d output / d input)^T cotangent`` for every input."""
-        return list(
-            torch.autograd.grad(
-                self.output, self.aliases, cotangent, retain_graph=True, allow_unused=True
-            )
-        )
-
 
 @dataclass
 class Aliases:
-    """Pairs of an outside tensor and its detached stand-in, found by identity.
+    """Outside tensors with their detached aliases, found by identity.
 
-    ``others`` are leaves that escaped the substitution and stand for themselves.
+    ``others`` are leaves that escaped the substitution: they are their own aliases.
     """
 
     pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     others: list[Tensor] = field(default_factory=list)
 
     def of(self, outside: Tensor) -> Tensor:
+        """The alias of ``outside``, made at the first call."""
         known = self.pairs.get(id(outside))
         if known is None:
             known = (outside, outside.detach().requires_grad_())
@@ -82,8 +66,8 @@ class _Substitution(TorchFunctionMode):
         if torch.is_grad_enabled():
             args = [self._replace(value) for value in args]
             kwargs = {name: self._replace(value) for name, value in kwargs.items()}
-        # A leaf that comes out is f's own, unless it went in as one (as through a .to() that has
-        # nothing to do); t.detach().requires_grad_() hands back its argument too, but made it a leaf.
+        # A leaf that a function returns was made by f, unless the same tensor went in as a leaf (as
+        # with a .to() that changes nothing).
         given = {id(t) for t in (*args, *kwargs.values()) if _requires_grad(t)}
         result = func(*args, **kwargs)
         if _requires_grad(result) and result.is_leaf and id(result) not in given:
@@ -117,10 +101,9 @@ def _requires_grad(value: Any) -> bool:
 def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> Tracked:
     """Record ``f`` at z (B, D).
 
-    The first recording discovers what to alias; later ones use the aliases that it found.
-
-    What escapes the substitution (a tensor handed straight to a custom autograd function) stays
-    attached to its own graph and is followed to its leaves, so that no gradient is lost.
+    The first recording (``discover``) finds what to alias; later ones use the same aliases. A tensor
+    that escapes the substitution (as an argument of a custom autograd function) stays attached to
+    its own graph, which is followed to its leaves, so that no gradient is lost.
     """
     point = z.detach().requires_grad_()
 
@@ -128,10 +111,10 @@ def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> T
         needs = isinstance(leaf, Tensor) and leaf.requires_grad
         return aliases.of(leaf) if needs else leaf
 
-    args = pytree.tree_map(stand_in, problem.args)
+    part = replace(problem, args=pytree.tree_map(stand_in, problem.args))
     mode = _Substitution(aliases, point, discover=discover)
     with constant_weights(), torch.enable_grad(), mode:
-        output = problem.with_args(args).held_map(point)
+        output = part.masked_map(point)
     inputs = [pair[0] for pair in aliases.pairs.values()]
     stand_ins = [pair[1] for pair in aliases.pairs.values()]
     if output.requires_grad and discover:
@@ -144,7 +127,7 @@ def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> T
 
 
 def _check_same(aliases: Aliases, found: list[Tensor]) -> None:
-    """A second recording must read the tensors of the first, or derivatives would be lost."""
+    """Raise RuntimeError where a second recording reads other tensors than the first."""
     known = {id(leaf) for leaf in aliases.others}
     if any(id(leaf) not in known for leaf in found):
         raise RuntimeError(

@@ -1,39 +1,60 @@
-"""How gradients flow through a fixed point: an argument of the solve, not a kind of solver."""
+"""The ways to differentiate a fixed point: implicit, unrolled, phantom gradient, one step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from solvers.adjoints.implicit import AdjointSystem, evaluable_rows, implicit_value
-from solvers.core.checks import require_count, require_number
-from solvers.core.failures import check_on_failure
+from solvers.adjoints.implicit import AdjointSystem, implicit_value
+from solvers.core.checks import require_count, require_flag, require_instance, require_number
 from solvers.core.problem import Problem
-from solvers.core.solution import Solution
+from solvers.core.solution import Solution, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.solve import LinearSolver
 
-Solve = Callable[[Problem, Tensor], Solution]
+Run = Callable[[Problem, Tensor], Solution]  # solves a problem from a start (B, D)
 FALLBACK_RTOL = 1e-6  # of the adjoint where the forward tolerance is absolute
 
 
 class Adjoint(ABC):
-    """Base of the ways to differentiate; subclasses are frozen dataclasses of options."""
+    """How gradients flow through a fixed point; subclasses are frozen dataclasses of options."""
 
     @abstractmethod
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
-        """Solve from ``start`` (B, D); the returned value (B, D) carries the gradient."""
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
+        """Solve from ``start`` (B, D) by ``run``; the returned value (B, D) carries the gradient."""
+
+
+def _differentiate(
+    problem: Problem,
+    solution: Solution,
+    attach: Callable[[Problem, Tensor, Tensor | None], Tensor],
+) -> Solution:
+    """Let ``attach(problem, value, rows)`` give the solution's value its gradient.
+
+    A sample without any finite evaluation has no derivative, and its NaN would reach the gradients
+    of the others through weights that they share. So ``attach`` sees only the other samples:
+    ``rows`` (n,), or None where that is all of them or ``compact=False`` forbids to leave any out.
+    """
+    finite = torch.isfinite(solution.residual)
+    if not problem.compact or bool(finite.all()):
+        solution.value = attach(problem, solution.value, None)
+        return solution
+    rows = torch.nonzero(finite).flatten()
+    whole = solution.value.detach()
+    if rows.numel() > 0:
+        part = problem.rows(rows, whole.shape[0])
+        whole = whole.index_copy(0, rows, attach(part, whole.index_select(0, rows), rows))
+    solution.value = whole
+    return solution
 
 
 @dataclass(frozen=True)
 class Implicit(Adjoint):
-    r"""Implicit differentiation: exact at a fixed point, memory of one evaluation.
+    r"""Implicit differentiation: exact at a fixed point, with the memory of one evaluation.
 
     With ``J = df/dz`` at the solution and the loss gradient ``g``, solve ``(I - J^T) u = g``; the
     gradient of any input is ``(df/dinput)^T u``. The second derivative applies the same rule to this
@@ -49,7 +70,8 @@ class Implicit(Adjoint):
 
     The outcome of the latest backward pass is in ``solution.adjoint.solution``.
 
-    Source: Bai, Kolter and Koltun, "Deep Equilibrium Models" (2019), theorem 1.
+    Source: Bai, Kolter and Koltun, "Deep Equilibrium Models" (2019), theorem 1,
+    https://arxiv.org/abs/1909.01377.
     """
 
     solver: LinearSolver | None = None
@@ -58,69 +80,68 @@ class Implicit(Adjoint):
     on_failure: str = "warn"
 
     def __post_init__(self) -> None:
-        if self.solver is not None and not isinstance(self.solver, LinearSolver):
-            raise TypeError(f"solver must be CG(), MINRES(), GMRES() or None, got {self.solver!r}")
-        if self.tolerance is not None and not isinstance(self.tolerance, Tolerance):
-            raise TypeError(f"tolerance must be a Tolerance or None, got {self.tolerance!r}")
+        linear = "CG(), MINRES(), GMRES()"
+        require_instance("solver", self.solver, LinearSolver, linear, optional=True)
+        require_instance("tolerance", self.tolerance, Tolerance, "a Tolerance", optional=True)
         require_count("max_steps", self.max_steps)
         check_on_failure(self.on_failure)
 
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         with torch.no_grad():
-            solution = solve(problem, start.detach())
-        system = AdjointSystem(
-            solver=self.solver,
-            tolerance=self.tolerance or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
-            max_steps=self.max_steps,
-            on_failure=self.on_failure,
-            report=solution.adjoint,
-        )
-        solution.value = implicit_value(problem, solution, system)
-        return solution
+            solution = run(problem, start.detach())
+
+        def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
+            system = AdjointSystem(
+                solver=self.solver,
+                tolerance=self.tolerance or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
+                max_steps=self.max_steps,
+                on_failure=self.on_failure,
+                report=solution.adjoint,
+                batch=start.shape[0],
+                rows=rows,
+            )
+            return implicit_value(part, z, system)
+
+        return _differentiate(problem, solution, attach)
 
 
 @dataclass(frozen=True)
 class Unrolled(Adjoint):
     """Differentiate through every iteration of the solver; gradients reach ``z0`` too.
 
-    Memory grows with the number of evaluations; with ``checkpoint`` only the states are kept and
-    ``f`` is evaluated once more in the backward pass. Any number of derivatives.
+    Memory grows with the number of evaluations. Derivatives of any order.
+
+    Args:
+        checkpoint: keep the states only, and evaluate ``f`` once more in the backward pass.
     """
 
     checkpoint: bool = False
 
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
-        problem.checkpoint = self.checkpoint
-        solution = solve(problem, start)
-        rows = evaluable_rows(solution, problem)
-        if rows is None:
-            return solution
-        # The NaN of a sample without a finite evaluation would reach the gradients of the others
-        # through shared weights: its iterations are left out of the graph.
-        detached = solution.value.detach()
-        if rows.numel() == 0:
-            solution.value = detached
-            return solution
-        part = solve(problem.rows(rows, start.shape[0]), start.index_select(0, rows))
-        solution.value = detached.index_copy(0, rows, part.value)
-        return solution
+    def __post_init__(self) -> None:
+        require_flag("checkpoint", self.checkpoint)
+
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
+        problem = replace(problem, checkpoint=self.checkpoint)
+
+        def attach(part: Problem, value: Tensor, rows: Tensor | None) -> Tensor:
+            # A second, recorded solve of the other samples keeps the NaN out of the graph.
+            return value if rows is None else run(part, start.index_select(0, rows)).value
+
+        return _differentiate(problem, run(problem, start), attach)
 
 
 @dataclass(frozen=True)
 class Phantom(Adjoint):
-    """Gradient of ``steps`` damped iterations from the (detached) solution: cheap, inexact.
+    """Gradient of ``steps`` damped iterations from the detached solution: an approximation.
 
-    The value stays the solution itself, with its residual; only the gradient is the iterations'.
+    The value stays the solution. Only its gradient is that of the iterations.
 
     Args:
         steps: iterations, >= 1.
         damping: in (0, 2].
 
-    Source: Geng et al., "On Training Implicit Models" (2021), eq. 9 (unrolling-based phantom gradient).
+    Source: Geng et al., "On Training Implicit Models" (2021), eq. 9 (unrolling-based phantom gradient),
+    https://arxiv.org/abs/2111.05177.
     """
 
     steps: int = 5
@@ -130,38 +151,26 @@ class Phantom(Adjoint):
         require_count("steps", self.steps)
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         with torch.no_grad():
-            solution = solve(problem, start.detach())
-        whole = solution.value.detach()
-        rows = evaluable_rows(solution, problem)
-        part, anchor = problem, whole
-        if rows is not None:
-            if rows.numel() == 0:
-                return solution
-            part, anchor = problem.rows(rows, whole.shape[0]), whole.index_select(0, rows)
-        z = anchor
-        for _ in range(self.steps):
-            z = torch.lerp(z, part.held_map(z), self.damping)
-        if z.requires_grad:
-            value = anchor + (z - z.detach())
-            solution.value = value if rows is None else whole.index_copy(0, rows, value)
-        return solution
+            solution = run(problem, start.detach())
+
+        def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
+            z = anchor
+            for _ in range(self.steps):
+                z = torch.lerp(z, part.masked_map(z), self.damping)
+            return anchor + (z - z.detach()) if z.requires_grad else anchor
+
+        return _differentiate(problem, solution, attach)
 
 
 @dataclass(frozen=True)
 class OneStep(Adjoint):
-    """``u = g``: the gradient of one evaluation at the solution (Jacobian-free backpropagation).
+    """Gradient of one evaluation at the solution, ``u = g`` (Jacobian-free backpropagation).
 
-    Source: Fung et al., "JFB: Jacobian-free backpropagation for implicit networks" (2022).
+    Source: Fung et al., "JFB: Jacobian-Free Backpropagation for Implicit Networks" (2022),
+    https://arxiv.org/abs/2103.12803.
     """
 
-    def solve(
-        self, problem: Problem, start: Tensor, solve: Solve, tolerance: Tolerance
-    ) -> Solution:
-        return Phantom(steps=1).solve(problem, start, solve, tolerance)
-
-
-__all__ = ["Adjoint", "Implicit", "OneStep", "Phantom", "Unrolled"]
+    def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
+        return Phantom(steps=1).solve(problem, start, run, tolerance)

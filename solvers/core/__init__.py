@@ -1,3 +1,3 @@
-"""What every solve shares: the protocol of a solver, the loop, the problem, the solution."""
+"""What all solves share: argument checks, the problem, the protocol of a solver, the loop."""
 
 from __future__ import annotations

@@ -11,12 +11,16 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def _is_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
 def require_number(
     name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, closed: bool = True
 ) -> float:
     """A number within [low, high] (``closed``) or (low, high]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+    _is_number(name, value)
     if not (low <= value <= high) or (not closed and value == low):
         left = "[" if closed else "("
         raise ValueError(f"{name} must be in {left}{low}, {high}], got {value!r}")
@@ -25,10 +29,17 @@ def require_number(
 
 def require_positive(name: str, value: Any) -> float:
     """A finite number > 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+    _is_number(name, value)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+    return float(value)
+
+
+def require_nonnegative(name: str, value: Any) -> float:
+    """A finite number >= 0."""
+    _is_number(name, value)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
     return float(value)
 
 
@@ -48,30 +59,25 @@ def require_flag(name: str, value: Any) -> bool:
     return value
 
 
+def require_callable(name: str, value: Any, *, optional: bool = False) -> Any:
+    """Something that can be called, or None where that is an option."""
+    if not callable(value) and not (optional and value is None):
+        raise TypeError(f"{name} must be callable{' or None' * optional}, got {type(value)}")
+    return value
+
+
+def require_instance(
+    name: str, value: Any, kind: Any, expected: str, *, optional: bool = False
+) -> Any:
+    """An instance of ``kind``, which the message calls ``expected``, or None as an option."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        raise TypeError(f"{name} must be {expected}{' or None' * optional}, got {value!r}")
+    return value
+
+
 def require_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     """One of ``choices``."""
     known = tuple(choices)
     if value not in known:
         raise ValueError(f"{name} must be one of {known}, got {value!r}")
-    return value
-
-
-def require_callable(name: str, value: Any) -> Any:
-    """Something that can be called."""
-    if not callable(value):
-        raise TypeError(f"{name} must be callable, got {type(value)}")
-    return value
-
-
-def require_instance(name: str, value: Any, kind: type, expected: str) -> Any:
-    """An instance of ``kind``, which the message calls ``expected``."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {expected}, got {value!r}")
-    return value
-
-
-def require_tuple(name: str, value: Any) -> Any:
-    """A tuple of inputs."""
-    if not isinstance(value, tuple):
-        raise TypeError(f"{name} must be a tuple of inputs, got {type(value)}")
     return value

@@ -1,4 +1,4 @@
-"""Host decisions about device tensors: exact on the CPU, without waiting on a GPU."""
+"""Decisions of the host about tensors: exact on the CPU, without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def lag_of(device: torch.device) -> int:
 class Watch:
     """The host's view of a mask of running samples.
 
-    On the CPU the view is the mask itself. On CUDA each call queues an asynchronous copy and
-    returns the mask as it was ``lag`` calls ago, so that the host neither waits for a kernel that
-    it has just launched nor runs far ahead. Samples only ever stop, so an old mask is a safe one:
-    what it calls stopped has stopped. The loop that uses it must freeze stopped samples itself.
+    On the CPU the view is the mask itself. On CUDA each call queues an asynchronous copy and returns
+    the mask of ``lag`` calls ago, so that the host neither waits for a kernel that it has just
+    launched nor runs far ahead. A stopped sample never resumes, so an old mask is safe. The loop
+    must freeze stopped samples itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,9 +56,8 @@ class Watch:
 
 
 def maybe_any(mask: Tensor) -> bool:
-    """Whether any entry holds; on a GPU always True, so that nothing waits for the answer.
+    """Whether any entry holds; always True on a GPU, where the answer would have to be awaited.
 
-    Callers must treat True as "perhaps": the guarded code has to be right, if wasteful, when no
-    entry holds.
+    The code behind it must also be right when no entry holds.
     """
     return bool(mask.any()) if mask.device.type == "cpu" else True

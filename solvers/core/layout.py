@@ -1,4 +1,4 @@
-"""States of any structure as one matrix (B, D) of vectors, and batches that shrink."""
+"""Pytrees of batched tensors as one matrix (B, D), and checks of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layout:
         """``state`` with the keys of its dicts in this layout's order."""
         if pytree.tree_structure(state) == self.spec:
             return state
-        return _like(pytree.tree_unflatten(list(self.shapes), self.spec), state)
+        return _reorder(pytree.tree_unflatten(list(self.shapes), self.spec), state)
 
     def tree(self, vector: Tensor) -> Any:
         """(B, D) -> pytree, each leaf in its own shape and dtype."""
@@ -77,20 +77,20 @@ class Layout:
         return torch.cat(parts, dim=1)
 
 
-def _like(template: Any, state: Any) -> Any:
+def _reorder(template: Any, state: Any) -> Any:
     """Follow the template into dicts with the same keys and sequences of the same length."""
     if isinstance(template, torch.Size):
         return state
     if isinstance(template, dict) and isinstance(state, dict) and template.keys() == state.keys():
-        return {key: _like(part, state[key]) for key, part in template.items()}
+        return {key: _reorder(part, state[key]) for key, part in template.items()}
     sequence = type(state) in (list, tuple) and type(template) is type(state)
     if sequence and len(template) == len(state):
-        return type(state)(_like(a, b) for a, b in zip(template, state, strict=True))
+        return type(state)(_reorder(a, b) for a, b in zip(template, state, strict=True))
     return state
 
 
 def check_leaves(leaves: list[Any], name: str) -> None:
-    """Every leaf a floating tensor with the same non-zero batch size and device."""
+    """Raise unless every leaf is a floating tensor, of one non-zero batch size, on one device."""
     if not leaves:
         raise ValueError(f"{name} must hold at least one tensor, got an empty structure")
     for leaf in leaves:
@@ -108,16 +108,27 @@ def check_leaves(leaves: list[Any], name: str) -> None:
         if leaf.device != first.device:
             devices = sorted({str(t.device) for t in leaves})
             raise ValueError(f"the leaves of {name} must be on one device, got {devices}")
-    if all(leaf[0].numel() == 0 for leaf in leaves if leaf.shape[0]) and first.shape[0]:
-        raise ValueError(f"{name} must hold at least one number per sample, got none")
     if first.shape[0] == 0:
         raise ValueError(f"{name} must hold at least one sample, got batch size 0")
+    if all(leaf.numel() == 0 for leaf in leaves):
+        raise ValueError(f"{name} must hold at least one number per sample, got none")
+
+
+def check_args(args: Any, batch: int, device: torch.device, like: str, home: str) -> None:
+    """Raise unless ``args`` is a tuple of pytrees that pass :func:`check_batched`."""
+    if not isinstance(args, tuple):
+        raise TypeError(f"args must be a tuple of inputs, got {type(args)}")
+    for position, argument in enumerate(args):
+        check_batched(argument, f"args[{position}]", batch, device, like, home)
 
 
 def check_batched(
     argument: Any, name: str, batch: int, device: torch.device, like: str, home: str
 ) -> None:
-    """Tensors of a pytree are batched and on the device like ``like``; shared ones belong in ``home``."""
+    """Raise ValueError unless tensors of a pytree have the batch size and device of ``like``.
+
+    The message sends tensors that all samples share to the function ``home``.
+    """
     for leaf in pytree.tree_leaves(argument):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue

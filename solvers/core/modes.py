@@ -1,4 +1,4 @@
-"""The modes of torch around a solve: autocast, gradients, inference, compilation, cached weights."""
+"""The modes of torch during a solve: autocast, gradients, inference, compilation, cached weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def eager(function: Function) -> Function:
     """``torch.compiler.disable`` that keeps the function's type.
 
-    The solver loops decide on values, step by step; a compiler can only break its graph there.
+    A solver loop branches on values at every step, where a compiler would break its graph anyway.
     """
     return cast(Function, torch.compiler.disable(function))
 
@@ -64,7 +64,7 @@ def recording() -> Iterator[None]:
 
 
 def ordinary(tree: Any) -> Any:
-    """Tensors made in inference mode cannot be saved for a backward pass; their copies can."""
+    """The pytree with copies of its inference tensors, which no backward pass could save."""
 
     def copy(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
@@ -74,10 +74,10 @@ def ordinary(tree: Any) -> Any:
 
 @contextmanager
 def constant_weights() -> Iterator[None]:
-    """``parametrize.cached()`` with a cache of its own, which nobody reads later.
+    """``parametrize.cached()`` with a cache of its own.
 
-    In the cache of a surrounding ``parametrize.cached()`` a solve would leave weights without a
-    graph, or with that of a recording, and whoever reads them later would lose their gradient.
+    A solve computes weights without a graph, or with that of a recording. In the cache of a
+    surrounding ``parametrize.cached()`` they would be read later, without their gradient.
     """
     outer = getattr(parametrize, "_cache", None)
     enclosed = bool(getattr(parametrize, "_cache_enabled", 0))

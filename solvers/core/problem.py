@@ -1,11 +1,10 @@
-"""A fixed-point problem on vectors: user functions on pytrees, masks, energies, one evaluation."""
+"""A fixed-point problem on vectors (B, D), made of the user's functions on pytrees."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,14 +13,15 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from solvers.core.checks import require_instance
+from solvers.core.jacobian import Product, pullback, pushforward
 from solvers.core.layout import Layout, row_norm, take
 from solvers.core.modes import Autocast, ordinary, recording
 from solvers.core.rows import Point
-from solvers.core.solver import Linearizable
 
 
 class EnergyUpdate(ABC):
-    """A map that descends an energy and gives step, energy and gradient in one go.
+    """A map that descends an energy; one call gives the step, the energy and its gradient.
 
     Pass an instance as ``f`` to :func:`solvers.fixed_point`; the energy safeguard is then on.
 
@@ -33,18 +33,18 @@ class EnergyUpdate(ABC):
 
     @abstractmethod
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any | None]:
-        """``(f(z), E(z), dE/dz)``: like z, (B,), like z or None where the gradient is not at hand."""
+        """``(f(z), E(z), dE/dz)``: like z, (B,), like z or None where the gradient is not known."""
 
     def __call__(self, z: Any, *args: Any) -> Any:
         return self.joint(z, *args)[0]
 
 
 class Descent(EnergyUpdate):
-    """Gradient step ``f(z) = z - step_size dE/dz`` of a plain energy function, by autograd.
+    """Gradient step ``f(z) = z - step_size dE/dz`` of an energy function, by autograd.
 
     Args:
         energy: ``energy(z, *args) -> (B,)``.
-        step_size: positive number; stationary points do not depend on it.
+        step_size: positive number, on which the stationary points do not depend.
 
     Raises:
         ValueError: if the energy does not return one number per sample, or does not depend on z.
@@ -53,8 +53,7 @@ class Descent(EnergyUpdate):
     symmetric = True
 
     def __init__(self, energy: Callable[..., Tensor], step_size: float = 1.0) -> None:
-        if not callable(energy):
-            raise TypeError(f"energy must be callable, got {energy!r}")
+        require_instance("energy", energy, Callable, "callable")
         if isinstance(step_size, bool) or not isinstance(step_size, (int, float)):
             raise TypeError(f"step_size must be a number, got {step_size!r}")
         if not 0 < step_size < float("inf"):
@@ -80,41 +79,46 @@ class Descent(EnergyUpdate):
         return rebuild(steps, spec), value, rebuild(list(gradients), spec)
 
 
-class Problem(Linearizable):
-    """``f`` on a working batch of rows.
+@dataclass(eq=False)
+class Problem:
+    """``z = f(z)`` on a working batch of rows.
 
-    Args:
+    Variants (other rows, other arguments) are made by ``rows`` and :func:`dataclasses.replace`.
+
+    Attributes:
         f: ``f(z, *args)`` on pytrees.
         layout: how the state lies in (B, D).
         args: pytrees of tensors batched along dim 0.
+        autocast: the autocast state in which ``f`` runs.
         energy: ``energy(z, *args) -> (B,)`` or None.
-        mask: (B, N) bool or None. Masked coordinates are held at their initial value: their
-            residual is zero, they move nowhere and count in no norm.
+        mask: (B, D) bool or None. Coordinates where it is False keep their initial value: their
+            residual is zero, and they enter no norm.
+        symmetric: the Jacobian of ``f`` is symmetric.
+        compact: rows may be taken out.
+        checkpoint: recorded evaluations keep z alone and are repeated in the backward pass.
+        shrunk: rows have been taken out.
+        checked: an output of ``f`` has been checked; set by the first evaluation.
     """
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        layout: Layout,
-        args: tuple[Any, ...],
-        energy: Callable[..., Tensor] | None,
-        mask: Tensor | None,
-        symmetric: bool = False,
-    ) -> None:
-        self.f, self.layout, self.args, self.energy = f, layout, args, energy
-        self.mask = None if mask is None else layout.mask_vector(mask)
-        self.symmetric = symmetric
-        self.has_energy = energy is not None or isinstance(f, EnergyUpdate)
-        self.max_steps = 0  # set by the loop
-        self.compact = True  # rows may be taken out
-        self.checkpoint = False
-        self.shrunk = False
-        self.autocast: Autocast | None = None
-        self._checked = False
+    f: Callable[..., Any]
+    layout: Layout
+    args: tuple[Any, ...]
+    autocast: Autocast
+    energy: Callable[..., Tensor] | None = None
+    mask: Tensor | None = None
+    symmetric: bool = False
+    compact: bool = True
+    checkpoint: bool = False
+    shrunk: bool = False
+    checked: bool = False
+
+    @property
+    def has_energy(self) -> bool:
+        return self.energy is not None or isinstance(self.f, EnergyUpdate)
 
     def evaluate(self, z: Tensor) -> Point:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
-        value, energy, gradient = self.map(z)
+        value, energy, gradient = self._run(self._value_and_energy, z)
         residual = value - z
         if self.mask is not None:
             zero = residual.new_zeros(())
@@ -124,33 +128,30 @@ class Problem(Linearizable):
         norm, reference = row_norm(residual.detach()), row_norm(value.detach())
         return Point(z, residual, norm, reference, energy, gradient)
 
-    def map(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``(f(z), E(z), dE/dz)`` as vectors, the last two where known."""
-        return self._run(self._joint, z)
-
-    def held_map(self, z: Tensor) -> Tensor:
-        """``f(z)`` in the coordinates that the mask leaves free, constants in the others."""
+    def masked_map(self, z: Tensor) -> Tensor:
+        """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
         if self.mask is None:
-            return self._run(self._alone, z)
-        held = z.detach()
-        free = torch.where(self.mask, z, held)
-        return torch.where(self.mask, self._run(self._alone, free), held)
+            return self._run(self._value, z)
+        constant = z.detach()
+        free = torch.where(self.mask, z, constant)
+        return torch.where(self.mask, self._run(self._value, free), constant)
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
-            with self.autocast.restored() if self.autocast is not None else nullcontext():
+            with self.autocast.restored():
                 if self.checkpoint and torch.is_grad_enabled():
                     return checkpoint(function, z, use_reentrant=False)
                 return function(z)
         except (RuntimeError, ValueError, IndexError) as error:
-            self._explain_shrinking(error, z.shape[0])
+            if self.shrunk:  # then f has most likely closed over the whole batch
+                error.args = (f"{error}\n{_SHRUNK.format(z.shape[0])}", *error.args[1:])
             raise
 
-    def _alone(self, z: Tensor) -> Tensor:
+    def _value(self, z: Tensor) -> Tensor:
         output = self.f(self.layout.tree(z), *self.args)
         return self.layout.vector(output).to(z.dtype)
 
-    def _joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _value_and_energy(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         tree = self.layout.tree(z)
         energy, gradient = None, None
         if isinstance(self.f, EnergyUpdate) and self.energy is None:
@@ -159,7 +160,7 @@ class Problem(Linearizable):
             output = self.f(tree, *self.args)
             if self.energy is not None:
                 energy = self.energy(tree, *self.args)
-        if not self._checked or z.shape[0] == 1:
+        if not self.checked or z.shape[0] == 1:
             self._check_output(output, energy, z)
         vector = self.layout.vector(output).to(z.dtype)
         if gradient is not None:
@@ -167,41 +168,28 @@ class Problem(Linearizable):
         return vector, energy, gradient
 
     def rows(self, index: Tensor, batch: int) -> Problem:
-        """The same problem on a part of the batch."""
-        part = self.with_args(take(self.args, index, batch))
-        part.mask = None if self.mask is None else self.mask.index_select(0, index)
-        part.shrunk = True
-        return part
+        """The same problem on the rows ``index`` of a batch of ``batch``."""
+        mask = None if self.mask is None else self.mask.index_select(0, index)
+        return replace(self, args=take(self.args, index, batch), mask=mask, shrunk=True)
 
-    def with_args(self, args: tuple[Any, ...]) -> Problem:
-        """The same problem with other arguments of the same shapes."""
-        other = copy(self)
-        other.args = args
-        return other
-
-    def jacobian_product(self, z: Tensor) -> Callable[[Tensor], Tensor]:
-        """v -> J(z) v: a vector-Jacobian product where J is symmetric, else reverse over reverse."""
+    def jacobian_product(self, z: Tensor) -> Product:
+        """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward."""
         with recording():
             point = ordinary(z).detach().requires_grad_()
-            output = self.with_args(ordinary(self.args)).held_map(point)
+            output = replace(self, args=ordinary(self.args)).masked_map(point)
             if not output.requires_grad:
                 raise RuntimeError(
                     "f(z) is not differentiable in z, so its Jacobian is not at hand"
                 )
-            if self.symmetric:
-                return lambda v: torch.autograd.grad(output, point, v, retain_graph=True)[0]
-            weight = torch.zeros_like(output).requires_grad_()
-            pullback = torch.autograd.grad(output, point, weight, create_graph=True)[0]
-        return lambda v: torch.autograd.grad(pullback, weight, v, retain_graph=True)[0]
+            return pullback(output, point) if self.symmetric else pushforward(output, point)
 
     def _check_output(self, output: Any, energy: Tensor | None, z: Tensor) -> None:
-        self._checked = True
+        self.checked = True
         refuse_forward_mode(output)
         leaves, spec = pytree.tree_flatten(self.layout.ordered(output))
         if spec != self.layout.spec:
             raise TypeError(f"f must return a state structured like z0, got {spec}")
-        names = zip(leaves, self.layout.shapes, self.layout.dtypes, strict=True)
-        for leaf, shape, dtype in names:
+        for leaf, shape, dtype in zip(leaves, self.layout.shapes, self.layout.dtypes, strict=True):
             expected = (z.shape[0], *shape)
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"f must return tensors, got {type(leaf)}")
@@ -209,20 +197,14 @@ class Problem(Linearizable):
                 raise ValueError(f"f must return shape {expected} like z0, got {tuple(leaf.shape)}")
             if leaf.device != z.device:
                 raise ValueError(f"f must return tensors on {z.device} like z0, got {leaf.device}")
-            autocast = self.autocast is not None and self.autocast.enabled
-            if leaf.dtype != dtype and not (autocast and leaf.is_floating_point()):
+            if leaf.dtype != dtype and not (self.autocast.enabled and leaf.is_floating_point()):
                 raise TypeError(f"f must return dtype {dtype} like z0, got {leaf.dtype}")
         if energy is not None:
             check_energy(energy, z.shape[0])
 
-    def _explain_shrinking(self, error: Exception, batch: int) -> None:
-        """After finished samples have left, a failing f has most likely closed over the batch."""
-        if self.shrunk:
-            error.args = (f"{error}\n{_SHRUNK.format(batch)}", *error.args[1:])
-
 
 def refuse_forward_mode(output: Any) -> None:
-    """A tangent that reaches f's value would be dropped by the solve: say so instead."""
+    """Raise NotImplementedError for a forward-mode tangent, which the solve would drop."""
     if getattr(forward_ad, "_current_level", -1) < 0:
         return
     for leaf in pytree.tree_leaves(output):
@@ -240,7 +222,7 @@ _SHRUNK = (
 
 
 def check_energy(energy: Any, batch: int) -> None:
-    """One number per sample, or an error that says what came."""
+    """Raise TypeError or ValueError unless ``energy`` is a tensor of one number per sample."""
     if not isinstance(energy, Tensor):
         raise TypeError(f"energy must return a tensor of shape ({batch},), got {type(energy)}")
     if tuple(energy.shape) != (batch,):

@@ -1,12 +1,16 @@
-"""What the loop keeps per sample, and what a callback sees of it."""
+"""What the loop keeps per sample, and operations on the rows of such records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from solvers.core.device import maybe_any
+from solvers.core.solution import Trace
 
 RUNNING = -1  # status of a sample that is still being solved
 
@@ -29,27 +33,6 @@ class Progress:
 
 
 @dataclass
-class Rows:
-    """Everything that is kept per sample of the working batch; first dimension the rows."""
-
-    index: Tensor  # position in the caller's batch
-    value: Tensor  # best accepted iterate
-    relative: Tensor
-    norm: Tensor
-    energy: Tensor | None
-    status: Tensor
-    rejected: Tensor  # trials that were not taken
-    evaluations: Tensor
-    extra: Tensor  # products with the Jacobian (Newton methods)
-    limit: Tensor  # residual norm beyond which the sample diverges
-    milestone: Tensor  # best relative residual at the last check for progress
-    energy_milestone: Tensor  # and the energy
-
-
-Record = TypeVar("Record")
-
-
-@dataclass
 class Point:
     """An evaluated point of every sample in the working batch.
 
@@ -69,39 +52,142 @@ class Point:
     energy: Tensor | None = None
     gradient: Tensor | None = None
 
+    def relative(self) -> Tensor:
+        """(B,) relative residual ``|f(z) - z| / |f(z)|``."""
+        return self.norm / self.reference.clamp_min(torch.finfo(self.norm.dtype).tiny)
+
+
+@dataclass
+class Best:
+    """The best accepted iterate (B, D) of every sample, with its residuals and energy (B,)."""
+
+    value: Tensor
+    relative: Tensor
+    norm: Tensor
+    energy: Tensor | None
+
+    def update(self, better: Tensor, point: Point, relative: Tensor) -> None:
+        """Take ``point`` with its ``relative`` residual in the rows ``better`` (B,) bool."""
+        if better.device.type == "cpu" and bool(better.all()):
+            self.replace(point, relative)
+        elif maybe_any(better):
+            self.value = where_rows(better, point.z, self.value)
+            self.relative = torch.where(better, relative, self.relative)
+            self.norm = torch.where(better, point.norm, self.norm)
+            if self.energy is not None and point.energy is not None:
+                self.energy = torch.where(better, point.energy, self.energy)
+
+    def replace(self, point: Point, relative: Tensor) -> None:
+        """Take ``point`` in every row."""
+        self.value, self.relative, self.norm = point.z, relative, point.norm
+        self.energy = point.energy
+
+
+@dataclass
+class Rows:
+    """What the loop keeps of every sample of the working batch; first dimension the rows.
+
+    Attributes:
+        index: position in the caller's batch.
+        best: the best accepted iterate.
+        status: ``RUNNING`` or a :class:`solvers.Status`.
+        rejected: trials that were not accepted.
+        evaluations: evaluations of ``f``, ``products`` included.
+        products: evaluations made by the solver itself, see ``Solver.products``.
+        limit: residual norm beyond which the sample diverges.
+        milestone, energy_milestone: best relative residual and energy at the last stall check.
+    """
+
+    index: Tensor
+    best: Best
+    status: Tensor
+    rejected: Tensor
+    evaluations: Tensor
+    products: Tensor
+    limit: Tensor
+    milestone: Tensor
+    energy_milestone: Tensor
+
+    @classmethod
+    def start(cls, point: Point, limit: Tensor) -> Rows:
+        """Every sample running, nothing accepted or counted yet; ``point`` is the first trial."""
+        index = torch.arange(point.norm.shape[0], device=point.norm.device)
+        none = torch.zeros_like(index)
+        infinite = torch.full_like(point.norm, torch.inf)
+        energy = None if point.energy is None else torch.full_like(point.energy, torch.nan)
+        best = Best(point.z, infinite, infinite, energy)
+        return cls(index, best, none + RUNNING, none, none, none, limit, infinite, infinite)
+
+
+class History:
+    """One column (B,) per evaluation, for the trace and the callback of a solve.
+
+    Args:
+        batch: B, number of samples in the caller's batch.
+        record: keep the columns.
+        callback: called with a :class:`Progress` per evaluation.
+    """
+
+    def __init__(
+        self, batch: int, record: bool, callback: Callable[[Progress], object] | None
+    ) -> None:
+        self.batch, self.record, self.callback = batch, record, callback
+        self.wanted = record or callback is not None
+        self.residuals: list[Tensor] = []
+        self.energies: list[Tensor] = []
+        self.accepted: list[Tensor] = []
+
+    def note(self, trial: Point, accepted: Tensor | None, rows: Rows, evaluation: int) -> None:
+        """One evaluation, at ``trial``, of the rows that are running."""
+        if not self.wanted:
+            return
+        running = rows.status == RUNNING
+        index = rows.index[running]
+
+        def column(values: Tensor, fill: float) -> Tensor:
+            return scatter_rows(values.detach()[running], index, self.batch, fill)
+
+        residual = column(trial.relative(), torch.nan)
+        energy = None if trial.energy is None else column(trial.energy, torch.nan)
+        if self.record:
+            taken = torch.ones_like(running) if accepted is None else accepted
+            self.residuals.append(residual)
+            self.accepted.append(column(taken, False))
+            if energy is not None:
+                self.energies.append(energy)
+        if self.callback is not None:
+            self.callback(Progress(evaluation, residual, energy, index.numel()))
+
+    def trace(self) -> Trace | None:
+        """The columns as a :class:`solvers.Trace`."""
+        if not self.record:
+            return None
+        energy = torch.stack(self.energies, dim=1) if self.energies else None
+        return Trace(torch.stack(self.residuals, 1), energy, torch.stack(self.accepted, 1))
+
+
+Record = TypeVar("Record")
+
+
+LARGE = 1 << 22  # numbers in a history above which its rows are moved within their storage
+
 
 def select_rows(record: Record, index: Tensor) -> Record:
-    """The same dataclass with rows ``index`` of every tensor in it (also inside nested records)."""
+    """The same dataclass with rows ``index`` (increasing) of every tensor, nested records included.
+
+    Large histories (B, m, D), which belong to one solver alone, are moved slot by slot within their
+    storage, so that no second copy of them ever exists; the old record is invalid then.
+    """
     changes: dict[str, Any] = {}
     for entry in fields(record):  # type: ignore[arg-type]
         value = getattr(record, entry.name)
         if isinstance(value, Tensor):
-            changes[entry.name] = value.index_select(0, index)
-        elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+            in_place = value.dim() == 3 and value.numel() > LARGE and not torch.is_grad_enabled()
+            selected = _move_up(value, index) if in_place else value.index_select(0, index)
+            changes[entry.name] = selected
+        elif is_dataclass(value):
             changes[entry.name] = select_rows(value, index)
     return replace(record, **changes)  # type: ignore[type-var]
-
-
-LARGE = 1 << 22  # numbers in a history above which its rows are moved in place
-
-
-def keep_rows(record: Any, index: Tensor) -> None:
-    """Keep rows ``index`` (increasing) of every tensor of a record, changing the record.
-
-    Large histories (B, m, D) are moved slot by slot within their own storage, so that no second
-    copy of them ever exists.
-    """
-    for entry in fields(record):
-        value = getattr(record, entry.name)
-        if isinstance(value, Tensor):
-            moved = value.dim() == 3 and value.numel() > LARGE and not torch.is_grad_enabled()
-            setattr(
-                record,
-                entry.name,
-                _move_up(value, index) if moved else value.index_select(0, index),
-            )
-        elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-            setattr(record, entry.name, select_rows(value, index))
 
 
 def _move_up(history: Tensor, index: Tensor) -> Tensor:
@@ -122,14 +208,22 @@ def where_rows(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     return torch.where(mask.reshape(-1, *([1] * (yes.dim() - 1))), yes, no)
 
 
-def merge_points(accepted: Tensor, trial: Point, last: Point) -> Point:
-    """``trial`` in accepted rows, ``last`` in the others."""
+def merge_rows(mask: Tensor, yes: Record, no: Record) -> Record:
+    """Row-wise choice (see :func:`where_rows`) for every tensor of two records of one dataclass.
 
-    def pick(name: str) -> Tensor | None:
-        new, old = getattr(trial, name), getattr(last, name)
-        return None if new is None or old is None else where_rows(accepted, new, old)
+    A tensor that either of them lacks (None) is lacking in the result.
+    """
+    changes: dict[str, Any] = {}
+    for entry in fields(yes):  # type: ignore[arg-type]
+        new, old = getattr(yes, entry.name), getattr(no, entry.name)
+        if isinstance(new, Tensor):
+            changes[entry.name] = None if old is None else where_rows(mask, new, old)
+    return replace(yes, **changes)  # type: ignore[type-var]
 
-    return Point(*[pick(entry.name) for entry in fields(Point)])  # type: ignore[arg-type]
+
+def scatter_rows(values: Tensor, index: Tensor, batch: int, fill: float) -> Tensor:
+    """(batch, ...) with ``values`` (n, ...) in the rows ``index`` (n,), ``fill`` in the others."""
+    return values.new_full((batch, *values.shape[1:]), fill).index_copy(0, index, values)
 
 
 def write_slot(buffer: Tensor, slot: int, value: Tensor) -> Tensor:

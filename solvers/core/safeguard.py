@@ -1,4 +1,4 @@
-"""Which trial points are taken: finite ones, and with an energy those that do not raise it."""
+"""Acceptance of trial points (Armijo's rule) and the step after a rejection (backtracking)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Backtracking:
     """Per-row state of the fall-back step.
 
     Attributes:
-        scale: (B,) length of the plain step tried after a rejection.
+        scale: (B,) t of the fall-back step ``z + t (f(z) - z)``.
         rejections: (B,) consecutive rejections.
     """
 
@@ -27,6 +27,7 @@ class Backtracking:
 
     @classmethod
     def start(cls, norm: Tensor) -> Backtracking:
+        """Full steps, no rejection yet; ``norm`` (B,) gives dtype and device."""
         return cls(torch.ones_like(norm), torch.zeros_like(norm, dtype=torch.int64))
 
     def note(self, accepted: Tensor) -> Tensor:
@@ -39,11 +40,11 @@ class Backtracking:
 
 
 def acceptable(trial: Point, last: Point | None, limit: Tensor | None) -> Tensor:
-    """(B,) bool: the trial is finite, not wild, and passes Armijo's rule where energies are known.
+    """(B,) bool: the trial is finite, its residual within ``limit``, and it passes Armijo's rule.
 
-    Armijo: ``E(trial) <= E(last) + c <dE(last), trial - last>`` with c = 1e-4; without a gradient
-    the energy must not rise. Where two energies agree to rounding they cannot be told apart, and
-    the trial is taken if its residual is not larger. Wild is a residual above ``limit``.
+    Armijo: ``E(trial) <= E(last) + c <dE(last), trial - last>`` with c = 1e-4, where energies are
+    known; without a gradient the energy must not rise. Where the energies agree to rounding, the
+    trial is accepted if its residual is not larger.
     """
     # Both norms: a residual over an overflowed f(z) would look converged.
     finite = torch.isfinite(trial.norm + trial.reference)
@@ -80,10 +81,10 @@ def rounding(energy: Tensor) -> Tensor:
 def fall_back(
     memory: Backtracking, current: Point, trial: Point, accepted: Tensor, candidate: Tensor
 ) -> Tensor:
-    """Next trial: the solver's ``candidate`` in accepted rows, a plain step in rejected ones.
+    """Next trial: the solver's ``candidate`` in accepted rows, a fall-back step in rejected ones.
 
-    ``z + t (f(z) - z)`` from the current iterate: t = 1, or the last length that worked, after a
-    rejected accelerated step, then shorter: by interpolation of the energy, else by half.
+    The fall-back step is ``z + t (f(z) - z)`` from the current iterate. After the first rejection t is
+    1, or the last t that was accepted; then it shrinks, by interpolation of the energy or by half.
     """
     first = memory.note(accepted)
     shorter = memory.scale * interpolation(current, trial)
@@ -94,7 +95,10 @@ def fall_back(
 
 
 def interpolation(current: Point, trial: Point) -> Tensor:
-    """(B,) factor in [0.1, 0.5]: minimiser of the parabola through E, its slope and the trial's E."""
+    """(B,) factor in [0.1, 0.5] for the step: minimiser of the interpolating parabola, else 0.5.
+
+    The parabola has the energy and the slope of ``current`` and the energy of ``trial``.
+    """
     if current.gradient is None or current.energy is None or trial.energy is None:
         return torch.full_like(current.norm, 0.5)
     slope = slope_of(trial, current)

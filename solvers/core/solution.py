@@ -1,7 +1,8 @@
-"""What a solve returns: a value, and per sample how it ended, how far it is and what it cost."""
+"""What a solve returns, per sample, and what is done about samples that did not converge."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -9,13 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solvers.core.checks import require_choice
+
+POLICIES = ("warn", "raise", "ignore")
+
 
 class Status(IntEnum):
     """How the solve of one sample ended.
 
-    Only ``CONVERGED`` means that the tolerance was met. ``INDEFINITE``: a matrix that must be positive
-    definite is not. :class:`solvers.CG` met a direction of non-positive curvature, or the response
-    of the sites in :func:`solvers.adaptive_tap` lost its positive definiteness.
+    * ``CONVERGED``: the tolerance was met.
+    * ``MAX_STEPS``: the budget of evaluations was spent.
+    * ``STALLED``: the residual (and the energy) fell no further.
+    * ``DIVERGED``: the residual grew beyond bound.
+    * ``NONFINITE``: no finite evaluation was left to go on from.
+    * ``INDEFINITE``: a matrix that must be positive definite is not. :class:`solvers.CG` met a
+      direction of non-positive curvature, or the response of the sites in
+      :func:`solvers.adaptive_tap` lost its positive definiteness.
     """
 
     CONVERGED = 0
@@ -31,7 +41,7 @@ class SolveWarning(UserWarning):
 
 
 class SolveError(RuntimeError):
-    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has the rest."""
+    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has all."""
 
     def __init__(self, message: str, solution: Solution) -> None:
         super().__init__(message)
@@ -115,3 +125,47 @@ class Solution:
             f"{self.residual.max().item():.2e}; evaluations median "
             f"{evaluations.median().item()}, most {evaluations.max().item()}"
         )
+
+
+_ADVICE = {
+    Status.MAX_STEPS: "raise max_steps, loosen the tolerance or use another solver",
+    Status.STALLED: "the tolerance may lie below rounding, or the problem may be singular",
+    Status.DIVERGED: "damp the iteration or use a safeguarded solver",
+    Status.NONFINITE: "an input or an evaluation held NaN or infinity",
+    Status.INDEFINITE: "a matrix is not positive definite: use MINRES() instead of CG(), weaken the "
+    "couplings of spins",
+}
+
+
+def check_on_failure(on_failure: str) -> None:
+    """Raise ValueError unless ``on_failure`` is "warn", "raise" or "ignore"."""
+    require_choice("on_failure", on_failure, POLICIES)
+
+
+def apply_policy(solution: Solution, on_failure: str, what: str, *, stacklevel: int = 3) -> None:
+    """Warn, raise or do nothing about a finished solve of which a sample has not converged.
+
+    Args:
+        solution: the finished solve.
+        on_failure: "warn" (:class:`SolveWarning`), "raise" (:class:`SolveError`, which carries
+            ``solution``) or "ignore".
+        what: what was solved, the beginning of the message, such as ``"linear solve with CG()"``.
+        stacklevel: of the warning; the default points at the caller of the caller.
+
+    Raises:
+        SolveError: under "raise", if a sample has not converged.
+        ValueError: if ``on_failure`` is none of the three.
+    """
+    check_on_failure(on_failure)
+    if on_failure == "ignore" or bool(solution.converged.all()):
+        return
+    advice = [_ADVICE[Status[name]] for name in solution.counts() if name != "CONVERGED"]
+    message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
+    warn_or_raise(SolveError(message, solution), on_failure, stacklevel=stacklevel + 1)
+
+
+def warn_or_raise(error: Exception, on_failure: str, *, stacklevel: int) -> None:
+    """Raise ``error``, or warn with its message (:class:`SolveWarning`)."""
+    if on_failure == "raise":
+        raise error
+    warnings.warn(str(error), SolveWarning, stacklevel=stacklevel)

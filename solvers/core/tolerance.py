@@ -1,11 +1,12 @@
-"""When a sample is done."""
+"""The criterion of convergence."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from solvers.core.checks import require_nonnegative
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,7 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+            require_nonnegative(name, getattr(self, name))
 
     def threshold(self, reference: Tensor) -> Tensor:
         """Largest residual norm that counts as converged, (B,), for reference norms (B,)."""

@@ -1,3 +1,3 @@
-"""Eigenvalues of the linearisation at a state."""
+"""Eigenvalues of Jacobians and Hessians."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wanted eigenpairs of one matrix that is known by its products, by scipy's ARPACK."""
+"""Extreme eigenpairs of one matrix, given its products, by scipy's ARPACK."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scipy.sparse.linalg import LinearOperator, eigs, eigsh
 from solvers.eigen.linearization import SampleProduct
 
 BASIS = 64  # Krylov vectors between restarts
-SPARE = 4  # eigenvalues asked for beyond those wanted: fewer are missed, no complex pair is cut
+SPARE = 4  # further eigenvalues asked for, so that none is missed and no complex pair is cut
 
 
 def eigenpairs(

@@ -1,4 +1,4 @@
-"""Products with the linearisation of a map, of an energy's gradient, or of a given product."""
+"""Products with the Jacobian of a map, the Hessian of an energy, or a given linear map."""
 
 from __future__ import annotations
 
@@ -10,34 +10,30 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.layout import Layout, check_batched, take
+from solvers.core.checks import require_choice
+from solvers.core.jacobian import Product, gradients, pullback
+from solvers.core.layout import Layout, check_args, take
 
 KINDS = ("map", "energy", "product")
 
 
 class Linearization:
-    """``J`` at a state ``z``: see :func:`solvers.spectrum.spectrum` for ``f``, ``args``, ``kind``.
+    """``J`` at a state ``z``: see :func:`solvers.spectrum` for ``f``, ``args``, ``kind``.
 
     Attributes:
-        batch, size: number of samples, and of unknowns per sample.
+        batch, size: number of samples B, and of unknowns per sample D.
         eps: relative rounding of the dtype of ``z``.
     """
 
     def __init__(self, f: Callable[..., Any], z: Any, args: tuple[Any, ...], kind: str) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
-        if not isinstance(args, tuple):
-            raise TypeError(f"args must be a tuple of inputs, got {type(args)}")
+        require_choice("kind", kind, KINDS)
         self.layout = Layout.of(z, "z")
         self.size = sum(shape.numel() for shape in self.layout.shapes)
-        if self.size == 0:
-            raise ValueError("z must hold at least one number per sample, got none")
         self.f, self.kind, self.args = f, kind, args
         self.z = pytree.tree_map(Tensor.detach, z)
         first = pytree.tree_leaves(z)[0]
         self.batch, self.device = first.shape[0], first.device
-        for position, argument in enumerate(args):
-            check_batched(argument, f"args[{position}]", self.batch, self.device, "z", "f")
+        check_args(args, self.batch, self.device, "z", "f")
         self.eps = max(torch.finfo(dtype).eps for dtype in self.layout.dtypes)
 
     def part(self, number: int) -> Linearization:
@@ -46,50 +42,37 @@ class Linearization:
         z, args = take(self.z, index, self.batch), take(self.args, index, self.batch)
         return Linearization(self.f, z, args, self.kind)
 
-    def sample(self, number: int) -> SampleProduct:
-        """Products of one sample on NumPy vectors."""
-        return SampleProduct(self.part(number).product(), self.layout.dtype, self.device)
+    def numpy_product(self) -> SampleProduct:
+        """``product`` of a linearisation of one sample, on NumPy vectors."""
+        return SampleProduct(self.product(), self.layout.dtype, self.device)
 
-    def product(self) -> Callable[[Tensor], Tensor]:
-        """v (B, D) -> ``J^T v`` ("map") or ``J v``."""
-        z, args = self.z, self.args
+    def product(self) -> Product:
+        """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D)."""
         if self.kind == "product":
-            return lambda v: self._image(self.f(z, self.layout.tree(v), *args))
-        leaves, spec = pytree.tree_flatten(z)
+            return lambda v: self._image(self.f(self.z, self.layout.tree(v), *self.args))
         with torch.enable_grad():
-            points = [leaf.detach().requires_grad_() for leaf in leaves]
-            output = self.f(pytree.tree_unflatten(points, spec), *args)
+            point = self.layout.vector(self.z).detach().requires_grad_()
+            output = self.f(self.layout.tree(point), *self.args)
             if self.kind == "energy":
-                output = self._gradient(output, points)
+                self._check_energy(output)
+                return pullback(gradients(output.sum(), [point], create_graph=True)[0], point)
             vector = self._image(output)
         if not vector.requires_grad:
-            if self.kind == "energy":  # a linear energy: its gradient is a constant
-                return torch.zeros_like
             raise ValueError(
                 "f(z) must depend on z through autograd, got a result without gradient"
             )
+        return pullback(vector, point)
 
-        def pullback(v: Tensor) -> Tensor:
-            gradients = torch.autograd.grad(
-                vector, points, v, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            return self.layout.vector(pytree.tree_unflatten(list(gradients), spec))
-
-        return pullback
-
-    def _gradient(self, energy: Any, points: list[Tensor]) -> Any:
-        rows = points[0].shape[0]
-        if not isinstance(energy, Tensor) or energy.shape != (rows,):
+    def _check_energy(self, energy: Any) -> None:
+        if not isinstance(energy, Tensor) or energy.shape != (self.batch,):
             shape = tuple(energy.shape) if isinstance(energy, Tensor) else type(energy)
-            raise ValueError(f"an energy must return one number per sample, ({rows},), got {shape}")
+            raise ValueError(
+                f"an energy must return one number per sample, ({self.batch},), got {shape}"
+            )
         if not energy.requires_grad:
             raise ValueError(
                 "f(z) must depend on z through autograd, got an energy without gradient"
             )
-        gradients = torch.autograd.grad(
-            energy.sum(), points, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return pytree.tree_unflatten(list(gradients), self.layout.spec)
 
     def _image(self, output: Any) -> Tensor:
         """Check that ``output`` is like z; as a matrix (n, D)."""
@@ -136,9 +119,7 @@ class Linearization:
 class SampleProduct:
     """v (D,) float64 -> its product, float64, made in the state's dtype; ``calls`` counts."""
 
-    def __init__(
-        self, product: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, product: Product, dtype: torch.dtype, device: torch.device) -> None:
         self._product, self._dtype, self._device = product, dtype, device
         self.calls = 0
 

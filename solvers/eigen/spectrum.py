@@ -1,8 +1,7 @@
-"""Eigenvalues of the linearisation at a state: does the iteration contract, is it a minimum?"""
+"""Eigenvalues of the Jacobian of a map or of the Hessian of an energy at a state."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 from scipy.sparse.linalg import ArpackError
 from torch import Tensor
 
-from solvers.core.checks import require_count, require_number
-from solvers.core.failures import check_on_failure
-from solvers.core.solution import SolveWarning
+from solvers.core.checks import require_callable, require_choice, require_count, require_number
+from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.eigen.arpack import eigenpairs
 from solvers.eigen.linearization import Linearization
 
@@ -67,8 +65,8 @@ def spectrum(
 ) -> Spectrum:
     """Eigenvalues of ``J``, the linearisation of ``f`` at ``z``, sample by sample.
 
-    Products are made in the dtype of ``z`` by autograd (``J^T v``, which has the same eigenvalues),
-    everything else in float64.
+    Products are computed in the dtype of ``z`` by autograd (``J^T v``: the transpose has the same
+    eigenvalues), everything else in float64.
 
     Args:
         f: what is linearised, see ``kind``; each sample on its own.
@@ -93,7 +91,8 @@ def spectrum(
             autograd; if "extremes" are asked for and J is not symmetric.
         SpectrumError: under "raise", if a sample did not converge.
 
-    Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy.
+    Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy,
+    https://doi.org/10.1137/1.9780898719628.
     """
     _check(f, what, method, tolerance, max_products)
     check_on_failure(on_failure)
@@ -117,8 +116,13 @@ def spectrum(
     else:
         accuracy = min(max(100 * linear.eps, 1e-6), 0.01) if tolerance is None else tolerance
         budget = 20 * linear.size + 1000 if max_products is None else max_products
-        result = _arpack(linear, count, symmetric, accuracy, budget, rescue)
-    _report(result, on_failure)
+        samples = [
+            _arpack(linear.part(sample), count, symmetric, accuracy, budget, rescue)
+            for sample in range(linear.batch)
+        ]
+        columns = zip(*(vars(sample).values() for sample in samples), strict=True)
+        result = Spectrum(*(torch.cat(column) for column in columns))
+    _apply_policy(result, on_failure)
     return result
 
 
@@ -135,19 +139,11 @@ def spectral_radius(
 ) -> Tensor:
     """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
 
-    Below one, the plain iteration ``z <- f(z)`` converges locally, by about this factor a step.
+    Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step.
     Arguments and errors are those of :func:`spectrum`.
     """
-    result = spectrum(
-        f,
-        z,
-        args,
-        kind=kind,
-        method=method,
-        tolerance=tolerance,
-        max_products=max_products,
-        on_failure=on_failure,
-    )
+    limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
+    result = spectrum(f, z, args, kind=kind, method=method, on_failure=on_failure, **limits)
     return result.eigenvalues[:, 0].abs()
 
 
@@ -168,17 +164,9 @@ def extreme_eigenvalues(
     ``kind="map"`` the eigenvalues of a map's symmetric Jacobian, with ``kind="product"`` those of a
     symmetric product ``f(z, v, *args)``. Arguments and errors are those of :func:`spectrum`.
     """
-    result = spectrum(
-        f,
-        z,
-        args,
-        what="extremes",
-        kind=kind,
-        method=method,
-        tolerance=tolerance,
-        max_products=max_products,
-        on_failure=on_failure,
-    )
+    limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
+    which: dict[str, Any] = {"what": "extremes", "kind": kind, "method": method}
+    result = spectrum(f, z, args, on_failure=on_failure, **which, **limits)
     return result.eigenvalues[:, 0], result.eigenvalues[:, -1]
 
 
@@ -196,12 +184,9 @@ def jacobian(
 def _check(
     f: object, what: object, method: object, tolerance: object, max_products: object
 ) -> None:
-    if not callable(f):
-        raise TypeError(f"f must be callable, got {type(f)}")
-    if what not in WHAT:
-        raise ValueError(f"what must be one of {WHAT}, got {what!r}")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    require_callable("f", f)
+    require_choice("what", what, WHAT)
+    require_choice("method", method, METHODS)
     if tolerance is not None:
         require_number("tolerance", tolerance, low=0.0, high=1.0)
     if max_products is not None:
@@ -228,40 +213,22 @@ def _dense(linear: Linearization, count: int, symmetric: bool) -> Spectrum:
 def _arpack(
     linear: Linearization, count: int, symmetric: bool, tolerance: float, budget: int, rescue: bool
 ) -> Spectrum:
-    """Sample by sample; ``rescue`` computes the whole matrix where ARPACK fails."""
-    width = 2 * count if symmetric else count
-    result = _nothing_found(linear, width, symmetric)
-    for sample in range(linear.batch):
-        product = linear.sample(sample)
-        try:
-            found, vectors = eigenpairs(product, linear.size, count, symmetric, tolerance, budget)
-            images = numpy.stack([product.image(v) for v in vectors.T], axis=1)
-        except FloatingPointError:  # said by ``converged``
-            result.products[sample] = product.calls
-            continue
-        except ArpackError:
-            if rescue:
-                _put(result, sample, _dense(linear.part(sample), count, symmetric))
-            result.products[sample] += product.calls
-            continue
-        residual = _residual(images[None], found[None], vectors[None])
-        known, calls = numpy.ones(1, dtype=bool), numpy.full(1, product.calls)
-        _put(result, sample, _spectrum(linear, found[None], residual, known, calls))
-    return result
-
-
-def _nothing_found(linear: Linearization, width: int, symmetric: bool) -> Spectrum:
-    values = numpy.zeros((linear.batch, width), dtype=float if symmetric else complex)
-    zeros = numpy.zeros(linear.batch)
-    return _spectrum(linear, values, zeros, zeros > 0, zeros.astype(int))
-
-
-def _put(whole: Spectrum, sample: int, part: Spectrum) -> None:
-    """Write a spectrum of one sample into its row."""
-    whole.eigenvalues[sample] = part.eigenvalues[0]
-    whole.residual[sample] = part.residual[0]
-    whole.converged[sample] = part.converged[0]
-    whole.products[sample] = part.products[0]
+    """One sample's eigenvalues; ``rescue`` computes the whole matrix where ARPACK fails."""
+    product = linear.numpy_product()
+    try:
+        values, vectors = eigenpairs(product, linear.size, count, symmetric, tolerance, budget)
+        images = numpy.stack([product.image(v) for v in vectors.T], axis=1)
+        residual, found = _residual(images[None], values[None], vectors[None]), True
+    except (FloatingPointError, ArpackError) as error:
+        if rescue and isinstance(error, ArpackError):
+            result = _dense(linear, count, symmetric)
+            result.products += product.calls
+            return result
+        values = numpy.zeros(2 * count if symmetric else count)
+        residual, found = numpy.zeros(1), False
+    values = values if symmetric else values.astype(complex)
+    calls = numpy.full(1, product.calls)
+    return _spectrum(linear, values[None], residual, numpy.array([found]), calls)
 
 
 def _residual(
@@ -280,14 +247,14 @@ def _spectrum(
     converged: Any,
     products: numpy.ndarray,
 ) -> Spectrum:
-    """Onto the device of the state; what was not found is NaN."""
+    """The arrays as tensors on the device of the state, NaN where nothing was found."""
     values = numpy.where(converged[:, None], values, numpy.nan)
     residual = numpy.where(converged, residual, numpy.nan)
     arrays = (values, residual, converged, products)
     return Spectrum(*(torch.from_numpy(array).to(linear.device) for array in arrays))
 
 
-def _report(result: Spectrum, on_failure: str) -> None:
+def _apply_policy(result: Spectrum, on_failure: str) -> None:
     if on_failure == "ignore" or bool(result.converged.all()):
         return
     failed = torch.nonzero(~result.converged).flatten().tolist()
@@ -296,6 +263,4 @@ def _report(result: Spectrum, on_failure: str) -> None:
         f"samples {failed[:10]}: raise max_products or tolerance, use method='dense', or look for "
         "NaN in f"
     )
-    if on_failure == "raise":
-        raise SpectrumError(message, result)
-    warnings.warn(message, SolveWarning, stacklevel=3)
+    warn_or_raise(SpectrumError(message, result), on_failure, stacklevel=4)

@@ -13,13 +13,11 @@ from solvers.core.checks import (
     require_count,
     require_flag,
     require_instance,
-    require_tuple,
 )
-from solvers.core.failures import check_on_failure, report
-from solvers.core.layout import Layout, check_batched
+from solvers.core.layout import Layout, check_args
 from solvers.core.modes import eager
 from solvers.core.rows import Progress
-from solvers.core.solution import Solution
+from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.cg import CG
 from solvers.krylov.gmres import GMRES
@@ -95,16 +93,13 @@ def solve_linear(
     require_instance("solver", solver, LinearSolver, "CG(), MINRES() or GMRES(restart)")
     require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance")
     require_count("max_steps", max_steps)
-    require_tuple("args", args)
     require_flag("compact", compact)
     require_flag("record", record)
-    if callback is not None:
-        require_callable("callback", callback)
+    require_callable("callback", callback, optional=True)
     check_on_failure(on_failure)
     layout = Layout.of(b, "b")
     leaf = pytree.tree_leaves(b)[0]
-    for position, argument in enumerate(args):
-        check_batched(argument, f"args[{position}]", len(leaf), leaf.device, "b", "matvec")
+    check_args(args, len(leaf), leaf.device, "b", "matvec")
     if x0 is not None:
         check_like(x0, b, "x0", "b", ValueError)
     with torch.no_grad():
@@ -116,5 +111,5 @@ def solve_linear(
         solution = loop.run(None if x0 is None else layout.vector(x0))
         solution.value = layout.tree(solution.value.to(layout.dtype))
     # Above this function is the wrapper of its decorator, above that the caller.
-    report(solution, on_failure, f"linear solve with {solver}", stacklevel=4)
+    apply_policy(solution, on_failure, f"linear solve with {solver}", stacklevel=4)
     return solution

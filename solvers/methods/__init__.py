@@ -1,3 +1,3 @@
-"""The fixed-point methods, one a file: forward, gradient, Anderson, Broyden, L-BFGS, Newton."""
+"""Fixed-point methods, one per file: forward, gradient, Anderson, Broyden, L-BFGS, Newton."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Anderson acceleration, type II, with an incrementally updated Gram matrix."""
+"""Anderson acceleration (type II)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 from solvers.methods.history import combine, inner_products, solve_small, write_symmetric
 
 
@@ -23,8 +24,8 @@ class Anderson(Solver):
         z_{k+1} = z_k - dZ c + damping (r_k - dR c)
 
     The Gram matrix ``dR^T dR`` gains one row and column per step. The ridge multiplies its diagonal,
-    so a problem and its multiple take the same steps. A row whose step was rejected forgets its
-    differences, which had led it astray.
+    so that the steps do not depend on the scale of the problem. A row whose step was rejected forgets
+    its differences.
 
     Args:
         memory: number of differences kept, >= 1.
@@ -32,7 +33,8 @@ class Anderson(Solver):
         regularization: relative ridge, >= 0; raised to the rounding level of the Gram matrix.
 
     Source: Walker and Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal.
-    49 (2011), eq. 2.1; Fang and Saad (2009) for the type.
+    49 (2011), eq. 2.1, https://doi.org/10.1137/10078356X; the type after Fang and Saad (2009),
+    https://doi.org/10.1002/nla.617.
     """
 
     memory: int = 10
@@ -44,7 +46,7 @@ class Anderson(Solver):
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
         require_number("regularization", self.regularization, low=0.0, high=1.0)
 
-    def init(self, point: Point, problem: Linearizable) -> AndersonState:
+    def init(self, point: Point, problem: Problem) -> AndersonState:
         batch, size = point.z.shape
         kept = min(self.memory, size)  # more differences than dimensions are dependent
         dtype = small_dtype(point.z.dtype)
@@ -56,6 +58,7 @@ class Anderson(Solver):
         )
 
     def step(self, state: AndersonState, turn: Turn) -> Tensor:
+        """Remember the newest difference and mix all that are kept."""
         z, residual = turn.current.z, turn.current.residual
         last = state.last
         state.last = turn.current
@@ -64,13 +67,13 @@ class Anderson(Solver):
         if turn.accepted is not None:
             state.forget(~turn.accepted)
         del last  # its states are not needed while the next one is made
-        plain = z.add(residual, alpha=self.damping)
-        if state.filled == 0:
-            return plain
+        damped = z.add(residual, alpha=self.damping)
         filled = state.filled
+        if filled == 0:
+            return damped
         right = inner_products(state.changes[:, :filled], residual)
         weights = solve_small(state.gram[:, :filled, :filled], right)
-        return combine(plain, weights, state.steps[:, :filled], sign=-1)
+        return combine(damped, weights, state.steps[:, :filled], sign=-1)
 
     def _remember(self, state: AndersonState, point: Point, last: Point) -> None:
         """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""
@@ -78,13 +81,11 @@ class Anderson(Solver):
         slot = state.count % kept
         state.count += 1
         filled = state.filled = min(state.count, kept)
-        gram = state.gram
         if torch.is_grad_enabled():
             change = point.residual - last.residual
             step = (point.z - last.z).add(change, alpha=self.damping)
             state.steps = write_slot(state.steps, slot, step)
             state.changes = write_slot(state.changes, slot, change)
-            gram = state.gram = gram.clone()
         else:
             change, step = state.changes[:, slot], state.steps[:, slot]
             torch.sub(point.residual, last.residual, out=change)
@@ -93,16 +94,22 @@ class Anderson(Solver):
         row = inner_products(state.changes[:, :filled], state.changes[:, slot])
         # The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
         # smallest normal number gives a zero difference (a rejected step) the weight zero.
-        limits = torch.finfo(gram.dtype)
+        limits = torch.finfo(row.dtype)
         ridge = max(self.regularization, 4 * limits.eps)
-        write_symmetric(gram, slot, filled, row, 1 + ridge, limits.tiny)
+        state.gram = write_symmetric(state.gram, slot, row, 1 + ridge, limits.tiny)
 
 
 @dataclass
 class AndersonState:
-    """``steps``, ``changes`` (B, m, D): dZ + damping dR and dR in ring order.
+    """Differences of the last steps, as ring buffers.
 
-    ``gram`` (B, m, m) is dR^T dR with its ridge; ``last`` the last point.
+    Attributes:
+        steps: (B, m, D) ``dZ + damping dR``.
+        changes: (B, m, D) ``dR``.
+        gram: (B, m, m) ``dR^T dR`` with its ridge.
+        last: the last point, None before the first step.
+        count: differences made so far.
+        filled: slots in use, at most m.
     """
 
     steps: Tensor

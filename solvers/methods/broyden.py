@@ -1,4 +1,4 @@
-"""Broyden's good method in product form: one stored vector per step."""
+"""Broyden's good method in product form, with one stored vector per step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import maybe_any
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
-from solvers.core.solver import Linearizable, Solver, Turn
-from solvers.methods.history import combine, inner_products
+from solvers.core.solver import Solver, Turn
+from solvers.methods.history import combine, inner_products, write_symmetric
 
-FIRST_CAPACITY = 8
-NEARLY_SINGULAR = 1e-3
+FIRST_CAPACITY = 8  # vectors that the storage holds at first
+NEARLY_SINGULAR = 1e-3  # |1 - s.p / |s|^2| below which a row restarts
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Broyden(Solver):
         memory: number of steps kept, >= 2.
         damping: initial inverse Jacobian ``-damping I``, in (0, 2].
 
-    Source: C. T. Kelley, "Iterative Methods for Linear and Nonlinear Equations" (SIAM 1995), 7.3.
+    Source: C. T. Kelley, "Iterative Methods for Linear and Nonlinear Equations" (SIAM 1995), 7.3,
+    https://doi.org/10.1137/1.9781611970944.
     """
 
     memory: int = 100
@@ -45,7 +47,7 @@ class Broyden(Solver):
         require_count("memory", self.memory, low=2)
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def init(self, point: Point, problem: Linearizable) -> BroydenState:
+    def init(self, point: Point, problem: Problem) -> BroydenState:
         batch, size = point.z.shape
         capacity = min(FIRST_CAPACITY, self.memory)
         dtype = small_dtype(point.z.dtype)
@@ -57,10 +59,10 @@ class Broyden(Solver):
 
     def step(self, state: BroydenState, turn: Turn) -> Tensor:
         if state.count >= self.memory:
-            state.clear()
+            state.count = 0
         current = turn.current
         if state.replaced is not None:
-            # The loop moved these rows by a step of its own: no secant pair of ours.
+            # The loop moved these rows by a fall-back step, of which there is no secant pair.
             state.restart(state.replaced)
         state.replaced = None
         if turn.accepted is not None:
@@ -115,10 +117,7 @@ class Broyden(Solver):
         state.units = write_slot(state.units, slot, unit)
         state.lengths = write_slot(state.lengths, slot, length)
         row = inner_products(state.units[:, : state.count], unit)
-        gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
-        gram[:, slot, : state.count] = row
-        gram[:, : state.count, slot] = row
-        state.gram = gram
+        state.gram = write_symmetric(state.gram, slot, row)
 
 
 @dataclass
@@ -133,9 +132,6 @@ class BroydenState:
     gram: Tensor
     replaced: Tensor | None = None
     count: int = 0
-
-    def clear(self) -> None:
-        self.count = 0
 
     def restart(self, rows: Tensor) -> None:
         """Forget the history of some rows (B,) bool."""

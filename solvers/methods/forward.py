@@ -1,4 +1,4 @@
-"""Forward iteration."""
+"""Forward (Picard) iteration."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from solvers.core.checks import require_number
+from solvers.core.problem import Problem
 from solvers.core.rows import Point
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 
 
 @dataclass(frozen=True)
 class Forward(Solver):
-    """Damped (Picard, Krasnoselskii-Mann) iteration ``z <- (1 - damping) z + damping f(z)``.
+    """Damped Picard (Krasnoselskii-Mann) iteration ``z <- (1 - damping) z + damping f(z)``.
 
     Args:
-        damping: in (0, 2]; 1 is the plain iteration.
+        damping: in (0, 2]; 1 is the iteration ``z <- f(z)``.
     """
 
     damping: float = 1.0
@@ -24,7 +25,7 @@ class Forward(Solver):
     def __post_init__(self) -> None:
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def init(self, point: Point, problem: Linearizable) -> Stateless:
+    def init(self, point: Point, problem: Problem) -> Stateless:
         return Stateless()
 
     def step(self, state: Stateless, turn: Turn) -> Tensor:
@@ -33,4 +34,4 @@ class Forward(Solver):
 
 @dataclass
 class Stateless:
-    """Nothing to remember."""
+    """The state of a solver that remembers nothing."""

@@ -1,4 +1,4 @@
-"""Gradient methods: plain, heavy ball, Nesterov; fixed or automatic step per sample."""
+"""Gradient descent, with heavy-ball or Nesterov momentum or Barzilai-Borwein step sizes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_number
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, small_dtype
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 
 
 @dataclass(frozen=True)
 class GradientDescent(Solver):
     r"""First-order descent along ``r = f(z) - z`` (for a gradient step, ``r = -eta dE/dz``).
 
-    Plain ``z <- z + a r``; momentum ``p <- beta p + r, z <- z + a p``; Nesterov evaluates ``r`` ahead,
-    at ``z + beta (z - z_previous)``. With ``step_size="auto"`` each sample has its own
+    Without momentum ``z <- z + a r``. Heavy ball: ``p <- beta p + r, z <- z + a p``. Nesterov evaluates
+    ``r`` at ``z + beta (z - z_previous)``. With ``step_size="auto"`` each sample has its own
     Barzilai-Borwein step: ``s.s / s.y`` where the two choices agree (their ratio, the squared cosine
     between s and y, exceeds 1/2), else the shorter ``s.y / y.y``.
 
     Args:
         step_size: positive number ``a``, or "auto".
         momentum: ``beta`` in [0, 1); with "auto" it must be 0.
-        nesterov: look ahead; needs ``momentum > 0``.
+        nesterov: Nesterov's momentum; needs ``momentum > 0``.
 
-    Source: Polyak (1964); Nesterov (1983); Barzilai and Borwein (1988), the choice between the two
-    steps from Zhou, Gao and Dai, Comput. Optim. Appl. 35 (2006).
+    Source: Polyak (1964), https://doi.org/10.1016/0041-5553(64)90137-5; Nesterov (1983); Barzilai and
+    Borwein (1988), https://doi.org/10.1093/imanum/8.1.141, the choice between the two steps from Zhou,
+    Gao and Dai, Comput. Optim. Appl. 35 (2006), https://doi.org/10.1007/s10589-006-6446-0.
     """
 
     step_size: float | Literal["auto"] = 1.0
@@ -46,7 +48,7 @@ class GradientDescent(Solver):
         if self.step_size == "auto" and self.momentum > 0.0:
             raise ValueError(f'step_size="auto" needs momentum=0, got {self.momentum!r}')
 
-    def init(self, point: Point, problem: Linearizable) -> GradientState:
+    def init(self, point: Point, problem: Problem) -> GradientState:
         return GradientState(step_size=torch.ones_like(point.norm))
 
     def step(self, state: GradientState, turn: Turn) -> Tensor:

@@ -1,7 +1,7 @@
-"""Products with the few vectors per sample that an accelerated method remembers.
+"""Products with the few vectors per sample that an accelerated method keeps.
 
-Small batches on the CPU go through NumPy: its products start no threads and its calls cost a third of
-torch's, which is most of what a step costs there.
+Small batches on the CPU go through NumPy, whose calls cost a third of torch's and start no threads:
+these calls are most of the cost of a step there.
 """
 
 from __future__ import annotations
@@ -43,15 +43,22 @@ def solve_small(matrices: Tensor, right: Tensor) -> Tensor:
 
 
 def write_symmetric(
-    gram: Tensor, slot: int, filled: int, row: Tensor, ridge: float, tiny: float
-) -> None:
-    """Row and column ``slot`` of gram (B, m, m) from row (B, filled); diagonal ``ridge d + tiny``."""
+    gram: Tensor, slot: int, row: Tensor, ridge: float = 1.0, tiny: float = 0.0
+) -> Tensor:
+    """Write row (B, k) into row and column ``slot`` of gram (B, m, m), its diagonal ``ridge d + tiny``.
+
+    Returns gram, or a changed copy where autograd records (unrolled solves).
+    """
+    filled = row.shape[1]
+    if torch.is_grad_enabled():
+        gram = gram.clone()
     if fits_numpy(gram) and not row.requires_grad:
         matrix, values = gram.numpy(), row.numpy()
         values[:, slot] = values[:, slot] * ridge + tiny
         matrix[:, slot, :filled] = values
         matrix[:, :filled, slot] = values
-        return
+        return gram
     gram[:, slot, :filled] = row
     gram[:, :filled, slot] = row
     gram[:, slot, slot] = row[:, slot] * ridge + tiny
+    return gram

@@ -1,4 +1,4 @@
-"""Limited-memory BFGS for energies, one line search per sample, all samples in step."""
+"""Limited-memory BFGS for energies, with a line search per sample."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from solvers.core.checks import require_count
 from solvers.core.device import maybe_any
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, small_dtype, where_rows, write_slot
 from solvers.core.safeguard import interpolation
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 from solvers.methods.history import combine, inner_products
 
-CURVATURE = 1e-6  # smallest cosine between a step and its change of gradient that is learned from
+CURVATURE = 1e-6  # smallest cosine between s and y of a pair that is kept
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,16 @@ class LBFGS(Solver):
 
         H g = gamma g + S u - gamma Y w,   R w = S^T g,   R^T u = (I + gamma Y^T Y) w - gamma Y^T g
 
-    The trial ``z - H g`` is accepted where it satisfies Armijo's rule. A rejected trial still teaches:
-    its pair corrects ``H`` and a new direction is tried once from the old point; after that the step
-    along the same direction is shortened by interpolation until it is accepted. Every evaluation is
-    one energy and one gradient, so a sample costs what it needs.
+    The trial ``z - H g`` is accepted where it satisfies Armijo's rule. The pair of a rejected trial
+    corrects ``H`` too, and a new direction is tried once from the old point; after that the step along
+    the same direction is shortened by interpolation until it is accepted. An evaluation is one energy
+    and one gradient.
 
     Args:
         memory: number of pairs kept, >= 1.
 
-    Source: Byrd, Nocedal and Schnabel, Math. Programming 63 (1994), theorem 2.2 and eq. 3.1.
+    Source: Byrd, Nocedal and Schnabel, Math. Programming 63 (1994), theorem 2.2 and eq. 3.1,
+    https://doi.org/10.1007/BF01582063.
     """
 
     memory: int = 6
@@ -46,13 +48,13 @@ class LBFGS(Solver):
     def __post_init__(self) -> None:
         require_count("memory", self.memory)
 
-    def init(self, point: Point, problem: Linearizable) -> LBFGSState:
+    def init(self, point: Point, problem: Problem) -> LBFGSState:
         batch, size = point.z.shape
         kept = min(self.memory, size)
         dtype = small_dtype(point.z.dtype)
         small = {"dtype": dtype, "device": point.z.device}
         gradient = _gradient(point)
-        # The plain step r = f(z) - z sets the first scale: r = -gamma g for a gradient step.
+        # The residual r = f(z) - z sets the first scale: r = -gamma g for a gradient step.
         squares = (gradient * gradient).sum(1, dtype=dtype)
         along = -(point.residual * gradient).sum(1, dtype=dtype)
         gamma = torch.where((squares > 0) & (along > 0), along / squares, 1.0)
@@ -71,21 +73,21 @@ class LBFGS(Solver):
         if not state.started:
             state.started = True
             return current.z + state.direction
-        learned = self._learn(state, trial, accepted)
+        stored = self._store_pair(state, trial, accepted)
         direction = self._direction(state, _gradient(current))
         if accepted is None:
             state.rejections = torch.zeros_like(state.rejections)
             state.length = torch.ones_like(state.length)
         else:
             state.rejections = torch.where(accepted, 0, state.rejections + 1)
-            renew = accepted | (learned & (state.rejections == 1))
+            renew = accepted | (stored & (state.rejections == 1))
             shorter = state.length * interpolation(current, trial).to(state.length.dtype)
             direction = where_rows(renew, direction, state.direction)
             state.length = torch.where(renew, 1.0, shorter)
         state.point, state.direction = current, direction
         return current.z + state.length.to(current.z.dtype).unsqueeze(1) * direction
 
-    def _learn(self, state: LBFGSState, trial: Point, accepted: Tensor | None) -> Tensor:
+    def _store_pair(self, state: LBFGSState, trial: Point, accepted: Tensor | None) -> Tensor:
         """Store the pair of the last trial where it has positive curvature; (B,) bool."""
         kept = state.pairs.shape[1] // 2
         s, y = trial.z - state.point.z, _gradient(trial) - _gradient(state.point)
@@ -102,13 +104,13 @@ class LBFGS(Solver):
         state.pairs = write_slot(write_slot(state.pairs, slot, s * scale), kept + slot, y * scale)
         state.update_products(slot)
         safe = torch.where(good, changes, 1.0)
-        # Non-positive curvature along an accepted step: be bolder next time.
-        bolder = 2.0 if accepted is None else torch.where(accepted, 2.0, 1.0)
-        state.gamma = torch.where(good, along / safe, bolder * state.gamma)
+        # Non-positive curvature along an accepted step: a longer one next time.
+        longer = 2.0 if accepted is None else torch.where(accepted, 2.0, 1.0)
+        state.gamma = torch.where(good, along / safe, longer * state.gamma)
         return good
 
     def _direction(self, state: LBFGSState, gradient: Tensor) -> Tensor:
-        """``-H g``, or ``-gamma g`` in rows where rounding has spoilt the descent."""
+        """``-H g``, or ``-gamma g`` in rows where rounding makes that no descent direction."""
         kept = state.pairs.shape[1] // 2
         gamma = state.gamma.unsqueeze(1)
         along = inner_products(state.pairs, gradient)
@@ -118,17 +120,27 @@ class LBFGS(Solver):
         right = w + gamma * (torch.bmm(changes, w.unsqueeze(2)).squeeze(2) - along[:, kept:])
         u = torch.linalg.solve_ex(upper.mT, right)[0]
         weights = torch.cat([u, -gamma * w], dim=1)
-        plain = gamma.to(gradient.dtype) * gradient
-        ascent = combine(plain, weights, state.pairs)
+        steepest = gamma.to(gradient.dtype) * gradient
+        ascent = combine(steepest, weights, state.pairs)
         good = (ascent * gradient).sum(1) > 0
         if maybe_any(~good):
-            ascent = where_rows(good, ascent, plain)
+            ascent = where_rows(good, ascent, steepest)
         return -ascent
 
 
 @dataclass
 class LBFGSState:
-    """Pairs (B, 2m, D) as [S, Y] in ring order with all their products (B, 2m, 2m)."""
+    """The pairs, and the line search from the last accepted point.
+
+    Attributes:
+        pairs: (B, 2m, D) [S, Y], each a ring buffer.
+        products: (B, 2m, 2m) inner products of the pairs.
+        gamma: (B,) scale of the initial inverse Hessian.
+        point, direction, length: the trial was ``point.z + length direction``.
+        rejections: (B,) consecutive rejections.
+        count: pairs made so far.
+        started: the first trial has been proposed.
+    """
 
     pairs: Tensor
     products: Tensor
@@ -141,6 +153,7 @@ class LBFGSState:
     started: bool = False
 
     def update_products(self, slot: int) -> None:
+        """Recompute the products with the pair in ``slot``."""
         kept = self.pairs.shape[1] // 2
         products = self.products.clone() if torch.is_grad_enabled() else self.products
         own = slice(slot, None, kept)  # s and y of the slot

@@ -1,4 +1,4 @@
-"""Newton-Krylov: inexact Newton steps from products with the Jacobian alone."""
+"""Newton-Krylov method: inexact Newton steps by products with the Jacobian."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from solvers.core.checks import require_number
+from solvers.core.checks import require_instance, require_number
 from solvers.core.device import maybe_any
-from solvers.core.rows import Point, merge_points, where_rows
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.problem import Problem
+from solvers.core.rows import Point, merge_rows, select_rows, where_rows
+from solvers.core.safeguard import ARMIJO
+from solvers.core.solver import Solver, Turn
 from solvers.krylov.cg import CG
 from solvers.krylov.gmres import GMRES
 from solvers.krylov.method import KrylovRun, LinearSolver
-
-DECREASE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,16 @@ class Newton(Solver):
     by Armijo's rule; without one it must reduce ``|r|``, else ``t`` is halved. The forcing term is
     ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``.
 
-    Products with J count as evaluations: one vector-Jacobian product where f says that its Jacobian is
-    symmetric, else reverse over reverse. ``f`` must be twice differentiable by autograd for the latter.
+    Products with J count as evaluations: one vector-Jacobian product each where J is symmetric, else
+    reverse over reverse, for which ``f`` must be twice differentiable by autograd.
 
     Args:
         linear: Krylov solver of the steps; None chooses CG where J is symmetric, else GMRES(restart=30).
         forcing: largest relative residual of the linear solves, in (0, 1).
 
-    Source: Dembo, Eisenstat and Steihaug (1982); Eisenstat and Walker, SIAM J. Sci. Comput. 17 (1996),
-    choice 2.
+    Source: Dembo, Eisenstat and Steihaug, "Inexact Newton methods", SIAM J. Numer. Anal. 19 (1982),
+    https://doi.org/10.1137/0719025; Eisenstat and Walker, SIAM J. Sci. Comput. 17 (1996), choice 2,
+    https://doi.org/10.1137/0917003.
     """
 
     linear: LinearSolver | None = None
@@ -45,46 +46,47 @@ class Newton(Solver):
     searches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.linear is not None and not isinstance(self.linear, LinearSolver):
-            raise TypeError(f"linear must be CG(), MINRES(), GMRES() or None, got {self.linear!r}")
+        known = "CG(), MINRES(), GMRES()"
+        require_instance("linear", self.linear, LinearSolver, known, optional=True)
         require_number("forcing", self.forcing, low=0.0, high=0.99, closed=False)
 
-    def init(self, point: Point, problem: Linearizable) -> NewtonState:
+    def init(self, point: Point, problem: Problem) -> NewtonState:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "Newton's inner solves cannot be unrolled; use adjoint=Implicit() or another solver"
             )
-        nothing = torch.zeros(point.norm.shape, dtype=torch.int64, device=point.z.device)
         return NewtonState(
             base=point,
             direction=torch.zeros_like(point.z),
             length=torch.ones_like(point.norm),
             forcing=torch.full_like(point.norm, self.forcing),
-            extra=nothing,
+            products=torch.zeros_like(point.norm, dtype=torch.int64),
         )
 
     def step(self, state: NewtonState, turn: Turn) -> Tensor:
         trial = turn.trial
-        first = state.evaluations == 0
-        state.evaluations += 1
         moved = torch.ones_like(trial.norm, dtype=torch.bool)
-        if not first:
+        state.evaluations += 1
+        if state.evaluations > 1:
             moved = _progress(state, trial, turn.accepted)
             shrinking = (trial.norm / state.base.norm).square() * 0.9
             forcing = torch.nan_to_num(shrinking, nan=self.forcing).clamp(1e-3, self.forcing)
             state.forcing = torch.where(moved, forcing, state.forcing)
-            state.base = merge_points(moved, trial, state.base)
+            state.base = merge_rows(moved, trial, state.base)
         state.length = torch.where(moved, 1.0, 0.5 * state.length)
         if maybe_any(moved):
-            direction = self._direction(state, moved, turn.problem)
+            direction = self._direction(state, moved, turn)
             state.direction = where_rows(moved, direction, state.direction)
         return state.base.z + state.length.to(trial.z.dtype)[:, None] * state.direction
 
-    def _direction(self, state: NewtonState, rows: Tensor, problem: Linearizable) -> Tensor:
+    def products(self, state: NewtonState) -> Tensor:
+        return state.products
+
+    def _direction(self, state: NewtonState, rows: Tensor, turn: Turn) -> Tensor:
         """Inexact solution of ``(I - J) s = r`` in ``rows``, never more evaluations than are left."""
-        base = state.base
+        base, problem = state.base, turn.problem
         # One evaluation to linearise, one at the trial point; what remains is for products.
-        left = problem.max_steps - state.evaluations - state.extra - 2
+        left = turn.max_steps - state.evaluations - state.products - 2
         wanted = rows & (left > 0)
         step = base.residual.clone()
         index = torch.nonzero(wanted).flatten()
@@ -94,54 +96,52 @@ class Newton(Solver):
                 part = problem.rows(index, rows.numel())
             else:  # f closes over the whole batch: all rows go along
                 index = torch.arange(rows.numel(), device=rows.device)
-            point, residual = base.z[index], base.residual[index]
-            limit = state.forcing[index] * base.norm[index]
-            run = self._solve(part, point, residual, limit, left[index], wanted[index])
-            found = run.solution().to(point.dtype)
-            # A direction that does not descend (or none at all) gives way to the plain step.
-            uphill = (found * residual).sum(1) <= 0
+            point = select_rows(base, index)
+            run = self._solve(part, point, state.forcing[index], left[index], wanted[index])
+            found = run.solution().to(point.z.dtype)
+            # A direction that does not descend (or none at all) gives way to the residual.
+            uphill = (found * point.residual).sum(1) <= 0
             useless = uphill if base.energy is not None else found.eq(0).all(1)
-            step[index] = where_rows(useless, residual, found)
+            step[index] = where_rows(useless, point.residual, found)
             spent = (run.products.flatten() + 1) * wanted[index]
-            state.extra = state.extra.index_add(0, index, spent)
+            state.products = state.products.index_add(0, index, spent)
         return step
 
     def _solve(
-        self,
-        problem: Linearizable,
-        z: Tensor,
-        residual: Tensor,
-        limit: Tensor,
-        left: Tensor,
-        wanted: Tensor,
+        self, problem: Problem, point: Point, forcing: Tensor, left: Tensor, wanted: Tensor
     ) -> KrylovRun:
-        """Run the Krylov method to ``limit`` in the ``wanted`` rows, with at most ``left`` products."""
+        """Run the Krylov method in the ``wanted`` rows, with at most ``left`` products each."""
         solver = self.linear or (CG() if problem.symmetric else GMRES(restart=30))
-        product = problem.jacobian_product(z)
-        working = torch.promote_types(z.dtype, torch.float32)
-        run = solver.start(residual.to(working), limit.to(working)[:, None], wanted[:, None])
+        product = problem.jacobian_product(point.z)
+        dtype = point.z.dtype
+        working = torch.promote_types(dtype, torch.float32)
+        limit = (forcing * point.norm).to(working)[:, None]
+        run = solver.start(point.residual.to(working), limit, wanted[:, None])
         while not run.exhausted and bool(run.active.any()):
             along = run.direction
-            run.absorb(along - product(along.to(z.dtype)).to(working))
+            run.absorb(along - product(along.to(dtype)).to(working))
             run.stop(run.products >= left[:, None])
         return run
 
 
 def _progress(state: NewtonState, trial: Point, accepted: Tensor | None) -> Tensor:
-    """Rows that take the trial: Armijo on the energy (the loop's verdict), else a smaller residual."""
+    """Rows that take the trial: the loop's verdict if there is an energy, else a smaller residual."""
     taken = torch.ones_like(trial.norm, dtype=torch.bool) if accepted is None else accepted
     if trial.energy is not None:
         return taken
-    return taken & (trial.norm <= (1 - DECREASE * state.length) * state.base.norm)
+    return taken & (trial.norm <= (1 - ARMIJO * state.length) * state.base.norm)
 
 
 @dataclass
 class NewtonState:
-    """``base``: the point that the current direction starts from; ``extra``: products per row."""
+    """Direction (B, D) from the point ``base`` and its step length (B,); the costs so far.
+
+    ``products`` (B,) counts products with J and, for each direction, the evaluation behind them.
+    """
 
     base: Point
     direction: Tensor
     length: Tensor
     forcing: Tensor
-    extra: Tensor
+    products: Tensor
     evaluations: int = 0

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.core.checks import require_flag, require_instance
-from solvers.core.failures import check_on_failure, report
 from solvers.core.modes import eager, without_autocast
-from solvers.core.solution import Solution, Status
+from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.spins.inputs import (
@@ -151,7 +150,7 @@ def adaptive_tap(
     with torch.set_grad_enabled(adjoint is not None and torch.is_grad_enabled()):
         model.complete(solution, response)
     what = "adaptive TAP solve" if onsager else "mean-field solve"
-    report(solution, on_failure, what, stacklevel=4)
+    apply_policy(solution, on_failure, what, stacklevel=4)
     return solution
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import maybe_any
+from solvers.core.problem import Problem
 from solvers.core.rows import Point, where_rows
 from solvers.core.solution import Status
-from solvers.core.solver import Linearizable, Solver, Turn
+from solvers.core.solver import Solver, Turn
 from solvers.methods.anderson import Anderson, AndersonState
 
 GROWTH = 3.0  # of the residual over its best, beyond which a step is damped
@@ -47,7 +48,7 @@ class AdaptiveTAP(Solver):
             require_number("damping", self.damping, low=0.0, high=1.0, closed=False)
         require_count("memory", self.memory)
 
-    def init(self, point: Point, problem: Linearizable) -> TAPState:
+    def init(self, point: Point, problem: Problem) -> TAPState:
         accelerated = None
         if self.damping is None:
             accelerated = Anderson(memory=self.memory).init(point, problem)

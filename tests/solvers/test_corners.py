@@ -12,7 +12,7 @@ import solvers
 from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, ReLUFeedForward
 from solvers import CG, Implicit, Newton, SolveError, Tolerance, fixed_point
-from solvers.core.rows import LARGE, keep_rows
+from solvers.core.rows import LARGE, select_rows
 from solvers.methods.anderson import AndersonState
 
 
@@ -106,7 +106,7 @@ def test_large_histories_shrink_in_place() -> None:
     before = state.steps.data_ptr()
     stay = torch.tensor([1, 2, 5, 7])
     with torch.no_grad():
-        keep_rows(state, stay)
+        state = select_rows(state, stay)
     assert state.steps.data_ptr() == before  # the same storage
     assert torch.equal(state.steps, history[stay])
     assert state.changes.shape == (4, 2, 3)

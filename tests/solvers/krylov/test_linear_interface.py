@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from cases.linear import Counting, exact, matrices, mixed, multiply, right_sides, true_residual
-from solvers.core.failures import report
 from solvers.core.rows import Progress
-from solvers.core.solution import Solution, SolveError, SolveWarning, Status
+from solvers.core.solution import Solution, SolveError, SolveWarning, Status, apply_policy
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.method import LinearSolver
 from solvers.krylov.solve import CG, GMRES, MINRES, solve_linear
@@ -226,13 +225,13 @@ def test_a_report_points_at_the_caller() -> None:
     solution = Solution(zero, count + Status.INDEFINITE, zero + 1, zero + 1, count, count)
 
     def outer() -> None:
-        report(solution, "warn", "solve")
+        apply_policy(solution, "warn", "solve")
 
     with pytest.warns(SolveWarning, match="use MINRES") as caught:
         outer()
     assert caught[0].filename == __file__
     with pytest.raises(ValueError, match=r"on_failure must be one of .* got 'shout'"):
-        report(solution, "shout", "solve")
+        apply_policy(solution, "shout", "solve")
 
 
 def wrong(name: str) -> Any:
