@@ -15,7 +15,6 @@ from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
-    carried_bisoftmax,
     check_backend,
     check_sigmoid_backend,
     sigmoid_attention,
@@ -113,33 +112,6 @@ class BiSoftmaxAttention(HeadsEnergy):
     ) -> tuple[Tensor, Tensor]:
         force, lse = self._bisoftmax(y, mask)
         return force, bisoftmax_hvp(y, v, self.beta, mask=mask, lse=lse, **self._options())
-
-    def carried_gradient(
-        self, z: Tensor, lse: Tensor, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The gradient by z with row weights ``exp(S_ij - L_i)`` for a given L, and the true L.
-
-        One sweep over the pairs; at L's true value it is the gradient. For "triton" it is "auto".
-
-        Args:
-            z, mask: as for ``forward``.
-            lse: L (B, H, N).
-
-        Raises:
-            ValueError: where ``causal``.
-        """
-        if self.causal:
-            raise ValueError("carried_gradient needs causal=False, got causal=True")
-        z = self._visible(z, mask)
-        weight = self.projection.weight
-        y, radius = self._features(z, weight)
-        backend = "auto" if self.backend == "triton" else self.backend
-        force, found = carried_bisoftmax(
-            y, lse, self.beta, mask=mask, limit=self._limit, backend=backend
-        )
-        if self.norm is not None and radius is not None:
-            force = self.norm.jacobian_product(y, radius, force)
-        return self._pull_back(force, weight, mask).to(z.dtype), found
 
     def _bisoftmax(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return bisoftmax(y, self.beta, mask=mask, **self._options())

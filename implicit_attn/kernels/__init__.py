@@ -6,7 +6,6 @@ from implicit_attn.kernels.bi_softmax import (
     Choice,
     bisoftmax,
     bisoftmax_hvp,
-    carried_bisoftmax,
     check_backend,
     explain,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "Choice",
     "bisoftmax",
     "bisoftmax_hvp",
-    "carried_bisoftmax",
     "check_backend",
     "check_frozen_key_backend",
     "check_sigmoid_backend",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from implicit_attn.energies.spins.couplings import Couplings
 from implicit_attn.updates.activation_step import ActivationStep
-from implicit_attn.updates.carried_normaliser import CarriedNormaliser, CarriedState
 from implicit_attn.updates.gradient_step import GradientStep, StepSize
 from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep
 from implicit_attn.updates.low_rank import LowRankDeltas
@@ -21,8 +20,6 @@ from implicit_attn.updates.update import FunctionUpdate, Update
 __all__ = [
     "ActivationStep",
     "AdaptiveTAPAttention",
-    "CarriedNormaliser",
-    "CarriedState",
     "ConditionedStepSizes",
     "Couplings",
     "FunctionUpdate",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from implicit_attn.kernels.bi_softmax.carried import carried_bisoftmax
 from implicit_attn.kernels.bi_softmax.dispatch import (
     Choice,
     bisoftmax,
@@ -11,4 +10,4 @@ from implicit_attn.kernels.bi_softmax.dispatch import (
     explain,
 )
 
-__all__ = ["Choice", "bisoftmax", "bisoftmax_hvp", "carried_bisoftmax", "check_backend", "explain"]
+__all__ = ["Choice", "bisoftmax", "bisoftmax_hvp", "check_backend", "explain"]
