@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from implicit_attn.kernels.arguments import Choice
 from implicit_attn.kernels.bi_softmax import (
-    Choice,
     bisoftmax,
     bisoftmax_hvp,
     check_backend,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from implicit_attn.kernels.bi_softmax.dispatch import (
-    Choice,
     bisoftmax,
     bisoftmax_hvp,
     check_backend,
     explain,
 )
 
-__all__ = ["Choice", "bisoftmax", "bisoftmax_hvp", "check_backend", "explain"]
+__all__ = ["bisoftmax", "bisoftmax_hvp", "check_backend", "explain"]

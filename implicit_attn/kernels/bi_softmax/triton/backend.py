@@ -26,7 +26,7 @@ WIDEST_HEAD = 256
 _TRIANGULAR_FROM = 1024  # tokens from which half the tiles outweigh the second launch
 
 
-def supports(z: Tensor, mask: Tensor | None = None, causal: bool = False) -> str | None:
+def supports(z: Tensor, mask: Tensor | None = None) -> str | None:
     """Whether these kernels take the problem.
 
     Args:
@@ -206,7 +206,7 @@ def _problem(
     limit: float | None,
     lengths: Tensor | None,
 ) -> Problem:
-    reason = supports(z, mask, causal)
+    reason = supports(z, mask)
     if reason is not None:
         raise ValueError(reason)
     if not beta > 0:

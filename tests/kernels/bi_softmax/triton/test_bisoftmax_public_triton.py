@@ -181,10 +181,10 @@ def test_registration(padded: bool) -> None:
     z, v, mask = laid_out().requires_grad_(), laid_out(), None
     given = torch.tensor([0, 15], device=DEVICE) if padded else None
     arguments = (z, 0.25, mask, False, 9.0, "triton", given, True)
-    torch.library.opcheck(ops.bisoftmax_op, arguments)
+    torch.library.opcheck(ops.forward.operator, arguments)
     lse = ops.forward(*arguments)[1].detach()
     torch.library.opcheck(
-        ops.bisoftmax_hvp_op, (z, v, 0.25, mask, False, 9.0, lse, lse, "triton", given)
+        ops.hvp.operator, (z, v, 0.25, mask, False, 9.0, lse, lse, "triton", given)
     )
 
 
