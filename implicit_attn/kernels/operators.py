@@ -23,7 +23,7 @@ class Operator:
     Args:
         name: its qualified name, such as "implicit_attn::bisoftmax".
         schema: its arguments, the first a tensor, and results, as ``torch.library`` wants them.
-        compute: the function that it computes, run without autograd and autocast.
+        compute: the function that it computes, run without autocast and never recorded.
         empty: results of the right shapes and dtypes, unfilled, from the same arguments. With zeros
             in them they are the results where the first argument has no elements.
         backward: from a context and the cotangents to those of the arguments.
@@ -44,7 +44,7 @@ class Operator:
                 results = empty(first, *rest)
                 single = isinstance(results, Tensor)
                 return results.zero_() if single else tuple(each.zero_() for each in results)
-            with torch.no_grad(), without_autocast(first.device.type):
+            with without_autocast(first.device.type):
                 return compute(first, *rest)
 
         self.implementation = implementation

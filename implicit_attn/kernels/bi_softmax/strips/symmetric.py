@@ -43,8 +43,8 @@ def product(
     output = torch.zeros_like(z)
     tiling = SymmetricStrips(z, beta, buffers=3)
     for heads in tiling.groups:
-        parts = (None if t is None else t[heads] for t in (unmasked, lse, cotangent))
-        _add_product(tiling.of(heads), z[heads], v[heads], beta, *parts, output[heads])
+        part, given, a = (None if t is None else t[heads] for t in (unmasked, lse, cotangent))
+        _add_product(tiling.of(heads), z[heads], v[heads], beta, part, given, a, output[heads])
     return output if unmasked is None else output.mul_(unmasked)
 
 
