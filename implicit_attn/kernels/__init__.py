@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from implicit_attn.kernels.arguments import Choice
-from implicit_attn.kernels.bi_softmax import (
+from implicit_attn.kernels.bi_softmax.dispatch import (
     bisoftmax,
     bisoftmax_hvp,
     check_backend,
@@ -14,7 +14,7 @@ from implicit_attn.kernels.frozen_keys import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.sigmoid import (
+from implicit_attn.kernels.sigmoid.dispatch import (
     check_sigmoid_backend,
     explain_sigmoid,
     sigmoid_attention,

@@ -3,7 +3,8 @@
 For the Helmholtz free energy ``-beta^-1 sum_i L_i`` with ``L_i = log sum_j exp(beta q_i.k_j)`` one
 stock attention with the keys for values gives value and gradient. Their derivatives, with them the
 Hessian-vector product, come by strips of rows: the stock backward pass always differentiates by the
-keys too, which a Hessian-vector product does not need. No N x M matrix is held, but for second derivatives.
+keys too, which a Hessian-vector product does not need. Only derivatives of derivatives hold an N x M
+matrix.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ def explain_frozen_keys(
     mask: Tensor | None = None,
     backend: str = "auto",
 ) -> Choice:
-    """Which backend ``frozen_key_attention`` takes, and why; arguments and errors are its own."""
+    """Which backend ``frozen_key_attention`` takes for these arguments, and why.
+
+    It takes the same arguments and raises the same errors; nothing is computed.
+    """
     _check(query, key, beta, mask)
     check_frozen_key_backend(backend)
     if backend == "flash" and query.device.type != "cpu":
@@ -174,10 +178,7 @@ class _Queries(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         query, key, mask, mean, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            pulled = _by_graph(query, key, ctx.beta, mask, cotangents, query)
-        else:
-            pulled = _by_strips(query, key, mean, lse, cotangents, ctx.beta, mask, False)
+        pulled = _pull_back(query, key, mean, lse, cotangents, ctx.beta, mask, False)
         return pulled, None, None, None
 
 
@@ -197,15 +198,12 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         key, mask, query, mean, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            pulled = _by_graph(query, key, ctx.beta, mask, cotangents, key)
-        else:
-            pulled = _by_strips(query, key, mean, lse, cotangents, ctx.beta, mask, True)
+        pulled = _pull_back(query, key, mean, lse, cotangents, ctx.beta, mask, True)
         return pulled, None, None, None
 
 
 @without_autocast
-def _by_strips(
+def _pull_back(
     query: Tensor,
     key: Tensor,
     mean: Tensor,
@@ -217,8 +215,14 @@ def _by_strips(
 ) -> Tensor:
     """Pullback of cotangents g of the mean and a of the lse: to the queries, or to the keys.
 
-    With ``dS = P * (G K^T - g_i.mean_i + a_i)``: ``beta dS K``, or ``beta dS^T Q + P^T G``.
+    With ``dS = P * (G K^T - g_i.mean_i + a_i)``: ``beta dS K``, or ``beta dS^T Q + P^T G``. Where it
+    will be differentiated again it comes from the graph of the dense formula, else by strips.
     """
+    if torch.is_grad_enabled():
+        pairs = zip(_dense(query, key, beta, mask), cotangents, strict=True)
+        outputs, weights = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
+        by = key if by_key else query
+        return torch.autograd.grad(outputs, by, weights, create_graph=True)[0]
     wide = wide_dtype(query)
     given = zip((mean, lse), cotangents, strict=True)
     by_mean, by_lse = (torch.zeros_like(t) if g is None else g for t, g in given)
@@ -242,19 +246,3 @@ def _by_strips(
             result[part] = torch.bmm(by_scores, columns[heads]).mul_(beta)
     like = key if by_key else query
     return result.view(like.shape).to(like.dtype)
-
-
-@without_autocast
-def _by_graph(
-    query: Tensor,
-    key: Tensor,
-    beta: float,
-    mask: Tensor | None,
-    cotangents: tuple[Tensor | None, ...],
-    by: Tensor,
-) -> Tensor:
-    """The same, to one of them, with a graph: for derivatives of the derivative."""
-    pairs = zip(_dense(query, key, beta, mask), cotangents, strict=True)
-    given = [(output, weight) for output, weight in pairs if weight is not None]
-    outputs, weights = zip(*given, strict=True)
-    return torch.autograd.grad(outputs, by, weights, create_graph=True)[0]

@@ -92,15 +92,6 @@ def transformed() -> bool:
     return _FUNCTORCH.peek_interpreter_stack() is not None
 
 
-def differentiated_by_func() -> bool:
-    """Inside a differentiating transform of ``torch.func``, which custom operators do not know."""
-    if not transformed():
-        return False
-    stack = _FUNCTORCH.get_interpreter_stack() or []
-    kinds = _FUNCTORCH.TransformType
-    return any(each.key() in (kinds.Grad, kinds.Jvp) for each in stack)
-
-
 def has_tangent(tensor: Tensor) -> bool:
     """Whether ``tensor`` carries a tangent of forward-mode differentiation."""
     if getattr(forward_ad, "_current_level", -1) < 0:
@@ -110,7 +101,9 @@ def has_tangent(tensor: Tensor) -> bool:
 
 def refuse_forward_mode(tensor: Tensor, backend: str, product: str) -> None:
     """NotImplementedError, naming ``product`` in its place, where ``tensor`` asks for forward mode."""
-    if differentiated_by_func():
+    stack = (_FUNCTORCH.get_interpreter_stack() or []) if transformed() else []
+    differentiating = (_FUNCTORCH.TransformType.Grad, _FUNCTORCH.TransformType.Jvp)
+    if any(each.key() in differentiating for each in stack):  # custom operators do not know them
         raise NotImplementedError(
             f'torch.func.grad, vjp and jvp do not go through backend="{backend}"; use '
             'torch.autograd, or backend="reference"'

@@ -61,8 +61,8 @@ def bisoftmax(
         deterministic: False allows Triton's gradient of bounded scores to add by atomics, from half of
             the tiles: rounding then differs from run to run. It changes nothing in other backends,
             in derivatives, or with ``causal``.
-        backend: "reference" (dense), "blocks" (stock operators, O(N) memory), "triton" (GPU kernels),
-            or "auto": see ``explain``.
+        backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), "triton"
+            (GPU kernels), or "auto": see ``explain``.
 
     Returns:
         gradient (B, H, N, p) in the dtype of ``z``, and lse (B, H, N) in float32 or wider; both zero

@@ -40,7 +40,7 @@ def sigmoid_attention(
         z: (B, H, N, p) projected tokens, floating.
         beta: inverse temperature, > 0.
         mask: (B, N) bool, False at masked tokens; None: none is masked.
-        backend: "reference" (dense), "blocks" (stock operators, O(N) memory), or "auto": see
+        backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), or "auto": see
             ``explain_sigmoid``.
 
     Returns:
@@ -62,7 +62,7 @@ def sigmoid_attention_hvp(
 ) -> Tensor:
     """Hessian of the energy times ``v``: ``sigma'(S) V + (sigma''(S) * T) Z``.
 
-    ``T = beta (V Z^T + Z V^T)``. Like ``z``; zero at masked tokens.
+    ``T = beta (V Z^T + Z V^T)``; the result is like ``z``, zero at masked tokens.
 
     Args:
         z, beta, mask, backend: as in ``sigmoid_attention``.

@@ -103,18 +103,26 @@ def gradient_kernel(
 
 
 @triton.jit
-def _column_step(
-    gathered, z_own, z_other, lse_other, rows, start, scale,
-    COLUMNS: tl.constexpr, DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+def _column_sums(
+    gathered, z_own, head, normaliser, rows, begin, end, count, tokens, width, scale,
+    stride_n, stride_p,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
+    DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    there = weighing(lse_other, 0.0, BOOST, SEPARATE)
-    exponent = scores(z_own, z_other, PRECISION, UPCAST) * scale - there[None, :]
-    if DIAGONAL:
+    """Add ``P_ji z_j`` of ``begin <= j < end``; ``normaliser``: ``L`` (base 2)."""
+    for start in range(begin, end, COLUMNS):
+        z_other = load_tile(
+            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
         columns = start + tl.arange(0, COLUMNS)
-        exponent = tl.where(columns[None, :] >= rows[:, None], exponent, float("-inf"))
-    weight = tl.exp2(exponent)
-    return product(weight.to(z_other.dtype), z_other, gathered, PRECISION, UPCAST)
+        lse_other = tl.load(normaliser + columns, mask=columns < tokens, other=0.0)
+        there = weighing(lse_other, 0.0, BOOST, SEPARATE)
+        exponent = scores(z_own, z_other, PRECISION, UPCAST) * scale - there[None, :]
+        if DIAGONAL:
+            exponent = tl.where(columns[None, :] >= rows[:, None], exponent, float("-inf"))
+        weight = tl.exp2(exponent)
+        gathered = product(weight.to(z_other.dtype), z_other, gathered, PRECISION, UPCAST)
+    return gathered
 
 
 @triton.jit
@@ -133,27 +141,17 @@ def causal_columns_kernel(
     normaliser += tl.cast(index, tl.int64) * tokens
     count = token_count(extent, sample, tokens, HAS_EXTENT)
     rows = first + tl.arange(0, ROWS)
-    within = tl.arange(0, COLUMNS)
     z_own = load_tile(head, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     gathered = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(first, tl.minimum(first + ROWS, count), COLUMNS):
-        z_other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        lse_other = tl.load(normaliser + start + within, mask=start + within < tokens, other=0.0)
-        gathered = _column_step(
-            gathered, z_own, z_other, lse_other, rows, start, scale,
-            COLUMNS, True, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
-    for start in range(first + ROWS, count, COLUMNS):
-        z_other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        lse_other = tl.load(normaliser + start + within, mask=start + within < tokens, other=0.0)
-        gathered = _column_step(
-            gathered, z_own, z_other, lse_other, rows, start, scale,
-            COLUMNS, False, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
+    gathered = _column_sums(
+        gathered, z_own, head, normaliser, rows, first, tl.minimum(first + ROWS, count), count,
+        tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, True, BOOST,
+        PRECISION, UPCAST,
+    )  # fmt: skip
+    gathered = _column_sums(
+        gathered, z_own, head, normaliser, rows, first + ROWS, count, count, tokens, width, scale,
+        stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, False, BOOST, PRECISION, UPCAST,
+    )  # fmt: skip
     gathered *= 2.0**-BOOST
     at = tl.cast(index, tl.int64) * tokens
     gathered += load_tile(

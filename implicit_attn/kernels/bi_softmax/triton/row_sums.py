@@ -80,20 +80,28 @@ def lse_kernel(
 
 
 @triton.jit
-def _causal_step(
-    total, peak, gathered, own, other, rows, start, kept, scale,
-    COLUMNS: tl.constexpr, DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
+def _causal_sums(
+    total, peak, gathered, own, head, keep, sample, rows, begin, end, count, tokens, width, scale,
+    stride_n, stride_p,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
+    HAS_MASK: tl.constexpr, DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    score = scores(own, other, PRECISION, UPCAST) * scale
-    score += tl.where(kept, 0.0, float("-inf"))[None, :]
-    if DIAGONAL:
-        columns = start + tl.arange(0, COLUMNS)
-        score = tl.where(columns[None, :] <= rows[:, None], score, float("-inf"))
-    exponential, fading, peak, total = online(total, peak, score, BOOST)
-    gathered = product(
-        exponential.to(other.dtype), other, gathered * fading[:, None], PRECISION, UPCAST
-    )
+    """Sums of the exponentials over ``begin <= j < end``, and of their products with ``z_j``."""
+    for start in range(begin, end, COLUMNS):
+        other = load_tile(
+            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
+        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS, HAS_MASK)
+        score = scores(own, other, PRECISION, UPCAST) * scale
+        score += tl.where(kept, 0.0, float("-inf"))[None, :]
+        if DIAGONAL:
+            columns = start + tl.arange(0, COLUMNS)
+            score = tl.where(columns[None, :] <= rows[:, None], score, float("-inf"))
+        exponential, fading, peak, total = online(total, peak, score, BOOST)
+        gathered = product(
+            exponential.to(other.dtype), other, gathered * fading[:, None], PRECISION, UPCAST
+        )
     return total, peak, gathered
 
 
@@ -116,24 +124,16 @@ def causal_rows_kernel(
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
     gathered = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, tl.minimum(first, count), COLUMNS):
-        other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS, HAS_MASK)
-        total, peak, gathered = _causal_step(
-            total, peak, gathered, own, other, rows, start, kept, scale,
-            COLUMNS, False, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
-    for start in range(first, tl.minimum(first + ROWS, count), COLUMNS):
-        other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS, HAS_MASK)
-        total, peak, gathered = _causal_step(
-            total, peak, gathered, own, other, rows, start, kept, scale,
-            COLUMNS, True, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
+    total, peak, gathered = _causal_sums(
+        total, peak, gathered, own, head, keep, sample, rows, 0, tl.minimum(first, count), count,
+        tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, HAS_MASK, False,
+        BOOST, PRECISION, UPCAST,
+    )  # fmt: skip
+    total, peak, gathered = _causal_sums(
+        total, peak, gathered, own, head, keep, sample, rows, first, tl.minimum(first + ROWS, count),
+        count, tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, HAS_MASK,
+        True, BOOST, PRECISION, UPCAST,
+    )  # fmt: skip
     kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
     total = tl.where(kept, total, 1.0)
     value = tl.where(kept, tl.log2(total) - BOOST + peak, 0.0)
