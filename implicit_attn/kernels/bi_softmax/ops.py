@@ -1,12 +1,16 @@
 """Bi-softmax by strips and by Triton as PyTorch operators, differentiable twice.
 
 ``implicit_attn::bisoftmax`` gives gradient and lse; its backward pass is
-``implicit_attn::bisoftmax_hvp``, whose backward pass is ``implicit_attn::bisoftmax_third``, whose own
-raises. Nothing of the graph but z, v and the lse is saved. The operators compute in the dtype of z
-(half precision in float32 inside), whatever autocast says; forward mode is refused by ``dispatch``.
+``implicit_attn::bisoftmax_hvp``, whose backward pass is ``implicit_attn::bisoftmax_third`` (a third
+derivative of the energy), whose own raises. Only z, v and the lse are saved for them. The operators
+compute in the dtype of z (half precision in float32 inside), whatever autocast says; ``dispatch``
+refuses forward mode.
 
-Their ``backend`` is "blocks"; "triton", where the caller has asked whether that takes the input;
-UNCHECKED_TRITON, where the operator has to ask; or "auto": Triton where it takes the input, else strips.
+An operator's ``backend`` is one of
+- "blocks": strips;
+- "triton": the Triton kernels; the caller has checked that they take the input;
+- UNCHECKED_TRITON: the same, but the operator checks, because a compiler cannot trace that check;
+- "auto": Triton where it takes the input, else strips.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Bi-softmax by Triton kernels: memory linear in the number of tokens, on CUDA devices.
 
-The definition is in ``dispatch``, which also checks the arguments; the mathematics is in the kernels'
-own files. Products take the dtype of ``z`` and accumulate in float32; float32 products are split into
-three TF32 ones. Set ``TRITON_INTERPRET=1`` before Triton is imported to run the kernels on the CPU,
-slowly.
+The functions trust their arguments, which ``dispatch`` has checked. The formulas are there and in the
+kernels' own files. Products take the dtype of ``z`` and accumulate in float32; float32 products are
+split into three TF32 ones. Set ``TRITON_INTERPRET=1`` before Triton is imported to run the kernels on
+the CPU, slowly.
 """
 
 from __future__ import annotations

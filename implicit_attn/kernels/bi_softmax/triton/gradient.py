@@ -1,7 +1,7 @@
 """The gradient ``(P + P^T) Z`` from the log-sum-exps: one program per block of rows.
 
 With ``k_ij = exp(S_ij - c)`` and ``a_i = exp(c - L_i)`` the weight of a pair is
-``P_ij + P_ji = k_ij (a_i + a_j)``: one exponential. As ``|S_ij| <= max L =: M`` (``L_i >= S_ii``), one
+``P_ij + P_ji = k_ij (a_i + a_j)``, one exponential. As ``|S_ij| <= max L =: M`` (``L_i >= S_ii``), one
 ``c`` per head serves up to ``M`` about 110; beyond, the kernel takes two exponentials.
 
 The atomic kernel, for bounded scores without a causal mask, takes half of the tiles: each adds to its

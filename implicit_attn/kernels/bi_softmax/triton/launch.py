@@ -1,4 +1,4 @@
-"""One function per launch: tensors in, tensors filled. There is at least one token here."""
+"""One function per launch, which fills the tensors given for results; no tensor is empty here."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 # (Launches add options of the compiler, and constants in place of constexpr.)

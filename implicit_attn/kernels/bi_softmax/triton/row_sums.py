@@ -30,7 +30,7 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
 
 @triton.jit
 def online(total, peak, score, BOOST: tl.constexpr):
-    """One step of the running maximum: exponentials, the old part's factor, new peak and total."""
+    """One step of a softmax with running maximum: exponentials, factor of the old sums, peak, total."""
     higher = tl.maximum(peak, tl.max(score, 1))
     fading = tl.exp2(peak - higher)
     exponential = tl.exp2(score - (higher - BOOST)[:, None])
@@ -150,7 +150,7 @@ def _mean_step(
     COLUMNS: tl.constexpr, ON_DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the exponentials, with and without the tangents, over one more tile."""
+    """Add one tile to the sums of the exponentials with (``weighted``) and without the tangents."""
     score = scores(z_own, z_other, PRECISION, UPCAST) * scale
     score += tl.where(kept, 0.0, float("-inf"))[None, :]
     if ON_DIAGONAL:
@@ -175,7 +175,7 @@ def _mean_sums(
     EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, ON_DIAGONAL: tl.constexpr,
     BOUNDED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The same over ``begin <= j < end``."""
+    """Sums of the exponentials with and without the tangents, over ``begin <= j < end``."""
     rows = first + tl.arange(0, ROWS)
     z_own = load_tile(z, first, count, width, z_stride_n, z_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     v_own = load_tile(v, first, count, width, v_stride_n, v_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)

@@ -2,8 +2,7 @@
 
 The rows are cut in two parts, the first a power of two, so that 65 tokens cost 64 + 16 rows of
 arithmetic and not 128; the scores of the two parts with each other are computed once. The
-Hessian-vector product normalises the softmax anew, which costs less than reading a log-sum-exp that
-was rounded would in accuracy.
+Hessian-vector product computes the log-sum-exps again: that is cheap, and a stored one is rounded.
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
@@ -68,7 +67,7 @@ def _log_sum(peak, total, kept):
 
 @triton.jit
 def inner_lse(score, kept, BOUNDED: tl.constexpr):
-    """Log-sum-exp (base 2) over the rows of one part alone."""
+    """Log-sum-exps (base 2) of the rows of a part over its own columns alone."""
     if BOUNDED:
         peak = tl.zeros_like(tl.max(score, 1))
         total = tl.sum(tl.exp2(score), 1)
@@ -80,7 +79,7 @@ def inner_lse(score, kept, BOUNDED: tl.constexpr):
 
 @triton.jit
 def wider_lse(score, cross, kept, AXIS: tl.constexpr, BOUNDED: tl.constexpr):
-    """The same with the other part's scores, ``cross``, summed over ``AXIS``."""
+    """Log-sum-exps over both parts; the other part's scores ``cross`` are summed over ``AXIS``."""
     if BOUNDED:
         peak = tl.zeros_like(tl.max(score, 1))
         total = tl.sum(tl.exp2(score), 1) + tl.sum(tl.exp2(cross), AXIS)

@@ -17,8 +17,10 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # finite: LOWEST - LOWEST is 0
-# The weights of a pair, ``k (a_i + a_j)`` or ``exp(S - L_i) + exp(S - L_j)``: bounded scores with
-# ``a = exp(-L)`` given (a reciprocal), any with ``L`` given and one shift a head, any with ``L`` given.
+# Three forms of the weight ``P_ij + P_ji`` of a pair of tokens:
+# RECIPROCAL: ``exp(S) (a_i + a_j)`` with ``a = exp(-L)`` given, for bounded scores;
+# SHIFTED: ``exp(S - c) (a_i + a_j)`` with ``a = exp(c - L)`` from ``L``, with one c a head;
+# SEPARATE: ``exp(S - L_i) + exp(S - L_j)``, for any scores.
 RECIPROCAL: tl.constexpr = tl.constexpr(0)
 SHIFTED: tl.constexpr = tl.constexpr(1)
 SEPARATE: tl.constexpr = tl.constexpr(2)
@@ -110,7 +112,7 @@ def tilted_product(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def weighing(value, shift, BOOST: tl.constexpr, FORM: tl.constexpr):
-    """What ``both_weights`` wants of a row, from its log-sum-exp (base 2) or reciprocal row sum.
+    """A row's part in the weights of its pairs, from its ``L`` (base 2) or ``exp(-L)``; see the forms.
 
     ``BOOST`` multiplies all weights by ``2^BOOST``, so that small ones survive float16.
     """
@@ -130,7 +132,7 @@ def store_row_values(pointer, value, index, first, tokens, ROWS: tl.constexpr):
 
 @triton.jit
 def both_weights(score, here, there, shift, FORM: tl.constexpr):
-    """``P_ij`` and ``P_ji`` of a tile of scores (base 2)."""
+    """``P_ij`` and ``P_ji`` of a tile of scores (base 2), given ``weighing`` of its rows and columns."""
     if FORM == 2:
         forward = tl.exp2(score - here[:, None])
         backward = tl.exp2(score - there[None, :])
@@ -143,7 +145,7 @@ def both_weights(score, here, there, shift, FORM: tl.constexpr):
 
 @triton.jit
 def sum_of_weights(score, here, there, shift, FORM: tl.constexpr):
-    """``P_ij + P_ji``."""
+    """``P_ij + P_ji``; arguments as for ``both_weights``."""
     if FORM == 2:
         weight = tl.exp2(score - here[:, None]) + tl.exp2(score - there[None, :])
     else:
