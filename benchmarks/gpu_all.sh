@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The bi-softmax on a machine with a CUDA card, in under 525 seconds, what matters most first: tests of
-# the Triton kernels, times against their peers and the aims, a whole layer, carried normalisers.
+# the Triton kernels, times against their peers and the aims, a whole layer.
 #   benchmarks/gpu_all.sh            # into runs/gpu, or where $OUT says
 # It leaves there: table.md (a row a step, then what each benchmark printed), a .log of each step,
 # bisoftmax.csv (a row a shape, as far as it came), bisoftmax.png, layer.json.
@@ -66,11 +66,9 @@ step tests 240 "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} \
     tests/kernels/bi_softmax/triton
 step bisoftmax 200 "$PYTHON" benchmarks/bisoftmax.py --output "$OUT"
 step layer 120 "$PYTHON" benchmarks/bisoftmax_layer.py --rounds 5 --output "$OUT/layer.json"
-step carried 60 "$PYTHON" benchmarks/carried_normaliser.py --device cuda --rounds 3 \
-    --batch 4 --tokens 1024 --weights 0.4 1.0
 
 {
-    for name in bisoftmax layer carried; do
+    for name in bisoftmax layer; do
         if [ -s "$OUT/$name.log" ]; then
             printf '\n## %s\n\n' "$name"
             cat "$OUT/$name.log"

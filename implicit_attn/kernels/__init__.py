@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from implicit_attn.kernels.bi_softmax import (
-    Choice,
+from implicit_attn.kernels.arguments import Choice
+from implicit_attn.kernels.bi_softmax.dispatch import (
     bisoftmax,
     bisoftmax_hvp,
-    carried_bisoftmax,
     check_backend,
     explain,
 )
@@ -15,7 +14,7 @@ from implicit_attn.kernels.frozen_keys import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.sigmoid import (
+from implicit_attn.kernels.sigmoid.dispatch import (
     check_sigmoid_backend,
     explain_sigmoid,
     sigmoid_attention,
@@ -26,7 +25,6 @@ __all__ = [
     "Choice",
     "bisoftmax",
     "bisoftmax_hvp",
-    "carried_bisoftmax",
     "check_backend",
     "check_frozen_key_backend",
     "check_sigmoid_backend",

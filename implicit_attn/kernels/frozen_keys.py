@@ -3,7 +3,8 @@
 For the Helmholtz free energy ``-beta^-1 sum_i L_i`` with ``L_i = log sum_j exp(beta q_i.k_j)`` one
 stock attention with the keys for values gives value and gradient. Their derivatives, with them the
 Hessian-vector product, come by strips of rows: the stock backward pass always differentiates by the
-keys too, which a Hessian-vector product does not need. No N x M matrix is held, but for second derivatives.
+keys too, which a Hessian-vector product does not need. Only derivatives of derivatives hold an N x M
+matrix.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bi_softmax.dispatch import Choice
-from implicit_attn.kernels.bi_softmax.reference import without_autocast
-from implicit_attn.kernels.bi_softmax.strips.backend import plain
-from implicit_attn.kernels.bi_softmax.strips.symmetric import strip_heads, strip_rows
-from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
+from implicit_attn.kernels.arguments import (
+    Choice,
+    check_beta,
+    dense_for_transforms,
+    wide_dtype,
+    without_autocast,
+)
+from implicit_attn.kernels.operators import refuse_forward_mode
+from implicit_attn.kernels.tiling import row_strips
+from solvers.core.checks import require_choice
 
 FROZEN_KEY_BACKENDS = ("auto", "reference", "flash")
 # Fewer pairs of a query and a key in a head are left to the dense formula, measured on a CPU.
@@ -34,14 +40,14 @@ def frozen_key_attention(
     mask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """``sum_j P_ij k_j`` and ``L_i``, for ``P_ij = exp(beta q_i.k_j - L_i)`` over the keys that count.
+    """``sum_j P_ij k_j`` and ``L_i``, for ``P_ij = exp(beta q_i.k_j - L_i)`` over the unmasked keys.
 
     Args:
         query: (B, H, N, p), floating.
         key: (B, H, M, p), of the same dtype.
         beta: inverse temperature, > 0.
-        mask: (B, M) bool, True where a key counts; None: all count. Where none counts both results
-            are zero.
+        mask: (B, M) bool, False at masked keys; None: none is masked. Where all are masked both
+            results are zero.
         backend: "reference" (dense), "flash" (stock attention, CPU only, memory O(N + M) for the
             results and their first derivatives), or "auto": see ``explain_frozen_keys``.
 
@@ -74,7 +80,10 @@ def explain_frozen_keys(
     mask: Tensor | None = None,
     backend: str = "auto",
 ) -> Choice:
-    """Which backend ``frozen_key_attention`` takes, and why; arguments and errors are its own."""
+    """Which backend ``frozen_key_attention`` takes for these arguments, and why.
+
+    It takes the same arguments and raises the same errors; nothing is computed.
+    """
     _check(query, key, beta, mask)
     check_frozen_key_backend(backend)
     if backend == "flash" and query.device.type != "cpu":
@@ -85,10 +94,11 @@ def explain_frozen_keys(
         return Choice(backend, "asked for")
     if query.device.type != "cpu":
         return Choice("reference", "the stock operators used here are the CPU's")
-    if has_tangent(query) or has_tangent(key):
-        return Choice("reference", "only the dense formula knows forward-mode differentiation")
-    if transformed() or torch.compiler.is_compiling():
-        return Choice("reference", "inside torch.func or a compiler the dense formula is plain")
+    dense = dense_for_transforms(query, key)
+    if dense is not None:
+        return dense
+    if torch.compiler.is_compiling():
+        return Choice("reference", "a compiler takes the dense formula apart")
     pairs = query.shape[2] * key.shape[2]
     if pairs < DENSE_PAIRS:
         return Choice("reference", f"{pairs} pairs: the dense formula has the least overhead")
@@ -97,9 +107,7 @@ def explain_frozen_keys(
 
 def check_frozen_key_backend(backend: str) -> str:
     """``backend`` itself where it is one of ``FROZEN_KEY_BACKENDS``."""
-    if backend not in FROZEN_KEY_BACKENDS:
-        raise ValueError(f"backend must be one of {FROZEN_KEY_BACKENDS}, got {backend!r}")
-    return backend
+    return require_choice("backend", backend, FROZEN_KEY_BACKENDS)
 
 
 def _check(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> None:
@@ -112,8 +120,7 @@ def _check(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> None
             "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
             f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
-    if not beta > 0:
-        raise ValueError(f"beta must be > 0, got {beta!r}")
+    check_beta(beta)
     expected = (key.shape[0], key.shape[2])
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
         raise ValueError(
@@ -127,7 +134,7 @@ def _without_tokens(tensor: Tensor) -> tuple[int, int, int]:
 
 @without_autocast
 def _dense(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = wide_dtype(query)
     scores = (query.to(wide) @ key.to(wide).mT) * beta
     if mask is None:
         weights, lse = scores.softmax(-1), scores.logsumexp(-1)
@@ -171,10 +178,7 @@ class _Queries(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         query, key, mask, mean, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            pulled = _by_graph(query, key, ctx.beta, mask, cotangents, query)
-        else:
-            pulled, _ = _by_strips(query, key, mean, lse, cotangents, ctx.beta, mask, False)
+        pulled = _pull_back(query, key, mean, lse, cotangents, ctx.beta, mask, False)
         return pulled, None, None, None
 
 
@@ -194,14 +198,12 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         key, mask, query, mean, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            pulled = _by_graph(query, key, ctx.beta, mask, cotangents, key)
-        else:
-            _, pulled = _by_strips(query, key, mean, lse, cotangents, ctx.beta, mask, True)
+        pulled = _pull_back(query, key, mean, lse, cotangents, ctx.beta, mask, True)
         return pulled, None, None, None
 
 
-def _by_strips(
+@without_autocast
+def _pull_back(
     query: Tensor,
     key: Tensor,
     mean: Tensor,
@@ -210,53 +212,37 @@ def _by_strips(
     beta: float,
     mask: Tensor | None,
     by_key: bool,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Tensor:
     """Pullback of cotangents g of the mean and a of the lse: to the queries, or to the keys.
 
-    With ``dS = P * (G K^T - g_i.mean_i + a_i)``: ``beta dS K``, and ``beta dS^T Q + P^T G``.
+    With ``dS = P * (G K^T - g_i.mean_i + a_i)``: ``beta dS K``, or ``beta dS^T Q + P^T G``. Where it
+    will be differentiated again it comes from the graph of the dense formula, else by strips.
     """
-    with plain(query):
-        wide = torch.promote_types(query.dtype, torch.float32)
-        given = zip((mean, lse), cotangents, strict=True)
-        by_mean, by_lse = (torch.zeros_like(t) if g is None else g for t, g in given)
-        rows, columns, pulled = (t.to(wide).flatten(0, 1) for t in (query, key, by_mean))
-        shift = by_lse.to(wide) - (by_mean.to(wide) * mean.to(wide)).sum(-1)
-        shift, lse = shift.flatten(0, 1).unsqueeze(-1), lse.flatten(0, 1).unsqueeze(-1)
-        closed = None if mask is None else ~mask.repeat_interleave(query.shape[1], 0).unsqueeze(1)
-        result = torch.zeros_like(columns if by_key else rows)
-        count = strip_rows(rows.shape[1])
-        group = strip_heads(columns, count)
-        for head in range(0, rows.shape[0], group):
-            heads = slice(head, head + group)
-            for first in range(0, rows.shape[1], count):
-                part = heads, slice(first, first + count)
-                scores = torch.baddbmm(-lse[part], rows[part], columns[heads].mT, alpha=beta)
-                if closed is not None:
-                    scores.masked_fill_(closed[heads], -torch.inf)
-                weights = scores.exp_()
-                by_scores = torch.baddbmm(shift[part], pulled[part], columns[heads].mT)
-                by_scores.mul_(weights)
-                if by_key:
-                    result[heads].baddbmm_(by_scores.mT, rows[part], alpha=beta)
-                    result[heads].baddbmm_(weights.mT, pulled[part])
-                else:
-                    result[part] = torch.bmm(by_scores, columns[heads]).mul_(beta)
+    if torch.is_grad_enabled():
+        pairs = zip(_dense(query, key, beta, mask), cotangents, strict=True)
+        outputs, weights = zip(*((t, g) for t, g in pairs if g is not None), strict=True)
+        by = key if by_key else query
+        return torch.autograd.grad(outputs, by, weights, create_graph=True)[0]
+    wide = wide_dtype(query)
+    given = zip((mean, lse), cotangents, strict=True)
+    by_mean, by_lse = (torch.zeros_like(t) if g is None else g for t, g in given)
+    rows, columns, pulled = (t.to(wide).flatten(0, 1) for t in (query, key, by_mean))
+    shift = by_lse.to(wide) - (by_mean.to(wide) * mean.to(wide)).sum(-1)
+    shift, lse = shift.flatten(0, 1).unsqueeze(-1), lse.flatten(0, 1).unsqueeze(-1)
+    closed = None if mask is None else ~mask.repeat_interleave(query.shape[1], 0).unsqueeze(1)
+    result = torch.zeros_like(columns if by_key else rows)
+    for heads, strip in row_strips(columns, rows.shape[1]):
+        part = heads, strip
+        scores = torch.baddbmm(-lse[part], rows[part], columns[heads].mT, alpha=beta)
+        if closed is not None:
+            scores.masked_fill_(closed[heads], -torch.inf)
+        weights = scores.exp_()
+        by_scores = torch.baddbmm(shift[part], pulled[part], columns[heads].mT)
+        by_scores.mul_(weights)
         if by_key:
-            return None, result.view(key.shape).to(key.dtype)
-        return result.view(query.shape).to(query.dtype), None
-
-
-@without_autocast
-def _by_graph(
-    query: Tensor,
-    key: Tensor,
-    beta: float,
-    mask: Tensor | None,
-    cotangents: tuple[Tensor | None, ...],
-    by: Tensor,
-) -> Tensor:
-    """The same, to one of them, with a graph: for derivatives of the derivative."""
-    pairs = zip(_dense(query, key, beta, mask), cotangents, strict=True)
-    given = [(output, weight) for output, weight in pairs if weight is not None]
-    outputs, weights = zip(*given, strict=True)
-    return torch.autograd.grad(outputs, by, weights, create_graph=True)[0]
+            result[heads].baddbmm_(by_scores.mT, rows[part], alpha=beta)
+            result[heads].baddbmm_(weights.mT, pulled[part])
+        else:
+            result[part] = torch.bmm(by_scores, columns[heads]).mul_(beta)
+    like = key if by_key else query
+    return result.view(like.shape).to(like.dtype)

@@ -1,4 +1,4 @@
-"""What the kernels' PyTorch operators share: calling them, mapping them, refusing forward mode."""
+"""What the kernels' PyTorch operators share: registration, direct calls, refusing forward mode."""
 
 from __future__ import annotations
 
@@ -9,72 +9,101 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-
-def call(operator: Any, implementation: Callable[..., Any], tensors: list[Any], *args: Any) -> Any:
-    """``operator(*args)``, or its implementation at once where nothing records or transforms.
-
-    The operator's way through autograd and the dispatcher costs more than a small layer's whole
-    evaluation.
-    """
-    given = [t for t in tensors if t is not None]
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in given)
-    if recorded or not plain or torch.compiler.is_compiling() or transformed():
-        return operator(*args)
-    return implementation(*args)
-
+from solvers.core.modes import without_autocast
 
 _FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
+_ORDINARY = (Tensor, torch.nn.Parameter)
+
+
+class Operator:
+    """A PyTorch operator: opaque to compilers, differentiable by a given rule, mapped by ``vmap``.
+
+    ``vmap`` lays the mapped dimension before the first one of every tensor, which must be a batch.
+
+    Args:
+        name: its qualified name, such as "implicit_attn::bisoftmax".
+        schema: its arguments, the first a tensor, and results, as ``torch.library`` wants them.
+        compute: the function that it computes, run without autocast and never recorded.
+        empty: results of the right shapes and dtypes, unfilled, from the same arguments. With zeros
+            in them they are the results where the first argument has no elements.
+        backward: from a context and the cotangents to those of the arguments.
+        save: keeps in a context, from arguments and results, what ``backward`` needs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        compute: Callable[..., Any],
+        empty: Callable[..., Any],
+        backward: Callable[..., Any],
+        save: Callable[..., None] | None = None,
+    ) -> None:
+        def implementation(first: Tensor, *rest: Any) -> Any:
+            if first.numel() == 0:
+                results = empty(first, *rest)
+                single = isinstance(results, Tensor)
+                return results.zero_() if single else tuple(each.zero_() for each in results)
+            with without_autocast(first.device.type):
+                return compute(first, *rest)
+
+        self.implementation = implementation
+        self.operator = torch.library.custom_op(
+            name, implementation, mutates_args=(), schema=schema
+        )
+        self.operator.register_fake(empty)
+        self.operator.register_autograd(backward, setup_context=save)
+        self.operator.register_vmap(self._mapped)
+
+    def __call__(self, *args: Any) -> Any:
+        """The operator, or its implementation at once where nothing records or transforms.
+
+        The operator's way through autograd and the dispatcher costs more than a small layer's whole
+        evaluation.
+        """
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        ordinary = all(type(each) in _ORDINARY for each in tensors)
+        if recorded or not ordinary or torch.compiler.is_compiling() or transformed():
+            return self.operator(*args)
+        return self.implementation(*args)
+
+    def _mapped(self, info: Any, in_dims: Any, *args: Any) -> Any:
+        """The rule of ``vmap``: (M, B, ...) is folded to (M B, ...), and the results unfolded."""
+        folded = []
+        for value, dim in zip(args, in_dims, strict=True):
+            if isinstance(value, Tensor):
+                if dim is None:
+                    value = value.unsqueeze(0).expand(info.batch_size, *value.shape)
+                else:
+                    value = value.movedim(dim, 0)
+                value = value.reshape(-1, *value.shape[2:])
+            folded.append(value)
+        results = self.operator(*folded)
+        if isinstance(results, Tensor):
+            return results.unflatten(0, (info.batch_size, -1)), 0
+        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * len(results)
 
 
 def transformed() -> bool:
-    """Inside ``torch.func`` (vmap, grad, jvp)."""
+    """Whether a transform of ``torch.func`` (vmap, grad, jvp) is under way."""
     if torch.compiler.is_compiling():
         return False
     return _FUNCTORCH.peek_interpreter_stack() is not None
 
 
-def differentiated_by_func() -> bool:
-    """Inside a differentiating transform of ``torch.func``, which custom operators do not know."""
-    if not transformed():
-        return False
-    stack = _FUNCTORCH.get_interpreter_stack() or []
-    kinds = _FUNCTORCH.TransformType
-    return any(each.key() in (kinds.Grad, kinds.Jvp) for each in stack)
-
-
-def _folded(info: Any, in_dims: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """Arguments with the mapped dimension laid before the batch, (M, B, ...) -> (M B, ...)."""
-    folded = []
-    for value, dim in zip(arguments, in_dims, strict=True):
-        if isinstance(value, Tensor):
-            if dim is None:
-                value = value.unsqueeze(0).expand(info.batch_size, *value.shape)
-            else:
-                value = value.movedim(dim, 0)
-            value = value.reshape(-1, *value.shape[2:])
-        folded.append(value)
-    return folded
-
-
-def mapped(operator: Any, outputs: int) -> Callable[..., Any]:
-    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        results = operator(*_folded(info, in_dims, arguments))
-        if outputs == 1:
-            return results.unflatten(0, (info.batch_size, -1)), 0
-        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * outputs
-
-    return rule
-
-
 def has_tangent(tensor: Tensor) -> bool:
+    """Whether ``tensor`` carries a tangent of forward-mode differentiation."""
     if getattr(forward_ad, "_current_level", -1) < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def refuse_forward_mode(tensor: Tensor, backend: str, product: str) -> None:
-    if differentiated_by_func():
+    """NotImplementedError, naming ``product`` in its place, where ``tensor`` asks for forward mode."""
+    stack = (_FUNCTORCH.get_interpreter_stack() or []) if transformed() else []
+    differentiating = (_FUNCTORCH.TransformType.Grad, _FUNCTORCH.TransformType.Jvp)
+    if any(each.key() in differentiating for each in stack):  # custom operators do not know them
         raise NotImplementedError(
             f'torch.func.grad, vjp and jvp do not go through backend="{backend}"; use '
             'torch.autograd, or backend="reference"'

@@ -1,4 +1,4 @@
-"""Room that the block algorithms compute in, kept from call to call on the CPU."""
+"""Buffers that strips are computed in, kept from call to call on the CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _OF_THIS_THREAD = threading.local()
 
 
 def buffer(like: Tensor, number: int, size: int) -> Tensor:
-    """Flat, uninitialised room for ``size`` elements with the dtype and device of ``like``.
+    """Flat, uninitialised memory for ``size`` elements with the dtype and device of ``like``.
 
     A fresh allocation is paid for page by page when it is first written, which for small problems
     takes longer than the arithmetic. So each thread keeps the CPU buffers up to ``KEPT`` elements, one
-    for each ``number`` and dtype; whoever takes one must be done with it before it is taken again.
+    for each ``number`` and dtype: a buffer is good until the same one is asked for again.
     """
     if type(like) is not Tensor or like.device.type != "cpu" or size > KEPT:
         return like.new_empty(size)
@@ -33,5 +33,5 @@ def buffer(like: Tensor, number: int, size: int) -> Tensor:
 
 
 def release() -> None:
-    """Gives the buffers of this thread back."""
+    """Free the buffers of this thread."""
     vars(_OF_THIS_THREAD).clear()

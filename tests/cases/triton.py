@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Problem:
-    """``z`` and ``v`` (B, H, N, p), ``cotangent`` (B, H, N); NaN where a token does not count."""
+    """``z`` and ``v`` (B, H, N, p), ``cotangent`` (B, H, N); NaN at masked tokens."""
 
     z: Tensor
     v: Tensor

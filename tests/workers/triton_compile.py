@@ -15,8 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from implicit_attn.kernels.bi_softmax.triton import arguments
 from implicit_attn.kernels.bi_softmax.triton import backend as triton_backend
-from implicit_attn.kernels.bi_softmax.triton import problem as triton_problem
 
 CAPABILITY = int(sys.argv[1])
 SHARED_MEMORY = {90: 232448, 120: 101376}[CAPABILITY]
@@ -77,8 +77,7 @@ def compile_only(run: Any) -> Any:
 def main() -> None:
     driver.set_active(cast(Any, Absent()))
     triton.JITFunction.run = compile_only(triton.JITFunction.run)
-    setattr(triton_problem.Problem, "capability", CAPABILITY // 10)  # noqa: B010
-    setattr(triton_backend, "_device_reason", lambda z: None)  # noqa: B010
+    setattr(arguments.LaunchArguments, "capability", CAPABILITY // 10)  # noqa: B010
     for width, dtype, tokens, options, forward in VARIANTS[CAPABILITY]:
         z = torch.zeros(2, 2, tokens, width, dtype=dtype)
         mask = torch.ones(2, tokens, dtype=torch.bool) if options.get("mask") else None

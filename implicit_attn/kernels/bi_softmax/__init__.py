@@ -1,14 +1,1 @@
 """Gradient and Hessian-vector product of the bi-softmax attention energy."""
-
-from __future__ import annotations
-
-from implicit_attn.kernels.bi_softmax.carried import carried_bisoftmax
-from implicit_attn.kernels.bi_softmax.dispatch import (
-    Choice,
-    bisoftmax,
-    bisoftmax_hvp,
-    check_backend,
-    explain,
-)
-
-__all__ = ["Choice", "bisoftmax", "bisoftmax_hvp", "carried_bisoftmax", "check_backend", "explain"]

@@ -1,9 +1,16 @@
-"""Bi-softmax as PyTorch operators: opaque to compilers, differentiable twice, vmapped.
+"""Bi-softmax by strips and by Triton as PyTorch operators, differentiable twice.
 
 ``implicit_attn::bisoftmax`` gives gradient and lse; its backward pass is
-``implicit_attn::bisoftmax_hvp``, whose backward pass is ``implicit_attn::bisoftmax_third``, whose own
-raises. Nothing of the graph but z, v and the lse is saved. The operators compute in the dtype of z
-(half precision in float32 inside), whatever autocast says; forward mode is refused by ``dispatch``.
+``implicit_attn::bisoftmax_hvp``, whose backward pass is ``implicit_attn::bisoftmax_third`` (a third
+derivative of the energy), whose own raises. Only z, v and the lse are saved for them. The operators
+compute in the dtype of z (half precision in float32 inside), whatever autocast says; ``dispatch``
+refuses forward mode.
+
+An operator's ``backend`` is one of
+- "blocks": strips;
+- "triton": the Triton kernels; the caller has checked that they take the input;
+- UNCHECKED_TRITON: the same, but the operator checks, because a compiler cannot trace that check;
+- "auto": Triton where it takes the input, else strips.
 """
 
 from __future__ import annotations
@@ -14,15 +21,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from implicit_attn.kernels.arguments import wide_dtype
 from implicit_attn.kernels.bi_softmax.strips import backend as strips
-from implicit_attn.kernels.operators import call, mapped
+from implicit_attn.kernels.operators import Operator
 from implicit_attn.optional import require
 
-_SHARED = "Tensor? mask, bool causal, float? limit"
-_LENGTHS = "Tensor? lengths=None"
+UNCHECKED_TRITON = "triton, unchecked"
 
 
-def _bisoftmax(
+def mask_of(z: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
+    """``mask``, or the mask (B, N) of the first ``lengths`` tokens where those are given."""
+    if lengths is None:
+        return mask
+    return torch.arange(z.shape[2], device=z.device) < lengths.to(z.device)[:, None]
+
+
+def triton_backend() -> ModuleType:
+    """The module with the Triton kernels; ImportError where Triton is not installed."""
+    return require("implicit_attn.kernels.bi_softmax.triton.backend", extra="gpu")
+
+
+def triton_lacks(z: Tensor, mask: Tensor | None) -> str | None:
+    """Why the Triton kernels do not take this input; None where they do."""
+    try:
+        return triton_backend().supports(z, mask)
+    except ImportError as error:
+        return str(error)
+
+
+def require_triton(z: Tensor, mask: Tensor | None) -> None:
+    """ValueError where the Triton kernels do not take this input."""
+    missing = triton_backend().supports(z, mask)
+    if missing is not None:
+        raise ValueError(f'backend="triton" does not take this input: {missing}')
+
+
+def _by_triton(backend: str, z: Tensor, mask: Tensor | None) -> bool:
+    if backend == "auto":
+        return triton_lacks(z, mask) is None
+    if backend == UNCHECKED_TRITON:
+        require_triton(z, mask)
+    return backend != "blocks"
+
+
+def _forward(
     z: Tensor,
     beta: float,
     mask: Tensor | None,
@@ -32,18 +74,14 @@ def _bisoftmax(
     lengths: Tensor | None = None,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient (B, H, N, p) and lse (B, H, N), contiguous.
-
-    ``backend`` is "blocks", "triton", or "auto": "triton" where it takes the input, else "blocks".
-    ``lengths`` (B,) stands in place of ``mask``; ``deterministic`` is read by Triton only.
-    """
-    if _by_triton(backend, z, mask, causal):
+    """Gradient (B, H, N, p) and lse (B, H, N), contiguous; only Triton reads ``deterministic``."""
+    if _by_triton(backend, z, mask):
         options = {"lengths": lengths, "deterministic": deterministic}
         return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit, **options)
     return strips.bisoftmax_forward(z, beta, mask_of(z, mask, lengths), causal, limit)
 
 
-def _bisoftmax_hvp(
+def _hvp(
     z: Tensor,
     v: Tensor,
     beta: float,
@@ -56,7 +94,7 @@ def _bisoftmax_hvp(
     lengths: Tensor | None = None,
 ) -> Tensor:
     """Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
-    if _by_triton(backend, z, mask, causal):
+    if _by_triton(backend, z, mask):
         options = {"limit": limit, "lengths": lengths}
         return triton_backend().bisoftmax_hvp(
             z, v, beta, mask, causal, lse, lse_cotangent, **options
@@ -65,89 +103,16 @@ def _bisoftmax_hvp(
     return strips.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
 
 
-def _bisoftmax_third(
-    z: Tensor,
-    v: Tensor,
-    direction: Tensor,
-    beta: float,
-    mask: Tensor | None,
-    causal: bool,
-    lse_cotangent: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Pullback of ``direction`` through the Hessian-vector product: to z, v and the cotangent."""
-    return strips.bisoftmax_third(z, v, direction, beta, mask, causal, lse_cotangent)
+def _empty_forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return z.new_empty(z.shape), z.new_empty(z.shape[:3], dtype=wide_dtype(z))
 
 
-bisoftmax_op = torch.library.custom_op(
-    "implicit_attn::bisoftmax",
-    _bisoftmax,
-    mutates_args=(),
-    schema=f"(Tensor z, float beta, {_SHARED}, str backend, {_LENGTHS}, bool deterministic=True) "
-    "-> (Tensor, Tensor)",
-)
-bisoftmax_hvp_op = torch.library.custom_op(
-    "implicit_attn::bisoftmax_hvp",
-    _bisoftmax_hvp,
-    mutates_args=(),
-    schema=f"(Tensor z, Tensor v, float beta, {_SHARED}, Tensor? lse, Tensor? lse_cotangent, "
-    f"str backend, {_LENGTHS}) -> Tensor",
-)
-bisoftmax_third_op = torch.library.custom_op(
-    "implicit_attn::bisoftmax_third",
-    _bisoftmax_third,
-    mutates_args=(),
-    schema="(Tensor z, Tensor v, Tensor direction, float beta, Tensor? mask, bool causal, "
-    "Tensor? lse_cotangent) -> (Tensor, Tensor, Tensor)",
-)
-
-
-def mask_of(z: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
-    """``mask``, or the mask (B, N) of the first ``lengths`` tokens where those are given."""
-    if lengths is None:
-        return mask
-    return torch.arange(z.shape[2], device=z.device) < lengths.to(z.device)[:, None]
-
-
-def triton_lacks(z: Tensor, mask: Tensor | None, causal: bool) -> str | None:
-    """Why the Triton kernels do not take this input; None where they do."""
-    try:
-        return triton_backend().supports(z, mask, causal)
-    except ImportError as error:
-        return str(error)
-
-
-def _by_triton(backend: str, z: Tensor, mask: Tensor | None, causal: bool) -> bool:
-    if backend == "auto":
-        return triton_lacks(z, mask, causal) is None
-    if backend == "triton":
-        missing = triton_backend().supports(z, mask, causal)
-        if missing is not None:
-            raise ValueError(f'backend="triton" does not take this input: {missing}')
-    return backend == "triton"
-
-
-def triton_backend() -> ModuleType:
-    """The module with the Triton kernels; ImportError where Triton is not installed."""
-    return require("implicit_attn.kernels.bi_softmax.triton.backend", extra="gpu")
-
-
-def _wide(z: Tensor) -> torch.dtype:
-    return torch.promote_types(z.dtype, torch.float32)
-
-
-@bisoftmax_op.register_fake
-def _(z: Tensor, *others: Any) -> Any:
-    return z.new_empty(z.shape), z.new_empty(z.shape[:3], dtype=_wide(z))
-
-
-@bisoftmax_hvp_op.register_fake
-def _(z: Tensor, v: Tensor, *others: Any) -> Tensor:
+def _empty_hvp(z: Tensor, *_: Any) -> Tensor:
     return z.new_empty(z.shape)
 
 
-@bisoftmax_third_op.register_fake
-def _(z: Tensor, v: Tensor, *others: Any) -> Any:
-    return z.new_empty(z.shape), v.new_empty(v.shape), z.new_empty(z.shape[:3], dtype=_wide(z))
+def _empty_hvp_pullback(z: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return z.new_empty(z.shape), *_empty_forward(z)
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -157,21 +122,8 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _backward_forward(ctx: Any, by_gradient: Tensor, by_lse: Tensor) -> tuple[Any, ...]:
     z, mask, lse, lengths = ctx.saved_tensors
-    by_gradient = by_gradient.to(z.dtype)
-    rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse.detach(), by_lse, ctx.backend)
-    product = hvp(z, by_gradient, *rest, lengths)
-    return product, *(None,) * 7
-
-
-def hvp(z: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """``bisoftmax_hvp_op`` or its implementation; the arguments are the operator's."""
-    cotangent = rest[5]
-    return call(bisoftmax_hvp_op, _bisoftmax_hvp, [z, v, cotangent], z, v, *rest)
-
-
-def forward(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """``bisoftmax_op`` or its implementation; the arguments are the operator's."""
-    return call(bisoftmax_op, _bisoftmax, [z], z, *rest)
+    rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse.detach(), by_lse, ctx.backend, lengths)
+    return hvp(z, by_gradient.to(z.dtype), *rest), *(None,) * 7
 
 
 def _save_hvp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -186,26 +138,44 @@ def _backward_hvp(ctx: Any, direction: Tensor) -> tuple[Any, ...]:
         rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse, None, ctx.backend, lengths)
         return None, hvp(z, direction, *rest), *none, None, None, None
     mask = mask_of(z, mask, lengths)
-    by_z, by_v, by_cotangent = bisoftmax_third_op(
-        z, v, direction, ctx.beta, mask, ctx.causal, cotangent
-    )
+    by_z, by_v, by_cotangent = hvp_pullback(z, v, direction, ctx.beta, mask, ctx.causal, cotangent)
     if cotangent is not None:
         by_cotangent = by_cotangent.to(cotangent.dtype)
     return by_z, by_v, *none, None if cotangent is None else by_cotangent, None, None
 
 
-def _backward_third(ctx: Any, *cotangents: Tensor) -> Any:
+def _backward_hvp_pullback(ctx: Any, *cotangents: Tensor) -> Any:
     raise NotImplementedError(
         "the gradient and the lse of the bi-softmax can be differentiated twice, its Hessian-vector "
         'product once; use backend="reference" for more'
     )
 
 
-torch.library.register_autograd(bisoftmax_op, _backward_forward, setup_context=_save_forward)
-torch.library.register_autograd(bisoftmax_hvp_op, _backward_hvp, setup_context=_save_hvp)
-torch.library.register_autograd(bisoftmax_third_op, _backward_third)
-
-
-torch.library.register_vmap(bisoftmax_op, mapped(bisoftmax_op, 2))
-torch.library.register_vmap(bisoftmax_hvp_op, mapped(bisoftmax_hvp_op, 1))
-torch.library.register_vmap(bisoftmax_third_op, mapped(bisoftmax_third_op, 3))
+_SHARED = "Tensor? mask, bool causal, float? limit"
+_LENGTHS = "Tensor? lengths=None"
+forward = Operator(
+    "implicit_attn::bisoftmax",
+    f"(Tensor z, float beta, {_SHARED}, str backend, {_LENGTHS}, bool deterministic=True) "
+    "-> (Tensor, Tensor)",
+    _forward,
+    _empty_forward,
+    _backward_forward,
+    _save_forward,
+)
+hvp = Operator(
+    "implicit_attn::bisoftmax_hvp",
+    f"(Tensor z, Tensor v, float beta, {_SHARED}, Tensor? lse, Tensor? lse_cotangent, "
+    f"str backend, {_LENGTHS}) -> Tensor",
+    _hvp,
+    _empty_hvp,
+    _backward_hvp,
+    _save_hvp,
+)
+hvp_pullback = Operator(
+    "implicit_attn::bisoftmax_third",
+    "(Tensor z, Tensor v, Tensor direction, float beta, Tensor? mask, bool causal, "
+    "Tensor? lse_cotangent) -> (Tensor, Tensor, Tensor)",
+    strips.hvp_pullback,
+    _empty_hvp_pullback,
+    _backward_hvp_pullback,
+)

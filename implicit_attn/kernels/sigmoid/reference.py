@@ -1,8 +1,8 @@
-"""Sigmoid attention in dense tensor operations: the definition that the blocks must match.
+"""Sigmoid attention in dense tensor operations: the definition that the strips must match.
 
 The energy of one head with rows ``z_i`` is ``E(Z) = 1/(2 beta) sum_ij sigma(S_ij)`` with
-``S = beta Z Z^T`` and the logistic function sigma (Hu, Zou, Xu, "Hyper-SET", arXiv 2502.11646, table
-18, with the sign that makes its update the gradient).
+``S = beta Z Z^T`` and the logistic function sigma (Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646,
+table 18, with the sign that makes its update the gradient).
 """
 
 from __future__ import annotations
@@ -10,12 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bi_softmax.reference import (
-    check_arguments,
-    check_vector,
-    counting,
-    without_autocast,
-)
+from implicit_attn.kernels.arguments import wide_dtype, without_autocast, zero_masked
 
 
 @without_autocast
@@ -23,15 +18,13 @@ def sigmoid_attention(
     z: Tensor, beta: float, *, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gradient ``sigma'(S) Z`` like ``z`` and value (B, H); see ``dispatch.sigmoid_attention``."""
-    check_arguments(z, beta, mask)
-    z = counting(z, mask)
+    z = zero_masked(z, mask)
     gates = torch.sigmoid((z @ z.mT) * beta)
-    gradient = counting((gates - gates.square()) @ z, mask)
+    gradient = zero_masked((gates - gates.square()) @ z, mask)
     if mask is not None:
         pairs = mask[:, None, :, None] & mask[:, None, None, :]
         gates = gates.masked_fill(~pairs, 0.0)
-    wide = torch.promote_types(z.dtype, torch.float32)
-    return gradient, gates.flatten(2).sum(2, dtype=wide) / (2.0 * beta)
+    return gradient, gates.flatten(2).sum(2, dtype=wide_dtype(z)) / (2.0 * beta)
 
 
 @without_autocast
@@ -39,11 +32,9 @@ def sigmoid_attention_hvp(
     z: Tensor, v: Tensor, beta: float, *, mask: Tensor | None = None
 ) -> Tensor:
     """``sigma'(S) V + (sigma''(S) * T) Z`` with ``T = beta (V Z^T + Z V^T)``, like ``z``."""
-    check_arguments(z, beta, mask)
-    check_vector(z, v, None)
-    z, v = counting(z, mask), counting(v, mask)
+    z, v = zero_masked(z, mask), zero_masked(v, mask)
     gates = torch.sigmoid((z @ z.mT) * beta)
     slope = gates - gates.square()
     one_side = v @ z.mT
     bend = slope * (1.0 - 2.0 * gates) * ((one_side + one_side.mT) * beta)
-    return counting(slope @ v + bend @ z, mask)
+    return zero_masked(slope @ v + bend @ z, mask)

@@ -43,11 +43,11 @@ def test_registration(name: str) -> None:
     z, v, a = states(heads=2)
     mask, causal, limit = arguments(options)
     lse = bisoftmax(z, BETA, backend="blocks", **options)[1].detach()
-    torch.library.opcheck(ops.bisoftmax_op, (z, BETA, mask, causal, limit, "blocks"))
+    torch.library.opcheck(ops.forward.operator, (z, BETA, mask, causal, limit, "blocks"))
     given = (z, v, BETA, mask, causal, limit, lse, a, "blocks")
-    torch.library.opcheck(ops.bisoftmax_hvp_op, given)
+    torch.library.opcheck(ops.hvp.operator, given)
     detached = (z.detach(), v.detach(), v.detach(), BETA, mask, causal, a.detach())
-    torch.library.opcheck(ops.bisoftmax_third_op, detached)
+    torch.library.opcheck(ops.hvp_pullback.operator, detached)
 
 
 @each_case
@@ -113,7 +113,7 @@ def test_the_product_is_linear_in_v_at_the_cost_of_a_product(
     def forbidden(*args: Any) -> Any:
         raise AssertionError("the third derivative was computed")
 
-    monkeypatch.setattr(ops, "bisoftmax_third_op", forbidden)
+    monkeypatch.setattr(ops, "hvp_pullback", forbidden)
     constant = z.detach()
     assert gradcheck(lambda v: bisoftmax_hvp(constant, v, BETA, backend="blocks"), v)
 

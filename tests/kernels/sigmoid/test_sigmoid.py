@@ -44,7 +44,7 @@ def check(tensors: list[Tensor], beta: float, mask: Tensor | None) -> None:
         value,
         strips.sigmoid_hvp(z, v, beta, mask),
         reference.sigmoid_attention_hvp(z, v, beta, mask=mask),
-        *strips.sigmoid_third(z, v, c, beta, mask),
+        *strips.sigmoid_hvp_pullback(z, v, c, beta, mask),
     )
     theirs = (exact, exact_value, product, product, *pullbacks)
     for found, expected in zip(ours, theirs, strict=True):
@@ -97,8 +97,8 @@ def test_hidden_tokens_are_never_read() -> None:
         (strips.sigmoid_forward(bad, 0.3, mask), strips.sigmoid_forward(z, 0.3, mask)),
         ((strips.sigmoid_hvp(bad, bad_v, 0.3, mask),), (strips.sigmoid_hvp(z, v, 0.3, mask),)),
         (
-            strips.sigmoid_third(bad, bad_v, bad_c, 0.3, mask),
-            strips.sigmoid_third(z, v, c, 0.3, mask),
+            strips.sigmoid_hvp_pullback(bad, bad_v, bad_c, 0.3, mask),
+            strips.sigmoid_hvp_pullback(z, v, c, 0.3, mask),
         ),
     ):
         for ours, theirs in zip(found, expected, strict=True):
@@ -153,10 +153,10 @@ def test_nothing_to_attend(backend: str, shape: tuple[int, ...]) -> None:
 
 def test_registration() -> None:
     z, v, c = small()
-    torch.library.opcheck(ops.sigmoid_op, (z, BETA, HOLES))
-    torch.library.opcheck(ops.sigmoid_hvp_op, (z, v, BETA, HOLES))
+    torch.library.opcheck(ops.forward.operator, (z, BETA, HOLES))
+    torch.library.opcheck(ops.hvp.operator, (z, v, BETA, HOLES))
     detached = (z.detach(), v.detach(), c.detach(), BETA, HOLES)
-    torch.library.opcheck(ops.sigmoid_third_op, detached)
+    torch.library.opcheck(ops.hvp_pullback.operator, detached)
     stack = torch.stack((z.detach(), v.detach()))
     mapped = torch.vmap(lambda z: sigmoid_attention(z, BETA, backend="blocks"))(stack)
     single = [sigmoid_attention(t, BETA) for t in stack]
@@ -219,7 +219,7 @@ def test_no_matrix_of_all_pairs() -> None:
     with Allocations() as seen:
         strips.sigmoid_forward(z, 0.3, None)
         strips.sigmoid_hvp(z, v, 0.3, None)
-        strips.sigmoid_third(z, v, c, 0.3, None)
+        strips.sigmoid_hvp_pullback(z, v, c, 0.3, None)
     assert seen.largest <= 128 * count * max(1, torch.get_num_threads()) < count * count
     with Allocations() as dense:
         reference.sigmoid_attention(z, 0.3)

@@ -1,8 +1,12 @@
 """The gradient ``(P + P^T) Z`` from the log-sum-exps: one program per block of rows.
 
 With ``k_ij = exp(S_ij - c)`` and ``a_i = exp(c - L_i)`` the weight of a pair is
-``P_ij + P_ji = k_ij (a_i + a_j)``: one exponential. As ``|S_ij| <= max L =: M`` (``L_i >= S_ii``), one
+``P_ij + P_ji = k_ij (a_i + a_j)``, one exponential. As ``|S_ij| <= max L =: M`` (``L_i >= S_ii``), one
 ``c`` per head serves up to ``M`` about 110; beyond, the kernel takes two exponentials.
+
+The atomic kernel, for bounded scores without a causal mask, takes half of the tiles: each adds to its
+rows and, by atomics, to its columns. That is two thirds of the arithmetic, but the order of the
+additions, hence the rounding, changes from run to run.
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
@@ -13,12 +17,12 @@ import triton
 import triton.language as tl
 
 from implicit_attn.kernels.bi_softmax.triton.tiles import (
+    RECIPROCAL,
     SEPARATE,
-    SHARES,
     SHIFTED,
     WIDEST_PEAK,
-    counting,
     head_of,
+    kept_rows,
     load_tile,
     product,
     scores,
@@ -32,22 +36,22 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
 
 @triton.jit
 def _gather(
-    z, rows_of, first, count, tokens, width, scale, shift, stride_n, stride_p,
+    z, normaliser, first, count, tokens, width, scale, shift, stride_n, stride_p,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``sum_j (P_ij + P_ji) z_j`` of a block of rows; ``rows_of``: L or shares."""
+    """``sum_j (P_ij + P_ji) z_j`` of a block of rows; ``normaliser``: ``L`` (base 2) or ``exp(-L)``."""
     own = load_tile(z, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     rows = first + tl.arange(0, ROWS)
-    here = weighing(tl.load(rows_of + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
+    here = weighing(tl.load(normaliser + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
     gathered = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, count, COLUMNS):
         other = load_tile(
             z, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
         )
         columns = start + tl.arange(0, COLUMNS)
-        there = tl.load(rows_of + columns, mask=columns < tokens, other=0.0)
+        there = tl.load(normaliser + columns, mask=columns < tokens, other=0.0)
         there = weighing(there, shift, BOOST, FORM)
         score = scores(own, other, PRECISION, UPCAST) * scale
         # Where z_j is zero (padding) the weight is finite and adds nothing.
@@ -58,61 +62,72 @@ def _gather(
 
 @triton.jit
 def gradient_kernel(
-    z, keep, extent, rows_of, peaks, out, heads, tokens, width, blocks, scale,
+    z, keep, extent, normaliser, peaks, out, heads, tokens, width, blocks, scale,
     stride_b, stride_h, stride_n, stride_p, out_stride_b, out_stride_h, out_stride_n, out_stride_p,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
     BOUNDED: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Without a causal mask; grid (samples * heads * blocks,). ``rows_of``: shares if ``BOUNDED``."""
+    """``(P + P^T) Z`` without a causal mask; grid (samples * heads * blocks,).
+
+    ``normaliser``: ``exp(-L)`` if ``BOUNDED``, else ``L`` (base 2).
+    """
     index = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * ROWS
     sample = index // heads
     head = head_of(z, index, heads, stride_b, stride_h)
-    rows_of += tl.cast(index, tl.int64) * tokens
+    normaliser += tl.cast(index, tl.int64) * tokens
     count = token_count(extent, sample, tokens, HAS_EXTENT)
     if BOUNDED:
         gathered = _gather(
-            head, rows_of, first, count, tokens, width, scale, 0.0, stride_n, stride_p,
-            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SHARES, BOOST, PRECISION, UPCAST,
+            head, normaliser, first, count, tokens, width, scale, 0.0, stride_n, stride_p,
+            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, RECIPROCAL, BOOST, PRECISION, UPCAST,
         )  # fmt: skip
     else:
         peak = tl.load(peaks + index)
         if peak <= WIDEST_PEAK:
             gathered = _gather(
-                head, rows_of, first, count, tokens, width, scale, shift_of(peak),
+                head, normaliser, first, count, tokens, width, scale, shift_of(peak),
                 stride_n, stride_p, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
                 SHIFTED, BOOST, PRECISION, UPCAST,
             )  # fmt: skip
         else:
             gathered = _gather(
-                head, rows_of, first, count, tokens, width, scale, 0.0, stride_n, stride_p,
+                head, normaliser, first, count, tokens, width, scale, 0.0, stride_n, stride_p,
                 ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SEPARATE, BOOST, PRECISION, UPCAST,
             )  # fmt: skip
-    counts = counting(keep, sample, first, count, tokens, ROWS, HAS_MASK)
-    gathered = tl.where(counts[:, None], gathered * (2.0**-BOOST), 0.0)
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    gathered = tl.where(kept[:, None], gathered * (2.0**-BOOST), 0.0)
     out_head = head_of(out, index, heads, out_stride_b, out_stride_h)
     store_tile(out_head, gathered, first, tokens, width, out_stride_n, out_stride_p, ROWS, WIDTH)
 
 
 @triton.jit
-def _column_step(
-    gathered, z_own, z_other, lse_other, rows, start, scale,
-    COLUMNS: tl.constexpr, DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+def _column_sums(
+    gathered, z_own, head, normaliser, rows, begin, end, count, tokens, width, scale,
+    stride_n, stride_p,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
+    DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    there = weighing(lse_other, 0.0, BOOST, SEPARATE)
-    exponent = scores(z_own, z_other, PRECISION, UPCAST) * scale - there[None, :]
-    if DIAGONAL:
+    """Add ``P_ji z_j`` of ``begin <= j < end``; ``normaliser``: ``L`` (base 2)."""
+    for start in range(begin, end, COLUMNS):
+        z_other = load_tile(
+            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
         columns = start + tl.arange(0, COLUMNS)
-        exponent = tl.where(columns[None, :] >= rows[:, None], exponent, float("-inf"))
-    weight = tl.exp2(exponent)
-    return product(weight.to(z_other.dtype), z_other, gathered, PRECISION, UPCAST)
+        lse_other = tl.load(normaliser + columns, mask=columns < tokens, other=0.0)
+        there = weighing(lse_other, 0.0, BOOST, SEPARATE)
+        exponent = scores(z_own, z_other, PRECISION, UPCAST) * scale - there[None, :]
+        if DIAGONAL:
+            exponent = tl.where(columns[None, :] >= rows[:, None], exponent, float("-inf"))
+        weight = tl.exp2(exponent)
+        gathered = product(weight.to(z_other.dtype), z_other, gathered, PRECISION, UPCAST)
+    return gathered
 
 
 @triton.jit
 def causal_columns_kernel(
-    z, keep, extent, rows_of, gathered_rows, out, heads, tokens, width, blocks, scale, stride_b,
+    z, keep, extent, normaliser, gathered_rows, out, heads, tokens, width, blocks, scale, stride_b,
     stride_h, stride_n, stride_p, out_stride_b, out_stride_h, out_stride_n, out_stride_p,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr,
@@ -123,36 +138,72 @@ def causal_columns_kernel(
     first = (tl.program_id(0) % blocks) * ROWS
     sample = index // heads
     head = head_of(z, index, heads, stride_b, stride_h)
-    rows_of += tl.cast(index, tl.int64) * tokens
+    normaliser += tl.cast(index, tl.int64) * tokens
     count = token_count(extent, sample, tokens, HAS_EXTENT)
     rows = first + tl.arange(0, ROWS)
-    within = tl.arange(0, COLUMNS)
     z_own = load_tile(head, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     gathered = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(first, tl.minimum(first + ROWS, count), COLUMNS):
-        z_other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        lse_other = tl.load(rows_of + start + within, mask=start + within < tokens, other=0.0)
-        gathered = _column_step(
-            gathered, z_own, z_other, lse_other, rows, start, scale,
-            COLUMNS, True, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
-    for start in range(first + ROWS, count, COLUMNS):
-        z_other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        lse_other = tl.load(rows_of + start + within, mask=start + within < tokens, other=0.0)
-        gathered = _column_step(
-            gathered, z_own, z_other, lse_other, rows, start, scale,
-            COLUMNS, False, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
+    gathered = _column_sums(
+        gathered, z_own, head, normaliser, rows, first, tl.minimum(first + ROWS, count), count,
+        tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, True, BOOST,
+        PRECISION, UPCAST,
+    )  # fmt: skip
+    gathered = _column_sums(
+        gathered, z_own, head, normaliser, rows, first + ROWS, count, count, tokens, width, scale,
+        stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, False, BOOST, PRECISION, UPCAST,
+    )  # fmt: skip
     gathered *= 2.0**-BOOST
     at = tl.cast(index, tl.int64) * tokens
     gathered += load_tile(
         gathered_rows + at * width, first, tokens, width, width, 1, ROWS, WIDTH, False, False
     )
-    counts = counting(keep, sample, first, count, tokens, ROWS, HAS_MASK)
-    gathered = tl.where(counts[:, None], gathered, 0.0)
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    gathered = tl.where(kept[:, None], gathered, 0.0)
     out_head = head_of(out, index, heads, out_stride_b, out_stride_h)
     store_tile(out_head, gathered, first, tokens, width, out_stride_n, out_stride_p, ROWS, WIDTH)
+
+
+@triton.jit
+def _add_tile(head, value, first, stop, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    rows = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    pointers = head + (tl.cast(rows, tl.int64)[:, None] * width + columns[None, :])
+    inside = (rows < stop)[:, None] & (columns[None, :] < width)
+    tl.atomic_add(pointers, value, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def atomic_gradient_kernel(
+    z, extent, reciprocal, out, heads, tokens, width, blocks, scale, stride_b, stride_h, stride_n,
+    stride_p,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
+    HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``out`` (float32, contiguous, zero before); the longest rows first."""
+    index = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * BLOCK
+    head = head_of(z, index, heads, stride_b, stride_h)
+    at = tl.cast(index, tl.int64) * tokens
+    out_head = out + at * width
+    count = token_count(extent, index // heads, tokens, HAS_EXTENT)
+    within = tl.arange(0, BLOCK)
+    z_own = load_tile(head, first, count, width, stride_n, stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH)
+    rows = first + within
+    here = tl.load(reciprocal + at + rows, mask=rows < tokens, other=0.0)
+    exponential = tl.exp2(scores(z_own, z_own, PRECISION, UPCAST) * scale)
+    weight = (exponential * (here[:, None] + here[None, :])).to(z_own.dtype)
+    gathered = tl.zeros([BLOCK, WIDTH], tl.float32)
+    gathered = product(weight, z_own, gathered, PRECISION, UPCAST)
+    for start in range(first + BLOCK, count, BLOCK):
+        z_other = load_tile(
+            head, start, count, width, stride_n, stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH
+        )
+        columns = start + within
+        there = tl.load(reciprocal + at + columns, mask=columns < tokens, other=0.0)
+        exponential = tl.exp2(scores(z_own, z_other, PRECISION, UPCAST) * scale)
+        weight = (exponential * (here[:, None] + there[None, :])).to(z_own.dtype)
+        gathered = product(weight, z_other, gathered, PRECISION, UPCAST)
+        across = tl.zeros([BLOCK, WIDTH], tl.float32)
+        across = product(tl.trans(weight), z_own, across, PRECISION, UPCAST)
+        _add_tile(out_head, across * (2.0**-BOOST), start, count, width, BLOCK, WIDTH)
+    _add_tile(out_head, gathered * (2.0**-BOOST), first, count, width, BLOCK, WIDTH)

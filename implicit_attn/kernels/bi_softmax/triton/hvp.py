@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from implicit_attn.kernels.bi_softmax.triton.tiles import (
+    RECIPROCAL,
     SEPARATE,
-    SHARES,
     SHIFTED,
     WIDEST_PEAK,
     both_weights,
-    counting,
     diagonal_weights,
     head_of,
+    kept_rows,
     load_tile,
     product,
     scores,
@@ -64,17 +64,20 @@ def _weights(
 
 @triton.jit
 def _curve(
-    curved, z, v, rows_of, mean, first, begin, end, count, tokens, width, scale, beta, shift,
+    curved, z, v, normaliser, mean, first, begin, end, count, tokens, width, scale, beta, shift,
     z_stride_n, z_stride_p, v_stride_n, v_stride_p,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, WHERE: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Add the terms of ``begin <= j < end`` to a block of rows; ``rows_of``: L or shares."""
+    """Add the terms of ``begin <= j < end`` to a block of rows.
+
+    ``normaliser``: ``L`` (base 2) or ``exp(-L)``.
+    """
     z_own = load_tile(z, first, count, width, z_stride_n, z_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     v_own = load_tile(v, first, count, width, v_stride_n, v_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     rows = first + tl.arange(0, ROWS)
-    here = weighing(tl.load(rows_of + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
+    here = weighing(tl.load(normaliser + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
     mean_own = tl.load(mean + rows, mask=rows < tokens, other=0.0)
     for start in range(begin, end, COLUMNS):
         z_other = load_tile(
@@ -84,7 +87,7 @@ def _curve(
             v, start, count, width, v_stride_n, v_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
         )
         columns = start + tl.arange(0, COLUMNS)
-        there = tl.load(rows_of + columns, mask=columns < tokens, other=0.0)
+        there = tl.load(normaliser + columns, mask=columns < tokens, other=0.0)
         there = weighing(there, shift, BOOST, FORM)
         mean_other = tl.load(mean + columns, mask=columns < tokens, other=0.0)
         score = scores(z_own, z_other, PRECISION, UPCAST) * scale
@@ -99,7 +102,7 @@ def _curve(
 
 @triton.jit
 def curvature_kernel(
-    z, v, keep, extent, rows_of, mean, peaks, out, heads, tokens, width, blocks, scale, beta,
+    z, v, keep, extent, normaliser, mean, peaks, out, heads, tokens, width, blocks, scale, beta,
     z_stride_b, z_stride_h, z_stride_n, z_stride_p, v_stride_b, v_stride_h, v_stride_n, v_stride_p,
     out_stride_b, out_stride_h, out_stride_n, out_stride_p,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
@@ -107,7 +110,7 @@ def curvature_kernel(
     BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``H V`` from ``r`` and from ``L``, or the shares if ``BOUNDED`` (then not ``CAUSAL``).
+    """``H V`` from ``r`` and from ``L``, or ``exp(-L)`` if ``BOUNDED`` (then not ``CAUSAL``).
 
     Grid (samples * heads * blocks,).
     """
@@ -116,47 +119,47 @@ def curvature_kernel(
     sample = index // heads
     z = head_of(z, index, heads, z_stride_b, z_stride_h)
     v = head_of(v, index, heads, v_stride_b, v_stride_h)
-    rows_of += tl.cast(index, tl.int64) * tokens
+    normaliser += tl.cast(index, tl.int64) * tokens
     mean += tl.cast(index, tl.int64) * tokens
     count = token_count(extent, sample, tokens, HAS_EXTENT)
     curved = tl.zeros([ROWS, WIDTH], tl.float32)
     if CAUSAL:
         curved = _curve(
-            curved, z, v, rows_of, mean, first, 0, tl.minimum(first, count), count, tokens, width,
+            curved, z, v, normaliser, mean, first, 0, tl.minimum(first, count), count, tokens, width,
             scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
             ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, LEFT, SEPARATE, BOOST, PRECISION, UPCAST,
         )  # fmt: skip
         curved = _curve(
-            curved, z, v, rows_of, mean, first, first, tl.minimum(first + ROWS, count), count,
+            curved, z, v, normaliser, mean, first, first, tl.minimum(first + ROWS, count), count,
             tokens, width, scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
             ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, DIAGONAL, SEPARATE, BOOST, PRECISION, UPCAST,
         )  # fmt: skip
         curved = _curve(
-            curved, z, v, rows_of, mean, first, first + ROWS, count, count, tokens, width,
+            curved, z, v, normaliser, mean, first, first + ROWS, count, count, tokens, width,
             scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
             ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, RIGHT, SEPARATE, BOOST, PRECISION, UPCAST,
         )  # fmt: skip
     elif BOUNDED:
         curved = _curve(
-            curved, z, v, rows_of, mean, first, 0, count, count, tokens, width,
+            curved, z, v, normaliser, mean, first, 0, count, count, tokens, width,
             scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
-            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SHARES, BOOST, PRECISION, UPCAST,
+            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, RECIPROCAL, BOOST, PRECISION, UPCAST,
         )  # fmt: skip
     else:
         peak = tl.load(peaks + index)
         if peak <= WIDEST_PEAK:
             curved = _curve(
-                curved, z, v, rows_of, mean, first, 0, count, count, tokens, width, scale, beta,
+                curved, z, v, normaliser, mean, first, 0, count, count, tokens, width, scale, beta,
                 shift_of(peak), z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS,
                 WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SHIFTED, BOOST, PRECISION, UPCAST,
             )  # fmt: skip
         else:
             curved = _curve(
-                curved, z, v, rows_of, mean, first, 0, count, count, tokens, width, scale, beta,
+                curved, z, v, normaliser, mean, first, 0, count, count, tokens, width, scale, beta,
                 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS,
                 WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SEPARATE, BOOST, PRECISION, UPCAST,
             )  # fmt: skip
-    counts = counting(keep, sample, first, count, tokens, ROWS, HAS_MASK)
-    curved = tl.where(counts[:, None], curved * (2.0**-BOOST), 0.0)
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    curved = tl.where(kept[:, None], curved * (2.0**-BOOST), 0.0)
     out = head_of(out, index, heads, out_stride_b, out_stride_h)
     store_tile(out, curved, first, tokens, width, out_stride_n, out_stride_p, ROWS, WIDTH)

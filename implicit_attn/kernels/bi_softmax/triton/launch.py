@@ -1,4 +1,4 @@
-"""One function per launch: tensors in, tensors filled. The problem is never empty here."""
+"""One function per launch, which fills the tensors given for results; no tensor is empty here."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 # (Launches add options of the compiler, and constants in place of constexpr.)
@@ -8,14 +8,22 @@ import torch
 import triton
 from torch import Tensor
 
-from implicit_attn.kernels.bi_softmax.triton.atomic import atomic_gradient_kernel
-from implicit_attn.kernels.bi_softmax.triton.gradient import causal_columns_kernel, gradient_kernel
+from implicit_attn.kernels.bi_softmax.triton.arguments import LaunchArguments
+from implicit_attn.kernels.bi_softmax.triton.gradient import (
+    atomic_gradient_kernel,
+    causal_columns_kernel,
+    gradient_kernel,
+)
 from implicit_attn.kernels.bi_softmax.triton.hvp import curvature_kernel
-from implicit_attn.kernels.bi_softmax.triton.lse import causal_rows_kernel, lse_kernel
-from implicit_attn.kernels.bi_softmax.triton.mean import mean_kernel
-from implicit_attn.kernels.bi_softmax.triton.problem import Problem
-from implicit_attn.kernels.bi_softmax.triton.small import small_gradient_kernel
-from implicit_attn.kernels.bi_softmax.triton.small_hvp import small_hvp_kernel
+from implicit_attn.kernels.bi_softmax.triton.row_sums import (
+    causal_rows_kernel,
+    lse_kernel,
+    mean_kernel,
+)
+from implicit_attn.kernels.bi_softmax.triton.single_tile import (
+    small_gradient_kernel,
+    small_hvp_kernel,
+)
 from implicit_attn.kernels.bi_softmax.triton.triangle import (
     triangle_kernel,
     triangle_lse_kernel,
@@ -27,7 +35,7 @@ MOST_SLICES, PROGRAMS = 32, 1024
 
 
 def parts(tokens: int) -> tuple[int, int]:
-    """Rows of the two parts of a small problem; the second may be none."""
+    """Rows of the two parts of a single tile; the second may be none."""
     first = max(16, int(triton.next_power_of_2(tokens)))
     half = first // 2
     rest = tokens - half
@@ -36,168 +44,142 @@ def parts(tokens: int) -> tuple[int, int]:
     return first, 0
 
 
-def small_gradient(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    z, (first, second) = problem.z, parts(problem.tokens)
-    shape = problem.tiles("small")
-    small_gradient_kernel[(problem.heads,)](
-        z, *problem.pads, lse, out, z.shape[1], problem.tokens, z.shape[3], problem.scale,
-        *z.stride(), *out.stride(), FIRST=first, SECOND=second,
-        HAS_MASK=problem.keep is not None, CAUSAL=problem.causal, BOUNDED=problem.shares, BOOST=problem.boost,
-        num_warps=shape.warps, num_stages=shape.stages, **problem.constants,
+def single_tile_gradient(given: LaunchArguments, out: Tensor, lse: Tensor) -> None:
+    """``(P + P^T) Z`` and ``L``."""
+    z, (first, second) = given.z, parts(given.tokens)
+    small_gradient_kernel[(given.heads,)](
+        z, *given.pads, lse, out, z.shape[1], given.tokens, z.shape[3], given.scale,
+        *z.stride(), *out.stride(), FIRST=first, SECOND=second, CAUSAL=given.causal,
+        BOUNDED=given.by_reciprocals, **given.weights, **given.constants(given.tiles("single tile")),
     )  # fmt: skip
 
 
-def small_hvp(problem: Problem, v: Tensor, cotangent: Tensor | None, out: Tensor) -> None:
-    z, (first, second) = problem.z, parts(problem.tokens)
-    shape = problem.tiles("small")
-    small_hvp_kernel[(problem.heads,)](
-        z, v, *problem.pads, z if cotangent is None else cotangent, out,
-        z.shape[1], problem.tokens, z.shape[3], problem.scale, problem.beta,
+def single_tile_hvp(
+    given: LaunchArguments, v: Tensor, cotangent: Tensor | None, out: Tensor
+) -> None:
+    """``H V``."""
+    z, (first, second) = given.z, parts(given.tokens)
+    small_hvp_kernel[(given.heads,)](
+        z, v, *given.pads, z if cotangent is None else cotangent, out,
+        z.shape[1], given.tokens, z.shape[3], given.scale, given.beta,
         *z.stride(), *v.stride(), *out.stride(), FIRST=first, SECOND=second,
-        HAS_MASK=problem.keep is not None, HAS_COTANGENT=cotangent is not None,
-        CAUSAL=problem.causal, BOUNDED=problem.shares,
-        BOOST=problem.boost,
-        num_warps=shape.warps, num_stages=shape.stages, **problem.constants,
+        HAS_COTANGENT=cotangent is not None, CAUSAL=given.causal, BOUNDED=given.by_reciprocals,
+        **given.weights, **given.constants(given.tiles("single tile")),
     )  # fmt: skip
 
 
-def row_lse(problem: Problem, lse: Tensor, rows_of: Tensor) -> None:
-    """``L`` from all tiles; ``rows_of``: its shares if the scores are bounded, else in base 2."""
-    z, shape = problem.z, problem.tiles("lse")
-    blocks = triton.cdiv(problem.tokens, shape.rows)
-    lse_kernel[(problem.heads * blocks,)](
-        z, *problem.pads, lse, rows_of, z.shape[1], problem.tokens, z.shape[3], blocks, problem.scale,
-        *z.stride(), ROWS=shape.rows, COLUMNS=shape.columns,
-        EVEN=problem.even(shape.rows, shape.columns), EVEN_WIDTH=problem.even_width,
-        HAS_MASK=problem.keep is not None, BOUNDED=problem.bounded, BOOST=problem.boost,
-        num_warps=shape.warps, num_stages=shape.stages, **problem.constants,
+def row_lse(given: LaunchArguments, lse: Tensor, normaliser: Tensor) -> None:
+    """``L`` from all tiles; ``normaliser``: ``exp(-L)`` if scores are bounded, else ``L`` in base 2."""
+    blocks, options = given.by_rows("lse")
+    lse_kernel[(given.heads * blocks,)](
+        given.z, *given.pads, lse, normaliser, *given.sizes(blocks), *given.z.stride(),
+        BOUNDED=given.bounded, **options,
     )  # fmt: skip
 
 
-def _triangle(problem: Problem, v: Tensor | None) -> tuple[Tensor, int, int]:
+def _triangle(given: LaunchArguments, v: Tensor | None) -> tuple[Tensor, int, int]:
     """Slots of partial sums, their number a head, and the block."""
-    z, shape = problem.z, problem.tiles("triangle" if v is None else "tangents")
-    tangent, v = v is not None, z if v is None else v
-    block = shape.rows
-    blocks = triton.cdiv(problem.tokens, block)
-    slices = int(min(blocks, MOST_SLICES, triton.cdiv(PROGRAMS, problem.heads)))
+    shape = given.tiles("triangle" if v is None else "tangents")
+    tangent, v = v is not None, given.z if v is None else v
+    blocks = triton.cdiv(given.tokens, shape.rows)
+    slices = int(min(blocks, MOST_SLICES, triton.cdiv(PROGRAMS, given.heads)))
     slots = torch.empty(
-        (problem.heads * slices, problem.tokens), dtype=torch.float32, device=z.device
+        (given.heads * slices, given.tokens), dtype=torch.float32, device=given.z.device
     )
-    triangle_kernel[(problem.heads * slices,)](
-        z, v, *problem.pads, slots, z.shape[1], problem.tokens, z.shape[3], slices, problem.scale,
-        *z.stride(), *v.stride(), TANGENT=tangent, BLOCK=block, EVEN=problem.even(block),
-        EVEN_WIDTH=problem.even_width, HAS_MASK=problem.keep is not None,
-        num_warps=shape.warps, num_stages=shape.stages, **problem.constants,
+    triangle_kernel[(given.heads * slices,)](
+        given.z, v, *given.pads, slots, *given.sizes(slices), *given.z.stride(), *v.stride(),
+        TANGENT=tangent, BLOCK=shape.rows, HAS_MASK=given.keep is not None,
+        **given.even(shape), **given.constants(shape),
     )  # fmt: skip
-    return slots, slices, block
+    return slots, slices, shape.rows
 
 
-def triangle_lse(problem: Problem, lse: Tensor, shares: Tensor) -> None:
-    """``L`` and ``shares`` from half of the tiles."""
-    slots, slices, block = _triangle(problem, None)
-    blocks = triton.cdiv(problem.tokens, block)
-    keep, extent = problem.pads
-    triangle_lse_kernel[(problem.heads * blocks,)](
-        slots, keep, extent, lse, shares, problem.z.shape[1], problem.tokens, blocks, slices,
-        BLOCK=block, BOOST=problem.boost,
-        HAS_MASK=problem.keep is not None, HAS_EXTENT=problem.extent is not None,
+def triangle_lse(given: LaunchArguments, lse: Tensor, reciprocals: Tensor) -> None:
+    """``L`` and ``exp(-L)`` from half of the tiles."""
+    slots, slices, block = _triangle(given, None)
+    blocks = triton.cdiv(given.tokens, block)
+    triangle_lse_kernel[(given.heads * blocks,)](
+        slots, *given.pads, lse, reciprocals, given.z.shape[1], given.tokens, blocks, slices,
+        BLOCK=block, HAS_EXTENT=given.extent is not None, **given.weights,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def triangle_mean(
-    problem: Problem, v: Tensor, lse: Tensor, cotangent: Tensor | None, mean: Tensor, shares: Tensor
+    given: LaunchArguments,
+    v: Tensor,
+    lse: Tensor,
+    cotangent: Tensor | None,
+    mean: Tensor,
+    reciprocals: Tensor,
 ) -> None:
-    """``r`` and ``shares`` from half of the tiles."""
-    slots, slices, block = _triangle(problem, v)
-    blocks = triton.cdiv(problem.tokens, block)
-    triangle_mean_kernel[(problem.heads * blocks,)](
-        slots, problem.pads[1], lse, lse if cotangent is None else cotangent, mean, shares,
-        problem.z.shape[1], problem.tokens, blocks, slices, problem.beta, BLOCK=block,
-        HAS_EXTENT=problem.extent is not None, HAS_COTANGENT=cotangent is not None,
-        BOOST=problem.boost, num_warps=4, enable_fp_fusion=True,
+    """``r`` and ``exp(-L)`` from half of the tiles."""
+    slots, slices, block = _triangle(given, v)
+    blocks = triton.cdiv(given.tokens, block)
+    triangle_mean_kernel[(given.heads * blocks,)](
+        slots, given.pads[1], lse, lse if cotangent is None else cotangent, mean, reciprocals,
+        given.z.shape[1], given.tokens, blocks, slices, given.beta, BLOCK=block,
+        HAS_EXTENT=given.extent is not None, HAS_COTANGENT=cotangent is not None,
+        BOOST=given.weights["BOOST"], num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def row_mean(
-    problem: Problem, v: Tensor, cotangent: Tensor | None, mean: Tensor, rows_of: Tensor
+    given: LaunchArguments, v: Tensor, cotangent: Tensor | None, mean: Tensor, normaliser: Tensor
 ) -> None:
-    """``r`` from all tiles that the mask leaves; ``rows_of`` as from ``row_lse``."""
-    z, shape = problem.z, problem.tiles("mean")
-    blocks = triton.cdiv(problem.tokens, shape.rows)
-    mean_kernel[(problem.heads * blocks,)](
-        z, v, *problem.pads, mean if cotangent is None else cotangent, mean, rows_of,
-        z.shape[1], problem.tokens, z.shape[3], blocks, problem.scale, problem.beta,
-        *z.stride(), *v.stride(), ROWS=shape.rows, COLUMNS=shape.columns,
-        EVEN=problem.even(shape.rows, shape.columns), EVEN_WIDTH=problem.even_width,
-        HAS_MASK=problem.keep is not None, HAS_COTANGENT=cotangent is not None,
-        CAUSAL=problem.causal, BOUNDED=problem.shares, BOOST=problem.boost,
-        num_warps=shape.warps, num_stages=shape.stages, **problem.constants,
+    """``r`` from all tiles that the mask leaves; ``normaliser`` as from ``row_lse``."""
+    blocks, options = given.by_rows("mean")
+    mean_kernel[(given.heads * blocks,)](
+        given.z, v, *given.pads, mean if cotangent is None else cotangent, mean, normaliser,
+        *given.sizes(blocks), given.beta, *given.z.stride(), *v.stride(), CAUSAL=given.causal,
+        HAS_COTANGENT=cotangent is not None, BOUNDED=given.by_reciprocals, **options,
     )  # fmt: skip
 
 
-def gradient(problem: Problem, rows_of: Tensor, out: Tensor) -> None:
-    """``(P + P^T) Z`` from the shares if the scores are bounded, else from ``L`` (base 2)."""
-    z, shape = problem.z, problem.tiles("gradient")
-    blocks = triton.cdiv(problem.tokens, shape.rows)
-    peaks = rows_of if problem.bounded else rows_of.amax(-1)
-    gradient_kernel[(problem.heads * blocks,)](
-        z, *problem.pads, rows_of, peaks, out, z.shape[1], problem.tokens, z.shape[3], blocks,
-        problem.scale, *z.stride(), *out.stride(),
-        ROWS=shape.rows, COLUMNS=shape.columns, EVEN=problem.even(shape.rows, shape.columns),
-        EVEN_WIDTH=problem.even_width, HAS_MASK=problem.keep is not None,
-        BOUNDED=problem.bounded, BOOST=problem.boost,
-        num_warps=shape.warps, num_stages=shape.stages, **problem.constants,
+def gradient(given: LaunchArguments, normaliser: Tensor, out: Tensor) -> None:
+    """``(P + P^T) Z``; ``normaliser`` as from ``row_lse``."""
+    blocks, options = given.by_rows("gradient")
+    peaks = normaliser if given.bounded else normaliser.amax(-1)
+    gradient_kernel[(given.heads * blocks,)](
+        given.z, *given.pads, normaliser, peaks, out, *given.sizes(blocks),
+        *given.z.stride(), *out.stride(), BOUNDED=given.bounded, **options,
     )  # fmt: skip
 
 
-def atomic_gradient(problem: Problem, shares: Tensor, out: Tensor) -> None:
+def atomic_gradient(given: LaunchArguments, reciprocals: Tensor, out: Tensor) -> None:
     """``(P + P^T) Z`` from half of the tiles, in an order that changes from run to run."""
-    z, shape = problem.z, problem.tiles("atomic")
-    blocks = triton.cdiv(problem.tokens, shape.rows)
+    z, shape = given.z, given.tiles("atomic")
+    blocks = triton.cdiv(given.tokens, shape.rows)
     total = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
-    atomic_gradient_kernel[(problem.heads * blocks,)](
-        z, problem.pads[1], shares, total, z.shape[1], problem.tokens, z.shape[3], blocks,
-        problem.scale, *z.stride(), BLOCK=shape.rows, EVEN=problem.even(shape.rows),
-        EVEN_WIDTH=problem.even_width, BOOST=problem.boost,
-        num_warps=shape.warps, num_stages=shape.stages, **problem.constants,
+    atomic_gradient_kernel[(given.heads * blocks,)](
+        z, given.pads[1], reciprocals, total, *given.sizes(blocks), *z.stride(), BLOCK=shape.rows,
+        BOOST=given.weights["BOOST"], **given.even(shape), **given.constants(shape),
     )  # fmt: skip
-    if problem.keep is not None:
-        total.masked_fill_((problem.keep == 0)[:, None, :, None], 0.0)
+    if given.keep is not None:
+        total.masked_fill_((given.keep == 0)[:, None, :, None], 0.0)
     out.copy_(total)
 
 
-def causal_gradient(problem: Problem, lse: Tensor, rows_of: Tensor, out: Tensor) -> None:
+def causal_gradient(given: LaunchArguments, lse: Tensor, normaliser: Tensor, out: Tensor) -> None:
     """A pass over the rows, which also finds ``L``, then one over the columns."""
-    z, shape = problem.z, problem.tiles("causal")
-    blocks = triton.cdiv(problem.tokens, shape.rows)
+    z, (blocks, options) = given.z, given.by_rows("causal")
     rows = torch.empty(z.shape, dtype=torch.float32, device=z.device)
-    common = {
-        "ROWS": shape.rows, "COLUMNS": shape.columns, "BOOST": problem.boost,
-        "EVEN": problem.even(shape.rows, shape.columns), "EVEN_WIDTH": problem.even_width,
-        "HAS_MASK": problem.keep is not None, "num_warps": shape.warps,
-        "num_stages": shape.stages, **problem.constants,
-    }  # fmt: skip
-    sizes = (z.shape[1], problem.tokens, z.shape[3], blocks, problem.scale)
-    grid = (problem.heads * blocks,)
-    causal_rows_kernel[grid](z, *problem.pads, lse, rows_of, rows, *sizes, *z.stride(), **common)
+    sizes, grid = given.sizes(blocks), (given.heads * blocks,)
+    causal_rows_kernel[grid](z, *given.pads, lse, normaliser, rows, *sizes, *z.stride(), **options)
     causal_columns_kernel[grid](
-        z, *problem.pads, rows_of, rows, out, *sizes, *z.stride(), *out.stride(), **common
+        z, *given.pads, normaliser, rows, out, *sizes, *z.stride(), *out.stride(), **options
     )
 
 
-def curvature(problem: Problem, v: Tensor, rows_of: Tensor, mean: Tensor, out: Tensor) -> None:
-    """``H V`` from ``r`` and from the shares if the scores are bounded, else from ``L`` (base 2)."""
-    z, shape = problem.z, problem.tiles("curvature")
-    blocks = triton.cdiv(problem.tokens, shape.rows)
-    peaks = rows_of if problem.shares or problem.causal else rows_of.amax(-1)
-    curvature_kernel[(problem.heads * blocks,)](
-        z, v, *problem.pads, rows_of, mean, peaks, out, z.shape[1],
-        problem.tokens, z.shape[3], blocks, problem.scale, problem.beta,
-        *z.stride(), *v.stride(), *out.stride(), ROWS=shape.rows, COLUMNS=shape.columns,
-        EVEN=problem.even(shape.rows, shape.columns), EVEN_WIDTH=problem.even_width,
-        HAS_MASK=problem.keep is not None, BOUNDED=problem.shares, CAUSAL=problem.causal,
-        BOOST=problem.boost,
-        num_warps=shape.warps, num_stages=shape.stages, **problem.constants,
+def curvature(
+    given: LaunchArguments, v: Tensor, normaliser: Tensor, mean: Tensor, out: Tensor
+) -> None:
+    """``H V`` from ``r`` and the normaliser that came with it."""
+    blocks, options = given.by_rows("curvature")
+    shifted = not given.by_reciprocals and not given.causal
+    peaks = normaliser.amax(-1) if shifted else normaliser
+    curvature_kernel[(given.heads * blocks,)](
+        given.z, v, *given.pads, normaliser, mean, peaks, out, *given.sizes(blocks), given.beta,
+        *given.z.stride(), *v.stride(), *out.stride(), BOUNDED=given.by_reciprocals,
+        CAUSAL=given.causal, **options,
     )  # fmt: skip

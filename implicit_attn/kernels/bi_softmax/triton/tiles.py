@@ -1,4 +1,4 @@
-"""What the Triton kernels of bi-softmax share: loading tiles, products, and the two weights of a pair.
+"""What the Triton kernels of bi-softmax share: loading tiles, products, the weights of a pair.
 
 Exponentials are of base 2, the hardware's own: ``scale = beta log2(e)`` multiplies the products, and
 log-sum-exps pass between kernels in base 2: with scores in the hundreds, one rounding on the way to
@@ -16,9 +16,12 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# The weights of a pair, ``k (a_i + a_j)`` or ``exp(S - L_i) + exp(S - L_j)``: bounded scores with
-# ``a = exp(-L)`` given (a share), any with ``L`` given and one shift a head, any with ``L`` given.
-SHARES: tl.constexpr = tl.constexpr(0)
+LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # finite: LOWEST - LOWEST is 0
+# Three forms of the weight ``P_ij + P_ji`` of a pair of tokens:
+# RECIPROCAL: ``exp(S) (a_i + a_j)`` with ``a = exp(-L)`` given, for bounded scores;
+# SHIFTED: ``exp(S - c) (a_i + a_j)`` with ``a = exp(c - L)`` from ``L``, with one c a head;
+# SEPARATE: ``exp(S - L_i) + exp(S - L_j)``, for any scores.
+RECIPROCAL: tl.constexpr = tl.constexpr(0)
 SHIFTED: tl.constexpr = tl.constexpr(1)
 SEPARATE: tl.constexpr = tl.constexpr(2)
 # Up to this peak of L (base 2) a shifted exponential and its counterweight stay normal in float32.
@@ -109,7 +112,7 @@ def tilted_product(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def weighing(value, shift, BOOST: tl.constexpr, FORM: tl.constexpr):
-    """What ``both_weights`` wants of a row, from its log-sum-exp (base 2) or its share.
+    """A row's part in the weights of its pairs, from its ``L`` (base 2) or ``exp(-L)``; see the forms.
 
     ``BOOST`` multiplies all weights by ``2^BOOST``, so that small ones survive float16.
     """
@@ -129,7 +132,7 @@ def store_row_values(pointer, value, index, first, tokens, ROWS: tl.constexpr):
 
 @triton.jit
 def both_weights(score, here, there, shift, FORM: tl.constexpr):
-    """``P_ij`` and ``P_ji`` of a tile of scores (base 2)."""
+    """``P_ij`` and ``P_ji`` of a tile of scores (base 2), given ``weighing`` of its rows and columns."""
     if FORM == 2:
         forward = tl.exp2(score - here[:, None])
         backward = tl.exp2(score - there[None, :])
@@ -142,7 +145,7 @@ def both_weights(score, here, there, shift, FORM: tl.constexpr):
 
 @triton.jit
 def sum_of_weights(score, here, there, shift, FORM: tl.constexpr):
-    """``P_ij + P_ji``."""
+    """``P_ij + P_ji``; arguments as for ``both_weights``."""
     if FORM == 2:
         weight = tl.exp2(score - here[:, None]) + tl.exp2(score - there[None, :])
     else:
@@ -177,8 +180,8 @@ def token_count(extent, sample, tokens, HAS_EXTENT: tl.constexpr):
 
 
 @triton.jit
-def counting(keep, sample, first, stop, tokens, ROWS: tl.constexpr, HAS_MASK: tl.constexpr):
-    """(ROWS,) bool: the tokens from ``first`` on that count."""
+def kept_rows(keep, sample, first, stop, tokens, ROWS: tl.constexpr, HAS_MASK: tl.constexpr):
+    """(ROWS,) bool: which tokens from ``first`` on are neither masked nor padding."""
     rows = first + tl.arange(0, ROWS)
     inside = rows < stop
     if HAS_MASK:

@@ -17,8 +17,8 @@ import triton.language as tl
 from implicit_attn.kernels.bi_softmax.triton.tiles import (
     LN2,
     LOG2E,
-    counting,
     head_of,
+    kept_rows,
     load_tile,
     scores,
     store_row_values,
@@ -74,13 +74,13 @@ def triangle_kernel(
             v_own = load_tile(
                 v_head, first, count, width, v_stride_n, v_stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH
             )
-        own_counts = counting(keep, sample, first, count, tokens, BLOCK, HAS_MASK)
-        offset = tl.where(own_counts, 0.0, float("-inf"))
-        # The diagonal tile, symmetric itself; columns are summed over rows that count.
+        own_kept = kept_rows(keep, sample, first, count, tokens, BLOCK, HAS_MASK)
+        offset = tl.where(own_kept, 0.0, float("-inf"))
+        # The diagonal tile, symmetric itself; columns are summed over kept rows.
         columns = _tile(
             z_own, v_own, z_own, v_own, offset, scale, TANGENT, PRECISION, UPCAST
         )  # fmt: skip
-        columns = tl.where(own_counts[:, None], columns, 0.0)
+        columns = tl.where(own_kept[:, None], columns, 0.0)
         for start in range(0, first, BLOCK):
             z_row = load_tile(
                 z_head, start, count, width, z_stride_n, z_stride_p, BLOCK, WIDTH, True, EVEN_WIDTH
@@ -93,8 +93,8 @@ def triangle_kernel(
                 )  # fmt: skip
             tile = _tile(z_row, v_row, z_own, v_own, offset, scale, TANGENT, PRECISION, UPCAST)
             if HAS_MASK and not TANGENT:  # a tangent is zero there already
-                row_counts = counting(keep, sample, start, count, tokens, BLOCK, HAS_MASK)
-                tile = tl.where(row_counts[:, None], tile, 0.0)
+                row_kept = kept_rows(keep, sample, start, count, tokens, BLOCK, HAS_MASK)
+                tile = tl.where(row_kept[:, None], tile, 0.0)
             columns += tile
             here = slot + start + within
             before = tl.load(here, mask=(step > 0) & (start + within < tokens), other=0.0)
@@ -122,7 +122,7 @@ def _slots_sum(slots, index, block, slices, count, tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def triangle_lse_kernel(
-    slots, keep, extent, lse, shares, heads, tokens, blocks, slices,
+    slots, keep, extent, lse, reciprocals, heads, tokens, blocks, slices,
     BLOCK: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """Second phase: ``L_i = log sum_j exp(S_ij)`` and ``exp(-L_i)``; grid (samples * heads * blocks,)."""
@@ -130,15 +130,15 @@ def triangle_lse_kernel(
     block = tl.program_id(0) % blocks
     count = token_count(extent, index // heads, tokens, HAS_EXTENT)
     total = _slots_sum(slots, index, block, slices, count, tokens, BLOCK)
-    counts = counting(keep, index // heads, block * BLOCK, count, tokens, BLOCK, HAS_MASK)
-    total = tl.where(counts, total, 1.0)
+    kept = kept_rows(keep, index // heads, block * BLOCK, count, tokens, BLOCK, HAS_MASK)
+    total = tl.where(kept, total, 1.0)
     store_row_values(lse, tl.log2(total) * LN2, index, block * BLOCK, tokens, BLOCK)
-    store_row_values(shares, (2.0**BOOST) / total, index, block * BLOCK, tokens, BLOCK)
+    store_row_values(reciprocals, (2.0**BOOST) / total, index, block * BLOCK, tokens, BLOCK)
 
 
 @triton.jit
 def triangle_mean_kernel(
-    slots, extent, lse, cotangent, mean, shares, heads, tokens, blocks, slices, beta,
+    slots, extent, lse, cotangent, mean, reciprocals, heads, tokens, blocks, slices, beta,
     BLOCK: tl.constexpr, HAS_EXTENT: tl.constexpr, HAS_COTANGENT: tl.constexpr,
     BOOST: tl.constexpr,
 ):  # fmt: skip
@@ -150,9 +150,9 @@ def triangle_mean_kernel(
     rows = block * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
     at = tl.cast(index, tl.int64) * tokens + rows
-    share = tl.exp2(-tl.load(lse + at, mask=inside, other=0.0) * LOG2E)
-    value = beta * (total * share)
+    reciprocal = tl.exp2(-tl.load(lse + at, mask=inside, other=0.0) * LOG2E)
+    value = beta * (total * reciprocal)
     if HAS_COTANGENT:
         value -= beta * tl.load(cotangent + at, mask=inside, other=0.0)
     tl.store(mean + at, value, mask=inside)
-    tl.store(shares + at, share * (2.0**BOOST), mask=inside)
+    tl.store(reciprocals + at, reciprocal * (2.0**BOOST), mask=inside)

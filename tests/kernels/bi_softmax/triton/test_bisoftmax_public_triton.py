@@ -21,7 +21,7 @@ from implicit_attn.kernels.bi_softmax import ops
 pytest.importorskip("triton", reason="Triton is not installed")
 triton_backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.backend")
 launch = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.launch")
-tables = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.tables")
+launching = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.arguments")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BRAIN = torch.bfloat16
@@ -129,7 +129,7 @@ def test_atomics_only_where_they_are_allowed(monkeypatch: pytest.MonkeyPatch) ->
         z = problem.z.clone().requires_grad_()
         gradient, _ = bisoftmax(z, case.beta, deterministic=deterministic, **options)
         assert relative(gradient.detach(), dense(case, problem)[0]) <= 1e-5
-    bisoftmax_hvp(problem.z, problem.v, case.beta, deterministic=False, **options)
+    bisoftmax_hvp(problem.z, problem.v, case.beta, **options)
     assert calls == ["gradient", "atomic_gradient"]
 
 
@@ -139,7 +139,7 @@ def test_a_product_finds_the_lse_only_where_it_is_used(
 ) -> None:
     """From 140 tokens on here, tangents from half of the tiles need it."""
     monkeypatch.setattr(triton_backend, "_TRIANGULAR_FROM", 140)
-    gradients = ("small_gradient", "gradient", "atomic_gradient", "causal_gradient")
+    gradients = ("single_tile_gradient", "gradient", "atomic_gradient", "causal_gradient")
     calls = counted(monkeypatch, *gradients, "row_lse", "triangle_lse")
     case = Case(tokens, 16)
     problem = problem_of(case, DEVICE)
@@ -181,10 +181,10 @@ def test_registration(padded: bool) -> None:
     z, v, mask = laid_out().requires_grad_(), laid_out(), None
     given = torch.tensor([0, 15], device=DEVICE) if padded else None
     arguments = (z, 0.25, mask, False, 9.0, "triton", given, True)
-    torch.library.opcheck(ops.bisoftmax_op, arguments)
+    torch.library.opcheck(ops.forward.operator, arguments)
     lse = ops.forward(*arguments)[1].detach()
     torch.library.opcheck(
-        ops.bisoftmax_hvp_op, (z, v, 0.25, mask, False, 9.0, lse, lse, "triton", given)
+        ops.hvp.operator, (z, v, 0.25, mask, False, 9.0, lse, lse, "triton", given)
     )
 
 
@@ -219,7 +219,7 @@ def test_vmap() -> None:
 def test_tiles_fit_the_chip() -> None:
     """Data centre cards of two generations share a table; consumer cards of the later one do not."""
     for kernel in ("lse", "triangle", "gradient", "curvature", "causal", "mean"):
-        chosen = {major: tables.tiles(kernel, 256, 2, major) for major in (8, 9, 10, 12)}
+        chosen = {major: launching.tiles(kernel, 256, 2, major) for major in (8, 9, 10, 12)}
         assert chosen[9] == chosen[10] and chosen[8] == chosen[12] != chosen[9]
 
 
@@ -230,7 +230,7 @@ def test_automatic_choice_on_a_card(tokens: int, monkeypatch: pytest.MonkeyPatch
     z = laid_out(tokens, 64, dtype=BRAIN)
     assert explain(z, 0.125).backend == "triton"
     assert explain(z.double(), 0.125).backend != "triton"
-    calls = counted(monkeypatch, "small_gradient", "gradient")
+    calls = counted(monkeypatch, "single_tile_gradient", "gradient")
     gradient, lse = bisoftmax(z, 0.125)
     assert len(calls) == 1
     compiled = torch.compile(lambda z: bisoftmax(z, 0.125), fullgraph=True, backend="aot_eager")

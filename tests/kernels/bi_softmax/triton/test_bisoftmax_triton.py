@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from cases.triton import TOLERANCE, Case, Problem, dense, problem_of, relative
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
+from implicit_attn.kernels.bi_softmax import ops
 
 pytest.importorskip("triton", reason="Triton is not installed")
 backend = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.backend")
 launch = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.launch")
-tables = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.tables")
+arguments = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.arguments")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BRAIN = torch.float16, torch.bfloat16
-TILED, ON_CHIP = {"small": False}, {"small": True}
+TILED, ON_CHIP = {"single_tile": False}, {"single_tile": True}
 
 SMALL = [
     Case(1, 8, batch=2, options=ON_CHIP),
@@ -195,7 +197,7 @@ def test_without_cotangent_and_without_lse(case: Case) -> None:
 def test_slices_add_to_what_they_wrote(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five blocks in two slices a head: a slot is written once and added to twice."""
     monkeypatch.setattr(launch, "MOST_SLICES", 2)
-    monkeypatch.setattr(tables, "INTERPRETER", tables.Tiles(32, 32, 4, 1))
+    monkeypatch.setattr(arguments, "INTERPRETER", arguments.Tiles(32, 32, 4, 1))
     check_case(Case(131, 16, batch=2, heads=1, mask=mask, options={"triangular": True}))
 
 
@@ -239,9 +241,9 @@ def test_layouts(tokens: int) -> None:
 
 def test_nothing_in_nothing_out() -> None:
     z = torch.ones(0, 2, 5, 8, device=DEVICE)
-    gradient, lse = backend.bisoftmax_forward(z, 1.0)
+    gradient, lse = bisoftmax(z, 1.0, backend="triton")
     assert gradient.shape == z.shape and lse.shape == (0, 2, 5)
-    assert backend.bisoftmax_hvp(z, z, 1.0).shape == z.shape
+    assert bisoftmax_hvp(z, z, 1.0, backend="triton").shape == z.shape
 
 
 def test_bfloat16() -> None:
@@ -261,25 +263,43 @@ COUNT = torch.tensor([3, 4])
 
 
 @pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"z": ONES.double()}, ValueError, "float32, bfloat16 and float16, got torch.float64"),
+        ({"z": ONES[0]}, ValueError, r"\(B, H, N, p\), got \(3, 130, 8\)"),
+        ({"z": ONES.new_ones(1, 1, 2, 257)}, ValueError, "head widths from 1 to 256, got 257"),
+        ({"mask": EVERY[:, :4]}, ValueError, r"mask must have the shape \(B, N\) = \(2, 130\)"),
+        ({"mask": EVERY.float()}, TypeError, "mask must be of dtype bool"),
+        ({"mask": EVERY.to("meta")}, ValueError, "mask must be on the device of z"),
+        ({"beta": 0.0}, ValueError, "beta must be > 0, got 0.0"),
+        ({"mask": EVERY, "lengths": COUNT}, ValueError, "give mask or lengths, got both"),
+        ({"lengths": COUNT.float()}, TypeError, "lengths must be of an integer dtype"),
+        ({"lengths": COUNT[:1]}, ValueError, r"lengths must have the shape \(B,\) = \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given = {"z": ONES, "beta": 1.0, "backend": "triton", **change}
+    with pytest.raises(error, match=message):
+        bisoftmax(**given)
+    with pytest.raises(error, match=message):
+        bisoftmax_hvp(v=given["z"], **given)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"z": ONES.double()}, "float32, bfloat16 and float16, got torch.float64"),
-        ({"z": ONES[0]}, r"\(B, H, N, p\), got \(3, 130, 8\)"),
-        ({"z": ONES.new_ones(1, 1, 2, 257)}, "head widths from 1 to 256, got 257"),
-        ({"mask": EVERY[:, :4]}, r"mask must be bool \(B, N\)"),
-        ({"mask": EVERY.float()}, r"mask must be bool \(B, N\)"),
-        ({"beta": 0.0}, "beta must be > 0, got 0.0"),
-        ({"mask": EVERY, "lengths": COUNT}, "give mask or lengths, got both"),
-        ({"lengths": COUNT.float()}, "lengths must be integers"),
-        ({"lengths": COUNT[:1]}, "lengths must be integers"),
-        ({"small": True}, "small holds at most 128 tokens, got 130"),
+        ({"single_tile": True}, "single_tile holds at most 128 tokens, got 130"),
         ({"triangular": True}, "triangular needs a limit"),
         ({"triangular": True, "limit": 9.0, "causal": True}, "triangular needs a limit"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+def test_what_no_kernel_does_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        backend.bisoftmax_forward(**{"z": ONES, "beta": 1.0, **change})
+        backend.bisoftmax_forward(ONES, 1.0, **change)
+    with pytest.raises(ValueError, match=message):
+        backend.bisoftmax_hvp(ONES, ONES, 1.0, **change)
 
 
 @pytest.mark.parametrize(
@@ -287,19 +307,35 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> Non
     [
         ({"v": ONES[:1]}, "v must be like z"),
         ({"v": ONES.half()}, "v must be like z"),
+        ({"v": ONES.to("meta")}, "v must be like z"),
         ({"lse": ONES[0, ..., 0]}, r"lse must have the shape \(B, H, N\)"),
-        ({"lse": ONES[..., 0], "lse_cotangent": ONES}, "lse_cotangent must have the shape"),
+        ({"lse": ONES}, r"lse must have the shape \(B, H, N\)"),
+        ({"lse": ONES[..., 0].to("meta")}, r"lse must have the shape .* on meta"),
     ],
 )
 def test_what_does_not_fit_the_product_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        backend.bisoftmax_hvp(**{"z": ONES, "v": ONES, "beta": 1.0, **change})
+        bisoftmax_hvp(**{"z": ONES, "v": ONES, "beta": 1.0, "backend": "triton", **change})
 
 
 def test_supports_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend.supports(ONES, EVERY, True) is None
+    assert backend.supports(ONES, EVERY) is None
     monkeypatch.setattr(backend, "INTERPRETED", False)
-    assert "CUDA" in backend.supports(ONES.cpu(), None, False)
+    assert "CUDA" in backend.supports(ONES.cpu(), None)
+
+
+def test_operators_ask_where_a_compiler_traced_past_the_question() -> None:
+    narrow, wide = ONES[:, :, :3], ONES[:, :, :3].double()
+    for unchecked in (ops.UNCHECKED_TRITON, "auto"):
+        value, _ = ops.forward(narrow, 1.0, None, False, None, unchecked)
+        assert torch.equal(value, bisoftmax(narrow, 1.0, backend="triton")[0])
+    compiled = torch.compile(
+        lambda z: bisoftmax(z, 1.0, backend="triton")[0], fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(narrow), value)
+    with pytest.raises(ValueError, match=r"does not take this input: .* got torch\.float64"):
+        compiled(wide)
+    assert ops.forward(wide, 1.0, None, False, None, "auto")[0].dtype == torch.float64
 
 
 # --- on a device only ----------------------------------------------------------------------------

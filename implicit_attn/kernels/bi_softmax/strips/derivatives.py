@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.bi_softmax.strips.rows import blocked_pairs, row_weights, strips
+from implicit_attn.kernels.bi_softmax.strips.rows import add_both_sides, softmax_strips
 
 
 def pullback(
@@ -26,21 +26,17 @@ def pullback(
     v: Tensor,
     c: Tensor,
     beta: float,
-    counts: Tensor | None,
+    unmasked: Tensor | None,
     causal: bool,
     cotangent: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by z, v (G, N, p) and a (G, N) of the scalar above.
 
-    Tensors as in ``blocks_rows``; ``cotangent`` a (G, N), None for zero.
+    Tensors as in ``rows``; ``cotangent`` a (G, N), None for zero.
     """
     by_z, by_v, by_a = torch.zeros_like(z), torch.zeros_like(v), torch.empty_like(z[:, :, 0])
-    for heads, first, end in strips(z, causal):
-        stop = end if causal else z.shape[1]
-        rows, columns = slice(first, end), slice(0, stop)
-        blocked = blocked_pairs(z, counts, causal, heads, first, end)
+    for heads, rows, columns, weights, _ in softmax_strips(z, beta, unmasked, causal):
         own, vectors, along = z[heads], v[heads], c[heads]
-        weights, _ = row_weights(own, beta, blocked, first, end, stop, None)
         a = 0.0 if cotangent is None else cotangent[heads, rows, None]
         crossed = _both_sides(vectors, along, rows, columns)
         tangent_v = _both_sides(vectors, own, rows, columns).mul_(beta)
@@ -55,9 +51,9 @@ def pullback(
         by_tangent_v = weights * tangent_c.sub_(mean_c) / beta
         out_z, out_v = by_z[heads], by_v[heads]
         for matrix, side in ((by_scores, own), (by_tangent_v, vectors), (by_tangent_c, along)):
-            _add_both_sides(out_z, matrix, side, rows, columns, beta)
-        _add_both_sides(out_v, by_tangent_v, own, rows, columns, beta)
-        _add_both_sides(out_v, weights, along, rows, columns, 1.0)
+            add_both_sides(out_z, matrix, side, rows, columns, beta)
+        add_both_sides(out_v, by_tangent_v, own, rows, columns, beta)
+        add_both_sides(out_v, weights, along, rows, columns)
     return by_z, by_v, by_a
 
 
@@ -65,11 +61,3 @@ def _both_sides(left: Tensor, right: Tensor, rows: slice, columns: slice) -> Ten
     """``left_i.right_j + right_i.left_j`` of a strip."""
     product = torch.bmm(left[:, rows], right[:, columns].mT)
     return product.baddbmm_(right[:, rows], left[:, columns].mT)
-
-
-def _add_both_sides(
-    output: Tensor, matrix: Tensor, side: Tensor, rows: slice, columns: slice, scale: float
-) -> None:
-    """``scale (M side)`` into the strip's rows and ``scale (M^T side)`` into its columns."""
-    output[:, rows].baddbmm_(matrix, side[:, columns], alpha=scale)
-    output[:, columns].baddbmm_(matrix.mT, side[:, rows], alpha=scale)

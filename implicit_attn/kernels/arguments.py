@@ -1,0 +1,118 @@
+"""What the attention kernels share about their arguments: checks, masking, the choice of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from implicit_attn.kernels.operators import has_tangent, transformed
+from solvers.core import modes
+
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
+
+# exp of scores within this bound, and sums of them over any number of tokens, stay in float32.
+LARGEST_EXPONENT = 60.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``explain`` returns.
+
+    Attributes:
+        backend: the backend's name, such as "reference".
+        reason: why, in words.
+    """
+
+    backend: str
+    reason: str
+
+
+def dense_for_transforms(*tensors: Tensor) -> Choice | None:
+    """The dense formula where only it can be differentiated as the caller does; else None."""
+    if any(has_tangent(tensor) for tensor in tensors):
+        return Choice("reference", "only the dense formula knows forward-mode differentiation")
+    if transformed():
+        return Choice("reference", "inside torch.func, which takes the dense formula apart")
+    return None
+
+
+def dense_or_strips(z: Tensor, tokens: int, pairs: float, note: str = "") -> Choice:
+    """The dense formula up to so many tokens and, in all matrices together, pairs; else strips."""
+    count, matrices = z.shape[2], z.shape[0] * z.shape[1]
+    size = f"{matrices} matrices of {count} x {count} pairs{note}"
+    if count <= tokens and matrices * count**2 <= pairs:
+        return Choice("reference", f"{size}: the dense formula has the least overhead")
+    return Choice("blocks", f"{size}: strips stay in cache and hold no N x N matrix")
+
+
+def check_arguments(z: Tensor, beta: float, mask: Tensor | None) -> None:
+    """``z`` (B, H, N, p) floating, ``beta`` > 0, ``mask`` (B, N) bool, or an error that says so."""
+    if not z.is_floating_point():
+        raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
+    if z.dim() != 4:
+        raise ValueError(f"z must have the shape (B, H, N, p), got {tuple(z.shape)}")
+    check_beta(beta)
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be of dtype bool, got {mask.dtype}")
+    expected = (z.shape[0], z.shape[2])
+    if tuple(mask.shape) != expected:
+        raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
+
+
+def check_beta(beta: float) -> None:
+    """An inverse temperature > 0, or an error that says what came."""
+    if not beta > 0:
+        raise ValueError(f"beta must be > 0, got {beta!r}")
+
+
+def check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:
+    """``v`` like ``z``, and ``lse`` (B, H, N) where given, or an error that says what came."""
+    if v.shape != z.shape or v.dtype != z.dtype or v.device != z.device:
+        raise ValueError(
+            f"v must be like z, {tuple(z.shape)} {z.dtype} on {z.device}, "
+            f"got {tuple(v.shape)} {v.dtype} on {v.device}"
+        )
+    if lse is not None and (lse.shape != z.shape[:3] or lse.device != z.device):
+        raise ValueError(
+            f"lse must have the shape (B, H, N) = {tuple(z.shape[:3])} on {z.device}, "
+            f"got {tuple(lse.shape)} on {lse.device}"
+        )
+
+
+def within_exponent(limit: float | None) -> bool:
+    """Whether ``exp`` needs no row maximum, given a bound on the absolute scores."""
+    return limit is not None and limit <= LARGEST_EXPONENT
+
+
+def wide_dtype(z: Tensor) -> torch.dtype:
+    """float32 for half precision, else the dtype of ``z``."""
+    return torch.promote_types(z.dtype, torch.float32)
+
+
+def zero_masked(z: Tensor, mask: Tensor | None) -> Tensor:
+    """``z`` (B, H, N, p) with zeros at the masked tokens, whatever they held."""
+    return z if mask is None else z.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def without_autocast(
+    function: Callable[Concatenate[Tensor, Options], Result],
+) -> Callable[Concatenate[Tensor, Options], Result]:
+    """``function`` with autocast off on the device of its first argument.
+
+    Autocast would round the scores of float32 tokens to half precision, and the lse with them.
+    """
+
+    @wraps(function)
+    def wrapped(first: Tensor, *args: Options.args, **kwargs: Options.kwargs) -> Result:
+        with modes.without_autocast(first.device.type):
+            return function(first, *args, **kwargs)
+
+    return wrapped

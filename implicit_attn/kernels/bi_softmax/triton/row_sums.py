@@ -1,0 +1,246 @@
+"""Sums over whole rows of ``S = beta Z Z^T``, one program per block of rows, for any scores and masks.
+
+The log-sum-exps, and the mean tangents ``r_i = sum_j P_ij T_ij`` of the Hessian-vector product. Bounded
+scores need no running maximum; ``triangle`` has a cheaper way for them. The causal kernel also returns
+``o = P Z`` of the row softmax (the forward pass of Dao, "FlashAttention-2",
+https://arxiv.org/abs/2307.08691).
+"""
+
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# (Triton compiles the kernels; a checker sees the Python in them: numbers for constexpr, branches.)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from implicit_attn.kernels.bi_softmax.triton.tiles import (
+    LN2,
+    LOWEST,
+    head_of,
+    kept_rows,
+    load_tile,
+    product,
+    scores,
+    store_row_values,
+    store_tile,
+    tangents,
+    token_count,
+)
+
+
+@triton.jit
+def online(total, peak, score, BOOST: tl.constexpr):
+    """One step of a softmax with running maximum: exponentials, factor of the old sums, peak, total."""
+    higher = tl.maximum(peak, tl.max(score, 1))
+    fading = tl.exp2(peak - higher)
+    exponential = tl.exp2(score - (higher - BOOST)[:, None])
+    return exponential, fading, higher, total * fading + tl.sum(exponential, 1)
+
+
+@triton.jit
+def lse_kernel(
+    z, keep, extent, lse, normaliser, heads, tokens, width, blocks, scale, stride_b, stride_h, stride_n,
+    stride_p,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
+    BOUNDED: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``L_i``; in ``normaliser`` ``exp(-L_i)`` if ``BOUNDED``, else ``L_i`` in base 2.
+
+    Grid (samples * heads * blocks,).
+    """
+    index = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * ROWS
+    head = head_of(z, index, heads, stride_b, stride_h)
+    count = token_count(extent, index // heads, tokens, HAS_EXTENT)
+    own = load_tile(head, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    for start in range(0, count, COLUMNS):
+        other = load_tile(
+            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
+        score = scores(own, other, PRECISION, UPCAST) * scale
+        if HAS_MASK or not EVEN:
+            kept = kept_rows(keep, index // heads, start, count, tokens, COLUMNS, HAS_MASK)
+            score += tl.where(kept, 0.0, float("-inf"))[None, :]
+        if BOUNDED:
+            total += tl.sum(tl.exp2(score), 1)
+        else:
+            _, _, peak, total = online(total, peak, score, 0)
+    kept = kept_rows(keep, index // heads, first, count, tokens, ROWS, HAS_MASK)
+    total = tl.where(kept, total, 1.0)
+    value = tl.log2(total)
+    if BOUNDED:
+        store_row_values(normaliser, (2.0**BOOST) / total, index, first, tokens, ROWS)
+    else:
+        value += tl.where(kept, peak, 0.0)
+        store_row_values(normaliser, value, index, first, tokens, ROWS)
+    store_row_values(lse, value * LN2, index, first, tokens, ROWS)
+
+
+@triton.jit
+def _causal_sums(
+    total, peak, gathered, own, head, keep, sample, rows, begin, end, count, tokens, width, scale,
+    stride_n, stride_p,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
+    HAS_MASK: tl.constexpr, DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Sums of the exponentials over ``begin <= j < end``, and of their products with ``z_j``."""
+    for start in range(begin, end, COLUMNS):
+        other = load_tile(
+            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
+        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS, HAS_MASK)
+        score = scores(own, other, PRECISION, UPCAST) * scale
+        score += tl.where(kept, 0.0, float("-inf"))[None, :]
+        if DIAGONAL:
+            columns = start + tl.arange(0, COLUMNS)
+            score = tl.where(columns[None, :] <= rows[:, None], score, float("-inf"))
+        exponential, fading, peak, total = online(total, peak, score, BOOST)
+        gathered = product(
+            exponential.to(other.dtype), other, gathered * fading[:, None], PRECISION, UPCAST
+        )
+    return total, peak, gathered
+
+
+@triton.jit
+def causal_rows_kernel(
+    z, keep, extent, lse, normaliser, gathered_rows, heads, tokens, width, blocks, scale, stride_b, stride_h,
+    stride_n, stride_p,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``L_i`` and ``o_i = sum_{j <= i} P_ij z_j`` (float32, contiguous); the longest rows first."""
+    index = tl.program_id(0) // blocks
+    first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
+    head = head_of(z, index, heads, stride_b, stride_h)
+    sample = index // heads
+    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    rows = first + tl.arange(0, ROWS)
+    own = load_tile(head, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    gathered = tl.zeros([ROWS, WIDTH], tl.float32)
+    total, peak, gathered = _causal_sums(
+        total, peak, gathered, own, head, keep, sample, rows, 0, tl.minimum(first, count), count,
+        tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, HAS_MASK, False,
+        BOOST, PRECISION, UPCAST,
+    )  # fmt: skip
+    total, peak, gathered = _causal_sums(
+        total, peak, gathered, own, head, keep, sample, rows, first, tl.minimum(first + ROWS, count),
+        count, tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, HAS_MASK,
+        True, BOOST, PRECISION, UPCAST,
+    )  # fmt: skip
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    total = tl.where(kept, total, 1.0)
+    value = tl.where(kept, tl.log2(total) - BOOST + peak, 0.0)
+    at = tl.cast(index, tl.int64) * tokens
+    store_row_values(normaliser, value, index, first, tokens, ROWS)
+    store_row_values(lse, value * LN2, index, first, tokens, ROWS)
+    gathered = tl.where(kept[:, None], gathered / total[:, None], 0.0)
+    store_tile(gathered_rows + at * width, gathered, first, tokens, width, width, 1, ROWS, WIDTH)
+
+
+@triton.jit
+def _mean_step(
+    weighted, total, peak, z_own, v_own, z_other, v_other, kept, rows, start, scale,
+    COLUMNS: tl.constexpr, ON_DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add one tile to the sums of the exponentials with (``weighted``) and without the tangents."""
+    score = scores(z_own, z_other, PRECISION, UPCAST) * scale
+    score += tl.where(kept, 0.0, float("-inf"))[None, :]
+    if ON_DIAGONAL:
+        columns = start + tl.arange(0, COLUMNS)
+        score = tl.where(columns[None, :] <= rows[:, None], score, float("-inf"))
+    tangent = tangents(z_own, v_own, z_other, v_other, PRECISION, UPCAST)
+    if BOUNDED:
+        exponential = tl.exp2(score)
+        total += tl.sum(exponential, 1)
+        weighted += tl.sum(exponential * tangent, 1)
+    else:
+        exponential, fading, peak, total = online(total, peak, score, 0)
+        weighted = weighted * fading + tl.sum(exponential * tangent, 1)
+    return weighted, total, peak
+
+
+@triton.jit
+def _mean_sums(
+    weighted, total, peak, z, v, keep, sample, first, begin, end, count, tokens, width, scale,
+    z_stride_n, z_stride_p, v_stride_n, v_stride_p,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, ON_DIAGONAL: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Sums of the exponentials with and without the tangents, over ``begin <= j < end``."""
+    rows = first + tl.arange(0, ROWS)
+    z_own = load_tile(z, first, count, width, z_stride_n, z_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    v_own = load_tile(v, first, count, width, v_stride_n, v_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    for start in range(begin, end, COLUMNS):
+        z_other = load_tile(
+            z, start, count, width, z_stride_n, z_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
+        v_other = load_tile(
+            v, start, count, width, v_stride_n, v_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
+        )
+        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS, HAS_MASK)
+        weighted, total, peak = _mean_step(
+            weighted, total, peak, z_own, v_own, z_other, v_other, kept, rows, start, scale,
+            COLUMNS, ON_DIAGONAL, BOUNDED, PRECISION, UPCAST,
+        )  # fmt: skip
+    return weighted, total, peak
+
+
+@triton.jit
+def mean_kernel(
+    z, v, keep, extent, cotangent, mean, normaliser, heads, tokens, width, blocks, scale, beta,
+    z_stride_b, z_stride_h, z_stride_n, z_stride_p, v_stride_b, v_stride_h, v_stride_n, v_stride_p,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
+    HAS_COTANGENT: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+    BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``r_i`` less ``beta a_i``; in ``normaliser`` what ``lse_kernel`` leaves there.
+
+    Grid (samples * heads * blocks,); the longest rows of a causal mask first.
+    """
+    index = tl.program_id(0) // blocks
+    first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
+    sample = index // heads
+    z = head_of(z, index, heads, z_stride_b, z_stride_h)
+    v = head_of(v, index, heads, v_stride_b, v_stride_h)
+    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    weighted = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    end = count
+    if CAUSAL:
+        end = tl.minimum(first, count)
+    weighted, total, peak = _mean_sums(
+        weighted, total, peak, z, v, keep, sample, first, 0, end, count, tokens, width, scale,
+        z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
+        HAS_MASK, False, BOUNDED, PRECISION, UPCAST,
+    )  # fmt: skip
+    if CAUSAL:
+        weighted, total, peak = _mean_sums(
+            weighted, total, peak, z, v, keep, sample, first, first,
+            tl.minimum(first + ROWS, count), count, tokens, width, scale,
+            z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
+            HAS_MASK, True, BOUNDED, PRECISION, UPCAST,
+        )  # fmt: skip
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    total = tl.where(kept, total, 1.0)
+    if BOUNDED:
+        store_row_values(normaliser, (2.0**BOOST) / total, index, first, tokens, ROWS)
+    else:
+        value = tl.where(kept, peak, 0.0) + tl.log2(total)
+        store_row_values(normaliser, value, index, first, tokens, ROWS)
+    value = tl.where(kept, beta * (weighted / total), 0.0)
+    if HAS_COTANGENT:
+        rows = first + tl.arange(0, ROWS)
+        at = tl.cast(index, tl.int64) * tokens + rows
+        value -= beta * tl.load(cotangent + at, mask=rows < tokens, other=0.0)
+    store_row_values(mean, value, index, first, tokens, ROWS)
