@@ -16,12 +16,11 @@ from implicit_attn.data import LOADERS, load
 from implicit_attn.optional import require
 from implicit_attn.studies.convergence import jacobian_eigenvalues, solver_costs, solver_curves
 from implicit_attn.studies.extrapolation import extrapolate
-from implicit_attn.studies.figures.convergence import convergence_figure, paths_figure
-from implicit_attn.studies.figures.extrapolation import (
-    extrapolation_figure,
-    geometry_figure,
-    trade_off_figure,
-)
+from implicit_attn.studies.figures.convergence import convergence_figure
+from implicit_attn.studies.figures.extrapolation import extrapolation_figure
+from implicit_attn.studies.figures.paths import paths_figure
+from implicit_attn.studies.figures.token_geometry import geometry_figure
+from implicit_attn.studies.figures.trade_off import trade_off_figure
 from implicit_attn.studies.paths import paths_of_layer, paths_of_recurrence
 from implicit_attn.studies.subjects import DataDiffers, Subject, open_subject
 from implicit_attn.studies.tables import Table, format_table, write_table

@@ -13,8 +13,8 @@ import solvers
 from implicit_attn.data import ImageData
 from implicit_attn.deq import DEQ
 from implicit_attn.studies.accuracy import accuracy_by_evaluations
-from implicit_attn.studies.figures.report import training_report
 from implicit_attn.studies.figures.spins import spin_report
+from implicit_attn.studies.figures.training import training_report
 from implicit_attn.studies.tables import Table, format_table, write_table
 from implicit_attn.studies.traces import solve_history
 
