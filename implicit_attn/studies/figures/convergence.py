@@ -101,7 +101,8 @@ def _draw_histograms(axes: Any, steps: Table, colors: dict[str, str]) -> None:
         axes.bar(list(count), heights, width, bottom=-place, align="edge", color=color)
         axes.axhline(-place, color=color, linewidth=0.8)
     axes.set_yticks([-k for k in range(len(colors))], list(colors))
-    axes.set(title="Evaluations per sample: histograms", xlim=(0, most + 2 * width))
+    limits: Any = {"xlim": (0, most + 2 * width), "ylim": (-len(colors) + 0.85, 1.0)}
+    axes.set(title="Evaluations per sample: histograms", **limits)
 
 
 def _draw_bars(axes: Any, ends: Table, colors: dict[str, str], key: str) -> None:
@@ -122,7 +123,7 @@ def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
     imaginary = [row["imaginary"] for row in eigenvalues]
     radius = max((a * a + b * b) ** 0.5 for a, b in zip(real, imaginary, strict=True))
     samples = len({row["sample"] for row in eigenvalues})
-    title = f"Jacobian at the end ({samples} samples): spectral radius {radius:.2f}"
+    title = f"Jacobian ({samples} samples): spectral radius {radius:.2f}"
     if any(imaginary):
         axes.scatter(real, imaginary, s=6, color=BLUE, alpha=0.6, label="eigenvalues")
         around = np.linspace(0.0, 2 * np.pi, 200)
@@ -136,4 +137,4 @@ def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
             name = "plain iteration converges between these" if place < 0 else None
             axes.axvline(place, color=ORANGE, linestyle="--", label=name)
         axes.set(xlabel="eigenvalue", ylabel="number", yscale="log", title=title)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    axes.legend(edgecolor="none", fontsize=9, loc="upper left")

@@ -77,6 +77,7 @@ def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
         yscale="log",
         title="Convergence to the equilibrium",
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
 
 
@@ -87,6 +88,7 @@ def draw_energy(axes: Any, convergence: Table) -> None:
         ylabel="energy above its final value (median)",
         title="Descent of the energy",
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     rows = [row for row in convergence if "energy_above" in row]
     if not rows:
         leave_empty(axes, "this layer has no energy")
