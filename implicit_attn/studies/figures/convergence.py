@@ -137,4 +137,5 @@ def _draw_eigenvalues(axes: Any, eigenvalues: Table) -> None:
             name = "plain iteration converges between these" if place < 0 else None
             axes.axvline(place, color=ORANGE, linestyle="--", label=name)
         axes.set(xlabel="eigenvalue", ylabel="number", yscale="log", title=title)
+        axes.set_ylim(top=8 * axes.get_ylim()[1])  # free for the legend
     axes.legend(edgecolor="none", fontsize=9, loc="upper left")
