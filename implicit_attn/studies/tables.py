@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,33 @@ def format_table(table: Table) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a study of one model finds: tables by name, and a figure of them.
+
+    Attributes:
+        tables: name -> table.
+        printed: names of the tables that are printed.
+        draw: ``draw(path, title)`` writes the figure.
+        note: appended to the title of the figure.
+    """
+
+    tables: dict[str, Table]
+    printed: tuple[str, ...]
+    draw: Callable[[Path, str], None]
+    note: str = ""
+
+    def write(self, base: Path, title: str) -> None:
+        """Write ``base.png`` and ``base-NAME.csv`` of each table; print the chosen tables."""
+        figure = base.with_name(f"{base.name}.png")
+        self.draw(figure, title + self.note)
+        for name, table in self.tables.items():
+            write_table(base.with_name(f"{base.name}-{name}.csv"), table)
+        for name in self.printed:
+            print(f"\n{name}\n{format_table(self.tables[name])}")
+        print(f"\nfigure: {figure} (tables beside it as CSV)", flush=True)
 
 
 def median_and_band(name: str, values: Tensor) -> dict[str, float]:
