@@ -20,7 +20,7 @@ from torch import Tensor
 import solvers
 from cases.torchdeq_oracle import best, count
 from problems import zoo
-from problems.zoo import Problem
+from problems.zoo import ZooProblem
 
 TOLERANCE, BUDGET = 1e-6, 500
 OURS: dict[str, solvers.Solver | None] = {
@@ -36,7 +36,7 @@ OURS: dict[str, solvers.Solver | None] = {
 class _Monitored(solvers.EnergyUpdate):
     """The recorded map with the problem's energy; its gradient is z - f(z)."""
 
-    def __init__(self, f: Callable[..., Tensor], problem: Problem) -> None:
+    def __init__(self, f: Callable[..., Tensor], problem: ZooProblem) -> None:
         self.f, self.problem, self.symmetric = f, problem, problem.symmetric
 
     def joint(self, z: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +49,7 @@ class _Monitored(solvers.EnergyUpdate):
         return self.f(z, *args)
 
 
-def counts(problem: Problem, solver: solvers.Solver | None) -> Tensor:
+def counts(problem: ZooProblem, solver: solvers.Solver | None) -> Tensor:
     """Evaluations per sample to the tolerance, infinite where it was not met."""
     # Without its energy an accelerated method is unguarded, as torchdeq's are.
     guarded = problem.energy is not None and (solver is None or solver == solvers.Newton())

@@ -21,7 +21,7 @@ from implicit_attn.energies.projected import (
 )
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
 from implicit_attn.kernels import check_frozen_key_backend, frozen_key_attention
-from implicit_attn.kernels.bi_softmax.reference import PLAIN_EXPONENTIAL
+from implicit_attn.kernels.arguments import LARGEST_EXPONENT
 from solvers.core.checks import require_choice, require_count, require_positive
 
 
@@ -200,7 +200,7 @@ class SoftmaxAttention(Energy):
             # A row without keys is computed over all keys and emptied below: no NaN arises.
             scores = scores.masked_fill(blocked & ~closed, -torch.inf)
         limit = 1.5 * self.beta * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
-        if self.norm is not None and limit <= PLAIN_EXPONENTIAL:  # no row maximum is needed
+        if self.norm is not None and limit <= LARGEST_EXPONENT:  # no row maximum is needed
             exponentials = scores.exp()
             total = exponentials.sum(-1, keepdim=True)
             weights, lse = exponentials / total, total.log().squeeze(-1)

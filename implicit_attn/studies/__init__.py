@@ -1,25 +1,34 @@
-"""Studies of trained models: functions that return plain tables, and plots of them.
+"""Studies of trained models: functions that return plain tables, and figures of them.
 
 The command ``python -m implicit_attn.studies`` runs them on checkpoints.
 """
 
 from __future__ import annotations
 
-from implicit_attn.studies.accuracy import accuracy_by_evaluations, evaluations_to_reach
-from implicit_attn.studies.budgets import returned_within
 from implicit_attn.studies.convergence import (
     jacobian_eigenvalues,
     solver_choices,
     solver_costs,
     solver_curves,
 )
-from implicit_attn.studies.extrapolation import Extrapolation, extrapolate
-from implicit_attn.studies.paths import path_independence, paths_of_layer, paths_of_recurrence
-from implicit_attn.studies.recurrence import (
+from implicit_attn.studies.evaluations import (
+    accuracy_by_evaluations,
+    evaluations_to_reach,
+    returned_within,
+    solve_history,
+)
+from implicit_attn.studies.extrapolation import (
+    Extrapolation,
     accuracy_by_iterations,
     adaptive_stopping,
-    run_from,
+    extrapolate,
     stopping_times,
+)
+from implicit_attn.studies.paths import (
+    path_independence,
+    paths_of_layer,
+    paths_of_recurrence,
+    run_from,
 )
 from implicit_attn.studies.report import write_report
 from implicit_attn.studies.spins.errors import error_against_coupling
@@ -32,7 +41,6 @@ from implicit_attn.studies.spins.models import (
 from implicit_attn.studies.subjects import HeldStep, Subject, open_subject
 from implicit_attn.studies.tables import format_table, write_table
 from implicit_attn.studies.token_geometry import average_angle, effective_rank, geometry
-from implicit_attn.studies.traces import solve_history
 from implicit_attn.studies.trade_off import layers_of_depth, read_trade_off, train_trade_off
 
 __all__ = [

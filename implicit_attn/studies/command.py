@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ import torch
 import solvers
 from implicit_attn.data import LOADERS, load
 from implicit_attn.optional import require
-from implicit_attn.studies.convergence import jacobian_eigenvalues, solver_costs, solver_curves
-from implicit_attn.studies.extrapolation import extrapolate
-from implicit_attn.studies.figures.convergence import convergence_figure, paths_figure
-from implicit_attn.studies.figures.extrapolation import (
-    extrapolation_figure,
-    geometry_figure,
-    trade_off_figure,
+from implicit_attn.studies.convergence import (
+    Advance,
+    jacobian_eigenvalues,
+    solver_costs,
+    solver_curves,
 )
+from implicit_attn.studies.extrapolation import extrapolate
+from implicit_attn.studies.figures.convergence import convergence_figure
+from implicit_attn.studies.figures.extrapolation import extrapolation_figure
+from implicit_attn.studies.figures.paths import paths_figure
+from implicit_attn.studies.figures.token_geometry import geometry_figure
+from implicit_attn.studies.figures.trade_off import trade_off_figure
 from implicit_attn.studies.paths import paths_of_layer, paths_of_recurrence
 from implicit_attn.studies.subjects import DataDiffers, Subject, open_subject
-from implicit_attn.studies.tables import Table, format_table, write_table
+from implicit_attn.studies.tables import Result, Table
 from implicit_attn.studies.token_geometry import geometry
 from implicit_attn.studies.trade_off import (
     layers_of_depth,
@@ -36,44 +41,30 @@ from implicit_attn.training import Recipe
 
 SHIPPED = Path("examples") / "weights"
 UNROLLED, SOLVED = "digits-hyperset.safetensors", "digits-hyperset-equilibrium.safetensors"
-READ = 10_000  # test samples of models that trade-off reads
-# How trade-off trains, where the command line does not say; layers None: all divisors.
-TRAINED = {"depth": 12, "layers": None, "epochs": 6, "rate": 4e-3, "seeds": 1}
+TEST_SAMPLES = 10_000  # of the trained models that trade-off reads
+# Options of trade-off's trainings, where the command line gives none; layers None: all divisors.
+TRAINING = {"depth": 12, "layers": None, "epochs": 6, "rate": 4e-3, "seeds": 1}
 
 
-@dataclass(frozen=True)
-class Files:
-    """Where the results of one study of one model go, and its progress."""
+class Progress:
+    """A progress bar that names what is computed."""
 
-    folder: Path
-    stem: str
-    bar: Any
-
-    def path(self, suffix: str) -> Path:
-        return self.folder / f"{self.stem}{suffix}"
+    def __init__(self, title: str, total: int | None = None) -> None:
+        tqdm: Any = require("tqdm", extra="examples").tqdm
+        self.bar = tqdm(total=total, desc=title, leave=False, disable=None)  # None: silent in a log
 
     def advance(self, what: str) -> None:
-        """Show what is done next; what was shown before is done."""
+        """Show what is computed next; what was shown before is done."""
         if getattr(self.bar, "postfix", None):
             self.bar.update()
         self.bar.set_postfix_str(what)
 
-    def write(self, tables: dict[str, Table], *shown: str) -> None:
-        """All tables as CSV; those named are printed."""
-        self.bar.close()
-        for name, table in tables.items():
-            write_table(self.path(f"-{name}.csv"), table)
-        for name in shown:
-            print(f"\n{name}\n{format_table(tables[name])}")
-        print(f"\nfigure: {self.path('.png')} (tables beside it as CSV)", flush=True)
 
-
-def run_convergence(subject: Subject, files: Files, options: argparse.Namespace) -> None:
+def run_convergence(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
     rtol = subject.rtol if options.rtol is None else options.rtol
-    exact = subject.exact()
+    exact, limit = subject.exact(), options.max_steps
     with torch.no_grad():
         x, precise = subject.tokens(subject.inputs), exact.tokens(exact.inputs)
-    advance, limit = files.advance, options.max_steps
     curves = solver_curves(exact.layer, precise, max_steps=limit, advance=advance)
     tolerance = solvers.Tolerance(rtol=rtol)
     costs = solver_costs(subject.layer, x, tolerance, max_steps=limit, advance=advance)
@@ -83,49 +74,44 @@ def run_convergence(subject: Subject, files: Files, options: argparse.Namespace)
     with torch.no_grad():
         end = exact.layer.solve(few, max_steps=500, **tight)
     eigenvalues = jacobian_eigenvalues(exact.layer, end.value, few)
-    title = f"{subject.title}\n{len(x)} test samples; Jacobian where the residual is "
-    title += f"{end.residual.max().item():.0e}"
+    note = f"; Jacobian where the residual is {end.residual.max().item():.0e}"
     if subject.recurrence is not None:
-        title += f"; the step of iteration {subject.recurrence.iterations} repeated for ever"
-    convergence_figure(files.path(".png"), title, curves, costs, eigenvalues, rtol)
+        note += f"; the step of iteration {subject.recurrence.iterations} repeated for ever"
+    figure: Any = {"curves": curves, "costs": costs, "eigenvalues": eigenvalues, "rtol": rtol}
     tables = {"curves": curves, "costs": costs[0], "steps": costs[1], "eigenvalues": eigenvalues}
-    files.write(tables, "costs")
+    return Result(tables, ("costs",), partial(convergence_figure, **figure), note)
 
 
-def run_extrapolation(subject: Subject, files: Files, options: argparse.Namespace) -> None:
-    found = extrapolate(subject, options.factor, files.advance)
-    title = f"{subject.title}\n{len(subject.inputs)} test samples"
-    extrapolation_figure(files.path(".png"), title, found, subject.trained)
-    tables = {"curves": found.curves, "reach": found.reach}
-    tables |= {"adaptive": found.adaptive, "depths": found.depths}
-    files.write(tables, "reach", "adaptive")
+def run_extrapolation(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
+    found = extrapolate(subject, options.factor, advance)
+    draw = partial(extrapolation_figure, found=found, trained=subject.trained)
+    return Result(vars(found), ("reach", "adaptive"), draw)
 
 
-def run_paths(subject: Subject, files: Files, options: argparse.Namespace) -> None:
+def run_paths(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
     exact = subject.exact()
     runs: dict[str, tuple[Table, Table]] = {}
     if exact.recurrence is None:
-        files.advance("equilibrium")
+        advance("equilibrium")
         runs["equilibrium"] = paths_of_layer(exact, random=options.starts)
     else:
-        for factor in (1, 4):
-            name = f"{factor * exact.trained} iterations"
-            files.advance(name)
-            runs[name] = paths_of_recurrence(exact, factor * exact.trained, random=options.starts)
-    title = f"{subject.title}\n{len(subject.inputs)} test samples"
-    paths_figure(files.path(".png"), title, runs)
-    summary = [{"run": name, **row} for name, run in runs.items() for row in run[0]]
-    samples = [{"run": name, **row} for name, run in runs.items() for row in run[1]]
-    files.write({"summary": summary, "samples": samples}, "summary")
+        for iterations in (exact.trained, 4 * exact.trained):
+            name = f"{iterations} iterations"
+            advance(name)
+            runs[name] = paths_of_recurrence(exact, iterations, random=options.starts)
+    tables = {
+        table: [{"run": name, **row} for name, run in runs.items() for row in run[number]]
+        for number, table in enumerate(("summary", "samples"))
+    }
+    return Result(tables, ("summary",), partial(paths_figure, runs=runs))
 
 
-def run_geometry(subject: Subject, files: Files, options: argparse.Namespace) -> None:
-    iterations = options.iterations or subject.trained
-    files.advance("energies, ranks and angles")
-    energies, heads = geometry(subject, iterations)
-    title = f"{subject.title}\n{len(subject.inputs)} test samples"
-    geometry_figure(files.path(".png"), title, energies, heads, subject.trained)
-    files.write({"energies": energies, "heads": heads}, "energies")
+def run_geometry(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
+    advance("energies, ranks and angles")
+    energies, heads = geometry(subject, options.iterations or subject.trained)
+    tables = {"energies": energies, "heads": heads}
+    draw = partial(geometry_figure, **tables, trained=subject.trained)
+    return Result(tables, ("energies",), draw)
 
 
 def run_trade_off(options: argparse.Namespace) -> None:
@@ -135,28 +121,36 @@ def run_trade_off(options: argparse.Namespace) -> None:
         subjects = [_open(path, options) for path in options.weights]
         table = read_trade_off(subjects)
         title = f"{subjects[0].title.split(':')[0]}, trained models"
-        files = Files(options.out, "trade-off", _bar(len(subjects), "trade-off"))
     else:
         name = options.data or "digits"
         data = load(name)
         pairs = [p for p in layers_of_depth(options.depth) if p[0] in options.layers]
-        files = Files(options.out, "trade-off", _bar(len(pairs) * options.seeds, "trade-off"))
+        progress = Progress("trade-off", len(pairs) * options.seeds)
         table = []
         for seed in range(options.seeds):
             recipe = Recipe(options.epochs, 64, options.rate, seed=seed)
             table += train_trade_off(
-                data, pairs, recipe, small_classifier(data), folder, advance=files.advance
+                data, pairs, recipe, small_classifier(data), folder, advance=progress.advance
             )
+        progress.bar.close()
         title = f"{name}, hyperset, depth {options.depth}, {options.epochs} epochs of training"
-    trade_off_figure(files.path(".png"), title, table)
-    files.write({"table": table}, "table")
+    result = Result({"table": table}, ("table",), partial(trade_off_figure, table=table))
+    result.write(options.out / "trade-off", title)
 
 
 @dataclass(frozen=True)
 class Study:
-    """A sub-command on trained weights: what it runs on, how much of it, and its own options."""
+    """A sub-command that studies trained models.
 
-    run: Callable[[Subject, Files, argparse.Namespace], None]
+    Attributes:
+        run: computes the result for one model.
+        help: of the sub-command.
+        weights: studied by default, of those that come with the repository.
+        samples: number of test samples by default.
+        options: of its own, flag and settings of ``add_argument``.
+    """
+
+    run: Callable[[Subject, argparse.Namespace, Advance], Result]
     help: str
     weights: tuple[str, ...]
     samples: int
@@ -184,7 +178,7 @@ STUDIES = {
     ),
     "paths": Study(
         run_paths,
-        "the ends of ways from the input, from zero and from random starts",
+        "distances of the ends from the input, from zero and from random starts",
         (UNROLLED, SOLVED),
         128,
         (("--starts", {"type": int, "default": 2, "help": "random starts"}),),
@@ -216,12 +210,12 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("trade-off", help=text, description=text)
     _common(command, "train here")
     add = command.add_argument
-    add("--samples", type=int, help=f"test samples of models that are read (default {READ})")
-    add("--depth", type=int, help=f"layers times iterations (default {TRAINED['depth']})")
+    add("--samples", type=int, help=f"test samples, with --weights (default {TEST_SAMPLES})")
+    add("--depth", type=int, help=f"layers times iterations (default {TRAINING['depth']})")
     add("--layers", type=int, nargs="+", help="divisors of the depth (default: all)")
-    add("--epochs", type=int, help=f"default {TRAINED['epochs']}")
-    add("--rate", type=float, help=f"peak learning rate (default {TRAINED['rate']})")
-    add("--seeds", type=int, help=f"trainings of each (default {TRAINED['seeds']})")
+    add("--epochs", type=int, help=f"default {TRAINING['epochs']}")
+    add("--rate", type=float, help=f"peak learning rate (default {TRAINING['rate']})")
+    add("--seeds", type=int, help=f"trainings of each (default {TRAINING['seeds']})")
     return top
 
 
@@ -251,23 +245,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for path in options.weights or [_shipped(name) for name in study.weights]:
             subject = _open(path, options)
             stem = f"{options.study}-{subject.name}"
-            files = Files(options.out, stem, _bar(None, stem))
             print(f"{stem}: {subject.title}", flush=True)
-            study.run(subject, files, options)
+            progress = Progress(stem)
+            result = study.run(subject, options, progress.advance)
+            progress.bar.close()
+            title = f"{subject.title}\n{len(subject.inputs)} test samples"
+            result.write(options.out / stem, title)
     print(f"{time.perf_counter() - start:.0f} s")
 
 
 def _complete_trade_off(top: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse what reading trained models, or training them, does not use; fill in the rest."""
+    """Refuse options that have no effect, with --weights or without; fill in the defaults."""
     if options.weights:
-        idle = [name for name in TRAINED if getattr(options, name) is not None]
+        idle = [name for name in TRAINING if getattr(options, name) is not None]
         if idle:
             top.error(f"--{' --'.join(idle)} cannot be given with --weights, which are trained")
-        options.samples = options.samples or READ
+        options.samples = options.samples or TEST_SAMPLES
         return
     if options.samples is not None:
         top.error("--samples needs --weights; models trained here are tested on all samples")
-    for name, value in TRAINED.items():
+    for name, value in TRAINING.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     divisors = [layers for layers, _ in layers_of_depth(options.depth)]
@@ -293,8 +290,3 @@ def _open(path: Path, options: argparse.Namespace) -> Subject:
         raise SystemExit(f"--data {options.data}: {error}") from None
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from None
-
-
-def _bar(total: int | None, title: str) -> Any:
-    bar = require("tqdm", extra="examples").tqdm
-    return bar(total=total, desc=title, leave=False, disable=None)  # None: silent in a log

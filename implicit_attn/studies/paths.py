@@ -1,4 +1,4 @@
-"""Path independence: is the end the same wherever the way starts?"""
+"""The paths study: is the end of an iteration the same from every start (path independence)?"""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 import solvers
-from implicit_attn.studies.recurrence import run_from
+from implicit_attn.models import RecurrentBackbone
 from implicit_attn.studies.subjects import Subject
-from implicit_attn.studies.tables import Table
+from implicit_attn.studies.tables import Table, median_and_largest
 
 SAME = 1e-2  # relative distance up to which two ends count as one
-START = "input"  # with whose end the others are compared
+START = "input"  # the start with whose end the others are compared
 
 
 def starts_for(x: Tensor, random: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """Starts like ``x`` (B, ...): the input, zero, and normal ones of each sample's own size."""
+    """Starts like ``x`` (B, ...): the input, zero, and Gaussian ones with each sample's RMS."""
     generator = torch.Generator().manual_seed(seed)
     size = x.flatten(1).square().mean(1).sqrt().reshape(-1, *([1] * (x.dim() - 1)))
     starts = {START: x, "zero": torch.zeros_like(x)}
@@ -26,6 +26,28 @@ def starts_for(x: Tensor, random: int = 2, seed: int = 0) -> dict[str, Tensor]:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
         starts[f"random {number}"] = size * noise
     return starts
+
+
+def run_from(backbone: RecurrentBackbone, x: Tensor, z0: Tensor, iterations: int) -> Tensor:
+    """The states of a recurrence with input ``x`` that starts at ``z0``.
+
+    Args:
+        backbone: what is repeated.
+        x: (B, N, d) input of the layers.
+        z0: (B, N, d) first state.
+        iterations: of each layer, >= 1.
+
+    Returns:
+        (1 + layers * iterations, B, N, d), the start first.
+    """
+    times = torch.arange(1, iterations + 1, device=x.device)
+    if backbone.beyond == "hold":
+        times = times.clamp_max(backbone.iterations)
+    contexts = [layer.context(x, times) for layer in backbone.layers]
+    states = [z0]
+    for layer, index in backbone.schedule(iterations):
+        states.append(backbone.layers[layer].advance(states[-1], contexts[layer], index))
+    return torch.stack(states)
 
 
 def path_independence(
@@ -38,7 +60,7 @@ def path_independence(
     residual: Callable[[Tensor], Tensor] | None = None,
     energy: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Table, Table]:
-    """Where the way ends from several starts, against where it ends from one of them.
+    """Distances of the ends from several starts to the end from one of them.
 
     The distance of two ends is ``|z - z_ref| / |z_ref|``, sample by sample.
 
@@ -52,9 +74,9 @@ def path_independence(
         energy: end -> (B,).
 
     Returns:
-        Rows with start, distance (median), distance_90, distance_largest, same (share of samples),
-        agreement (share of predictions that are the reference's), and residual (median) and energy
-        (mean) where they are given; and rows with start, sample, distance.
+        Rows with start, distance (median), distance_90 (90 % quantile), distance_largest, same
+        (share of samples), agreement (share of predictions equal to the reference's), and residual
+        (median) and energy (mean) where they are given; and rows with start, sample, distance.
 
     Raises:
         ValueError: ``reference`` is not among the starts.
@@ -70,7 +92,7 @@ def path_independence(
         samples: Table = []
         for name, end in ends.items():
             distance = (end.flatten(1) - target).norm(dim=1) / size
-            row: dict[str, Any] = {"start": name, **_spread(distance)}
+            row: dict[str, Any] = {"start": name, **median_and_largest("distance", distance)}
             row["same"] = (distance <= same).double().mean().item()
             row["agreement"] = (classify(end).argmax(-1) == chosen).double().mean().item()
             if residual is not None:
@@ -88,7 +110,17 @@ def path_independence(
 def paths_of_layer(
     subject: Subject, *, random: int = 2, rtol: float = 1e-6, max_steps: int = 300
 ) -> tuple[Table, Table]:
-    """Path independence of an equilibrium, solved to ``rtol``; accuracy of each start besides."""
+    """Path independence of an equilibrium from the input, zero and ``random`` random starts.
+
+    Args:
+        subject: with an equilibrium layer.
+        random: number of random starts.
+        rtol: relative residual to which each start is solved.
+        max_steps: evaluations per sample, at most.
+
+    Returns:
+        The tables of :func:`path_independence`; the first one has the column accuracy besides.
+    """
     layer = subject.layer
     with torch.no_grad():
         x = subject.tokens(subject.inputs)
@@ -103,31 +135,45 @@ def paths_of_layer(
         image = layer.update(z, prepared).flatten(1)
         return (image - z.flatten(1)).norm(dim=1) / image.norm(dim=1)
 
-    return _of(subject, x, solve, random, residual)
+    return _with_accuracy(subject, x, solve, random, residual)
 
 
 def paths_of_recurrence(
     subject: Subject, iterations: int, *, random: int = 2
 ) -> tuple[Table, Table]:
-    """Path independence of an unrolled model after ``iterations``; accuracy of each start besides.
+    """Path independence of an unrolled model after ``iterations`` of each layer.
 
-    The layers are told the same input whatever the start.
+    The input of the layers is the same for every start.
+
+    Args:
+        subject: an unrolled model.
+        iterations: of each layer.
+        random: number of random starts, besides the input and zero.
+
+    Returns:
+        The tables of :func:`path_independence`; the first one has the column accuracy besides.
+
+    Raises:
+        TypeError: the model is not unrolled.
     """
-    backbone = subject.recurrence
-    if backbone is None:
-        raise TypeError(f"subject must be an unrolled model, got {type(subject.model)}")
+    backbone = subject.require_recurrence()
     with torch.no_grad():
         x = subject.tokens(subject.inputs)
-    return _of(subject, x, lambda z0: run_from(backbone, x, z0, iterations)[-1], random, None)
+
+    def solve(z0: Tensor) -> Tensor:
+        return run_from(backbone, x, z0, iterations)[-1]
+
+    return _with_accuracy(subject, x, solve, random, None)
 
 
-def _of(
+def _with_accuracy(
     subject: Subject,
     x: Tensor,
     solve: Callable[[Tensor], Tensor],
     random: int,
     residual: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Table, Table]:
+    """Path independence with the accuracy at each end."""
     ends: list[Tensor] = []
 
     def kept(z0: Tensor) -> Tensor:
@@ -142,15 +188,6 @@ def _of(
     with torch.no_grad():
         for row, end in zip(summary, ends, strict=True):
             found = subject.measure(subject.classify(end), subject.inputs, subject.targets)
-            above, below = found["accuracy"]
-            row["accuracy"] = (above.sum() / below.sum()).item()
+            right, number = found["accuracy"]
+            row["accuracy"] = (right.sum() / number.sum()).item()
     return summary, samples
-
-
-def _spread(values: Tensor) -> dict[str, float]:
-    values = values.double()
-    return {
-        "distance": values.median().item(),
-        "distance_90": values.quantile(0.9).item(),
-        "distance_largest": values.max().item(),
-    }

@@ -1,4 +1,4 @@
-"""The report on a trained classifier: tables, text, one picture."""
+"""The report on a trained classifier: a figure, tables, and their text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor
 import solvers
 from implicit_attn.data import ImageData
 from implicit_attn.deq import DEQ
-from implicit_attn.studies.accuracy import accuracy_by_evaluations
-from implicit_attn.studies.figures.report import training_report
+from implicit_attn.studies.evaluations import accuracy_by_evaluations, solve_history
 from implicit_attn.studies.figures.spins import spin_report
+from implicit_attn.studies.figures.training import training_report
 from implicit_attn.studies.tables import Table, format_table, write_table
-from implicit_attn.studies.traces import solve_history
 
-SAMPLE = 256  # test images whose convergence is drawn
+CONVERGENCE_IMAGES = 256  # test images whose convergence is drawn
 
 
 class Classifier(Protocol):
@@ -42,20 +41,24 @@ def write_report(
     rtol: float,
     couplings: list[Any] | None = None,
 ) -> str:
-    """Study a trained model on its test images; write ``report.png`` and three CSV tables.
+    """Convergence and accuracy of a trained model on its test images.
+
+    Writes ``report.png``, ``epochs.csv``, ``convergence.csv`` (of :func:`solve_history`) and
+    ``extrapolation.csv`` (of :func:`accuracy_by_evaluations`).
 
     Args:
-        model: the trained classifier, evaluated as it is.
+        model: the trained classifier; it is put into evaluation mode.
         data: whose test images are used.
-        epochs: rows with epoch, loss, test_accuracy, converged and evaluations (median).
-        folder: where the files go.
-        title: of the picture.
+        epochs: rows with epoch, loss, test_accuracy, converged (share of training samples) and
+            evaluations (median).
+        folder: where the files go; created if missing.
+        title: of the figure.
         rtol: tolerance of training.
         couplings: of a spin classifier: (N, N) norms between its sites, before training and after
             every epoch; drawn in place of the energy.
 
     Returns:
-        The tables as text.
+        The convergence and extrapolation tables as text.
     """
     model.eval()
     trained = max(1, int(epochs[-1]["evaluations"]))
@@ -89,9 +92,9 @@ def write_report(
 
 def _convergence(model: Classifier, data: ImageData, rtol: float) -> tuple[Table, solvers.Solution]:
     exact: Any = copy.deepcopy(model)
-    exact.double()  # so that energies are known well beyond their fall
+    exact.double()  # resolves small differences of energies
     with torch.no_grad():
-        tokens = exact.tokens(data.test_images[:SAMPLE].double())
+        tokens = exact.tokens(data.test_images[:CONVERGENCE_IMAGES].double())
     return solve_history(
         exact.layer,
         tokens,

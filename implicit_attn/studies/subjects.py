@@ -1,4 +1,4 @@
-"""What is studied: a trained model, the test samples, and ways to look into the model."""
+"""What is studied: a trained model, its test samples, and how well outputs fit the targets."""
 
 from __future__ import annotations
 
@@ -10,32 +10,83 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from implicit_attn.data import ImageData, load, load_sudoku
+from implicit_attn.data import ImageData, board_counts, load, load_sudoku
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone, SudokuModel, load_model
 from implicit_attn.models.energy_transformer import EnergyTransformerLayer
-from implicit_attn.studies.measures import Measure, measure_boards, measure_classes
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
 from implicit_attn.updates.hyperset_step import HyperSETLayer
 
 BATCH = 128
-FILES_OF_A_RUN = ("weights", "checkpoint")  # then the folder says which run it was
-SUDOKU_OPTIONS = ("train", "test", "source", "seed")  # of the settings, that say which puzzles
+CHECKPOINT_STEMS = ("weights", "checkpoint")  # files of a run, which is named by its folder
+SUDOKU_OPTIONS = ("train", "test", "source", "seed")  # the settings that determine the puzzles
+# Of each sample: what is summed, (B,), and the number of terms in the sum, (B,).
+Measures = dict[str, tuple[Tensor, Tensor]]
+Measure = Callable[[Tensor, Tensor, Tensor], Measures]  # outputs, inputs, targets
 Energies = Callable[[Tensor, Tensor], Tensor]  # states (B, N, d), tokens (B, N, d) -> (B,)
 
 
+def measure_classes(logits: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
+    """Accuracy and cross-entropy of logits (B, classes) for labels ``targets`` (B,)."""
+    one = torch.ones(len(targets), dtype=torch.float64, device=logits.device)
+    right = (logits.argmax(1) == targets).double()
+    loss = F.cross_entropy(logits.double(), targets, reduction="none")
+    return {"accuracy": (right, one), "loss": (loss, one)}
+
+
+def measure_boards(logits: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
+    """Accuracy of Sudoku boards, accuracy and cross-entropy of their unknown cells.
+
+    Args:
+        logits: (B, 81, 9) of the digits 1 .. 9.
+        inputs: (B, 81) puzzles, 0 = unknown.
+        targets: (B, 81) solutions.
+
+    Returns:
+        accuracy (share of boards without a wrong cell), cell_accuracy and loss.
+    """
+    right, unknown = board_counts(logits.argmax(-1) + 1, inputs, targets)
+    losses = F.cross_entropy(logits.double().transpose(1, 2), targets - 1, reduction="none")
+    loss = (losses * (inputs == 0)).sum(1)
+    one = torch.ones(len(targets), dtype=torch.float64, device=logits.device)
+    cells = unknown.double()
+    return {
+        "accuracy": ((right == unknown).double(), one),
+        "cell_accuracy": (right.double(), cells),
+        "loss": (loss, cells),
+    }
+
+
+class Pool:
+    """Means over the samples of several batches."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, measures: Measures) -> None:
+        """Add the samples of a batch."""
+        for name, (values, terms) in measures.items():
+            total, number = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = (total + values.sum().item(), number + terms.sum().item())
+
+    def means(self) -> dict[str, float]:
+        """Mean of each measure over all samples that were added."""
+        return {name: total / number for name, (total, number) in self.sums.items()}
+
+
 class DataDiffers(ValueError):
-    """The data that was asked for does not go with the model."""
+    """The data that was asked for does not fit the model."""
 
 
 class HeldStep(Update):
-    """The step that a recurrent backbone makes in its last iteration of training, for ever.
+    """The step of a recurrent backbone's last iteration of training, as an update of its own.
 
-    A recurrence whose steps depend on time has no fixed point to speak of; with time held at T it
-    has, and a solver can look for it. Of several layers one after the other it is the last one's
-    step, of layers in turn one round.
+    A recurrence whose steps depend on the iteration (its time) has no fixed point. With the time
+    held at that of the last iteration it has one, and a solver can look for it. Of several layers
+    in sequence it is the last layer's step; of layers in cyclic order, one step of each.
 
     Args:
         backbone: whose step it is.
@@ -63,11 +114,11 @@ class Subject:
         name: short, for file names.
         title: for figures.
         model: with ``tokens(inputs)``, ``classify(state)``, and ``backbone`` or ``layer`` between.
-        inputs, targets: test samples.
+        inputs, targets: test samples, (N, ...) each.
         trained: iterations in training; for an equilibrium the median evaluations per sample.
         rtol: tolerance of an equilibrium in training.
-        measure: of outputs.
-        history: rows of the epochs of training, if any.
+        measure: of the outputs.
+        history: a row for each epoch of training, if known.
     """
 
     name: str
@@ -82,9 +133,19 @@ class Subject:
 
     @property
     def recurrence(self) -> RecurrentBackbone | None:
-        """The backbone, if it is an unrolled one."""
+        """The backbone of an unrolled model; None for another model."""
         backbone = getattr(self.model, "backbone", None)
         return backbone if isinstance(backbone, RecurrentBackbone) else None
+
+    def require_recurrence(self) -> RecurrentBackbone:
+        """The backbone of an unrolled model.
+
+        Raises:
+            TypeError: for another model.
+        """
+        if self.recurrence is None:
+            raise TypeError(f"subject must be an unrolled model, got {type(self.model)}")
+        return self.recurrence
 
     @property
     def layer(self) -> DEQ:
@@ -105,7 +166,7 @@ class Subject:
 
     @property
     def energy(self) -> Energies | None:
-        """``energy(z, x) -> (B,)`` that the model descends, or None."""
+        """``energy(z, x) -> (B,)`` that the model descends; None if it has none."""
         return energy_of(self.recurrence if self.recurrence is not None else self.layer)
 
     def tokens(self, inputs: Tensor) -> Tensor:
@@ -120,18 +181,18 @@ class Subject:
         """The samples in batches, in order."""
         yield from zip(self.inputs.split(size), self.targets.split(size), strict=True)
 
-    def first(self, number: int) -> Subject:
-        """The same with the first ``number`` samples, or all where there are fewer."""
+    def first(self, number: int | None) -> Subject:
+        """The same with the first ``number`` samples; None: with all."""
         return replace(self, inputs=self.inputs[:number], targets=self.targets[:number])
 
     def exact(self) -> Subject:
-        """The same in float64, where energies are known well beyond their fall."""
+        """The same in float64, so that small differences of energies are resolved."""
         inputs = self.inputs.double() if self.inputs.is_floating_point() else self.inputs
         return replace(self, model=copy.deepcopy(self.model).double(), inputs=inputs)
 
 
 def energy_of(part: RecurrentBackbone | DEQ) -> Energies | None:
-    """The energy that a layer descends, of an unrolled one as its last iteration sees it."""
+    """The energy that a layer descends; of a recurrence, that of its last iteration's step."""
     if isinstance(part, DEQ):
         if not part.update.monitored:
             return None
@@ -150,13 +211,13 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
 
     Args:
         path: of a checkpoint that :func:`implicit_attn.models.load_model` reads.
-        data: name of a data set of images; None: what the checkpoint's settings say. The puzzles
+        data: name of a data set of images; None: the one in the checkpoint's settings. The puzzles
             of a Sudoku model are always those of its settings.
         samples: at most so many test samples; None: all.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or no such data.
-        ValueError: the checkpoint says neither how its model is built nor what data it saw.
+        ValueError: the checkpoint lacks the model's specification, or names no data.
         DataDiffers: ``data`` is given for a Sudoku model, or its images or classes are not those
             that the model takes.
     """
@@ -178,11 +239,10 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
         images = load(name)
         _check_images(images, settings["model"], path)
         inputs, targets, measure = images.test_images, images.test_labels, measure_classes
-    backbone = settings["model"]["backbone"]
     trained = int(history[-1].get("evaluations", 0)) if history else 0
     path = Path(path)
     subject = Subject(
-        path.resolve().parent.name if path.stem in FILES_OF_A_RUN else path.stem,
+        path.resolve().parent.name if path.stem in CHECKPOINT_STEMS else path.stem,
         "",
         model,
         inputs,
@@ -192,9 +252,8 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
         measure,
         history,
     )
-    return _titled(subject, name, backbone["name"]).first(
-        len(inputs) if samples is None else samples
-    )
+    title = f"{name}, {settings['model']['backbone']['name']}"
+    return _titled(subject, title).first(samples)
 
 
 def _check_images(images: ImageData, model: Mapping[str, Any], path: str | Path) -> None:
@@ -208,8 +267,8 @@ def _check_images(images: ImageData, model: Mapping[str, Any], path: str | Path)
         )
 
 
-def _titled(subject: Subject, data: str, backbone: str) -> Subject:
+def _titled(subject: Subject, title: str) -> Subject:
     number = sum(p.numel() for p in subject.model.parameters())
     steps = "iterations" if subject.recurrence is not None else "evaluations (median)"
-    title = f"{data}, {backbone}: {subject.trained} {steps} in training, {number:,} parameters"
+    title += f": {subject.trained} {steps} in training, {number:,} parameters"
     return replace(subject, title=title)

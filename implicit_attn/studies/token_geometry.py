@@ -1,4 +1,4 @@
-"""How tokens lie in the heads' subspaces along the iterations, and what their energies do."""
+"""The geometry study: energies of Hyper-SET, rank and angle of its tokens, per iteration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.nn import functional as F
 
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.models import HyperSET, HyperSETEquilibrium
-from implicit_attn.studies.budgets import returned_within
+from implicit_attn.studies.evaluations import returned_within
 from implicit_attn.studies.subjects import Subject
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import GradientStep
 
 
 def effective_rank(tokens: Tensor) -> Tensor:
-    """``exp(-sum_i p_i log p_i)``, ``p = sigma / sum sigma``, sigma the singular values.
+    """Effective rank of sets of tokens: ``exp(-sum_i p_i log p_i)``, ``p = sigma / sum sigma``.
 
-    Between 1 (all tokens on one line) and ``min(N, p)`` (all directions alike); 0 where all tokens
-    are zero.
+    ``sigma`` are the singular values. The rank is between 1 (all tokens on one line) and
+    ``min(N, p)`` (all singular values equal); it is 0 where all tokens are zero.
 
     Args:
         tokens: (..., N, p), rows are tokens.
@@ -28,8 +28,11 @@ def effective_rank(tokens: Tensor) -> Tensor:
     Returns:
         (...), float64.
 
-    Source: Roy and Vetterli, "The effective rank" (EUSIPCO 2007); Hyper-SET (arXiv 2502.11646),
-    appendix D.5.
+    Raises:
+        ValueError: the tokens are not floating point of at least two dimensions.
+
+    Source: O. Roy, M. Vetterli, "The effective rank" (EUSIPCO 2007); Hyper-SET, appendix D.5
+    (https://arxiv.org/abs/2502.11646).
     """
     _check_tokens(tokens)
     singular = torch.linalg.svdvals(tokens.double())
@@ -43,7 +46,7 @@ def average_angle(tokens: Tensor) -> Tensor:
     """``arccos`` of the mean cosine over all pairs of different tokens, in degrees.
 
     0 where all tokens point the same way, 90 where they are orthogonal; at most
-    ``arccos(-1 / (N - 1))``. A zero token is orthogonal to everything.
+    ``arccos(-1 / (N - 1))``. A zero token counts as orthogonal to every other.
 
     Args:
         tokens: (..., N, p), N >= 2.
@@ -52,16 +55,16 @@ def average_angle(tokens: Tensor) -> Tensor:
         (...), float64.
 
     Raises:
-        ValueError: there are fewer than two tokens.
+        ValueError: there are fewer than two tokens, or they are not floating point.
 
-    Source: Hyper-SET (arXiv 2502.11646), appendix D.5.
+    Source: Hyper-SET, appendix D.5 (https://arxiv.org/abs/2502.11646).
     """
     _check_tokens(tokens)
     number = tokens.shape[-2]
     if number < 2:
         raise ValueError(f"tokens must be at least two, got shape {tuple(tokens.shape)}")
     unit = F.normalize(tokens.double(), dim=-1)
-    # All pairs together: |sum of unit vectors|^2, of which each token's square is no pair.
+    # The square of the sum of unit vectors sums the cosines of all pairs, and each with itself.
     pairs = unit.sum(-2).square().sum(-1) - unit.square().sum((-2, -1))
     cosine = pairs / (number * (number - 1))
     return torch.rad2deg(torch.arccos(cosine.clamp(-1.0, 1.0)))
@@ -70,17 +73,17 @@ def average_angle(tokens: Tensor) -> Tensor:
 def geometry(subject: Subject, iterations: int) -> tuple[Table, Table]:
     """Energies, effective ranks and angles of a Hyper-SET model along its iterations.
 
-    The unrolled model makes its iterations; of the equilibrium the states are shown that the layer
-    returns after 1, 2, ... evaluations, the first of which is its input.
+    For the equilibrium the states are those that the layer returns after 1, 2, ... evaluations;
+    the first one is its input.
 
     Args:
         subject: whose backbone is ``HyperSET`` or ``HyperSETEquilibrium``.
-        iterations: of each layer, or evaluations.
+        iterations: of each layer; for the equilibrium, evaluations after the first.
 
     Returns:
-        Rows with iteration, attention_energy and feedforward_energy (means over the samples, the
-        feed-forward energy negative) with their 10 and 90 % quantiles; and rows with iteration,
-        head, effective_rank and angle (degrees), means over the samples.
+        Rows with iteration, attention_energy and feedforward_energy (means over the samples) and
+        their 10 % and 90 % quantiles ``_10`` and ``_90``; and rows with iteration, head,
+        effective_rank and angle (degrees), means over the samples.
 
     Raises:
         TypeError: for another backbone, which has no such energies.

@@ -1,4 +1,4 @@
-"""Layers against iterations: the same depth made of more or of fewer shared parameters."""
+"""The trade-off study: a depth made of more layers, or of more iterations of fewer layers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 
 from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
-from implicit_attn.studies.measures import Pool
-from implicit_attn.studies.subjects import Subject
+from implicit_attn.studies.subjects import Pool, Subject
 from implicit_attn.studies.tables import Table
 from implicit_attn.training import Recipe, Training
+from solvers.core.checks import require_count
 
 
 def layers_of_depth(depth: int) -> list[tuple[int, int]]:
     """All (layers, iterations) whose product is ``depth``, fewest layers first."""
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"depth must be an integer >= 1, got {depth!r}")
+    require_count("depth", depth)
     return [(layers, depth // layers) for layers in range(1, depth + 1) if depth % layers == 0]
 
 
@@ -44,15 +43,15 @@ def train_trade_off(
 
     Args:
         data: images.
-        pairs: layers and iterations of each.
-        recipe: of the training; its seed draws the weights too.
+        pairs: (layers, iterations) of each model.
+        recipe: of the training; its seed also initialises the weights.
         specification: of a model as :func:`implicit_attn.models.build_model` takes it, whose
             backbone has ``layers`` and ``iterations``.
         folder: where the checkpoints go.
-        advance: called with what is about to be trained.
+        advance: called with the name of each model before its training.
 
     Returns:
-        Rows as of :func:`trade_off_row`, with seconds of training.
+        The rows of :func:`trade_off_row`, with seed and seconds (of training) besides.
     """
     table: Table = []
     for layers, iterations in pairs:
@@ -74,14 +73,16 @@ def train_trade_off(
 
 
 def trade_off_row(subject: Subject) -> dict[str, Any]:
-    """Layers, iterations, depth, parameters and the measures of one unrolled model.
+    """Size and accuracy of one unrolled model on its test samples.
+
+    Returns:
+        layers, iterations (of each layer), depth (their product), parameters (their number), and
+        the columns of ``subject.measure``.
 
     Raises:
         TypeError: the model is not unrolled.
     """
-    backbone = subject.recurrence
-    if backbone is None:
-        raise TypeError(f"subject must be an unrolled model, got {type(subject.model)}")
+    backbone = subject.require_recurrence()
     pool = Pool()
     with torch.no_grad():
         for inputs, targets in subject.parts():
@@ -98,5 +99,5 @@ def trade_off_row(subject: Subject) -> dict[str, Any]:
 
 
 def read_trade_off(subjects: Iterable[Subject]) -> Table:
-    """The same rows for models that are trained already, fewest layers first."""
+    """The row of :func:`trade_off_row` of each trained model, fewest layers first."""
     return sorted((trade_off_row(s) for s in subjects), key=lambda row: row["layers"])

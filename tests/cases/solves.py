@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from problems.zoo import Problem, residual_norms
+from problems.zoo import ZooProblem, residual_norms
 from solvers import (
     LBFGS,
     Anderson,
@@ -47,7 +47,7 @@ FEW = ["forward", "anderson", "broyden", "gradient_auto", "newton"]
 class Given(EnergyUpdate):
     """A problem's map with its energy and the gradient ``z - f(z)`` (the zoo's convention)."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ZooProblem) -> None:
         if problem.energy is None:
             raise ValueError(f"{problem.name} has no energy")
         self.map, self.energy, self.symmetric = problem.f, problem.energy, problem.symmetric
@@ -60,7 +60,7 @@ class Given(EnergyUpdate):
 class Plain:
     """A problem's map alone, which says whether its Jacobian is symmetric."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ZooProblem) -> None:
         self.map, self.symmetric = problem.f, problem.symmetric
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class EnergyCounter(EnergyUpdate):
 
 
 def solve(
-    problem: Problem,
+    problem: ZooProblem,
     solver: str | Solver,
     *,
     safeguarded: bool = False,
@@ -146,7 +146,7 @@ def solve(
     )
 
 
-def true_residuals(problem: Problem, value: Tensor) -> tuple[Tensor, Tensor]:
+def true_residuals(problem: ZooProblem, value: Tensor) -> tuple[Tensor, Tensor]:
     """Relative and absolute residual (B,) of ``value``, recomputed."""
     with torch.no_grad():
         residual, reference = residual_norms(value, problem.f(value, *problem.args))

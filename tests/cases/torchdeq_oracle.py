@@ -7,7 +7,7 @@ late costs nothing and neither does a bad choice of the iterate to return.
 
 Run as a script it prints the table:
 
-    python tests/torchdeq_oracle.py [--tolerance 1e-6] [--max-evaluations 500] [name ...]
+    PYTHONPATH=tests python -m cases.torchdeq_oracle [--tolerance 1e-6] [--max-evaluations 500] [name ...]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torchdeq.solver import get_solver
 
 from problems import zoo
-from problems.zoo import Problem, residual_norms
+from problems.zoo import ZooProblem, residual_norms
 
 Run = Callable[[Callable[..., Tensor], Tensor, tuple[Any, ...]], Any]
 
@@ -73,7 +73,7 @@ class Recorder:
         best: (B,) smallest finite relative residual seen.
     """
 
-    problem: Problem
+    problem: ZooProblem
     tolerance: float
     max_evaluations: float = math.inf
     stop_when_done: bool = False
@@ -139,7 +139,7 @@ class Outcome:
         return failed, _median(self.evaluations), float(self.evaluations.max())
 
 
-def count(problem: Problem, tolerance: float, max_evaluations: float, run: Run) -> Outcome:
+def count(problem: ZooProblem, tolerance: float, max_evaluations: float, run: Run) -> Outcome:
     """Evaluations that ``run(f, z0, args)`` needs, for a solver of any kind.
 
     If ``run`` returns an object with ``evaluations`` (B,) and ``value``, as our solvers do, those
@@ -162,14 +162,14 @@ def count(problem: Problem, tolerance: float, max_evaluations: float, run: Run) 
 
 
 def evaluations_to(
-    tolerance: float, problem: Problem, solver_name: str, max_evaluations: int = 500
+    tolerance: float, problem: ZooProblem, solver_name: str, max_evaluations: int = 500
 ) -> Tensor:
     """Evaluations (B,) that a torchdeq solver of ``SOLVERS`` needs, infinite where it fails."""
     return outcome(problem, tolerance, solver_name, max_evaluations).evaluations
 
 
 def outcome(
-    problem: Problem, tolerance: float, solver_name: str, max_evaluations: int = 500
+    problem: ZooProblem, tolerance: float, solver_name: str, max_evaluations: int = 500
 ) -> Outcome:
     """The same with the reasons of the failures.
 
@@ -199,7 +199,7 @@ def outcome(
 
 
 def best(
-    problem: Problem,
+    problem: ZooProblem,
     tolerance: float,
     max_evaluations: int = 500,
     solvers: Iterable[str] = tuple(SOLVERS),
@@ -211,7 +211,7 @@ def best(
 
 
 def _solve(
-    problem: Problem, tolerance: float, solver_name: str, max_evaluations: int
+    problem: ZooProblem, tolerance: float, solver_name: str, max_evaluations: int
 ) -> tuple[Recorder, str | None]:
     """One run of torchdeq on the whole batch; its own stopping test is off (tolerance 0)."""
     name, options, _ = SOLVERS[solver_name]

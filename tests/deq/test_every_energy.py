@@ -9,7 +9,7 @@ import solvers
 from cases.energies import EnergyCase, build, each_energy, tokens
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import Quadratic
-from implicit_attn.studies.traces import carry_forward
+from implicit_attn.studies.evaluations import carry_forward
 from solvers import Solution, Tolerance
 
 RTOL, BUDGET, WEIGHT = 1e-5, 150, 0.1

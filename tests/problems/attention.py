@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import gelu, normalize
 
-from problems.problem import Build, Problem, normal
+from problems.problem import Build, ZooProblem, normal
 from problems.reference import contraction, minimum
 
 
@@ -24,21 +24,18 @@ def hopfield_energy(z: Tensor, patterns: Tensor, beta: Tensor) -> Tensor:
     return 0.5 * (z * z).sum(1) - overlap.logsumexp(1) / beta.squeeze(1)
 
 
-def hopfield(generator: Generator, *, beta: float, noise: float) -> Problem:
+def hopfield(generator: Generator, *, beta: float, noise: float) -> ZooProblem:
     """Retrieval of one unit pattern a sample from a noisy cue; a small beta blends patterns."""
     batch, memories, dim = 6, 32, 64
     patterns = normalize(normal(generator, batch, memories, dim), dim=-1)
     rows = torch.arange(batch)
     cue = patterns[rows, rows] + noise * normal(generator, batch, dim) / dim**0.5
     args = (patterns, torch.full((batch, 1), beta, dtype=torch.float64))
-    return Problem(
-        name="",
+    return ZooProblem(
         f=hopfield_map,
         z0=cue,
         args=args,
         symmetric=True,
-        converges_plain=True,
-        expect="converges",
         source="H. Ramsauer et al., Hopfield Networks is All You Need (2020), equations 2 and 3",
         reference=lambda: contraction(hopfield_map, cue, args, 200),
         energy=hopfield_energy,
@@ -52,7 +49,7 @@ def mean_field_map(z: Tensor, couplings: Tensor, inner: Tensor, outer: Tensor, x
     return torch.einsum("bijkl,bjl->bik", couplings, z) - correction + x
 
 
-def mean_field(generator: Generator, *, gain: float) -> Problem:
+def mean_field(generator: Generator, *, gain: float) -> ZooProblem:
     """17 spins of dimension 10, couplings N(0, gain^2 / (N d^2)), symmetric, no self-coupling."""
     batch, spins, dim, hidden = 6, 17, 10, 40
     couplings = normal(generator, batch, spins, spins, dim, dim) / (spins**0.5 * dim)
@@ -65,14 +62,11 @@ def mean_field(generator: Generator, *, gain: float) -> Problem:
     args = (gain * couplings, inner, outer, x)
     z0 = torch.zeros_like(x)
 
-    return Problem(
-        name="",
+    return ZooProblem(
         f=mean_field_map,
         z0=z0,
         args=args,
         symmetric=False,
-        converges_plain=True,
-        expect="converges",
         source="M. Bal, Deep Implicit Attention (2021), z = J z - f(z) + x",
         reference=lambda: contraction(mean_field_map, z0, args, 200),
         unique=False,
@@ -127,7 +121,7 @@ def bisoftmax_energy(
 
 def bisoftmax(
     generator: Generator, *, attention: float, feedforward: float, plain: bool
-) -> Problem:
+) -> ZooProblem:
     """16 tokens of dimension 64, 4 heads, 128 memories, standard initialisation, from z = x."""
     batch, tokens, dim, count, memories = 4, 16, 64, 4, 128
     heads = normal(generator, batch, count, dim, dim // count) / dim**0.5
@@ -135,14 +129,12 @@ def bisoftmax(
     x = normal(generator, batch, tokens, dim)
     weights = torch.tensor([attention, feedforward], dtype=torch.float64).repeat(batch, 1)
     args = (heads, memory, x, weights)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=bisoftmax_map,
         z0=x.clone(),
         args=args,
         symmetric=True,
         converges_plain=plain,
-        expect="converges",
         source="Y. Hu, D. Zou, D. Xu, Hyper-SET (arXiv 2502.11646), equations 3 and 7",
         reference=lambda: minimum(bisoftmax_map, bisoftmax_energy, x, args),
         energy=bisoftmax_energy,

@@ -7,33 +7,22 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from problems.linear import affine, affine_energy, dense_solve, symmetric_matrix
-from problems.nonlinear_systems import helical_valley, powell_singular
-from problems.problem import Build, Expect, Problem, matvec, normal
+from problems.linear import affine_problem, symmetric_matrix
+from problems.nonlinear_systems import MGH, helical_valley, powell_singular
+from problems.problem import Build, Expect, ZooProblem, matvec, normal
 from problems.reference import minimum
 
-MGH = "J. Moré, B. Garbow, K. Hillstrom, ACM Trans. Math. Softw. 7 (1981) 17, problem {}"
 
-
-def quadratic(generator: Generator, *, condition: float, plain: bool = True) -> Problem:
+def quadratic(generator: Generator, *, condition: float, plain: bool = True) -> ZooProblem:
     """Convex quadratic, Hessian eigenvalues log-spaced in [1 / condition, 1], minimum N(0, 1)."""
     batch, dim = 6, 40
     curvature = torch.logspace(0, -1, dim, base=condition, dtype=torch.float64).repeat(batch, 1)
     matrix = symmetric_matrix(generator, 1 - curvature)
     minimiser = normal(generator, batch, dim)
     offset = minimiser - matvec(matrix, minimiser)
-    return Problem(
-        name="",
-        f=affine,
-        z0=normal(generator, batch, dim),
-        args=(matrix, offset),
-        symmetric=True,
-        converges_plain=plain,
-        expect="converges",
-        source="J. Nocedal, S. Wright, Numerical Optimization (2nd ed., 2006), section 3.3",
-        reference=lambda: dense_solve(matrix, offset),
-        energy=affine_energy,
-    )
+    source = "J. Nocedal, S. Wright, Numerical Optimization (2nd ed., 2006), section 3.3"
+    z0 = normal(generator, batch, dim)
+    return affine_problem(matrix, offset, z0, source, converges_plain=plain)
 
 
 def valley_map(z: Tensor, steepness: Tensor) -> Tensor:
@@ -53,19 +42,17 @@ def valley_energy(z: Tensor, steepness: Tensor) -> Tensor:
     return value / (20 * steepness[:, 0])
 
 
-def valley(generator: Generator, *, steepness: float, plain: bool = True) -> Problem:
+def valley(generator: Generator, *, steepness: float, plain: bool = True) -> ZooProblem:
     """Rosenbrock's valley (steepness 100 in the original), step below 2 / curvature at (1, 1)."""
     batch = 4
     z0 = torch.tensor([-1.2, 1.0], dtype=torch.float64).repeat(batch, 1)
     z0[1:] += 0.1 * normal(generator, batch - 1, 2)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=valley_map,
         z0=z0,
         args=(torch.full((batch, 1), steepness, dtype=torch.float64),),
         symmetric=True,
         converges_plain=plain,
-        expect="converges",
         source="H. Rosenbrock, Computer Journal 3 (1960) 175; " + MGH.format(1),
         reference=lambda: torch.ones(batch, 2, dtype=torch.float64),
         energy=valley_energy,
@@ -89,20 +76,17 @@ def _step(design: Tensor) -> Tensor:
     return 1 / (design.square().sum(2).amax(1, keepdim=True) + 0.1)
 
 
-def log_sum_exp(generator: Generator) -> Problem:
+def log_sum_exp(generator: Generator) -> ZooProblem:
     """Smooth maximum of 50 random affine functions and a weak quadratic; ill conditioned."""
     batch, terms, dim = 6, 50, 20
     design = normal(generator, batch, terms, dim)
     args = (design, normal(generator, batch, terms), normal(generator, batch, dim))
     z0 = normal(generator, batch, dim)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=log_sum_exp_map,
         z0=z0,
         args=args,
         symmetric=True,
-        converges_plain=True,
-        expect="converges",
         source="S. Boyd, L. Vandenberghe, Convex Optimization (2004), sections 3.1.5 and 9.2",
         reference=lambda: minimum(log_sum_exp_map, log_sum_exp_energy, z0, args),
         energy=log_sum_exp_energy,
@@ -119,21 +103,18 @@ def wells_energy(z: Tensor, coupling: Tensor) -> Tensor:
     return 0.2 * ((z * z - 1).square() / 4 + 0.5 * z * matvec(coupling, z)).sum(1)
 
 
-def wells(generator: Generator) -> Problem:
+def wells(generator: Generator) -> ZooProblem:
     """Coupled double wells, started near the saddle at 0: many minima, more saddles."""
     batch, dim = 6, 20
     raw = normal(generator, batch, dim, dim) / dim**0.5
     coupling = 0.3 * (raw + raw.mT) / 2**0.5
     z0 = 0.05 * normal(generator, batch, dim)
     args = (coupling,)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=wells_map,
         z0=z0,
         args=args,
         symmetric=True,
-        converges_plain=True,
-        expect="converges",
         source="D. Wales, Energy Landscapes (2003): coupled quartic double wells",
         reference=lambda: minimum(wells_map, wells_energy, z0, args),
         energy=wells_energy,
@@ -159,14 +140,13 @@ def squares_map(z: Tensor, origin: Tensor, system: str, step: float) -> Tensor:
 def least_squares(
     generator: Generator, *, system: str, start: tuple[float, ...], answer: tuple[float, ...],
     step: float, source: str, origin: float = 0.0, expect: Expect = "converges", plain: bool = True,
-) -> Problem:  # fmt: skip
+) -> ZooProblem:  # fmt: skip
     """The sum of squares of a system: symmetric where the system itself is not."""
     batch = 4
     z0 = torch.tensor(start, dtype=torch.float64).repeat(batch, 1)
     z0[1:] += 0.1 * normal(generator, batch - 1, len(start))
     moved = torch.full_like(z0, origin)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=partial(squares_map, system=system, step=step),
         z0=z0 + moved,
         args=(moved,),

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from problems.linear import symmetric_matrix
-from problems.problem import Build, Problem, matvec, normal, uniform
+from problems.problem import Build, ZooProblem, matvec, normal, uniform
 from problems.reference import continuation, contraction
 
 LAYERS, WIDTH = 6, 64
@@ -20,14 +20,14 @@ def dense_layer(z: Tensor, weight: Tensor, injection: Tensor, activation: str) -
     return getattr(torch, activation)(matvec(weight, z) + injection)
 
 
-def layer(generator: Generator, *, activation: str, norm: float) -> Problem:
+def layer(generator: Generator, *, activation: str, norm: float) -> ZooProblem:
     """A dense equilibrium layer with a Gaussian weight of spectral norm ``norm`` below 1."""
     weight = normal(generator, LAYERS, WIDTH, WIDTH)
     weight = norm * weight / torch.linalg.matrix_norm(weight, 2).reshape(-1, 1, 1)
     return _layer(weight, normal(generator, LAYERS, WIDTH), activation)
 
 
-def symmetric_layer(generator: Generator, *, activation: str, radius: float) -> Problem:
+def symmetric_layer(generator: Generator, *, activation: str, radius: float) -> ZooProblem:
     """Symmetric weight with eigenvalues up to ``radius``, a bias that keeps most units active."""
     eigenvalues = uniform(generator, -0.5 * radius, radius, LAYERS, WIDTH)
     eigenvalues[:, 0] = radius
@@ -35,7 +35,7 @@ def symmetric_layer(generator: Generator, *, activation: str, radius: float) -> 
     return _layer(weight, normal(generator, LAYERS, WIDTH) + 1, activation)
 
 
-def gain_layer(generator: Generator, *, gain: float, plain: bool) -> Problem:
+def gain_layer(generator: Generator, *, gain: float, plain: bool) -> ZooProblem:
     """tanh layer with weights N(0, gain^2 / D): the plain map turns chaotic near 1.5.
 
     The reference follows the fixed point from gain 0.
@@ -52,17 +52,14 @@ def gain_layer(generator: Generator, *, gain: float, plain: bool) -> Problem:
     )
 
 
-def _layer(weight: Tensor, injection: Tensor, activation: str) -> Problem:
+def _layer(weight: Tensor, injection: Tensor, activation: str) -> ZooProblem:
     f = partial(dense_layer, activation=activation)
     z0 = torch.zeros_like(injection)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=f,
         z0=z0,
         args=(weight, injection),
         symmetric=False,
-        converges_plain=True,
-        expect="converges",
         source="S. Bai, J. Z. Kolter, V. Koltun, Deep Equilibrium Models (2019)",
         reference=lambda: contraction(f, z0, (weight, injection), 1000),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from problems.problem import Build, Problem, matvec, normal, orthogonal, uniform
+from problems.problem import Build, ZooProblem, matvec, normal, orthogonal, uniform
 
 BATCH, DIM = 6, 40
 RADII = (0.5, 0.9, 0.98)
@@ -34,8 +35,25 @@ def dense_solve(matrix: Tensor, offset: Tensor) -> Tensor:
 
 def symmetric_matrix(generator: Generator, eigenvalues: Tensor) -> Tensor:
     """``Q diag(eigenvalues) Q^T`` with random orthogonal Q; eigenvalues (B, D)."""
-    basis = orthogonal(generator, *eigenvalues.shape)
+    return with_spectrum(orthogonal(generator, *eigenvalues.shape), eigenvalues)
+
+
+def with_spectrum(basis: Tensor, eigenvalues: Tensor) -> Tensor:
+    """``Q diag(eigenvalues) Q^T``: basis Q (B, D, D), eigenvalues (B, D)."""
     return torch.einsum("bij,bj,bkj->bik", basis, eigenvalues, basis)
+
+
+def affine_problem(
+    matrix: Tensor, offset: Tensor, z0: Tensor, source: str, *, symmetric: bool = True, **other: Any
+) -> ZooProblem:
+    """``z = A z + b``: the reference by an LU factorisation, an energy where A is symmetric.
+
+    ``other`` are fields of the problem, which may replace these two.
+    """
+    fields: dict[str, Any] = {"reference": lambda: dense_solve(matrix, offset)}
+    fields["energy"] = affine_energy if symmetric else None
+    fields |= {"symmetric": symmetric, "source": source, **other}
+    return ZooProblem(f=affine, z0=z0, args=(matrix, offset), **fields)
 
 
 def _spectrum(generator: Generator, radius: float) -> Tensor:
@@ -74,26 +92,14 @@ def _matrix(generator: Generator, kind: str, radius: float) -> Tensor:
     return basis @ core @ basis.mT
 
 
-def contraction(generator: Generator, *, kind: str, radius: float, scale: float) -> Problem:
+def contraction(generator: Generator, *, kind: str, radius: float, scale: float) -> ZooProblem:
     """Spectral radius ``radius``; the state, its start and the offset in units of ``scale``."""
     matrix = _matrix(generator, kind, radius)
     offset, z0 = (scale * normal(generator, BATCH, DIM) for _ in range(2))
-    symmetric = kind == "symmetric"
-    return Problem(
-        name="",
-        f=affine,
-        z0=z0,
-        args=(matrix, offset),
-        symmetric=symmetric,
-        converges_plain=True,
-        expect="converges",
-        source=SAAD,
-        reference=lambda: dense_solve(matrix, offset),
-        energy=affine_energy if symmetric else None,
-    )
+    return affine_problem(matrix, offset, z0, SAAD, symmetric=kind == "symmetric")
 
 
-def expanding(generator: Generator, *, low: float, outlier: float | None = None) -> Problem:
+def expanding(generator: Generator, *, low: float, outlier: float | None = None) -> ZooProblem:
     """Symmetric, eigenvalues in [low, 0.5] with low < -1, and one equal to ``outlier`` if given.
 
     Plain iteration diverges. Without an outlier ``I - A`` is positive definite and a short enough
@@ -106,42 +112,21 @@ def expanding(generator: Generator, *, low: float, outlier: float | None = None)
         eigenvalues[:, 1] = outlier
     matrix = symmetric_matrix(generator, eigenvalues)
     offset, z0 = normal(generator, BATCH, dim), normal(generator, BATCH, dim)
-    return Problem(
-        name="",
-        f=affine,
-        z0=z0,
-        args=(matrix, offset),
-        symmetric=True,
-        converges_plain=False,
-        expect="converges",
-        source=WALKER_NI,
-        reference=lambda: dense_solve(matrix, offset),
-        # at a saddle the energy has no lower bound and is no merit function
-        energy=affine_energy if outlier is None else None,
-    )
+    # at a saddle the energy has no lower bound and is no merit function
+    energy = affine_energy if outlier is None else None
+    return affine_problem(matrix, offset, z0, WALKER_NI, energy=energy, converges_plain=False)
 
 
-def one_hard(generator: Generator) -> Problem:
+def one_hard(generator: Generator) -> ZooProblem:
     """Eigenvalues up to 0.2 in every sample but the last, up to 0.98 there."""
     eigenvalues = _spectrum(generator, 0.2)
     eigenvalues[-1] *= 0.98 / 0.2
     matrix = symmetric_matrix(generator, eigenvalues)
     offset, z0 = normal(generator, BATCH, DIM), normal(generator, BATCH, DIM)
-    return Problem(
-        name="",
-        f=affine,
-        z0=z0,
-        args=(matrix, offset),
-        symmetric=True,
-        converges_plain=True,
-        expect="converges",
-        source=SAAD,
-        reference=lambda: dense_solve(matrix, offset),
-        energy=affine_energy,
-    )
+    return affine_problem(matrix, offset, z0, SAAD)
 
 
-def singular(generator: Generator) -> Problem:
+def singular(generator: Generator) -> ZooProblem:
     """Eigenvalue exactly 1 with a consistent offset: a line of fixed points, met where z0 says.
 
     The reference is the limit of the plain iteration: z0 along the null space of ``I - A``, the
@@ -150,7 +135,7 @@ def singular(generator: Generator) -> Problem:
     basis = orthogonal(generator, BATCH, 20)
     eigenvalues = uniform(generator, -0.5, 0.8, BATCH, 20)
     eigenvalues[:, 0] = 1.0
-    matrix = torch.einsum("bij,bj,bkj->bik", basis, eigenvalues, basis)
+    matrix = with_spectrum(basis, eigenvalues)
     z0, offset = normal(generator, BATCH, 20), normal(generator, BATCH, 20)
     null = basis[:, :, 0]
     offset = offset - (offset * null).sum(1, keepdim=True) * null
@@ -160,19 +145,8 @@ def singular(generator: Generator) -> Problem:
         across = torch.einsum("bik,bk->bi", basis[:, :, 1:], inside)
         return across + (z0 * null).sum(1, keepdim=True) * null
 
-    return Problem(
-        name="",
-        f=affine,
-        z0=z0,
-        args=(matrix, offset),
-        symmetric=True,
-        converges_plain=True,
-        expect="converges",
-        source="C. D. Meyer, Matrix Analysis and Applied Linear Algebra (2000), section 7.10",
-        reference=reference,
-        energy=affine_energy,
-        unique=False,
-    )
+    source = "C. D. Meyer, Matrix Analysis and Applied Linear Algebra (2000), section 7.10"
+    return affine_problem(matrix, offset, z0, source, reference=reference, unique=False)
 
 
 def _contractions() -> dict[str, Build]:

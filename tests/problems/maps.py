@@ -7,11 +7,11 @@ import torch
 from scipy.optimize import brentq
 from torch import Generator, Tensor
 
-from problems.problem import Build, Problem, matvec, normal, uniform
+from problems.problem import Build, ZooProblem, matvec, normal, uniform
 from problems.reference import check, contraction
 
 
-def cosine(generator: Generator) -> Problem:
+def cosine(generator: Generator) -> ZooProblem:
     """``z = cos z``: the Dottie number from eight starts."""
     z0 = uniform(generator, -3.0, 10.0, 8, 1)
 
@@ -19,14 +19,11 @@ def cosine(generator: Generator) -> Problem:
         number = float(brentq(lambda z: np.cos(z) - z, 0.0, 1.0, xtol=1e-15))  # pyright: ignore
         return torch.full_like(z0, number)
 
-    return Problem(
-        name="",
+    return ZooProblem(
         f=torch.cos,
         z0=z0,
         args=(),
         symmetric=True,
-        converges_plain=True,
-        expect="converges",
         source="S. R. Kaplan, The Dottie number, Mathematics Magazine 80 (2007) 73",
         reference=reference,
         energy=lambda z: (0.5 * z * z - z.sin()).sum(1),
@@ -43,7 +40,7 @@ def kepler_energy(z: Tensor, anomaly: Tensor, eccentricity: Tensor) -> Tensor:
     return (0.5 * z * z - anomaly * z + eccentricity * z.cos()).sum(1)
 
 
-def kepler(generator: Generator) -> Problem:
+def kepler(generator: Generator) -> ZooProblem:
     """Kepler's equation ``M = E - e sin E`` for eccentricities up to 0.9, from E = M."""
     eccentricity = torch.linspace(0.1, 0.9, 8, dtype=torch.float64).unsqueeze(1)
     anomaly = uniform(generator, 0.1, 3.0, 8, 1)
@@ -55,14 +52,11 @@ def kepler(generator: Generator) -> Problem:
         ]
         return torch.tensor(found, dtype=torch.float64).unsqueeze(1)
 
-    return Problem(
-        name="",
+    return ZooProblem(
         f=kepler_map,
         z0=anomaly.clone(),
         args=(anomaly, eccentricity),
         symmetric=True,
-        converges_plain=True,
-        expect="converges",
         source="P. Colwell, Solving Kepler's Equation over Three Centuries (1993)",
         reference=reference,
         energy=kepler_energy,
@@ -74,7 +68,7 @@ def square_plus(z: Tensor, constant: Tensor) -> Tensor:
     return z * z + constant
 
 
-def two_fixed_points(generator: Generator) -> Problem:
+def two_fixed_points(generator: Generator) -> ZooProblem:
     """``z = z^2 + c``: an attracting and a repelling fixed point, started between the two.
 
     ``z = (1 -+ sqrt(1 - 4 c)) / 2``; the reference is the attracting one.
@@ -82,14 +76,11 @@ def two_fixed_points(generator: Generator) -> Problem:
     constant = uniform(generator, 0.02, 0.2, 8, 1)
     gap = (1 - 4 * constant).sqrt()
     low, high = (1 - gap) / 2, (1 + gap) / 2
-    return Problem(
-        name="",
+    return ZooProblem(
         f=square_plus,
         z0=low + uniform(generator, 0.3, 0.95, 8, 1) * (high - low),
         args=(constant,),
         symmetric=True,
-        converges_plain=True,
-        expect="converges",
         source="R. Devaney, An Introduction to Chaotic Dynamical Systems (1989): quadratic map",
         reference=low.clone,
         unique=False,
@@ -101,18 +92,15 @@ def heron_map(z: Tensor, radicand: Tensor) -> Tensor:
     return 0.5 * (z + radicand / z)
 
 
-def heron(generator: Generator) -> Problem:
+def heron(generator: Generator) -> ZooProblem:
     """Heron's square root: two attracting fixed points, the sign of the start decides."""
     radicand = uniform(generator, 0.5, 20.0, 8, 1)
     sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(4).unsqueeze(1)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=heron_map,
         z0=sign * uniform(generator, 0.2, 10.0, 8, 1),
         args=(radicand,),
         symmetric=True,
-        converges_plain=True,
-        expect="converges",
         source="Heron of Alexandria, Metrica I.8; P. Henrici, Elements of Numerical Analysis",
         reference=lambda: sign * radicand.sqrt(),
         unique=False,
@@ -124,17 +112,15 @@ def logistic_map(z: Tensor, rate: Tensor) -> Tensor:
     return rate * z * (1 - z)
 
 
-def logistic_cycle(generator: Generator) -> Problem:
+def logistic_cycle(generator: Generator) -> ZooProblem:
     """Rates 3.1 to 3.9: plain iteration cycles or turns chaotic, the answer ``1 - 1/r`` repels."""
     rate = torch.linspace(3.1, 3.9, 6, dtype=torch.float64).unsqueeze(1)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=logistic_map,
         z0=uniform(generator, 0.4, 0.9, 6, 1),
         args=(rate,),
         symmetric=True,
         converges_plain=False,
-        expect="converges",
         source="R. May, Nature 261 (1976) 459",
         reference=lambda: 1 - 1 / rate,
     )
@@ -148,18 +134,15 @@ def h_equation_map(z: Tensor, albedo: Tensor) -> Tensor:
     return 1 / (1 - 0.5 * albedo * torch.einsum("ij,bj->bi", kernel, z))
 
 
-def h_equation(generator: Generator) -> Problem:
+def h_equation(generator: Generator) -> ZooProblem:
     """Chandrasekhar's H-equation; at an albedo near 1 the Jacobian's radius nears 1."""
     albedo = torch.tensor([0.5, 0.9, 0.99, 0.9999], dtype=torch.float64).unsqueeze(1)
     z0 = torch.ones(4, 50, dtype=torch.float64)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=h_equation_map,
         z0=z0,
         args=(albedo,),
         symmetric=False,
-        converges_plain=True,
-        expect="converges",
         source="S. Chandrasekhar, Radiative Transfer (1960), chapter 5; A. Toth, C. T. Kelley, "
         "SIAM J. Numer. Anal. 53 (2015) 805, numerical results",
         reference=lambda: contraction(h_equation_map, z0, (albedo,), 100),
@@ -172,7 +155,7 @@ def bellman_map(z: Tensor, transition: Tensor, reward: Tensor) -> Tensor:
     return (reward + 0.95 * torch.einsum("bast,bt->bas", transition, z)).amax(1)
 
 
-def bellman(generator: Generator) -> Problem:
+def bellman(generator: Generator) -> ZooProblem:
     """Value iteration in a random decision process; the reference iterates policies instead."""
     batch, actions, states = 4, 4, 30
     transition = normal(generator, batch, actions, states, states).mul(3).softmax(-1)
@@ -189,14 +172,11 @@ def bellman(generator: Generator) -> Problem:
             value = torch.linalg.solve(torch.eye(states, dtype=torch.float64) - 0.95 * chain, gain)
         return check(bellman_map, value, (transition, reward))
 
-    return Problem(
-        name="",
+    return ZooProblem(
         f=bellman_map,
         z0=torch.zeros(batch, states, dtype=torch.float64),
         args=(transition, reward),
         symmetric=False,
-        converges_plain=True,
-        expect="converges",
         source="M. Puterman, Markov Decision Processes (1994), sections 6.3 and 6.4",
         reference=reference,
     )
@@ -208,7 +188,7 @@ def shrinkage_map(z: Tensor, design: Tensor, target: Tensor, step: Tensor) -> Te
     return torch.sign(ahead) * (ahead.abs() - 0.1 * step).clamp_min(0)
 
 
-def shrinkage(generator: Generator) -> Problem:
+def shrinkage(generator: Generator) -> ZooProblem:
     """Iterative soft thresholding for a sparse regression with fewer equations than unknowns."""
     batch, equations, unknowns = 4, 30, 50
     design = normal(generator, batch, equations, unknowns) / equations**0.5
@@ -218,14 +198,11 @@ def shrinkage(generator: Generator) -> Problem:
     step = torch.linalg.matrix_norm(design, 2).pow(-2).unsqueeze(1)
     z0 = torch.zeros(batch, unknowns, dtype=torch.float64)
     args = (design, target, step)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=shrinkage_map,
         z0=z0,
         args=args,
         symmetric=False,
-        converges_plain=True,
-        expect="converges",
         source="A. Beck, M. Teboulle, SIAM J. Imaging Sci. 2 (2009) 183: ISTA",
         reference=lambda: contraction(shrinkage_map, z0, args, 3000),
     )

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+SCIPY = "scipy, optimize/tests/test_nonlin.py, problem {}"
+MGH = "J. Moré, B. Garbow, K. Hillstrom, ACM Trans. Math. Softw. 7 (1981) 17, problem {}"
+
 
 def cubic(x: Tensor) -> Tensor:
     """scipy F with the sign turned: ``d x + 0.01 |x|^2 x``, d = (3, 2, 1.5, 1, 0.5)."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor
 
-from problems.linear import affine, affine_energy, dense_solve
-from problems.problem import Build, Expect, Problem, matvec, normal, orthogonal, uniform
+from problems.linear import affine_problem, with_spectrum
+from problems.problem import Build, Expect, ZooProblem, matvec, normal, orthogonal, uniform
 
 RUDIN = "W. Rudin, Principles of Mathematical Analysis (3rd ed., 1976), chapter 5, exercise 22"
 
@@ -18,7 +19,7 @@ def add(z: Tensor, offset: Tensor) -> Tensor:
     return z + offset
 
 
-def translation(generator: Generator) -> Problem:
+def translation(generator: Generator) -> ZooProblem:
     """``z + b``: no fixed point; the absolute residual is ``|b|`` everywhere.
 
     The relative residual falls as 1 / |z|, so a solver that leaps far enough meets any relative
@@ -32,27 +33,26 @@ def outward(z: Tensor, direction: Tensor) -> Tensor:
     return z + 0.5 * (z.square().sum(1, keepdim=True) + 1).sqrt() * direction
 
 
-def runaway(generator: Generator) -> Problem:
+def runaway(generator: Generator) -> ZooProblem:
     """No fixed point, relative residual at least 1/3 everywhere; plain iterates grow by 3/2."""
     direction = torch.nn.functional.normalize(normal(generator, 4, 5), dim=1)
     return _hopeless(outward, normal(generator, 4, 5), (direction,), "diverges")
 
 
-def exponential(generator: Generator) -> Problem:
+def exponential(generator: Generator) -> ZooProblem:
     """``exp z``: no real fixed point, overflows within a few steps."""
     return _hopeless(torch.exp, normal(generator, 4, 3), (), "nonfinite")
 
 
-def logarithm(generator: Generator) -> Problem:
+def logarithm(generator: Generator) -> ZooProblem:
     """``log z``: no real fixed point; from positive starts NaN within a few steps."""
     return _hopeless(torch.log, uniform(generator, 2.0, 50.0, 4, 3), (), "nonfinite")
 
 
 def _hopeless(
     f: Callable[..., Tensor], z0: Tensor, args: tuple[Tensor, ...], expect: Expect
-) -> Problem:
-    return Problem(
-        name="",
+) -> ZooProblem:
+    return ZooProblem(
         f=f,
         z0=z0,
         args=args,
@@ -73,7 +73,7 @@ def barrier_energy(z: Tensor, rate: Tensor) -> Tensor:
     return (rate * (z * z.log() - z)).sum(1)
 
 
-def transient_nan(generator: Generator) -> Problem:
+def transient_nan(generator: Generator) -> ZooProblem:
     """The full step of the first sample leaves the domain of f; half the step stays inside.
 
     ``z - c log z`` with the fixed point 1: for c = 4 the plain map repels there and takes the start
@@ -83,21 +83,19 @@ def transient_nan(generator: Generator) -> Problem:
     rate = uniform(generator, 0.3, 0.9, batch, 1)
     rate[0] = 4.0
     z0 = uniform(generator, 2.0, 6.0, batch, dim)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=barrier_map,
         z0=z0,
         args=(rate,),
         symmetric=True,
         converges_plain=False,
-        expect="converges",
         source="S. Boyd, L. Vandenberghe, Convex Optimization (2004), section 9.2: domains",
         reference=lambda: torch.ones_like(z0),
         energy=barrier_energy,
     )
 
 
-def nan_from_start(generator: Generator) -> Problem:
+def nan_from_start(generator: Generator) -> ZooProblem:
     """One sample of five starts where f is NaN; nothing can be done for it, all for the others."""
     problem = transient_nan(generator)
     (rate,) = problem.args
@@ -105,18 +103,7 @@ def nan_from_start(generator: Generator) -> Problem:
     problem.z0[2, 1] = -1.0
     answer = torch.ones_like(problem.z0)
     answer[2] = torch.nan
-    return Problem(
-        name="",
-        f=barrier_map,
-        z0=problem.z0,
-        args=(rate,),
-        symmetric=True,
-        converges_plain=False,
-        expect="mixed",
-        source=problem.source,
-        reference=lambda: answer,
-        energy=barrier_energy,
-    )
+    return replace(problem, expect="mixed", reference=lambda: answer)
 
 
 def constant_map(z: Tensor, value: Tensor) -> Tensor:
@@ -124,43 +111,30 @@ def constant_map(z: Tensor, value: Tensor) -> Tensor:
     return value + 0 * z
 
 
-def constant(generator: Generator) -> Problem:
+def constant(generator: Generator) -> ZooProblem:
     """``f(z) = b``: the second evaluation is exact, differences of residuals repeat themselves."""
     value = normal(generator, 4, 6)
-    return Problem(
-        name="",
+    return ZooProblem(
         f=constant_map,
         z0=normal(generator, 4, 6),
         args=(value,),
         symmetric=True,
-        converges_plain=True,
-        expect="converges",
         source="S. Banach, Fundamenta Mathematicae 3 (1922) 133: contraction with factor 0",
         reference=value.clone,
         energy=lambda z, value: 0.5 * (z - value).square().sum(1),
     )
 
 
-def start_at_solution(generator: Generator) -> Problem:
+def start_at_solution(generator: Generator) -> ZooProblem:
     """A linear contraction whose first two samples start at their fixed points."""
     basis = orthogonal(generator, 5, 12)
     eigenvalues = uniform(generator, -0.5, 0.8, 5, 12)
-    matrix = torch.einsum("bij,bj,bkj->bik", basis, eigenvalues, basis)
+    matrix = with_spectrum(basis, eigenvalues)
     answer, z0 = normal(generator, 5, 12), normal(generator, 5, 12)
     offset = answer - matvec(matrix, answer)
     z0[:2] = answer[:2]
-    return Problem(
-        name="",
-        f=affine,
-        z0=z0,
-        args=(matrix, offset),
-        symmetric=True,
-        converges_plain=True,
-        expect="converges",
-        source="scipy, optimize/tests/test_nonlin.py, problem F2_lucky: a start at the root",
-        reference=lambda: dense_solve(matrix, offset),
-        energy=affine_energy,
-    )
+    source = "scipy, optimize/tests/test_nonlin.py, problem F2_lucky: a start at the root"
+    return affine_problem(matrix, offset, z0, source)
 
 
 BUILDS: dict[str, Build] = {

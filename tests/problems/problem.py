@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 Expect = Literal["converges", "hard", "diverges", "nonfinite", "mixed"]
 PLAIN_LIMIT = 4000
-Build = Callable[[Generator], "Problem"]
+Build = Callable[[Generator], "ZooProblem"]
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ZooProblem:
     """A fixed-point problem ``z = f(z, *args)`` with a known answer; one sample a row.
 
     Attributes:
@@ -25,6 +25,9 @@ class Problem:
         z0: (B, ...) starting points.
         args: tensors (B, ...); everything that f needs, so a batch may be cut anywhere.
         symmetric: whether the Jacobian of f is symmetric everywhere.
+        source: where the problem comes from.
+        reference: computes the fixed point in float64 by a method that is none of our solvers.
+        energy: ``energy(z, *args) -> (B,)`` with gradient ``z - f(z)``, where there is one.
         converges_plain: whether ``z <- f(z)`` reaches a relative residual of 1e-6 from every row of
             z0 within ``PLAIN_LIMIT`` evaluations.
         expect: ``converges`` (there is a fixed point and a plain or accelerated iteration finds
@@ -32,23 +35,21 @@ class Problem:
             counts is an honest status), ``diverges`` (there is none, the iterates run away),
             ``nonfinite`` (there is none, f leaves its domain or overflows), ``mixed`` (some rows
             converge, the others are ``nonfinite``: their rows of ``solution`` are NaN).
-        source: where the problem comes from.
-        reference: computes the fixed point in float64 by a method that is none of our solvers.
-        energy: ``energy(z, *args) -> (B,)`` with gradient ``z - f(z)``, where there is one.
         unique: whether no other fixed point is in reach, so an answer must agree with ``solution``.
+        name: in the zoo, which sets it.
     """
 
-    name: str
     f: Callable[..., Tensor]
     z0: Tensor
     args: tuple[Tensor, ...]
     symmetric: bool
-    converges_plain: bool
-    expect: Expect
     source: str
     reference: Callable[[], Tensor] | None = None
     energy: Callable[..., Tensor] | None = None
+    converges_plain: bool = True
+    expect: Expect = "converges"
     unique: bool = True
+    name: str = ""
 
     @cached_property
     def solution(self) -> Tensor | None:
@@ -66,7 +67,7 @@ def tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return pytree.tree_map(function, tree)
 
 
-def cast(problem: Problem, dtype: torch.dtype, device: torch.device | str) -> Problem:
+def cast(problem: ZooProblem, dtype: torch.dtype, device: torch.device | str) -> ZooProblem:
     """The same problem in another precision and place, in tensors of its own."""
 
     def move(tensor: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def cast(problem: Problem, dtype: torch.dtype, device: torch.device | str) -> Pr
     return replace(problem, z0=move(problem.z0), args=tree_map(move, problem.args))
 
 
-def rows(problem: Problem, index: Tensor) -> Problem:
+def rows(problem: ZooProblem, index: Tensor) -> ZooProblem:
     """The samples ``index`` (K,) of a problem as a problem of batch size K."""
 
     def take(tensor: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def rows(problem: Problem, index: Tensor) -> Problem:
     )
 
 
-def scaled(problem: Problem, factor: float) -> Problem:
+def scaled(problem: ZooProblem, factor: float) -> ZooProblem:
     """The problem in units ``factor`` times as small: ``z -> factor * f(z / factor)``.
 
     A solver whose criteria are relative spends the same number of evaluations on it.
@@ -143,7 +144,7 @@ def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _transformed(
-    problem: Problem, function: Callable[[Tensor], Tensor]
+    problem: ZooProblem, function: Callable[[Tensor], Tensor]
 ) -> Callable[[], Tensor] | None:
     """The reference of a problem made from ``problem``."""
     original = problem.reference

@@ -11,19 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from scipy.optimize import brentq
 from torch import Generator, Tensor
 
 from problems import nonlinear_systems as systems
-from problems.problem import Build, Expect, Problem, normal
+from problems.nonlinear_systems import MGH, SCIPY
+from problems.problem import Build, ZooProblem, normal
 from problems.reference import newton, root
 
 BATCH = 4
-SCIPY = "scipy, optimize/tests/test_nonlin.py, problem {}"
-MGH = "J. Moré, B. Garbow, K. Hillstrom, ACM Trans. Math. Softw. 7 (1981) 17, problem {}"
+# An iteration without safeguards may well miss the root.
+HARD: dict[str, Any] = {"converges_plain": False, "expect": "hard"}
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,20 @@ class Potential:
 
 def pose(
     generator: Generator,
-    *,
     system: Callable[[Tensor], Tensor],
     start: Tensor,
     factor: float,
     source: str,
+    *,
     origin: float = 0.0,
     potential: Callable[[Tensor], Tensor] | None = None,
-    converges_plain: bool = True,
-    expect: Expect = "converges",
-    unique: bool = True,
     solve: Callable[..., Tensor] | None = root,
-) -> Problem:
-    """The system as a problem; ``solve=None`` says that its root is exactly 0."""
+    **other: Any,
+) -> ZooProblem:
+    """The system as a problem; ``solve=None`` says that its root is exactly 0.
+
+    ``other`` are further fields of the problem.
+    """
     f = Relaxation(system, factor)
     noise = normal(generator, BATCH, start.numel())
     noise[0] = 0
@@ -72,19 +74,27 @@ def pose(
     def reference() -> Tensor:
         return moved.clone() if solve is None else solve(f, z0, (moved,))
 
-    return Problem(
-        name="",
+    return ZooProblem(
         f=f,
         z0=z0,
         args=(moved,),
         symmetric=potential is not None,
-        converges_plain=converges_plain,
-        expect=expect,
         source=source,
         reference=reference,
         energy=None if potential is None else Potential(potential, factor),
-        unique=unique,
+        **other,
     )
+
+
+def posed(
+    source: str, system: Callable[[Tensor], Tensor], start: Tensor, factor: float, **options: Any
+) -> Build:
+    """A builder that calls :func:`pose` with these."""
+
+    def build(generator: Generator) -> ZooProblem:
+        return pose(generator, system, start, factor, source, **options)
+
+    return build
 
 
 def point(*values: float) -> Tensor:
@@ -128,163 +138,102 @@ def parabola(n: int) -> Tensor:
     return interior(n) * (interior(n) - 1)
 
 
-SCIPY_BUILDS: dict[str, Build] = {
-    "scipy_F_cubic": partial(
-        pose,
-        system=systems.cubic,
+BUILDS: dict[str, Build] = {
+    "scipy_F_cubic": posed(
+        SCIPY.format("F"),
+        systems.cubic,
+        full(5, 1.0),
+        0.4,
         potential=systems.cubic_potential,
-        start=full(5, 1.0),
-        factor=0.4,
         origin=1.0,
         solve=None,
-        source=SCIPY.format("F"),
     ),
-    "scipy_F2_identity": partial(
-        pose,
-        system=systems.identity,
+    "scipy_F2_identity": posed(
+        SCIPY.format("F2"),
+        systems.identity,
+        point(1, 2, 3, 4, 5, 6),
+        0.5,
         potential=systems.identity_potential,
-        start=point(1, 2, 3, 4, 5, 6),
-        factor=0.5,
         origin=1.0,
         solve=None,
-        source=SCIPY.format("F2"),
     ),
-    "scipy_F3_tridiagonal": partial(
-        pose,
-        system=systems.tridiagonal,
+    "scipy_F3_tridiagonal": posed(
+        SCIPY.format("F3"),
+        systems.tridiagonal,
+        point(1, 2, 3),
+        -0.5,
         potential=systems.tridiagonal_potential,
-        start=point(1, 2, 3),
-        factor=-0.5,
-        source=SCIPY.format("F3"),
     ),
-    "scipy_F4_powell_badly_scaled": partial(
-        pose,
-        system=systems.powell_badly_scaled,
-        start=point(-1, -2),
-        factor=1.0,
+    "scipy_F4_powell_badly_scaled": posed(
+        SCIPY.format("F4_powell"),
+        systems.powell_badly_scaled,
+        point(-1, -2),
+        1.0,
         solve=powell_root,
-        converges_plain=False,
-        expect="hard",
         unique=False,
-        source=SCIPY.format("F4_powell"),
+        **HARD,
     ),
-    "scipy_F5_pressure_network": partial(
-        pose,
-        system=systems.pressure_network,
-        start=point(2, 0, 2, 0),
-        factor=0.25,
+    "scipy_F5_pressure_network": posed(
+        SCIPY.format("F5"),
+        systems.pressure_network,
+        point(2, 0, 2, 0),
+        0.25,
         solve=from_plain,
         unique=False,
-        source=SCIPY.format("F5"),
     ),
-    "scipy_F6": partial(
-        pose,
-        system=systems.scipy_f6,
-        start=point(-0.5, 1.4),
-        factor=-0.8,
-        unique=False,
-        source=SCIPY.format("F6"),
-    ),
-}
-
-MGH_BUILDS: dict[str, Build] = {
-    "mgh_rosenbrock": partial(
-        pose,
-        system=systems.rosenbrock,
-        start=point(-1.2, 1.0),
-        factor=0.1,
-        source=MGH.format(1),
-    ),
-    "mgh_powell_badly_scaled": partial(
-        pose,
-        system=systems.powell_badly_scaled,
-        start=point(0, 1),
-        factor=1.0,
-        converges_plain=False,
+    "scipy_F6": posed(SCIPY.format("F6"), systems.scipy_f6, point(-0.5, 1.4), -0.8, unique=False),
+    "mgh_rosenbrock": posed(MGH.format(1), systems.rosenbrock, point(-1.2, 1.0), 0.1),
+    "mgh_powell_badly_scaled": posed(
+        MGH.format(3),
+        systems.powell_badly_scaled,
+        point(0, 1),
+        1.0,
         solve=powell_root,
-        expect="hard",
         unique=False,
-        source=MGH.format(3),
+        **HARD,
     ),
-    "mgh_helical_valley": partial(
-        pose,
-        system=systems.helical_valley,
-        start=point(-1, 0, 0),
-        factor=0.1,
-        converges_plain=False,
-        expect="hard",
-        source=MGH.format(7),
+    "mgh_helical_valley": posed(
+        MGH.format(7), systems.helical_valley, point(-1, 0, 0), 0.1, **HARD
     ),
-    "mgh_powell_singular": partial(
-        pose,
-        system=systems.powell_singular,
-        start=point(3, -1, 0, 1),
-        factor=0.1,
+    "mgh_powell_singular": posed(
+        MGH.format(13),
+        systems.powell_singular,
+        point(3, -1, 0, 1),
+        0.1,
         origin=1.0,
         solve=None,
-        converges_plain=False,
-        expect="hard",
-        source=MGH.format(13),
+        **HARD,
     ),
-    "mgh_trigonometric": partial(
-        pose,
-        system=systems.trigonometric,
-        start=full(10, 0.1),
-        factor=-1.0,
+    "mgh_trigonometric": posed(
+        MGH.format(26),
+        systems.trigonometric,
+        full(10, 0.1),
+        -1.0,
         origin=1.0,
         solve=from_plain,
         unique=False,
-        source=MGH.format(26),
     ),
-    "mgh_brown_almost_linear": partial(
-        pose,
-        system=systems.brown_almost_linear,
-        start=full(10, 0.5),
-        factor=0.15,
+    "mgh_brown_almost_linear": posed(
+        MGH.format(27),
+        systems.brown_almost_linear,
+        full(10, 0.5),
+        0.15,
         solve=from_plain,
         unique=False,
-        source=MGH.format(27),
     ),
-    "mgh_discrete_boundary_value": partial(
-        pose,
-        system=systems.discrete_boundary_value,
+    "mgh_discrete_boundary_value": posed(
+        MGH.format(28),
+        systems.discrete_boundary_value,
+        parabola(10),
+        0.4,
         potential=systems.boundary_value_potential,
-        start=parabola(10),
-        factor=0.4,
-        source=MGH.format(28),
     ),
-    "mgh_discrete_integral": partial(
-        pose,
-        system=systems.discrete_integral,
-        start=parabola(10),
-        factor=1.0,
-        source=MGH.format(29),
+    "mgh_discrete_integral": posed(MGH.format(29), systems.discrete_integral, parabola(10), 1.0),
+    "mgh_broyden_tridiagonal": posed(
+        MGH.format(30), systems.broyden_tridiagonal, full(10, -1.0), 0.15, unique=False
     ),
-    "mgh_broyden_tridiagonal": partial(
-        pose,
-        system=systems.broyden_tridiagonal,
-        start=full(10, -1.0),
-        factor=0.15,
-        unique=False,
-        source=MGH.format(30),
-    ),
-    "mgh_broyden_banded": partial(
-        pose,
-        system=systems.broyden_banded,
-        start=full(10, -1.0),
-        factor=0.1,
-        source=MGH.format(31),
-    ),
-    "mgh_chebyquad": partial(
-        pose,
-        system=systems.chebyquad,
-        start=interior(5),
-        factor=0.3,
-        converges_plain=False,
-        expect="hard",
-        unique=False,
-        source=MGH.format(35),
+    "mgh_broyden_banded": posed(MGH.format(31), systems.broyden_banded, full(10, -1.0), 0.1),
+    "mgh_chebyquad": posed(
+        MGH.format(35), systems.chebyquad, interior(5), 0.3, unique=False, **HARD
     ),
 }
-
-BUILDS = {**SCIPY_BUILDS, **MGH_BUILDS}

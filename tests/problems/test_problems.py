@@ -16,7 +16,7 @@ from problems.zoo import (
     PATHOLOGICAL,
     PROBLEMS,
     SOLVABLE,
-    Problem,
+    ZooProblem,
     make,
     residual_norms,
     rows,
@@ -27,13 +27,13 @@ WITH_ENERGY = [name for name in PROBLEMS if make(name).energy is not None]
 WITHOUT_ANSWER = [name for name in PROBLEMS if make(name).reference is None]
 
 
-def answer(problem: Problem) -> Tensor:
+def answer(problem: ZooProblem) -> Tensor:
     solution = problem.solution
     assert solution is not None
     return solution
 
 
-def points(problem: Problem, seed: int = 1) -> list[Tensor]:
+def points(problem: ZooProblem, seed: int = 1) -> list[Tensor]:
     """The start and two points off it, inside the domain of f (a factor keeps the signs)."""
     generator = torch.Generator().manual_seed(seed)
     factors = torch.rand(2, *problem.z0.shape, generator=generator, dtype=torch.float64)

@@ -4,7 +4,7 @@
 >>> residual = problem.f(problem.z0, *problem.args) - problem.z0
 
 Every factory in ``PROBLEMS`` takes ``dtype``, ``device`` and ``seed`` and returns a
-:class:`Problem`; the numbers are drawn in float64 on the CPU, so one seed gives the same problem
+:class:`ZooProblem`; the numbers are drawn in float64 on the CPU, so one seed gives the same problem
 everywhere. Adding a problem is one builder and one entry in the ``BUILDS`` of its family.
 """
 
@@ -17,7 +17,7 @@ from functools import cache, partial
 import torch
 
 from problems import attention, energies, layers, linear, maps, pathological, systems
-from problems.problem import Build, Problem, cast, residual_norms, rows, scaled
+from problems.problem import Build, ZooProblem, cast, residual_norms, rows, scaled
 
 __all__ = [
     "ENERGY",
@@ -26,7 +26,7 @@ __all__ = [
     "PATHOLOGICAL",
     "PROBLEMS",
     "SOLVABLE",
-    "Problem",
+    "ZooProblem",
     "make",
     "residual_norms",
     "rows",
@@ -59,7 +59,7 @@ _BUILDS: dict[str, Build] = {
 
 
 @cache
-def _original(name: str, seed: int) -> Problem:
+def _original(name: str, seed: int) -> ZooProblem:
     generator = torch.Generator().manual_seed(seed)
     problem = replace(_BUILDS[name](generator), name=name)
     if problem.reference is None:
@@ -73,7 +73,7 @@ def make(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
     seed: int = 0,
-) -> Problem:
+) -> ZooProblem:
     """The problem ``name`` in tensors of its own, safe to overwrite.
 
     Raises:
@@ -84,5 +84,5 @@ def make(
     return cast(_original(name, seed), dtype, device)
 
 
-PROBLEMS: dict[str, Callable[..., Problem]] = {name: partial(make, name) for name in _BUILDS}
+PROBLEMS: dict[str, Callable[..., ZooProblem]] = {name: partial(make, name) for name in _BUILDS}
 SOLVABLE = [name for name in PROBLEMS if _original(name, 0).expect == "converges"]

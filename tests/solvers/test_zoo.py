@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cases.solves import PLAIN, SOLVERS, solve, true_residuals
-from problems.zoo import ENERGY, SOLVABLE, Problem, make
+from problems.zoo import ENERGY, SOLVABLE, ZooProblem, make
 from solvers import Solution, Solver
 
 RTOL = 1e-6
@@ -123,13 +123,13 @@ def sensitivity(name: str) -> Tensor:
     return 2 / torch.linalg.svdvals(matrix)[:, -1]
 
 
-def answer(problem: Problem) -> Tensor:
+def answer(problem: ZooProblem) -> Tensor:
     solution = problem.solution
     assert solution is not None
     return solution.detach().clone()
 
 
-def faults(problem: Problem, solution: Solution) -> list[str]:
+def faults(problem: ZooProblem, solution: Solution) -> list[str]:
     """What is wrong with a solution, sample by sample."""
     found = []
     if not bool(solution.converged.all()):
@@ -151,7 +151,7 @@ def faults(problem: Problem, solution: Solution) -> list[str]:
     return found
 
 
-def check(problem: Problem, solution: Solution, reason: str | None) -> None:
+def check(problem: ZooProblem, solution: Solution, reason: str | None) -> None:
     if reason == EITHER:  # but what it says of itself holds on any processor
         relative = true_residuals(problem, solution.value)[0]
         assert bool((relative[solution.converged] <= RTOL * (1 + ROUNDING)).all())

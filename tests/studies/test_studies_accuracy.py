@@ -10,7 +10,7 @@ from cases.deq import DIM, make, relative_error, tokens
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import Quadratic
 from implicit_attn.studies import solve_history
-from implicit_attn.studies.traces import carry_forward
+from implicit_attn.studies.evaluations import carry_forward
 from solvers import Forward, Tolerance
 
 NAN = float("nan")

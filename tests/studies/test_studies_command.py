@@ -16,7 +16,7 @@ from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
 from implicit_attn.studies import command, layers_of_depth, open_subject, subjects
 from implicit_attn.studies.command import SHIPPED, STUDIES, UNROLLED, main
-from implicit_attn.studies.figures.extrapolation import seed_means, trade_off_figure
+from implicit_attn.studies.figures.trade_off import seed_means, trade_off_figure
 from implicit_attn.studies.subjects import DataDiffers
 
 pytest.importorskip("matplotlib", reason="the studies draw")

@@ -13,13 +13,13 @@ from implicit_attn.studies import (
     HeldStep,
     accuracy_by_iterations,
     adaptive_stopping,
+    evaluations_to_reach,
     extrapolate,
     run_from,
     stopping_times,
 )
-from implicit_attn.studies.accuracy import budgets_up_to, evaluations_to_reach
-from implicit_attn.studies.measures import Pool, measure_boards, measure_classes
-from implicit_attn.studies.recurrence import relative_changes
+from implicit_attn.studies.extrapolation import budgets_up_to, relative_changes
+from implicit_attn.studies.subjects import Pool, measure_boards, measure_classes
 
 CHANGES = torch.tensor([[0.5, 0.9, 0.1], [0.2, 0.8, 0.3], [0.05, 0.7, 0.2], [0.4, 0.6, 0.01]])
 

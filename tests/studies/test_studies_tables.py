@@ -21,7 +21,7 @@ from implicit_attn.studies import (
     solve_history,
     write_table,
 )
-from implicit_attn.studies.figures.report import training_report
+from implicit_attn.studies.plots import training_report
 from solvers import Anderson, Forward, Tolerance
 
 PNG = b"\x89PNG\r\n\x1a\n"

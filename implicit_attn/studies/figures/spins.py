@@ -1,4 +1,4 @@
-"""Pictures of coupled sites."""
+"""Figures of coupled spins: a classifier's couplings, and mean-field theories against enumeration."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from implicit_attn.studies.figures.report import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
+from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED, draw_band, drawing
+from implicit_attn.studies.figures.training import (
     draw_extrapolation,
     draw_residual,
     draw_training,
-    pyplot_without_screen,
 )
 from implicit_attn.studies.tables import Table
 
-RED = "#b5323c"
-BEYOND = 1e9  # drawn instead of infinity, above every panel
+BEYOND = 1e9  # drawn in place of infinity: outside of every panel
 
 
 def spin_report(
@@ -35,32 +30,28 @@ def spin_report(
     rtol: float,
     trained_evaluations: float,
 ) -> None:
-    """Two rows: training, residual, accuracy against evaluations; couplings while they are learned.
+    """Two rows: training, residual, accuracy against evaluations; couplings during training.
 
     Args:
         path: of the PNG.
         title: of the figure.
         epochs, convergence, extrapolation, rtol, trained_evaluations: as for
-            :func:`implicit_attn.studies.plots.training_report`.
+            :func:`implicit_attn.studies.figures.training.training_report`.
         couplings: (N, N) Frobenius norms of the blocks J_ij, before training and after every
             epoch; site 0 is the class token, the others stand on a square grid, row by row.
     """
-    pyplot = pyplot_without_screen()
-    figure = pyplot.figure(figsize=(14, 8), layout="constrained")
-    figure.suptitle(title, fontsize=13)
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1.05, 1.0])
-    axes = upper.subplots(1, 3)
-    draw_training(axes[0], epochs)
-    draw_residual(axes[1], convergence, rtol)
-    axes[1].set_xlabel("evaluations of the mean-field update")
-    draw_extrapolation(axes[2], extrapolation, trained_evaluations)
-    draw_couplings(lower, couplings)
-    figure.savefig(Path(path), dpi=120)
-    pyplot.close(figure)
+    with drawing(path, title, (14, 8), dpi=120) as figure:
+        upper, lower = figure.subfigures(2, 1, height_ratios=[1.05, 1.0])
+        axes = upper.subplots(1, 3)
+        draw_training(axes[0], epochs)
+        draw_residual(axes[1], convergence, rtol)
+        axes[1].set_xlabel("evaluations of the mean-field update")
+        draw_extrapolation(axes[2], extrapolation, trained_evaluations)
+        draw_couplings(lower, couplings)
 
 
 def draw_couplings(figure: Any, couplings: list[Any]) -> None:
-    """Matrices of norms at three moments of the training, and the last one as a graph."""
+    """Matrices of norms before, during and after training, and the last one as a graph."""
     last = len(couplings) - 1
     moments = sorted({0, max(1, last // 4), last} & set(range(last + 1)))
     axes = figure.subplots(1, len(moments) + 1)
@@ -77,12 +68,12 @@ def draw_couplings(figure: Any, couplings: list[Any]) -> None:
 
 
 def draw_coupling_graph(axes: Any, norms: Any, share: float = 0.35) -> None:
-    """The strongest couplings as lines between the sites' places in the image.
+    """The strongest couplings as lines between the positions of the sites in the image.
 
     Args:
         axes: where to draw.
         norms: (N, N); site 0 is drawn beside the grid of the others.
-        share: of the pairs that are drawn.
+        share: of the pairs, the strongest, that are drawn.
     """
     side = round((len(norms) - 1) ** 0.5)
     places = [(-1.4, (side - 1) / 2)] + [(float(k % side), k // side) for k in range(side * side)]
@@ -104,40 +95,35 @@ def draw_coupling_graph(axes: Any, norms: Any, share: float = 0.35) -> None:
     axes.invert_yaxis()
     axes.set_aspect("equal")
     axes.set_axis_off()
-    axes.set_title(f"Strongest {100 * share:.0f} % of couplings,\nsites at their places")
+    axes.set_title(f"Strongest {100 * share:.0f} % of couplings,\nsites at their positions")
 
 
 def mean_field_report(path: str | Path, title: str, tables: Mapping[str, Table]) -> None:
-    """Theories against enumeration, a row of panels a family of models: errors and consistency.
+    """Mean-field theories against enumeration: errors and consistency, a row for each family.
 
     Args:
         path: of the PNG.
         title: of the figure.
-        tables: of :func:`implicit_attn.studies.error_against_coupling`, under the families' names.
+        tables: name of a family of models -> table of
+            :func:`implicit_attn.studies.error_against_coupling`.
     """
-    pyplot = pyplot_without_screen()
-    size = (16.5, 1.3 + 4.0 * len(tables))
-    figure, axes = pyplot.subplots(
-        len(tables), 4, figsize=size, layout="constrained", squeeze=False, sharex="col"
-    )
-    figure.suptitle(title, fontsize=14)
-    for row, (name, table) in zip(axes, tables.items(), strict=True):
-        draw_mean_errors(row[0], table)
-        draw_pair_errors(row[1], table)
-        draw_eigenvalues(row[2], table)
-        draw_shares(row[3], table)
-        row[0].set_ylabel(f"{name}\n\n{row[0].get_ylabel()}")
-    for panel in axes[-1]:
-        panel.set_xlabel("strength s of the couplings")
-    figure.supxlabel(
-        "Lines: medians over random models, bands: 10 % to 90 % of them. Every model counts in every "
-        "quantile; one that a theory has no consistent solution for counts as infinitely wrong.\n"
-        "Red: naive mean field's $C^{-1} - J$ taken at the exact means. Where it has a negative "
-        "eigenvalue the exact means cannot be a stable state of naive mean field.",
-        fontsize=10,
-    )
-    figure.savefig(Path(path), dpi=120)
-    pyplot.close(figure)
+    with drawing(path, title, (16.5, 1.3 + 4.0 * len(tables)), dpi=120) as figure:
+        axes = figure.subplots(len(tables), 4, squeeze=False, sharex="col")
+        for row, (name, table) in zip(axes, tables.items(), strict=True):
+            draw_mean_errors(row[0], table)
+            draw_pair_errors(row[1], table)
+            draw_eigenvalues(row[2], table)
+            draw_shares(row[3], table)
+            row[0].set_ylabel(f"{name}\n\n{row[0].get_ylabel()}")
+        for panel in axes[-1]:
+            panel.set_xlabel("strength s of the couplings")
+        figure.supxlabel(
+            "Lines: medians over random models, bands: 10 % to 90 % of them. Every model counts in "
+            "every quantile; one without a consistent solution of a theory counts as infinitely "
+            "wrong.\nRed: naive mean field's $C^{-1} - J$ taken at the exact means. Where it has a "
+            "negative eigenvalue the exact means cannot be a stable state of naive mean field.",
+            fontsize=10,
+        )
 
 
 def draw_mean_errors(axes: Any, table: Table) -> None:
@@ -164,7 +150,7 @@ def draw_pair_errors(axes: Any, table: Table) -> None:
 
 
 def draw_eigenvalues(axes: Any, table: Table) -> None:
-    """The consistency criterion; below zero a theory contradicts itself."""
+    """The consistency criterion: below zero a theory is inconsistent."""
     _draw_band(axes, table, "tap_eigenvalue", BLUE, "TAP, at its solution")
     _draw_band(axes, table, "naive_eigenvalue", ORANGE, "naive, at its solution")
     _draw_band(axes, table, "truth_eigenvalue", RED, "naive, at the exact means")
@@ -181,7 +167,7 @@ def draw_eigenvalues(axes: Any, table: Table) -> None:
 
 
 def draw_shares(axes: Any, table: Table) -> None:
-    """How many models have what a theory needs."""
+    """Shares of models for which a theory is consistent, and stable."""
     strength = [row["strength"] for row in table]
     lines = [
         ("tap_consistent", BLUE, "-", "TAP, at its solution"),
@@ -204,22 +190,19 @@ def draw_shares(axes: Any, table: Table) -> None:
 
 
 def _scale_errors(axes: Any, table: Table, names: tuple[str, ...]) -> None:
-    """Logarithmic, from the least to the largest finite quantile, and 1 in any case."""
-    values = [
-        row[name + suffix] for row in table for name in names for suffix in ("_10", "", "_90")
-    ]
-    finite = [value for value in values if 0 < value < np.inf]
+    """A logarithmic axis from the least to the largest finite quantile, with 1 in it."""
+    columns = [name + suffix for name in names for suffix in ("_10", "", "_90")]
+    finite = [row[column] for row in table for column in columns if 0 < row[column] < np.inf]
     axes.set_yscale("log")
     axes.set_ylim(0.5 * min([0.2, *finite]), 2 * max([1.0, *finite]))
 
 
 def _draw_band(axes: Any, table: Table, name: str, color: str, label: str) -> None:
-    """Median with its band; a band that ends at infinity leaves the picture at its top."""
-    strength = np.array([row["strength"] for row in table])
-    low, middle, high = (
-        np.array([row[name + suffix] for row in table]) for suffix in ("_10", "", "_90")
-    )
-    seen = np.isfinite(middle)
-    high = np.where(np.isfinite(high), high, BEYOND)
-    axes.fill_between(strength[seen], low[seen], high[seen], color=color, alpha=0.15, linewidth=0)
-    axes.plot(strength[seen], middle[seen], color=color, marker="o", markersize=3, label=label)
+    """Median and band where the median is finite; an infinite quantile leaves the panel."""
+    finite = [
+        {**row, f"{name}_90": min(row[f"{name}_90"], BEYOND)}
+        for row in table
+        if np.isfinite(row[name])
+    ]
+    look = {"alpha": 0.15, "marker": "o", "markersize": 3}
+    draw_band(axes, finite, "strength", name, color, label, **look)

@@ -1,9 +1,10 @@
-"""How far mean-field theories are from enumeration, and where they stop being consistent."""
+"""Errors of mean-field theories against exact enumeration, and the consistency of the theories."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 import solvers
 from implicit_attn.studies.spins.models import ExactMoments, SpinModel, exact_moments
 from implicit_attn.studies.tables import Table
+from solvers.core.checks import require_count
 
 # ``draw(strength, generator)`` -> a model with one sample.
 Draw = Callable[[float, torch.Generator], SpinModel]
@@ -28,20 +30,20 @@ def error_against_coupling(
     tolerance: solvers.Tolerance = _DEFAULT_TOLERANCE,
     max_steps: int = 1000,
 ) -> Table:
-    """Errors of naive mean field and of adaptive TAP over random models, a row a strength.
+    """Errors of naive mean field and of adaptive TAP over random models, a row for each strength.
 
-    Errors are relative: of the means ``|m - m_exact| / |m_exact|``, and of the correlations of pairs
-    the same with the Frobenius norm over ``<S_i S_j> - <S_i><S_j>``, i != j (to say that nothing is
-    correlated is an error of 1). A theory that has no consistent solution of a model (not converged,
-    or ``chi`` not positive definite) counts as infinitely wrong there: no model is left out, so all
-    quantiles are over the same models.
+    Errors are relative: of the means ``|m - m_exact| / |m_exact|``, and of the correlations the
+    same in the Frobenius norm over ``<S_i S_j> - <S_i><S_j>``, i != j (predicting no correlation at
+    all is an error of 1). Where a theory has no consistent solution of a model (not converged, or
+    ``chi`` not positive definite) its error is infinite: no model is left out, so all quantiles are
+    over the same models.
 
-    Naive mean field is solved by damped plain steps, which end in a minimum of its free energy;
-    accelerated ones may end in saddles and would make it look worse.
+    Naive mean field is solved by damped plain iteration, which ends in a minimum of its free
+    energy; accelerated iteration may end in saddles and would make it look worse.
 
     Args:
         draw: ``draw(strength, generator)`` -> a model with one sample.
-        strengths: each > 0; an iterable, so that a progress bar can stand around it.
+        strengths: each > 0; any iterable, for example one with a progress bar.
         models: at every strength; the generator starts at ``seed`` each time.
         seed: of the generator.
         tolerance: of the solves.
@@ -63,11 +65,13 @@ def error_against_coupling(
     Raises:
         ValueError: for a strength or a number of models that is not positive, or a ``draw`` that
             returns several samples.
+        TypeError: ``models`` is not an integer.
 
-    Source: Opper and Winther (2001) for the theory and its criterion.
+    Source: M. Opper, O. Winther, "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
+    theory for probabilistic modeling" (https://doi.org/10.1103/PhysRevE.64.056131) for the theory
+    and its criterion.
     """
-    if models < 1:
-        raise ValueError(f"models must be >= 1, got {models}")
+    require_count("models", models)
     table: Table = []
     for strength in strengths:
         if not 0 < strength < math.inf:
@@ -83,9 +87,9 @@ def error_against_coupling(
 def consistency(covariance: Tensor, cavity_variance: Tensor, couplings: Tensor) -> Tensor:
     """Smallest eigenvalue of ``C^1/2 (Lambda - J) C^1/2 = I + C^1/2 (V - J) C^1/2``, (B,).
 
-    It has the sign of the smallest eigenvalue of ``Lambda - J``, whose positive definiteness is the
-    consistency of the theory, in units in which it is 1 without couplings. It exists for singular
-    ``C`` (Potts) and loses no digits where spins are nearly certain.
+    Its sign is that of the smallest eigenvalue of ``Lambda - J``, which must be positive definite
+    for a consistent theory; it is 1 without couplings. It exists for singular ``C`` (Potts) and is
+    accurate where spins are nearly certain.
 
     Args:
         covariance: ``C`` (B, N, d, d) of the sites.
@@ -107,33 +111,26 @@ def consistency(covariance: Tensor, cavity_variance: Tensor, couplings: Tensor) 
 def _measure(
     model: SpinModel, tolerance: solvers.Tolerance, max_steps: int
 ) -> dict[str, float | bool]:
-    """Everything about one model."""
+    """The columns of the table for one model, before they are summed up over models."""
     if len(model.field) != 1:
         raise ValueError(f"draw must return models with one sample, got {len(model.field)}")
     exact = exact_moments(model)
-    tap, derivative = _adaptive_tap(model, tolerance, max_steps)
+    options: Any = {"site": model.site, "tolerance": tolerance, "max_steps": max_steps}
+    options |= {"response": True, "on_failure": "ignore"}
+    tap, derivative = _adaptive_tap(model, options)
     naive = solvers.adaptive_tap(
-        model.couplings,
-        model.field,
-        site=model.site,
-        onsager=False,
-        damping=0.5,
-        tolerance=tolerance,
-        max_steps=max_steps,
-        adjoint=None,
-        response=True,
-        on_failure="ignore",
+        model.couplings, model.field, onsager=False, damping=0.5, adjoint=None, **options
     )
     row: dict[str, float | bool] = {}
     for name, solution in (("naive", naive), ("tap", tap)):
         value = solution.value
-        fine = bool(solution.converged[0])
+        consistent = bool(solution.converged[0])
         error = ((value.mean[:1] - exact.mean).norm() / exact.mean.norm()).item()
-        row[f"{name}_mean"] = error if fine else math.inf
-        row[f"{name}_pairs"] = _pair_error(value.response[:1], exact) if fine else math.inf
+        row[f"{name}_mean"] = error if consistent else math.inf
+        row[f"{name}_pairs"] = _pair_error(value.response[:1], exact) if consistent else math.inf
         eigenvalue = consistency(value.covariance[:1], value.cavity_variance[:1], model.couplings)
         row[f"{name}_eigenvalue"] = eigenvalue.item()
-        row[f"{name}_consistent"] = fine
+        row[f"{name}_consistent"] = consistent
     own = exact.covariance.diagonal(dim1=1, dim2=3).movedim(-1, 1)
     truth = consistency(own, torch.zeros_like(own), model.couplings).item()
     eigenvalues = torch.linalg.eigvalsh((derivative + derivative.mT) / 2)
@@ -146,30 +143,20 @@ def _measure(
     return row
 
 
-def _adaptive_tap(
-    model: SpinModel, tolerance: solvers.Tolerance, max_steps: int
-) -> tuple[solvers.Solution, Tensor]:
+def _adaptive_tap(model: SpinModel, options: Any) -> tuple[solvers.Solution, Tensor]:
     """The solution, and ``dm/dx`` (Nd, Nd) by implicit differentiation, NaN where that failed.
 
-    A batch of Nd copies of the model, each asked for the gradient of one component of its means.
+    A batch of Nd copies of the model, with the gradient of one component of the means in each.
     """
     number = model.field[0].numel()
     field = model.field.expand(number, -1, -1).clone().requires_grad_()
+    adjoint = solvers.Implicit(on_failure="ignore")
     with torch.enable_grad():
-        solution = solvers.adaptive_tap(
-            model.couplings,
-            field,
-            site=model.site,
-            tolerance=tolerance,
-            max_steps=max_steps,
-            adjoint=solvers.Implicit(on_failure="ignore"),
-            response=True,
-            on_failure="ignore",
-        )
+        solution = solvers.adaptive_tap(model.couplings, field, adjoint=adjoint, **options)
         components = solution.value.mean.reshape(number, number).diagonal()
         (gradient,) = torch.autograd.grad(components.sum(), field)
-    report = solution.adjoint.solution
-    failed = report is None or not bool(report.converged.all())
+    backward = solution.adjoint.solution
+    failed = backward is None or not bool(backward.converged.all())
     solution.value = type(solution.value)(*(tensor.detach() for tensor in solution.value))
     return solution, torch.full_like(gradient, math.nan) if failed else gradient.flatten(1)
 
@@ -183,7 +170,7 @@ def _pair_error(covariance: Tensor, exact: ExactMoments) -> float:
 
 
 def _summary(measured: list[dict[str, float | bool]]) -> dict[str, float]:
-    """Shares of what is true or false; quantiles of numbers, without interpolation to infinity."""
+    """Shares of booleans; quantiles of numbers, not interpolated because some are infinite."""
     row: dict[str, float] = {}
     for name, first in measured[0].items():
         column = torch.tensor([each[name] for each in measured], dtype=torch.float64)

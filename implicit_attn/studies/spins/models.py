@@ -1,4 +1,4 @@
-"""Random models of discrete spins, small enough that every configuration can be visited."""
+"""Random models of discrete spins, and their exact moments by enumeration."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 import solvers
+from solvers.core.checks import require_count
 
 MOST_CONFIGURATIONS = 2**20
 
 
 @dataclass(frozen=True)
 class SpinModel:
-    """Spins with ``P(S) ~ exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)``, each of a few values.
+    """Discrete spins with ``P(S) ~ exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)``.
 
     Attributes:
         couplings: ``J`` (N, N, d, d).
-        field: ``x`` (B, N, d), one model a sample.
-        values: (K, d), what a spin can be, all with the prior weight 1/K.
-        site: the same for :func:`solvers.adaptive_tap`.
+        field: ``x`` (B, N, d), a field for each sample.
+        values: (K, d), the values of a spin, each with the prior weight 1/K.
+        site: the same single-spin prior for :func:`solvers.adaptive_tap`.
 
     Raises:
         ValueError: if the shapes do not fit each other.
@@ -51,7 +52,7 @@ class SpinModel:
 
 
 class ExactMoments(NamedTuple):
-    """What enumeration finds, float64.
+    """Exact moments of a :class:`SpinModel`, float64.
 
     Attributes:
         log_partition: ``log Z`` (B,), with prior weights that sum to 1 on every site.
@@ -72,19 +73,20 @@ def random_ising(
     samples: int = 1,
     field_scale: float = 0.5,
 ) -> SpinModel:
-    """Spins +1 and -1: couplings ``N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64.
+    """Ising spins: couplings ``N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64.
 
-    One state of the generator gives the same model at every strength, up to that factor.
+    For one seed, models of different strengths differ by that factor of the couplings alone.
 
     Args:
         sites: N.
         strength: of the couplings, >= 0.
         generator: on the CPU; the couplings are drawn first.
-        samples: how many fields for the same couplings.
+        samples: number of fields for the same couplings.
         field_scale: standard deviation of the fields, >= 0.
 
     Raises:
         ValueError: for a number below its bound.
+        TypeError: ``sites`` or ``samples`` is not an integer.
     """
     values = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     shape = (samples, sites, 1)
@@ -101,13 +103,12 @@ def random_potts(
     samples: int = 1,
     field_scale: float = 0.5,
 ) -> SpinModel:
-    """Spins that are one of ``states`` unit vectors: each pair of states has a coupling of its own.
+    """Potts spins, one-hot in ``states`` dimensions: every pair of states has its own coupling.
 
-    Couplings ``J_ij^{ab} ~ N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64; everything
-    else as in :func:`random_ising`.
+    Couplings ``J_ij^{ab} ~ N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64. The
+    other arguments are those of :func:`random_ising`.
     """
-    if states < 2:
-        raise ValueError(f"states must be >= 2, got {states}")
+    require_count("states", states, low=2)
     values = torch.eye(states, dtype=torch.float64)
     shape = (samples, sites, states)
     couplings, field = _draw(shape, strength, field_scale, generator)
@@ -115,10 +116,10 @@ def random_potts(
 
 
 def exact_moments(model: SpinModel) -> ExactMoments:
-    """Means and correlations by the sum over all K^N configurations.
+    """Means and covariances by the sum over all K^N configurations.
 
-    The weights are normalised with log-sum-exp, and the covariance is summed about the mean, so that
-    no digits are lost where the couplings are strong or the spins nearly certain.
+    Log-sum-exp weights and a covariance summed about the mean keep it accurate for strong couplings
+    and nearly certain spins.
 
     Raises:
         ValueError: if there are more than 2^20 configurations.
@@ -160,10 +161,10 @@ def _configurations(values: Tensor, sites: int) -> Tensor:
 def _draw(
     shape: tuple[int, int, int], strength: float, field_scale: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
+    """Couplings (N, N, d, d) and fields (B, N, d) of the shape (B, N, d)."""
     samples, sites, dim = shape
-    for name, count in (("samples", samples), ("sites", sites)):
-        if count < 1:
-            raise ValueError(f"{name} must be >= 1, got {count}")
+    require_count("samples", samples)
+    require_count("sites", sites)
     for name, scale in (("strength", strength), ("field_scale", field_scale)):
         if not 0 <= scale < math.inf:
             raise ValueError(f"{name} must be >= 0 and finite, got {scale}")

@@ -25,7 +25,7 @@ from implicit_attn.energies import (
     SpinInteraction,
     VectorSpin,
 )
-from implicit_attn.studies.traces import carry_forward
+from implicit_attn.studies.evaluations import carry_forward
 from solvers import Anderson, Implicit, Tolerance
 from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, SphericalSite
 

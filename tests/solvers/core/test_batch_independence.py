@@ -17,7 +17,7 @@ from cases.solves import (
     solve,
 )
 from problems.linear import affine, affine_energy, symmetric_matrix
-from problems.zoo import Problem, make, rows
+from problems.zoo import ZooProblem, make, rows
 from solvers import Implicit, Solution, Tolerance, fixed_point
 
 # Short solves: over a hundred steps and more a rounding error may cost or save a step.
@@ -41,7 +41,7 @@ def same(together: Solution, alone: list[Solution]) -> None:
     )
 
 
-def one_by_one(problem: Problem, solver: str, **options: object) -> list[Solution]:
+def one_by_one(problem: ZooProblem, solver: str, **options: object) -> list[Solution]:
     return [
         solve(rows(problem, torch.tensor([i])), solver, **options)  # type: ignore[arg-type]
         for i in range(problem.batch)
@@ -89,7 +89,7 @@ def test_compaction_changes_no_answer(solver: str) -> None:
     torch.testing.assert_close(small.value, whole.value, rtol=1e-6, atol=1e-9)
 
 
-def easy_and_hard(easy: int) -> Problem:
+def easy_and_hard(easy: int) -> ZooProblem:
     """``easy`` contractions with eigenvalues up to 0.2 and a last sample with 0.97."""
     generator = torch.Generator().manual_seed(5)
     eigenvalues = 0.3 * torch.rand(easy + 1, 24, generator=generator, dtype=torch.float64) - 0.1
@@ -97,13 +97,15 @@ def easy_and_hard(easy: int) -> Problem:
     eigenvalues[-1, 0] = 0.97
     matrix = symmetric_matrix(generator, eigenvalues)
     offset = torch.randn(easy + 1, 24, generator=generator, dtype=torch.float64)
-    return Problem(
+    return ZooProblem(
         name="easy_and_hard", f=affine, z0=torch.zeros_like(offset), args=(matrix, offset),
         symmetric=True, converges_plain=True, expect="converges", source="", energy=affine_energy,
     )  # fmt: skip
 
 
-def rows_seen(problem: Problem, solver: str, safeguarded: bool = False) -> tuple[Tensor, list[int]]:
+def rows_seen(
+    problem: ZooProblem, solver: str, safeguarded: bool = False
+) -> tuple[Tensor, list[int]]:
     """How often f saw each sample, finished ones included, and the sizes of its batches."""
     energetic = safeguarded or SOLVERS[solver].needs_energy
     counter: Counter | EnergyCounter

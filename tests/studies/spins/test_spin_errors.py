@@ -19,7 +19,7 @@ from implicit_attn.studies import (
     random_ising,
     random_potts,
 )
-from implicit_attn.studies.figures.spins import mean_field_report
+from implicit_attn.studies.plots_spins import mean_field_report
 from implicit_attn.studies.spins.errors import consistency
 from implicit_attn.studies.spins.models import SpinModel
 

@@ -1,15 +1,22 @@
-"""Pictures of the tables."""
+"""The figure of a training: loss, convergence, energy, accuracy at test time."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from implicit_attn.optional import require
+from implicit_attn.studies.figures.canvas import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    draw_band,
+    drawing,
+    leave_empty,
+    show_best,
+    write_in_corner,
+)
 from implicit_attn.studies.tables import Table
-
-WINDOW = 10.0  # points of accuracy that are drawn below the best
-BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#777777"
 
 
 def training_report(
@@ -33,15 +40,12 @@ def training_report(
         rtol: tolerance of training, drawn as a line.
         trained_evaluations: median evaluations per sample in training, drawn as a line.
     """
-    pyplot = pyplot_without_screen()
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
-    figure.suptitle(title, fontsize=13)
-    draw_training(axes[0, 0], epochs)
-    draw_residual(axes[0, 1], convergence, rtol)
-    draw_energy(axes[1, 0], convergence)
-    draw_extrapolation(axes[1, 1], extrapolation, trained_evaluations)
-    figure.savefig(Path(path), dpi=130)
-    pyplot.close(figure)
+    with drawing(path, title, (11, 7.5), dpi=130) as figure:
+        axes = figure.subplots(2, 2)
+        draw_training(axes[0, 0], epochs)
+        draw_residual(axes[0, 1], convergence, rtol)
+        draw_energy(axes[1, 0], convergence)
+        draw_extrapolation(axes[1, 1], extrapolation, trained_evaluations)
 
 
 def draw_training(axes: Any, epochs: Table) -> None:
@@ -63,32 +67,31 @@ def draw_training(axes: Any, epochs: Table) -> None:
 
 
 def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
-    """Median and 10-90 % band of the best residual so far."""
-    steps = [row["evaluation"] for row in convergence]
-    low = [row["residual_10"] for row in convergence]
-    high = [row["residual_90"] for row in convergence]
-    axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, label="10 % to 90 % of samples")
-    axes.plot(steps, [row["residual"] for row in convergence], color=BLUE, label="median")
+    """Median and band of the best residual so far."""
+    label = "10 % to 90 % of samples"
+    draw_band(axes, convergence, "evaluation", "residual", BLUE, "median", band_label=label)
     axes.axhline(rtol, color=GREY, linestyle="--", label="tolerance in training")
     axes.set(
         xlabel="evaluations of energy and gradient",
         ylabel="relative residual |f(z) - z| / |f(z)|",
         yscale="log",
-        title="How the equilibrium is found",
+        title="Convergence to the equilibrium",
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
 
 
 def draw_energy(axes: Any, convergence: Table) -> None:
-    """Median over the samples of the energy above each one's own final value; it must fall."""
+    """Median over the samples of the energy above each one's own final value."""
     axes.set(
         xlabel="evaluations of energy and gradient",
         ylabel="energy above its final value (median)",
-        title="The energy falls along the way",
+        title="Descent of the energy",
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     rows = [row for row in convergence if "energy_above" in row]
     if not rows:
-        axes.text(0.5, 0.5, "this layer has no energy", ha="center", transform=axes.transAxes)
+        leave_empty(axes, "this layer has no energy")
         return
     rows = [row for row in rows if row["energy_above"] > 0] or rows
     steps = [row["evaluation"] for row in rows]
@@ -112,26 +115,11 @@ def draw_extrapolation(axes: Any, extrapolation: Table, trained_evaluations: flo
     axes.set(
         xlabel="evaluations per sample at test time",
         ylabel="test accuracy, %",
-        title="More iterations at test time",
+        title="Accuracy against evaluations at test time",
     )
-    # The first evaluations are far below the rest, whose differences are what the figure is about.
-    top, lowest = max(accuracy), min(accuracy)
-    if top - lowest > WINDOW:
-        axes.set_ylim(top - WINDOW, top + 0.05 * WINDOW)
-        low = [
-            f"{b}: {a:.1f} %" for b, a in zip(budgets, accuracy, strict=True) if a < top - WINDOW
-        ]
-        axes.text(0.03, 0.04, "below:\n" + "\n".join(low), transform=axes.transAxes, va="bottom")
+    bottom = show_best(axes, accuracy)
+    if bottom is not None:
+        pairs = zip(budgets, accuracy, strict=True)
+        hidden = [f"{budget}: {value:.1f} %" for budget, value in pairs if value < bottom]
+        write_in_corner(axes, "below:\n" + "\n".join(hidden))
     axes.legend(loc="lower right")
-
-
-def pyplot_without_screen() -> Any:
-    """``matplotlib.pyplot`` that draws to files."""
-    require("matplotlib", extra="examples").use("Agg")
-    return require("matplotlib.pyplot", extra="examples")
-
-
-def say_nothing(axes: Any, why: str) -> None:
-    """A panel that has nothing to show says why."""
-    axes.text(0.5, 0.5, why, ha="center", transform=axes.transAxes)
-    axes.set(xticks=[], yticks=[], xlabel="")

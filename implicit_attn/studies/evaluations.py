@@ -1,0 +1,264 @@
+"""States, residuals, energies and accuracies of a layer against the number of evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import solvers
+from implicit_attn.deq import DEQ
+from implicit_attn.studies.subjects import Measure, Measures, Pool, measure_classes
+from implicit_attn.studies.tables import Table, median_and_band
+from implicit_attn.updates import Update
+from solvers.core.solver import ExternalSolver
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a solve within a budget returns.
+
+    Attributes:
+        value: the state.
+        residual: (B,) relative residual of that state.
+        energy: (B,) or None.
+    """
+
+    value: Tensor
+    residual: Tensor
+    energy: Tensor | None
+
+
+class Recorder(Update):
+    """An update that keeps every state at which it is evaluated, in the order of the whole batch.
+
+    Attributes:
+        states: a tensor (B, ...) for each evaluation; rows of samples that had ended are stale.
+    """
+
+    def __init__(self, update: Update) -> None:
+        super().__init__()
+        self.update, self.symmetric, self.monitored = update, update.symmetric, update.monitored
+        self.states: list[Tensor] = []
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        first = pytree.tree_leaves(x)[0]
+        # Samples that have ended leave the batch; their numbers tell which ones are left.
+        return torch.arange(len(first), device=first.device), self.update.prepare(x, mask=mask)
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        self._keep(z, x[0])
+        return self.update(z, x[1], mask=mask)
+
+    def joint(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        self._keep(z, x[0])
+        return self.update.joint(z, x[1], mask=mask)
+
+    def _keep(self, z: Tensor, number: Tensor) -> None:
+        if self.states and len(z) < len(self.states[0]):
+            z = self.states[-1].index_copy(0, number, z.detach())
+        self.states.append(z.detach())
+
+
+def returned_within(
+    layer: DEQ,
+    x: Any,
+    budgets: Sequence[int],
+    *,
+    solver: solvers.Solver | None = None,
+    rtol: float = 0.0,
+) -> list[Returned]:
+    """What ``layer.solve(x, max_steps=budget)`` returns, for each budget.
+
+    One recorded solve with the largest budget tells all of it. A solver whose evaluations cannot
+    all be recorded (Newton's inner products, foreign loops) solves anew for each budget.
+
+    Args:
+        layer: whose state is one tensor.
+        x: its input.
+        budgets: evaluations per sample, each >= 1.
+        solver: in place of the layer's own.
+        rtol: relative residual at which a sample ends.
+    """
+    solver = layer.solver if solver is None else solver
+    options: Any = {"tolerance": solvers.Tolerance(rtol=rtol), "on_failure": "ignore"}
+    with torch.no_grad():
+        if isinstance(solver, solvers.Newton | ExternalSolver):
+            found = [layer.solve(x, solver=solver, max_steps=b, **options) for b in budgets]
+            return [Returned(each.value, each.residual, each.energy) for each in found]
+        recorder = Recorder(layer.update)
+        recorded = DEQ(recorder, init=layer.init)
+        options |= {"solver": solver, "max_steps": max(budgets), "record": True}
+        solution = recorded.solve(x, **options)
+    return _best_within(recorder.states, _trace(solution), budgets)
+
+
+def _trace(solution: solvers.Solution) -> solvers.Trace:
+    assert solution.trace is not None  # record=True
+    return solution.trace
+
+
+def _best_within(
+    states: list[Tensor], trace: solvers.Trace, budgets: Sequence[int]
+) -> list[Returned]:
+    """The best accepted state among the first evaluations, for each number of them."""
+    assert trace.accepted is not None  # a recorded solve of ours says it
+    usable = torch.isfinite(trace.residual) & trace.accepted
+    residual = torch.where(usable, trace.residual, torch.inf)
+    best = residual.cummin(dim=1).values
+    before = torch.cat([torch.full_like(best[:, :1], torch.inf), best[:, :-1]], dim=1)
+    columns = torch.arange(best.shape[1], device=best.device)
+    # The first of equals, as in a solve; where nothing is usable, the start.
+    place = torch.where(residual < before, columns, 0).cummax(dim=1).values
+    kept = torch.stack(states)
+    samples = torch.arange(kept.shape[1], device=kept.device)
+    found = []
+    for budget in budgets:
+        last = min(budget, best.shape[1]) - 1
+        index = place[:, last]
+        energy = None if trace.energy is None else trace.energy[samples, index]
+        found.append(Returned(kept[index, samples], best[:, last], energy))
+    return found
+
+
+def solve_history(
+    layer: DEQ, x: Any, mask: Tensor | None = None, **options: Any
+) -> tuple[Table, solvers.Solution]:
+    """Residual and energy after every evaluation of one solve, summed up over the samples.
+
+    A sample that has ended keeps its last value, so that every row speaks of all samples.
+
+    Args:
+        layer: the layer.
+        x: its input, (B, ...).
+        mask: (B, N) bool or None.
+        options: as for ``DEQ.solve`` (solver, tolerance, max_steps, on_failure).
+
+    Returns:
+        The table, and the solution with its trace. Rows with evaluation; residual (best so far:
+        median), residual_10 and residual_90 (quantiles); converged (share of samples); and for a
+        monitored layer, of the accepted iterates: energy_drop (energy minus the sample's first,
+        median), energy_above (energy minus the sample's last, median), largest_rise (of any sample
+        since the previous row).
+    """
+    with torch.no_grad():
+        solution = layer.solve(x, mask, record=True, **options)
+    trace = _trace(solution)
+    best = carry_forward(trace.residual, trace.accepted).cummin(dim=1).values
+    energies = None if trace.energy is None else carry_forward(trace.energy, trace.accepted)
+    taken = torch.isfinite(trace.residual).sum(1)
+    ended = solution.converged[:, None] & (
+        torch.arange(1, best.shape[1] + 1, device=best.device) >= taken[:, None]
+    )
+    table: Table = []
+    for k in range(best.shape[1]):
+        row: dict[str, Any] = {"evaluation": k + 1, **median_and_band("residual", best[:, k])}
+        row["converged"] = ended[:, k].double().mean().item()
+        if energies is not None:
+            now = energies[:, k]
+            row["energy_drop"] = (now - energies[:, 0]).median().item()
+            row["energy_above"] = (now - energies[:, -1]).median().item()
+            row["largest_rise"] = (now - energies[:, max(k - 1, 0)]).max().item()
+        table.append(row)
+    return table, solution
+
+
+def carry_forward(values: Tensor, accepted: Tensor | None) -> Tensor:
+    """(B, T) with NaN and rejected trials replaced by the last accepted value of the row."""
+    valid = torch.isfinite(values)
+    if accepted is not None:
+        valid = valid & accepted
+    columns = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    last = torch.where(valid, columns, 0).cummax(dim=1).values
+    return values.gather(1, last)
+
+
+class EvaluationTable:
+    """A row for each number of evaluations, pooled over batches of samples.
+
+    Args:
+        evaluations: of the rows.
+    """
+
+    def __init__(self, evaluations: Sequence[int]) -> None:
+        self.evaluations = list(evaluations)
+        self.pools = [Pool() for _ in self.evaluations]
+        self.residuals: list[list[Tensor]] = [[] for _ in self.evaluations]
+        self.energies: list[list[Tensor]] = [[] for _ in self.evaluations]
+
+    def add(self, row: int, measures: Measures, residual: Tensor, energy: Tensor | None) -> None:
+        """Count the samples of a batch in row number ``row``; residual and energy are (B,)."""
+        self.pools[row].add(measures)
+        self.residuals[row].append(residual)
+        if energy is not None:
+            self.energies[row].append(energy)
+
+    def rows(self) -> Table:
+        """Rows with evaluations, the measures, residual (median), and energy (mean) if there is one."""
+        table: Table = []
+        for k, number in enumerate(self.evaluations):
+            row: dict[str, Any] = {"evaluations": number, **self.pools[k].means()}
+            row["residual"] = torch.cat(self.residuals[k]).median().item()
+            if self.energies[k]:
+                row["energy"] = torch.cat(self.energies[k]).mean().item()
+            table.append(row)
+        return table
+
+
+def accuracy_by_evaluations(
+    layer: DEQ,
+    embed: Callable[[Tensor], Any],
+    classify: Callable[[Any], Tensor],
+    images: Tensor,
+    labels: Tensor,
+    budgets: Sequence[int],
+    *,
+    batch_size: int = 256,
+    solver: solvers.Solver | None = None,
+    measure: Measure = measure_classes,
+) -> Table:
+    """Accuracy, loss, residual and energy of a layer that may spend so many evaluations a sample.
+
+    The tolerance is zero, so a sample ends early only where rounding allows no better residual.
+
+    Args:
+        layer: the layer between ``embed`` and ``classify``.
+        embed: images (B, ...) -> the layer's input.
+        classify: equilibrium -> logits (B, classes).
+        images: (N, ...), inputs of any kind; labels: (N,) int64, or what ``measure`` takes.
+        budgets: evaluations per sample, each >= 1.
+        batch_size: images at once.
+        solver: in place of the layer's own.
+        measure: of the outputs; accuracy and cross-entropy of classes by default.
+
+    Returns:
+        Rows with evaluations, accuracy, loss (or the columns of ``measure``), residual (median)
+        and, for a monitored layer, energy (mean).
+
+    Raises:
+        ValueError: there are no images.
+    """
+    if len(images) == 0:
+        raise ValueError("images must hold at least one image, got none")
+    table = EvaluationTable(budgets)
+    for start in range(0, len(images), batch_size):
+        part = slice(start, start + batch_size)
+        with torch.no_grad():
+            found = returned_within(layer, embed(images[part]), budgets, solver=solver)
+            for row, each in enumerate(found):
+                measures = measure(classify(each.value), images[part], labels[part])
+                table.add(row, measures, each.residual, each.energy)
+    return table.rows()
+
+
+def evaluations_to_reach(
+    table: Table, measure: str, level: float, *, at_most: bool = False
+) -> int | None:
+    """The fewest evaluations in a table with ``measure`` at least (or at most) ``level``, or None."""
+    sign = -1 if at_most else 1
+    enough = [row["evaluations"] for row in table if sign * row[measure] >= sign * level]
+    return min(enough, default=None)
