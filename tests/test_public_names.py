@@ -40,8 +40,8 @@ PUBLIC = {
         FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian LinearAttention
         Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
-        RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteLagrangian SoftmaxAttention
-        SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian SpinInteraction
+        RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
+        SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian SpinInteraction
         Sum VectorSpin Weighted
     """,
     "implicit_attn.updates": """
@@ -85,7 +85,7 @@ PUBLIC = {
         training_report
     """,
     "implicit_attn.studies.plots_spins": """
-        mean_field_report
+        mean_field_report spin_report
     """,
 }
 WITHOUT_ALL = {

@@ -265,7 +265,7 @@ def wrong(name: str) -> Any:
         ({"max_steps": True}, TypeError, "max_steps must be an integer, got True"),
         ({"compact": 1}, TypeError, "compact must be True or False, got 1"),
         ({"record": None}, TypeError, "record must be True or False, got None"),
-        ({"callback": 3}, TypeError, "callback must be callable, got <class 'int'>"),
+        ({"callback": 3}, TypeError, "callback must be callable or None, got <class 'int'>"),
         ({"on_failure": "shout"}, ValueError, "on_failure must be one of .* got 'shout'"),
         ({"args": [torch.ones(3)]}, TypeError, "args must be a tuple of inputs, got <class 'list'"),
         ({"args": (torch.ones(4, 4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,"),
