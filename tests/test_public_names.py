@@ -41,8 +41,8 @@ PUBLIC = {
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian LinearAttention
         Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
         RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
-        SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian SpinInteraction
-        Sum VectorSpin Weighted
+        SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
+        SpinInteraction Sum VectorSpin Weighted
     """,
     "implicit_attn.updates": """
         ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
