@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class MINRES(LinearSolver):
 class MINRESRun(KrylovRun):
     """State of MINRES in the notation of Paige and Saunders, ``residual_norm`` their ``phi_bar``."""
 
-    recurrence: ClassVar[tuple[str, ...]] = ("direction", "old_direction", "w", "old_w")
+    recurrence = ("direction", "old_direction", "w", "old_w")
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         super().__init__(residual, limit, active)
