@@ -49,11 +49,9 @@ class AdaptiveTAP(Solver):
         require_count("memory", self.memory)
 
     def init(self, point: Point, problem: Problem) -> TAPState:
-        accelerated = None
-        if self.damping is None:
-            accelerated = Anderson(memory=self.memory).init(point, problem)
+        accelerated = Anderson(memory=self.memory) if self.damping is None else None
         return TAPState(
-            accelerated=accelerated,
+            accelerated=None if accelerated is None else accelerated.init(point, problem),
             damping=torch.ones_like(point.norm),
             best=torch.full_like(point.norm, torch.inf),
         )
