@@ -205,7 +205,7 @@ class _Model:
         return solution
 
     def complete(self, solution: Solution, response: bool) -> None:
-        """Replace the solved state by :class:`SpinMarginals`, in the precision of factorisations."""
+        """Replace the solved state by :class:`SpinMarginals`."""
         with without_autocast(self.field.device.type):
             mean, variance = (as_wide(t) for t in solution.value)
             matrix = as_matrix(self.couplings)

@@ -39,15 +39,14 @@ def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             what = value.dtype if isinstance(value, Tensor) else type(value)
             raise TypeError(f"{name} must be a floating tensor, got {what}")
-    if field.dim() != 3 or 0 in field.shape:
-        raise ValueError(
-            f"field must have the shape (B, N, d), none of them 0, got {tuple(field.shape)}"
-        )
-    _, sites, dim = field.shape
+    shape = tuple(field.shape)
+    if len(shape) != 3 or 0 in shape:
+        raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
+    _, sites, dim = shape
     if tuple(couplings.shape) != (sites, sites, dim, dim):
         raise ValueError(
             f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)} to go with field "
-            f"{tuple(field.shape)}, got {tuple(couplings.shape)}"
+            f"{shape}, got {tuple(couplings.shape)}"
         )
     if couplings.dtype != field.dtype or couplings.device != field.device:
         raise TypeError(
@@ -56,10 +55,8 @@ def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
         )
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
         raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
-    if mask is not None and mask.shape != field.shape[:2]:
-        raise ValueError(
-            f"mask must have the shape {tuple(field.shape[:2])}, got {tuple(mask.shape)}"
-        )
+    if mask is not None and mask.shape != shape[:2]:
+        raise ValueError(f"mask must have the shape {shape[:2]}, got {tuple(mask.shape)}")
     _check_values(couplings.detach(), field.detach())
 
 

@@ -49,9 +49,9 @@ class AdaptiveTAP(Solver):
         require_count("memory", self.memory)
 
     def init(self, point: Point, problem: Problem) -> TAPState:
-        accelerated = Anderson(memory=self.memory) if self.damping is None else None
+        anderson = Anderson(memory=self.memory)
         return TAPState(
-            accelerated=None if accelerated is None else accelerated.init(point, problem),
+            accelerated=anderson.init(point, problem) if self.damping is None else None,
             damping=torch.ones_like(point.norm),
             best=torch.full_like(point.norm, torch.inf),
         )

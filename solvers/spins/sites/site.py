@@ -88,9 +88,10 @@ def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
     if not mean.requires_grad:
         return mean.new_zeros(*mean.shape, mean.shape[-1])
     rows = []
-    for slope in mean.unbind(-1):
+    for component in range(mean.shape[-1]):
+        slope = mean[..., component].sum()
         (row,) = torch.autograd.grad(
-            slope.sum(), point, retain_graph=True, create_graph=outer, allow_unused=True
+            slope, point, retain_graph=True, create_graph=outer, allow_unused=True
         )
         rows.append(torch.zeros_like(point) if row is None else row)
     hessian = torch.stack(rows, dim=-2)
