@@ -82,7 +82,7 @@ class LinearLoop:
         self.record, self.callback = record, callback
         self.noting = record or callback is not None
         self.columns: list[Tensor] = []
-        self.noted = 0
+        self.noted = 0  # batches of products so far
         self.all_rows = self.arrays.range(len(system.b))
         self.x = torch.zeros_like(system.b)
         self.r, self.residual_norm, self.target = system.b, system.reference, system.limit
