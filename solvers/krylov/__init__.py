@@ -2,7 +2,6 @@
 
 - ``solve``: :func:`solvers.solve_linear`
 - ``loop``: the loop of a solve: cycles of a method, verified residuals, statuses
-- ``cycle``: results of a cycle, state of the samples, trace of their residuals
 - ``product``: the products with ``A`` and the scaled right-hand sides
 - ``method``: the interface of the methods
 - ``cg``, ``minres``, ``gmres``: the methods

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class CG(LinearSolver):
 class CGRun(KrylovRun):
     """State of CG; ``square`` is ``r.r`` at the latest iterate, ``best_square`` at the best."""
 
-    recurrence: ClassVar[tuple[str, ...]] = ("direction", "r")
+    recurrence = ("direction", "r")
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         super().__init__(residual, limit, active)

@@ -12,9 +12,8 @@ from solvers.core.arrays import Array
 from solvers.core.device import Watch
 from solvers.core.loop import SHRINK
 from solvers.core.rows import Progress
-from solvers.core.solution import Solution, Status
-from solvers.krylov.cycle import Cycle, ResidualTrace, SampleState
-from solvers.krylov.method import LinearSolver, norm
+from solvers.core.solution import Solution, Status, Trace
+from solvers.krylov.method import KrylovRun, LinearSolver, norm
 from solvers.krylov.product import Product, System
 
 # Rounding moves the residual of a recurrence away from the true one by at most about
@@ -24,6 +23,36 @@ GAP = 40.0
 HALVED = 0.5
 
 
+class Cycle:
+    """A cycle of the Krylov method: the ``run`` on a working batch, and the results of every sample.
+
+    ``rows`` (n,) are the places of the working batch in the caller's batch, ``running`` is how many of
+    them are known to run. The results, of a finished cycle, are ``correction`` (B, D), to be added to
+    ``x``, and (B, 1) arrays like those of :class:`KrylovRun`.
+    """
+
+    def __init__(self, run: KrylovRun, rows: Array, system: System, residual_norm: Array) -> None:
+        self.arrays, self.run, self.rows, self.running = system.arrays, run, rows, len(rows)
+        self.correction = torch.zeros_like(system.b)
+        self.residual_norm = self.arrays.copy(residual_norm)
+        self.matrix_norm = self.arrays.xp.zeros_like(residual_norm)
+        self.used = self.arrays.whole(residual_norm)
+        self.verdict, self.reliable = self.used + int(Status.MAX_STEPS), self.used == 0
+
+    def finish(self, run: KrylovRun, rows: Array) -> None:
+        """Take the results of ``run`` for the samples ``rows`` (n,) of the caller's batch."""
+        self.correction.index_copy_(0, self.arrays.write(rows), run.solution())
+        self.residual_norm[rows], self.verdict[rows] = run.residual_norm, run.verdict()
+        self.used[rows], self.matrix_norm[rows] = run.used, run.matrix_norm
+        self.reliable[rows] = run.reliable()
+
+    def shrink(self, running: Array) -> None:
+        """Keep the samples ``running`` (n, 1) in the working batch, finish the others."""
+        gone, stay = self.arrays.index(~running), self.arrays.index(running)
+        self.finish(self.run.rows(gone), self.rows[gone])
+        self.run, self.rows = self.run.rows(stay), self.rows[stay]
+
+
 class LinearLoop:
     """One solve by cycles of a Krylov method, each sample until it has converged or cannot.
 
@@ -31,6 +60,10 @@ class LinearLoop:
     converged by its recurrence, has broken down, has used its products, or has reached the restart
     of GMRES. Then a sample is closed if its recurrence residual is accurate. Else its true residual
     is computed by one more product, and the sample is closed or enters the next cycle.
+
+    Of each sample are kept the best iterate ``x`` and, while it is ``open``, its residual ``r``, (B, D),
+    and (B, 1) arrays: ``residual_norm``, the norm ``target`` that a cycle aims at, ``status``, the
+    ``steps`` of the method and the ``evaluations``, which are products with ``A``.
     """
 
     def __init__(
@@ -46,15 +79,22 @@ class LinearLoop:
     ) -> None:
         self.product, self.system, self.arrays = product, system, system.arrays
         self.solver, self.max_steps, self.compact = solver, max_steps, compact
+        self.record, self.callback = record, callback
+        self.noting = record or callback is not None
+        self.columns: list[Tensor] = []
+        self.noted = 0  # batches of products so far
         self.all_rows = self.arrays.range(len(system.b))
-        self.state = SampleState(system)
-        self.trace = ResidualTrace(system, record, callback)
+        self.x = torch.zeros_like(system.b)
+        self.r, self.residual_norm, self.target = system.b, system.reference, system.limit
+        self.open = system.finite & (system.reference > 0)
+        self.steps = self.evaluations = self.arrays.whole(self.open)
+        self.status = self.steps + int(Status.MAX_STEPS)
 
     def run(self, x0: Tensor | None) -> Solution:
         """Solve from ``x0`` (B, D) or zero; the value is a matrix (B, D) of the working dtype."""
         with numpy.errstate(all="ignore"):
             self._begin(x0)
-        while len(rows := self.arrays.index(self.state.open)) > 0:
+        while len(rows := self.arrays.index(self.open)) > 0:
             result = self._cycle(rows)
             with numpy.errstate(all="ignore"):
                 self._accept(result)
@@ -62,29 +102,49 @@ class LinearLoop:
 
     def _begin(self, x0: Tensor | None) -> None:
         """Close the samples that need no work."""
-        state, system = self.state, self.system
+        system = self.system
         if x0 is not None:
             self._start_at(system.scaled(x0.detach().to(system.b.dtype)))
-        state.close(~system.finite, Status.NONFINITE)
-        state.residual_norm = self.arrays.xp.where(system.finite, state.residual_norm, torch.inf)
-        state.close(state.residual_norm <= system.limit, Status.CONVERGED)
-        self.trace.start(state.residual_norm)
+        self._close(~system.finite, Status.NONFINITE)
+        self.residual_norm = self.arrays.xp.where(system.finite, self.residual_norm, torch.inf)
+        self._close(self.residual_norm <= system.limit, Status.CONVERGED)
+        if self.record:
+            self.columns.append(system.relative(self.residual_norm))
 
     def _start_at(self, x: Tensor) -> None:
         """Replace the start 0 by ``x`` (B, D), for one product of every open sample."""
-        arrays, state = self.arrays, self.state
-        rows = arrays.index(state.open)
+        arrays, rows = self.arrays, self.arrays.index(self.open)
         if len(rows) == 0:
             return
         finite = arrays.read(torch.isfinite(x).all(1, keepdim=True))
-        x = torch.where(arrays.write(state.open & finite), x, 0)
+        x = torch.where(arrays.write(self.open & finite), x, 0)
         r = self._true_residual(x, rows)
         r_norm = arrays.read(norm(r))
-        good = finite & (r_norm < torch.inf)
-        state.evaluations = state.evaluations + state.open
-        moved = state.open & good
-        state.close(state.open & ~good, Status.NONFINITE)
-        state.move(moved, x, r, r_norm)
+        self.evaluations = self.evaluations + self.open
+        self._close(self.open & ~(finite & (r_norm < torch.inf)), Status.NONFINITE)
+        self._move(self.open, x, r, r_norm)
+
+    def _move(self, rows: Array, x: Tensor, r: Tensor, r_norm: Array) -> None:
+        """In ``rows`` (B, 1) the point ``x`` with the residual ``r`` becomes the best iterate."""
+        self.x = self.arrays.choose(rows, x, self.x)
+        self.r = self.arrays.choose(rows, r, self.r)
+        self.residual_norm = self.arrays.xp.where(rows, r_norm, self.residual_norm)
+
+    def _close(self, rows: Array, status: Status | Array) -> None:
+        """End the samples ``rows`` (B, 1) with ``status``."""
+        self.status = self.arrays.xp.where(rows, status, self.status)
+        self.open = self.open & ~rows
+
+    def _note(self, rows: Array, running: Array, residual: Array) -> None:
+        """One product: residual norms (n, 1) of the samples ``rows``, where ``running`` (n, 1)."""
+        norms = self.arrays.xp.full_like(self.system.reference, torch.nan)
+        norms[rows] = self.arrays.xp.where(running, residual, torch.nan)
+        column = self.system.relative(norms)
+        self.noted += 1
+        if self.record:
+            self.columns.append(column)
+        if self.callback is not None:
+            self.callback(Progress(self.noted, column, None, self.arrays.count(running)))
 
     def _true_residual(self, x: Tensor, rows: Array) -> Tensor:
         """``b - A x`` (B, D), by one product for the samples ``rows``; ``b`` elsewhere."""
@@ -103,32 +163,28 @@ class LinearLoop:
 
     def _cycle(self, rows: Array) -> Cycle:
         """Run the Krylov method until every sample of ``rows`` has stopped."""
-        budget = self.max_steps - self.state.evaluations
+        arrays, index = self.arrays, self._select(rows)
+        limit, active = (arrays.write(array)[index] for array in (self.target, self.open))
+        run = self.solver.start(self.r.index_select(0, index), limit, active)
+        cycle = Cycle(run, arrays.read(index), self.system, self.residual_norm)
+        budget = self.max_steps - self.evaluations
         ends = set(budget[rows].flatten().tolist())
-        cycle = self._start_cycle(rows)
         watch = Watch(self.system.b.device)
         for step in range(max(ends)):
             if step + 1 in ends:
                 self._reserve_product(cycle, budget[cycle.rows] == step + 1)
             if step in ends:
-                cycle.run.stop(self.arrays.write(budget[cycle.rows] == step))
+                cycle.run.stop(arrays.write(budget[cycle.rows] == step))
             if not self._goes_on(cycle, watch):
                 break
             active = cycle.run.running
             cycle.run.absorb(self.product(cycle.run.direction))
-            if self.trace.wanted:
-                self.trace.note(cycle.rows, active, cycle.run.current())
+            if self.noting:
+                self._note(cycle.rows, active, cycle.run.current())
             if cycle.run.exhausted:
                 break
         cycle.finish(cycle.run, cycle.rows)
         return cycle
-
-    def _start_cycle(self, rows: Array) -> Cycle:
-        arrays, state = self.arrays, self.state
-        index = self._select(rows)
-        limit, active = (arrays.write(array)[index] for array in (state.target, state.open))
-        run = self.solver.start(state.r.index_select(0, index), limit, active)
-        return Cycle(run, arrays.read(index), state)
 
     def _goes_on(self, cycle: Cycle, watch: Watch) -> bool:
         """Whether any sample of the cycle still runs; stopped ones leave, or multiply zeros."""
@@ -151,7 +207,7 @@ class LinearLoop:
     def _reserve_product(self, cycle: Cycle, last: Array) -> None:
         """Stop the samples whose ``last`` product will be needed to verify the residual."""
         run, rows = cycle.run, cycle.rows
-        x = self.state.x.index_select(0, self.arrays.write(rows)) + run.solution()
+        x = self.x.index_select(0, self.arrays.write(rows)) + run.solution()
         gap = self._residual_gap(x, self.system.reference[rows], run.matrix_norm)
         accurate = run.reliable() & (gap <= run.residual_norm)
         run.stop(self.arrays.write(last & ~accurate))
@@ -163,62 +219,61 @@ class LinearLoop:
 
     def _accept(self, result: Cycle) -> None:
         """Close the samples whose recurrence residual is accurate, verify the others."""
-        arrays, state, system = self.arrays, self.state, self.system
-        state.steps = state.steps + result.used
-        state.evaluations = state.evaluations + result.used
-        x = state.x + result.correction
+        arrays, system = self.arrays, self.system
+        self.steps = self.steps + result.used
+        self.evaluations = self.evaluations + result.used
+        x = self.x + result.correction
         gap = self._residual_gap(x, system.reference, result.matrix_norm)
         small_gap = gap <= arrays.xp.maximum(result.residual_norm, system.limit)
-        unmoved = result.residual_norm == state.residual_norm  # no step was taken
+        unmoved = result.residual_norm == self.residual_norm  # no step was taken
         accurate = (result.reliable & small_gap) | unmoved
-        spent = (state.evaluations >= self.max_steps) | (result.used == 0)
+        spent = (self.evaluations >= self.max_steps) | (result.used == 0)
         finished = result.verdict != int(Status.MAX_STEPS)
-        closing = state.open & (spent | (accurate & finished))
-        better = closing & (result.residual_norm < state.residual_norm)
-        state.x = arrays.choose(better, x, state.x)
-        state.residual_norm = arrays.xp.where(better, result.residual_norm, state.residual_norm)
+        closing = self.open & (spent | (accurate & finished))
+        better = closing & (result.residual_norm < self.residual_norm)
+        self.x = arrays.choose(better, x, self.x)
+        self.residual_norm = arrays.xp.where(better, result.residual_norm, self.residual_norm)
         # Converged by the recurrence, with no product left to verify it: not converged.
         claimed = result.verdict == int(Status.CONVERGED)
         verdict = arrays.xp.where(claimed & ~accurate, int(Status.MAX_STEPS), result.verdict)
-        state.close(closing, verdict)
-        rows = arrays.index(state.open)
+        self._close(closing, verdict)
+        rows = arrays.index(self.open)
         if len(rows) > 0:
             self._verify(result, x, rows)
 
     def _verify(self, result: Cycle, x: Tensor, rows: Array) -> None:
         """True residuals of the open samples at ``x``; those that gained nothing have stalled."""
-        arrays, state, limit = self.arrays, self.state, self.system.limit
         x = self.system.scaled(self.product.rounded(self.system.unscaled(x)))
-        verified = state.open
+        verified, limit = self.open, self.system.limit
         r = self._true_residual(x, rows)
-        r_norm = arrays.read(norm(r))
-        state.evaluations = state.evaluations + verified
-        if self.trace.wanted:
-            self.trace.note(self.all_rows, verified, r_norm)
+        r_norm = self.arrays.read(norm(r))
+        self.evaluations = self.evaluations + verified
+        if self.noting:
+            self._note(self.all_rows, verified, r_norm)
         claimed = result.verdict == int(Status.CONVERGED)
         within = r_norm <= limit
         # An iterate that is better by no more than rounding may be worse in every other way.
         decrease = 1 - torch.finfo(x.dtype).eps ** 0.5
-        better = within | (r_norm < decrease * state.residual_norm)
-        gained = better & ((r_norm <= HALVED * state.residual_norm) | ~claimed)
-        state.move(verified & better, x, r, r_norm)
+        better = within | (r_norm < decrease * self.residual_norm)
+        gained = better & ((r_norm <= HALVED * self.residual_norm) | ~claimed)
+        self._move(verified & better, x, r, r_norm)
         # Where the recurrence converged too early the next cycle has to go further.
-        state.target = arrays.xp.where(verified & claimed, HALVED * limit, state.target)
+        self.target = self.arrays.xp.where(verified & claimed, HALVED * limit, self.target)
         broken = ~claimed & (result.verdict != int(Status.MAX_STEPS))
-        state.close(verified & within, Status.CONVERGED)
-        state.close(state.open & ~(r_norm < torch.inf), Status.NONFINITE)
-        state.close(state.open & broken, result.verdict)
-        state.close(state.open & ~gained, Status.STALLED)
-        state.close(state.open & (state.evaluations >= self.max_steps), Status.MAX_STEPS)
+        self._close(verified & within, Status.CONVERGED)
+        self._close(self.open & ~(r_norm < torch.inf), Status.NONFINITE)
+        self._close(self.open & broken, result.verdict)
+        self._close(self.open & ~gained, Status.STALLED)
+        self._close(self.open & (self.evaluations >= self.max_steps), Status.MAX_STEPS)
 
     def _solution(self) -> Solution:
-        write, state, system = self.arrays.write, self.state, self.system
+        write, system = self.arrays.write, self.system
         return Solution(
-            value=system.unscaled(state.x),
-            status=write(state.status.reshape(-1)),
-            residual=system.relative(state.residual_norm),
-            residual_norm=write((state.residual_norm * system.scale).reshape(-1)),
-            steps=write(state.steps.reshape(-1)),
-            evaluations=write(state.evaluations.reshape(-1)),
-            trace=self.trace.trace(),
+            value=system.unscaled(self.x),
+            status=write(self.status.reshape(-1)),
+            residual=system.relative(self.residual_norm),
+            residual_norm=write((self.residual_norm * system.scale).reshape(-1)),
+            steps=write(self.steps.reshape(-1)),
+            evaluations=write(self.evaluations.reshape(-1)),
+            trace=Trace(torch.stack(self.columns, dim=1)) if self.record else None,
         )

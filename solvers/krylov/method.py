@@ -34,24 +34,12 @@ class KrylovRun(ABC):
     row is ``active`` or the run is ``exhausted``. Rows that have stopped are frozen: their result
     no longer changes, however often ``absorb`` is called, so a caller may learn late that they have
     stopped. Tensors are (n, D), arrays (see :class:`solvers.core.arrays.Arrays`) are (n, 1).
-
-    Class attributes:
-        recurrence: names of the vectors that the next product or step is made from.
-
-    Attributes:
-        direction: (n, D), what the matrix is to be applied to next.
-        running: (n, 1) bool array, rows that go on.
-        used: (n, 1) int64 array, products that the row has used.
-        residual_norm: (n, 1) array, ``|residual - A d|`` at ``solution()`` by the recurrence.
-        matrix_norm: (n, 1) array, largest lower bound of ``|A|`` seen.
-        exhausted: True when the run can take no further product (the end of a GMRES cycle).
     """
 
-    recurrence: ClassVar[tuple[str, ...]] = ("direction",)
-
-    direction: Tensor
-    residual_norm: Array
-    exhausted: bool = False
+    recurrence: ClassVar[tuple[str, ...]] = ("direction",)  # vectors that products are made from
+    direction: Tensor  # (n, D), what the matrix is to be applied to next
+    residual_norm: Array  # ``|residual - A d|`` at ``solution()`` by the recurrence
+    exhausted: bool = False  # the run can take no further product (the end of a GMRES cycle)
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         self.arrays = Arrays(residual.device)
@@ -59,7 +47,7 @@ class KrylovRun(ABC):
         self.running = self.arrays.read(active)
         self.used = self.arrays.whole(self.running)
         self.zero = self.arrays.xp.zeros_like(self.limit)
-        self.matrix_norm = self.zero
+        self.matrix_norm = self.zero  # the largest lower bound of ``|A|`` seen
 
     @property
     def active(self) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class MINRES(LinearSolver):
 class MINRESRun(KrylovRun):
     """State of MINRES in the notation of Paige and Saunders, ``residual_norm`` their ``phi_bar``."""
 
-    recurrence: ClassVar[tuple[str, ...]] = ("direction", "old_direction", "w", "old_w")
+    recurrence = ("direction", "old_direction", "w", "old_w")
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         super().__init__(residual, limit, active)
@@ -65,7 +64,10 @@ class MINRESRun(KrylovRun):
         u = torch.addcmul(u, along, v, value=-1)
         length = norm(u)
         alpha, beta = arrays.read(along), arrays.read(length)
-        delta, epsilon, gamma_bar = self._rotate(alpha, beta)
+        # The previous rotations, applied to the new column.
+        epsilon, delta = self.epsilon, self.cosine * self.delta_bar + self.sine * alpha
+        gamma_bar = self.sine * self.delta_bar - self.cosine * alpha
+        self.epsilon, self.delta_bar = self.sine * beta, -self.cosine * beta
         active = self._can_shrink(alpha, beta, gamma_bar)
         self.cosine, self.sine = gamma_bar / self.gamma, beta / self.gamma
         w = torch.addcmul(v, arrays.write(delta), self.w, value=-1)
@@ -78,15 +80,6 @@ class MINRESRun(KrylovRun):
         self.direction, self.old_direction = u / length, v
         self.beta = beta
         self.running = active & (self.residual_norm > self.limit)
-
-    def _rotate(self, alpha: Array, beta: Array) -> tuple[Array, Array, Array]:
-        """Apply the previous rotations to the new column; its delta, epsilon and gamma_bar."""
-        epsilon = self.epsilon
-        delta = self.cosine * self.delta_bar + self.sine * alpha
-        gamma_bar = self.sine * self.delta_bar - self.cosine * alpha
-        self.epsilon = self.sine * beta
-        self.delta_bar = -self.cosine * beta
-        return delta, epsilon, gamma_bar
 
     def _can_shrink(self, alpha: Array, beta: Array, gamma_bar: Array) -> Array:
         """Rows that may take this step: finite, and with a residual that can still shrink."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,55 +18,37 @@ from solvers.krylov.method import norm
 MODERATE = 1e6
 
 
-@dataclass(frozen=True)
 class System:
-    """Right-hand sides, divided by a power of two so that no square overflows or underflows.
+    """Right-hand sides (B, D), divided by a power of two so that no square overflows or underflows.
 
-    Attributes:
-        arrays: arithmetic on numbers per sample; arrays (see :class:`solvers.core.arrays.Arrays`)
-            are (B, 1).
-        b: (B, D) scaled right-hand sides, zero where they are not finite.
-        finite: bool array, samples whose right-hand side is finite.
-        reference: array, norm of ``b``.
-        limit: array, residual norm at which a sample has converged.
-        scale: array, what the caller's right-hand sides were divided by.
-        factor: (B, 1) ``scale`` as a tensor, None where it is 1 for every sample.
+    Numbers per sample are (B, 1) arrays (see :class:`solvers.core.arrays.Arrays`).
     """
 
-    arrays: Arrays
-    b: Tensor
-    finite: Array
-    reference: Array
-    limit: Array
-    scale: Array
-    factor: Tensor | None
-
-    @classmethod
-    def of(cls, b: Tensor, tolerance: Tolerance) -> System:
-        """Scale ``b`` (B, D), float32 or float64; its units are those of ``tolerance``."""
-        arrays = Arrays(b.device)
-        xp, read, write = arrays.xp, arrays.read, arrays.write
-        reference, factor = read(norm(b)), None
-        finite, scale = reference < torch.inf, xp.ones_like(reference)
-        moderate = (reference > 1 / MODERATE) & (reference < MODERATE)
-        if not (arrays.host and moderate.all()):
+    def __init__(self, b: Tensor, tolerance: Tolerance) -> None:
+        self.arrays = Arrays(b.device)
+        xp, read, write = self.arrays.xp, self.arrays.read, self.arrays.write
+        self.factor: Tensor | None = None  # ``scale`` as a tensor, None where it is 1 everywhere
+        self.reference = read(norm(b))
+        self.finite, self.scale = self.reference < torch.inf, xp.ones_like(self.reference)
+        moderate = (self.reference > 1 / MODERATE) & (self.reference < MODERATE)
+        if not (self.arrays.host and moderate.all()):
             largest = read(b.abs().amax(1, keepdim=True))
-            finite = largest < xp.inf
-            exponent = xp.frexp(xp.where(finite, largest, 1))[1].clip(-100, 100)
-            scale = xp.ldexp(xp.ones_like(largest), exponent)
-            factor = write(scale)
-            b = torch.where(write(finite), b / factor, 0)
-            reference = read(norm(b))
-        norms = write(reference * scale).squeeze(1)
-        limit = read(tolerance.threshold(norms).unsqueeze(1)) / scale
-        return cls(arrays, b, finite, reference, limit, scale, factor)
+            self.finite = largest < xp.inf
+            exponent = xp.frexp(xp.where(self.finite, largest, 1))[1].clip(-100, 100)
+            self.scale = xp.ldexp(xp.ones_like(largest), exponent)
+            self.factor = write(self.scale)
+            b = torch.where(write(self.finite), b / self.factor, 0)
+            self.reference = read(norm(b))
+        self.b = b  # zero where the caller's is not finite
+        # The residual norm at which a sample has converged; ``tolerance`` is in the caller's units.
+        norms = write(self.reference * self.scale).squeeze(1)
+        self.limit = read(tolerance.threshold(norms).unsqueeze(1)) / self.scale
 
     def scaled(self, x: Tensor) -> Tensor:
-        """(B, D) from the caller's units to scaled ones."""
+        """From the caller's units to scaled ones."""
         return x if self.factor is None else x / self.factor
 
     def unscaled(self, x: Tensor) -> Tensor:
-        """(B, D) from scaled units to the caller's."""
         return x if self.factor is None else x * self.factor
 
     def relative(self, norms: Array) -> Tensor:
@@ -86,8 +67,7 @@ class Product:
     def __init__(
         self, matvec: Callable[..., Any], layout: Layout, args: tuple[Any, ...], batch: int
     ) -> None:
-        self._matvec = matvec
-        self._layout = layout
+        self._matvec, self._layout = matvec, layout
         self._all_args = self._args = args
         self._batch = self._rows = batch
         self._narrow = any(torch.finfo(dtype).bits < 32 for dtype in layout.dtypes)
@@ -126,7 +106,8 @@ class Product:
         if not self._direct:
             sent = self._layout.tree(vectors.to(self._layout.dtype))
         received = self._call(sent)
-        if not (self._single and _alike(received, sent)):
+        known = self._single and isinstance(received, Tensor)
+        if not (known and _properties(received) == _properties(sent)):
             check_like(received, sent, "matvec(v)", "v")
         if self._direct:
             return received.detach()
@@ -137,23 +118,17 @@ class Product:
             return self._matvec(sent, *self._args)
         except (RuntimeError, ValueError, IndexError) as error:
             if self._rows < self._batch:
-                error.args = (f"{error}\n{_SHRUNK.format(self._rows, self._batch)}",)
+                shrunk = (
+                    f"matvec was called with the {self._rows} of {self._batch} samples that are still "
+                    "being solved. If it closes over a tensor of the whole batch, pass that tensor in "
+                    "args=(...), or give compact=False."
+                )
+                error.args = (f"{error}\n{shrunk}",)
             raise
 
 
-_SHRUNK = (
-    "matvec was called with the {} of {} samples that are still being solved. If it closes over a "
-    "tensor of the whole batch, pass that tensor in args=(...), or give compact=False."
-)
-
-
-def _alike(received: Any, sent: Tensor) -> bool:
-    return (
-        isinstance(received, Tensor)
-        and received.shape == sent.shape
-        and received.dtype == sent.dtype
-        and received.device == sent.device
-    )
+def _properties(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def check_like(

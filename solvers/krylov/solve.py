@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from solvers.core.checks import (
-    require_callable,
-    require_count,
-    require_flag,
-    require_instance,
-)
+from solvers.core.checks import require_callable, require_count, require_flag, require_instance
 from solvers.core.layout import Layout, check_args
 from solvers.core.modes import eager
 from solvers.core.rows import Progress
@@ -104,7 +99,7 @@ def solve_linear(
         check_like(x0, b, "x0", "b", ValueError)
     with torch.no_grad():
         product = Product(matvec, layout, args, len(leaf))
-        system = System.of(layout.vector(b).detach().to(product.dtype), tolerance)
+        system = System(layout.vector(b).detach().to(product.dtype), tolerance)
         loop = LinearLoop(
             product, system, solver, max_steps, compact=compact, record=record, callback=callback
         )

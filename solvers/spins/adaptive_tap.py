@@ -19,22 +19,8 @@ from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
-from solvers.spins.inputs import (
-    as_matrix,
-    as_wide,
-    check_tensors,
-    check_values,
-    with_symmetries,
-    zero_masked,
-)
-from solvers.spins.maps import (
-    SpinState,
-    cavity_field,
-    naive_step,
-    no_variance,
-    starting_state,
-    tap_step,
-)
+from solvers.spins.inputs import as_matrix, as_wide, check_inputs, with_symmetries, zero_masked
+from solvers.spins.maps import SpinState, cavity_field, no_variance, starting_state, tap_step
 from solvers.spins.response import differentiable_response, is_definite, times_blocks
 from solvers.spins.sites.site import Site
 from solvers.spins.solver import AdaptiveTAP
@@ -129,8 +115,7 @@ def adaptive_tap(
     require_flag("onsager", onsager)
     require_flag("response", response)
     require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
-    check_tensors(couplings, field, mask)
-    check_values(couplings.detach(), field.detach())
+    check_inputs(couplings, field, mask)
     check_on_failure(on_failure)
     options = {
         "solver": AdaptiveTAP(damping=damping),
@@ -177,10 +162,13 @@ class _Model:
         return self._fixed_point(step, start)
 
     def solve_naive(self) -> Solution:
-        """The fixed point of the means at V = 0."""
+        """The fixed point of the means at V = 0: mean field without Onsager term."""
 
         def step(mean: Tensor, field: Tensor, mask: Tensor | None) -> Tensor:
-            return naive_step(mean, field, self.couplings, self.site, mask)
+            with without_autocast(mean.device.type):
+                m, x, j = as_wide(mean), as_wide(field), as_matrix(self.couplings)
+                h = cavity_field(m, None, x, j, mask)
+                return self.site.mean(h, no_variance(m)).to(mean.dtype)
 
         start = torch.zeros_like(self.field)
         solution = self._fixed_point(step, start)
@@ -196,15 +184,15 @@ class _Model:
         with torch.no_grad(), without_autocast(self.field.device.type):
             wide = as_wide(variance)
             covariance = self.site.covariance(as_wide(alone.field), wide)
-            newton = _newton_matrix(covariance, wide, as_wide(as_matrix(self.couplings)))
+            newton = _newton_matrix(covariance, wide, as_matrix(self.couplings))
 
         def step(mean: Tensor, field: Tensor, mask: None) -> Tensor:
             if not exists:  # stay at the starting point
                 return 0.0 * (mean + field)
             with without_autocast(mean.device.type):
-                m, x, j = (as_wide(t) for t in (mean, field, as_matrix(self.couplings)))
+                m, x, j = as_wide(mean), as_wide(field), as_matrix(self.couplings)
                 v = as_wide(variance)
-                residual = self.site.mean(cavity_field(SpinState(m, v), x, j, mask), v) - m
+                residual = self.site.mean(cavity_field(m, v, x, j, mask), v) - m
                 return (m + (residual.flatten(1) @ newton).view_as(m)).to(mean.dtype)
 
         solution = self._fixed_point(step, torch.zeros_like(self.field))
@@ -219,21 +207,16 @@ class _Model:
     def complete(self, solution: Solution, response: bool) -> None:
         """Replace the solved state by :class:`SpinMarginals`."""
         with without_autocast(self.field.device.type):
-            results = self._marginals(solution, response)
-        solution.value = SpinMarginals(*(t.to(self.field.dtype) for t in results))
-
-    def _marginals(self, solution: Solution, response: bool) -> list[Tensor]:
-        """The fields of :class:`SpinMarginals`, in the precision of the factorisations."""
-        state = SpinState(*(as_wide(t) for t in solution.value))
-        matrix = as_wide(as_matrix(self.couplings))
-        field = cavity_field(state, as_wide(self.field), matrix, self.mask)
-        covariance = self.site.covariance(field, state.cavity_variance)
-        covariance = zero_masked(covariance, self.mask)
-        results = [covariance, zero_masked(state.cavity_variance, self.mask)]
-        if response:
-            results.append(self._response(solution, covariance, state.cavity_variance, matrix))
-        mean = zero_masked(state.mean, self.mask)
-        return [mean, *(t.expand(len(mean), *t.shape[1:]) for t in results)]
+            mean, variance = (as_wide(t) for t in solution.value)
+            matrix = as_matrix(self.couplings)
+            field = cavity_field(mean, variance, as_wide(self.field), matrix, self.mask)
+            covariance = zero_masked(self.site.covariance(field, variance), self.mask)
+            results = [zero_masked(mean, self.mask), covariance, zero_masked(variance, self.mask)]
+            if response:
+                results.append(self._response(solution, covariance, variance, matrix))
+        solution.value = SpinMarginals(
+            *(t.expand(len(mean), *t.shape[1:]).to(self.field.dtype) for t in results)
+        )
 
     def _response(
         self, solution: Solution, covariance: Tensor, variance: Tensor, matrix: Tensor

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def as_matrix(couplings: Tensor) -> Tensor:
-    """(N, N, d, d) -> (Nd, Nd), rows ``(i, a)``, columns ``(j, b)``."""
+    """(N, N, d, d) -> (Nd, Nd), rows ``(i, a)``, columns ``(j, b)``; at least float32."""
     size = couplings.shape[0] * couplings.shape[2]
-    return couplings.transpose(1, 2).reshape(size, size)
+    return as_wide(couplings.transpose(1, 2).reshape(size, size))
 
 
 def with_symmetries(couplings: Tensor) -> Tensor:
@@ -33,38 +33,34 @@ def as_wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def check_tensors(couplings: Any, field: Any, mask: Any) -> None:
+def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
     """Couplings (N, N, d, d), a field (B, N, d) like them, a mask (B, N) bool or None."""
     for name, value in (("couplings", couplings), ("field", field)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             what = value.dtype if isinstance(value, Tensor) else type(value)
             raise TypeError(f"{name} must be a floating tensor, got {what}")
-    if field.dim() != 3 or 0 in field.shape:
-        raise ValueError(
-            f"field must have the shape (B, N, d), none of them 0, got {tuple(field.shape)}"
-        )
-    _, sites, dim = field.shape
+    shape = tuple(field.shape)
+    if len(shape) != 3 or 0 in shape:
+        raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
+    _, sites, dim = shape
     if tuple(couplings.shape) != (sites, sites, dim, dim):
         raise ValueError(
             f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)} to go with field "
-            f"{tuple(field.shape)}, got {tuple(couplings.shape)}"
+            f"{shape}, got {tuple(couplings.shape)}"
         )
     if couplings.dtype != field.dtype or couplings.device != field.device:
         raise TypeError(
             f"couplings must be like field, {field.dtype} on {field.device}, got {couplings.dtype} on "
             f"{couplings.device}"
         )
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
         raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
-    if mask.shape != field.shape[:2]:
-        raise ValueError(
-            f"mask must have the shape {tuple(field.shape[:2])}, got {tuple(mask.shape)}"
-        )
+    if mask is not None and mask.shape != shape[:2]:
+        raise ValueError(f"mask must have the shape {shape[:2]}, got {tuple(mask.shape)}")
+    _check_values(couplings.detach(), field.detach())
 
 
-def check_values(couplings: Tensor, field: Tensor) -> None:
+def _check_values(couplings: Tensor, field: Tensor) -> None:
     """Finite, without self-coupling, symmetric; on a GPU this waits for the device once a solve."""
     finite = torch.isfinite(field).flatten(1).all(1)
     if not bool(finite.all()):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from solvers.core.modes import without_autocast
 from solvers.spins.inputs import as_matrix, as_wide, zero_masked
-from solvers.spins.response import differentiable_response, is_definite, respond, times_blocks
+from solvers.spins.response import differentiable_response, is_definite, newton_step, times_blocks
 from solvers.spins.sites.site import Site
 
 # Cavity variances that a start tries, in units of the largest eigenvalue of the couplings.
@@ -23,26 +23,13 @@ class SpinState(NamedTuple):
     cavity_variance: Tensor
 
 
-def coupling_field(mean: Tensor, matrix: Tensor, mask: Tensor | None) -> Tensor:
-    """``sum_j J_ij m_j`` over the sites that are not masked, (B, N, d)."""
-    return (zero_masked(mean, mask).flatten(1) @ matrix).view_as(mean)
-
-
-def cavity_field(state: SpinState, field: Tensor, matrix: Tensor, mask: Tensor | None) -> Tensor:
-    """``h_i = x_i + sum_j J_ij m_j - V_i m_i``, (B, N, d)."""
-    onsager = (state.cavity_variance @ state.mean.unsqueeze(-1)).squeeze(-1)
-    return field + coupling_field(state.mean, matrix, mask) - onsager
-
-
-def naive_step(
-    mean: Tensor, field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
+def cavity_field(
+    mean: Tensor, variance: Tensor | None, field: Tensor, matrix: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """``m_i <- site mean at x_i + sum_j J_ij m_j``, (B, N, d): mean field without Onsager term."""
-    matrix = as_matrix(couplings)
-    with without_autocast(mean.device.type):
-        m, x, j = (as_wide(t) for t in (mean, field, matrix))
-        result = site.mean(x + coupling_field(m, j, mask), no_variance(m))
-    return result.to(mean.dtype)
+    """``h_i = x_i + sum_j J_ij m_j - V_i m_i``, j not masked, (B, N, d); None for V = 0."""
+    onsager = None if variance is None else (variance @ mean.unsqueeze(-1)).squeeze(-1)
+    total = field + (zero_masked(mean, mask).flatten(1) @ matrix).view_as(mean)
+    return total if onsager is None else total - onsager
 
 
 def tap_step(
@@ -73,35 +60,21 @@ def tap_step(
 
     Source: Opper and Winther (2001), eqs. 22-24 and 36-40, https://doi.org/10.1103/PhysRevE.64.056131.
     """
-    matrix = as_matrix(couplings)
     with without_autocast(state.mean.device.type):
-        x, j = as_wide(field), as_wide(matrix)
-        wide = SpinState(as_wide(state.mean), as_wide(state.cavity_variance))
-        mu, covariance = site.moments(cavity_field(wide, x, j, mask), wide.cavity_variance)
+        x, j = as_wide(field), as_matrix(couplings)
+        m, v = as_wide(state.mean), as_wide(state.cavity_variance)
+        mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
         # A site of zero covariance does not respond.
-        covariance, residual = zero_masked(covariance, mask), zero_masked(mu - wide.mean, mask)
-        step = _differentiable_step if torch.is_grad_enabled() else _direct_step
-        mean, variance = step(wide, residual, covariance, j)
+        covariance, residual = zero_masked(covariance, mask), zero_masked(mu - m, mask)
+        if torch.is_grad_enabled():
+            q, variance = differentiable_response(covariance, v, j)
+            product = times_blocks(q.detach(), covariance.detach()).mT  # C Q, chi C^-1 = I + C Q
+            step = (product @ residual.flatten(1).unsqueeze(-1)).view_as(residual)
+            mean = m + residual + step
+        else:
+            step, change = newton_step(residual, covariance, v, j)
+            mean, variance = m + step, v + change
     return SpinState(mean.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
-
-
-def _direct_step(
-    state: SpinState, residual: Tensor, covariance: Tensor, matrix: Tensor
-) -> tuple[Tensor, Tensor]:
-    response = respond(covariance, state.cavity_variance, matrix)
-    definite = response.definite
-    step = torch.where(definite[:, None, None], response.newton_step(residual), torch.nan)
-    change = torch.where(definite[:, None, None, None], response.correction, torch.nan)
-    return state.mean + step, state.cavity_variance + change
-
-
-def _differentiable_step(
-    state: SpinState, residual: Tensor, covariance: Tensor, matrix: Tensor
-) -> tuple[Tensor, Tensor]:
-    amputated, variance = differentiable_response(covariance, state.cavity_variance, matrix)
-    product = times_blocks(amputated.detach(), covariance.detach()).mT  # C Q, chi C^-1 = I + C Q
-    step = (product @ residual.flatten(1).unsqueeze(-1)).view_as(residual)
-    return state.mean + residual + step, variance
 
 
 def starting_state(
@@ -111,16 +84,11 @@ def starting_state(
 
     Tried are v = 0, a quarter, a half and all of the largest eigenvalue of J; at the last one ``chi``
     is positive definite for any covariances, as long as the sites exist at this V. A sample without a
-    positive definite ``chi`` keeps V = 0; its solve then ends at once.
-
-    Args:
-        field: (B, N, d).
-        couplings: (N, N, d, d).
-        site: the sites' distribution.
-        mask: (B, N) bool, False for masked sites.
+    positive definite ``chi`` keeps V = 0; its solve then ends at once. Arguments: as for
+    :func:`tap_step`.
     """
     with torch.no_grad(), without_autocast(field.device.type):
-        x, matrix = as_wide(field.detach()), as_wide(as_matrix(couplings.detach()))
+        x, matrix = as_wide(field.detach()), as_matrix(couplings.detach())
         mean, variance = torch.zeros_like(x), no_variance(x).clone()
         unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         rows = torch.arange(len(x), device=x.device)
@@ -131,7 +99,9 @@ def starting_state(
             covariance = site.moments(x[rows], tried)[1]
             covariance = covariance.expand(len(rows), *covariance.shape[1:])
             covariance = zero_masked(covariance, None if mask is None else mask[rows])
-            definite = _surely_definite(covariance, (1 - level) * largest)
+            # |C| |J| < 1 takes no factorisation; False where a covariance is NaN.
+            size = covariance.abs().sum(-1).flatten(1).amax(1)
+            definite = size * ((1 - level) * largest) < 1
             if not bool(definite.all()):
                 definite = definite | is_definite(covariance, tried, matrix)
             variance[rows[definite]] = tried[definite]
@@ -139,12 +109,6 @@ def starting_state(
             if rows.numel() == 0:
                 break
     return SpinState(mean.to(field.dtype), variance.to(field.dtype))
-
-
-def _surely_definite(covariance: Tensor, largest: Tensor) -> Tensor:
-    """(B,) bool: ``|C| |J| < 1``, which takes no factorisation; False where a covariance is NaN."""
-    size = covariance.abs().sum(-1).flatten(1).amax(1)
-    return size * largest < 1
 
 
 def no_variance(mean: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ theory for probabilistic modeling", https://doi.org/10.1103/PhysRevE.64.056131, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,43 +29,24 @@ from torch import Tensor
 JITTER = 8.0  # times eps times the trace is added to a covariance, so that singular ones factorise
 
 
-@dataclass
-class Response:
-    """Factors of the response of a batch; rows that are not ``definite`` hold arbitrary numbers.
+def newton_step(
+    residual: Tensor, covariance: Tensor, variance: Tensor, couplings: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Newton's step ``F^T r = (I + C W)^-1 r`` of the means at fixed V, and ``Y``; no derivatives.
 
-    Attributes:
-        site_factor: (B, N, d, d) lower ``L_i``.
-        factor: (B, n, n) lower ``S``.
-        half: (B, n, n) ``Z``.
-        diagonal: (B, N, d, d) ``Q_ii``.
-        correction: (B, N, d, d) ``Y_i``.
-        definite: (B,) bool.
+    Both are NaN in samples where ``chi`` is not positive definite.
     """
-
-    site_factor: Tensor
-    factor: Tensor
-    half: Tensor
-    diagonal: Tensor
-    correction: Tensor
-    definite: Tensor
-
-    def newton_step(self, residual: Tensor) -> Tensor:
-        """``F^T r = (I + C W)^-1 r``: Newton's step of the means (B, N, d) at fixed V."""
-        flat = residual.reshape(residual.shape[0], -1, 1)
-        inner = torch.linalg.solve_triangular(self.factor.mT, self.half @ flat, upper=True)
-        return residual - (self.site_factor @ inner.view(*residual.shape, 1)).squeeze(-1)
-
-
-def respond(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Response:
-    """Factorise; not differentiable."""
     batch, sites, dim = covariance.shape[:3]
     site_factor, rows, factor, definite = _factors(covariance, variance, couplings)
     half = torch.linalg.solve_triangular(factor, rows, upper=False)
     columns = half.view(batch, sites * dim, sites, dim).permute(0, 2, 3, 1).contiguous()
-    diagonal = columns @ columns.mT - variance
-    correction, failed = _correction(diagonal, site_factor)
-    definite = definite & ~failed.any(1)
-    return Response(site_factor, factor, half, diagonal, correction, definite)
+    correction, failed = _correction(columns @ columns.mT - variance, site_factor)
+    definite = (definite & ~failed.any(1))[:, None, None]
+    flat = residual.reshape(residual.shape[0], -1, 1)
+    inner = torch.linalg.solve_triangular(factor.mT, half @ flat, upper=True)
+    step = residual - (site_factor @ inner.view(*residual.shape, 1)).squeeze(-1)
+    step = torch.where(definite, step, torch.nan)
+    return step, torch.where(definite.unsqueeze(-1), correction, torch.nan)
 
 
 def is_definite(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:

@@ -49,11 +49,9 @@ class AdaptiveTAP(Solver):
         require_count("memory", self.memory)
 
     def init(self, point: Point, problem: Problem) -> TAPState:
-        accelerated = None
-        if self.damping is None:
-            accelerated = Anderson(memory=self.memory).init(point, problem)
+        anderson = Anderson(memory=self.memory)
         return TAPState(
-            accelerated=accelerated,
+            accelerated=anderson.init(point, problem) if self.damping is None else None,
             damping=torch.ones_like(point.norm),
             best=torch.full_like(point.norm, torch.inf),
         )

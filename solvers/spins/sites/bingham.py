@@ -25,6 +25,7 @@ https://doi.org/10.1090/S0025-5718-07-01945-X, for parabolic contours.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,25 +39,15 @@ PEAK = 3.0  # s in widths of the peak
 
 @dataclass
 class Mixture:
-    """The sphere as a mixture of Gaussians in the eigenbasis of V; Q nodes, complex.
+    """The sphere as a mixture of Gaussians in the eigenbasis of V; Q nodes, complex."""
 
-    Attributes:
-        basis: (..., d, d) eigenvectors, or None where V = 0.
-        shift: (..., Q) ``z - t``.
-        saddle: (...) ``t``.
-        spread: (..., Q, d) diagonal of ``X``.
-        center: (..., Q, d) ``X h``.
-        weight: (..., Q) sums to 1 (in its real part).
-        log_scale: (...) log of what the weights were divided by, with ``e^phi(t)``.
-    """
-
-    basis: Tensor | None
-    shift: Tensor
-    saddle: Tensor
-    spread: Tensor
-    center: Tensor
-    weight: Tensor
-    log_scale: Tensor
+    basis: Tensor | None  # (..., d, d) eigenvectors, None where V = 0
+    shift: Tensor  # (..., Q) z - t
+    saddle: Tensor  # (...) t
+    spread: Tensor  # (..., Q, d) diagonal of X
+    center: Tensor  # (..., Q, d) X h
+    weight: Tensor  # (..., Q), sums to 1 in its real part
+    log_scale: Tensor  # (...) log of what the weights were divided by, with e^phi(t)
 
     def mean(self) -> Tensor:
         """(..., d) in the eigenbasis."""
@@ -101,10 +92,8 @@ def saddle_point(levels: Tensor, squared: Tensor, rho: float) -> Tensor:
     """
     top = levels.amax(-1, keepdim=True)
     gap, dim = top - levels, levels.shape[-1]
-    total = squared.sum(-1, keepdim=True)
-    mean_gap = (squared * gap).sum(-1, keepdim=True) / total.clamp_min(
-        torch.finfo(levels.dtype).tiny
-    )
+    total, tiny = squared.sum(-1, keepdim=True), torch.finfo(levels.dtype).tiny
+    mean_gap = (squared * gap).sum(-1, keepdim=True) / total.clamp_min(tiny)
     mean_gap = torch.maximum(mean_gap, gap.mean(-1, keepdim=True))
     jensen = (dim / 2 + (dim * dim / 4 + 4 * rho * total).sqrt()) / (2 * rho) - mean_gap
     single = ((squared / rho).sqrt() - gap).amax(-1, keepdim=True)
@@ -137,7 +126,7 @@ def mixture(field: Tensor, variance: Tensor | None, rho: float) -> Mixture:
     xi = step * torch.arange(NODES.get(tau.dtype, 24), dtype=tau.dtype, device=tau.device)
     u, du = scale * torch.sinh(xi), scale * torch.cosh(xi)
     shift = torch.complex(-kappa * u * u, 2 * kappa * u)
-    growth, phase = _exponent(-kappa * u * u, 2 * kappa * u, tau, squared)
+    growth, phase = _exponent(shift, tau, squared)
     weight = torch.polar(growth.exp(), phase) * torch.complex(du, u * du)
     weight[..., 0] *= 0.5  # the lower half of the contour is the conjugate of the upper
     total = weight.real.sum(-1, keepdim=True)
@@ -161,15 +150,11 @@ def _contour(tau: Tensor, squared: Tensor, rho: float) -> tuple[Tensor, Tensor, 
     return kappa, scale, torch.asinh(reach / scale) / (NODES.get(tau.dtype, 24) - 1)
 
 
-def _exponent(
-    real: Tensor, imaginary: Tensor, tau: Tensor, squared: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part of ``phi(z) - phi(t)`` at the nodes ``z - t``, (..., Q).
-
-    Its linear term is left out: it vanishes at the saddle point.
-    """
-    x, y = real.unsqueeze(-1) / tau.unsqueeze(-2), imaginary.unsqueeze(-1) / tau.unsqueeze(-2)
-    ratio = (squared / tau).unsqueeze(-2) / ((1 + x).square() + y * y)
+def _exponent(shift: Tensor, tau: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
+    """Real and imaginary part of ``phi(z) - phi(t)``, (..., Q), without its linear term, which is 0."""
+    tau = tau.unsqueeze(-2)
+    x, y = shift.real.unsqueeze(-1) / tau, shift.imag.unsqueeze(-1) / tau
+    ratio = squared.unsqueeze(-2) / tau / ((1 + x).square() + y * y)
     square_x, square_y = x * x - y * y, 2 * x * y
     log_size = torch.log1p(x * (2 + x) + y * y)
     growth = x / 2 - log_size / 4 + ratio * (square_x * (1 + x) + square_y * y)
@@ -191,9 +176,9 @@ class Moments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         field, variance, mean = ctx.saved_tensors
-        of_mean, of_covariance = cotangents
         if torch.is_grad_enabled():
-            return (*_recorded(ctx, field, variance, of_mean, of_covariance), None)
+            return (*_recorded(ctx.nodes, field, variance, cotangents), None)
+        of_mean, of_covariance = cotangents
         of_covariance = (of_covariance + of_covariance.mT) / 2
         along_field = of_mean - 2 * (of_covariance @ mean.unsqueeze(-1)).squeeze(-1)
         slope, curvature = derivative(ctx.nodes, along_field, 2 * of_covariance)
@@ -233,19 +218,16 @@ def derivative(nodes: Mixture, of_field: Tensor, of_variance: Tensor) -> tuple[T
 
 
 def _recorded(
-    ctx: Any, field: Tensor, variance: Tensor | None, of_mean: Tensor, of_covariance: Tensor
-) -> tuple[Tensor | None, ...]:
+    nodes: Mixture, field: Tensor, variance: Tensor | None, cotangents: tuple[Tensor, ...]
+) -> Iterator[Tensor | None]:
     """The gradients of :class:`Moments` by differentiable operators, for higher derivatives."""
     # Views cut the paths between the two inputs: the gradient of each is a partial one.
-    field = field.view_as(field)
-    given = torch.zeros_like(of_covariance) if variance is None else variance.view_as(variance)
-    mean, covariance = moments_at_nodes(ctx.nodes, field, given)
-    wanted = [t for t in (field, given) if t.requires_grad]
-    found = torch.autograd.grad(
-        (mean, covariance), wanted, (of_mean, of_covariance), create_graph=True
-    )
-    gradients = dict(zip(map(id, wanted), found, strict=True))
-    return gradients.get(id(field)), gradients.get(id(given))
+    given = torch.zeros_like(cotangents[1]) if variance is None else variance.view_as(variance)
+    inputs = (field.view_as(field), given)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    moments = moments_at_nodes(nodes, *inputs)
+    found = iter(torch.autograd.grad(moments, wanted, cotangents, create_graph=True))
+    return (next(found) if tensor.requires_grad else None for tensor in inputs)
 
 
 def moments_at_nodes(nodes: Mixture, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,9 +244,8 @@ def moments_at_nodes(nodes: Mixture, field: Tensor, variance: Tensor) -> tuple[T
     weight = (weight / weight.real.sum(-1, keepdim=True)).unsqueeze(-1)
     mean = (weight * center).real.sum(-2)
     deviation = center - mean.unsqueeze(-2)
-    return mean, (weight.unsqueeze(-1) * spread).real.sum(-3) + (
-        (weight * deviation).mT @ deviation
-    ).real
+    covariance = (weight.unsqueeze(-1) * spread).real.sum(-3)
+    return mean, covariance + ((weight * deviation).mT @ deviation).real
 
 
 class LogPartition(torch.autograd.Function):

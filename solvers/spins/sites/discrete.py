@@ -69,7 +69,5 @@ def _logits(field: Tensor, variance: Tensor) -> Tensor:
 
 
 def _check_scalar(field: Tensor) -> None:
-    if field.shape[-1] != 1:
-        raise ValueError(
-            f"IsingSite takes spins of one component, d = 1, got d = {field.shape[-1]}"
-        )
+    if (dim := field.shape[-1]) != 1:
+        raise ValueError(f"IsingSite takes spins of one component, d = 1, got d = {dim}")

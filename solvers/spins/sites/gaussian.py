@@ -58,12 +58,10 @@ class GaussianSite(Site):
 
     def _factors(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """``A`` and the Cholesky factor of ``I - A^T V A``, NaN where that is indefinite."""
-        sigma = self.sigma.to(field.dtype)
-        if sigma.shape[-1] != field.shape[-1] or (
-            sigma.dim() == 3 and len(sigma) != field.shape[-2]
-        ):
+        sigma, (sites, dim) = self.sigma.to(field.dtype), field.shape[-2:]
+        if sigma.shape[-1] != dim or (sigma.dim() == 3 and len(sigma) != sites):
             raise ValueError(
-                f"covariance {tuple(sigma.shape)} does not fit sites (N, d) = {tuple(field.shape[-2:])}"
+                f"covariance {tuple(sigma.shape)} does not fit sites (N, d) = {(sites, dim)}"
             )
         half, _ = torch.linalg.cholesky_ex(sigma)
         unit = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)

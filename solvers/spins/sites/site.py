@@ -55,7 +55,9 @@ class Site(nn.Module):
         """Mean, and covariance for ``order`` 2, by autograd; NaN where log Z is not finite."""
         outer = torch.is_grad_enabled()
         with recording():
-            point, variance = _point(field, outer), ordinary(variance)
+            point, variance = ordinary(field), ordinary(variance)
+            if not (outer and point.requires_grad):  # else in the caller's graph
+                point = point.detach().requires_grad_()
             mean, exists = self._slope(point, variance, outer or order == 2)
             found = [torch.where(exists.unsqueeze(-1), mean, torch.nan)]
             if order == 2:
@@ -81,24 +83,15 @@ class Site(nn.Module):
         return slope, torch.isfinite(value.detach())
 
 
-def _point(field: Tensor, outer: bool) -> Tensor:
-    """The field where log Z is differentiated, in the caller's graph where it has one."""
-    field = ordinary(field)
-    return field if outer and field.requires_grad else field.detach().requires_grad_()
-
-
 def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
     """The symmetrised Jacobian ``d mean / d point``, (B, N, d, d), row by row."""
     if not mean.requires_grad:
         return mean.new_zeros(*mean.shape, mean.shape[-1])
     rows = []
     for component in range(mean.shape[-1]):
+        slope = mean[..., component].sum()
         (row,) = torch.autograd.grad(
-            mean[..., component].sum(),
-            point,
-            create_graph=outer,
-            retain_graph=True,
-            allow_unused=True,
+            slope, point, retain_graph=True, create_graph=outer, allow_unused=True
         )
         rows.append(torch.zeros_like(point) if row is None else row)
     hessian = torch.stack(rows, dim=-2)

@@ -61,11 +61,10 @@ class SphericalSite(Site):
 
     def _rho(self, field: Tensor) -> float:
         """``radius^2``."""
-        if field.shape[-1] < 2:
-            raise ValueError(
-                f"SphericalSite needs d >= 2, got d = {field.shape[-1]}; use IsingSite"
-            )
-        return float(field.shape[-1]) if self.radius is None else float(self.radius) ** 2
+        dim = field.shape[-1]
+        if dim < 2:
+            raise ValueError(f"SphericalSite needs d >= 2, got d = {dim}; use IsingSite")
+        return float(dim) if self.radius is None else float(self.radius) ** 2
 
     def extra_repr(self) -> str:
         return f"radius={self.radius}, large_dimension={self.large_dimension}"
