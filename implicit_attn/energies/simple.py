@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.checks import check_input, check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.tokens import hide, sum_samples, sum_squares
+from implicit_attn.energies.tokens import Pair, hide, sum_samples, sum_squares
 
 
 class Quadratic(Energy):
@@ -23,15 +23,11 @@ class Quadratic(Energy):
     Shapes: ``z`` (B, ...), ``x`` like ``z`` or None, ``mask`` (B, N) for ``z`` (B, N, ...).
     """
 
-    def value_and_grad(
-        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         difference = self._difference(z, x, mask)
         return 0.5 * sum_squares(difference), difference
 
-    def hvp(
-        self, z: Tensor, v: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         check_tokens(z, mask, "Quadratic", features=0)
         check_vector(v, z)
         return hide(v, mask)
@@ -49,15 +45,11 @@ class Field(Energy):
 
     concave = True  # linear
 
-    def value_and_grad(
-        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         field = self._field(z, x, mask)
         return -sum_samples(field * hide(z, mask)), -field
 
-    def hvp(
-        self, z: Tensor, v: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         self._field(z, x, mask)
         check_vector(v, z)
         return torch.zeros_like(v)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]  # the method's name says of what
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums are taken: float32 for half precision, else ``dtype`` itself."""
