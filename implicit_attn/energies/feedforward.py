@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,11 +146,17 @@ class GatedFeedForward(MemoryEnergy):
     """
 
     def __init__(
-        self, dim: int, memories: int, *, activation: str = "gelu", **options: Any
+        self,
+        dim: int,
+        memories: int,
+        *,
+        activation: str = "gelu",
+        norm: RMSNorm | None = SOFT_NORM,
+        bound: float | None = None,
     ) -> None:
-        super().__init__(dim, memories, **options)
+        super().__init__(dim, memories, norm=norm, bound=bound)
         self.activation = require_choice("activation", activation, ("gelu", "relu"))
-        self.concave = self.norm is None and activation == "relu"
+        self.concave = norm is None and activation == "relu"
 
     def token_value_and_force(self, y: Tensor) -> Pair:
         total = self._total(y)

@@ -48,7 +48,7 @@ class RMSNorm:
 
     @staticmethod
     def jacobian_product(unit: Tensor, radius: Tensor, g: Tensor) -> Tensor:
-        """Jacobian times ``g``: ``(g - y_hat mean(g y_hat)) / r``, ``unit = y_hat``, ``radius = r``."""
+        """Jacobian times ``g``, ``(g - y_hat mean(g y_hat)) / r``; ``unit`` is y_hat, ``radius`` r."""
         along = (g * unit).mean(-1, keepdim=True)
         return torch.addcmul(g, unit, along, value=-1.0) / radius
 

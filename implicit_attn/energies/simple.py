@@ -24,17 +24,14 @@ class Quadratic(Energy):
     """
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        difference = self._difference(z, x, mask)
+        check_tokens(z, mask, "Quadratic", features=0)
+        difference = hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
         return 0.5 * sum_squares(difference), difference
 
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         check_tokens(z, mask, "Quadratic", features=0)
         check_vector(v, z)
         return hide(v, mask)
-
-    def _difference(self, z: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
-        check_tokens(z, mask, "Quadratic", features=0)
-        return hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
 
 
 class Field(Energy):
@@ -65,8 +62,7 @@ class FunctionEnergy(Energy):
     Args:
         function: ``function(z)`` or ``function(z, x)`` -> (B,), made of differentiable torch
             operations; it is given ``mask=`` where it has a parameter of that name. A module is
-            registered, so that optimizers find its parameters; they do not find tensors that a
-            function closes over.
+            registered, so that optimizers find its parameters.
         concave: whether the function is known to be concave in ``z``.
 
     Raises:
@@ -100,11 +96,7 @@ class FunctionCall(NamedTuple):
 
     @classmethod
     def read(cls, function: Any) -> FunctionCall:
-        """From the signature, ``function(z)`` or ``function(z, x)``, with or without a ``mask``.
-
-        Raises:
-            TypeError: if the signature is another one, or cannot be read.
-        """
+        """From the signature, ``function(z)`` or ``function(z, x)``, with or without a ``mask``."""
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
         name = getattr(function, "__qualname__", type(function).__name__)

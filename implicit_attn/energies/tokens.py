@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor]  # the method's name says of what
+Pair = tuple[Tensor, Tensor]  # such as a value and its gradient
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

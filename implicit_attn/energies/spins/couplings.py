@@ -92,14 +92,9 @@ class Couplings(nn.Module):
         return self.free.numel()
 
     def forward(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """The field ``sum_j J_ij z_j`` at every site, one matrix product.
+        """The field ``sum_j J_ij z_j`` at every site, (B, N, d), one matrix product.
 
-        Args:
-            z: (B, N, d).
-            mask: (B, N) bool; masked sites act on no other site, and their own field is 0.
-
-        Returns:
-            (B, N, d).
+        Masked sites act on no other site, and their own field is 0.
         """
         self.check(z, mask)
         field = (hide(z, mask).flatten(1) @ self.matrix.mT).view(z.shape)
