@@ -178,6 +178,5 @@ class SphericalLagrangian(Lagrangian):
 
     @staticmethod
     def _root(z: Tensor) -> Tensor:
-        """s, (..., 1), in float32 or wider."""
         wide = z.to(accumulation_dtype(z.dtype))
         return (1.0 + 4.0 * wide.square().mean(-1, keepdim=True)).sqrt()

@@ -159,8 +159,7 @@ class SiteLagrangian(Lagrangian, nn.Module):
         nn.Module.__init__(self)
         if isinstance(site, type) or not isinstance(site, SiteDistribution):
             raise TypeError(
-                "site must be a Lagrangian or have log_partition, mean and covariance, "
-                f"got {site!r}"
+                f"site must be a Lagrangian or have log_partition, mean and covariance, got {site!r}"
             )
         self.site = site
 
