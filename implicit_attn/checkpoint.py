@@ -59,7 +59,15 @@ def save_checkpoint(
         "progress": json.dumps(progress or {}),
     }
     stored = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    _write(path, stored, header)
+    files = require("safetensors.torch", extra="examples")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A unique name, so that another process saving to this path does not move an unfinished file.
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        files.save_file(stored, str(part), metadata=header)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)  # after a failure
 
 
 def load_checkpoint(
@@ -105,18 +113,6 @@ def load_checkpoint(
 def read_progress(path: str | Path) -> dict[str, Any]:
     """The ``progress`` of a checkpoint; errors as for :func:`load_checkpoint`."""
     return json.loads(_read(Path(path))[0]["progress"])
-
-
-def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
-    files = require("safetensors.torch", extra="examples")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A unique name, so that another process saving to this path does not move an unfinished file.
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        files.save_file(tensors, str(part), metadata=header)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)  # after a failure
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

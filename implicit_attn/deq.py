@@ -16,7 +16,7 @@ from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
-from solvers.core.checks import require_count
+from solvers.core.checks import require_count, require_instance
 from solvers.core.modes import eager
 from solvers.core.solution import check_on_failure
 
@@ -80,13 +80,14 @@ class DEQ(nn.Module):
         if not callable(init) and init not in ("input", "zeros"):
             raise ValueError(f'init must be "input", "zeros" or a function of x, got {init!r}')
         self.update = update
-        _check_choices(solver, tolerance, max_steps, adjoint, on_failure)
-        self.solver = solver
-        self.tolerance = solvers.Tolerance() if tolerance is None else tolerance
-        self.max_steps = max_steps
-        self.adjoint = adjoint
-        self.init = init
-        self.on_failure = on_failure
+        require_instance("solver", solver, solvers.Solver, "a solvers.Solver", optional=True)
+        require_instance("adjoint", adjoint, solvers.Adjoint, "a solvers.Adjoint", optional=True)
+        tolerance = solvers.Tolerance() if tolerance is None else tolerance
+        require_instance("tolerance", tolerance, solvers.Tolerance, "a solvers.Tolerance")
+        self.solver, self.tolerance, self.adjoint = solver, tolerance, adjoint
+        self.max_steps = require_count("max_steps", max_steps)
+        check_on_failure(on_failure)
+        self.init, self.on_failure = init, on_failure
         self.last: solvers.Solution | None = None
 
     @classmethod
@@ -134,7 +135,7 @@ class DEQ(nn.Module):
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
-        check_inputs(x, mask, self.update)
+        _check_inputs(x, mask, self.update)
         self._refuse_dropout()
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
@@ -174,58 +175,38 @@ class DEQ(nn.Module):
                 )
 
 
-def _check_choices(
-    solver: object, tolerance: object, max_steps: object, adjoint: object, on_failure: str
-) -> None:
-    """Check the options at construction, not only in the first forward pass."""
-    if solver is not None and not isinstance(solver, solvers.Solver):
-        raise TypeError(f"solver must be a solvers.Solver or None, got {solver!r}")
-    if tolerance is not None and not isinstance(tolerance, solvers.Tolerance):
-        raise TypeError(f"tolerance must be a solvers.Tolerance, got {tolerance!r}")
-    if adjoint is not None and not isinstance(adjoint, solvers.Adjoint):
-        raise TypeError(f"adjoint must be a solvers.Adjoint or None, got {adjoint!r}")
-    require_count("max_steps", max_steps)
-    check_on_failure(on_failure)
-
-
-def check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
-    """Check the batch dimension, finiteness and dtype of ``x``, and the shape of ``mask``.
+def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
+    """Check shapes, finiteness and, without autocast, the dtype: that of the parameters.
 
     Finiteness is checked on the CPU only: on a GPU the check would wait for the device.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
-    for leaf in leaves:
+    if mask is not None and (
+        not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2
+    ):
+        what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+        raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
+    wanted = {p.dtype for p in update.parameters() if p.is_floating_point()}
+    for leaf in pytree.tree_leaves(x):
+        if not isinstance(leaf, Tensor):
+            continue
         if leaf.dim() == 0 or leaf.shape[0] == 0:
             raise ValueError(
                 f"x must have a batch dimension (B, ...) and hold at least one sample, got shape "
                 f"{tuple(leaf.shape)}"
             )
-        if not leaf.is_floating_point() or leaf.device.type != "cpu":
+        if mask is not None and mask.shape[0] != leaf.shape[0]:
+            raise ValueError(
+                f"mask must be batched like x, {leaf.shape[0]} samples, got shape {tuple(mask.shape)}"
+            )
+        if not leaf.is_floating_point():
             continue
-        bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1) if leaf.dim() > 1 else None
-        if bad is not None and bool(bad.any()):
-            rows = torch.nonzero(bad).flatten().tolist()
-            raise ValueError(f"x must be finite, got NaN or infinity in samples {rows[:10]}")
-    _check_dtype(leaves, update)
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
-        what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
-        raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
-    if leaves and mask.shape[0] != leaves[0].shape[0]:
-        raise ValueError(
-            f"mask must be batched like x, {leaves[0].shape[0]} samples, got shape {tuple(mask.shape)}"
-        )
-
-
-def _check_dtype(leaves: list[Tensor], update: nn.Module) -> None:
-    """Without autocast the input must have the dtype of the layer's parameters."""
-    wanted = {p.dtype for p in update.parameters() if p.is_floating_point()}
-    for leaf in leaves:
         kind = leaf.device.type
-        if not leaf.is_floating_point() or torch.is_autocast_enabled(kind):
-            continue
-        if len(wanted) == 1 and leaf.dtype not in wanted:
+        if kind == "cpu" and leaf.dim() > 1:
+            bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1)
+            if bool(bad.any()):
+                rows = torch.nonzero(bad).flatten().tolist()
+                raise ValueError(f"x must be finite, got NaN or infinity in samples {rows[:10]}")
+        if len(wanted) == 1 and leaf.dtype not in wanted and not torch.is_autocast_enabled(kind):
             raise TypeError(
                 f"x must have the dtype of the layer's parameters, {next(iter(wanted))}, got "
                 f"{leaf.dtype}; convert one of them with .to()"

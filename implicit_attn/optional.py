@@ -7,18 +7,7 @@ from types import ModuleType
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import an optional module.
-
-    Args:
-        module: dotted name, for instance ``"sklearn.datasets"``.
-        extra: the extra in ``setup.cfg`` that lists it, for instance ``"examples"``.
-
-    Returns:
-        The module.
-
-    Raises:
-        ImportError: the module, or something that it imports, is not installed.
-    """
+    """Import ``"sklearn.datasets"``, say, which the extra ``"examples"`` of ``setup.cfg`` lists."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.projected import SOFT_NORM, ProjectedEnergy, Projection, RMSNorm
-from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
+from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
@@ -37,6 +37,8 @@ class HeadsEnergy(ProjectedEnergy):
     """A function of the features ``y = norm(W_h z)`` of each head h, queries and keys in one.
 
     ``projection.weight`` holds the W_h one below the other, (heads p, d).
+
+    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N).
 
     Args:
         dim: features d of the tokens.
@@ -72,8 +74,7 @@ class BiSoftmaxAttention(HeadsEnergy):
     Gradient by y: ``(P + P^T) Y`` with the row softmax ``P = softmax(beta Y Y^T)``. Descent makes
     tokens repel each other in each head's subspace. Neither convex nor concave.
 
-    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the other arguments see
-    ``HeadsEnergy``.
+    Shapes and other arguments as for ``HeadsEnergy``.
 
     Args:
         causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
@@ -104,20 +105,18 @@ class BiSoftmaxAttention(HeadsEnergy):
         # |y_i| <= sqrt(p) after the norm.
         self._limit = None if norm is None else self.beta * head_width(dim, heads, head_dim)
 
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
         force, lse = self._bisoftmax(y, mask)
         return sum_samples(lse) / self.beta, force
 
     def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
         return self._bisoftmax(y, mask)[0]
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         force, lse = self._bisoftmax(y, mask)
         return force, bisoftmax_hvp(y, v, self.beta, mask=mask, lse=lse, **self._options())
 
-    def _bisoftmax(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _bisoftmax(self, y: Tensor, mask: Tensor | None) -> Pair:
         return bisoftmax(y, self.beta, mask=mask, **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -155,8 +154,7 @@ class SigmoidAttention(HeadsEnergy):
     Gradient by y: ``sigma'(S) Y`` with ``S = beta Y Y^T``; nothing is normalised over the tokens. Not
     concave.
 
-    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the other arguments see
-    ``HeadsEnergy``.
+    Shapes and other arguments as for ``HeadsEnergy``.
 
     Args:
         backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
@@ -181,16 +179,13 @@ class SigmoidAttention(HeadsEnergy):
         super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
         self.backend = check_sigmoid_backend(backend)
 
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
         force, value = sigmoid_attention(y, self.beta, mask=mask, backend=self.backend)
         return sum_samples(value), force
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        force = self.force(y, mask)
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         curved = sigmoid_attention_hvp(y, v, self.beta, mask=mask, backend=self.backend)
-        return force, curved
+        return self.force(y, mask), curved
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend!r}"
@@ -202,8 +197,7 @@ class LinearAttention(HeadsEnergy):
     Gradient by y: ``phi'(Y) * beta Phi (Phi^T Phi)``. Only the (p, p) matrix ``Phi^T Phi`` is formed,
     so the cost is linear in N. Not concave.
 
-    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N). For the other arguments see
-    ``HeadsEnergy``.
+    Shapes and other arguments as for ``HeadsEnergy``.
 
     Args:
         feature_map: phi, one of ``"identity"``, ``"relu"``, ``"elu"`` (``elu(y) + 1``).
@@ -225,7 +219,7 @@ class LinearAttention(HeadsEnergy):
         super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
         self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
 
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
         phi = self._phi(y, mask)
         moment = phi.mT @ phi
         force = (phi @ moment) * self.beta
@@ -234,9 +228,7 @@ class LinearAttention(HeadsEnergy):
         value = sum_samples(wide.square()) * (self.beta / 4.0)
         return value, force if slope is None else force * slope
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         phi = self._phi(y, mask)
         slope = self._slope(y)
         shift = v if slope is None else slope * v
@@ -263,9 +255,7 @@ class LinearAttention(HeadsEnergy):
         """``phi'(y)``, None for 1."""
         if self.feature_map == "identity":
             return None
-        if self.feature_map == "relu":
-            return (y > 0).to(y.dtype)
-        return y.clamp_max(0.0).exp()
+        return (y > 0).to(y.dtype) if self.feature_map == "relu" else y.clamp_max(0.0).exp()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_map={self.feature_map}"

@@ -1,7 +1,6 @@
 """Checks of the tensors that energies and updates are given: states, masks, inputs, vectors.
 
-An error names the class, the argument, what came and what was expected. Numbers and flags are checked
-by :mod:`solvers.core.checks`.
+An error names the class, the argument, what came and what was expected.
 """
 
 from __future__ import annotations

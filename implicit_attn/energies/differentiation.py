@@ -1,7 +1,4 @@
-"""Gradients and Hessian-vector products by automatic differentiation, and sums of pytrees.
-
-An energy without closed forms gets its derivatives here.
-"""
+"""Gradients and Hessian-vector products by automatic differentiation, and sums of pytrees."""
 
 from __future__ import annotations
 
@@ -42,26 +39,28 @@ def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) 
         point, leaves, spec = _fresh(z, record)
         outputs = pytree.tree_leaves(gradient(point, *ordinary(inputs)))
         vectors = pytree.tree_leaves(v)
-        _check_vectors(vectors, leaves)
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in vectors]
+        expected = [tuple(leaf.shape) for leaf in leaves]
+        if shapes != expected:
+            raise ValueError(f"v must be like z, shapes {expected}, got {shapes}")
         # Parts that do not depend on z (a linear energy) have no graph and no curvature.
         pairs = [(g, w) for g, w in zip(outputs, vectors, strict=True) if g.requires_grad]
-        if pairs:
-            products = torch.autograd.grad(
-                [g for g, _ in pairs],
-                leaves,
-                grad_outputs=ordinary([w for _, w in pairs]),
-                create_graph=record,
-                materialize_grads=True,
-            )
-        else:
-            products = [torch.zeros_like(leaf) for leaf in leaves]
+        if not pairs:
+            return pytree.tree_unflatten([torch.zeros_like(leaf) for leaf in leaves], spec)
+        products = torch.autograd.grad(
+            [g for g, _ in pairs],
+            leaves,
+            grad_outputs=ordinary([w for _, w in pairs]),
+            create_graph=record,
+            materialize_grads=True,
+        )
     return pytree.tree_unflatten(list(products), spec)
 
 
 def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
-    """``z`` as new leaves of the graph, flat and as a tree, and the tree's structure.
+    """``z`` as new leaves of the graph, so that inputs computed from it are constants.
 
-    An input that is ``z`` itself, or was computed from it, so stays a constant.
+    As a tree, flat, and the tree's structure.
     """
     leaves, spec = pytree.tree_flatten(ordinary(z))
     for leaf in leaves:
@@ -75,13 +74,6 @@ def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
         for leaf in leaves
     ]
     return pytree.tree_unflatten(fresh, spec), fresh, spec
-
-
-def _check_vectors(vectors: list[Any], leaves: list[Tensor]) -> None:
-    shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in vectors]
-    expected = [tuple(leaf.shape) for leaf in leaves]
-    if shapes != expected:
-        raise ValueError(f"v must be like z, shapes {expected}, got {shapes}")
 
 
 def scale_tree(tree: Any, factor: float | Tensor) -> Any:

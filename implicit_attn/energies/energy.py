@@ -30,6 +30,8 @@ from implicit_attn.energies.differentiation import (
 )
 from solvers.core.checks import require_positive
 
+Evaluation = tuple[Tensor, Any]  # the energy (B,) and its gradient, like z
+
 
 class Energy(nn.Module):
     """A scalar per sample whose stationary points in ``z`` are the layer's output.
@@ -65,14 +67,8 @@ class Energy(nn.Module):
             return self.value_and_grad(z, x, mask=mask)[0]
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
-    def value_and_grad(
-        self, z: Any, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        """Energy (B,) and its gradient by ``z`` (like ``z``), in one pass.
-
-        Raises:
-            ValueError: if ``forward`` returns anything but one number per sample.
-        """
+    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
+        """Energy (B,) and its gradient by ``z``; ValueError if ``forward`` returns another shape."""
         if type(self).grad is not Energy.grad:  # a subclass with its own closed form
             return self._checked(z, x, mask), self.grad(z, x, mask=mask)
         return value_and_gradient(self._checked, z, x, mask)
@@ -132,14 +128,12 @@ class _Multiple(Energy):
 
     @abstractmethod
     def factor(self) -> float | Tensor:
-        """The weight: a number or a tensor without dimensions."""
+        """A number or a tensor without dimensions."""
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, x, mask) * self.factor()
 
-    def value_and_grad(
-        self, z: Any, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         value, gradient = self.energy.value_and_grad(z, x, mask=mask)
         factor = self.factor()
         return value * factor, scale_tree(gradient, factor)
@@ -176,7 +170,6 @@ class Weighted(_Multiple):
     """An energy times a learned positive weight, ``log(1 + exp(raw))`` of one parameter ``raw``.
 
     Args:
-        energy: what is weighted.
         initial: initial weight, > 0 and, where given, < ``maximum``.
         maximum: upper bound of the weight, which is then ``maximum / (1 + exp(-raw))``; it keeps the
             curvature of the term bounded during training.
@@ -218,9 +211,7 @@ class SummedEnergy(Energy):
             value = value + term._checked(z, x, mask)
         return value
 
-    def value_and_grad(
-        self, z: Any, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         total: Any = None
         value: Any = None
         for index, term in enumerate(self.summands()):
@@ -240,11 +231,7 @@ class SummedEnergy(Energy):
 
 
 class Sum(SummedEnergy):
-    """Sum of energies; nested sums are flattened, so ``a + b + c`` is one sum of three terms.
-
-    Args:
-        terms: at least one energy.
-    """
+    """Sum of at least one energy; nested sums are flattened, ``a + b + c`` is one of three terms."""
 
     def __init__(self, terms: Iterable[Energy]) -> None:
         super().__init__()
@@ -261,12 +248,7 @@ class Sum(SummedEnergy):
 
 
 class Select(Energy):
-    """An energy whose input is ``x[key]`` instead of ``x``.
-
-    Args:
-        energy: the energy that is given ``x[key]``.
-        key: key of a dict or index of a tuple or list.
-    """
+    """An energy whose input is ``x[key]``, the part of a dict, tuple or list, instead of ``x``."""
 
     def __init__(self, energy: Energy, key: Any) -> None:
         super().__init__()
@@ -287,9 +269,7 @@ class Select(Energy):
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, self._part(x), mask)
 
-    def value_and_grad(
-        self, z: Any, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         return self.energy.value_and_grad(z, self._part(x), mask=mask)
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
@@ -300,8 +280,6 @@ class Select(Energy):
 
 
 def _check_energy_type(energy: Any) -> Energy:
-    if not isinstance(energy, Energy):
-        raise TypeError(
-            f"an Energy is expected (wrap plain functions in FunctionEnergy), got {energy!r}"
-        )
-    return energy
+    if isinstance(energy, Energy):
+        return energy
+    raise TypeError(f"an Energy is expected (wrap functions in FunctionEnergy), got {energy!r}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, TokenEnergy
-from implicit_attn.energies.tokens import accumulation_dtype, sum_samples
+from implicit_attn.energies.tokens import Pair, accumulation_dtype, sum_samples
 from solvers.core.checks import require_choice
 
 
@@ -17,6 +17,8 @@ class MemoryEnergy(TokenEnergy):
     """A sum over tokens of a function of ``y = norm(D^T z)``, ``D`` the memories.
 
     ``projection.weight`` holds ``D^T``, one memory a row.
+
+    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
 
     Args:
         dim: features d of the tokens.
@@ -46,8 +48,7 @@ class ReLUFeedForward(MemoryEnergy):
     Negative gradient by z, without norm: ``D relu(D^T z)``, a feed-forward block with tied weights.
     Concave in z without norm.
 
-    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d). For the
-    arguments see ``MemoryEnergy``.
+    Shapes and arguments as for ``MemoryEnergy``.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equation 11, with the full
     derivative of the norm.
@@ -55,7 +56,7 @@ class ReLUFeedForward(MemoryEnergy):
 
     concave_without_norm = True
 
-    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def token_value_and_force(self, y: Tensor) -> Pair:
         active = F.relu(y)
         wide = active.to(accumulation_dtype(active.dtype))
         return -0.5 * wide.square().sum(-1), -active
@@ -63,7 +64,7 @@ class ReLUFeedForward(MemoryEnergy):
     def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
         return -F.relu(y)
 
-    def value_and_force(self, raw: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def value_and_force(self, raw: Tensor, mask: Tensor | None) -> Pair:
         if self.norm is None:
             return super().value_and_force(raw, mask)
         # relu(y / r) = relu(y) / r: with a = relu(y), the value is -|a|^2 / 2 r^2 and its gradient
@@ -77,7 +78,7 @@ class ReLUFeedForward(MemoryEnergy):
         force = torch.addcmul(active, raw, along, value=-1.0) / -square.to(raw.dtype)
         return -0.5 * sum_samples(share), force
 
-    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         return -F.relu(y), -v * (y > 0).to(v.dtype)
 
 
@@ -88,11 +89,10 @@ class GELUFeedForward(MemoryEnergy):
     the exact GELU, so the negative gradient by z, without norm, is ``D gelu(D^T z)``. Not concave:
     GELU decreases below -0.75.
 
-    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d). For the
-    arguments see ``MemoryEnergy``.
+    Shapes and arguments as for ``MemoryEnergy``.
     """
 
-    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def token_value_and_force(self, y: Tensor) -> Pair:
         wide = y.to(accumulation_dtype(y.dtype))
         below = torch.special.ndtr(wide)
         integral = (wide.square() - 1.0) * below + wide * _normal_density(wide)
@@ -101,7 +101,7 @@ class GELUFeedForward(MemoryEnergy):
     def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
         return -F.gelu(y)
 
-    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         return -F.gelu(y), -v * _gelu_slope(y)
 
 
@@ -111,21 +111,20 @@ class SoftmaxFeedForward(MemoryEnergy):
     Negative gradient by z, without norm: ``D softmax(D^T z)``, retrieval from memories. Concave in z
     without norm.
 
-    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d). For the
-    arguments see ``MemoryEnergy``.
+    Shapes and arguments as for ``MemoryEnergy``.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18.
     """
 
     concave_without_norm = True
 
-    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def token_value_and_force(self, y: Tensor) -> Pair:
         return -y.to(accumulation_dtype(y.dtype)).logsumexp(-1), -y.softmax(-1)
 
     def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
         return -y.softmax(-1)
 
-    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         share = y.softmax(-1)
         mean = (share * v).sum(-1, keepdim=True)
         return -share, share * (mean - v)
@@ -138,8 +137,7 @@ class GatedFeedForward(MemoryEnergy):
     gated by the sum of all. The sum runs over M memories, so weights of order 1/M keep the curvature
     of order 1. Concave in z with ReLU and without norm.
 
-    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d). For the
-    other arguments see ``MemoryEnergy``.
+    Shapes and other arguments as for ``MemoryEnergy``.
 
     Args:
         activation: phi, ``"gelu"`` (exact) or ``"relu"``.
@@ -160,12 +158,12 @@ class GatedFeedForward(MemoryEnergy):
         self.activation = require_choice("activation", activation, ("gelu", "relu"))
         self.concave = norm is None and activation == "relu"
 
-    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def token_value_and_force(self, y: Tensor) -> Pair:
         total = self._total(y)
         force = -total.to(y.dtype) * self._slope(y)
         return -0.5 * total.squeeze(-1).square(), force
 
-    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         total = self._total(y).to(y.dtype)
         slope = self._slope(y)
         curved = -slope * (slope * v).sum(-1, keepdim=True)
@@ -178,9 +176,7 @@ class GatedFeedForward(MemoryEnergy):
         return phi.sum(-1, keepdim=True, dtype=accumulation_dtype(y.dtype))
 
     def _slope(self, y: Tensor) -> Tensor:
-        if self.activation == "relu":
-            return (y > 0).to(y.dtype)
-        return _gelu_slope(y)
+        return _gelu_slope(y) if self.activation == "gelu" else (y > 0).to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

@@ -6,17 +6,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.projected import TokenEnergy
-from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
+from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples, sum_squares
 from solvers.core.checks import require_positive
 
 
 class PatternEnergy(TokenEnergy):
     """A function of the overlaps ``y_mu = x_mu.z`` with stored patterns, summed over the tokens.
 
+    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
+
     Args:
         patterns: (M, d) floating, one pattern ``x_mu`` a row; copied.
-        learnable: make them a parameter; else they are a buffer.
+        learnable: make what is stored parameters; else buffers.
     """
 
     patterns: Tensor
@@ -40,8 +43,7 @@ class PatternEnergy(TokenEnergy):
     def weight(self) -> Tensor:
         return self.patterns
 
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self.value_and_grad(z, x, mask=mask)[0]
+    forward = Energy.forward  # Hopfield and ClassicalHopfield add to the potential
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}"
@@ -53,12 +55,10 @@ class Hopfield(PatternEnergy):
     Gradient ``z - X^T softmax(beta X z)``. A unit step is softmax attention with the patterns as keys
     and values, and never raises the energy.
 
-    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
+    Shapes and other arguments as for ``PatternEnergy``.
 
     Args:
-        patterns: (M, d), one pattern a row; copied.
         beta: inverse temperature, > 0.
-        learnable: make the patterns a parameter; else they are a buffer.
 
     Source: Ramsauer et al., "Hopfield Networks is All You Need", https://arxiv.org/abs/2008.02217,
     equations 2 and 3, without the constant.
@@ -68,9 +68,7 @@ class Hopfield(PatternEnergy):
         super().__init__(patterns, learnable=learnable)
         self.beta = require_positive("beta", beta)
 
-    def value_and_grad(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         value, gradient = super().value_and_grad(z, x, mask=mask)
         z = hide(z, mask)
         return value + 0.5 * sum_squares(z), z + gradient
@@ -78,11 +76,11 @@ class Hopfield(PatternEnergy):
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return super().hvp(z, v, x, mask=mask) + hide(v, mask)
 
-    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def token_value_and_force(self, y: Tensor) -> Pair:
         wide = y.to(accumulation_dtype(y.dtype))
         return (wide * self.beta).logsumexp(-1) / -self.beta, -(y * self.beta).softmax(-1)
 
-    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         share = (y * self.beta).softmax(-1)
         return -share, share * ((share * v).sum(-1, keepdim=True) - v) * self.beta
 
@@ -96,12 +94,10 @@ class DenseAssociative(PatternEnergy):
     Gradient ``-sum_mu F'(x_mu.z) x_mu``. Unbounded below: add it to an energy that grows faster, or
     apply it to a bounded activation. Concave in z for even powers and the exponential.
 
-    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
+    Shapes and other arguments as for ``PatternEnergy``.
 
     Args:
-        patterns: (M, d), one pattern a row; copied.
         power: an integer >= 2, or ``"exp"``.
-        learnable: make the patterns a parameter; else they are a buffer.
 
     Source: Krotov and Hopfield (2016), https://arxiv.org/abs/1606.01164; for the exponential
     Demircigil et al. (2017), https://arxiv.org/abs/1702.01929.
@@ -115,12 +111,12 @@ class DenseAssociative(PatternEnergy):
         self.power = power
         self.concave = isinstance(power, str) or power % 2 == 0
 
-    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def token_value_and_force(self, y: Tensor) -> Pair:
         wide = y.to(accumulation_dtype(y.dtype))
         powers = wide.exp() if isinstance(self.power, str) else wide.pow(self.power)
         return -powers.sum(-1), self._token_force(y)
 
-    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         force = self._token_force(y)
         if isinstance(self.power, str):
             return force, force * v
@@ -141,12 +137,10 @@ class ClassicalHopfield(PatternEnergy):
     Gradient ``b - W z``; the network's update is ``sign(W z - b)``. It stores about 0.14 d patterns.
     Concave, and unbounded below for real states.
 
-    Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
+    Shapes and other arguments as for ``PatternEnergy``.
 
     Args:
-        patterns: (M, d), one pattern a row; copied.
-        bias: b, (d,), or None for 0; copied.
-        learnable: make patterns and bias parameters; else they are buffers.
+        bias: b, (d,), or None for 0; copied, and learnable like the patterns.
 
     Source: Hopfield (1982), https://doi.org/10.1073/pnas.79.8.2554.
     """
@@ -166,17 +160,15 @@ class ClassicalHopfield(PatternEnergy):
             raise ValueError(f"bias must have the shape (d,) = ({patterns.shape[1]},), got {got}")
         self._store("bias", bias.detach().to(patterns.dtype, copy=True), learnable)
 
-    def value_and_grad(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         value, gradient = super().value_and_grad(z, x, mask=mask)
         if self.bias is None:
             return value, gradient
         value = value + sum_samples(hide(z, mask) * self.bias)
         return value, hide(gradient + self.bias, mask)
 
-    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def token_value_and_force(self, y: Tensor) -> Pair:
         return -0.5 * y.to(accumulation_dtype(y.dtype)).square().sum(-1), -y
 
-    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         return -y, -v

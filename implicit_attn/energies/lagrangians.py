@@ -29,16 +29,13 @@ class Lagrangian(ABC):
     def value(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Lagrangian of each sample, (B, ..., d) -> (B,), in float32 or wider.
 
-        Args:
-            z: state, (B, ..., d).
-            mask: (B, N) bool for ``z`` (B, N, ..., d), False at masked tokens, or None.
+        ``mask`` (B, N) bool, for ``z`` (B, N, ..., d), is False at masked tokens.
         """
         check_tokens(z, mask, type(self).__name__)
         wide = hide(z, mask).to(accumulation_dtype(z.dtype))
         return sum_samples(hide(self.token_value(wide), mask))
 
     def __call__(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """The same as ``value``."""
         return self.value(z, mask=mask)
 
     @abstractmethod
@@ -98,8 +95,8 @@ class SoftmaxLagrangian(Lagrangian):
 
 
 @dataclass(frozen=True)
-class _NormLagrangian(Lagrangian):
-    """``Lag = d sqrt(mean(y^2) + epsilon)`` of a projection y of z, symmetric and idempotent.
+class RMSNormLagrangian(Lagrangian):
+    """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``: RMS norm, no gain.
 
     Args:
         epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
@@ -112,7 +109,7 @@ class _NormLagrangian(Lagrangian):
 
     @staticmethod
     def project(z: Tensor) -> Tensor:
-        """y, like ``z``."""
+        """A symmetric idempotent map before the norm."""
         return z
 
     def token_value(self, z: Tensor) -> Tensor:
@@ -127,22 +124,10 @@ class _NormLagrangian(Lagrangian):
 
 
 @dataclass(frozen=True)
-class RMSNormLagrangian(_NormLagrangian):
-    """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``: RMS norm, no gain.
-
-    Args:
-        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
-    """
-
-
-@dataclass(frozen=True)
-class LayerNormLagrangian(_NormLagrangian):
+class LayerNormLagrangian(RMSNormLagrangian):
     """``Lag = d sqrt(var(z) + epsilon)``, ``g = (z - mean(z)) / sqrt(var(z) + epsilon)``: LayerNorm.
 
-    It has no gain and no offset.
-
-    Args:
-        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
+    It is the ``RMSNormLagrangian`` of ``z - mean(z)``, without gain and offset.
     """
 
     @staticmethod
@@ -193,6 +178,5 @@ class SphericalLagrangian(Lagrangian):
 
     @staticmethod
     def _root(z: Tensor) -> Tensor:
-        """s, (..., 1), in float32 or wider."""
         wide = z.to(accumulation_dtype(z.dtype))
         return (1.0 + 4.0 * wide.square().mean(-1, keepdim=True)).sqrt()

@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 
 from implicit_attn.energies.checks import check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
-from solvers.core.checks import require_count, require_positive
+from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
+from solvers.core.checks import require_count, require_instance, require_positive
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RMSNorm:
     def __post_init__(self) -> None:
         require_positive("epsilon", self.epsilon)
 
-    def normalise(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def normalise(self, y: Tensor) -> Pair:
         """``y`` (..., p) -> ``y_hat`` (..., p) and ``r`` (..., 1), in the dtype of ``y``."""
         radius = self.mean_square(y).sqrt().to(y.dtype)
         return y / radius, radius
@@ -48,11 +48,7 @@ class RMSNorm:
 
     @staticmethod
     def jacobian_product(unit: Tensor, radius: Tensor, g: Tensor) -> Tensor:
-        """Jacobian times ``g`` (..., p), ``(g - y_hat mean(g y_hat)) / r``.
-
-        ``unit`` is ``y_hat`` and ``radius`` r. The Jacobian is symmetric, so this is also its transpose
-        times ``g``.
-        """
+        """Jacobian times ``g``, ``(g - y_hat mean(g y_hat)) / r``; ``unit`` is y_hat, ``radius`` r."""
         along = (g * unit).mean(-1, keepdim=True)
         return torch.addcmul(g, unit, along, value=-1.0) / radius
 
@@ -60,7 +56,7 @@ class RMSNorm:
     def hessian_product(
         unit: Tensor, radius: Tensor, g: Tensor, curved: Tensor, v: Tensor
     ) -> Tensor:
-        """Hessian of ``E(y / r)`` by y times ``v``; all of shape (..., p) but ``radius`` (..., 1).
+        """Hessian of ``E(y / r)`` by y times ``v``.
 
         With g the gradient of E at ``y_hat``, ``curved = Hessian of E at y_hat * Jacobian * v``,
         ``m = mean(g y_hat)`` and ``c = mean(v y_hat)`` it is
@@ -78,19 +74,15 @@ class RMSNorm:
 SOFT_NORM = RMSNorm(epsilon=1.0)
 
 
-def check_norm(norm: RMSNorm | None) -> RMSNorm | None:
-    """``norm`` must be an ``RMSNorm`` or None."""
-    if norm is not None and not isinstance(norm, RMSNorm):
-        raise TypeError(f"norm must be RMSNorm(epsilon=...) or None, got {norm!r}")
-    return norm
+def check_norm(norm: Any) -> RMSNorm | None:
+    return require_instance("norm", norm, RMSNorm, "RMSNorm(epsilon=...)", optional=True)
 
 
 class SpectralBound(nn.Module):
     """Parametrisation ``W -> W min(1, bound / sigma)``, ``sigma`` the largest singular value.
 
-    A function of the weight alone, the same in training and evaluation, so the energy does not
-    change during a solve. Exact and differentiable. Each read of the weight costs a singular value
-    decomposition; within ``torch.nn.utils.parametrize.cached()``, as around a solve, there is one.
+    Exact and differentiable, the same in training and evaluation. Each read of the weight costs a
+    singular value decomposition; a solve, like ``torch.nn.utils.parametrize.cached()``, takes one.
 
     Args:
         bound: finite, > 0.
@@ -161,9 +153,8 @@ class ProjectedEnergy(Energy):
     """``E(z) = potential(norm(z W^T))``, with gradient and Hessian-vector product in closed form.
 
     A subclass sets ``projection`` (or overrides ``weight``) and defines the potential of the features:
-    its value, its gradient by the features (the force) and its Hessian times a vector. Projection,
-    norm and heads are handled here. Features and gradient are zero at masked tokens; a subclass must
-    leave these out of the value itself.
+    its value, its gradient by the features (the force) and its Hessian times a vector. Features and
+    gradient are zero at masked tokens; a subclass must leave these out of the value itself.
 
     Args:
         dim: features d of the state.
@@ -184,24 +175,20 @@ class ProjectedEnergy(Energy):
         return self.projection.weight
 
     @abstractmethod
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
         """The potential of each sample, (B,), for features ``y``, and its gradient by ``y``."""
 
     @abstractmethod
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         """The gradient by ``y``, and the Hessian by ``y`` times ``v``."""
 
     def potential(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        """The potential alone."""
         return self.potential_and_force(y, mask)[0]
 
     def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        """The gradient of the potential by ``y`` alone."""
         return self.potential_and_force(y, mask)[1]
 
-    def value_and_force(self, raw: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def value_and_force(self, raw: Tensor, mask: Tensor | None) -> Pair:
         """The potential and its gradient by the features ``raw`` before the norm."""
         if self.norm is None:
             return self.potential_and_force(raw, mask)
@@ -213,19 +200,16 @@ class ProjectedEnergy(Energy):
         self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
         """``norm(z W^T)``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
-        z = self._visible(z, mask)
-        return self._features(z, self.weight if weight is None else weight)[0]
+        weight = self.weight if weight is None else weight
+        return self._features(self._visible(z, mask), weight)[0]
 
     def straight_gradient(
         self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
         """The gradient without the norm's derivative: ``dE/dy W`` at ``y = norm(z W^T)``, like ``z``.
 
-        It is the gradient of no function of z unless the norm is None.
-
-        Args:
-            z, mask: as for ``forward``; zero at masked tokens.
-            weight: (rows, d), used in place of W.
+        It is zero at masked tokens, and the gradient of no function of z unless the norm is None;
+        ``weight`` replaces W.
 
         Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
         """
@@ -237,9 +221,7 @@ class ProjectedEnergy(Energy):
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.potential(self.features(z, mask=mask), mask)
 
-    def value_and_grad(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         z, weight = self._visible(z, mask), self.weight
         value, force = self.value_and_force(split_heads(F.linear(z, weight), self.heads), mask)
         return value, self._pull_back(force, weight, mask).to(z.dtype)
@@ -278,18 +260,9 @@ class TokenEnergy(ProjectedEnergy):
     """A function of each token's features, summed over the tokens; no heads."""
 
     @abstractmethod
-    def token_value_and_force(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def token_value_and_force(self, y: Tensor) -> Pair:
         """(B, ..., rows) -> the value of each token, (B, ...), and its gradient by ``y``."""
 
-    @abstractmethod
-    def token_force_and_curvature(self, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of each token's value by ``y``, and its Hessian times ``v``."""
-
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
         value, force = self.token_value_and_force(y)
         return sum_samples(hide(value, mask)), force
-
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return self.token_force_and_curvature(y, v)

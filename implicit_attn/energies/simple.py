@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.checks import check_input, check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.tokens import hide, sum_samples, sum_squares
+from implicit_attn.energies.tokens import Pair, hide, sum_samples, sum_squares
 
 
 class Quadratic(Energy):
@@ -23,22 +23,15 @@ class Quadratic(Energy):
     Shapes: ``z`` (B, ...), ``x`` like ``z`` or None, ``mask`` (B, N) for ``z`` (B, N, ...).
     """
 
-    def value_and_grad(
-        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        difference = self._difference(z, x, mask)
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        check_tokens(z, mask, "Quadratic", features=0)
+        difference = hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
         return 0.5 * sum_squares(difference), difference
 
-    def hvp(
-        self, z: Tensor, v: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         check_tokens(z, mask, "Quadratic", features=0)
         check_vector(v, z)
         return hide(v, mask)
-
-    def _difference(self, z: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
-        check_tokens(z, mask, "Quadratic", features=0)
-        return hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
 
 
 class Field(Energy):
@@ -49,15 +42,11 @@ class Field(Energy):
 
     concave = True  # linear
 
-    def value_and_grad(
-        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         field = self._field(z, x, mask)
         return -sum_samples(field * hide(z, mask)), -field
 
-    def hvp(
-        self, z: Tensor, v: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         self._field(z, x, mask)
         check_vector(v, z)
         return torch.zeros_like(v)
@@ -73,8 +62,7 @@ class FunctionEnergy(Energy):
     Args:
         function: ``function(z)`` or ``function(z, x)`` -> (B,), made of differentiable torch
             operations; it is given ``mask=`` where it has a parameter of that name. A module is
-            registered, so that optimizers find its parameters; they do not find tensors that a
-            function closes over.
+            registered, so that optimizers find its parameters.
         concave: whether the function is known to be concave in ``z``.
 
     Raises:
@@ -108,11 +96,7 @@ class FunctionCall(NamedTuple):
 
     @classmethod
     def read(cls, function: Any) -> FunctionCall:
-        """From the signature, ``function(z)`` or ``function(z, x)``, with or without a ``mask``.
-
-        Raises:
-            TypeError: if the signature is another one, or cannot be read.
-        """
+        """From the signature, ``function(z)`` or ``function(z, x)``, with or without a ``mask``."""
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
         name = getattr(function, "__qualname__", type(function).__name__)

@@ -19,7 +19,7 @@ from implicit_attn.energies.projected import (
     merge_heads,
     split_heads,
 )
-from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples, sum_squares
+from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples, sum_squares
 from implicit_attn.kernels import check_frozen_key_backend, frozen_key_attention
 from implicit_attn.kernels.arguments import LARGEST_EXPONENT
 from solvers.core.checks import require_choice, require_count, require_positive
@@ -48,8 +48,7 @@ class SoftmaxAttention(Energy):
         energy: ``"inner"`` or ``"elastic"``.
         cross: cross-attention: keys from ``x`` in place of ``z``.
         context_dim: features of the context, default ``dim``; for ``cross`` only.
-        head_dim: width p of a head; None: ``dim / heads``.
-        beta: inverse temperature; None: ``1 / sqrt(p)``.
+        head_dim, beta: as for ``HeadsEnergy``.
         norm: norm of each head's queries and keys, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
         causal: for self-attention, restrict the energy of token i to ``j <= i``. The key term of the
@@ -86,28 +85,29 @@ class SoftmaxAttention(Energy):
             raise ValueError("causal needs self-attention, got causal=True with cross=True")
         if check_frozen_key_backend(backend) == "flash" and not cross:
             raise ValueError("backend='flash' needs cross=True, got cross=False")
-        width = head_width(dim, heads, head_dim)
-        self.dim, self.heads, self.width = dim, heads, width
+        self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
+        width = heads * self.width
         self.context_dim = dim if context_dim is None else require_count("context_dim", context_dim)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
-        self.beta = width**-0.5 if beta is None else require_positive("beta", beta)
+        self.beta = self.width**-0.5 if beta is None else require_positive("beta", beta)
         self.norm = check_norm(norm)
-        self.query = Projection(dim, heads * width, bound)
-        self.key = Projection(self.context_dim, heads * width, bound)
+        self.query = Projection(dim, width, bound)
+        self.key = Projection(self.context_dim, width, bound)
         self.concave = cross and energy == "inner" and norm is None
 
-    def value_and_grad(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if self.cross:
-            value, force, query, radius = self._among_frozen_keys(z, x, mask)
-            gradient = self._pull_back(force, query, radius, self.query.weight)
-            return value, hide(gradient, mask).to(z.dtype)
-        z, blocked = self._read(z, mask)
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=True)
+        z = hide(z, mask)
         query_weight, key_weight = self.query.weight, self.key.weight
         query, query_radius = self._features(z, query_weight)
+        if self.cross:
+            context, context_mask = self._context(x, z)
+            key, _ = self._features(context, key_weight)
+            value, force = self._among_frozen_keys(query, key, mask, context_mask)
+            gradient = self._pull_back(force, query, query_radius, query_weight)
+            return value, hide(gradient, mask).to(z.dtype)
         key, key_radius = self._features(z, key_weight)
-        weights, lse, attends = self._attend(query, key, blocked)
+        weights, lse, attends = self._attend(query, key, self._excluded_pairs(z, mask))
         force = -(weights @ key)
         if self.energy == "elastic":
             force = force + _where_attends(query, attends)
@@ -119,13 +119,9 @@ class SoftmaxAttention(Energy):
         return self._value(query, lse, attends), hide(gradient, mask).to(z.dtype)
 
     def _among_frozen_keys(
-        self, z: Tensor, x: Any, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Value, its gradient by the queries, the queries (B, H, N, p) and the radius of their norm."""
-        z = self._visible(z, mask)
-        context, context_mask = self._context(x, z)
-        query, radius = self._features(z, self.query.weight)
-        key, _ = self._features(context, self.key.weight)
+        self, query: Tensor, key: Tensor, mask: Tensor | None, context_mask: Tensor | None
+    ) -> Pair:
+        """Value, and its gradient by the queries (B, H, N, p)."""
         attends = None if mask is None else mask[:, None]
         if context_mask is not None:
             some = context_mask.any(1)[:, None, None]
@@ -143,22 +139,15 @@ class SoftmaxAttention(Energy):
             force, lse = _where_attends(force, attends), lse.masked_fill(~attends, 0.0)
         if self.energy == "elastic":
             force = force + _where_attends(query, attends)
-        return self._value(query, lse, attends), force, query, radius
+        return self._value(query, lse, attends), force
 
-    def _visible(self, z: Tensor, mask: Tensor | None) -> Tensor:
-        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=True)
-        return hide(z, mask)
-
-    def _read(self, z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The state with zeros at masked tokens, and the excluded pairs (B or 1, 1, N, N), or None."""
-        z = self._visible(z, mask)
-        blocked = None
-        if mask is not None:
-            blocked = ~(mask[:, None, :, None] & mask[:, None, None, :])
-        if self.causal:
-            later = torch.ones(z.shape[1], z.shape[1], dtype=torch.bool, device=z.device).triu(1)
-            blocked = later[None, None] if blocked is None else blocked | later
-        return z, blocked
+    def _excluded_pairs(self, z: Tensor, mask: Tensor | None) -> Tensor | None:
+        """(B or 1, 1, N, N) bool, or None."""
+        pairs = None if mask is None else ~(mask[:, None, :, None] & mask[:, None, None, :])
+        if not self.causal:
+            return pairs
+        later = torch.ones(z.shape[1], z.shape[1], dtype=torch.bool, device=z.device).triu(1)
+        return later[None, None] if pairs is None else pairs | later
 
     def _context(self, x: Any, z: Tensor) -> tuple[Tensor, Tensor | None]:
         name = "SoftmaxAttention (cross)"
@@ -233,5 +222,4 @@ class SoftmaxAttention(Energy):
 
 
 def _where_attends(query: Tensor, attends: Tensor | None) -> Tensor:
-    """``query`` with zeros where it has no key."""
     return query if attends is None else query.masked_fill(~attends.unsqueeze(-1), 0.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]  # such as a value and its gradient
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums are taken: float32 for half precision, else ``dtype`` itself."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from implicit_attn.energies.spins.couplings import Couplings
-from implicit_attn.updates.activation_step import ActivationStep
-from implicit_attn.updates.gradient_step import GradientStep, StepSize
-from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep
-from implicit_attn.updates.low_rank import LowRankDeltas
-from implicit_attn.updates.mean_field import MeanFieldAttention, OnsagerNetwork
+from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
+from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
+from implicit_attn.updates.mean_field import (
+    AdaptiveTAPAttention,
+    MeanFieldAttention,
+    OnsagerNetwork,
+)
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
     TokenMixer,
 )
 from implicit_attn.updates.step_sizes import ConditionedStepSizes, PlainStepSizes, StepSizes
-from implicit_attn.updates.tap_attention import AdaptiveTAPAttention
 from implicit_attn.updates.update import FunctionUpdate, Update
 
 __all__ = [

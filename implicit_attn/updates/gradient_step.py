@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.lagrangians import Lagrangian
+from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.update import Update
-from solvers.core.checks import require_positive
+from solvers.core.checks import require_instance, require_positive
 
 
 class StepSize(nn.Module):
@@ -51,14 +53,7 @@ class StepSize(nn.Module):
 
 
 class EnergyStep(Update):
-    """A step that depends on the gradient of an energy, with a step size.
-
-    Args:
-        energy: an :class:`Energy`.
-        step_size: > 0.
-        channels: d for a step size per channel of z (..., d), or None.
-        learned: train the step size.
-    """
+    """A step that depends on the gradient of an energy, with a step size."""
 
     monitored = True
 
@@ -66,9 +61,7 @@ class EnergyStep(Update):
         self, energy: Energy, step_size: float, *, channels: int | None, learned: bool
     ) -> None:
         super().__init__()
-        if not isinstance(energy, Energy):
-            raise TypeError(f"energy must be an Energy, got {type(energy)}")
-        self.energy = energy
+        self.energy = require_instance("energy", energy, Energy, "an Energy")
         self.step_size = StepSize(step_size, channels, learned)
 
 
@@ -114,6 +107,64 @@ class GradientStep(EnergyStep):
         if isinstance(z, Tensor):
             return move(z, gradient, step)
         return pytree.tree_map(lambda leaf, slope: move(leaf, slope, step), z, gradient)
+
+
+class ActivationStep(EnergyStep):
+    r"""``f(z, x) = z - eta (z - x + dE_int/dg)`` at the activation ``g = dLag/dz``.
+
+    It descends the energy that is monitored, which is not ``E_int`` alone::
+
+        E(z) = sum_i [ z_i.g_i - Lag(z_i) - x_i.g_i ] + E_int(g),   dE/dz = (dg/dz) (z - x + dE_int/dg)
+
+    since ``dg/dz``, the Hessian of the convex Lagrangian, is positive semidefinite. The update itself
+    does not contain ``dg/dz``. For a concave ``E_int`` the unit step never raises E, whatever the
+    weights.
+
+    Args:
+        energy: ``E_int``, an energy of the activation; it is given the layer's input ``x`` too.
+        lagrangian: whose gradient is the activation, for example ``RMSNormLagrangian()``.
+        step_size, channels, learned: as for ``GradientStep``.
+
+    Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero.
+
+    Source: Krotov and Hopfield (2021), https://arxiv.org/abs/2008.06996; Hoover et al., "Energy
+    Transformer" (2023), https://arxiv.org/abs/2302.07253, equations 1 to 6.
+    """
+
+    def __init__(
+        self,
+        energy: Energy,
+        lagrangian: Lagrangian,
+        step_size: float = 1.0,
+        *,
+        channels: int | None = None,
+        learned: bool = False,
+    ) -> None:
+        super().__init__(energy, step_size, channels=channels, learned=learned)
+        self.lagrangian = require_instance("lagrangian", lagrangian, Lagrangian, "a Lagrangian")
+
+    def activation(self, z: Tensor) -> Tensor:
+        """``g(z)``, (B, N, d)."""
+        return self.lagrangian.activation(z)
+
+    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
+        gradient = self.energy.grad(self.activation(z), x, mask=mask)
+        return move(z, self._force(z, x, gradient, mask), self.step_size())
+
+    def joint(
+        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        g = self.activation(z)
+        interaction, gradient = self.energy.value_and_grad(g, x, mask=mask)
+        force = self._force(z, x, gradient, mask)
+        pull = z if x is None else z - x
+        own = hide((pull * g).sum(-1), mask)
+        value = own.flatten(1).sum(1) - self.lagrangian(z, mask=mask) + interaction
+        slope = self.lagrangian.hessian_product(z, force)
+        return move(z, force, self.step_size()), value, slope
+
+    def _force(self, z: Tensor, x: Tensor | None, gradient: Tensor, mask: Tensor | None) -> Tensor:
+        return hide(gradient + (z if x is None else z - x), mask)
 
 
 def move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:

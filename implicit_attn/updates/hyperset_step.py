@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from implicit_attn.energies.hyperset_energy import build_attention, build_feedfo
 from implicit_attn.energies.projected import ProjectedEnergy, RMSNorm
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.gradient_step import StepSize
-from implicit_attn.updates.low_rank import LowRankDeltas
 from implicit_attn.updates.step_sizes import Step, build_step_sizes
 from implicit_attn.updates.update import Update
+from solvers.core.checks import require_count, require_positive
 
 TINY_NORM = 1e-6
 
@@ -31,16 +32,11 @@ class HyperSETStep(Update):
     energy for equilibrium layers.
 
     Args:
-        dim: features d of a token.
-        heads: attention heads.
-        memories: columns M of D.
+        dim, heads, memories, feedforward, head_dim, bound: as for ``HyperSETEnergy``.
         step_size: alpha = gamma, > 0, or the pair (alpha, gamma).
         injection: fraction of the step towards the input, 0 <= injection <= 1.
         attention: "bisoftmax", "sigmoid", "linear" or "softmax" (rows only).
-        feedforward: "relu", "softmax", "gated" or "gelu".
-        head_dim: width p of a head; None: ``dim / heads``.
         epsilon: of the norms.
-        bound: bound on the spectral norms of W and D, or None.
 
     Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool; masked tokens keep their state.
 
@@ -75,8 +71,8 @@ class HyperSETStep(Update):
         if self.injection and x is not None:
             pull = hide(check_input(x, z, type(self).__name__) - z, mask)
             z = torch.add(z, pull, alpha=self.injection)
-        z = descend(z, self.attention, self.attention_step(), mask)
-        return descend(z, self.feedforward, self.feedforward_step(), mask)
+        z = descend(z, self.attention, self.attention_step(), mask, None)
+        return descend(z, self.feedforward, self.feedforward_step(), mask, None)
 
 
 class HyperSETLayer(nn.Module):
@@ -132,7 +128,7 @@ class HyperSETLayer(nn.Module):
             self.feedforward_deltas = LowRankDeltas(memories, *rest, scale=lora_scale)
 
     def context(self, x0: Tensor, times: Tensor) -> Any:
-        """What all iterations share: computed once from the input (B, N, d) and the times (T,)."""
+        """What all iterations share: of the input (B, N, d), 0 at masked tokens, and times (T,)."""
         return self.step_sizes.prepare(x0, times)
 
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
@@ -153,18 +149,12 @@ class HyperSETLayer(nn.Module):
     def observe(
         self, z: Tensor, index: int, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention and feed-forward energy (B,) and features (B, heads, N, p) of a state.
-
-        With the weights of iteration ``index``, counted from 0.
-        """
+        """Both energies (B,) and features (B, heads, N, p), with the weights of ``index``."""
         coupling, memory = self._weights(index)
         features = self.attention.features(z, mask=mask, weight=coupling)
         recalled = self.feedforward.features(z, mask=mask, weight=memory)
-        values = (
-            self.attention.potential(features, mask),
-            self.feedforward.potential(recalled, mask),
-        )
-        return *values, features
+        value = self.attention.potential(features, mask)
+        return value, self.feedforward.potential(recalled, mask), features
 
     def _step(self, z: Tensor, steps: tuple[Step, Step], index: int, mask: Tensor | None) -> Tensor:
         coupling, memory = self._weights(index)
@@ -181,12 +171,56 @@ class HyperSETLayer(nn.Module):
         )
 
 
+class LowRankDeltas(nn.Module):
+    """``W_t = W + scale A_t B_t``, ``A_t`` (rows, rank) and ``B_t`` (rank, dim), for each iteration t.
+
+    All entries are drawn from N(0, deviation^2), so the iterations differ from the start. Iterations
+    beyond the last delta use the last.
+
+    Args:
+        rows, dim: shape of the weight W.
+        rank: of the differences.
+        iterations: number of differences.
+        scale: their factor.
+        deviation: standard deviation of the initial entries.
+
+    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, depth-wise LoRA.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        rank: int,
+        iterations: int,
+        *,
+        scale: float = 4.0,
+        deviation: float = 0.02,
+    ) -> None:
+        super().__init__()
+        sizes = {"rows": rows, "dim": dim, "rank": rank, "iterations": iterations}
+        for name, size in sizes.items():
+            require_count(name, size)
+        if isinstance(scale, bool) or not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, got {scale!r}")
+        deviation = require_positive("deviation", deviation)
+        self.scale = float(scale)
+        self.left = nn.Parameter(deviation * torch.randn(iterations, rows, rank))
+        self.right = nn.Parameter(deviation * torch.randn(iterations, rank, dim))
+
+    def forward(self, weight: Tensor, index: int) -> Tensor:
+        """``W_t`` for the weight W (rows, dim) and t = ``index``, counted from 0."""
+        index = min(index, len(self.left) - 1)
+        return torch.addmm(weight, self.left[index], self.right[index], alpha=self.scale)
+
+    def extra_repr(self) -> str:
+        iterations, rows, rank = self.left.shape
+        dim = self.right.shape[-1]
+        return f"rows={rows}, dim={dim}, rank={rank}, iterations={iterations}, scale={self.scale}"
+
+
 def descend(
-    z: Tensor,
-    energy: ProjectedEnergy,
-    step: Step,
-    mask: Tensor | None,
-    weight: Tensor | None = None,
+    z: Tensor, energy: ProjectedEnergy, step: Step, mask: Tensor | None, weight: Tensor | None
 ) -> Tensor:
     """``z - step * straight_gradient``; the step a number, (d,) or like ``z``."""
     gradient = energy.straight_gradient(z, mask=mask, weight=weight)

@@ -33,10 +33,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
     Args:
         dim: d.
         heads: a divisor of d.
-        correction: "network" for an ``OnsagerNetwork``, None, or a module (B, N, d) -> (B, N, d)
-            that acts on each token separately.
-        hidden: hidden units of the network; None: 4 d.
-        correction_bound: bound on the spectral norms of the network's two weights, or None.
+        correction, hidden, correction_bound: as for ``CorrectedUpdate``.
         strength: > 0.
         self_coupling: whether a token attends to itself; False excludes ``J_ii`` from the softmax.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
@@ -69,8 +66,11 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
 
     def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
-        self._check_tokens(x)
-        check_mask(mask, x, type(self).__name__, features=1)
+        name = type(self).__name__
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: x must be a tensor (B, N, {self.dim}), got {got}")
+        check_mask(mask, x, name, features=1)
         x = hide(x, mask)
         shape = (*x.shape[:2], self.heads, self.width)
         query = F.linear(x, self.query.weight).view(shape).transpose(1, 2)
@@ -97,20 +97,12 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         if couplings is None:
             couplings = self.couplings(x, mask=mask)
         visible = hide(z, mask)
-        batch, count, _ = z.shape
         if self.heads == 1:
             field = torch.baddbmm(x, couplings.squeeze(1), visible)
         else:
-            slices = visible.view(batch, count, self.heads, self.width).transpose(1, 2)
+            slices = visible.view(*z.shape[:2], self.heads, self.width).transpose(1, 2)
             field = x + (couplings @ slices).transpose(1, 2).reshape(z.shape)
         return self.corrected(field, z, mask)
-
-    def _check_tokens(self, x: Any) -> None:
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"{type(self).__name__}: x must be a tensor (B, N, {self.dim}), got {got}"
-            )
 
     def _open_pairs(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         """Which pairs may couple, (B or 1, 1, N, N) bool; None: all."""
@@ -133,15 +125,7 @@ class TokenMixer(NormedMLP):
     The norm is a LayerNorm over the components of each token. It maps a zero token to zero, so masked
     tokens contribute nothing to ``W1``.
 
-    Args:
-        tokens: N.
-        dim: d, over which the norm is taken.
-        hidden: hidden units; None: 4 N.
-        epsilon: of the norm, finite, > 0.
-        bound: bound on the spectral norms of W1 and W2, or None; the Lipschitz constant of the
-            mixer is then at most ``1.13 bound^2 / sqrt(epsilon)``.
-
-    Shapes: (B, N, d) -> (B, N, d).
+    Shapes and arguments as for ``NormedMLP``, of width N, the number of tokens.
     """
 
     def __init__(
@@ -172,10 +156,7 @@ class MixerAttention(CorrectedUpdate):
         tokens: N.
         dim: d.
         hidden: hidden units of the mixer; None: 4 N.
-        correction: "network" for an ``OnsagerNetwork``, None, or a module (B, N, d) -> (B, N, d)
-            that acts on each token separately.
-        correction_hidden: hidden units of the network; None: 4 d.
-        correction_bound: bound on the spectral norms of the network's two weights, or None.
+        correction, correction_hidden, correction_bound: as for ``CorrectedUpdate``.
         bound: bound on the spectral norms of the mixer's two weights, or None.
 
     Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked tokens enter the

@@ -34,13 +34,7 @@ class StepSizes(nn.Module):
 
 
 class PlainStepSizes(StepSizes):
-    """The same two positive step sizes at all times: one number or one per channel each.
-
-    Args:
-        initial: initial value of both, > 0.
-        channels: d for a vector (d,) each, None for one number each.
-        learned: train them.
-    """
+    """The same two positive step sizes at all times, each a ``StepSize`` of these arguments."""
 
     def __init__(self, initial: float, channels: int | None = None, learned: bool = False) -> None:
         super().__init__()
@@ -106,11 +100,7 @@ class ConditionedStepSizes(StepSizes):
 
 
 def sinusoids(times: Tensor, count: int) -> Tensor:
-    """Sines and cosines of ``times`` (T,), periods ``2 pi`` to ``2 pi 10^4``: (T, count), float64.
-
-    Raises:
-        ValueError: if ``count`` is odd or below 4.
-    """
+    """Sines and cosines of ``times`` (T,), periods ``2 pi`` to ``2 pi 10^4``: (T, count), float64."""
     half = _check_time_dim(count) // 2
     exponents = torch.arange(half, dtype=torch.float64, device=times.device) / (half - 1)
     angles = times.double().unsqueeze(-1) * LONGEST_PERIOD**-exponents

@@ -28,15 +28,9 @@ class Update(nn.Module):
     monitored: bool = False
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        """One update.
+        """One update, like ``z``: the state, (B, N, d) or any pytree of tensors (B, ...).
 
-        Args:
-            z: state, (B, N, d) or any pytree of tensors (B, ...).
-            x: the layer's input.
-            mask: (B, N) bool, False at masked tokens.
-
-        Returns:
-            like ``z``.
+        ``x`` is the layer's input, ``mask`` (B, N) bool is False at masked tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from implicit_attn.energies.checks import check_mask, check_state
+from implicit_attn.energies.checks import check_tokens
 from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.tokens import accumulation_dtype, hide
 from solvers.core.checks import require_count, require_flag, require_positive
@@ -92,14 +92,9 @@ class Couplings(nn.Module):
         return self.free.numel()
 
     def forward(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """The field ``sum_j J_ij z_j`` at every site, one matrix product.
+        """The field ``sum_j J_ij z_j`` at every site, (B, N, d), one matrix product.
 
-        Args:
-            z: (B, N, d).
-            mask: (B, N) bool; masked sites act on no other site, and their own field is 0.
-
-        Returns:
-            (B, N, d).
+        Masked sites act on no other site, and their own field is 0.
         """
         self.check(z, mask)
         field = (hide(z, mask).flatten(1) @ self.matrix.mT).view(z.shape)
@@ -107,12 +102,11 @@ class Couplings(nn.Module):
 
     def check(self, z: Tensor, mask: Tensor | None = None) -> None:
         """``z`` must be (B, N, d) of this N and d, and ``mask`` (B, N) bool, or errors that say so."""
-        check_state(z, "Couplings", dim=self.dim, tokens=True)
+        check_tokens(z, mask, "Couplings", dim=self.dim, tokens=True)
         if z.shape[1] != self.sites:
             raise ValueError(
                 f"Couplings: z must have {self.sites} sites (N), got shape {tuple(z.shape)}"
             )
-        check_mask(mask, z, "Couplings", features=1)
 
     def site_norms(self) -> Tensor:
         """Frobenius norm of every block ``J_ij``, (N, N): how strongly two sites are coupled."""

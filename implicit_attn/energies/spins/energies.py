@@ -11,7 +11,7 @@ from implicit_attn.energies.differentiation import value_and_gradient
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.lagrangians import IsingLagrangian, Lagrangian
 from implicit_attn.energies.spins.couplings import Couplings
-from implicit_attn.energies.tokens import hide, sum_samples
+from implicit_attn.energies.tokens import Pair, hide, sum_samples
 
 
 class SpinInteraction(Energy):
@@ -32,9 +32,7 @@ class SpinInteraction(Energy):
         super().__init__()
         self.couplings = check_symmetric(couplings)
 
-    def value_and_grad(
-        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         gradient = -self.couplings(z, mask=mask)
         return 0.5 * sum_samples(hide(z, mask) * gradient), gradient
 
@@ -94,15 +92,11 @@ class VectorSpin(Energy):
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
         return self._value_and_force(z, x, mask)[0]
 
-    def value_and_grad(
-        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         value, force = self._value_and_force(z, x, mask)
         return value, hide(self.lagrangian.hessian_product(hide(z, mask), force), mask)
 
-    def hvp(
-        self, z: Tensor, v: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         """``D (v - J D v) + (d3 log Z / dh3)(h - x - J m, v)`` with ``D = dm/dh``."""
         _, force = self._value_and_force(z, x, mask)
         check_vector(v, z)
@@ -116,9 +110,7 @@ class VectorSpin(Energy):
 
         return hide(product + value_and_gradient(cubic, visible, force, v)[1].to(z.dtype), mask)
 
-    def _value_and_force(
-        self, h: Tensor, x: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _value_and_force(self, h: Tensor, x: Tensor | None, mask: Tensor | None) -> Pair:
         """The energy and the force ``h - x - J m``, zero at masked sites."""
         self.couplings.check(h, mask)
         visible = hide(h, mask)
@@ -167,8 +159,7 @@ class SiteLagrangian(Lagrangian, nn.Module):
         nn.Module.__init__(self)
         if isinstance(site, type) or not isinstance(site, SiteDistribution):
             raise TypeError(
-                "site must be a Lagrangian or have log_partition, mean and covariance, "
-                f"got {site!r}"
+                f"site must be a Lagrangian or have log_partition, mean and covariance, got {site!r}"
             )
         self.site = site
 
