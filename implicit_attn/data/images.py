@@ -77,11 +77,7 @@ class ImageData:
 
 
 def from_pixels(
-    name: str,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    *,
-    largest: int = 255,
+    name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, largest: int = 255
 ) -> ImageData:
     """10 classes, from pairs of pixels (N, C, H, W) in 0 .. ``largest`` and labels (N,)."""
     parts = [(pixels.float().div_(largest), labels.long()) for pixels, labels in (train, test)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,12 +56,7 @@ class ConvolutionalStem(nn.Module):
 
 
 def build_stem(
-    stem: str,
-    linear: Callable[..., nn.Module],
-    channels: int,
-    image_size: int,
-    patch: int,
-    dim: int,
+    stem: str, linear: type[nn.Module], channels: int, image_size: int, patch: int, dim: int
 ) -> nn.Module:
     """``linear(channels, patch, dim)`` for the stem "patch", ``ConvolutionalStem`` for "conv"."""
     if require_choice("stem", stem, STEMS) == "patch":

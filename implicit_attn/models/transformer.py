@@ -1,4 +1,4 @@
-"""Transformers with shared layers: the pre-norm one, the baseline of the energies, and CRATE."""
+"""Transformers with shared layers: a pre-norm one, the baseline of the energies, and CRATE."""
 
 from __future__ import annotations
 

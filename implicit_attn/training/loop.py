@@ -110,9 +110,6 @@ class Training:
         self.history: list[dict[str, Any]] = []
         self.observations: list[Any] = [] if observe is None else [observe(model)]
         self.stopping = False
-        self.epoch = self.batch = 0  # complete epochs, and batches of the next one
-        self.sums: dict[str, float] = {}
-        self.seconds = 0.0  # of training in this epoch
         self._start_epoch(0)
 
     @property
@@ -126,8 +123,9 @@ class Training:
         return self.epoch * self.batches + self.batch
 
     def _start_epoch(self, epoch: int) -> None:
-        self.epoch, self.batch = epoch, 0
-        self.sums, self.seconds = {"loss": 0.0, "terms": 0}, 0.0
+        self.epoch, self.batch = epoch, 0  # complete epochs, and batches of the next one
+        self.sums: dict[str, float] = {"loss": 0.0, "terms": 0}
+        self.seconds = 0.0  # of training in this epoch
         self.solves.reset()
 
     KEPT = ("epoch", "batch", "sums", "seconds", "history", "observations", "settings")

@@ -20,14 +20,14 @@ class SolveCounts:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, DEQ)]
-        self.sums: dict[str, float] = {}  # of the epoch so far, names in SUMS and MAXIMA
-        self.spent: list[int] = []  # solves by their number of evaluations
         self.reset()
 
     def reset(self) -> None:
         """Start an epoch."""
-        self.sums = dict.fromkeys((*SUMS, *MAXIMA), 0) if self.layers else {}
-        self.spent = [0] * (1 + max((layer.max_steps for layer in self.layers), default=0))
+        names = (*SUMS, *MAXIMA) if self.layers else ()
+        self.sums: dict[str, float] = dict.fromkeys(names, 0)
+        longest = max((layer.max_steps for layer in self.layers), default=0)
+        self.spent = [0] * (1 + longest)  # solves by their number of evaluations
 
     def add(self, reduce: Reduce, counted: bool = True) -> None:
         """Count the latest solve of every layer, which ``reduce(tensor, "sum" | "max")`` adds over the
