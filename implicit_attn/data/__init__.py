@@ -5,19 +5,16 @@ from __future__ import annotations
 from implicit_attn.data.augment import Compose, RandomAffine, RandomCrop, RandomFlip
 from implicit_attn.data.cifar import load_cifar10
 from implicit_attn.data.digits import load_digits
-from implicit_attn.data.idx import read_idx
 from implicit_attn.data.images import ImageData, batches, epoch_generator, stratified_holdout
-from implicit_attn.data.mnist import load_fashion_mnist, load_mnist
+from implicit_attn.data.mnist import load_fashion_mnist, load_mnist, read_idx
 from implicit_attn.data.registry import LOADERS, load
-from implicit_attn.data.sudoku import (
-    SudokuData,
-    load_sudoku,
-    read_list,
-    resolve_source,
-    reveal,
+from implicit_attn.data.sudoku import SudokuData, load_sudoku, read_list, resolve_source, reveal
+from implicit_attn.data.sudoku_boards import (
+    SudokuSymmetries,
+    board_counts,
+    solve_sudoku,
+    unique_puzzles,
 )
-from implicit_attn.data.sudoku_boards import SudokuSymmetries, board_counts
-from implicit_attn.data.sudoku_generator import solve_sudoku, unique_puzzles
 
 __all__ = [
     "LOADERS",

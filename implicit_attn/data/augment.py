@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.core.checks import require_count
+from solvers.core.checks import require_count, require_nonnegative
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class RandomAffine:
 
     def __post_init__(self) -> None:
         for name in ("rotation", "scale", "shear", "shift"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+            require_nonnegative(name, getattr(self, name))
         if self.scale >= 1:
             raise ValueError(f"scale must be < 1, got {self.scale!r}")
 
@@ -58,10 +56,7 @@ class RandomAffine:
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Each image padded with 0 and cut to its size at a random place.
-
-    Attributes:
-        padding: pixels on every side.
+    """Each image padded with 0, ``padding`` pixels on every side, and cut to its size at random.
 
     Call: ``augment(images (B, C, H, W), generator) -> (B, C, H, W)``.
     """
@@ -102,11 +97,7 @@ class RandomFlip:
 
 
 class Compose:
-    """Augmentations one after the other, all drawn from the same generator.
-
-    Args:
-        augments: each ``augment(images, generator) -> images``.
-    """
+    """Augmentations ``augment(images, generator)`` in order, drawn from the same generator."""
 
     def __init__(self, *augments: Callable[[Tensor, torch.Generator], Tensor]) -> None:
         self.augments = augments

@@ -1,8 +1,4 @@
-"""CIFAR-10: 50,000 training and 10,000 test colour images of 32x32, 10 classes.
-
-The original pixels are used where they are found or can be downloaded. Where only a copy as JPEG
-files is found, which is slightly lossy, that is used; its name says so.
-"""
+"""CIFAR-10: 50,000 training and 10,000 test colour images of 32x32, 10 classes."""
 
 from __future__ import annotations
 
@@ -46,8 +42,8 @@ def load_cifar10() -> ImageData:
 
     In ``$IMPLICIT_ATTN_DATA/cifar10``, then in the cache, these are looked for: the binary version
     ``cifar-10-binary.tar.gz``, then ``cifar10.tar.xz`` with JPEG files ``train/CLASS/*.jpg`` and
-    ``test/CLASS/*.jpg``, whose decoded pixels are kept in the cache and whose name is
-    "CIFAR-10 (JPEG)". Where there is neither, the binary version is downloaded into the cache.
+    ``test/CLASS/*.jpg``, slightly lossy, whose decoded pixels are kept in the cache and whose name
+    is "CIFAR-10 (JPEG)". Where there is neither, the binary version is downloaded into the cache.
 
     Returns:
         :class:`ImageData` with images (50000, 3, 32, 32) and (10000, 3, 32, 32).
@@ -59,10 +55,17 @@ def load_cifar10() -> ImageData:
     """
     path = find(FOLDER, BINARY, JPEG)
     if path is not None and path.name == JPEG:
-        return _image_data("CIFAR-10 (JPEG)", read_jpeg(path))
-    if path is None:
-        path = download(FOLDER, JPEG, BINARY, [BINARY_URL], BINARY_MD5)
-    return _image_data("cifar10", read_binary(path))
+        name, parts = "CIFAR-10 (JPEG)", read_jpeg(path)
+    else:
+        path = path or download(FOLDER, JPEG, BINARY, [BINARY_URL], BINARY_MD5)
+        name, parts = "cifar10", read_binary(path)
+    for part, (_, labels) in parts.items():
+        counts = labels.long().bincount(minlength=len(CLASSES)).tolist()
+        if counts != len(CLASSES) * [COUNTS[part]]:
+            raise ValueError(
+                f"{name}: the classes have {counts} {part} images, expected {COUNTS[part]} each"
+            )
+    return from_pixels(name, parts["train"], parts["test"])
 
 
 def read_binary(path: Path) -> dict[str, Split]:
@@ -85,10 +88,7 @@ def parse_binary(content: bytes, *, source: str) -> Split:
 
 
 def read_jpeg(path: Path) -> dict[str, Split]:
-    """Training and test part of an archive of JPEG files, decoded once and then from the cache.
-
-    The cached file is named after the archive's md5, so another archive is decoded anew.
-    """
+    """Training and test part of an archive of JPEG files, decoded once and kept in the cache."""
     digest = hashlib.md5(path.read_bytes(), usedforsecurity=False)
     tensors = require("safetensors.torch", extra="examples")
     cached = cache_folder() / FOLDER / f"jpeg-{digest.hexdigest()}.safetensors"
@@ -129,16 +129,6 @@ def decode_jpeg(path: Path, parts: Sequence[str] = ("train", "test")) -> dict[st
         labels = torch.tensor([key[1] for key in keys], dtype=torch.uint8)
         decoded[part] = torch.stack([found[key] for key in keys]).contiguous(), labels
     return decoded
-
-
-def _image_data(name: str, parts: dict[str, Split]) -> ImageData:
-    for part, (_, labels) in parts.items():
-        counts = labels.long().bincount(minlength=len(CLASSES)).tolist()
-        if counts != len(CLASSES) * [COUNTS[part]]:
-            raise ValueError(
-                f"{name}: the classes have {counts} {part} images, expected {COUNTS[part]} each"
-            )
-    return from_pixels(name, parts["train"], parts["test"])
 
 
 def _member(archive: tarfile.TarFile, name: str | tarfile.TarInfo, path: Path) -> bytes:

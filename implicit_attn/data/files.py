@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from implicit_attn.data.idx import read_content
 from implicit_attn.optional import require
 
 DATA_VARIABLE = "IMPLICIT_ATTN_DATA"
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
 class RemoteFile:
     """A file that is distributed gzipped.
 
-    Attributes:
-        folder: its folder inside the user's data folder and inside the cache.
-        name: its name once decompressed.
-        archive_md5: of the distributed ``name + ".gz"``, checked after a download.
-        content_md5: of the decompressed file, checked at every reading. A file that was compressed
-            again is as good as the original, so local archives are judged by their content.
-        mirrors: URLs of folders, each ending in "/", tried in order.
+    A file that was compressed again is as good as the original: local ones are judged by content.
     """
 
-    folder: str
-    name: str
-    archive_md5: str
-    content_md5: str
-    mirrors: tuple[str, ...]
+    folder: str  # inside the user's data folder and inside the cache
+    name: str  # once decompressed
+    archive_md5: str  # of the distributed name + ".gz", checked after a download
+    content_md5: str  # of the decompressed file, checked at every reading
+    mirrors: tuple[str, ...]  # URLs of folders, each ending in "/", tried in order
 
     @property
     def archive(self) -> str:
@@ -44,11 +40,7 @@ def cache_folder() -> Path:
 
 
 def search_folders() -> list[Path]:
-    """The folders searched, in order: ``$IMPLICIT_ATTN_DATA`` where it is set, then the cache.
-
-    Raises:
-        NotADirectoryError: the variable is set to something that is not a folder.
-    """
+    """The folders searched, in order: ``$IMPLICIT_ATTN_DATA`` where it is set, then the cache."""
     named = os.environ.get(DATA_VARIABLE)
     if not named:
         return [cache_folder()]
@@ -64,14 +56,7 @@ def find(folder: str, *names: str) -> Path | None:
 
 
 def fetch(file: RemoteFile) -> bytes:
-    """The decompressed content of a file: found in a local folder, or downloaded into the cache.
-
-    Raises:
-        FileNotFoundError: it is in no local folder, and no mirror gave it.
-        ImportError: it is in no local folder, and pooch, which would download it, is not installed.
-        NotADirectoryError: ``IMPLICIT_ATTN_DATA`` is not a folder.
-        ValueError: the file that was found is corrupt or is another one.
-    """
+    """The decompressed content of a file: found in a local folder, or downloaded into the cache."""
     path = find(file.folder, file.name, file.archive)
     if path is None:
         urls = [mirror + file.archive for mirror in file.mirrors]
@@ -79,6 +64,17 @@ def fetch(file: RemoteFile) -> bytes:
     content = read_content(path)
     check_md5(content, file.content_md5, f"{path}, decompressed")
     return content
+
+
+def read_content(path: Path) -> bytes:
+    """The bytes of a file, decompressed if it is gzipped, whatever its name says."""
+    content = path.read_bytes()
+    if not content.startswith(GZIP_MAGIC):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path}: the gzip stream is truncated or corrupt: {error}") from error
 
 
 def check_md5(content: bytes, expected: str, source: str) -> None:
@@ -89,7 +85,7 @@ def check_md5(content: bytes, expected: str, source: str) -> None:
 
 
 def download(folder: str, name: str, archive: str, urls: Sequence[str], md5: str) -> Path:
-    """``folder/archive`` in the cache, from the first URL that gives it; errors as :func:`fetch`.
+    """``folder/archive`` in the cache, from the first URL that gives it.
 
     ``name`` is what else would have done, for the message.
     """

@@ -20,14 +20,11 @@ class ImageData:
         name: the one that :func:`implicit_attn.data.load` takes, or another one where a copy differs
             from the original.
         classes: number of classes C.
-        train_images: (N, channels, height, width) float32 in [0, 1].
-        train_labels: (N,) int64 in 0 .. C - 1.
-        test_images: (M, channels, height, width) float32 in [0, 1].
-        test_labels: (M,) int64 in 0 .. C - 1.
+        train_images, test_images: (N, channels, height, width) float32 in [0, 1].
+        train_labels, test_labels: (N,) int64 in 0 .. C - 1.
 
     Raises:
-        TypeError: a dtype differs from those above.
-        ValueError: a shape or a range differs from those above.
+        TypeError, ValueError: a dtype, a shape or a range differs from those above.
     """
 
     name: str
@@ -80,17 +77,11 @@ class ImageData:
 
 
 def from_pixels(
-    name: str,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    *,
-    classes: int = 10,
-    largest: int = 255,
+    name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, largest: int = 255
 ) -> ImageData:
-    """Image data from pairs of pixels (N, C, H, W) in 0 .. ``largest`` and labels (N,)."""
-    (pixels, labels), (test_pixels, test_labels) = train, test
-    images, test_images = (each.float().div_(largest) for each in (pixels, test_pixels))
-    return ImageData(name, classes, images, labels.long(), test_images, test_labels.long())
+    """10 classes, from pairs of pixels (N, C, H, W) in 0 .. ``largest`` and labels (N,)."""
+    parts = [(pixels.float().div_(largest), labels.long()) for pixels, labels in (train, test)]
+    return ImageData(name, 10, *parts[0], *parts[1])
 
 
 def stratified_holdout(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -98,14 +89,8 @@ def stratified_holdout(labels: Tensor, fraction: float, seed: int) -> tuple[Tens
 
     Of a class with n members, ``round(fraction * n)`` are held out, drawn by ``seed`` alone.
 
-    Args:
-        labels: (N,) integer.
-        fraction: share to hold out, strictly between 0 and 1.
-        seed: of the draw.
-
     Returns:
-        Indices kept and indices held out: int64, each in increasing order, disjoint, together
-        0 .. N - 1.
+        Indices of ``labels`` (N,) kept and held out, int64, each in increasing order.
 
     Raises:
         ValueError: ``labels`` is not a non-empty vector, ``fraction`` is outside (0, 1), or a class
@@ -130,13 +115,10 @@ def stratified_holdout(labels: Tensor, fraction: float, seed: int) -> tuple[Tens
 
 
 def hash_seed(stream: tuple[int, ...], **numbers: int) -> int:
-    """A seed below 2^64 from ``numbers``, by numpy's ``SeedSequence``.
+    """A seed below 2^64 from ``numbers``, by numpy's ``SeedSequence``, unrelated to its neighbours'.
 
-    The hash makes seeds of neighbouring numbers unrelated. ``stream`` keeps uses apart that have
-    equal numbers: () are the epochs, (1,) the batches, (2,) the steps of a model.
-
-    Raises:
-        ValueError: a number is negative.
+    ``stream`` keeps uses apart that have equal numbers: () are the epochs, (1,) the batches, (2,)
+    the steps of a model.
     """
     for name, value in numbers.items():
         if value < 0:
@@ -148,8 +130,7 @@ def hash_seed(stream: tuple[int, ...], **numbers: int) -> int:
 def epoch_generator(seed: int, epoch: int, batch: int | None = None) -> torch.Generator:
     """A CPU generator whose numbers depend on ``(seed, epoch)`` only, or on those and ``batch``.
 
-    A training that resumes at an epoch draws the same order as one that was never interrupted,
-    because nothing that happened in earlier epochs enters.
+    A resumed training draws the same order as one that was never interrupted.
 
     Raises:
         ValueError: ``seed``, ``epoch`` or ``batch`` is negative.
@@ -164,21 +145,16 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Go once through the data in batches; the last batch may be smaller.
 
-    The order is drawn when this is called, not while iterating, so that other uses of the generator
-    between two batches change nothing.
-
     Args:
-        images: (N, ...).
-        labels: (N,), on the same device.
+        images, labels: (N, ...) and (N,), on the same device.
         size: samples a batch, >= 1.
-        generator: a CPU generator that draws the order, usually ``epoch_generator(seed, epoch)``;
-            None: the order of the data.
+        generator: a CPU generator that draws the order when this is called, usually
+            ``epoch_generator(seed, epoch)``; None: the order of the data.
 
     Returns:
         An iterator over pairs of images (B, ...) and labels (B,), B <= size.
 
     Raises:
-        TypeError: ``size`` is not an integer.
         ValueError: ``size`` < 1, no samples, or different numbers of images and labels.
     """
     require_count("size", size)

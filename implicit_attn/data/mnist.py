@@ -1,14 +1,30 @@
-"""MNIST and Fashion-MNIST: 60,000 training and 10,000 test images of 28x28, 10 classes."""
+"""MNIST and Fashion-MNIST: 60,000 training and 10,000 test images of 28x28, 10 classes.
+
+Their files are in the IDX format. Bytes 0 and 1 are zero, byte 2 is the type code, byte 3 the number
+of dimensions; each dimension follows as a big-endian uint32, then the elements in C order. (LeCun,
+Cortes, Burges: The MNIST database, "File formats".)
+"""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import RemoteFile, fetch
-from implicit_attn.data.idx import parse_idx
+from implicit_attn.data.files import RemoteFile, fetch, read_content
 from implicit_attn.data.images import ImageData, from_pixels
 
+_ELEMENT_TYPES = {
+    0x08: np.dtype(">u1"),
+    0x09: np.dtype(">i1"),
+    0x0B: np.dtype(">i2"),
+    0x0C: np.dtype(">i4"),
+    0x0D: np.dtype(">f4"),
+    0x0E: np.dtype(">f8"),
+}
 _NAMES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -66,8 +82,8 @@ def load_mnist() -> ImageData:
         :class:`ImageData` with images (60000, 1, 28, 28) and (10000, 1, 28, 28).
 
     Raises:
-        FileNotFoundError: a file is in no local folder, and no mirror gave it.
-        ImportError: a file is in no local folder, and pooch is not installed.
+        FileNotFoundError, ImportError: a file is in no local folder, and no mirror gave it, or
+            pooch is not installed.
         NotADirectoryError: ``IMPLICIT_ATTN_DATA`` is not a folder.
         ValueError: a file is corrupt or is another one.
     """
@@ -83,18 +99,57 @@ def load_fashion_mnist() -> ImageData:
 
 
 def _load(name: str, files: tuple[RemoteFile, ...]) -> ImageData:
-    pixels, labels, test_pixels, test_labels = (
-        _read(file, shape) for file, shape in zip(files, _SHAPES, strict=True)
-    )
-    test = test_pixels.unsqueeze(1), test_labels
-    return from_pixels(name, (pixels.unsqueeze(1), labels), test)
+    arrays: list[Tensor] = []
+    for file, shape in zip(files, _SHAPES, strict=True):
+        source = f"{file.folder}/{file.name}"
+        array = parse_idx(fetch(file), source=source)
+        if array.dtype != torch.uint8 or array.shape != shape:
+            raise ValueError(
+                f"{source}: {array.dtype} of shape {tuple(array.shape)}, "
+                f"expected torch.uint8 of shape {shape}"
+            )
+        arrays.append(array)
+    pixels, labels, test_pixels, test_labels = arrays
+    return from_pixels(name, (pixels.unsqueeze(1), labels), (test_pixels.unsqueeze(1), test_labels))
 
 
-def _read(file: RemoteFile, shape: tuple[int, ...]) -> Tensor:
-    array = parse_idx(fetch(file), source=f"{file.folder}/{file.name}")
-    if array.dtype != torch.uint8 or array.shape != shape:
+def parse_idx(content: bytes, *, source: str) -> Tensor:
+    """The tensor in a decompressed IDX file, which errors call ``source``."""
+    if len(content) < 4:
+        raise ValueError(f"{source}: {len(content)} bytes, expected an IDX header of 4 or more")
+    zeros, code, rank = content[:2], content[2], content[3]
+    if zeros != b"\x00\x00" or code not in _ELEMENT_TYPES or rank == 0:
+        known = ", ".join(f"{each:02x}" for each in _ELEMENT_TYPES)
         raise ValueError(
-            f"{file.folder}/{file.name}: {array.dtype} of shape {tuple(array.shape)}, "
-            f"expected torch.uint8 of shape {shape}"
+            f"{source}: the magic number is {content[:4].hex(' ')}, expected 00 00, "
+            f"a type code in ({known}), and a number of dimensions >= 1"
         )
-    return array
+    header = 4 + 4 * rank
+    if len(content) < header:
+        raise ValueError(
+            f"{source}: truncated: {len(content)} bytes, expected {header} of header "
+            f"for {rank} dimensions"
+        )
+    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", count=rank, offset=4))
+    element = _ELEMENT_TYPES[code]
+    # math.prod, because a corrupt header can name a size that overflows an int64.
+    expected = header + math.prod(shape) * element.itemsize
+    if len(content) != expected:
+        fault = "truncated" if len(content) < expected else "too long"
+        raise ValueError(
+            f"{source}: {fault}: {len(content)} bytes, expected {expected} for shape {shape} "
+            f"with {element.itemsize} bytes an element"
+        )
+    values = np.frombuffer(content, element, offset=header).astype(element.newbyteorder("="))
+    return torch.from_numpy(values.reshape(shape))
+
+
+def read_idx(path: str | Path) -> Tensor:
+    """Read an IDX file, gzipped or not, into a tensor of the header's dimensions and dtype.
+
+    Raises:
+        ValueError: not IDX, an unknown type code, no dimensions, or a length that does not match
+            the header; the gzip stream is corrupt.
+    """
+    path = Path(path)
+    return parse_idx(read_content(path), source=str(path))

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.data.files import DATA_VARIABLE, find, search_folders
-from implicit_attn.data.sudoku_boards import SudokuSymmetries, check_boards
-from implicit_attn.data.sudoku_generator import unique_puzzles
+from implicit_attn.data.sudoku_boards import SudokuSymmetries, check_boards, unique_puzzles
 from solvers.core.checks import require_choice, require_count
 
 LIST = Path("sudoku") / "sudoku17.npz"
@@ -32,13 +31,11 @@ class SudokuData:
         name: where they come from, for a report.
         train_puzzles: (N, 81) int64, rows of the board one after another, 0 = unknown.
         train_solutions: (N, 81) int64 in 1 .. 9.
-        test_puzzles: (M, 81).
-        test_solutions: (M, 81).
+        test_puzzles, test_solutions: (M, 81) each.
 
     Raises:
-        TypeError: a dtype differs from int64.
-        ValueError: a shape or a value is wrong, a solution breaks the rules, a puzzle has a digit
-            that its solution has not, or no unknown cell.
+        TypeError, ValueError: a dtype, shape or value is wrong, a solution breaks the rules, a
+            puzzle has a digit that its solution has not, or no unknown cell.
     """
 
     name: str
@@ -82,7 +79,6 @@ def load_sudoku(
 
     Raises:
         FileNotFoundError: ``source`` is "list", and there is none.
-        TypeError: a number is no integer.
         ValueError: a number is out of range, or the list holds too few puzzles.
     """
     found = resolve_source(source)
@@ -91,13 +87,12 @@ def load_sudoku(
     path = None if found == "generated" else find_list()
     generator = torch.Generator().manual_seed(seed)
     if path is None:
-        name = "generated Sudoku"
+        name, most = "generated Sudoku", GENERATED_MORE
         puzzles, solutions = _generated(train, test, generator, seed)
     else:
-        name = "Sudoku, 17-clue list"
+        name, most = "Sudoku, 17-clue list", 17
         puzzles, solutions = _drawn(path, train + test, generator)
-    most = more if more is not None else (17 if path is not None else GENERATED_MORE)
-    puzzles = reveal(puzzles, solutions, most, generator)
+    puzzles = reveal(puzzles, solutions, most if more is None else more, generator)
     return SudokuData(name, puzzles[:train], solutions[:train], puzzles[train:], solutions[train:])
 
 

@@ -22,11 +22,6 @@ class EnergyTransformerLayer(RecurrentLayer):
     and ``q = W_Q g, k = W_K g``. The Jacobian of the norm, which is the Hessian of a convex
     Lagrangian, is left out; small steps descend E nevertheless. A token attends to itself, too. The
     gradient is in closed form and includes the derivatives by queries and by keys.
-
-    Args:
-        dim, heads, deviation: as for ``EnergyTransformer``.
-        memories: rows of xi.
-        step_size: eta.
     """
 
     def __init__(
@@ -64,10 +59,11 @@ class EnergyTransformer(RecurrentBackbone):
     Args:
         dim: features d.
         heads: attention heads.
-        memories: of the Hopfield network; None: 4 d.
-        step_size: of the descent; 0.1 is the paper's for images.
+        memories: of the Hopfield network, rows of xi; None: 4 d.
+        step_size: of the descent, eta; 0.1 is the paper's for images.
         deviation: standard deviation of the initial weights; None: ``d^-1/2``.
-        layers, iterations, order: as for ``RecurrentBackbone``.
+        layers: their number.
+        repetition: ``iterations`` and ``order`` of ``RecurrentBackbone``.
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
@@ -84,13 +80,10 @@ class EnergyTransformer(RecurrentBackbone):
         step_size: float = 0.1,
         deviation: float | None = None,
         layers: int = 1,
-        iterations: int = 12,
-        order: str = "blocks",
+        **repetition: Any,
     ) -> None:
         memories = 4 * dim if memories is None else memories
+        options = {"step_size": step_size, "deviation": deviation}
         number = require_count("layers", layers)
-        made = [
-            EnergyTransformerLayer(dim, heads, memories, step_size=step_size, deviation=deviation)
-            for _ in range(number)
-        ]
-        super().__init__(dim, made, iterations, order=order)
+        made = [EnergyTransformerLayer(dim, heads, memories, **options) for _ in range(number)]
+        super().__init__(dim, made, **repetition)

@@ -36,8 +36,7 @@ class HyperSET(RecurrentBackbone):
     """Hyper-SET as published: one shared layer (or a few), unrolled.
 
     Args:
-        dim: features d of a token.
-        heads: attention heads.
+        dim, heads: features d of a token, attention heads.
         memories: columns M of D (the paper: d for images, 4 d for Sudoku).
         layers: number of layers with weights and step sizes of their own.
         iterations: of each layer.
@@ -67,12 +66,9 @@ class HyperSET(RecurrentBackbone):
         step_size: str = "conditioned-state",
         **options: Any,
     ) -> None:
-        made = [
-            HyperSETLayer(
-                dim, heads, memories, step_size=step_size, iterations=iterations, **options
-            )
-            for _ in range(require_count("layers", layers))
-        ]
+        options |= {"step_size": step_size, "iterations": iterations}
+        number = require_count("layers", layers)
+        made = [HyperSETLayer(dim, heads, memories, **options) for _ in range(number)]
         super().__init__(dim, made, iterations, order=order, beyond=beyond)
 
     def trajectory(
@@ -99,10 +95,8 @@ class HyperSETEquilibrium(nn.Module):
         options: further arguments of ``HyperSETEnergy``: attention, feedforward, head_dim, norm,
             bound, weight, maximum.
 
-    Shapes: tokens (B, N, d) -> (B, N, d), the equilibrium for that input.
-
-    Attributes:
-        layer: the ``DEQ``; ``layer.last`` tells how the latest solve went.
+    Shapes: tokens (B, N, d) -> (B, N, d), the equilibrium for that input. The attribute ``layer`` is
+    the ``DEQ``; ``layer.last`` tells how the latest solve went.
     """
 
     def __init__(

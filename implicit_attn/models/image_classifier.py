@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.models.patches import (
-    STEMS,
-    ConvolutionalStem,
     PatchEmbedding,
     TokenClassifier,
+    build_stem,
     count_patches,
     token_width,
 )
@@ -21,10 +20,8 @@ READOUTS = ("class", "mean", "tokens")
 
 
 def sinusoidal_positions(count: int, dim: int) -> Tensor:
-    """Sines in even and cosines in odd channels, (count, dim); periods 2 pi to 2 pi 10^4.
-
-    Source: Vaswani et al. (https://arxiv.org/abs/1706.03762), section 3.5.
-    """
+    """Sines in even and cosines in odd channels, (count, dim); periods 2 pi to 2 pi 10^4
+    (Vaswani et al., https://arxiv.org/abs/1706.03762, section 3.5)."""
     if dim % 2:
         raise ValueError(f"dim must be even for sinusoidal positions, got {dim}")
     frequencies = LONGEST_PERIOD ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -38,8 +35,7 @@ class ImageClassifier(TokenClassifier):
     Args:
         backbone: module with ``dim``, ``iterations`` and ``forward(tokens, *, iterations)``.
         image_size: height = width of an image, a multiple of ``patch``.
-        channels: image channels.
-        classes: number of classes.
+        channels, classes: image channels, number of classes.
         patch: height = width of a patch in pixels. ("Patch 8" of the Hyper-SET paper on CIFAR-10
             must be 8 patches a side, of 4 pixels: its number of parameters fits only that.)
         positions: "sinusoidal" (added, constant), "learned" (initially N(0, 0.02^2)) or "none".
@@ -69,10 +65,7 @@ class ImageClassifier(TokenClassifier):
         super().__init__(channels, image_size, require_choice("readout", readout, READOUTS))
         dim, patches = token_width(backbone), count_patches(image_size, patch)
         self.positions = require_choice("positions", positions, POSITIONS)
-        if require_choice("stem", stem, STEMS) == "patch":
-            self.embed = PatchEmbedding(channels, patch, dim)
-        else:
-            self.embed = ConvolutionalStem(channels, image_size, patch, dim)
+        self.embed = build_stem(stem, PatchEmbedding, channels, image_size, patch, dim)
         self.embedding_norm = nn.LayerNorm(dim) if embedding_norm else nn.Identity()
         self.class_token = nn.Parameter(torch.randn(dim)) if readout == "class" else None
         count = patches + (readout == "class")
@@ -87,8 +80,7 @@ class ImageClassifier(TokenClassifier):
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images -> the backbone's input, (B, N, d)."""
-        x = self.embedding_norm(self.embed(self.check_images(images)))
-        x = self.with_class_token(x)
+        x = self.with_class_token(self.embedding_norm(self.embed(self.check_images(images))))
         return x if self.positions == "none" else x + self.position
 
     def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:

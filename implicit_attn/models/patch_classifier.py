@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from implicit_attn.deq import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, ReLUFeedForward
 from implicit_attn.models.patches import (
-    STEMS,
-    ConvolutionalStem,
     PatchConvolution,
     TokenClassifier,
+    build_stem,
     count_patches,
 )
 from solvers.core.checks import require_choice, require_count
@@ -33,12 +32,10 @@ class PatchClassifier(TokenClassifier):
 
     Args:
         image_size: height = width of an image, a multiple of ``patch``.
-        channels: image channels.
-        classes: number of classes.
+        channels, classes: image channels, number of classes.
         patch: height = width of a patch.
         stem: "patch" embeds each patch linearly, "conv" through a 3x3 convolution.
-        dim: features d of a token.
-        heads: attention heads.
+        dim, heads: features d of a token, attention heads.
         memories: rows M of the feed-forward energy.
         readout: "tokens" reads out all tokens, "class" an additional class token.
         bound: bound on the spectral norms.
@@ -71,10 +68,7 @@ class PatchClassifier(TokenClassifier):
     ) -> None:
         super().__init__(channels, image_size, require_choice("readout", readout, READOUTS))
         tokens, dim = count_patches(image_size, patch), require_count("dim", dim)
-        if require_choice("stem", stem, STEMS) == "patch":
-            self.embed = PatchConvolution(channels, patch, dim)
-        else:
-            self.embed = ConvolutionalStem(channels, image_size, patch, dim)
+        self.embed = build_stem(stem, PatchConvolution, channels, image_size, patch, dim)
         self.position = nn.Parameter(0.5 * torch.randn(tokens, dim))
         self.class_token = nn.Parameter(torch.randn(dim)) if readout == "class" else None
         energy: Energy = (

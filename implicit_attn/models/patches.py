@@ -6,16 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from solvers.core.checks import require_count
+from solvers.core.checks import require_choice, require_count
 
 STEMS = ("patch", "conv")
 
 
 class PatchEmbedding(nn.Module):
-    """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim), patch by patch, row by row.
-
-    ``nn.Linear`` of the pixels of a patch, channels first.
-    """
+    """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim): ``nn.Linear`` of a patch's pixels."""
 
     def __init__(self, channels: int, patch: int, dim: int) -> None:
         super().__init__()
@@ -58,12 +55,17 @@ class ConvolutionalStem(nn.Module):
         return self.embed(F.gelu(self.local(images) + self.position))
 
 
-def token_width(backbone: object) -> int:
-    """The features d of a backbone's tokens, its attribute ``dim``.
+def build_stem(
+    stem: str, linear: type[nn.Module], channels: int, image_size: int, patch: int, dim: int
+) -> nn.Module:
+    """``linear(channels, patch, dim)`` for the stem "patch", ``ConvolutionalStem`` for "conv"."""
+    if require_choice("stem", stem, STEMS) == "patch":
+        return linear(channels, patch, dim)
+    return ConvolutionalStem(channels, image_size, patch, dim)
 
-    Raises:
-        TypeError: it is no module, or has no such integer.
-    """
+
+def token_width(backbone: object) -> int:
+    """The features d of a backbone's tokens, its attribute ``dim``."""
     dim = getattr(backbone, "dim", None)
     if not isinstance(backbone, nn.Module) or not isinstance(dim, int):
         raise TypeError(
@@ -74,12 +76,7 @@ def token_width(backbone: object) -> int:
 
 
 def count_patches(image_size: int, patch: int) -> int:
-    """Patches of a square image.
-
-    Raises:
-        TypeError: one of them is not an integer.
-        ValueError: one of them is < 1, or ``patch`` does not divide ``image_size``.
-    """
+    """Patches of a square image."""
     if require_count("image_size", image_size) % require_count("patch", patch):
         raise ValueError(f"patch must divide image_size={image_size}, got {patch}")
     return (image_size // patch) ** 2
@@ -90,12 +87,6 @@ class TokenClassifier(nn.Module):
 
     A subclass sets ``class_token`` (a vector (d,) or None), ``norm`` and ``head``, in the order in
     which their initial values are to be drawn.
-
-    Args:
-        channels: image channels.
-        image_size: height = width of an image.
-        readout: "class" reads the class token, which comes first, "mean" the mean of all tokens,
-            "tokens" all of them.
     """
 
     class_token: nn.Parameter | None

@@ -11,13 +11,12 @@ from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
-from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.sudoku import SudokuModel
-from implicit_attn.models.transformer import SharedTransformer
+from implicit_attn.models.transformer import CRATE, SharedTransformer
 from implicit_attn.updates.step_sizes import STEP_SIZES
 from solvers.core.checks import require_choice
 
@@ -49,8 +48,7 @@ def build_backbone(
 
     Args:
         name: "hyperset", "hyperset-equilibrium", "transformer", "energy-transformer" or "crate".
-        dim: features d of a token.
-        heads: attention heads.
+        dim, heads: features d of a token, attention heads.
         width: memories of Hyper-SET (None: d) and of the Energy Transformer (None: 4 d), hidden
             units of the transformer (None: 4 d); CRATE has none.
         options: further arguments of that backbone, ``iterations`` for example.
@@ -85,19 +83,17 @@ def build_model(
     Raises:
         ValueError: ``kind`` or ``backbone`` is missing or unknown, or ``layer`` is given for a
             backbone that solves nothing. Errors of the model and the backbone pass through.
-        TypeError: an argument that the model or the backbone does not have.
     """
-    settings = {name: value for name, value in specification.items() if name != "kind"}
-    kind = require_choice("kind", specification.get("kind"), KINDS)
+    settings = dict(specification)
+    kind = require_choice("kind", settings.pop("kind", None), KINDS)
     backbone = settings.pop("backbone", None)
     if not isinstance(backbone, Mapping) or "name" not in backbone:
         raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
     options: dict[str, Any] = dict(backbone)
     if layer is not None:
         if backbone["name"] != EQUILIBRIUM:
-            raise ValueError(
-                f"layer must be None for the backbone {backbone['name']!r}, got {layer}"
-            )
+            name = backbone["name"]
+            raise ValueError(f"layer must be None for the backbone {name!r}, got {layer}")
         options["layer"] = dict(layer)
     return KINDS[kind](build_backbone(**options), **settings)
 

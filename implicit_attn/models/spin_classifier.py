@@ -18,8 +18,8 @@ IMAGE_SIZE, SITES = 28, 4  # pixels and sites along a side of the image
 class SpinStem(nn.Module):
     """Images (B, C, 28, 28) -> fields of 4 x 4 sites (B, 16, dim), by four convolutions.
 
-    Max pooling commutes with normalisation and ReLU where the gain is positive. It comes first, so
-    that these act on a quarter of the values.
+    Max pooling commutes with normalisation and ReLU where the gain is positive. Done before them,
+    it leaves them a quarter of the values.
     """
 
     def __init__(self, channels: int, dim: int, widths: tuple[int, int, int]) -> None:
@@ -56,8 +56,7 @@ class SpinClassifier(TokenClassifier):
     field is learned and the same for all images: only J carries information on the image to it.
 
     Args:
-        channels: image channels.
-        classes: number of classes.
+        channels, classes: image channels, number of classes.
         dim: components d of a site.
         hidden: hidden units of the correction network f.
         widths: channels of the stem's first three convolutions.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.data.sudoku_boards import CELLS, SIDE
+from implicit_attn.data.sudoku_boards import CELLS, PLACES, SIDE
 from implicit_attn.models.patches import token_width
 from solvers.core.checks import require_choice
 
@@ -72,8 +72,6 @@ class SudokuModel(nn.Module):
 
 def _units(dim: int) -> Tensor:
     """(81, dim): vectors of rows, columns and boxes summed to variance 1 per cell."""
-    cells = torch.arange(CELLS)
-    rows, columns = cells // SIDE, cells % SIDE
-    boxes = 3 * (rows // 3) + columns // 3
+    rows, columns, boxes = torch.tensor(PLACES).T
     vectors = torch.randn(3, SIDE, dim) / 3**0.5
     return vectors[0, rows] + vectors[1, columns] + vectors[2, boxes]

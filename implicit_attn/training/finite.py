@@ -31,14 +31,8 @@ def clip_gradients(fabric: Any, forward: Any, stepper: Any, most: float | None) 
     """Scale the gradients to a norm of ``most`` where theirs is larger; the norm before that.
 
     With ``most`` None they are not scaled, and their largest absolute value is returned. All
-    processes have equal gradients by then, and so agree on whether it is finite. Returning it
-    synchronises with the device, once a step, besides the synchronisation for the loss.
-
-    Args:
-        fabric: of the training, with a precision that does not scale the loss (none of
-            ``PRECISIONS`` does): with loss scaling an infinite gradient is a normal event.
-        forward, stepper: model and optimiser as ``fabric`` wrapped them.
-        most: largest norm, or None.
+    processes have equal gradients by then, and so agree on whether it is finite. No precision in
+    ``PRECISIONS`` scales the loss; where one does, an infinite gradient is a normal event.
     """
     if most is None:
         return largest_entry(p.grad for p in forward.parameters() if p.grad is not None)
@@ -49,10 +43,7 @@ def clip_gradients(fabric: Any, forward: Any, stepper: Any, most: float | None) 
 def check_parameters(model: nn.Module, steps: int, path: Path) -> None:
     """Refuse to save a model with a trained parameter that is not finite.
 
-    Every process checks its own copy. These are equal, so that all processes raise.
-
-    Raises:
-        NonFiniteLoss: there is one; the message names it.
+    The processes' copies are equal, so that all of them raise.
     """
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if math.isfinite(largest_entry(trained.values())):

@@ -20,19 +20,15 @@ class Log(Protocol):
         Rows that an earlier run wrote beyond them are dropped. An epoch whose last step is done
         but whose measures are not is not complete.
         """
-        ...
 
     def step(self, step: int, values: dict[str, Any]) -> None:
         """The numbers of the batch that made ``step`` the number of steps done."""
-        ...
 
     def epoch(self, step: int, values: dict[str, Any]) -> None:
         """The numbers of an epoch."""
-        ...
 
     def close(self) -> None:
         """End the log."""
-        ...
 
 
 class CsvLog:
@@ -78,13 +74,12 @@ def _keep_rows(path: Path, limits: dict[str, int]) -> None:
     process did not finish."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
-    whole = [line for line in lines[1:] if line.endswith("\n")]
-    columns = [name.strip() for name in lines[0].split(",")] if whole else []
+    lines = [each for each in path.read_text().splitlines(keepends=True) if each.endswith("\n")]
+    columns = lines[0].rstrip().split(",") if lines else []
     places = {columns.index(name): most for name, most in limits.items() if name in columns}
     rows = [
         line
-        for line in whole
+        for line in lines[1:]
         if all(int(line.split(",")[place]) <= most for place, most in places.items())
     ]
     if not rows:

@@ -26,7 +26,7 @@ from implicit_attn.training.processes import (
     start_processes,
 )
 from implicit_attn.training.recipe import Recipe
-from implicit_attn.training.solves import SolveCounts, status_line, summary_line
+from implicit_attn.training.solves import SolveCounts
 from implicit_attn.training.tasks import Augment, Classification, Task, describe
 from solvers.core.checks import require_count
 
@@ -71,8 +71,7 @@ class Training:
         observations: what ``observe`` returned: before training, and an entry an epoch.
 
     Raises:
-        TypeError: ``augment`` is given with a task, or ``save_every`` is no integer.
-        ValueError: ``save_every`` is < 1.
+        TypeError: ``augment`` is given with a task.
     """
 
     def __init__(
@@ -111,9 +110,6 @@ class Training:
         self.history: list[dict[str, Any]] = []
         self.observations: list[Any] = [] if observe is None else [observe(model)]
         self.stopping = False
-        self.epoch = self.batch = 0  # complete epochs, and batches of the next one
-        self.sums: dict[str, float] = {}
-        self.seconds = 0.0  # of training in this epoch
         self._start_epoch(0)
 
     @property
@@ -127,8 +123,9 @@ class Training:
         return self.epoch * self.batches + self.batch
 
     def _start_epoch(self, epoch: int) -> None:
-        self.epoch, self.batch = epoch, 0
-        self.sums, self.seconds = {"loss": 0.0, "terms": 0}, 0.0
+        self.epoch, self.batch = epoch, 0  # complete epochs, and batches of the next one
+        self.sums: dict[str, float] = {"loss": 0.0, "terms": 0}
+        self.seconds = 0.0  # of training in this epoch
         self.solves.reset()
 
     KEPT = ("epoch", "batch", "sums", "seconds", "history", "observations", "settings")
@@ -142,7 +139,7 @@ class Training:
         check_parameters(self.model, self.steps, self.path)
         if self.fabric.global_rank == 0:
             progress = {name: getattr(self, name) for name in self.KEPT}
-            progress["solves"] = self.solves.state()
+            progress["solves"] = {"sums": self.solves.sums, "spent": self.solves.spent}
             save_checkpoint(self.path, self.model, self.optimizer, progress)
         self.fabric.barrier()
 
@@ -164,19 +161,18 @@ class Training:
         load_checkpoint(self.path, self.model, self.optimizer)
         for name in self.KEPT:
             setattr(self, name, progress[name])
-        self.solves.restore(progress["solves"])
+        solves = progress["solves"]
+        self.solves.sums, self.solves.spent = solves["sums"], solves["spent"]
 
     def run(self) -> None:
         """Train to the end of the last epoch, saving after each.
 
-        Ctrl-C finishes the batch, saves and raises :class:`Interrupted`; a second one raises
-        ``KeyboardInterrupt`` at once.
-
         Raises:
-            Interrupted: as above.
+            Interrupted: after Ctrl-C, the batch finished and saved; a second one raises
+                ``KeyboardInterrupt`` at once.
             NonFiniteLoss: the loss, its gradient or a parameter is NaN or infinite.
         """
-        handler = signal.signal(signal.SIGINT, lambda *_: self._stop())
+        handler = signal.signal(signal.SIGINT, self._stop)
         logs = self.logs if self.fabric.global_rank == 0 else ()
         for log in logs:
             log.start(self.steps, len(self.history))
@@ -190,7 +186,7 @@ class Training:
             for log in logs:
                 log.close()
 
-    def _stop(self) -> None:
+    def _stop(self, *_: object) -> None:
         self.stopping = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -213,7 +209,8 @@ class Training:
             bar.set_postfix_str(self.status())
             for log in logs:
                 log.step(self.steps, row)
-            if self._interrupted():
+            # All processes must stop after the same batch, whichever of them got Ctrl-C.
+            if self._reduce(torch.tensor([float(self.stopping)]), "max").item():
                 bar.close()
                 self.save()
                 raise Interrupted(f"interrupted; {self.path} holds everything")
@@ -221,10 +218,6 @@ class Training:
                 self.save()
         bar.close()
         self._end_epoch(logs, tqdm.write)
-
-    def _interrupted(self) -> bool:
-        """Whether any process got Ctrl-C: all of them must stop after the same batch."""
-        return bool(self._reduce(torch.tensor([float(self.stopping)]), "max").item())
 
     def _end_epoch(self, logs: Sequence[Log], write: Callable[[str], object]) -> None:
         measures = self.evaluate()
@@ -294,9 +287,20 @@ class Training:
         return {"loss": self.sums["loss"] / max(self.sums["terms"], 1), **self.solves.means()}
 
     def status(self) -> str:
-        """One line about the epoch so far."""
-        return status_line(self.means())
+        """One line about the epoch so far: the loss, and how the equilibria were solved."""
+        row = self.means()
+        text = f"loss {row['loss']:.4f}"
+        if self.solves.layers:
+            text += f"  converged {100 * row['converged']:.1f} %  evaluations {row['evaluations']}"
+            text += f"  adjoint {row['adjoint_residual']:.0e}"
+        return text
 
     def summary(self) -> str:
         """Time, and the worst convergence of the whole training, for the end of a log."""
-        return summary_line(self.history, bool(self.solves.layers))
+        text = f"training {sum(row['seconds'] for row in self.history):.0f} s"
+        if self.solves.layers:
+            share = 100 * min(row["converged"] for row in self.history)
+            spent = max(row["evaluations"] for row in self.history)
+            text += f"; worst epoch: {share:.2f} % of training samples converged, "
+            text += f"median evaluations per sample {spent:g}"
+        return text

@@ -35,8 +35,6 @@ def start_processes(
 
     Raises:
         ImportError: lightning-fabric is not installed (extra ``training``).
-        TypeError: ``devices`` is no integer.
-        ValueError: an argument is not one of the above.
     """
     require_count("devices", devices)
     require_choice("precision", precision, PRECISIONS)
@@ -71,20 +69,12 @@ def reduce_over(fabric: Any, values: Tensor, how: str) -> Tensor:
 
 
 def step_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """The seed, below 2^64, of what a model draws by itself in a training step (dropout).
-
-    Raises:
-        ValueError: an argument is negative.
-    """
+    """The seed, below 2^64, of what a model draws by itself in a training step (dropout)."""
     return hash_seed((2,), seed=seed, epoch=epoch, batch=batch, rank=rank)
 
 
 def seed_generators(seed: int, epoch: int, batch: int, rank: int, device: torch.device) -> None:
-    """Seed torch's global generators of the CPU and of ``device`` with :func:`step_seed`.
-
-    What a model draws in a training step then depends on these numbers alone, not on what was drawn
-    before, and differs between the processes, each of which has other samples of the batch.
-    """
+    """Seed torch's global generators of the CPU and of ``device`` with :func:`step_seed`."""
     number = step_seed(seed, epoch, batch, rank)
     # torch.manual_seed also seeds devices that are not in use, several hundred times as slowly.
     torch.default_generator.manual_seed(number)
@@ -97,10 +87,6 @@ def compile_step(model: nn.Module, backend: Any = "inductor") -> nn.Module:
 
     A layer with ``context`` and ``advance`` (of ``implicit_attn.models.RecurrentBackbone``) has its
     ``advance`` replaced by a compiled one, so that any number of iterations shares one graph.
-
-    Args:
-        model: any module.
-        backend: of ``torch.compile``.
 
     Returns:
         ``model`` itself, changed, or a compiled wrapper around it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from solvers.core.checks import require_choice, require_count
+from solvers.core.checks import require_choice, require_count, require_nonnegative
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
@@ -51,9 +51,8 @@ class Recipe:
     def __post_init__(self) -> None:
         require_count("epochs", self.epochs)
         require_count("batch", self.batch)
-        for name, value in (("rate", self.rate), ("weight_decay", self.weight_decay)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+        require_nonnegative("rate", self.rate)
+        require_nonnegative("weight_decay", self.weight_decay)
         for name, value in (("warmup", self.warmup), ("floor", self.floor)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
@@ -77,10 +76,8 @@ class Recipe:
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser of all parameters of ``model``."""
-        kind = OPTIMIZERS[self.optimizer]
-        return kind(
-            model.parameters(), lr=self.rate, betas=self.betas, weight_decay=self.weight_decay
-        )
+        options = {"lr": self.rate, "betas": self.betas, "weight_decay": self.weight_decay}
+        return OPTIMIZERS[self.optimizer](model.parameters(), **options)
 
     def draw_iterations(self, generator: torch.Generator) -> int | None:
         """Iterations of one batch; draws from ``generator`` only where they are random."""

@@ -16,42 +16,22 @@ MAXIMA = ("adjoint_residual", "most_evaluations")
 
 
 class SolveCounts:
-    """Statuses, evaluations and residuals of every :class:`DEQ` in a model.
-
-    Args:
-        model: searched for its equilibrium layers; there may be none.
-
-    Attributes:
-        sums: the counts of the epoch so far (names in ``SUMS`` and ``MAXIMA``).
-        spent: solves by their number of evaluations.
-    """
+    """Statuses, evaluations and residuals of every :class:`DEQ` in a model, which may have none."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, DEQ)]
-        self.sums: dict[str, float] = {}
-        self.spent: list[int] = []
         self.reset()
 
     def reset(self) -> None:
         """Start an epoch."""
-        self.sums = dict.fromkeys((*SUMS, *MAXIMA), 0) if self.layers else {}
-        self.spent = [0] * (1 + max((layer.max_steps for layer in self.layers), default=0))
-
-    def state(self) -> dict[str, Any]:
-        """The counts, for a checkpoint."""
-        return {"sums": self.sums, "spent": self.spent}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the counts that :meth:`state` returned."""
-        self.sums, self.spent = state["sums"], state["spent"]
+        names = (*SUMS, *MAXIMA) if self.layers else ()
+        self.sums: dict[str, float] = dict.fromkeys(names, 0)
+        longest = max((layer.max_steps for layer in self.layers), default=0)
+        self.spent = [0] * (1 + longest)  # solves by their number of evaluations
 
     def add(self, reduce: Reduce, counted: bool = True) -> None:
-        """Count the latest solve of every layer, over all processes.
-
-        Args:
-            reduce: ``reduce(tensor, "sum" | "max")`` over the processes.
-            counted: False where this process had no samples of its own.
-        """
+        """Count the latest solve of every layer, which ``reduce(tensor, "sum" | "max")`` adds over the
+        processes; ``counted`` is False where this one had no samples of its own."""
         if not self.layers:
             return
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
@@ -104,26 +84,3 @@ def median_of_counts(counts: list[int]) -> int:
         if seen >= half:
             return number
     return 0
-
-
-def status_line(row: dict[str, Any]) -> str:
-    """The loss, and for models with equilibrium layers how these were solved."""
-    if "converged" not in row:
-        return f"loss {row['loss']:.4f}"
-    return (
-        f"loss {row['loss']:.4f}  converged {100 * row['converged']:.1f} %  "
-        f"evaluations {row['evaluations']}  adjoint {row['adjoint_residual']:.0e}"
-    )
-
-
-def summary_line(history: list[dict[str, Any]], solves: bool) -> str:
-    """Seconds, and with ``solves`` the worst convergence of the rows in ``history``."""
-    text = f"training {sum(row['seconds'] for row in history):.0f} s"
-    if not solves:
-        return text
-    share = 100 * min(row["converged"] for row in history)
-    spent = max(row["evaluations"] for row in history)
-    return (
-        f"{text}; worst epoch: {share:.2f} % of training samples converged, "
-        f"median evaluations per sample {spent:g}"
-    )

@@ -61,9 +61,7 @@ class Task(Protocol):
 class Classification:
     """Classification of images by cross-entropy, measured by the accuracy on the test images.
 
-    Attributes:
-        data: training and test images.
-        augment: ``augment(images, generator) -> images`` for training batches, or None.
+    ``augment(images, generator) -> images``, where there is one, acts on training batches.
     """
 
     data: ImageData
@@ -94,22 +92,17 @@ class Classification:
     def evaluate(
         self, model: nn.Module, rank: int, world: int, iterations: int | None = None
     ) -> Measures:
-        images, labels = self.data.test_images, self.data.test_labels
-        part = slice(rank, None, world)
-        right, number = _right(model, images[part], labels[part], iterations=iterations)
-        return {"test_accuracy": (right, number)}
+        images, labels = self.data.test_images[rank::world], self.data.test_labels[rank::world]
+        right = _count_right(model, images, labels, 256, iterations)
+        return {"test_accuracy": (right, len(images))}
 
 
 @dataclass(frozen=True)
 class SudokuCompletion:
     """Sudoku by cross-entropy of the unknown cells; measures: loss, cell accuracy, solved boards.
 
-    The model maps puzzles (B, 81), 0 = unknown, to logits (B, 81, 9) of the digits 1 .. 9.
-
-    Attributes:
-        data: training and test puzzles.
-        symmetries: of the board, drawn for every training puzzle, or None.
-        batch: batch size of the evaluation.
+    The model maps puzzles (B, 81), 0 = unknown, to logits (B, 81, 9) of the digits 1 .. 9. Symmetries
+    of the board are drawn for every training puzzle; ``batch`` is the batch size of the evaluation.
     """
 
     data: SudokuData
@@ -146,16 +139,14 @@ class SudokuCompletion:
     ) -> Measures:
         puzzles = self.data.test_puzzles[rank::world]
         solutions = self.data.test_solutions[rank::world]
-        model.eval()
         cells = known = solved = 0
         loss = 0.0
-        with torch.no_grad():
-            for part, answers in _parts(puzzles, solutions, self.batch):
-                outputs = model(part, **_options(iterations))
-                loss += self.loss(outputs, part, answers).item()
-                right, unknown = board_counts(outputs.argmax(-1) + 1, part, answers)
-                cells, known = cells + int(right.sum()), known + int(unknown.sum())
-                solved += int((right == unknown).sum())
+        batches = _outputs(model, puzzles, solutions, self.batch, iterations)
+        for outputs, part, answers in batches:
+            loss += self.loss(outputs, part, answers).item()
+            right, unknown = board_counts(outputs.argmax(-1) + 1, part, answers)
+            cells, known = cells + int(right.sum()), known + int(unknown.sum())
+            solved += int((right == unknown).sum())
         return {
             "test_loss": (loss, known),
             "cell_accuracy": (cells, known),
@@ -181,32 +172,24 @@ def accuracy(
 
     ``size`` is the batch size; ``iterations`` of a recurrent model, None: as many as in training.
     """
-    right, number = _right(model, images, labels, size, iterations)
-    return right / number
+    return _count_right(model, images, labels, size, iterations) / len(images)
 
 
-def _right(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    size: int = 256,
-    iterations: int | None = None,
-) -> tuple[int, int]:
+def _count_right(
+    model: nn.Module, images: Tensor, labels: Tensor, size: int, iterations: int | None
+) -> int:
+    parts = _outputs(model, images, labels, size, iterations)
+    return sum(int((outputs.argmax(1) == answers).sum()) for outputs, _, answers in parts)
+
+
+def _outputs(
+    model: nn.Module, inputs: Tensor, targets: Tensor, size: int, iterations: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Outputs in evaluation mode, inputs and targets of batches in order."""
     model.eval()
-    right = 0
-    with torch.no_grad():
-        for part, answers in _parts(images, labels, size):
-            right += int((model(part, **_options(iterations)).argmax(1) == answers).sum())
-    return right, len(images)
-
-
-def _parts(inputs: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches in order; none where a process has no test samples."""
-    if len(inputs) == 0:
-        return iter(())
-    return zip(inputs.split(size), targets.split(size), strict=True)
-
-
-def _options(iterations: int | None) -> dict[str, int]:
-    """What a model is called with besides its inputs."""
-    return {} if iterations is None else {"iterations": iterations}
+    options = {} if iterations is None else {"iterations": iterations}
+    for part, answers in zip(inputs.split(size), targets.split(size), strict=True):
+        if len(part) > 0:  # a process may have no test samples
+            with torch.no_grad():
+                outputs = model(part, **options)
+            yield outputs, part, answers

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from implicit_attn.data import read_idx
-from implicit_attn.data.idx import parse_idx
+from implicit_attn.data.mnist import parse_idx
 
 # type code, struct letter of one big-endian element, dtype, values that show sign and byte order
 ELEMENTS = [
