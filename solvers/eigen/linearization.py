@@ -104,7 +104,7 @@ class SampleProduct:
         self._device = linear.device
         self.calls = 0
 
-    def __call__(self, vector: numpy.ndarray) -> numpy.ndarray:
+    def __call__(self, vector: Any) -> numpy.ndarray:
         """Raises FloatingPointError where the product is not finite."""
         if numpy.iscomplexobj(vector):
             return self(vector.real) + 1j * self(vector.imag)
