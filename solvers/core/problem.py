@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.jacobian import Product, pullback, pushforward
 from solvers.core.layout import Layout, take
-from solvers.core.modes import Autocast, ordinary, recording
+from solvers.core.modes import ordinary, recording, with_autocast
 from solvers.core.rows import Point, row_norm
 
 
@@ -85,7 +85,7 @@ class Problem:
     f: Callable[..., Any]  # f(z, *args) on pytrees
     layout: Layout
     args: tuple[Any, ...]  # pytrees of tensors batched along dim 0
-    autocast: Autocast  # in which f runs
+    autocast: torch.dtype | None  # of the autocast in which f runs
     energy: Callable[..., Tensor] | None = None  # energy(z, *args) -> (B,)
     # (B, D) bool. Coordinates where it is False keep their initial value: their residual is zero, and
     # they enter no norm.
@@ -122,7 +122,7 @@ class Problem:
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
-            with self.autocast.restored():
+            with with_autocast(z.device.type, self.autocast):
                 if self.checkpoint and torch.is_grad_enabled():
                     return checkpoint(function, z, use_reentrant=False)
                 return function(z)
@@ -181,7 +181,7 @@ class Problem:
                 raise ValueError(f"f must return shape {expected} like z0, got {tuple(leaf.shape)}")
             if leaf.device != z.device:
                 raise ValueError(f"f must return tensors on {z.device} like z0, got {leaf.device}")
-            if leaf.dtype != dtype and not (self.autocast.enabled and leaf.is_floating_point()):
+            if leaf.dtype != dtype and (self.autocast is None or not leaf.is_floating_point()):
                 raise TypeError(f"f must return dtype {dtype} like z0, got {leaf.dtype}")
         if energy is not None:
             check_energy(energy, z.shape[0])
