@@ -79,10 +79,7 @@ def fixed_point(
     require_flag("record", record)
     require_callable("callback", callback, optional=True)
     if isinstance(solver, ExternalSolver):
-        unknown = {"energy": energy is not None, "record": record, "callback": callback}
-        if any(unknown.values()):
-            names = [name for name, given in unknown.items() if given]
-            raise ValueError(f"{solver!r} has a loop of its own, which knows no {names}")
+        _check_external(solver, energy=energy is not None, record=record, callback=callback)
     check_on_failure(on_failure)
     layout = Layout.of(z0)
     _check_inputs(z0, args, mask)
@@ -134,6 +131,12 @@ def _check_options(
             f"{type(solver).__name__} minimises an energy and needs its gradient: pass f as an "
             "EnergyUpdate, for example solvers.Descent(energy)"
         )
+
+
+def _check_external(solver: ExternalSolver, **options: object) -> None:
+    unknown = [name for name, given in options.items() if given]
+    if unknown:
+        raise ValueError(f"{solver!r} has a loop of its own, which knows no {unknown}")
 
 
 def _check_inputs(z0: Any, args: tuple[Any, ...], mask: Tensor | None) -> None:
