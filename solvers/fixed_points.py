@@ -13,7 +13,7 @@ from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.core.checks import require_callable, require_count, require_flag, require_instance
 from solvers.core.layout import Layout, check_args, check_batched
 from solvers.core.loop import Loop
-from solvers.core.modes import Autocast, constant_weights, eager, without_autocast
+from solvers.core.modes import autocast_dtype, constant_weights, eager, without_autocast
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
@@ -79,7 +79,7 @@ def fixed_point(
     require_flag("record", record)
     require_callable("callback", callback, optional=True)
     if isinstance(solver, ExternalSolver):
-        _check_external(solver, energy, record, callback)
+        _check_external(solver, energy=energy is not None, record=record, callback=callback)
     check_on_failure(on_failure)
     layout = Layout.of(z0)
     _check_inputs(z0, args, mask)
@@ -88,7 +88,7 @@ def fixed_point(
         f,
         layout,
         args,
-        Autocast.now(start.device.type),
+        autocast_dtype(start.device.type),
         energy=energy,
         mask=None if mask is None else layout.mask_vector(mask),
         symmetric=bool(getattr(f, "symmetric", False)),
@@ -133,12 +133,8 @@ def _check_options(
         )
 
 
-def _check_external(solver: Solver, energy: object, record: bool, callback: object) -> None:
-    if energy is not None:
-        raise ValueError(
-            f"{solver!r} has a loop of its own, which takes no energy: leave energy out"
-        )
-    unknown = [name for name, value in (("record", record), ("callback", callback)) if value]
+def _check_external(solver: ExternalSolver, **options: object) -> None:
+    unknown = [name for name, given in options.items() if given]
     if unknown:
         raise ValueError(f"{solver!r} has a loop of its own, which knows no {unknown}")
 
@@ -148,8 +144,8 @@ def _check_inputs(z0: Any, args: tuple[Any, ...], mask: Tensor | None) -> None:
     leaves = pytree.tree_leaves(z0)
     batch, device = leaves[0].shape[0], leaves[0].device
     check_args(args, batch, device, "z0", "f")
-    named = [("z0", z0), *((f"args[{position}]", value) for position, value in enumerate(args))]
-    for name, tree in named:
+    named = {"z0": z0, **{f"args[{position}]": value for position, value in enumerate(args)}}
+    for name, tree in named.items():
         for leaf in pytree.tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 _check_finite(leaf, name)

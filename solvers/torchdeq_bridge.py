@@ -12,9 +12,8 @@ from torch import Tensor
 from torchdeq.solver import get_solver, register_solver, solver_stat_from_final_step
 
 from solvers.core.checks import require_instance
-from solvers.core.layout import row_norm
 from solvers.core.problem import Problem
-from solvers.core.rows import Best
+from solvers.core.rows import Best, row_norm
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance

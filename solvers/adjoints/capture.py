@@ -21,26 +21,23 @@ from solvers.core.problem import Problem
 
 
 @dataclass
-class Tracked:
-    """``output = f(point; aliases)``, (B, D), with ``inputs[i]`` the tensor behind ``aliases[i]``."""
+class Recorder:
+    """Records evaluations of ``problem``; outside tensors are found by identity."""
 
-    point: Tensor
-    output: Tensor
-    inputs: list[Tensor]
-    aliases: list[Tensor]
+    problem: Problem
+    pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # (outside, alias)
+    others: list[Tensor] = field(default_factory=list)  # leaves that escaped: their own aliases
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The outside tensors that ``f`` reads, in the order of ``aliases``."""
+        return [outside for outside, _ in self.pairs.values()] + self.others
 
-@dataclass
-class Aliases:
-    """Outside tensors with their detached aliases, found by identity.
+    @property
+    def aliases(self) -> list[Tensor]:
+        return [alias for _, alias in self.pairs.values()] + self.others
 
-    ``others`` are leaves that escaped the substitution: they are their own aliases.
-    """
-
-    pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    others: list[Tensor] = field(default_factory=list)
-
-    def of(self, outside: Tensor) -> Tensor:
+    def alias(self, outside: Tensor) -> Tensor:
         """The alias of ``outside``, made at the first call."""
         known = self.pairs.get(id(outside))
         if known is None:
@@ -48,18 +45,41 @@ class Aliases:
             self.pairs[id(outside)] = known
         return known[1]
 
+    def record(self, z: Tensor, *, discover: bool) -> tuple[Tensor, Tensor]:
+        """``point`` and ``output = f(point; aliases)``, (B, D) both.
+
+        The first recording (``discover``) finds what to alias; later ones use the same aliases. A
+        tensor that escapes the substitution (as an argument of a custom autograd function) stays
+        attached to its own graph, which is followed to its leaves, so that no gradient is lost.
+        """
+        point = z.detach().requires_grad_()
+        args = pytree.tree_map(
+            lambda leaf: self.alias(leaf) if _requires_grad(leaf) else leaf, self.problem.args
+        )
+        mode = _Substitution(self, point, discover=discover)
+        with constant_weights(), torch.enable_grad(), mode:
+            output = replace(self.problem, args=args).masked_map(point)
+        found = _other_leaves(output, mode.inside) if output.requires_grad else []
+        if discover:
+            self.others = found
+        elif not {id(leaf) for leaf in found} <= {id(leaf) for leaf in self.others}:
+            raise RuntimeError(
+                "f read other tensors than in the forward pass (weights cached by an outer "
+                "parametrize.cached()?), so its second derivative is not at hand"
+            )
+        return point, output
+
 
 class _Substitution(TorchFunctionMode):
     """Replaces outside tensors that require a gradient in the arguments of every torch function."""
 
-    def __init__(self, aliases: Aliases, point: Tensor, *, discover: bool) -> None:
+    def __init__(self, recorder: Recorder, point: Tensor, *, discover: bool) -> None:
         super().__init__()
-        self.aliases, self.discover = aliases, discover
+        self.recorder, self.discover = recorder, discover
         self.start = _sequence_number()
         # Leaves that belong to the evaluation: the state, the aliases, leaves made by f itself.
-        self.inside: dict[int, Tensor] = {id(point): point}
-        for _, alias in aliases.pairs.values():
-            self.inside[id(alias)] = alias
+        known = [point, *(alias for _, alias in recorder.pairs.values())]
+        self.inside = {id(tensor): tensor for tensor in known}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,7 +97,7 @@ class _Substitution(TorchFunctionMode):
     def _replace(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.requires_grad and self._outside(value):
-                alias = self.aliases.of(value)
+                alias = self.recorder.alias(value)
                 self.inside[id(alias)] = alias
                 return alias
             return value
@@ -86,7 +106,7 @@ class _Substitution(TorchFunctionMode):
         return value
 
     def _outside(self, value: Tensor) -> bool:
-        if id(value) in self.aliases.pairs:
+        if id(value) in self.recorder.pairs:
             return True
         if not self.discover or id(value) in self.inside:
             return False
@@ -96,44 +116,6 @@ class _Substitution(TorchFunctionMode):
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def track(problem: Problem, z: Tensor, aliases: Aliases, *, discover: bool) -> Tracked:
-    """Record ``f`` at z (B, D).
-
-    The first recording (``discover``) finds what to alias; later ones use the same aliases. A tensor
-    that escapes the substitution (as an argument of a custom autograd function) stays attached to
-    its own graph, which is followed to its leaves, so that no gradient is lost.
-    """
-    point = z.detach().requires_grad_()
-
-    def stand_in(leaf: Any) -> Any:
-        needs = isinstance(leaf, Tensor) and leaf.requires_grad
-        return aliases.of(leaf) if needs else leaf
-
-    part = replace(problem, args=pytree.tree_map(stand_in, problem.args))
-    mode = _Substitution(aliases, point, discover=discover)
-    with constant_weights(), torch.enable_grad(), mode:
-        output = part.masked_map(point)
-    inputs = [pair[0] for pair in aliases.pairs.values()]
-    stand_ins = [pair[1] for pair in aliases.pairs.values()]
-    if output.requires_grad and discover:
-        aliases.others = _other_leaves(output, mode.inside)
-    elif output.requires_grad:
-        _check_same(aliases, _other_leaves(output, mode.inside))
-    inputs += aliases.others
-    stand_ins += aliases.others
-    return Tracked(point, output, inputs, stand_ins)
-
-
-def _check_same(aliases: Aliases, found: list[Tensor]) -> None:
-    """Raise RuntimeError where a second recording reads other tensors than the first."""
-    known = {id(leaf) for leaf in aliases.others}
-    if any(id(leaf) not in known for leaf in found):
-        raise RuntimeError(
-            "f read other tensors than in the forward pass (weights cached by an outer "
-            "parametrize.cached()?), so its second derivative is not at hand"
-        )
 
 
 def _other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:

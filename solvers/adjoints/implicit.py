@@ -5,13 +5,15 @@ Where the adjoint is solved: :meth:`AdjointSystem.solve`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from solvers.adjoints.capture import Aliases, Tracked, track
+from solvers.adjoints.capture import Recorder
 from solvers.core.jacobian import Product, gradients, pullback
 from solvers.core.problem import Problem
 from solvers.core.rows import merge_rows, scatter_rows
@@ -22,57 +24,38 @@ from solvers.krylov.solve import CG, GMRES, MINRES, LinearSolver, solve_linear
 
 @dataclass(frozen=True)
 class AdjointSystem:
-    """How to solve ``(I - J^T) u = g``, and for which samples.
+    """How to solve ``(I - J^T) u = g``, and for which samples."""
 
-    Attributes:
-        solver: a linear solver, or None for the choice of :class:`solvers.Implicit`.
-        tolerance, max_steps, on_failure: of the linear solve.
-        report: receives the outcome.
-        batch: number of samples of the fixed point.
-        rows: (n,) samples that take part, or None for all.
-    """
-
-    solver: LinearSolver | None
+    solver: LinearSolver | None  # None: the choice of :class:`solvers.Implicit`
     tolerance: Tolerance
     max_steps: int
     on_failure: str
-    report: AdjointReport
-    batch: int
-    rows: Tensor | None
+    report: AdjointReport  # receives the outcome
+    batch: int  # samples of the fixed point
+    rows: Tensor | None  # (n,) samples that take part, or None for all
 
     def solve(self, product: Product, right: Tensor, symmetric: bool) -> Tensor:
         """Solve the adjoint system ``u - product(u) = right`` for vectors (n, D)."""
+        run = partial(
+            solve_linear,
+            lambda u: u - product(u),
+            tolerance=self.tolerance,
+            compact=False,
+            on_failure="ignore",
+        )
+        solver = self.solver or (CG() if symmetric else GMRES())
+        solution = run(right, solver=solver, max_steps=self.max_steps)
         if self.solver is None and symmetric:
-            solution = self._run(CG(), product, right, self.max_steps)
-            solution = self._retry_saddles(solution, product, right)
-        else:
-            solution = self._run(self.solver or GMRES(), product, right, self.max_steps)
+            solution = self._retry_saddles(run, solution, right)
         self.report.solution = self._of_whole_batch(solution)
         self.report.solves += 1
         # Samples without a finite evaluation were reported by the forward solve already.
         apply_policy(solution, self.on_failure, "adjoint solve")
         return solution.value
 
-    def _run(
-        self,
-        solver: LinearSolver,
-        product: Product,
-        right: Tensor,
-        max_steps: int,
-        start: Tensor | None = None,
+    def _retry_saddles(
+        self, run: Callable[..., Solution], first: Solution, right: Tensor
     ) -> Solution:
-        return solve_linear(
-            lambda u: u - product(u),
-            right,
-            solver=solver,
-            tolerance=self.tolerance,
-            max_steps=max_steps,
-            x0=start,
-            compact=False,
-            on_failure="ignore",
-        )
-
-    def _retry_saddles(self, first: Solution, product: Product, right: Tensor) -> Solution:
         """MINRES, with the products that are left, for samples where CG met negative curvature."""
         saddles = first.status == Status.INDEFINITE
         if not bool(saddles.any()):
@@ -81,9 +64,8 @@ class AdjointSystem:
         if left <= 0:
             return first
         # A right-hand side of zero keeps the solved samples out of the second run.
-        zero = right.new_zeros(())
-        b, start = (torch.where(saddles[:, None], t, zero) for t in (right, first.value))
-        second = self._run(MINRES(), product, b, left, start)
+        b, start = (torch.where(saddles[:, None], t, 0) for t in (right, first.value))
+        second = run(b, solver=MINRES(), max_steps=left, x0=start)
         return replace(
             merge_rows(saddles, second, first),
             steps=first.steps + torch.where(saddles, second.steps, 0),
@@ -92,41 +74,38 @@ class AdjointSystem:
 
     def _of_whole_batch(self, part: Solution) -> Solution:
         """The samples that took no part are NONFINITE, at no cost."""
-        rows = self.rows
-        if rows is None:
+        if self.rows is None:
             return part
-
-        def whole(values: Tensor, fill: float = 0) -> Tensor:
-            return scatter_rows(values, rows, self.batch, fill)
-
-        return Solution(
-            value=whole(part.value),
-            status=whole(part.status, int(Status.NONFINITE)),
-            residual=whole(part.residual, torch.inf),
-            residual_norm=whole(part.residual_norm, torch.inf),
-            steps=whole(part.steps),
-            evaluations=whole(part.evaluations),
-        )
+        fills = {
+            "value": 0,
+            "status": int(Status.NONFINITE),
+            "residual": torch.inf,
+            "residual_norm": torch.inf,
+            "steps": 0,
+            "evaluations": 0,
+        }
+        whole: dict[str, Any] = {
+            name: scatter_rows(getattr(part, name), self.rows, self.batch, fill)
+            for name, fill in fills.items()
+        }
+        return replace(part, **whole)
 
 
 @dataclass
 class _Record:
-    """What the backward passes of one solve share."""
+    """What the backward passes of one solve share: the first recording, ``output = f(point)``."""
 
-    problem: Problem
-    tracked: Tracked
-    aliases: Aliases
     system: AdjointSystem
+    recorder: Recorder
+    point: Tensor
+    output: Tensor
 
 
 def implicit_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
     """The fixed point z (B, D) with the implicit gradient attached."""
-    aliases = Aliases()
-    tracked = track(problem, z, aliases, discover=True)
-    if not tracked.inputs:
-        return z
-    record = _Record(problem, tracked, aliases, system)
-    return _ImplicitValue.apply(record, z, *tracked.inputs)
+    recorder = Recorder(problem)
+    record = _Record(system, recorder, *recorder.record(z, discover=True))
+    return _ImplicitValue.apply(record, z, *recorder.inputs) if recorder.inputs else z
 
 
 class _ImplicitValue(torch.autograd.Function):
@@ -153,10 +132,9 @@ class _ImplicitValue(torch.autograd.Function):
 
 def _first_derivative(record: _Record, cotangent: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     """``u = (I - J^T)^-1 cotangent`` and ``(df/dinput)^T u``."""
-    tracked = record.tracked
-    product = pullback(tracked.output, tracked.point)
-    u = record.system.solve(product, cotangent, record.problem.symmetric)
-    return u, gradients(tracked.output, tracked.aliases, u)
+    product = pullback(record.output, record.point)
+    u = record.system.solve(product, cotangent, record.recorder.problem.symmetric)
+    return u, gradients(record.output, record.recorder.aliases, u)
 
 
 class _ImplicitGradient(torch.autograd.Function):
@@ -193,17 +171,17 @@ def _second_derivative(
     record: _Record, u: Tensor, value: Tensor, cotangents: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     """Gradients with respect to (cotangent, value, inputs); see :class:`_ImplicitGradient`."""
-    tracked = track(record.problem, value, record.aliases, discover=False)
-    symmetric = record.problem.symmetric
+    symmetric = record.recorder.problem.symmetric
+    point, output = record.recorder.record(value, discover=False)
+    variables = [point, *record.recorder.aliases]
     with torch.enable_grad():
         weight = u.detach().requires_grad_()
-        variables = [tracked.point, *tracked.aliases]
-        images = gradients(tracked.output, variables, weight, create_graph=True)
+        images = gradients(output, variables, weight, create_graph=True)
         direction = _inner(images[1:], cotangents)
     right = None if direction is None else gradients(direction, [weight])[0]
     right = torch.zeros_like(u) if right is None else right
     # The pullback of J^T weight with respect to weight is the product with J.
-    recorded = (tracked.output, tracked.point) if symmetric else (images[0], weight)
+    recorded = (output, point) if symmetric else (images[0], weight)
     w = record.system.solve(pullback(*recorded), right, symmetric)
     with torch.enable_grad():
         total = _inner(images, (w, *cotangents))

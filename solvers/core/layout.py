@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -27,16 +28,13 @@ class Layout:
     def of(cls, state: Any, name: str = "z0") -> Layout:
         """Read the layout of ``state``; raises TypeError/ValueError that speak of ``name``."""
         leaves, spec = pytree.tree_flatten(state)
-        check_leaves(leaves, name)
+        _check_leaves(leaves, name)
         return cls(spec, tuple(t.shape[1:] for t in leaves), tuple(t.dtype for t in leaves))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrix: the leaves' common one."""
-        dtype = self.dtypes[0]
-        for other in self.dtypes[1:]:
-            dtype = torch.promote_types(dtype, other)
-        return dtype
+        return reduce(torch.promote_types, self.dtypes)
 
     def vector(self, state: Any) -> Tensor:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
@@ -89,7 +87,7 @@ def _reorder(template: Any, state: Any) -> Any:
     return state
 
 
-def check_leaves(leaves: list[Any], name: str) -> None:
+def _check_leaves(leaves: list[Any], name: str) -> None:
     """Raise unless every leaf is a floating tensor, of one non-zero batch size, on one device."""
     if not leaves:
         raise ValueError(f"{name} must hold at least one tensor, got an empty structure")
@@ -153,10 +151,3 @@ def take(tree: Any, index: Tensor, batch: int) -> Any:
         return leaf
 
     return pytree.tree_map(rows, tree)
-
-
-def row_norm(vector: Tensor) -> Tensor:
-    """Euclidean norm of each row, (B,), accumulated in float32 or wider."""
-    if vector.dtype in (torch.float32, torch.float64):
-        return torch.linalg.vector_norm(vector, dim=1)
-    return torch.linalg.vector_norm(vector, dim=1, dtype=torch.float32)

@@ -14,8 +14,17 @@ from torch import Tensor
 from solvers.core.arrays import Arrays
 from solvers.core.device import Watch, maybe_any
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, History, Point, Progress, Rows, merge_rows, select_rows
-from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable, fall_back, rounding
+from solvers.core.rows import (
+    RUNNING,
+    History,
+    Point,
+    Progress,
+    Rows,
+    merge_rows,
+    select_rows,
+    where_rows,
+)
+from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable, rounding
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import Solver, Turn
 from solvers.core.tolerance import Tolerance
@@ -26,12 +35,7 @@ SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
 
 
 class Loop:
-    """One solve, from its first evaluation; ``run`` returns a :class:`Solution` with value (B, D).
-
-    Args:
-        problem: the problem of the whole batch.
-        start: the evaluated initial state.
-        solver, tolerance, max_steps, record, callback: as for :func:`solvers.fixed_point`.
+    """One solve, from its first evaluation ``start``; the :class:`Solution` has a value (B, D).
 
     The solver proposes a trial point for every row of the working batch. A row whose trial is
     accepted moves there; a rejected row stays at its current point.
@@ -79,7 +83,8 @@ class Loop:
         if self.brief_account and self._all_improve(evaluation):
             self.current = self.trial
             return False
-        self._judge()
+        accepted = acceptable(self.trial, self.current, self.rows.limit)
+        self.accepted = accepted if maybe_any(~accepted) else None
         self._decide_status(evaluation)
         if self._all_ended() or evaluation == self.max_steps:
             return True
@@ -110,12 +115,6 @@ class Loop:
         rows.best.replace(trial, relative)
         self.accepted = None
         return True
-
-    def _judge(self) -> None:
-        """Which rows accept the trial."""
-        limit = None if self.current is None else self.rows.limit
-        accepted = acceptable(self.trial, self.current, limit)
-        self.accepted = accepted if maybe_any(~accepted) else None
 
     def _decide_status(self, evaluation: int) -> None:
         """Decide for every running row whether it has converged, failed or goes on.
@@ -164,12 +163,9 @@ class Loop:
         """
         trial, rejections = self.trial, self.backtracking.rejections
         rejected = ~accepted & (status == RUNNING)
-        finite = torch.isfinite(trial.norm + trial.reference)
-        if trial.energy is not None:
-            finite = finite & torch.isfinite(trial.energy.detach())
         tried = MAX_REJECTIONS if evaluation > 1 else 0
         hopeless = rejected & (rejections >= tried)
-        reason = torch.where(finite, int(Status.STALLED), int(self.solver.lost))
+        reason = torch.where(trial.finite(), int(Status.STALLED), int(self.solver.lost))
         status = torch.where(hopeless, reason, status)
         if trial.energy is not None:  # descent will find a step that is short enough
             return status
@@ -182,23 +178,19 @@ class Loop:
         if self.state is None:
             self.state = self.solver.init(self.current, self.problem)
         accepted = self.accepted
-        turn = Turn(self.current, self.trial, accepted, self.problem, self.max_steps)
+        if accepted is not None or self.recovering:
+            self.backtracking.note(accepted)
+        self.recovering = accepted is not None
+        rejections = self.backtracking.rejections
+        turn = Turn(self.current, self.trial, accepted, rejections, self.problem, self.max_steps)
         candidate = self.solver.step(self.state, turn)
         products = self.solver.products(self.state)
         if products is not None:
             running = self.rows.status == RUNNING
             self.rows.products = torch.where(running, products, self.rows.products)
-        if accepted is None:
-            if self.recovering:
-                everyone = torch.ones_like(self.backtracking.rejections, dtype=torch.bool)
-                self.backtracking.note(everyone)
-            self.recovering = False
+        if accepted is None or self.solver.searches:
             return candidate
-        self.recovering = True
-        if self.solver.searches:
-            self.backtracking.note(accepted)
-            return candidate
-        return fall_back(self.backtracking, self.current, self.trial, accepted, candidate)
+        return where_rows(accepted, candidate, self.backtracking.step(self.current, self.trial))
 
     def _all_ended(self) -> bool:
         seen = self.watch(self.rows.status == RUNNING)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,33 +22,21 @@ def eager(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function))
 
 
-@dataclass(frozen=True)
-class Autocast:
-    """The autocast state of the caller."""
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of the surrounding autocast; None where it is off."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
 
-    device: str
-    dtype: torch.dtype
-    enabled: bool
 
-    @classmethod
-    def now(cls, device: str) -> Autocast:
-        if not torch.amp.is_autocast_available(device):
-            return cls(device, torch.float32, False)
-        enabled = torch.is_autocast_enabled(device)
-        return cls(device, torch.get_autocast_dtype(device), enabled)
-
-    def restored(self) -> AbstractContextManager[object]:
-        """The caller's state again, inside :func:`without_autocast`."""
-        if not self.enabled:
-            return nullcontext()
-        return torch.autocast(self.device, dtype=self.dtype, enabled=True)
+def with_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Autocast to ``dtype``; None leaves everything as it is."""
+    return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast off; free where it is off already."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    off = autocast_dtype(device) is None
+    return nullcontext() if off else torch.autocast(device, enabled=False)
 
 
 @contextmanager

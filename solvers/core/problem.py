@@ -13,11 +13,11 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from solvers.core.checks import require_instance
+from solvers.core.checks import require_instance, require_positive
 from solvers.core.jacobian import Product, pullback, pushforward
-from solvers.core.layout import Layout, row_norm, take
-from solvers.core.modes import Autocast, ordinary, recording
-from solvers.core.rows import Point
+from solvers.core.layout import Layout, take
+from solvers.core.modes import ordinary, recording, with_autocast
+from solvers.core.rows import Point, row_norm
 
 
 class EnergyUpdate(ABC):
@@ -54,12 +54,8 @@ class Descent(EnergyUpdate):
 
     def __init__(self, energy: Callable[..., Tensor], step_size: float = 1.0) -> None:
         require_instance("energy", energy, Callable, "callable")
-        if isinstance(step_size, bool) or not isinstance(step_size, (int, float)):
-            raise TypeError(f"step_size must be a number, got {step_size!r}")
-        if not 0 < step_size < float("inf"):
-            raise ValueError(f"step_size must be > 0 and finite, got {step_size!r}")
         self.energy = energy
-        self.step_size = step_size
+        self.step_size = require_positive("step_size", step_size)
 
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any]:
         outer = torch.is_grad_enabled()
@@ -84,33 +80,21 @@ class Problem:
     """``z = f(z)`` on a working batch of rows.
 
     Variants (other rows, other arguments) are made by ``rows`` and :func:`dataclasses.replace`.
-
-    Attributes:
-        f: ``f(z, *args)`` on pytrees.
-        layout: how the state lies in (B, D).
-        args: pytrees of tensors batched along dim 0.
-        autocast: the autocast state in which ``f`` runs.
-        energy: ``energy(z, *args) -> (B,)`` or None.
-        mask: (B, D) bool or None. Coordinates where it is False keep their initial value: their
-            residual is zero, and they enter no norm.
-        symmetric: the Jacobian of ``f`` is symmetric.
-        compact: rows may be taken out.
-        checkpoint: recorded evaluations keep z alone and are repeated in the backward pass.
-        shrunk: rows have been taken out.
-        checked: an output of ``f`` has been checked; set by the first evaluation.
     """
 
-    f: Callable[..., Any]
+    f: Callable[..., Any]  # f(z, *args) on pytrees
     layout: Layout
-    args: tuple[Any, ...]
-    autocast: Autocast
-    energy: Callable[..., Tensor] | None = None
+    args: tuple[Any, ...]  # pytrees of tensors batched along dim 0
+    autocast: torch.dtype | None  # of the autocast in which f runs
+    energy: Callable[..., Tensor] | None = None  # energy(z, *args) -> (B,)
+    # (B, D) bool. Coordinates where it is False keep their initial value: their residual is zero, and
+    # they enter no norm.
     mask: Tensor | None = None
-    symmetric: bool = False
-    compact: bool = True
-    checkpoint: bool = False
-    shrunk: bool = False
-    checked: bool = False
+    symmetric: bool = False  # the Jacobian of f is symmetric
+    compact: bool = True  # rows may be taken out
+    checkpoint: bool = False  # recorded evaluations keep z alone, the backward pass repeats them
+    shrunk: bool = False  # rows have been taken out
+    checked: bool = False  # an output of f has been checked
 
     @property
     def has_energy(self) -> bool:
@@ -138,7 +122,7 @@ class Problem:
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
-            with self.autocast.restored():
+            with with_autocast(z.device.type, self.autocast):
                 if self.checkpoint and torch.is_grad_enabled():
                     return checkpoint(function, z, use_reentrant=False)
                 return function(z)
@@ -197,7 +181,7 @@ class Problem:
                 raise ValueError(f"f must return shape {expected} like z0, got {tuple(leaf.shape)}")
             if leaf.device != z.device:
                 raise ValueError(f"f must return tensors on {z.device} like z0, got {leaf.device}")
-            if leaf.dtype != dtype and not (self.autocast.enabled and leaf.is_floating_point()):
+            if leaf.dtype != dtype and (self.autocast is None or not leaf.is_floating_point()):
                 raise TypeError(f"f must return dtype {dtype} like z0, got {leaf.dtype}")
         if energy is not None:
             check_energy(energy, z.shape[0])

@@ -34,27 +34,23 @@ class Progress:
 
 @dataclass
 class Point:
-    """An evaluated point of every sample in the working batch.
+    """An evaluated point of every sample in the working batch."""
 
-    Attributes:
-        z: (B, D) where ``f`` was evaluated.
-        residual: (B, D) ``f(z) - z``; for a gradient step this is a descent direction.
-        norm: (B,) norm of ``residual``.
-        reference: (B,) norm of ``f(z)``, the scale of a relative residual.
-        energy: (B,) or None.
-        gradient: (B, D) gradient of the energy, or None where only its value is known.
-    """
-
-    z: Tensor
-    residual: Tensor
-    norm: Tensor
-    reference: Tensor
-    energy: Tensor | None = None
-    gradient: Tensor | None = None
+    z: Tensor  # (B, D)
+    residual: Tensor  # (B, D) f(z) - z, a descent direction for a gradient step
+    norm: Tensor  # (B,) of the residual
+    reference: Tensor  # (B,) norm of f(z), the scale of a relative residual
+    energy: Tensor | None = None  # (B,)
+    gradient: Tensor | None = None  # (B, D) of the energy, None where only its value is known
 
     def relative(self) -> Tensor:
         """(B,) relative residual ``|f(z) - z| / |f(z)|``."""
         return self.norm / self.reference.clamp_min(torch.finfo(self.norm.dtype).tiny)
+
+    def finite(self) -> Tensor:
+        """(B,) bool. Both norms count: a residual over an overflowed f(z) would look converged."""
+        finite = torch.isfinite(self.norm + self.reference)
+        return finite if self.energy is None else finite & torch.isfinite(self.energy.detach())
 
 
 @dataclass
@@ -85,28 +81,17 @@ class Best:
 
 @dataclass
 class Rows:
-    """What the loop keeps of every sample of the working batch; first dimension the rows.
+    """What the loop keeps of every sample of the working batch; first dimension the rows."""
 
-    Attributes:
-        index: position in the caller's batch.
-        best: the best accepted iterate.
-        status: ``RUNNING`` or a :class:`solvers.Status`.
-        rejected: trials that were not accepted.
-        evaluations: evaluations of ``f``, ``products`` included.
-        products: evaluations made by the solver itself, see ``Solver.products``.
-        limit: residual norm beyond which the sample diverges.
-        milestone, energy_milestone: best relative residual and energy at the last stall check.
-    """
-
-    index: Tensor
+    index: Tensor  # position in the caller's batch
     best: Best
-    status: Tensor
-    rejected: Tensor
-    evaluations: Tensor
-    products: Tensor
-    limit: Tensor
-    milestone: Tensor
-    energy_milestone: Tensor
+    status: Tensor  # RUNNING or a solvers.Status
+    rejected: Tensor  # trials that were not accepted
+    evaluations: Tensor  # of f, products included
+    products: Tensor  # evaluations made by the solver itself, see Solver.products
+    limit: Tensor  # residual norm beyond which the sample diverges
+    milestone: Tensor  # best relative residual at the last stall check
+    energy_milestone: Tensor  # lowest energy there
 
     @classmethod
     def start(cls, point: Point, limit: Tensor) -> Rows:
@@ -120,13 +105,7 @@ class Rows:
 
 
 class History:
-    """One column (B,) per evaluation, for the trace and the callback of a solve.
-
-    Args:
-        batch: B, number of samples in the caller's batch.
-        record: keep the columns.
-        callback: called with a :class:`Progress` per evaluation.
-    """
+    """One column per evaluation (B = ``batch`` samples), for the trace and the callback of a solve."""
 
     def __init__(
         self, batch: int, record: bool, callback: Callable[[Progress], object] | None
@@ -167,34 +146,30 @@ class History:
 
 
 Record = TypeVar("Record")
-
-
 LARGE = 1 << 22  # numbers in a history above which its rows are moved within their storage
 
 
 def select_rows(record: Record, index: Tensor) -> Record:
     """The same dataclass with rows ``index`` (increasing) of every tensor, nested records included.
 
-    Large histories (B, m, D), which belong to one solver alone, are moved slot by slot within their
-    storage, so that no second copy of them ever exists; the old record is invalid then.
+    Large histories (B, m, D) are moved slot by slot within their storage, so that no second copy of
+    them ever exists; the old record is invalid then.
     """
     changes: dict[str, Any] = {}
     for entry in fields(record):  # type: ignore[arg-type]
         value = getattr(record, entry.name)
         if isinstance(value, Tensor):
             in_place = value.dim() == 3 and value.numel() > LARGE and not torch.is_grad_enabled()
-            selected = _move_up(value, index) if in_place else value.index_select(0, index)
-            changes[entry.name] = selected
+            if not in_place:
+                value = value.index_select(0, index)
+            else:
+                for slot in range(value.shape[1]):
+                    value[: len(index), slot] = value[:, slot].index_select(0, index)
+                value = value[: len(index)]
+            changes[entry.name] = value
         elif is_dataclass(value):
             changes[entry.name] = select_rows(value, index)
     return replace(record, **changes)  # type: ignore[type-var]
-
-
-def _move_up(history: Tensor, index: Tensor) -> Tensor:
-    rows = index.numel()
-    for slot in range(history.shape[1]):
-        history[:rows, slot] = history[:, slot].index_select(0, index)
-    return history[:rows]
 
 
 def clear_rows(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -232,6 +207,11 @@ def write_slot(buffer: Tensor, slot: int, value: Tensor) -> Tensor:
         buffer = buffer.clone()
     buffer[:, slot] = value
     return buffer
+
+
+def row_norm(vector: Tensor) -> Tensor:
+    """Euclidean norm of each row, (B,), accumulated in float32 or wider."""
+    return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 
 
 def small_dtype(dtype: torch.dtype) -> torch.dtype:

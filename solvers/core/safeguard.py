@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.rows import Point, small_dtype, where_rows
+from solvers.core.rows import Point, small_dtype
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver
 MAX_REJECTIONS = 40  # consecutive rejections after which a row gives up
@@ -15,52 +15,51 @@ MAX_REJECTIONS = 40  # consecutive rejections after which a row gives up
 
 @dataclass
 class Backtracking:
-    """Per-row state of the fall-back step.
+    """The fall-back step ``z + t (f(z) - z)`` of every row."""
 
-    Attributes:
-        scale: (B,) t of the fall-back step ``z + t (f(z) - z)``.
-        rejections: (B,) consecutive rejections.
-    """
-
-    scale: Tensor
-    rejections: Tensor
+    scale: Tensor  # (B,) t
+    rejections: Tensor  # (B,) consecutive ones
 
     @classmethod
     def start(cls, norm: Tensor) -> Backtracking:
-        """Full steps, no rejection yet; ``norm`` (B,) gives dtype and device."""
         return cls(torch.ones_like(norm), torch.zeros_like(norm, dtype=torch.int64))
 
-    def note(self, accepted: Tensor) -> Tensor:
-        """Count consecutive rejections; (B,) bool, rows rejected for the first time."""
-        first = ~accepted & (self.rejections == 0)
+    def note(self, accepted: Tensor | None) -> None:
+        """Count consecutive rejections; None: every row was accepted."""
+        if accepted is None:
+            accepted = torch.ones_like(self.rejections, dtype=torch.bool)
         recovered = accepted & (self.rejections > 0)
         self.scale = torch.where(recovered, (2 * self.scale).clamp_max(1.0), self.scale)
         self.rejections = torch.where(accepted, 0, self.rejections + 1)
-        return first
+
+    def step(self, current: Point, trial: Point) -> Tensor:
+        """Fall-back steps from ``current``, after ``trial`` was noted as rejected.
+
+        After the first rejection t is 1, or the last t that was accepted; then it shrinks, by
+        interpolation of the energy or by half.
+        """
+        shorter = self.scale * interpolation(current, trial)
+        self.scale = torch.where(self.rejections > 1, shorter, self.scale)
+        return current.z + self.scale[:, None].to(current.z.dtype) * current.residual
 
 
-def acceptable(trial: Point, last: Point | None, limit: Tensor | None) -> Tensor:
+def acceptable(trial: Point, last: Point | None, limit: Tensor) -> Tensor:
     """(B,) bool: the trial is finite, its residual within ``limit``, and it passes Armijo's rule.
 
     Armijo: ``E(trial) <= E(last) + c <dE(last), trial - last>`` with c = 1e-4, where energies are
     known; without a gradient the energy must not rise. Where the energies agree to rounding, the
-    trial is accepted if its residual is not larger.
+    trial is accepted if its residual is not larger. The first trial (no ``last``) need be finite only.
     """
-    # Both norms: a residual over an overflowed f(z) would look converged.
-    finite = torch.isfinite(trial.norm + trial.reference)
-    if limit is not None:
-        finite = finite & (trial.norm <= limit)
-    if trial.energy is None:
+    finite = trial.finite()
+    if last is None:
         return finite
-    energy = trial.energy.detach()
-    finite = finite & torch.isfinite(energy)
-    if last is None or last.energy is None:
+    finite = finite & (trial.norm <= limit)
+    if trial.energy is None or last.energy is None:
         return finite
-    before = last.energy.detach()
+    energy, before = trial.energy.detach(), last.energy.detach()
     allowed = before
     if last.gradient is not None:
-        slope = slope_of(trial, last).clamp_max(0.0)
-        allowed = before + ARMIJO * slope
+        allowed = before + ARMIJO * slope_of(trial, last).clamp_max(0.0)
     same = (energy <= before + rounding(before)) & (trial.norm <= last.norm)
     return finite & ((energy <= allowed) | same)
 
@@ -76,22 +75,6 @@ def slope_of(trial: Point, start: Point) -> Tensor:
 def rounding(energy: Tensor) -> Tensor:
     """(B,) differences of energies below this are noise."""
     return 8 * torch.finfo(energy.dtype).eps * energy.abs()
-
-
-def fall_back(
-    memory: Backtracking, current: Point, trial: Point, accepted: Tensor, candidate: Tensor
-) -> Tensor:
-    """Next trial: the solver's ``candidate`` in accepted rows, a fall-back step in rejected ones.
-
-    The fall-back step is ``z + t (f(z) - z)`` from the current iterate. After the first rejection t is
-    1, or the last t that was accepted; then it shrinks, by interpolation of the energy or by half.
-    """
-    first = memory.note(accepted)
-    shorter = memory.scale * interpolation(current, trial)
-    shorten = ~accepted & ~first
-    memory.scale = torch.where(shorten, shorter, memory.scale)
-    safer = current.z + memory.scale[:, None].to(current.z.dtype) * current.residual
-    return where_rows(accepted, candidate, safer)
 
 
 def interpolation(current: Point, trial: Point) -> Tensor:

@@ -143,18 +143,10 @@ def check_on_failure(on_failure: str) -> None:
 
 
 def apply_policy(solution: Solution, on_failure: str, what: str, *, stacklevel: int = 3) -> None:
-    """Warn, raise or do nothing about a finished solve of which a sample has not converged.
+    """Warn, raise (:class:`SolveError`) or do nothing about samples that have not converged.
 
-    Args:
-        solution: the finished solve.
-        on_failure: "warn" (:class:`SolveWarning`), "raise" (:class:`SolveError`, which carries
-            ``solution``) or "ignore".
-        what: what was solved, the beginning of the message, such as ``"linear solve with CG()"``.
-        stacklevel: of the warning; the default points at the caller of the caller.
-
-    Raises:
-        SolveError: under "raise", if a sample has not converged.
-        ValueError: if ``on_failure`` is none of the three.
+    ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
+    default ``stacklevel`` of the warning points at the caller of the caller.
     """
     check_on_failure(on_failure)
     if on_failure == "ignore" or bool(solution.converged.all()):

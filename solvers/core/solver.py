@@ -24,37 +24,24 @@ from solvers.core.tolerance import Tolerance
 
 @dataclass
 class Turn:
-    """What a solver is told after an evaluation.
+    """What a solver is told after an evaluation."""
 
-    Attributes:
-        current: the current iterate of every row: the trial where it was accepted, else the last
-            accepted point.
-        trial: the point just evaluated; rejected rows may hold non-finite numbers.
-        accepted: (B,) bool, or None where every row was accepted.
-        problem: the problem of the rows that are left.
-        max_steps: evaluations that a sample may spend in the whole solve.
-    """
-
-    current: Point
-    trial: Point
-    accepted: Tensor | None
-    problem: Problem
-    max_steps: int
+    current: Point  # the last accepted point of every row
+    trial: Point  # the point just evaluated; rejected rows may hold non-finite numbers
+    accepted: Tensor | None  # (B,) bool, or None where every row was accepted
+    rejections: Tensor  # (B,) consecutive rejections of the row, this one included
+    problem: Problem  # of the rows that are left
+    max_steps: int  # evaluations that a sample may spend in the whole solve
 
 
 class Solver(ABC):
-    """Base of all solvers; subclasses are frozen dataclasses of hyperparameters.
+    """Base of all solvers; subclasses are frozen dataclasses of hyperparameters."""
 
-    Class attributes:
-        needs_energy: the solver is a minimiser and works with an energy only.
-        searches: the solver chooses the next trial of a rejected row itself (a line search);
-            otherwise the loop takes a shortened step along the residual.
-        lost: status of a row of which every trial was rejected as non-finite.
-    """
-
-    needs_energy: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = False  # a minimiser, which works with an energy only
+    # The solver chooses the next trial of a rejected row itself (a line search); otherwise the loop
+    # takes a shortened step along the residual.
     searches: ClassVar[bool] = False
-    lost: ClassVar[Status] = Status.NONFINITE
+    lost: ClassVar[Status] = Status.NONFINITE  # of a row whose trials were all not finite
 
     @abstractmethod
     def init(self, point: Point, problem: Problem) -> Any:

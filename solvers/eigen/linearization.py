@@ -13,17 +13,13 @@ from torch.utils import _pytree as pytree
 from solvers.core.checks import require_choice
 from solvers.core.jacobian import Product, gradients, pullback
 from solvers.core.layout import Layout, check_args, take
+from solvers.core.problem import check_energy
 
 KINDS = ("map", "energy", "product")
 
 
 class Linearization:
-    """``J`` at a state ``z``: see :func:`solvers.spectrum` for ``f``, ``args``, ``kind``.
-
-    Attributes:
-        batch, size: number of samples B, and of unknowns per sample D.
-        eps: relative rounding of the dtype of ``z``.
-    """
+    """``J`` at a state ``z`` of B samples with D unknowns; :func:`solvers.spectrum` has the arguments."""
 
     def __init__(self, f: Callable[..., Any], z: Any, args: tuple[Any, ...], kind: str) -> None:
         require_choice("kind", kind, KINDS)
@@ -42,10 +38,6 @@ class Linearization:
         z, args = take(self.z, index, self.batch), take(self.args, index, self.batch)
         return Linearization(self.f, z, args, self.kind)
 
-    def numpy_product(self) -> SampleProduct:
-        """``product`` of a linearisation of one sample, on NumPy vectors."""
-        return SampleProduct(self.product(), self.layout.dtype, self.device)
-
     def product(self) -> Product:
         """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D)."""
         if self.kind == "product":
@@ -54,25 +46,16 @@ class Linearization:
             point = self.layout.vector(self.z).detach().requires_grad_()
             output = self.f(self.layout.tree(point), *self.args)
             if self.kind == "energy":
-                self._check_energy(output)
-                return pullback(gradients(output.sum(), [point], create_graph=True)[0], point)
-            vector = self._image(output)
-        if not vector.requires_grad:
-            raise ValueError(
-                "f(z) must depend on z through autograd, got a result without gradient"
-            )
-        return pullback(vector, point)
-
-    def _check_energy(self, energy: Any) -> None:
-        if not isinstance(energy, Tensor) or energy.shape != (self.batch,):
-            shape = tuple(energy.shape) if isinstance(energy, Tensor) else type(energy)
-            raise ValueError(
-                f"an energy must return one number per sample, ({self.batch},), got {shape}"
-            )
-        if not energy.requires_grad:
-            raise ValueError(
-                "f(z) must depend on z through autograd, got an energy without gradient"
-            )
+                check_energy(output, self.batch)
+            else:
+                output = self._image(output)
+            if not output.requires_grad:
+                raise ValueError(
+                    "f(z) must depend on z through autograd, got a result without gradient"
+                )
+            if self.kind == "energy":
+                output = gradients(output.sum(), [point], create_graph=True)[0]
+        return pullback(output, point)
 
     def _image(self, output: Any) -> Tensor:
         """Check that ``output`` is like z; as a matrix (n, D)."""
@@ -88,11 +71,8 @@ class Linearization:
     def dense(self) -> Tensor:
         """``J`` (B, D, D), by D products with the whole batch."""
         product = self.product()
-        rows = []
-        for column in range(self.size):
-            unit = torch.zeros(self.batch, self.size, dtype=self.layout.dtype, device=self.device)
-            unit[:, column] = 1
-            rows.append(product(unit).detach())
+        units = torch.eye(self.size, dtype=self.layout.dtype, device=self.device)
+        rows = [product(unit.repeat(self.batch, 1)).detach() for unit in units]
         # A pullback of the i-th unit vector is the i-th row, a product with it the i-th column.
         return torch.stack(rows, dim=1 if self.kind == "map" else 2)
 
@@ -117,14 +97,17 @@ class Linearization:
 
 
 class SampleProduct:
-    """v (D,) float64 -> its product, float64, made in the state's dtype; ``calls`` counts."""
+    """v (D,) -> its product with the linearisation of one sample, both NumPy; ``calls`` counts."""
 
-    def __init__(self, product: Product, dtype: torch.dtype, device: torch.device) -> None:
-        self._product, self._dtype, self._device = product, dtype, device
+    def __init__(self, linear: Linearization) -> None:
+        self._product, self._dtype = linear.product(), linear.layout.dtype
+        self._device = linear.device
         self.calls = 0
 
-    def __call__(self, vector: numpy.ndarray) -> numpy.ndarray:
+    def __call__(self, vector: Any) -> numpy.ndarray:
         """Raises FloatingPointError where the product is not finite."""
+        if numpy.iscomplexobj(vector):
+            return self(vector.real) + 1j * self(vector.imag)
         self.calls += 1
         sent = torch.from_numpy(numpy.ascontiguousarray(vector).reshape(1, -1))
         received = self._product(sent.to(self._device, self._dtype))
@@ -132,9 +115,3 @@ class SampleProduct:
         if not numpy.isfinite(image).all():
             raise FloatingPointError("a product with the Jacobian is not finite")
         return image
-
-    def image(self, vector: Any) -> numpy.ndarray:
-        """The product with a vector that may be complex."""
-        if not numpy.iscomplexobj(vector):
-            return self(vector)
-        return self(vector.real) + 1j * self(vector.imag)

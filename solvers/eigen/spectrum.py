@@ -8,19 +8,20 @@ from typing import Any
 
 import numpy
 import torch
-from scipy.sparse.linalg import ArpackError
+from scipy.sparse.linalg import ArpackError, LinearOperator, eigs, eigsh
 from torch import Tensor
 
 from solvers.core.checks import require_callable, require_choice, require_count, require_number
 from solvers.core.solution import check_on_failure, warn_or_raise
-from solvers.eigen.arpack import eigenpairs
-from solvers.eigen.linearization import Linearization
+from solvers.eigen.linearization import Linearization, SampleProduct
 
 METHODS = ("auto", "dense", "arpack")
 WHAT = ("largest_magnitude", "extremes")
 # Up to this many unknowns all eigenvalues are computed: as many products as there are unknowns.
 DENSE_SIZE = 64
 RESCUE_SIZE = 2048  # and up to this many where ARPACK has failed
+BASIS = 64  # Krylov vectors between restarts of ARPACK
+SPARE = 4  # further eigenvalues asked for, so that none is missed and no complex pair is cut
 
 
 class SpectrumError(RuntimeError):
@@ -94,7 +95,86 @@ def spectrum(
     Source: Lehoucq, Sorensen and Yang, "ARPACK Users' Guide" (SIAM, 1998), as wrapped by scipy,
     https://doi.org/10.1137/1.9780898719628.
     """
-    _check(f, what, method, tolerance, max_products)
+    return _eigenvalues(
+        f, z, args, on_failure, method, tolerance, max_products, kind=kind, what=what, count=count
+    )
+
+
+def spectral_radius(
+    f: Callable[..., Any],
+    z: Any,
+    args: tuple[Any, ...] = (),
+    *,
+    kind: str = "map",
+    method: str = "auto",
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    on_failure: str = "raise",
+) -> Tensor:
+    """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
+
+    Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step.
+    Arguments and errors are those of :func:`spectrum`.
+    """
+    result = _eigenvalues(f, z, args, on_failure, method, tolerance, max_products, kind=kind)
+    return result.eigenvalues[:, 0].abs()
+
+
+def extreme_eigenvalues(
+    f: Callable[..., Any],
+    z: Any,
+    args: tuple[Any, ...] = (),
+    *,
+    kind: str = "energy",
+    method: str = "auto",
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    on_failure: str = "raise",
+) -> tuple[Tensor, Tensor]:
+    """Smallest and largest eigenvalue of the Hessian of an energy at ``z``, each (B,) float64.
+
+    A smallest eigenvalue above zero at a stationary point makes it a strict minimum. With
+    ``kind="map"`` the eigenvalues of a map's symmetric Jacobian, with ``kind="product"`` those of a
+    symmetric product ``f(z, v, *args)``. Arguments and errors are those of :func:`spectrum`.
+    """
+    result = _eigenvalues(
+        f, z, args, on_failure, method, tolerance, max_products, kind=kind, what="extremes"
+    )
+    return result.eigenvalues[:, 0], result.eigenvalues[:, -1]
+
+
+def jacobian(
+    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "map"
+) -> Tensor:
+    """The dense linearisation ``J[b, i, j] = d f_i / d z_j`` at ``z``, (B, D, D), in z's dtype.
+
+    Pytrees are flattened leaf after leaf. Takes D products for the whole batch. ``kind`` as for
+    :func:`spectrum`.
+    """
+    return Linearization(f, z, args, kind).dense()
+
+
+def _eigenvalues(
+    f: Callable[..., Any],
+    z: Any,
+    args: tuple[Any, ...],
+    on_failure: str,
+    method: str,
+    tolerance: float | None,
+    max_products: int | None,
+    *,
+    kind: str,
+    what: str = "largest_magnitude",
+    count: int = 1,
+) -> Spectrum:
+    """:func:`spectrum` for the public functions, to whose callers its warnings point."""
+    require_callable("f", f)
+    require_choice("what", what, WHAT)
+    require_choice("method", method, METHODS)
+    if tolerance is not None:
+        require_number("tolerance", tolerance, low=0.0, high=1.0)
+    if max_products is not None:
+        require_count("max_products", max_products)
     check_on_failure(on_failure)
     require_count("count", count)
     linear = Linearization(f, z, args, kind)
@@ -122,75 +202,15 @@ def spectrum(
         ]
         columns = zip(*(vars(sample).values() for sample in samples), strict=True)
         result = Spectrum(*(torch.cat(column) for column in columns))
-    _apply_policy(result, on_failure)
+    if not bool(result.converged.all()) and on_failure != "ignore":
+        failed = torch.nonzero(~result.converged).flatten().tolist()
+        message = (
+            f"eigenvalues of {len(failed)} of {linear.batch} samples were not found, samples "
+            f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN "
+            "in f"
+        )
+        warn_or_raise(SpectrumError(message, result), on_failure, stacklevel=4)
     return result
-
-
-def spectral_radius(
-    f: Callable[..., Any],
-    z: Any,
-    args: tuple[Any, ...] = (),
-    *,
-    kind: str = "map",
-    method: str = "auto",
-    tolerance: float | None = None,
-    max_products: int | None = None,
-    on_failure: str = "raise",
-) -> Tensor:
-    """Largest ``|eigenvalue|`` of the Jacobian of ``f`` at ``z``, (B,) float64.
-
-    Below one, the iteration ``z <- f(z)`` converges locally, by about this factor a step.
-    Arguments and errors are those of :func:`spectrum`.
-    """
-    limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
-    result = spectrum(f, z, args, kind=kind, method=method, on_failure=on_failure, **limits)
-    return result.eigenvalues[:, 0].abs()
-
-
-def extreme_eigenvalues(
-    f: Callable[..., Any],
-    z: Any,
-    args: tuple[Any, ...] = (),
-    *,
-    kind: str = "energy",
-    method: str = "auto",
-    tolerance: float | None = None,
-    max_products: int | None = None,
-    on_failure: str = "raise",
-) -> tuple[Tensor, Tensor]:
-    """Smallest and largest eigenvalue of the Hessian of an energy at ``z``, each (B,) float64.
-
-    A smallest eigenvalue above zero at a stationary point makes it a strict minimum. With
-    ``kind="map"`` the eigenvalues of a map's symmetric Jacobian, with ``kind="product"`` those of a
-    symmetric product ``f(z, v, *args)``. Arguments and errors are those of :func:`spectrum`.
-    """
-    limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
-    which: dict[str, Any] = {"what": "extremes", "kind": kind, "method": method}
-    result = spectrum(f, z, args, on_failure=on_failure, **which, **limits)
-    return result.eigenvalues[:, 0], result.eigenvalues[:, -1]
-
-
-def jacobian(
-    f: Callable[..., Any], z: Any, args: tuple[Any, ...] = (), *, kind: str = "map"
-) -> Tensor:
-    """The dense linearisation ``J[b, i, j] = d f_i / d z_j`` at ``z``, (B, D, D), in z's dtype.
-
-    Pytrees are flattened leaf after leaf. Takes D products for the whole batch. ``kind`` as for
-    :func:`spectrum`.
-    """
-    return Linearization(f, z, args, kind).dense()
-
-
-def _check(
-    f: object, what: object, method: object, tolerance: object, max_products: object
-) -> None:
-    require_callable("f", f)
-    require_choice("what", what, WHAT)
-    require_choice("method", method, METHODS)
-    if tolerance is not None:
-        require_number("tolerance", tolerance, low=0.0, high=1.0)
-    if max_products is not None:
-        require_count("max_products", max_products)
 
 
 def _dense(linear: Linearization, count: int, symmetric: bool) -> Spectrum:
@@ -214,10 +234,10 @@ def _arpack(
     linear: Linearization, count: int, symmetric: bool, tolerance: float, budget: int, rescue: bool
 ) -> Spectrum:
     """One sample's eigenvalues; ``rescue`` computes the whole matrix where ARPACK fails."""
-    product = linear.numpy_product()
+    product = SampleProduct(linear)
     try:
-        values, vectors = eigenpairs(product, linear.size, count, symmetric, tolerance, budget)
-        images = numpy.stack([product.image(v) for v in vectors.T], axis=1)
+        values, vectors = _eigenpairs(product, linear.size, count, symmetric, tolerance, budget)
+        images = numpy.stack([product(v) for v in vectors.T], axis=1)
         residual, found = _residual(images[None], values[None], vectors[None]), True
     except (FloatingPointError, ArpackError) as error:
         if rescue and isinstance(error, ArpackError):
@@ -229,6 +249,36 @@ def _arpack(
     values = values if symmetric else values.astype(complex)
     calls = numpy.full(1, product.calls)
     return _spectrum(linear, values[None], residual, numpy.array([found]), calls)
+
+
+def _eigenpairs(
+    product: SampleProduct, size: int, count: int, symmetric: bool, tolerance: float, budget: int
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Eigenvalues (k,), ordered as in :class:`Spectrum`, and unit eigenvectors (D, k) by ARPACK."""
+    start = numpy.random.default_rng(0).standard_normal(size)
+    wanted = 2 * count if symmetric else count
+    if not product(start).any():  # ARPACK refuses the zero matrix
+        vectors = numpy.repeat(start[:, None] / numpy.linalg.norm(start), wanted, axis=1)
+        return numpy.zeros(wanted), vectors
+    asked = min(wanted + SPARE, size - 2)
+    basis = min(size, max(2 * asked + 1, BASIS))
+    build: Any = LinearOperator  # the annotations of scipy lag behind what these two take
+    find: Any = eigsh if symmetric else eigs
+    values, vectors = find(
+        build((size, size), matvec=product, dtype=numpy.float64),
+        k=asked,
+        which="BE" if symmetric else "LM",
+        v0=start,
+        ncv=basis,
+        maxiter=max(1, budget // (basis - asked)),
+        tol=tolerance,
+    )
+    if symmetric:
+        order = numpy.argsort(values)
+        order = numpy.concatenate([order[:count], order[-count:]])
+    else:
+        order = numpy.argsort(-numpy.abs(values))[:count]
+    return values[order], vectors[:, order]
 
 
 def _residual(
@@ -252,15 +302,3 @@ def _spectrum(
     residual = numpy.where(converged, residual, numpy.nan)
     arrays = (values, residual, converged, products)
     return Spectrum(*(torch.from_numpy(array).to(linear.device) for array in arrays))
-
-
-def _apply_policy(result: Spectrum, on_failure: str) -> None:
-    if on_failure == "ignore" or bool(result.converged.all()):
-        return
-    failed = torch.nonzero(~result.converged).flatten().tolist()
-    message = (
-        f"eigenvalues of {len(failed)} of {result.converged.numel()} samples were not found, "
-        f"samples {failed[:10]}: raise max_products or tolerance, use method='dense', or look for "
-        "NaN in f"
-    )
-    warn_or_raise(SpectrumError(message, result), on_failure, stacklevel=4)

@@ -101,23 +101,14 @@ class Anderson(Solver):
 
 @dataclass
 class AndersonState:
-    """Differences of the last steps, as ring buffers.
+    """Differences of the last steps, as ring buffers of m slots."""
 
-    Attributes:
-        steps: (B, m, D) ``dZ + damping dR``.
-        changes: (B, m, D) ``dR``.
-        gram: (B, m, m) ``dR^T dR`` with its ridge.
-        last: the last point, None before the first step.
-        count: differences made so far.
-        filled: slots in use, at most m.
-    """
-
-    steps: Tensor
-    changes: Tensor
-    gram: Tensor
-    last: Point | None
-    count: int = 0
-    filled: int = 0
+    steps: Tensor  # (B, m, D) dZ + damping dR
+    changes: Tensor  # (B, m, D) dR
+    gram: Tensor  # (B, m, m) dR^T dR with its ridge
+    last: Point | None  # None before the first step
+    count: int = 0  # differences made so far
+    filled: int = 0  # slots in use
 
     def forget(self, rows: Tensor) -> None:
         """Drop the history of the rows (B,) bool whose accelerated step was rejected."""

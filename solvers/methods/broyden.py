@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import maybe_any
@@ -109,7 +110,12 @@ class Broyden(Solver):
         return torch.where(alive, weights, 0.0)
 
     def _append(self, state: BroydenState, step: Tensor) -> None:
-        state.grow(self.memory)
+        capacity = state.units.shape[1]
+        if state.count == capacity:
+            extra = min(capacity, self.memory - capacity)
+            state.units = pad(state.units, (0, 0, 0, extra))
+            state.lengths = pad(state.lengths, (0, extra))
+            state.gram = pad(state.gram, (0, extra, 0, extra))
         length = torch.linalg.vector_norm(step, dim=1, dtype=state.lengths.dtype)
         unit = step / length.clamp_min(torch.finfo(length.dtype).tiny).to(step.dtype).unsqueeze(1)
         slot = state.count
@@ -122,15 +128,12 @@ class Broyden(Solver):
 
 @dataclass
 class BroydenState:
-    """Steps as unit vectors (B, k, D) with their lengths (B, k) and Gram matrix (B, k, k).
-
-    ``replaced`` (B,): rows whose last candidate the loop replaced by a safer one.
-    """
-
-    units: Tensor
-    lengths: Tensor
-    gram: Tensor
-    replaced: Tensor | None = None
+    units: Tensor  # (B, k, D) steps as unit vectors
+    lengths: Tensor  # (B, k) of the steps
+    gram: Tensor  # (B, k, k) of the unit vectors
+    replaced: Tensor | None = (
+        None  # (B,) rows whose last candidate the loop replaced by a safer one
+    )
     count: int = 0
 
     def restart(self, rows: Tensor) -> None:
@@ -138,14 +141,3 @@ class BroydenState:
         self.units = clear_rows(self.units, rows)
         self.lengths = clear_rows(self.lengths, rows)
         self.gram = clear_rows(self.gram, rows)
-
-    def grow(self, memory: int) -> None:
-        """Double the storage when it is full, up to ``memory``."""
-        capacity = self.units.shape[1]
-        if self.count < capacity:
-            return
-        extra = min(capacity, memory - capacity)
-        pad = torch.nn.functional.pad
-        self.units = pad(self.units, (0, 0, 0, extra))
-        self.lengths = pad(self.lengths, (0, extra))
-        self.gram = pad(self.gram, (0, extra, 0, extra))

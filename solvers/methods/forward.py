@@ -25,13 +25,8 @@ class Forward(Solver):
     def __post_init__(self) -> None:
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
-    def init(self, point: Point, problem: Problem) -> Stateless:
-        return Stateless()
+    def init(self, point: Point, problem: Problem) -> None:
+        """Nothing to remember."""
 
-    def step(self, state: Stateless, turn: Turn) -> Tensor:
+    def step(self, state: None, turn: Turn) -> Tensor:
         return turn.current.z.add(turn.current.residual, alpha=self.damping)
-
-
-@dataclass
-class Stateless:
-    """The state of a solver that remembers nothing."""

@@ -86,8 +86,7 @@ class GradientDescent(Solver):
 
 @dataclass
 class GradientState:
-    """``memory``: velocity (heavy ball), landing point (Nesterov) or last iterate (automatic)."""
-
     step_size: Tensor
+    # The velocity (heavy ball), landing point (Nesterov) or last iterate (automatic).
     memory: Tensor | None = None
     last_residual: Tensor | None = None

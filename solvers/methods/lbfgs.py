@@ -65,7 +65,6 @@ class LBFGS(Solver):
             point=point,
             direction=point.residual,
             length=torch.ones(batch, **small),
-            rejections=torch.zeros(batch, dtype=torch.int64, device=point.z.device),
         )
 
     def step(self, state: LBFGSState, turn: Turn) -> Tensor:
@@ -76,11 +75,9 @@ class LBFGS(Solver):
         stored = self._store_pair(state, trial, accepted)
         direction = self._direction(state, _gradient(current))
         if accepted is None:
-            state.rejections = torch.zeros_like(state.rejections)
             state.length = torch.ones_like(state.length)
         else:
-            state.rejections = torch.where(accepted, 0, state.rejections + 1)
-            renew = accepted | (stored & (state.rejections == 1))
+            renew = accepted | (stored & (turn.rejections == 1))
             shorter = state.length * interpolation(current, trial).to(state.length.dtype)
             direction = where_rows(renew, direction, state.direction)
             state.length = torch.where(renew, 1.0, shorter)
@@ -130,27 +127,16 @@ class LBFGS(Solver):
 
 @dataclass
 class LBFGSState:
-    """The pairs, and the line search from the last accepted point.
+    """The pairs, and the line search: the last trial was ``point.z + length direction``."""
 
-    Attributes:
-        pairs: (B, 2m, D) [S, Y], each a ring buffer.
-        products: (B, 2m, 2m) inner products of the pairs.
-        gamma: (B,) scale of the initial inverse Hessian.
-        point, direction, length: the trial was ``point.z + length direction``.
-        rejections: (B,) consecutive rejections.
-        count: pairs made so far.
-        started: the first trial has been proposed.
-    """
-
-    pairs: Tensor
-    products: Tensor
-    gamma: Tensor
+    pairs: Tensor  # (B, 2m, D) [S, Y], each a ring buffer
+    products: Tensor  # (B, 2m, 2m) inner products of the pairs
+    gamma: Tensor  # (B,) scale of the initial inverse Hessian
     point: Point
     direction: Tensor
     length: Tensor
-    rejections: Tensor
-    count: int = 0
-    started: bool = False
+    count: int = 0  # pairs made so far
+    started: bool = False  # the first trial has been proposed
 
     def update_products(self, slot: int) -> None:
         """Recompute the products with the pair in ``slot``."""

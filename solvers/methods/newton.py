@@ -68,7 +68,10 @@ class Newton(Solver):
         moved = torch.ones_like(trial.norm, dtype=torch.bool)
         state.evaluations += 1
         if state.evaluations > 1:
-            moved = _progress(state, trial, turn.accepted)
+            if turn.accepted is not None:
+                moved = turn.accepted
+            if trial.energy is None:  # which the loop would judge by
+                moved = moved & (trial.norm <= (1 - ARMIJO * state.length) * state.base.norm)
             shrinking = (trial.norm / state.base.norm).square() * 0.9
             forcing = torch.nan_to_num(shrinking, nan=self.forcing).clamp(1e-3, self.forcing)
             state.forcing = torch.where(moved, forcing, state.forcing)
@@ -124,24 +127,11 @@ class Newton(Solver):
         return run
 
 
-def _progress(state: NewtonState, trial: Point, accepted: Tensor | None) -> Tensor:
-    """Rows that take the trial: the loop's verdict if there is an energy, else a smaller residual."""
-    taken = torch.ones_like(trial.norm, dtype=torch.bool) if accepted is None else accepted
-    if trial.energy is not None:
-        return taken
-    return taken & (trial.norm <= (1 - ARMIJO * state.length) * state.base.norm)
-
-
 @dataclass
 class NewtonState:
-    """Direction (B, D) from the point ``base`` and its step length (B,); the costs so far.
-
-    ``products`` (B,) counts products with J and, for each direction, the evaluation behind them.
-    """
-
     base: Point
-    direction: Tensor
-    length: Tensor
-    forcing: Tensor
-    products: Tensor
+    direction: Tensor  # (B, D) from base
+    length: Tensor  # (B,) of the step along it
+    forcing: Tensor  # (B,)
+    products: Tensor  # (B,) with J, and for each direction the evaluation behind them
     evaluations: int = 0

@@ -166,7 +166,7 @@ OPTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, r"on_failure must be one of .*'loud'", lambda: Implicit(on_failure="loud")),
     (ValueError, r"steps must be >= 1, got 0", lambda: Phantom(steps=0)),
     (ValueError, r"damping must be in", lambda: Phantom(damping=-0.5)),
-    (ValueError, r"step_size must be > 0 and finite, got 0.0", lambda: Descent(lambda z: z.sum(1), 0.0)),
+    (ValueError, r"step_size must be finite and > 0, got 0.0", lambda: Descent(lambda z: z.sum(1), 0.0)),
     (ValueError, r"step_size must be .*, got nan", lambda: Descent(lambda z: z.sum(1), float("nan"))),
     (TypeError, r"step_size must be a number, got '1'", lambda: Descent(lambda z: z.sum(1), "1")),  # type: ignore[arg-type]
     (TypeError, r"energy must be callable, got 3", lambda: Descent(3)),  # type: ignore[arg-type]
