@@ -20,7 +20,7 @@ from implicit_attn.data import LOADERS, ImageData, load
 from implicit_attn.models import PatchClassifier
 from implicit_attn.studies import write_report
 from implicit_attn.training import Training, run_script
-from implicit_attn.training.script import (
+from implicit_attn.training.options import (
     add_result_options,
     add_solver_options,
     add_training_options,

@@ -23,16 +23,16 @@ from implicit_attn.data import RandomAffine, load
 from implicit_attn.models import SpinClassifier
 from implicit_attn.studies import write_report
 from implicit_attn.training import Training, accuracy, run_script
-from implicit_attn.training.script import (
+from implicit_attn.training.options import (
     add_result_options,
     add_solver_options,
     add_training_options,
     build_recipe,
     count,
     layer_options,
-    save_weights,
     settings,
 )
+from implicit_attn.training.script import save_weights
 
 SHIPPED = Path(__file__).parent / "weights" / "mnist_spins.safetensors"
 

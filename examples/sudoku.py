@@ -28,21 +28,19 @@ from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
 from implicit_attn.training import SudokuCompletion, Training, describe, run_script
-from implicit_attn.training.script import (
+from implicit_attn.training.options import (
     add_model_options,
     add_process_options,
     add_result_options,
     add_training_options,
     amount,
     backbone_specification,
-    build_training,
     complete,
     count,
     layer_options,
-    save_weights,
     settings,
-    start,
 )
+from implicit_attn.training.script import build_training, save_weights, start
 
 # Defaults of the options. In "paper" the dropout, the warm-up and the floor of the learning rate are
 # ours: we found none published.

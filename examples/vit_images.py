@@ -36,22 +36,20 @@ from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.image_classifier import POSITIONS, READOUTS
 from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
 from implicit_attn.training import Training, accuracy, run_script
-from implicit_attn.training.script import (
+from implicit_attn.training.options import (
     add_model_options,
     add_process_options,
     add_result_options,
     add_training_options,
     amount,
     backbone_specification,
-    build_training,
     complete,
     count,
     given,
     layer_options,
-    save_weights,
     settings,
-    start,
 )
+from implicit_attn.training.script import build_training, save_weights, start
 
 # Defaults of the options: two presets for every data set.
 PAPER = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
@@ -10,7 +11,7 @@ from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
 from implicit_attn.models.spin_classifier import SpinClassifier
 from implicit_attn.models.sudoku import SudokuModel
-from implicit_attn.models.transformer import CRATE, SharedTransformer
+from implicit_attn.models.transformer import SharedTransformer
 
 __all__ = [
     "BACKBONES",

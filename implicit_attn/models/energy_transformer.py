@@ -63,7 +63,7 @@ class EnergyTransformer(RecurrentBackbone):
         step_size: of the descent, eta; 0.1 is the paper's for images.
         deviation: standard deviation of the initial weights; None: ``d^-1/2``.
         layers: their number.
-        repetition: ``iterations`` and ``order`` of ``RecurrentBackbone``.
+        iterations, order: as for ``RecurrentBackbone``.
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
@@ -80,10 +80,11 @@ class EnergyTransformer(RecurrentBackbone):
         step_size: float = 0.1,
         deviation: float | None = None,
         layers: int = 1,
-        **repetition: Any,
+        iterations: int = 12,
+        order: str = "blocks",
     ) -> None:
         memories = 4 * dim if memories is None else memories
         options = {"step_size": step_size, "deviation": deviation}
         number = require_count("layers", layers)
         made = [EnergyTransformerLayer(dim, heads, memories, **options) for _ in range(number)]
-        super().__init__(dim, made, **repetition)
+        super().__init__(dim, made, iterations, order=order)

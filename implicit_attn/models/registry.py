@@ -11,12 +11,13 @@ from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.sudoku import SudokuModel
-from implicit_attn.models.transformer import CRATE, SharedTransformer
+from implicit_attn.models.transformer import SharedTransformer
 from implicit_attn.updates.step_sizes import STEP_SIZES
 from solvers.core.checks import require_choice
 

@@ -20,7 +20,7 @@ from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkp
 from implicit_attn.data import ImageData, SudokuSymmetries, load_sudoku, unique_puzzles
 from implicit_attn.models import BACKBONES, build_model
 from implicit_attn.studies import open_subject
-from implicit_attn.training.script import build_recipe
+from implicit_attn.training.options import build_recipe
 
 for module in ("sklearn", "safetensors", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="the examples need the extra [examples]")
