@@ -80,19 +80,23 @@ def store_tile(
 
 
 @triton.jit
+def _factor(x):
+    """``x``, in float32 where the interpreter has no product of it."""
+    return x.to(tl.float32) if INTERPRETED and x.dtype == tl.bfloat16 else x
+
+
+@triton.jit
 def product(a, b, total):
     """``total + a b`` in float32; ``total`` may be None."""
-    if INTERPRETED:  # it has no bfloat16 product
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
     NARROW: tl.constexpr = max(a.shape[0], a.shape[1], b.shape[1]) <= WIDEST_SPLIT
-    return tl.dot(a, b, total, input_precision="tf32x3" if NARROW else "ieee")
+    precision: tl.constexpr = "tf32x3" if NARROW else "ieee"
+    return tl.dot(_factor(a), _factor(b), total, input_precision=precision)
 
 
 @triton.jit
 def scores(a, b):
     """``a b^T`` (rows of a, rows of b) in float32."""
-    return product(a, tl.trans(b), None)
+    return product(_factor(a), tl.trans(_factor(b)), None)
 
 
 @triton.jit
