@@ -89,8 +89,8 @@ def _factor(x):
 def product(a, b, total):
     """``total + a b`` in float32; ``total`` may be None."""
     NARROW: tl.constexpr = max(a.shape[0], a.shape[1], b.shape[1]) <= WIDEST_SPLIT
-    precision: tl.constexpr = "tf32x3" if NARROW else "ieee"
-    return tl.dot(_factor(a), _factor(b), total, input_precision=precision)
+    a, b = _factor(a), _factor(b)
+    return tl.dot(a, b, total, input_precision="tf32x3" if NARROW else "ieee")
 
 
 @triton.jit
