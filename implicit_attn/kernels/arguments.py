@@ -22,12 +22,7 @@ LARGEST_EXPONENT = 60.0
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``explain`` returns.
-
-    Attributes:
-        backend: the backend's name, such as "reference".
-        reason: why, in words.
-    """
+    """What ``explain`` returns: a backend's name, such as "reference", and why, in words."""
 
     backend: str
     reason: str

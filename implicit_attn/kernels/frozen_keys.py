@@ -82,7 +82,7 @@ def explain_frozen_keys(
 ) -> Choice:
     """Which backend ``frozen_key_attention`` takes for these arguments, and why.
 
-    It takes the same arguments and raises the same errors; nothing is computed.
+    It raises the same errors; nothing is computed.
     """
     _check(query, key, beta, mask)
     check_frozen_key_backend(backend)
@@ -115,7 +115,8 @@ def _check(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> None
         raise TypeError(
             f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"
         )
-    if query.dim() != 4 or key.dim() != 4 or _without_tokens(query) != _without_tokens(key):
+    matrices = query.dim() == key.dim() == 4
+    if not matrices or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
         raise ValueError(
             "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
             f"{tuple(query.shape)} and {tuple(key.shape)}"
@@ -126,10 +127,6 @@ def _check(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> None
         raise ValueError(
             f"mask must be a bool tensor (B, M) = {expected}, got {mask.dtype} {tuple(mask.shape)}"
         )
-
-
-def _without_tokens(tensor: Tensor) -> tuple[int, int, int]:
-    return tensor.shape[0], tensor.shape[1], tensor.shape[3]
 
 
 @without_autocast

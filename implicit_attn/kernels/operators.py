@@ -85,6 +85,10 @@ class Operator:
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0,) * len(results)
 
 
+def empty_like_first(first: Tensor, *_: Any) -> Tensor:
+    return first.new_empty(first.shape)
+
+
 def transformed() -> bool:
     """Whether a transform of ``torch.func`` (vmap, grad, jvp) is under way."""
     if torch.compiler.is_compiling():

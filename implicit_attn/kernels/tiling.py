@@ -88,6 +88,7 @@ class SymmetricStrip:
     def __init__(self, z: Tensor, beta: float, first: int, end: int, buffers: list[Tensor]) -> None:
         self.z, self._beta, self._buffers = z, beta, buffers
         self.first, self.end = first, end
+        self._rows, self._columns = slice(first, end), slice(first, None)
         self._shape = (z.shape[0], end - first, z.shape[1] - first)
 
     def buffer(self, number: int) -> Tensor:
@@ -96,26 +97,18 @@ class SymmetricStrip:
 
     def scores(self) -> Tensor:
         """``S = beta Z Z^T``, in buffer 0."""
-        out, rows, columns = (
-            self.buffer(0),
-            self.z[:, self.first : self.end],
-            self.z[:, self.first :],
-        )
+        out, rows, columns = self.buffer(0), self.z[:, self._rows], self.z[:, self._columns]
         return torch.baddbmm(out, rows, columns.mT, beta=0.0, alpha=self._beta, out=out)
 
     def tangents(self, z: Tensor, v: Tensor, number: int = 1) -> Tensor:
         """``beta (V Z^T + Z V^T)``."""
-        out, rows, columns = (
-            self.buffer(number),
-            slice(self.first, self.end),
-            slice(self.first, None),
-        )
+        out, rows, columns = self.buffer(number), self._rows, self._columns
         torch.baddbmm(out, v[:, rows], z[:, columns].mT, beta=0.0, alpha=self._beta, out=out)
         return out.baddbmm_(z[:, rows], v[:, columns].mT, alpha=self._beta)
 
     def pair_sums(self, values: Tensor, number: int) -> Tensor:
         """``a_i + a_j`` for values a (heads, N)."""
-        rows, columns = values[:, self.first : self.end, None], values[:, None, self.first :]
+        rows, columns = values[:, self._rows, None], values[:, None, self._columns]
         return torch.add(rows, columns, out=self.buffer(number))
 
     def add_sums(self, matrix: Tensor, total: Tensor, unmasked: Tensor | None) -> None:

@@ -135,8 +135,8 @@ def explain(
 ) -> Choice:
     """Which backend ``bisoftmax`` and ``bisoftmax_hvp`` take for these arguments, and why.
 
-    It takes the arguments of ``bisoftmax`` and raises its errors. Nothing is computed, and ``causal``,
-    ``limit`` and ``deterministic`` decide nothing.
+    It raises the errors of ``bisoftmax``. Nothing is computed, and ``causal``, ``limit`` and
+    ``deterministic`` decide nothing.
     """
     _check(z, beta, mask, lengths, backend)
     if backend == "auto":

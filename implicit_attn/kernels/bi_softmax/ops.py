@@ -23,7 +23,7 @@ from torch import Tensor
 
 from implicit_attn.kernels.arguments import wide_dtype
 from implicit_attn.kernels.bi_softmax.strips import backend as strips
-from implicit_attn.kernels.operators import Operator
+from implicit_attn.kernels.operators import Operator, empty_like_first
 from implicit_attn.optional import require
 
 UNCHECKED_TRITON = "triton, unchecked"
@@ -95,20 +95,14 @@ def _hvp(
 ) -> Tensor:
     """Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
     if _by_triton(backend, z, mask):
-        options = {"limit": limit, "lengths": lengths}
-        return triton_backend().bisoftmax_hvp(
-            z, v, beta, mask, causal, lse, lse_cotangent, **options
-        )
+        options = {"lse": lse, "lse_cotangent": lse_cotangent, "limit": limit, "lengths": lengths}
+        return triton_backend().bisoftmax_hvp(z, v, beta, mask, causal, **options)
     mask = mask_of(z, mask, lengths)
     return strips.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
 
 
 def _empty_forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return z.new_empty(z.shape), z.new_empty(z.shape[:3], dtype=wide_dtype(z))
-
-
-def _empty_hvp(z: Tensor, *_: Any) -> Tensor:
-    return z.new_empty(z.shape)
 
 
 def _empty_hvp_pullback(z: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +161,7 @@ hvp = Operator(
     f"(Tensor z, Tensor v, float beta, {_SHARED}, Tensor? lse, Tensor? lse_cotangent, "
     f"str backend, {_LENGTHS}) -> Tensor",
     _hvp,
-    _empty_hvp,
+    empty_like_first,
     _backward_hvp,
     _save_hvp,
 )

@@ -1,7 +1,6 @@
 """Bi-softmax attention in dense tensor operations: the definition that the other backends must match.
 
-The energy of one head with rows ``z_i`` is ``E(Z) = beta^-1 sum_i L_i`` with ``S = beta Z Z^T`` and
-``L_i = log sum_j exp(S_ij)`` (Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equation 3).
+For the formulas see ``dispatch``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def bisoftmax(
     causal: bool = False,
     limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(P + P^T) Z`` (B, H, N, p) and L (B, H, N); see ``dispatch.bisoftmax``."""
     blocked = _blocked(z, mask, causal)
     z = zero_masked(z, mask).contiguous()
     if within_exponent(limit) and not causal:
@@ -48,14 +46,12 @@ def bisoftmax_hvp(
     causal: bool = False,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """``(P + P^T) V + (W + W^T) Z`` (B, H, N, p); see ``dispatch.bisoftmax_hvp``.
-
-    A given ``lse`` is not used where a derivative by ``z`` may be asked for.
-    """
     blocked = _blocked(z, mask, causal)
     z = zero_masked(z, mask).contiguous()
     v = zero_masked(v, mask).contiguous()
-    if lse is None or _differentiated(z):
+    # A given lse, a constant, has no part in a derivative by z.
+    recorded = torch.is_grad_enabled() and z.requires_grad
+    if lse is None or recorded or transformed() or has_tangent(z):
         weights, _ = _row_softmax(z, beta, blocked)
     else:
         scores = _scores(z, beta, blocked)
@@ -65,11 +61,6 @@ def bisoftmax_hvp(
     mean = (weights * tangent).sum(-1, keepdim=True)
     tilted = weights * (tangent - mean)
     return torch.matmul(weights + weights.mT, v) + torch.matmul(tilted + tilted.mT, z)
-
-
-def _differentiated(z: Tensor) -> bool:
-    """Whether a derivative by ``z`` may be taken: a given lse, a constant, has no part in it."""
-    return (torch.is_grad_enabled() and z.requires_grad) or transformed() or has_tangent(z)
 
 
 def _blocked(z: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:

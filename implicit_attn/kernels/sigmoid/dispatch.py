@@ -14,7 +14,7 @@ from implicit_attn.kernels.arguments import (
     dense_or_strips,
 )
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode
-from implicit_attn.kernels.sigmoid import ops, reference
+from implicit_attn.kernels.sigmoid import reference, strips
 from solvers.core.checks import require_choice
 
 # "blocks" is the public name of the strips.
@@ -54,7 +54,7 @@ def sigmoid_attention(
     choice = explain_sigmoid(z, beta, mask=mask, backend=backend).backend
     if choice == "reference":
         return reference.sigmoid_attention(z, beta, mask=mask)
-    return ops.forward(z, beta, mask)
+    return strips.forward(z, beta, mask)
 
 
 def sigmoid_attention_hvp(
@@ -76,7 +76,7 @@ def sigmoid_attention_hvp(
     if choice == "reference" or (backend == "auto" and has_tangent(v)):
         return reference.sigmoid_attention_hvp(z, v, beta, mask=mask)
     refuse_forward_mode(v, choice, "sigmoid_attention_hvp")
-    return ops.hvp(z, v, beta, mask)
+    return strips.hvp(z, v, beta, mask)
 
 
 def explain_sigmoid(
@@ -84,7 +84,7 @@ def explain_sigmoid(
 ) -> Choice:
     """Which backend the two functions above take for these arguments, and why.
 
-    It takes the arguments of ``sigmoid_attention`` and raises its errors; nothing is computed.
+    It raises the errors of ``sigmoid_attention``; nothing is computed.
     """
     check_arguments(z, beta, mask)
     check_sigmoid_backend(backend)

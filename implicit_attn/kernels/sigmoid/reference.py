@@ -1,8 +1,6 @@
 """Sigmoid attention in dense tensor operations: the definition that the strips must match.
 
-The energy of one head with rows ``z_i`` is ``E(Z) = 1/(2 beta) sum_ij sigma(S_ij)`` with
-``S = beta Z Z^T`` and the logistic function sigma (Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646,
-table 18, with the sign that makes its update the gradient).
+For the formulas see ``dispatch``.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from implicit_attn.kernels.arguments import wide_dtype, without_autocast, zero_m
 def sigmoid_attention(
     z: Tensor, beta: float, *, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradient ``sigma'(S) Z`` like ``z`` and value (B, H); see ``dispatch.sigmoid_attention``."""
     z = zero_masked(z, mask)
     gates = torch.sigmoid((z @ z.mT) * beta)
     gradient = zero_masked((gates - gates.square()) @ z, mask)
@@ -31,7 +28,6 @@ def sigmoid_attention(
 def sigmoid_attention_hvp(
     z: Tensor, v: Tensor, beta: float, *, mask: Tensor | None = None
 ) -> Tensor:
-    """``sigma'(S) V + (sigma''(S) * T) Z`` with ``T = beta (V Z^T + Z V^T)``, like ``z``."""
     z, v = zero_masked(z, mask), zero_masked(v, mask)
     gates = torch.sigmoid((z @ z.mT) * beta)
     slope = gates - gates.square()

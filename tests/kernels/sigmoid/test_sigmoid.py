@@ -13,7 +13,7 @@ from cases.kernels import COUNTS, Allocations, difference
 from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, SigmoidAttention
 from implicit_attn.kernels import explain_sigmoid, sigmoid_attention, sigmoid_attention_hvp
-from implicit_attn.kernels.sigmoid import dispatch, ops, reference, strips
+from implicit_attn.kernels.sigmoid import dispatch, reference, strips
 from solvers import Implicit, Tolerance
 
 BETA = 0.6
@@ -153,10 +153,10 @@ def test_nothing_to_attend(backend: str, shape: tuple[int, ...]) -> None:
 
 def test_registration() -> None:
     z, v, c = small()
-    torch.library.opcheck(ops.forward.operator, (z, BETA, HOLES))
-    torch.library.opcheck(ops.hvp.operator, (z, v, BETA, HOLES))
+    torch.library.opcheck(strips.forward.operator, (z, BETA, HOLES))
+    torch.library.opcheck(strips.hvp.operator, (z, v, BETA, HOLES))
     detached = (z.detach(), v.detach(), c.detach(), BETA, HOLES)
-    torch.library.opcheck(ops.hvp_pullback.operator, detached)
+    torch.library.opcheck(strips.hvp_pullback.operator, detached)
     stack = torch.stack((z.detach(), v.detach()))
     mapped = torch.vmap(lambda z: sigmoid_attention(z, BETA, backend="blocks"))(stack)
     single = [sigmoid_attention(t, BETA) for t in stack]

@@ -1,3 +1,1 @@
 """Bi-softmax by strips of rows: stock operators, any device, no N x N matrix."""
-
-from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import within_exponent
-from implicit_attn.kernels.bi_softmax.strips import derivatives, rows, symmetric
+from implicit_attn.kernels.bi_softmax.strips import rows, symmetric
 from implicit_attn.kernels.tiling import wide_mask, wide_rows
 
 
@@ -62,7 +62,7 @@ def hvp_pullback(
     tokens, vectors, along = (wide_rows(t, mask) for t in (z, v, direction))
     unmasked = wide_mask(z, mask)
     a = None if lse_cotangent is None else lse_cotangent.flatten(0, 1).to(tokens)
-    by_z, by_v, by_a = derivatives.pullback(tokens, vectors, along, beta, unmasked, causal, a)
+    by_z, by_v, by_a = rows.pullback(tokens, vectors, along, beta, unmasked, causal, a)
     if unmasked is not None:
         by_z, by_v, by_a = by_z * unmasked, by_v * unmasked, by_a * unmasked.squeeze(-1)
     by_a = by_a.view(z.shape[:3])

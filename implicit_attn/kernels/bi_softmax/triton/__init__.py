@@ -1,3 +1,1 @@
 """Bi-softmax by Triton kernels, for CUDA devices."""
-
-from __future__ import annotations

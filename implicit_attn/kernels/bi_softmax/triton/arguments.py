@@ -16,9 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from implicit_attn.kernels.bi_softmax.triton.gradient import gradient_kernel
+from implicit_attn.kernels.bi_softmax.triton import tiles as in_kernels
 
-INTERPRETED = not isinstance(gradient_kernel, triton.JITFunction)
+INTERPRETED = bool(in_kernels.INTERPRETED)
 LOG2E = math.log2(math.e)
 # Offsets inside a tile are of 32 bits.
 _LARGEST_ROW_STRIDE = 1 << 23
@@ -41,10 +41,7 @@ INTERPRETER = Tiles(128, 64, 4, 1)
 
 # (kernel, bytes of a number) -> largest padded width: tiles, for Hopper. The triangle has square ones.
 # Chosen by what ptxas reports for sm_90: no or little spilling, two programs or more on a
-# multiprocessor where that can be had. A float32 product is three TF32 ones with operands split in
-# registers, so its tiles are small; over a width of WIDEST_SPLIT that spills, and the ordinary
-# float32 units do the products.
-WIDEST_SPLIT = 128
+# multiprocessor where that can be had. Float32 products are split in registers: their tiles are small.
 _TABLE = {
     ("lse", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
     ("lse", 4): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
@@ -73,13 +70,9 @@ _SAME = {"causal": "gradient", "mean": "curvature"}
 
 
 def tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
-    """The tiles of a kernel.
+    """The tiles of a kernel of the table, given the padded head width and the bytes of a number.
 
-    Args:
-        kernel: its name in the table.
-        width: padded head width.
-        size: bytes of a number.
-        capability: major version of the device's compute capability; 0: the interpreter.
+    ``capability`` is the major version of the device's; 0: the interpreter.
     """
     if capability == 0:
         return INTERPRETER
@@ -88,47 +81,16 @@ def tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
     return next(chosen for largest, chosen in table.items() if width <= largest)
 
 
-def halves(kernel: str, width: int, size: int) -> bool:
-    """Whether sums from half of the tiles, "triangle" or "tangents", fit in the registers."""
-    widest = {"triangle": 128, "tangents": 32}[kernel]
-    return size == 2 or width <= widest
-
-
-def fits_one_tile(kernel: str, tokens: int, width: int, size: int) -> bool:
-    """Whether one program holds a whole head: "gradient" or "hvp"; else the registers spill.
-
-    Two launches are then better than one. Arguments as for ``tiles``.
-    """
-    if tokens > LARGEST_SINGLE_TILE:
-        return False
-    if size == 4:
-        return tokens <= 64 and width <= 64
-    if tokens <= 64:
-        return kernel == "gradient" or width <= 128
-    if kernel == "gradient":
-        return width <= 128
-    return tokens <= 96 and width <= 64
-
-
 @dataclass(frozen=True)
 class LaunchArguments:
-    """What the kernels of one call share.
+    """What the kernels of one call share."""
 
-    Attributes:
-        z: (B, H, N, p), rows contiguous and their stride within 32 bits, as from ``readable``.
-        beta: inverse temperature.
-        keep: (B, N) uint8, 0 at masked tokens, or None.
-        extent: (B,) int32, the tokens of a sample before its padding, or None.
-        causal: row i is restricted to columns ``j <= i``.
-        bounded: ``exp`` of the scores needs no row maximum.
-    """
-
-    z: Tensor
+    z: Tensor  # (B, H, N, p) as from ``readable``
     beta: float
-    keep: Tensor | None
-    extent: Tensor | None
-    causal: bool
-    bounded: bool
+    keep: Tensor | None  # (B, N) uint8, 0 at masked tokens
+    extent: Tensor | None  # (B,) int32, the tokens of a sample before its padding
+    causal: bool  # row i is restricted to columns j <= i
+    bounded: bool  # exp of the scores needs no row maximum
 
     @property
     def heads(self) -> int:
@@ -156,12 +118,6 @@ class LaunchArguments:
         """Major version of the device; 0: interpreted."""
         return 0 if INTERPRETED else torch.cuda.get_device_capability(self.z.device)[0]
 
-    @property
-    def pads(self) -> tuple[Tensor, Tensor]:
-        """``keep`` and ``extent``, or any tensor in their place: the kernel does not read it."""
-        keep = self.z if self.keep is None else self.keep
-        return keep, self.z if self.extent is None else self.extent
-
     def sizes(self, blocks: int) -> tuple[int, int, int, int, float]:
         """Heads a sample, tokens, width, blocks a head and scale, as most kernels take them."""
         return self.z.shape[1], self.tokens, self.z.shape[3], blocks, self.scale
@@ -170,13 +126,9 @@ class LaunchArguments:
         return tiles(kernel, self.padded_width, self.z.element_size(), self.capability)
 
     def constants(self, shape: Tiles) -> dict[str, Any]:
-        """Options of every kernel, with those of the compiler."""
-        split = self.z.dtype == torch.float32 and self.padded_width <= WIDEST_SPLIT
+        """Options of every tiled kernel, with those of the compiler."""
         return {
             "WIDTH": self.padded_width,
-            "PRECISION": "tf32x3" if split and not INTERPRETED else "ieee",
-            "UPCAST": INTERPRETED and self.z.dtype == torch.bfloat16,
-            "HAS_EXTENT": self.extent is not None,
             "enable_fp_fusion": self.bounded,
             "num_warps": shape.warps,
             "num_stages": shape.stages,
@@ -189,20 +141,29 @@ class LaunchArguments:
         return {"EVEN": self.extent is None and whole, "EVEN_WIDTH": width}
 
     @property
-    def weights(self) -> dict[str, Any]:
-        """Whether there is a mask, and the power of two by which weights are held larger.
-
-        Small weights of float16 would be lost otherwise.
-        """
-        boost = 14 if self.z.dtype == torch.float16 else 0
-        return {"HAS_MASK": self.keep is not None, "BOOST": boost}
+    def boost(self) -> int:
+        """Weights are held larger by this power of two: small ones of float16 would be lost."""
+        return 14 if self.z.dtype == torch.float16 else 0
 
     def by_rows(self, kernel: str) -> tuple[int, dict[str, Any]]:
         """Blocks of rows a head, and all options of a kernel that owns rows and goes over columns."""
         shape = self.tiles(kernel)
-        sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns}
-        options = {**sizes, **self.even(shape), **self.weights, **self.constants(shape)}
-        return -(-self.tokens // shape.rows), options
+        options = {"ROWS": shape.rows, "COLUMNS": shape.columns, "BOOST": self.boost}
+        return -(-self.tokens // shape.rows), options | self.even(shape) | self.constants(shape)
+
+    def halves(self, kernel: str) -> bool:
+        """Whether sums from half of the tiles, "triangle" or "tangents", fit in the registers."""
+        widest = {"triangle": 128, "tangents": 32}[kernel]
+        return self.z.element_size() == 2 or self.padded_width <= widest
+
+    def fits_one_tile(self, kernel: str) -> bool:
+        """Whether one program holds a whole head: "gradient" or "hvp"; else the registers spill."""
+        tokens, width = self.tokens, self.padded_width
+        if self.z.element_size() == 4:
+            return tokens <= 64 and width <= 64
+        if kernel == "gradient":
+            return tokens <= 64 or (tokens <= LARGEST_SINGLE_TILE and width <= 128)
+        return (tokens <= 64 and width <= 128) or (tokens <= 96 and width <= 64)
 
 
 def readable(x: Tensor) -> Tensor:

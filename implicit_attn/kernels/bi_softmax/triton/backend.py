@@ -20,8 +20,6 @@ from implicit_attn.kernels.bi_softmax.triton.arguments import (
     LARGEST_SINGLE_TILE,
     LaunchArguments,
     device_of,
-    fits_one_tile,
-    halves,
     readable,
 )
 
@@ -68,22 +66,11 @@ def bisoftmax_forward(
     triangular: bool | None = None,
     single_tile: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient ``(P + P^T) Z`` of the bi-softmax energy and the log-sum-exp of each row.
+    """``dispatch.bisoftmax`` for what ``supports`` takes, not empty; both results are contiguous.
 
-    Args:
-        z: (B, H, N, p), not empty, any strides; what ``supports`` takes.
-        beta, mask, causal, limit, lengths, deterministic: as in ``dispatch.bisoftmax``.
-        triangular: ``L`` from half of the tiles; None: where ``limit`` and the
-            registers allow it, from 1024 tokens.
-        single_tile: the kernel that holds a whole head of up to 128 tokens on the chip; None: where
-            its registers suffice.
-
-    Returns:
-        gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) float32, both contiguous
-        whatever the strides of ``z``; zero in both at masked tokens.
-
-    Raises:
-        ValueError: for ``triangular`` or ``single_tile`` where they are not possible.
+    ``triangular`` finds ``L`` from half of the tiles (None: where ``limit`` and the registers allow it,
+    from 1024 tokens), ``single_tile`` takes the kernel that holds a whole head of up to 128 tokens on
+    the chip (None: where its registers suffice); ValueError where they are not possible.
     """
     given = _arguments(z, beta, mask, causal, limit, lengths)
     triangular = _wants_triangle(given, "triangle", triangular)
@@ -120,21 +107,10 @@ def bisoftmax_hvp(
     triangular: bool | None = None,
     single_tile: bool | None = None,
 ) -> Tensor:
-    """Hessian of the bi-softmax energy times ``v``, plus ``beta (diag(a) P + P^T diag(a)) Z``.
+    """``H V + beta (diag(a) P + P^T diag(a)) Z``, contiguous, for the cotangent ``a`` of the lse.
 
-    Args:
-        z, beta, mask, causal, limit, lengths, single_tile: as in ``bisoftmax_forward``.
-        v: like ``z`` in shape, dtype and device; any strides.
-        lse: (B, H, N) from ``bisoftmax_forward`` for the same arguments, or None. Only the
-            tangents from half of the tiles use it, and compute it first where it is None.
-        lse_cotangent: ``a`` (B, H, N), the cotangent of the log-sum-exps; None: zero.
-        triangular: the mean tangents from half of the tiles; None: as in ``bisoftmax_forward``.
-
-    Returns:
-        (B, H, N, p) in the dtype of ``z``, contiguous; zero at masked tokens.
-
-    Raises:
-        ValueError: as ``bisoftmax_forward``.
+    ``triangular`` finds the mean tangents from half of the tiles; only then ``lse`` is used, and found
+    first where it is None. Else as ``bisoftmax_forward``.
     """
     given = _arguments(z, beta, mask, causal, limit, lengths)
     triangular = _wants_triangle(given, "tangents", triangular)
@@ -176,11 +152,10 @@ def _arguments(
     limit: float | None,
     lengths: Tensor | None,
 ) -> LaunchArguments:
-    extent = None
     if lengths is not None:
-        extent = lengths.to(device=z.device, dtype=torch.int32).clamp(0, z.shape[2])
+        lengths = lengths.to(device=z.device, dtype=torch.int32).clamp(0, z.shape[2])
     keep = None if mask is None else mask.contiguous().view(torch.uint8)
-    return LaunchArguments(readable(z), float(beta), keep, extent, causal, within_exponent(limit))
+    return LaunchArguments(readable(z), float(beta), keep, lengths, causal, within_exponent(limit))
 
 
 def _wants_single_tile(given: LaunchArguments, kernel: str, single_tile: bool | None) -> bool:
@@ -190,7 +165,7 @@ def _wants_single_tile(given: LaunchArguments, kernel: str, single_tile: bool | 
         )
     if single_tile is not None:
         return single_tile
-    return fits_one_tile(kernel, given.tokens, given.padded_width, given.z.element_size())
+    return given.fits_one_tile(kernel)
 
 
 def _wants_triangle(given: LaunchArguments, kernel: str, triangular: bool | None) -> bool:
@@ -200,14 +175,11 @@ def _wants_triangle(given: LaunchArguments, kernel: str, triangular: bool | None
         )
     if triangular is not None or not given.by_reciprocals or given.tokens < _TRIANGULAR_FROM:
         return bool(triangular)
-    return halves(kernel, given.padded_width, given.z.element_size())
+    return given.halves(kernel)
 
 
 def _zero_masked(given: LaunchArguments) -> LaunchArguments:
-    """With zeros at masked tokens: the tiled kernels then need the mask at the ends only.
-
-    The extent ends after a sample's last unmasked token.
-    """
+    """With zeros at masked tokens: tiled kernels then need the mask at the ends only; an extent."""
     keep = given.keep
     if keep is None:
         return given

@@ -36,37 +36,33 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
 
 @triton.jit
 def _gather(
-    z, normaliser, first, count, tokens, width, scale, shift, stride_n, stride_p,
+    z, normaliser, first, count, tokens, width, scale, shift, stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``sum_j (P_ij + P_ji) z_j`` of a block of rows; ``normaliser``: ``L`` (base 2) or ``exp(-L)``."""
-    own = load_tile(z, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    own = load_tile(z, first, count, width, stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     rows = first + tl.arange(0, ROWS)
     here = weighing(tl.load(normaliser + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
     gathered = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, count, COLUMNS):
-        other = load_tile(
-            z, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
+        other = load_tile(z, start, count, width, stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
         columns = start + tl.arange(0, COLUMNS)
         there = tl.load(normaliser + columns, mask=columns < tokens, other=0.0)
         there = weighing(there, shift, BOOST, FORM)
-        score = scores(own, other, PRECISION, UPCAST) * scale
+        score = scores(own, other) * scale
         # Where z_j is zero (padding) the weight is finite and adds nothing.
         weight = sum_of_weights(score, here, there, shift, FORM).to(other.dtype)
-        gathered = product(weight, other, gathered, PRECISION, UPCAST)
+        gathered = product(weight, other, gathered)
     return gathered
 
 
 @triton.jit
 def gradient_kernel(
-    z, keep, extent, normaliser, peaks, out, heads, tokens, width, blocks, scale,
-    stride_b, stride_h, stride_n, stride_p, out_stride_b, out_stride_h, out_stride_n, out_stride_p,
+    z, keep, extent, normaliser, peaks, out, heads, tokens, width, blocks, scale, stride_b,
+    stride_h, stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
-    BOUNDED: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``(P + P^T) Z`` without a causal mask; grid (samples * heads * blocks,).
 
@@ -77,61 +73,55 @@ def gradient_kernel(
     sample = index // heads
     head = head_of(z, index, heads, stride_b, stride_h)
     normaliser += tl.cast(index, tl.int64) * tokens
-    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    count = token_count(extent, sample, tokens)
     if BOUNDED:
         gathered = _gather(
-            head, normaliser, first, count, tokens, width, scale, 0.0, stride_n, stride_p,
-            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, RECIPROCAL, BOOST, PRECISION, UPCAST,
+            head, normaliser, first, count, tokens, width, scale, 0.0, stride_n, ROWS, COLUMNS,
+            WIDTH, EVEN, EVEN_WIDTH, RECIPROCAL, BOOST,
         )  # fmt: skip
     else:
         peak = tl.load(peaks + index)
         if peak <= WIDEST_PEAK:
             gathered = _gather(
-                head, normaliser, first, count, tokens, width, scale, shift_of(peak),
-                stride_n, stride_p, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
-                SHIFTED, BOOST, PRECISION, UPCAST,
+                head, normaliser, first, count, tokens, width, scale, shift_of(peak), stride_n,
+                ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SHIFTED, BOOST,
             )  # fmt: skip
         else:
             gathered = _gather(
-                head, normaliser, first, count, tokens, width, scale, 0.0, stride_n, stride_p,
-                ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SEPARATE, BOOST, PRECISION, UPCAST,
+                head, normaliser, first, count, tokens, width, scale, 0.0, stride_n, ROWS, COLUMNS,
+                WIDTH, EVEN, EVEN_WIDTH, SEPARATE, BOOST,
             )  # fmt: skip
-    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS)
     gathered = tl.where(kept[:, None], gathered * (2.0**-BOOST), 0.0)
-    out_head = head_of(out, index, heads, out_stride_b, out_stride_h)
-    store_tile(out_head, gathered, first, tokens, width, out_stride_n, out_stride_p, ROWS, WIDTH)
+    store_tile(out, gathered, index, first, tokens, tokens, width, ROWS, WIDTH)
 
 
 @triton.jit
 def _column_sums(
-    gathered, z_own, head, normaliser, rows, begin, end, count, tokens, width, scale,
-    stride_n, stride_p,
+    gathered, z_own, head, normaliser, rows, begin, end, count, tokens, width, scale, stride_n,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
-    DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    DIAGONAL: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """Add ``P_ji z_j`` of ``begin <= j < end``; ``normaliser``: ``L`` (base 2)."""
     for start in range(begin, end, COLUMNS):
-        z_other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
+        z_other = load_tile(head, start, count, width, stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
         columns = start + tl.arange(0, COLUMNS)
         lse_other = tl.load(normaliser + columns, mask=columns < tokens, other=0.0)
         there = weighing(lse_other, 0.0, BOOST, SEPARATE)
-        exponent = scores(z_own, z_other, PRECISION, UPCAST) * scale - there[None, :]
+        exponent = scores(z_own, z_other) * scale - there[None, :]
         if DIAGONAL:
             exponent = tl.where(columns[None, :] >= rows[:, None], exponent, float("-inf"))
         weight = tl.exp2(exponent)
-        gathered = product(weight.to(z_other.dtype), z_other, gathered, PRECISION, UPCAST)
+        gathered = product(weight.to(z_other.dtype), z_other, gathered)
     return gathered
 
 
 @triton.jit
 def causal_columns_kernel(
     z, keep, extent, normaliser, gathered_rows, out, heads, tokens, width, blocks, scale, stride_b,
-    stride_h, stride_n, stride_p, out_stride_b, out_stride_h, out_stride_n, out_stride_p,
+    stride_h, stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``o_i + sum_{j >= i} P_ji z_j``: the column term of a causal mask; the longest columns first."""
     index = tl.program_id(0) // blocks
@@ -139,28 +129,24 @@ def causal_columns_kernel(
     sample = index // heads
     head = head_of(z, index, heads, stride_b, stride_h)
     normaliser += tl.cast(index, tl.int64) * tokens
-    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    count = token_count(extent, sample, tokens)
     rows = first + tl.arange(0, ROWS)
-    z_own = load_tile(head, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    z_own = load_tile(head, first, count, width, stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     gathered = tl.zeros([ROWS, WIDTH], tl.float32)
-    gathered = _column_sums(
-        gathered, z_own, head, normaliser, rows, first, tl.minimum(first + ROWS, count), count,
-        tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, True, BOOST,
-        PRECISION, UPCAST,
-    )  # fmt: skip
-    gathered = _column_sums(
-        gathered, z_own, head, normaliser, rows, first + ROWS, count, count, tokens, width, scale,
-        stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, False, BOOST, PRECISION, UPCAST,
-    )  # fmt: skip
+    for BEYOND in tl.static_range(2):
+        begin, end = (first + ROWS, count) if BEYOND else (first, tl.minimum(first + ROWS, count))
+        gathered = _column_sums(
+            gathered, z_own, head, normaliser, rows, begin, end, count, tokens, width, scale,
+            stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, not BEYOND, BOOST,
+        )  # fmt: skip
     gathered *= 2.0**-BOOST
     at = tl.cast(index, tl.int64) * tokens
     gathered += load_tile(
-        gathered_rows + at * width, first, tokens, width, width, 1, ROWS, WIDTH, False, False
+        gathered_rows + at * width, first, tokens, width, width, ROWS, WIDTH, False, False
     )
-    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS)
     gathered = tl.where(kept[:, None], gathered, 0.0)
-    out_head = head_of(out, index, heads, out_stride_b, out_stride_h)
-    store_tile(out_head, gathered, first, tokens, width, out_stride_n, out_stride_p, ROWS, WIDTH)
+    store_tile(out, gathered, index, first, tokens, tokens, width, ROWS, WIDTH)
 
 
 @triton.jit
@@ -175,9 +161,8 @@ def _add_tile(head, value, first, stop, width, ROWS: tl.constexpr, WIDTH: tl.con
 @triton.jit
 def atomic_gradient_kernel(
     z, extent, reciprocal, out, heads, tokens, width, blocks, scale, stride_b, stride_h, stride_n,
-    stride_p,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
-    HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BOOST: tl.constexpr,
 ):  # fmt: skip
     """``out`` (float32, contiguous, zero before); the longest rows first."""
     index = tl.program_id(0) // blocks
@@ -185,25 +170,23 @@ def atomic_gradient_kernel(
     head = head_of(z, index, heads, stride_b, stride_h)
     at = tl.cast(index, tl.int64) * tokens
     out_head = out + at * width
-    count = token_count(extent, index // heads, tokens, HAS_EXTENT)
+    count = token_count(extent, index // heads, tokens)
     within = tl.arange(0, BLOCK)
-    z_own = load_tile(head, first, count, width, stride_n, stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH)
+    z_own = load_tile(head, first, count, width, stride_n, BLOCK, WIDTH, EVEN, EVEN_WIDTH)
     rows = first + within
     here = tl.load(reciprocal + at + rows, mask=rows < tokens, other=0.0)
-    exponential = tl.exp2(scores(z_own, z_own, PRECISION, UPCAST) * scale)
+    exponential = tl.exp2(scores(z_own, z_own) * scale)
     weight = (exponential * (here[:, None] + here[None, :])).to(z_own.dtype)
     gathered = tl.zeros([BLOCK, WIDTH], tl.float32)
-    gathered = product(weight, z_own, gathered, PRECISION, UPCAST)
+    gathered = product(weight, z_own, gathered)
     for start in range(first + BLOCK, count, BLOCK):
-        z_other = load_tile(
-            head, start, count, width, stride_n, stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH
-        )
+        z_other = load_tile(head, start, count, width, stride_n, BLOCK, WIDTH, EVEN, EVEN_WIDTH)
         columns = start + within
         there = tl.load(reciprocal + at + columns, mask=columns < tokens, other=0.0)
-        exponential = tl.exp2(scores(z_own, z_other, PRECISION, UPCAST) * scale)
+        exponential = tl.exp2(scores(z_own, z_other) * scale)
         weight = (exponential * (here[:, None] + there[None, :])).to(z_own.dtype)
-        gathered = product(weight, z_other, gathered, PRECISION, UPCAST)
+        gathered = product(weight, z_other, gathered)
         across = tl.zeros([BLOCK, WIDTH], tl.float32)
-        across = product(tl.trans(weight), z_own, across, PRECISION, UPCAST)
+        across = product(tl.trans(weight), z_own, across)
         _add_tile(out_head, across * (2.0**-BOOST), start, count, width, BLOCK, WIDTH)
     _add_tile(out_head, gathered * (2.0**-BOOST), first, count, width, BLOCK, WIDTH)

@@ -65,50 +65,42 @@ def _weights(
 @triton.jit
 def _curve(
     curved, z, v, normaliser, mean, first, begin, end, count, tokens, width, scale, beta, shift,
-    z_stride_n, z_stride_p, v_stride_n, v_stride_p,
+    z_stride_n, v_stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, WHERE: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Add the terms of ``begin <= j < end`` to a block of rows.
 
     ``normaliser``: ``L`` (base 2) or ``exp(-L)``.
     """
-    z_own = load_tile(z, first, count, width, z_stride_n, z_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
-    v_own = load_tile(v, first, count, width, v_stride_n, v_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    z_own = load_tile(z, first, count, width, z_stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    v_own = load_tile(v, first, count, width, v_stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     rows = first + tl.arange(0, ROWS)
     here = weighing(tl.load(normaliser + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
     mean_own = tl.load(mean + rows, mask=rows < tokens, other=0.0)
     for start in range(begin, end, COLUMNS):
-        z_other = load_tile(
-            z, start, count, width, z_stride_n, z_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        v_other = load_tile(
-            v, start, count, width, v_stride_n, v_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
+        z_other = load_tile(z, start, count, width, z_stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
+        v_other = load_tile(v, start, count, width, v_stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
         columns = start + tl.arange(0, COLUMNS)
         there = tl.load(normaliser + columns, mask=columns < tokens, other=0.0)
         there = weighing(there, shift, BOOST, FORM)
         mean_other = tl.load(mean + columns, mask=columns < tokens, other=0.0)
-        score = scores(z_own, z_other, PRECISION, UPCAST) * scale
-        tangent = tangents(z_own, v_own, z_other, v_other, PRECISION, UPCAST) * beta
+        score = scores(z_own, z_other) * scale
+        tangent = tangents(z_own, v_own, z_other, v_other) * beta
         weight, tilted = _weights(
             score, tangent, here, there, mean_own, mean_other, rows, columns, shift, WHERE, FORM
         )
-        curved = product(weight.to(v_other.dtype), v_other, curved, PRECISION, UPCAST)
-        curved = tilted_product(tilted, z_other, curved, PRECISION, UPCAST)
+        curved = product(weight.to(v_other.dtype), v_other, curved)
+        curved = tilted_product(tilted, z_other, curved)
     return curved
 
 
 @triton.jit
 def curvature_kernel(
     z, v, keep, extent, normaliser, mean, peaks, out, heads, tokens, width, blocks, scale, beta,
-    z_stride_b, z_stride_h, z_stride_n, z_stride_p, v_stride_b, v_stride_h, v_stride_n, v_stride_p,
-    out_stride_b, out_stride_h, out_stride_n, out_stride_p,
+    z_stride_b, z_stride_h, z_stride_n, v_stride_b, v_stride_h, v_stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
-    BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``H V`` from ``r`` and from ``L``, or ``exp(-L)`` if ``BOUNDED`` (then not ``CAUSAL``).
 
@@ -121,45 +113,37 @@ def curvature_kernel(
     v = head_of(v, index, heads, v_stride_b, v_stride_h)
     normaliser += tl.cast(index, tl.int64) * tokens
     mean += tl.cast(index, tl.int64) * tokens
-    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    count = token_count(extent, sample, tokens)
     curved = tl.zeros([ROWS, WIDTH], tl.float32)
     if CAUSAL:
-        curved = _curve(
-            curved, z, v, normaliser, mean, first, 0, tl.minimum(first, count), count, tokens, width,
-            scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
-            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, LEFT, SEPARATE, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
-        curved = _curve(
-            curved, z, v, normaliser, mean, first, first, tl.minimum(first + ROWS, count), count,
-            tokens, width, scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
-            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, DIAGONAL, SEPARATE, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
-        curved = _curve(
-            curved, z, v, normaliser, mean, first, first + ROWS, count, count, tokens, width,
-            scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
-            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, RIGHT, SEPARATE, BOOST, PRECISION, UPCAST,
-        )  # fmt: skip
+        for WHERE in tl.static_range(LEFT, RIGHT + 1):
+            begin = 0 if WHERE == 1 else (first if WHERE == 2 else first + ROWS)
+            end = count if WHERE == 3 else tl.minimum(first if WHERE == 1 else first + ROWS, count)
+            curved = _curve(
+                curved, z, v, normaliser, mean, first, begin, end, count, tokens, width, scale,
+                beta, 0.0, z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, WHERE,
+                SEPARATE, BOOST,
+            )  # fmt: skip
     elif BOUNDED:
         curved = _curve(
-            curved, z, v, normaliser, mean, first, 0, count, count, tokens, width,
-            scale, beta, 0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p,
-            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, RECIPROCAL, BOOST, PRECISION, UPCAST,
+            curved, z, v, normaliser, mean, first, 0, count, count, tokens, width, scale, beta, 0.0,
+            z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, RECIPROCAL,
+            BOOST,
         )  # fmt: skip
     else:
         peak = tl.load(peaks + index)
         if peak <= WIDEST_PEAK:
             curved = _curve(
                 curved, z, v, normaliser, mean, first, 0, count, count, tokens, width, scale, beta,
-                shift_of(peak), z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS,
-                WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SHIFTED, BOOST, PRECISION, UPCAST,
+                shift_of(peak), z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
+                EVERYWHERE, SHIFTED, BOOST,
             )  # fmt: skip
         else:
             curved = _curve(
                 curved, z, v, normaliser, mean, first, 0, count, count, tokens, width, scale, beta,
-                0.0, z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS,
-                WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SEPARATE, BOOST, PRECISION, UPCAST,
+                0.0, z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE,
+                SEPARATE, BOOST,
             )  # fmt: skip
-    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS)
     curved = tl.where(kept[:, None], curved * (2.0**-BOOST), 0.0)
-    out = head_of(out, index, heads, out_stride_b, out_stride_h)
-    store_tile(out, curved, first, tokens, width, out_stride_n, out_stride_p, ROWS, WIDTH)
+    store_tile(out, curved, index, first, tokens, tokens, width, ROWS, WIDTH)

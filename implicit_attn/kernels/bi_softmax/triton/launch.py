@@ -48,9 +48,10 @@ def single_tile_gradient(given: LaunchArguments, out: Tensor, lse: Tensor) -> No
     """``(P + P^T) Z`` and ``L``."""
     z, (first, second) = given.z, parts(given.tokens)
     small_gradient_kernel[(given.heads,)](
-        z, *given.pads, lse, out, z.shape[1], given.tokens, z.shape[3], given.scale,
-        *z.stride(), *out.stride(), FIRST=first, SECOND=second, CAUSAL=given.causal,
-        BOUNDED=given.by_reciprocals, **given.weights, **given.constants(given.tiles("single tile")),
+        z, given.keep, given.extent, lse, out, z.shape[1], given.tokens, z.shape[3], given.scale,
+        *z.stride()[:3], FIRST=first, SECOND=second, CAUSAL=given.causal,
+        BOUNDED=given.by_reciprocals, BOOST=given.boost,
+        **given.constants(given.tiles("single tile")),
     )  # fmt: skip
 
 
@@ -60,11 +61,10 @@ def single_tile_hvp(
     """``H V``."""
     z, (first, second) = given.z, parts(given.tokens)
     small_hvp_kernel[(given.heads,)](
-        z, v, *given.pads, z if cotangent is None else cotangent, out,
-        z.shape[1], given.tokens, z.shape[3], given.scale, given.beta,
-        *z.stride(), *v.stride(), *out.stride(), FIRST=first, SECOND=second,
-        HAS_COTANGENT=cotangent is not None, CAUSAL=given.causal, BOUNDED=given.by_reciprocals,
-        **given.weights, **given.constants(given.tiles("single tile")),
+        z, v, given.keep, given.extent, cotangent, out, z.shape[1], given.tokens, z.shape[3],
+        given.scale, given.beta, *z.stride()[:3], *v.stride()[:3], FIRST=first, SECOND=second,
+        CAUSAL=given.causal, BOUNDED=given.by_reciprocals, BOOST=given.boost,
+        **given.constants(given.tiles("single tile")),
     )  # fmt: skip
 
 
@@ -72,8 +72,8 @@ def row_lse(given: LaunchArguments, lse: Tensor, normaliser: Tensor) -> None:
     """``L`` from all tiles; ``normaliser``: ``exp(-L)`` if scores are bounded, else ``L`` in base 2."""
     blocks, options = given.by_rows("lse")
     lse_kernel[(given.heads * blocks,)](
-        given.z, *given.pads, lse, normaliser, *given.sizes(blocks), *given.z.stride(),
-        BOUNDED=given.bounded, **options,
+        given.z, given.keep, given.extent, lse, normaliser, *given.sizes(blocks),
+        *given.z.stride()[:3], BOUNDED=given.bounded, **options,
     )  # fmt: skip
 
 
@@ -87,9 +87,9 @@ def _triangle(given: LaunchArguments, v: Tensor | None) -> tuple[Tensor, int, in
         (given.heads * slices, given.tokens), dtype=torch.float32, device=given.z.device
     )
     triangle_kernel[(given.heads * slices,)](
-        given.z, v, *given.pads, slots, *given.sizes(slices), *given.z.stride(), *v.stride(),
-        TANGENT=tangent, BLOCK=shape.rows, HAS_MASK=given.keep is not None,
-        **given.even(shape), **given.constants(shape),
+        given.z, v, given.keep, given.extent, slots, *given.sizes(slices), *given.z.stride()[:3],
+        *v.stride()[:3], TANGENT=tangent, BLOCK=shape.rows, **given.even(shape),
+        **given.constants(shape),
     )  # fmt: skip
     return slots, slices, shape.rows
 
@@ -99,9 +99,8 @@ def triangle_lse(given: LaunchArguments, lse: Tensor, reciprocals: Tensor) -> No
     slots, slices, block = _triangle(given, None)
     blocks = triton.cdiv(given.tokens, block)
     triangle_lse_kernel[(given.heads * blocks,)](
-        slots, *given.pads, lse, reciprocals, given.z.shape[1], given.tokens, blocks, slices,
-        BLOCK=block, HAS_EXTENT=given.extent is not None, **given.weights,
-        num_warps=4, enable_fp_fusion=True,
+        slots, given.keep, given.extent, lse, reciprocals, given.z.shape[1], given.tokens, blocks,
+        slices, BLOCK=block, BOOST=given.boost, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -117,10 +116,9 @@ def triangle_mean(
     slots, slices, block = _triangle(given, v)
     blocks = triton.cdiv(given.tokens, block)
     triangle_mean_kernel[(given.heads * blocks,)](
-        slots, given.pads[1], lse, lse if cotangent is None else cotangent, mean, reciprocals,
-        given.z.shape[1], given.tokens, blocks, slices, given.beta, BLOCK=block,
-        HAS_EXTENT=given.extent is not None, HAS_COTANGENT=cotangent is not None,
-        BOOST=given.weights["BOOST"], num_warps=4, enable_fp_fusion=True,
+        slots, given.extent, lse, cotangent, mean, reciprocals, given.z.shape[1], given.tokens,
+        blocks, slices, given.beta, BLOCK=block, BOOST=given.boost, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -130,9 +128,9 @@ def row_mean(
     """``r`` from all tiles that the mask leaves; ``normaliser`` as from ``row_lse``."""
     blocks, options = given.by_rows("mean")
     mean_kernel[(given.heads * blocks,)](
-        given.z, v, *given.pads, mean if cotangent is None else cotangent, mean, normaliser,
-        *given.sizes(blocks), given.beta, *given.z.stride(), *v.stride(), CAUSAL=given.causal,
-        HAS_COTANGENT=cotangent is not None, BOUNDED=given.by_reciprocals, **options,
+        given.z, v, given.keep, given.extent, cotangent, mean, normaliser, *given.sizes(blocks),
+        given.beta, *given.z.stride()[:3], *v.stride()[:3], CAUSAL=given.causal,
+        BOUNDED=given.by_reciprocals, **options,
     )  # fmt: skip
 
 
@@ -141,8 +139,8 @@ def gradient(given: LaunchArguments, normaliser: Tensor, out: Tensor) -> None:
     blocks, options = given.by_rows("gradient")
     peaks = normaliser if given.bounded else normaliser.amax(-1)
     gradient_kernel[(given.heads * blocks,)](
-        given.z, *given.pads, normaliser, peaks, out, *given.sizes(blocks),
-        *given.z.stride(), *out.stride(), BOUNDED=given.bounded, **options,
+        given.z, given.keep, given.extent, normaliser, peaks, out, *given.sizes(blocks),
+        *given.z.stride()[:3], BOUNDED=given.bounded, **options,
     )  # fmt: skip
 
 
@@ -152,8 +150,8 @@ def atomic_gradient(given: LaunchArguments, reciprocals: Tensor, out: Tensor) ->
     blocks = triton.cdiv(given.tokens, shape.rows)
     total = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
     atomic_gradient_kernel[(given.heads * blocks,)](
-        z, given.pads[1], reciprocals, total, *given.sizes(blocks), *z.stride(), BLOCK=shape.rows,
-        BOOST=given.weights["BOOST"], **given.even(shape), **given.constants(shape),
+        z, given.extent, reciprocals, total, *given.sizes(blocks), *z.stride()[:3],
+        BLOCK=shape.rows, BOOST=given.boost, **given.even(shape), **given.constants(shape),
     )  # fmt: skip
     if given.keep is not None:
         total.masked_fill_((given.keep == 0)[:, None, :, None], 0.0)
@@ -165,9 +163,11 @@ def causal_gradient(given: LaunchArguments, lse: Tensor, normaliser: Tensor, out
     z, (blocks, options) = given.z, given.by_rows("causal")
     rows = torch.empty(z.shape, dtype=torch.float32, device=z.device)
     sizes, grid = given.sizes(blocks), (given.heads * blocks,)
-    causal_rows_kernel[grid](z, *given.pads, lse, normaliser, rows, *sizes, *z.stride(), **options)
+    causal_rows_kernel[grid](
+        z, given.keep, given.extent, lse, normaliser, rows, *sizes, *z.stride()[:3], **options
+    )
     causal_columns_kernel[grid](
-        z, *given.pads, normaliser, rows, out, *sizes, *z.stride(), *out.stride(), **options
+        z, given.keep, given.extent, normaliser, rows, out, *sizes, *z.stride()[:3], **options
     )
 
 
@@ -179,7 +179,7 @@ def curvature(
     shifted = not given.by_reciprocals and not given.causal
     peaks = normaliser.amax(-1) if shifted else normaliser
     curvature_kernel[(given.heads * blocks,)](
-        given.z, v, *given.pads, normaliser, mean, peaks, out, *given.sizes(blocks), given.beta,
-        *given.z.stride(), *v.stride(), *out.stride(), BOUNDED=given.by_reciprocals,
+        given.z, v, given.keep, given.extent, normaliser, mean, peaks, out, *given.sizes(blocks),
+        given.beta, *given.z.stride()[:3], *v.stride()[:3], BOUNDED=given.by_reciprocals,
         CAUSAL=given.causal, **options,
     )  # fmt: skip

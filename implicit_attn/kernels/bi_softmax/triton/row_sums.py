@@ -39,11 +39,10 @@ def online(total, peak, score, BOOST: tl.constexpr):
 
 @triton.jit
 def lse_kernel(
-    z, keep, extent, lse, normaliser, heads, tokens, width, blocks, scale, stride_b, stride_h, stride_n,
-    stride_p,
+    z, keep, extent, lse, normaliser, heads, tokens, width, blocks, scale, stride_b, stride_h,
+    stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
-    BOUNDED: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``L_i``; in ``normaliser`` ``exp(-L_i)`` if ``BOUNDED``, else ``L_i`` in base 2.
 
@@ -52,23 +51,21 @@ def lse_kernel(
     index = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * ROWS
     head = head_of(z, index, heads, stride_b, stride_h)
-    count = token_count(extent, index // heads, tokens, HAS_EXTENT)
-    own = load_tile(head, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    count = token_count(extent, index // heads, tokens)
+    own = load_tile(head, first, count, width, stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
     for start in range(0, count, COLUMNS):
-        other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        score = scores(own, other, PRECISION, UPCAST) * scale
-        if HAS_MASK or not EVEN:
-            kept = kept_rows(keep, index // heads, start, count, tokens, COLUMNS, HAS_MASK)
+        other = load_tile(head, start, count, width, stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
+        score = scores(own, other) * scale
+        if keep is not None or not EVEN:
+            kept = kept_rows(keep, index // heads, start, count, tokens, COLUMNS)
             score += tl.where(kept, 0.0, float("-inf"))[None, :]
         if BOUNDED:
             total += tl.sum(tl.exp2(score), 1)
         else:
             _, _, peak, total = online(total, peak, score, 0)
-    kept = kept_rows(keep, index // heads, first, count, tokens, ROWS, HAS_MASK)
+    kept = kept_rows(keep, index // heads, first, count, tokens, ROWS)
     total = tl.where(kept, total, 1.0)
     value = tl.log2(total)
     if BOUNDED:
@@ -82,126 +79,95 @@ def lse_kernel(
 @triton.jit
 def _causal_sums(
     total, peak, gathered, own, head, keep, sample, rows, begin, end, count, tokens, width, scale,
-    stride_n, stride_p,
+    stride_n,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
-    HAS_MASK: tl.constexpr, DIAGONAL: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    DIAGONAL: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """Sums of the exponentials over ``begin <= j < end``, and of their products with ``z_j``."""
     for start in range(begin, end, COLUMNS):
-        other = load_tile(
-            head, start, count, width, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS, HAS_MASK)
-        score = scores(own, other, PRECISION, UPCAST) * scale
+        other = load_tile(head, start, count, width, stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
+        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS)
+        score = scores(own, other) * scale
         score += tl.where(kept, 0.0, float("-inf"))[None, :]
         if DIAGONAL:
             columns = start + tl.arange(0, COLUMNS)
             score = tl.where(columns[None, :] <= rows[:, None], score, float("-inf"))
         exponential, fading, peak, total = online(total, peak, score, BOOST)
-        gathered = product(
-            exponential.to(other.dtype), other, gathered * fading[:, None], PRECISION, UPCAST
-        )
+        gathered = product(exponential.to(other.dtype), other, gathered * fading[:, None])
     return total, peak, gathered
 
 
 @triton.jit
 def causal_rows_kernel(
-    z, keep, extent, lse, normaliser, gathered_rows, heads, tokens, width, blocks, scale, stride_b, stride_h,
-    stride_n, stride_p,
+    z, keep, extent, lse, normaliser, gathered_rows, heads, tokens, width, blocks, scale, stride_b,
+    stride_h, stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``L_i`` and ``o_i = sum_{j <= i} P_ij z_j`` (float32, contiguous); the longest rows first."""
     index = tl.program_id(0) // blocks
     first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     head = head_of(z, index, heads, stride_b, stride_h)
     sample = index // heads
-    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    count = token_count(extent, sample, tokens)
     rows = first + tl.arange(0, ROWS)
-    own = load_tile(head, first, count, width, stride_n, stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    own = load_tile(head, first, count, width, stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
     gathered = tl.zeros([ROWS, WIDTH], tl.float32)
-    total, peak, gathered = _causal_sums(
-        total, peak, gathered, own, head, keep, sample, rows, 0, tl.minimum(first, count), count,
-        tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, HAS_MASK, False,
-        BOOST, PRECISION, UPCAST,
-    )  # fmt: skip
-    total, peak, gathered = _causal_sums(
-        total, peak, gathered, own, head, keep, sample, rows, first, tl.minimum(first + ROWS, count),
-        count, tokens, width, scale, stride_n, stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, HAS_MASK,
-        True, BOOST, PRECISION, UPCAST,
-    )  # fmt: skip
-    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    for DIAGONAL in tl.static_range(2):
+        begin, end = (first, first + ROWS) if DIAGONAL else (0, first)
+        total, peak, gathered = _causal_sums(
+            total, peak, gathered, own, head, keep, sample, rows, begin, tl.minimum(end, count),
+            count, tokens, width, scale, stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, DIAGONAL,
+            BOOST,
+        )  # fmt: skip
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS)
     total = tl.where(kept, total, 1.0)
     value = tl.where(kept, tl.log2(total) - BOOST + peak, 0.0)
-    at = tl.cast(index, tl.int64) * tokens
     store_row_values(normaliser, value, index, first, tokens, ROWS)
     store_row_values(lse, value * LN2, index, first, tokens, ROWS)
     gathered = tl.where(kept[:, None], gathered / total[:, None], 0.0)
-    store_tile(gathered_rows + at * width, gathered, first, tokens, width, width, 1, ROWS, WIDTH)
-
-
-@triton.jit
-def _mean_step(
-    weighted, total, peak, z_own, v_own, z_other, v_other, kept, rows, start, scale,
-    COLUMNS: tl.constexpr, ON_DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Add one tile to the sums of the exponentials with (``weighted``) and without the tangents."""
-    score = scores(z_own, z_other, PRECISION, UPCAST) * scale
-    score += tl.where(kept, 0.0, float("-inf"))[None, :]
-    if ON_DIAGONAL:
-        columns = start + tl.arange(0, COLUMNS)
-        score = tl.where(columns[None, :] <= rows[:, None], score, float("-inf"))
-    tangent = tangents(z_own, v_own, z_other, v_other, PRECISION, UPCAST)
-    if BOUNDED:
-        exponential = tl.exp2(score)
-        total += tl.sum(exponential, 1)
-        weighted += tl.sum(exponential * tangent, 1)
-    else:
-        exponential, fading, peak, total = online(total, peak, score, 0)
-        weighted = weighted * fading + tl.sum(exponential * tangent, 1)
-    return weighted, total, peak
+    store_tile(gathered_rows, gathered, index, first, tokens, tokens, width, ROWS, WIDTH)
 
 
 @triton.jit
 def _mean_sums(
     weighted, total, peak, z, v, keep, sample, first, begin, end, count, tokens, width, scale,
-    z_stride_n, z_stride_p, v_stride_n, v_stride_p,
+    z_stride_n, v_stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, ON_DIAGONAL: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, ON_DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Sums of the exponentials with and without the tangents, over ``begin <= j < end``."""
     rows = first + tl.arange(0, ROWS)
-    z_own = load_tile(z, first, count, width, z_stride_n, z_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
-    v_own = load_tile(v, first, count, width, v_stride_n, v_stride_p, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    z_own = load_tile(z, first, count, width, z_stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    v_own = load_tile(v, first, count, width, v_stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     for start in range(begin, end, COLUMNS):
-        z_other = load_tile(
-            z, start, count, width, z_stride_n, z_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        v_other = load_tile(
-            v, start, count, width, v_stride_n, v_stride_p, COLUMNS, WIDTH, EVEN, EVEN_WIDTH
-        )
-        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS, HAS_MASK)
-        weighted, total, peak = _mean_step(
-            weighted, total, peak, z_own, v_own, z_other, v_other, kept, rows, start, scale,
-            COLUMNS, ON_DIAGONAL, BOUNDED, PRECISION, UPCAST,
-        )  # fmt: skip
+        z_other = load_tile(z, start, count, width, z_stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
+        v_other = load_tile(v, start, count, width, v_stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
+        kept = kept_rows(keep, sample, start, count, tokens, COLUMNS)
+        score = scores(z_own, z_other) * scale
+        score += tl.where(kept, 0.0, float("-inf"))[None, :]
+        if ON_DIAGONAL:
+            columns = start + tl.arange(0, COLUMNS)
+            score = tl.where(columns[None, :] <= rows[:, None], score, float("-inf"))
+        tangent = tangents(z_own, v_own, z_other, v_other)
+        if BOUNDED:
+            exponential = tl.exp2(score)
+            total += tl.sum(exponential, 1)
+            weighted += tl.sum(exponential * tangent, 1)
+        else:
+            exponential, fading, peak, total = online(total, peak, score, 0)
+            weighted = weighted * fading + tl.sum(exponential * tangent, 1)
     return weighted, total, peak
 
 
 @triton.jit
 def mean_kernel(
     z, v, keep, extent, cotangent, mean, normaliser, heads, tokens, width, blocks, scale, beta,
-    z_stride_b, z_stride_h, z_stride_n, z_stride_p, v_stride_b, v_stride_h, v_stride_n, v_stride_p,
+    z_stride_b, z_stride_h, z_stride_n, v_stride_b, v_stride_h, v_stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
-    HAS_COTANGENT: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
-    BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``r_i`` less ``beta a_i``; in ``normaliser`` what ``lse_kernel`` leaves there.
 
@@ -212,26 +178,18 @@ def mean_kernel(
     sample = index // heads
     z = head_of(z, index, heads, z_stride_b, z_stride_h)
     v = head_of(v, index, heads, v_stride_b, v_stride_h)
-    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    count = token_count(extent, sample, tokens)
     weighted = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
-    end = count
-    if CAUSAL:
-        end = tl.minimum(first, count)
-    weighted, total, peak = _mean_sums(
-        weighted, total, peak, z, v, keep, sample, first, 0, end, count, tokens, width, scale,
-        z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
-        HAS_MASK, False, BOUNDED, PRECISION, UPCAST,
-    )  # fmt: skip
-    if CAUSAL:
+    for ON_DIAGONAL in tl.static_range(2 if CAUSAL else 1):
+        begin, end = (first, first + ROWS) if ON_DIAGONAL else (0, first if CAUSAL else count)
         weighted, total, peak = _mean_sums(
-            weighted, total, peak, z, v, keep, sample, first, first,
-            tl.minimum(first + ROWS, count), count, tokens, width, scale,
-            z_stride_n, z_stride_p, v_stride_n, v_stride_p, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
-            HAS_MASK, True, BOUNDED, PRECISION, UPCAST,
+            weighted, total, peak, z, v, keep, sample, first, begin, tl.minimum(end, count), count,
+            tokens, width, scale, z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
+            ON_DIAGONAL, BOUNDED,
         )  # fmt: skip
-    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS)
     total = tl.where(kept, total, 1.0)
     if BOUNDED:
         store_row_values(normaliser, (2.0**BOOST) / total, index, first, tokens, ROWS)
@@ -239,7 +197,7 @@ def mean_kernel(
         value = tl.where(kept, peak, 0.0) + tl.log2(total)
         store_row_values(normaliser, value, index, first, tokens, ROWS)
     value = tl.where(kept, beta * (weighted / total), 0.0)
-    if HAS_COTANGENT:
+    if cotangent is not None:
         rows = first + tl.arange(0, ROWS)
         at = tl.cast(index, tl.int64) * tokens + rows
         value -= beta * tl.load(cotangent + at, mask=rows < tokens, other=0.0)

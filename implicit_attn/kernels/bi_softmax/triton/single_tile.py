@@ -29,65 +29,49 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
 
 
 @triton.jit
-def load_kept(
-    head, kept, first, width, stride_n, stride_p, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
+def load_kept(head, kept, first, width, stride_n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The rows in ``kept``; zero for the others, which are not read."""
     rows = first + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    pointers = head + (rows[:, None] * stride_n + columns[None, :] * stride_p)
+    pointers = head + (rows[:, None] * stride_n + columns[None, :])
     return tl.load(pointers, mask=kept[:, None] & (columns[None, :] < width), other=0.0)
 
 
 @triton.jit
-def inner_scores(
-    z, kept, scale, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def inner_scores(z, kept, scale, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
     """Scores (base 2) of a part with itself, minus infinity where row i may not see column j."""
     allowed = kept[:, None] & kept[None, :]
     if CAUSAL:
         rows = tl.arange(0, ROWS)
         allowed = allowed & (rows[None, :] <= rows[:, None])
-    return tl.where(allowed, scores(z, z, PRECISION, UPCAST) * scale, float("-inf"))
+    return tl.where(allowed, scores(z, z) * scale, float("-inf"))
 
 
 @triton.jit
-def cross_scores(z_a, z_b, kept_a, kept_b, scale, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def cross_scores(z_a, z_b, kept_a, kept_b, scale):
     """Scores (base 2) of the first part with the second; minus infinity where one is not kept."""
     allowed = kept_a[:, None] & kept_b[None, :]
-    return tl.where(allowed, scores(z_a, z_b, PRECISION, UPCAST) * scale, float("-inf"))
+    return tl.where(allowed, scores(z_a, z_b) * scale, float("-inf"))
 
 
 @triton.jit
-def _log_sum(peak, total, kept):
-    """Zero for a row that is not kept."""
-    return tl.where(kept, peak + tl.log2(tl.where(kept, total, 1.0)), 0.0)
-
-
-@triton.jit
-def inner_lse(score, kept, BOUNDED: tl.constexpr):
-    """Log-sum-exps (base 2) of the rows of a part over its own columns alone."""
+def log_sum_exp(score, cross, kept, AXIS: tl.constexpr, BOUNDED: tl.constexpr):
+    """``L`` (base 2) of a part's rows, zero where not kept; ``cross`` (or None) is summed over ``AXIS``."""
+    peak = tl.max(score, 1)
     if BOUNDED:
-        peak = tl.zeros_like(tl.max(score, 1))
+        peak = tl.zeros_like(peak)
         total = tl.sum(tl.exp2(score), 1)
+        if cross is not None:
+            total += tl.sum(tl.exp2(cross), AXIS)
     else:
-        peak = tl.maximum(tl.max(score, 1), LOWEST)
+        if cross is not None:
+            peak = tl.maximum(peak, tl.max(cross, AXIS))
+        peak = tl.maximum(peak, LOWEST)
         total = tl.sum(tl.exp2(score - peak[:, None]), 1)
-    return _log_sum(peak, total, kept)
-
-
-@triton.jit
-def wider_lse(score, cross, kept, AXIS: tl.constexpr, BOUNDED: tl.constexpr):
-    """Log-sum-exps over both parts; the other part's scores ``cross`` are summed over ``AXIS``."""
-    if BOUNDED:
-        peak = tl.zeros_like(tl.max(score, 1))
-        total = tl.sum(tl.exp2(score), 1) + tl.sum(tl.exp2(cross), AXIS)
-    else:
-        peak = tl.maximum(tl.maximum(tl.max(score, 1), tl.max(cross, AXIS)), LOWEST)
-        shifted = cross - (peak[:, None] if AXIS == 1 else peak[None, :])
-        total = tl.sum(tl.exp2(score - peak[:, None]), 1) + tl.sum(tl.exp2(shifted), AXIS)
-    return _log_sum(peak, total, kept)
+        if cross is not None:
+            shifted = cross - (peak[:, None] if AXIS == 1 else peak[None, :])
+            total += tl.sum(tl.exp2(shifted), AXIS)
+    return tl.where(kept, peak + tl.log2(tl.where(kept, total, 1.0)), 0.0)
 
 
 @triton.jit
@@ -120,11 +104,9 @@ def cross_weights(score, own_a, own_b, CAUSAL: tl.constexpr, BOUNDED: tl.constex
 
 @triton.jit
 def small_gradient_kernel(
-    z, keep, extent, lse, out, heads, tokens, width, scale, stride_b, stride_h, stride_n, stride_p,
-    out_stride_b, out_stride_h, out_stride_n, out_stride_p,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_EXTENT: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    z, keep, extent, lse, out, heads, tokens, width, scale, stride_b, stride_h, stride_n,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """Gradient and log-sum-exp; grid (samples * heads,). ``SECOND`` is 0 where one part is enough.
 
@@ -133,59 +115,54 @@ def small_gradient_kernel(
     index = tl.program_id(0)
     sample = index // heads
     head = head_of(z, index, heads, stride_b, stride_h)
-    out_head = head_of(out, index, heads, out_stride_b, out_stride_h)
     lse_head = lse + tl.cast(index, tl.int64) * tokens
-    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    count = token_count(extent, sample, tokens)
 
-    kept_a = kept_rows(keep, sample, 0, count, tokens, FIRST, HAS_MASK)
-    z_a = load_kept(head, kept_a, 0, width, stride_n, stride_p, FIRST, WIDTH)
-    score_a = inner_scores(z_a, kept_a, scale, FIRST, CAUSAL, PRECISION, UPCAST)
+    kept_a = kept_rows(keep, sample, 0, count, tokens, FIRST)
+    z_a = load_kept(head, kept_a, 0, width, stride_n, FIRST, WIDTH)
+    score_a = inner_scores(z_a, kept_a, scale, FIRST, CAUSAL)
     if SECOND > 0:
-        kept_b = kept_rows(keep, sample, FIRST, count, tokens, SECOND, HAS_MASK)
-        z_b = load_kept(head, kept_b, FIRST, width, stride_n, stride_p, SECOND, WIDTH)
-        score_b = inner_scores(z_b, kept_b, scale, SECOND, CAUSAL, PRECISION, UPCAST)
-        cross = cross_scores(z_a, z_b, kept_a, kept_b, scale, PRECISION, UPCAST)
-        lse_b = wider_lse(score_b, cross, kept_b, 0, BOUNDED)
+        kept_b = kept_rows(keep, sample, FIRST, count, tokens, SECOND)
+        z_b = load_kept(head, kept_b, FIRST, width, stride_n, SECOND, WIDTH)
+        score_b = inner_scores(z_b, kept_b, scale, SECOND, CAUSAL)
+        cross = cross_scores(z_a, z_b, kept_a, kept_b, scale)
+        lse_b = log_sum_exp(score_b, cross, kept_b, 0, BOUNDED)
     if SECOND > 0 and not CAUSAL:
-        lse_a = wider_lse(score_a, cross, kept_a, 1, BOUNDED)
+        lse_a = log_sum_exp(score_a, cross, kept_a, 1, BOUNDED)
     else:
-        lse_a = inner_lse(score_a, kept_a, BOUNDED)
+        lse_a = log_sum_exp(score_a, None, kept_a, 1, BOUNDED)
 
     rows_a = tl.arange(0, FIRST)
     tl.store(lse_head + rows_a, lse_a * LN2, mask=rows_a < tokens)
     own_a = own_of(lse_a, BOOST, BOUNDED)
     weight = _inner_weight(score_a, own_a, CAUSAL, BOUNDED).to(z_a.dtype)
-    gathered = product(weight, z_a, tl.zeros([FIRST, WIDTH], tl.float32), PRECISION, UPCAST)
+    gathered = product(weight, z_a, tl.zeros([FIRST, WIDTH], tl.float32))
     if SECOND > 0:
         rows_b = FIRST + tl.arange(0, SECOND)
         tl.store(lse_head + rows_b, lse_b * LN2, mask=rows_b < tokens)
         own_b = own_of(lse_b, BOOST, BOUNDED)
         forward, backward = cross_weights(cross, own_a, own_b, CAUSAL, BOUNDED)
         across = (forward + backward).to(z_a.dtype)
-        gathered = product(across, z_b, gathered, PRECISION, UPCAST)
+        gathered = product(across, z_b, gathered)
         weight = _inner_weight(score_b, own_b, CAUSAL, BOUNDED).to(z_b.dtype)
-        second = product(weight, z_b, tl.zeros([SECOND, WIDTH], tl.float32), PRECISION, UPCAST)
-        second = product(tl.trans(across), z_a, second, PRECISION, UPCAST) * (2.0**-BOOST)
-        store_tile(
-            out_head, second, FIRST, tokens, width, out_stride_n, out_stride_p, SECOND, WIDTH
-        )
+        second = product(weight, z_b, tl.zeros([SECOND, WIDTH], tl.float32))
+        second = product(tl.trans(across), z_a, second) * (2.0**-BOOST)
+        store_tile(out, second, index, FIRST, tokens, tokens, width, SECOND, WIDTH)
     gathered *= 2.0**-BOOST
-    store_tile(out_head, gathered, 0, tokens, width, out_stride_n, out_stride_p, FIRST, WIDTH)
+    store_tile(out, gathered, index, 0, tokens, tokens, width, FIRST, WIDTH)
 
 
 @triton.jit
 def _part(
-    z_head, v_head, keep, sample, first, count, tokens, width, scale, beta,
-    z_stride_n, z_stride_p, v_stride_n, v_stride_p,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    z_head, v_head, keep, sample, first, count, tokens, width, scale, beta, z_stride_n, v_stride_n,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Which rows from ``first`` on are kept, their ``z`` and ``v``, scores and tangents inside."""
-    kept = kept_rows(keep, sample, first, count, tokens, ROWS, HAS_MASK)
-    z = load_kept(z_head, kept, first, width, z_stride_n, z_stride_p, ROWS, WIDTH)
-    v = load_kept(v_head, kept, first, width, v_stride_n, v_stride_p, ROWS, WIDTH)
-    score = inner_scores(z, kept, scale, ROWS, CAUSAL, PRECISION, UPCAST)
-    return kept, z, v, score, tangents(z, v, z, v, PRECISION, UPCAST) * beta
+    kept = kept_rows(keep, sample, first, count, tokens, ROWS)
+    z = load_kept(z_head, kept, first, width, z_stride_n, ROWS, WIDTH)
+    v = load_kept(v_head, kept, first, width, v_stride_n, ROWS, WIDTH)
+    score = inner_scores(z, kept, scale, ROWS, CAUSAL)
+    return kept, z, v, score, tangents(z, v, z, v) * beta
 
 
 @triton.jit
@@ -207,60 +184,54 @@ def _tilt(forward, backward, tangent, mean_rows, mean_columns):
 
 
 @triton.jit
-def _curved(weight, tilted, z, v, curved, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    curved = product(weight.to(v.dtype), v, curved, PRECISION, UPCAST)
-    return tilted_product(tilted, z, curved, PRECISION, UPCAST)
+def _curved(weight, tilted, z, v, curved):
+    curved = product(weight.to(v.dtype), v, curved)
+    return tilted_product(tilted, z, curved)
 
 
 @triton.jit
-def _mean(
-    total, mass, cotangent, first, tokens, beta,
-    ROWS: tl.constexpr, HAS_COTANGENT: tl.constexpr,
-):  # fmt: skip
+def _mean(total, mass, cotangent, index, first, tokens, beta, ROWS: tl.constexpr):
     """``r_i - beta a_i`` from sums over the boosted weights, and of them.
 
     The weights sum to one up to the rounding of ``L``; of a large tangent that would be seen.
     """
     mean = total / tl.where(mass > 0.0, mass, 1.0)
-    if HAS_COTANGENT:
+    if cotangent is not None:
         rows = first + tl.arange(0, ROWS)
-        mean -= beta * tl.load(cotangent + rows, mask=rows < tokens, other=0.0)
+        at = tl.cast(index, tl.int64) * tokens + rows
+        mean -= beta * tl.load(cotangent + at, mask=rows < tokens, other=0.0)
     return mean
 
 
 @triton.jit
 def small_hvp_kernel(
-    z, v, keep, extent, cotangent, out, heads, tokens, width, scale, beta, z_stride_b,
-    z_stride_h, z_stride_n, z_stride_p, v_stride_b, v_stride_h, v_stride_n, v_stride_p,
-    out_stride_b, out_stride_h, out_stride_n, out_stride_p,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_EXTENT: tl.constexpr, HAS_COTANGENT: tl.constexpr, CAUSAL: tl.constexpr,
-    BOUNDED: tl.constexpr, BOOST: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    z, v, keep, extent, cotangent, out, heads, tokens, width, scale, beta, z_stride_b, z_stride_h,
+    z_stride_n, v_stride_b, v_stride_h, v_stride_n,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``H V``; grid (samples * heads,). ``SECOND`` is 0 where one part is enough."""
     index = tl.program_id(0)
     sample = index // heads
     z_head = head_of(z, index, heads, z_stride_b, z_stride_h)
     v_head = head_of(v, index, heads, v_stride_b, v_stride_h)
-    out_head = head_of(out, index, heads, out_stride_b, out_stride_h)
-    at = tl.cast(index, tl.int64) * tokens
-    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    count = token_count(extent, sample, tokens)
     kept_a, z_a, v_a, score_a, tangent_a = _part(
-        z_head, v_head, keep, sample, 0, count, tokens, width, scale, beta, z_stride_n, z_stride_p,
-        v_stride_n, v_stride_p, FIRST, WIDTH, HAS_MASK, CAUSAL, PRECISION, UPCAST,
+        z_head, v_head, keep, sample, 0, count, tokens, width, scale, beta, z_stride_n, v_stride_n,
+        FIRST, WIDTH, CAUSAL,
     )  # fmt: skip
     if SECOND > 0:
         kept_b, z_b, v_b, score_b, tangent_b = _part(
             z_head, v_head, keep, sample, FIRST, count, tokens, width, scale, beta, z_stride_n,
-            z_stride_p, v_stride_n, v_stride_p, SECOND, WIDTH, HAS_MASK, CAUSAL, PRECISION, UPCAST,
+            v_stride_n, SECOND, WIDTH, CAUSAL,
         )  # fmt: skip
-        cross = cross_scores(z_a, z_b, kept_a, kept_b, scale, PRECISION, UPCAST)
-        tangent = tangents(z_a, v_a, z_b, v_b, PRECISION, UPCAST) * beta
-        own_b = own_of(wider_lse(score_b, cross, kept_b, 0, BOUNDED), BOOST, BOUNDED)
+        cross = cross_scores(z_a, z_b, kept_a, kept_b, scale)
+        tangent = tangents(z_a, v_a, z_b, v_b) * beta
+        own_b = own_of(log_sum_exp(score_b, cross, kept_b, 0, BOUNDED), BOOST, BOUNDED)
     if SECOND > 0 and not CAUSAL:
-        own_a = own_of(wider_lse(score_a, cross, kept_a, 1, BOUNDED), BOOST, BOUNDED)
+        own_a = own_of(log_sum_exp(score_a, cross, kept_a, 1, BOUNDED), BOOST, BOUNDED)
     else:
-        own_a = own_of(inner_lse(score_a, kept_a, BOUNDED), BOOST, BOUNDED)
+        own_a = own_of(log_sum_exp(score_a, None, kept_a, 1, BOUNDED), BOOST, BOUNDED)
     forward_a, backward_a = _inner_weights(score_a, own_a, CAUSAL, BOUNDED)
     total = tl.sum(forward_a * tangent_a, 1)
     mass = tl.sum(forward_a, 1)
@@ -271,22 +242,20 @@ def small_hvp_kernel(
         mass += tl.sum(forward, 1)
         total_b = tl.sum(forward_b * tangent_b, 1) + tl.sum(backward * tangent, 0)
         mass_b = tl.sum(forward_b, 1) + tl.sum(backward, 0)
-        mean_b = _mean(total_b, mass_b, cotangent + at, FIRST, tokens, beta, SECOND, HAS_COTANGENT)
-    mean_a = _mean(total, mass, cotangent + at, 0, tokens, beta, FIRST, HAS_COTANGENT)
+        mean_b = _mean(total_b, mass_b, cotangent, index, FIRST, tokens, beta, SECOND)
+    mean_a = _mean(total, mass, cotangent, index, 0, tokens, beta, FIRST)
 
     tilted = _tilt(forward_a, backward_a, tangent_a, mean_a, mean_a)
     curved = tl.zeros([FIRST, WIDTH], tl.float32)
-    curved = _curved(forward_a + backward_a, tilted, z_a, v_a, curved, PRECISION, UPCAST)
+    curved = _curved(forward_a + backward_a, tilted, z_a, v_a, curved)
     if SECOND > 0:
         tilted = _tilt(forward_b, backward_b, tangent_b, mean_b, mean_b)
         second = tl.zeros([SECOND, WIDTH], tl.float32)
-        second = _curved(forward_b + backward_b, tilted, z_b, v_b, second, PRECISION, UPCAST)
+        second = _curved(forward_b + backward_b, tilted, z_b, v_b, second)
         weight, tilted = forward + backward, _tilt(forward, backward, tangent, mean_a, mean_b)
-        curved = _curved(weight, tilted, z_b, v_b, curved, PRECISION, UPCAST)
-        second = _curved(tl.trans(weight), tl.trans(tilted), z_a, v_a, second, PRECISION, UPCAST)
+        curved = _curved(weight, tilted, z_b, v_b, curved)
+        second = _curved(tl.trans(weight), tl.trans(tilted), z_a, v_a, second)
         second = tl.where(kept_b[:, None], second * (2.0**-BOOST), 0.0)
-        store_tile(
-            out_head, second, FIRST, tokens, width, out_stride_n, out_stride_p, SECOND, WIDTH
-        )
+        store_tile(out, second, index, FIRST, tokens, tokens, width, SECOND, WIDTH)
     curved = tl.where(kept_a[:, None], curved * (2.0**-BOOST), 0.0)
-    store_tile(out_head, curved, 0, tokens, width, out_stride_n, out_stride_p, FIRST, WIDTH)
+    store_tile(out, curved, index, 0, tokens, tokens, width, FIRST, WIDTH)

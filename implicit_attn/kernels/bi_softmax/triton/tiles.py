@@ -4,7 +4,8 @@ Exponentials are of base 2, the hardware's own: ``scale = beta log2(e)`` multipl
 log-sum-exps pass between kernels in base 2: with scores in the hundreds, one rounding on the way to
 base e and back would show in the weights. (For the same reason kernels for unbounded scores are
 compiled without fused multiply-adds: a score must be the same number wherever it is computed.)
-Products accumulate in float32.
+Products accumulate in float32. A float32 product is three TF32 ones with operands split in registers;
+over a side of WIDEST_SPLIT that spills, and the ordinary float32 units do it.
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
@@ -26,6 +27,7 @@ SHIFTED: tl.constexpr = tl.constexpr(1)
 SEPARATE: tl.constexpr = tl.constexpr(2)
 # Up to this peak of L (base 2) a shifted exponential and its counterweight stay normal in float32.
 WIDEST_PEAK: tl.constexpr = tl.constexpr(160.0)
+WIDEST_SPLIT: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
@@ -36,9 +38,12 @@ def head_of(pointer, index, heads, stride_b, stride_h):
     return pointer + sample * stride_b + head * stride_h
 
 
+INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(head_of, triton.JITFunction))
+
+
 @triton.jit
 def load_tile(
-    head, first, stop, width, stride_n, stride_p,
+    head, first, stop, width, stride_n,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first .. first + ROWS`` of a head, zero from row ``stop`` and column ``width`` on.
@@ -48,7 +53,7 @@ def load_tile(
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     start = head + tl.cast(first, tl.int64) * stride_n
-    pointers = start + (rows[:, None] * stride_n + columns[None, :] * stride_p)
+    pointers = start + (rows[:, None] * stride_n + columns[None, :])
     if EVEN and EVEN_WIDTH:
         tile = tl.load(pointers)
     elif EVEN:
@@ -63,50 +68,51 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    head, value, first, stop, width, stride_n, stride_p,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Write ``value`` (ROWS, WIDTH) to rows ``first .. stop`` of a head, rounded to its dtype."""
+    out, value, index, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Write ``value`` (ROWS, WIDTH) to rows ``first .. stop`` of head ``index`` of contiguous ``out``."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    start = head + tl.cast(first, tl.int64) * stride_n
-    pointers = start + (rows[:, None] * stride_n + columns[None, :] * stride_p)
+    start = out + (tl.cast(index, tl.int64) * tokens + first) * width
+    pointers = start + (rows[:, None] * width + columns[None, :])
     inside = (first + rows < stop)[:, None] & (columns[None, :] < width)
-    tl.store(pointers, value.to(head.dtype.element_ty), mask=inside)
+    tl.store(pointers, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def product(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """``total + a b`` in float32. ``UPCAST``: the interpreter has no bfloat16 product."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=PRECISION)
+def _factor(x):
+    """``x``, in float32 where the interpreter has no product of it."""
+    return x.to(tl.float32) if INTERPRETED and x.dtype == tl.bfloat16 else x
 
 
 @triton.jit
-def scores(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def product(a, b, total):
+    """``total + a b`` in float32; ``total`` may be None."""
+    NARROW: tl.constexpr = max(a.shape[0], a.shape[1], b.shape[1]) <= WIDEST_SPLIT
+    a, b = _factor(a), _factor(b)
+    return tl.dot(a, b, total, input_precision="tf32x3" if NARROW else "ieee")
+
+
+@triton.jit
+def scores(a, b):
     """``a b^T`` (rows of a, rows of b) in float32."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    return product(_factor(a), tl.trans(_factor(b)), None)
 
 
 @triton.jit
-def tangents(z, v, other_z, other_v, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def tangents(z, v, other_z, other_v):
     """``v other_z^T + z other_v^T``."""
-    one_side = scores(v, other_z, PRECISION, UPCAST)
-    return product(z, tl.trans(other_v), one_side, PRECISION, UPCAST)
+    one_side = scores(v, other_z)
+    return product(z, tl.trans(other_v), one_side)
 
 
 @triton.jit
-def tilted_product(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def tilted_product(a, b, total):
     """``total + a b`` for weights ``a`` (float32) that need a wider range than float16 has."""
     if b.dtype == tl.float16:
         total = tl.dot(a, b.to(tl.float32), total, input_precision="tf32")
     else:
-        total = product(a.to(b.dtype), b, total, PRECISION, UPCAST)
+        total = product(a.to(b.dtype), b, total)
     return total
 
 
@@ -171,20 +177,20 @@ def diagonal_weights(score, here, there, rows, columns):
 
 
 @triton.jit
-def token_count(extent, sample, tokens, HAS_EXTENT: tl.constexpr):
+def token_count(extent, sample, tokens):
     """Tokens of this sample before its padding."""
     count = tokens
-    if HAS_EXTENT:
+    if extent is not None:
         count = tl.load(extent + sample)
     return count
 
 
 @triton.jit
-def kept_rows(keep, sample, first, stop, tokens, ROWS: tl.constexpr, HAS_MASK: tl.constexpr):
+def kept_rows(keep, sample, first, stop, tokens, ROWS: tl.constexpr):
     """(ROWS,) bool: which tokens from ``first`` on are neither masked nor padding."""
     rows = first + tl.arange(0, ROWS)
     inside = rows < stop
-    if HAS_MASK:
+    if keep is not None:
         row = keep + tl.cast(sample, tl.int64) * tokens
         inside = inside & (tl.load(row + rows, mask=inside, other=0) != 0)
     return inside

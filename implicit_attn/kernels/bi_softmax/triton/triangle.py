@@ -34,24 +34,20 @@ def _own_blocks(slice_index, slices, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    z, v, other_z, other_v, score_offset, scale,
-    TANGENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    score = scores(z, other_z, PRECISION, UPCAST) * scale + score_offset[None, :]
+def _tile(z, v, other_z, other_v, score_offset, scale, TANGENT: tl.constexpr):
+    score = scores(z, other_z) * scale + score_offset[None, :]
     tile = tl.exp2(score)
     if TANGENT:
-        tile *= tangents(z, v, other_z, other_v, PRECISION, UPCAST)
+        tile *= tangents(z, v, other_z, other_v)
     return tile
 
 
 @triton.jit
 def triangle_kernel(
     z, v, keep, extent, slots, heads, tokens, width, slices, scale, z_stride_b, z_stride_h,
-    z_stride_n, z_stride_p, v_stride_b, v_stride_h, v_stride_n, v_stride_p,
+    z_stride_n, v_stride_b, v_stride_h, v_stride_n,
     TANGENT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """First phase; grid (samples * heads * slices,)."""
     slice_index = tl.program_id(0) % slices
@@ -60,40 +56,35 @@ def triangle_kernel(
     z_head = head_of(z, index, heads, z_stride_b, z_stride_h)
     v_head = head_of(v, index, heads, v_stride_b, v_stride_h)
     slot = slots + tl.cast(tl.program_id(0), tl.int64) * tokens
-    count = token_count(extent, sample, tokens, HAS_EXTENT)
+    count = token_count(extent, sample, tokens)
     within = tl.arange(0, BLOCK)
     own = _own_blocks(slice_index, slices, count, BLOCK)
     for step in range(0, own):
         # The largest block first: it writes every row of the slot that later ones add to.
         first = (slice_index + (own - 1 - step) * slices) * BLOCK
-        z_own = load_tile(
-            z_head, first, count, width, z_stride_n, z_stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH
-        )
+        z_own = load_tile(z_head, first, count, width, z_stride_n, BLOCK, WIDTH, EVEN, EVEN_WIDTH)
         v_own = z_own
         if TANGENT:
             v_own = load_tile(
-                v_head, first, count, width, v_stride_n, v_stride_p, BLOCK, WIDTH, EVEN, EVEN_WIDTH
+                v_head, first, count, width, v_stride_n, BLOCK, WIDTH, EVEN, EVEN_WIDTH
             )
-        own_kept = kept_rows(keep, sample, first, count, tokens, BLOCK, HAS_MASK)
+        own_kept = kept_rows(keep, sample, first, count, tokens, BLOCK)
         offset = tl.where(own_kept, 0.0, float("-inf"))
         # The diagonal tile, symmetric itself; columns are summed over kept rows.
-        columns = _tile(
-            z_own, v_own, z_own, v_own, offset, scale, TANGENT, PRECISION, UPCAST
-        )  # fmt: skip
+        columns = _tile(z_own, v_own, z_own, v_own, offset, scale, TANGENT)
         columns = tl.where(own_kept[:, None], columns, 0.0)
         for start in range(0, first, BLOCK):
             z_row = load_tile(
-                z_head, start, count, width, z_stride_n, z_stride_p, BLOCK, WIDTH, True, EVEN_WIDTH
+                z_head, start, count, width, z_stride_n, BLOCK, WIDTH, True, EVEN_WIDTH
             )
             v_row = z_row
             if TANGENT:
                 v_row = load_tile(
-                    v_head, start, count, width, v_stride_n, v_stride_p,
-                    BLOCK, WIDTH, True, EVEN_WIDTH,
-                )  # fmt: skip
-            tile = _tile(z_row, v_row, z_own, v_own, offset, scale, TANGENT, PRECISION, UPCAST)
-            if HAS_MASK and not TANGENT:  # a tangent is zero there already
-                row_kept = kept_rows(keep, sample, start, count, tokens, BLOCK, HAS_MASK)
+                    v_head, start, count, width, v_stride_n, BLOCK, WIDTH, True, EVEN_WIDTH
+                )
+            tile = _tile(z_row, v_row, z_own, v_own, offset, scale, TANGENT)
+            if keep is not None and not TANGENT:  # a tangent is zero there already
+                row_kept = kept_rows(keep, sample, start, count, tokens, BLOCK)
                 tile = tl.where(row_kept[:, None], tile, 0.0)
             columns += tile
             here = slot + start + within
@@ -123,14 +114,14 @@ def _slots_sum(slots, index, block, slices, count, tokens, BLOCK: tl.constexpr):
 @triton.jit
 def triangle_lse_kernel(
     slots, keep, extent, lse, reciprocals, heads, tokens, blocks, slices,
-    BLOCK: tl.constexpr, HAS_MASK: tl.constexpr, HAS_EXTENT: tl.constexpr, BOOST: tl.constexpr,
+    BLOCK: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """Second phase: ``L_i = log sum_j exp(S_ij)`` and ``exp(-L_i)``; grid (samples * heads * blocks,)."""
     index = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    count = token_count(extent, index // heads, tokens, HAS_EXTENT)
+    count = token_count(extent, index // heads, tokens)
     total = _slots_sum(slots, index, block, slices, count, tokens, BLOCK)
-    kept = kept_rows(keep, index // heads, block * BLOCK, count, tokens, BLOCK, HAS_MASK)
+    kept = kept_rows(keep, index // heads, block * BLOCK, count, tokens, BLOCK)
     total = tl.where(kept, total, 1.0)
     store_row_values(lse, tl.log2(total) * LN2, index, block * BLOCK, tokens, BLOCK)
     store_row_values(reciprocals, (2.0**BOOST) / total, index, block * BLOCK, tokens, BLOCK)
@@ -139,20 +130,19 @@ def triangle_lse_kernel(
 @triton.jit
 def triangle_mean_kernel(
     slots, extent, lse, cotangent, mean, reciprocals, heads, tokens, blocks, slices, beta,
-    BLOCK: tl.constexpr, HAS_EXTENT: tl.constexpr, HAS_COTANGENT: tl.constexpr,
-    BOOST: tl.constexpr,
+    BLOCK: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """Second phase: ``r_i = sum_j P_ij T_ij``, less ``beta a_i``, and ``exp(-L_i)``."""
     index = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    count = token_count(extent, index // heads, tokens, HAS_EXTENT)
+    count = token_count(extent, index // heads, tokens)
     total = _slots_sum(slots, index, block, slices, count, tokens, BLOCK)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
     at = tl.cast(index, tl.int64) * tokens + rows
     reciprocal = tl.exp2(-tl.load(lse + at, mask=inside, other=0.0) * LOG2E)
     value = beta * (total * reciprocal)
-    if HAS_COTANGENT:
+    if cotangent is not None:
         value -= beta * tl.load(cotangent + at, mask=inside, other=0.0)
     tl.store(mean + at, value, mask=inside)
     tl.store(reciprocals + at, reciprocal * (2.0**BOOST), mask=inside)
