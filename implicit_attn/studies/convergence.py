@@ -41,22 +41,16 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
 
     For a layer with an energy all are safeguarded by it, except "plain forward".
     """
-    chosen: dict[str, solvers.Solver] = {}
-    unguarded = layer
+    choices: dict[str, tuple[DEQ, solvers.Solver]] = {"plain forward": (layer, solvers.Forward())}
     if layer.update.monitored:
         unguarded = DEQ(WithoutEnergy(layer.update), init=layer.init)
-        chosen["forward"] = solvers.Forward()
-        chosen["gradient, auto step"] = solvers.GradientDescent("auto")
-        chosen["L-BFGS"] = solvers.LBFGS()
-    chosen |= {
-        "Anderson": solvers.Anderson(),
-        "Broyden": solvers.Broyden(),
-        "Newton": solvers.Newton(),
-    }
-    choices: dict[str, tuple[DEQ, solvers.Solver]] = {
-        "plain forward": (unguarded, solvers.Forward())
-    }
-    return choices | {name: (layer, solver) for name, solver in chosen.items()}
+        choices["plain forward"] = unguarded, solvers.Forward()
+        choices["forward"] = layer, solvers.Forward()
+        choices["gradient, auto step"] = layer, solvers.GradientDescent("auto")
+        choices["L-BFGS"] = layer, solvers.LBFGS()
+    for kind in (solvers.Anderson, solvers.Broyden, solvers.Newton):
+        choices[kind.__name__] = layer, kind()
+    return choices
 
 
 def _announced(
@@ -160,8 +154,7 @@ def solver_costs(
                 solutions.append(owner.solve(x, on_failure="ignore", **options))
             times.append(time.perf_counter() - start)
         solution = solutions[0]
-        row: dict[str, Any] = {"solver": name}
-        row["converged"] = solution.converged.double().mean().item()
+        row = {"solver": name, "converged": solution.converged.double().mean().item()}
         row |= median_and_largest("evaluations", solution.evaluations)
         ends.append(row | {"seconds": statistics.median(times)})
         steps += histogram(solution.evaluations, solver=name)
@@ -195,15 +188,14 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Tensor) -> Table:
         what = "extremes" if update.symmetric else "largest_magnitude"
         found = solvers.spectrum(update, z, (prepared,), what=what, count=EXTREMES)
         values = found.eigenvalues.to(torch.complex128).cpu()
+    table: Table = [
+        {"sample": sample, "real": value.real, "imaginary": value.imag}
+        for sample, row in enumerate(values.tolist())
+        for value in sorted(row, key=lambda number: number.real)
+    ]
     # Channels with step sizes of their own make the Jacobian of a gradient step nonsymmetric.
-    step = None
     if isinstance(update, GradientStep) and update.symmetric:
         step = float(update.step_size())
-    table: Table = []
-    for sample, row in enumerate(values.tolist()):
-        for value in sorted(row, key=lambda number: number.real):
-            entry = {"sample": sample, "real": value.real, "imaginary": value.imag}
-            if step is not None:
-                entry["curvature"] = (1 - value.real) / step
-            table.append(entry)
+        for entry in table:
+            entry["curvature"] = (1 - entry["real"]) / step
     return table

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,38 +11,27 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq import DEQ
-from implicit_attn.studies.subjects import Measure, Measures, Pool, measure_classes
+from implicit_attn.studies.subjects import Measure, Pool, measure_classes
 from implicit_attn.studies.tables import Table, median_and_band
 from implicit_attn.updates import Update
 from solvers.core.solver import ExternalSolver
 
 
-@dataclass(frozen=True)
-class Returned:
-    """What a solve within a budget returns.
+class Returned(NamedTuple):
+    """What a solve within a budget returns."""
 
-    Attributes:
-        value: the state.
-        residual: (B,) relative residual of that state.
-        energy: (B,) or None.
-    """
-
-    value: Tensor
-    residual: Tensor
-    energy: Tensor | None
+    value: Tensor  # the state
+    residual: Tensor  # (B,), relative, of that state
+    energy: Tensor | None  # (B,)
 
 
 class Recorder(Update):
-    """An update that keeps every state at which it is evaluated, in the order of the whole batch.
-
-    Attributes:
-        states: a tensor (B, ...) for each evaluation; rows of samples that had ended are stale.
-    """
+    """An update that keeps every state at which it is evaluated, in the order of the whole batch."""
 
     def __init__(self, update: Update) -> None:
         super().__init__()
         self.update, self.symmetric, self.monitored = update, update.symmetric, update.monitored
-        self.states: list[Tensor] = []
+        self.states: list[Tensor] = []  # (B, ...) each; rows of samples that had ended are stale
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         first = pytree.tree_leaves(x)[0]
@@ -94,19 +82,14 @@ def returned_within(
         recorded = DEQ(recorder, init=layer.init)
         options |= {"solver": solver, "max_steps": max(budgets), "record": True}
         solution = recorded.solve(x, **options)
-    return _best_within(recorder.states, _trace(solution), budgets)
-
-
-def _trace(solution: solvers.Solution) -> solvers.Trace:
-    assert solution.trace is not None  # record=True
-    return solution.trace
+    return _best_within(recorder.states, solution.trace, budgets)
 
 
 def _best_within(
-    states: list[Tensor], trace: solvers.Trace, budgets: Sequence[int]
+    states: list[Tensor], trace: solvers.Trace | None, budgets: Sequence[int]
 ) -> list[Returned]:
     """The best accepted state among the first evaluations, for each number of them."""
-    assert trace.accepted is not None  # a recorded solve of ours says it
+    assert trace is not None and trace.accepted is not None  # a recorded solve of ours says it
     usable = torch.isfinite(trace.residual) & trace.accepted
     residual = torch.where(usable, trace.residual, torch.inf)
     best = residual.cummin(dim=1).values
@@ -133,10 +116,7 @@ def solve_history(
     A sample that has ended keeps its last value, so that every row speaks of all samples.
 
     Args:
-        layer: the layer.
-        x: its input, (B, ...).
-        mask: (B, N) bool or None.
-        options: as for ``DEQ.solve`` (solver, tolerance, max_steps, on_failure).
+        layer, x, mask, options: as for ``DEQ.solve``.
 
     Returns:
         The table, and the solution with its trace. Rows with evaluation; residual (best so far:
@@ -147,7 +127,8 @@ def solve_history(
     """
     with torch.no_grad():
         solution = layer.solve(x, mask, record=True, **options)
-    trace = _trace(solution)
+    trace = solution.trace
+    assert trace is not None  # record=True
     best = carry_forward(trace.residual, trace.accepted).cummin(dim=1).values
     energies = None if trace.energy is None else carry_forward(trace.energy, trace.accepted)
     taken = torch.isfinite(trace.residual).sum(1)
@@ -177,36 +158,36 @@ def carry_forward(values: Tensor, accepted: Tensor | None) -> Tensor:
     return values.gather(1, last)
 
 
-class EvaluationTable:
-    """A row for each number of evaluations, pooled over batches of samples.
+def pool_states(
+    evaluations: Sequence[int],
+    samples: Iterable[tuple[Tensor, Tensor]],
+    run: Callable[[Tensor], Iterable[Returned]],
+    classify: Callable[[Tensor], Tensor],
+    measure: Measure,
+) -> Table:
+    """A row for each number of evaluations, pooled over batches of (inputs, targets).
 
-    Args:
-        evaluations: of the rows.
+    ``run(inputs)`` gives what is returned after each of these numbers. The rows have evaluations,
+    the measures, residual (median), and energy (mean) if there is one.
     """
-
-    def __init__(self, evaluations: Sequence[int]) -> None:
-        self.evaluations = list(evaluations)
-        self.pools = [Pool() for _ in self.evaluations]
-        self.residuals: list[list[Tensor]] = [[] for _ in self.evaluations]
-        self.energies: list[list[Tensor]] = [[] for _ in self.evaluations]
-
-    def add(self, row: int, measures: Measures, residual: Tensor, energy: Tensor | None) -> None:
-        """Count the samples of a batch in row number ``row``; residual and energy are (B,)."""
-        self.pools[row].add(measures)
-        self.residuals[row].append(residual)
-        if energy is not None:
-            self.energies[row].append(energy)
-
-    def rows(self) -> Table:
-        """Rows with evaluations, the measures, residual (median), and energy (mean) if there is one."""
-        table: Table = []
-        for k, number in enumerate(self.evaluations):
-            row: dict[str, Any] = {"evaluations": number, **self.pools[k].means()}
-            row["residual"] = torch.cat(self.residuals[k]).median().item()
-            if self.energies[k]:
-                row["energy"] = torch.cat(self.energies[k]).mean().item()
-            table.append(row)
-        return table
+    pools = [Pool() for _ in evaluations]
+    residuals: list[list[Tensor]] = [[] for _ in evaluations]
+    energies: list[list[Tensor]] = [[] for _ in evaluations]
+    with torch.no_grad():
+        for inputs, targets in samples:
+            for k, each in enumerate(run(inputs)):
+                pools[k].add(measure(classify(each.value), inputs, targets))
+                residuals[k].append(each.residual)
+                if each.energy is not None:
+                    energies[k].append(each.energy)
+    table: Table = []
+    for k, number in enumerate(evaluations):
+        row: dict[str, Any] = {"evaluations": number, **pools[k].means()}
+        row["residual"] = torch.cat(residuals[k]).median().item()
+        if energies[k]:
+            row["energy"] = torch.cat(energies[k]).mean().item()
+        table.append(row)
+    return table
 
 
 def accuracy_by_evaluations(
@@ -244,15 +225,12 @@ def accuracy_by_evaluations(
     """
     if len(images) == 0:
         raise ValueError("images must hold at least one image, got none")
-    table = EvaluationTable(budgets)
-    for start in range(0, len(images), batch_size):
-        part = slice(start, start + batch_size)
-        with torch.no_grad():
-            found = returned_within(layer, embed(images[part]), budgets, solver=solver)
-            for row, each in enumerate(found):
-                measures = measure(classify(each.value), images[part], labels[part])
-                table.add(row, measures, each.residual, each.energy)
-    return table.rows()
+    samples = zip(images.split(batch_size), labels.split(batch_size), strict=True)
+
+    def run(part: Tensor) -> list[Returned]:
+        return returned_within(layer, embed(part), budgets, solver=solver)
+
+    return pool_states(budgets, samples, run, classify, measure)
 
 
 def evaluations_to_reach(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,7 @@ def convergence_figure(
     eigenvalues: Table,
     rtol: float,
 ) -> None:
-    """Six panels: residual, energy, histograms, evaluations, time, eigenvalues.
-
-    Args:
-        path: of the PNG.
-        title: of the figure.
-        curves: of :func:`implicit_attn.studies.solver_curves`.
-        costs: of :func:`implicit_attn.studies.solver_costs`.
-        eigenvalues: of :func:`implicit_attn.studies.jacobian_eigenvalues`.
-        rtol: tolerance of the costs.
-    """
+    """Six panels: residual, energy, histograms, evaluations, time, eigenvalues."""
     ends, steps = costs
     names = [row["solver"] for row in ends]
     colors = {name: f"C{number}" for number, name in enumerate(names)}
@@ -92,11 +84,10 @@ def _draw_histograms(axes: Any, steps: Table, colors: dict[str, str]) -> None:
     most = max(row["evaluations"] for row in steps)
     width = max(1, most // 50)
     for place, (name, color) in enumerate(colors.items()):
-        count: dict[int, int] = {}
+        count: Counter[int] = Counter()
         for row in steps:
             if row["solver"] == name:
-                low = row["evaluations"] // width * width
-                count[low] = count.get(low, 0) + row["samples"]
+                count[row["evaluations"] // width * width] += row["samples"]
         heights = [0.8 * number / max(count.values()) for number in count.values()]
         axes.bar(list(count), heights, width, bottom=-place, align="edge", color=color)
         axes.axhline(-place, color=color, linewidth=0.8)
