@@ -219,13 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(n, (int, float)) and not n > 0 for n in numbers):
             top.error(f"--{name.replace('_', '-')} must be > 0, got {value}")
+    start = time.perf_counter()
     if options.study == "trade-off":
         _complete_trade_off(top, options)
-    start = time.perf_counter()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.study == "trade-off":
         run_trade_off(options)
     else:
+        options.out.mkdir(parents=True, exist_ok=True)
         study = STUDIES[options.study]
         for path in options.weights or [_shipped(name) for name in study.weights]:
             subject = _open(path, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,16 +53,6 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
     return choices
 
 
-def _announced(
-    layer: DEQ, choices: Choices | None, advance: Advance | None, what: str
-) -> Iterator[tuple[str, DEQ, solvers.Solver]]:
-    """Each choice, after ``advance`` was called with its name."""
-    for name, (owner, solver) in (solver_choices(layer) if choices is None else choices).items():
-        if advance is not None:
-            advance(f"{name}, {what}")
-        yield name, owner, solver
-
-
 def solver_curves(
     layer: DEQ,
     x: Tensor,
@@ -89,7 +79,9 @@ def solver_curves(
         found for the sample (None for a solver that does not see the energy).
     """
     traces: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
-    for name, owner, solver in _announced(layer, choices, advance, "curve"):
+    for name, (owner, solver) in (solver_choices(layer) if choices is None else choices).items():
+        if advance is not None:
+            advance(f"{name}, curve")
         traces[name] = _trace(owner, x, solver, max_steps, floor)
     energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
     lowest = torch.stack(energies).amin(0) if energies else None
@@ -144,7 +136,9 @@ def solver_costs(
     """
     ends: Table = []
     steps: Table = []
-    for name, owner, solver in _announced(layer, choices, advance, "cost"):
+    for name, (owner, solver) in (solver_choices(layer) if choices is None else choices).items():
+        if advance is not None:
+            advance(f"{name}, cost")
         options: Any = {"solver": solver, "tolerance": tolerance, "max_steps": max_steps}
         times: list[float] = []
         solutions: list[solvers.Solution] = []

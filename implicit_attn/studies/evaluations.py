@@ -72,7 +72,7 @@ def returned_within(
         solver: in place of the layer's own.
         rtol: relative residual at which a sample ends.
     """
-    solver = layer.solver if solver is None else solver
+    solver = solver or layer.solver
     options: Any = {"tolerance": solvers.Tolerance(rtol=rtol), "on_failure": "ignore"}
     with torch.no_grad():
         if isinstance(solver, solvers.Newton | ExternalSolver):
@@ -81,14 +81,7 @@ def returned_within(
         recorder = Recorder(layer.update)
         recorded = DEQ(recorder, init=layer.init)
         options |= {"solver": solver, "max_steps": max(budgets), "record": True}
-        solution = recorded.solve(x, **options)
-    return _best_within(recorder.states, solution.trace, budgets)
-
-
-def _best_within(
-    states: list[Tensor], trace: solvers.Trace | None, budgets: Sequence[int]
-) -> list[Returned]:
-    """The best accepted state among the first evaluations, for each number of them."""
+        trace = recorded.solve(x, **options).trace
     assert trace is not None and trace.accepted is not None  # a recorded solve of ours says it
     usable = torch.isfinite(trace.residual) & trace.accepted
     residual = torch.where(usable, trace.residual, torch.inf)
@@ -97,7 +90,7 @@ def _best_within(
     columns = torch.arange(best.shape[1], device=best.device)
     # The first of equals, as in a solve; where nothing is usable, the start.
     place = torch.where(residual < before, columns, 0).cummax(dim=1).values
-    kept = torch.stack(states)
+    kept = torch.stack(recorder.states)
     samples = torch.arange(kept.shape[1], device=kept.device)
     found = []
     for budget in budgets:
@@ -211,9 +204,8 @@ def accuracy_by_evaluations(
         embed: images (B, ...) -> the layer's input.
         classify: equilibrium -> logits (B, classes).
         images: (N, ...), inputs of any kind; labels: (N,) int64, or what ``measure`` takes.
-        budgets: evaluations per sample, each >= 1.
+        budgets, solver: as for :func:`returned_within`.
         batch_size: images at once.
-        solver: in place of the layer's own.
         measure: of the outputs; accuracy and cross-entropy of classes by default.
 
     Returns:

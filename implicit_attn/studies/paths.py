@@ -29,16 +29,9 @@ def starts_for(x: Tensor, random: int = 2, seed: int = 0) -> dict[str, Tensor]:
 
 
 def run_from(backbone: RecurrentBackbone, x: Tensor, z0: Tensor, iterations: int) -> Tensor:
-    """The states of a recurrence with input ``x`` that starts at ``z0``.
+    """The states of a recurrence with input ``x`` (B, N, d) that starts at ``z0`` (B, N, d).
 
-    Args:
-        backbone: what is repeated.
-        x: (B, N, d) input of the layers.
-        z0: (B, N, d) first state.
-        iterations: of each layer, >= 1.
-
-    Returns:
-        (1 + layers * iterations, B, N, d), the start first.
+    They are (1 + layers * iterations, B, N, d), the start first, with ``iterations`` of each layer.
     """
     times = torch.arange(1, iterations + 1, device=x.device)
     if backbone.beyond == "hold":
