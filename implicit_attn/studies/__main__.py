@@ -1,10 +1,4 @@
-"""Studies of trained models from the command line: a figure and CSV tables each.
-
-    python -m implicit_attn.studies convergence
-    python -m implicit_attn.studies extrapolation --weights runs/vit/checkpoint.safetensors
-
-Without --weights the weights that come with the repository are studied.
-"""
+"""``python -m implicit_attn.studies``: studies of trained models, a figure and CSV tables each."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,35 +44,36 @@ UNROLLED, SOLVED = "digits-hyperset.safetensors", "digits-hyperset-equilibrium.s
 TEST_SAMPLES = 10_000  # of the trained models that trade-off reads
 # Options of trade-off's trainings, where the command line gives none; layers None: all divisors.
 TRAINING = {"depth": 12, "layers": None, "epochs": 6, "rate": 4e-3, "seeds": 1}
+Option = tuple[str, type, "int | None", str]  # flag, type, default, help
 
 
-class Progress:
-    """A progress bar that names what is computed."""
+@contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Advance]:
+    """A progress bar; what is yielded is called with the name of what is computed next."""
+    tqdm: Any = require("tqdm", extra="examples").tqdm
+    with tqdm(total=total, desc=title, leave=False, disable=None) as bar:  # None: silent in a log
 
-    def __init__(self, title: str, total: int | None = None) -> None:
-        tqdm: Any = require("tqdm", extra="examples").tqdm
-        self.bar = tqdm(total=total, desc=title, leave=False, disable=None)  # None: silent in a log
+        def advance(what: str) -> None:
+            if getattr(bar, "postfix", None):
+                bar.update()
+            bar.set_postfix_str(what)
 
-    def advance(self, what: str) -> None:
-        """Show what is computed next; what was shown before is done."""
-        if getattr(self.bar, "postfix", None):
-            self.bar.update()
-        self.bar.set_postfix_str(what)
+        yield advance
 
 
 def run_convergence(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
+    """every solver on the layer: residual, energy, steps, time, eigenvalues at the end"""
     rtol = subject.rtol if options.rtol is None else options.rtol
-    exact, limit = subject.exact(), options.max_steps
+    exact, tight = subject.exact(), solvers.Tolerance(rtol=1e-8)
     with torch.no_grad():
         x, precise = subject.tokens(subject.inputs), exact.tokens(exact.inputs)
-    curves = solver_curves(exact.layer, precise, max_steps=limit, advance=advance)
-    tolerance = solvers.Tolerance(rtol=rtol)
-    costs = solver_costs(subject.layer, x, tolerance, max_steps=limit, advance=advance)
+    limits: Any = {"max_steps": options.max_steps, "advance": advance}
+    curves = solver_curves(exact.layer, precise, **limits)
+    costs = solver_costs(subject.layer, x, solvers.Tolerance(rtol=rtol), **limits)
     advance("eigenvalues")
     few = precise[: options.spectra]
-    tight: Any = {"tolerance": solvers.Tolerance(rtol=1e-8), "on_failure": "ignore"}
     with torch.no_grad():
-        end = exact.layer.solve(few, max_steps=500, **tight)
+        end = exact.layer.solve(few, tolerance=tight, max_steps=500, on_failure="ignore")
     eigenvalues = jacobian_eigenvalues(exact.layer, end.value, few)
     note = f"; Jacobian where the residual is {end.residual.max().item():.0e}"
     if subject.recurrence is not None:
@@ -83,12 +84,14 @@ def run_convergence(subject: Subject, options: argparse.Namespace, advance: Adva
 
 
 def run_extrapolation(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
+    """accuracy, loss, energy, residual against test-time iterations; adaptive stopping"""
     found = extrapolate(subject, options.factor, advance)
     draw = partial(extrapolation_figure, found=found, trained=subject.trained)
     return Result(vars(found), ("reach", "adaptive"), draw)
 
 
 def run_paths(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
+    """distances of the ends from the input, from zero and from random starts"""
     exact = subject.exact()
     runs: dict[str, tuple[Table, Table]] = {}
     if exact.recurrence is None:
@@ -107,6 +110,7 @@ def run_paths(subject: Subject, options: argparse.Namespace, advance: Advance) -
 
 
 def run_geometry(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
+    """both energies, effective rank and average angle per head and iteration"""
     advance("energies, ranks and angles")
     energies, heads = geometry(subject, options.iterations or subject.trained)
     tables = {"energies": energies, "heads": heads}
@@ -115,6 +119,7 @@ def run_geometry(subject: Subject, options: argparse.Namespace, advance: Advance
 
 
 def run_trade_off(options: argparse.Namespace) -> None:
+    """layers x iterations at constant depth: trains small models, or reads --weights"""
     folder = options.out / "trade-off"
     folder.mkdir(parents=True, exist_ok=True)
     if options.weights:
@@ -125,70 +130,48 @@ def run_trade_off(options: argparse.Namespace) -> None:
         name = options.data or "digits"
         data = load(name)
         pairs = [p for p in layers_of_depth(options.depth) if p[0] in options.layers]
-        progress = Progress("trade-off", len(pairs) * options.seeds)
-        table = []
-        for seed in range(options.seeds):
-            recipe = Recipe(options.epochs, 64, options.rate, seed=seed)
-            table += train_trade_off(
-                data, pairs, recipe, small_classifier(data), folder, advance=progress.advance
-            )
-        progress.bar.close()
+        model, table = small_classifier(data), []
+        with progress("trade-off", len(pairs) * options.seeds) as advance:
+            for seed in range(options.seeds):
+                recipe = Recipe(options.epochs, 64, options.rate, seed=seed)
+                table += train_trade_off(data, pairs, recipe, model, folder, advance=advance)
         title = f"{name}, hyperset, depth {options.depth}, {options.epochs} epochs of training"
     result = Result({"table": table}, ("table",), partial(trade_off_figure, table=table))
     result.write(options.out / "trade-off", title)
 
 
-@dataclass(frozen=True)
-class Study:
-    """A sub-command that studies trained models.
-
-    Attributes:
-        run: computes the result for one model.
-        help: of the sub-command.
-        weights: studied by default, of those that come with the repository.
-        samples: number of test samples by default.
-        options: of its own, flag and settings of ``add_argument``.
-    """
+class Study(NamedTuple):
+    """A sub-command that studies trained models; the docstring of ``run`` is its help."""
 
     run: Callable[[Subject, argparse.Namespace, Advance], Result]
-    help: str
-    weights: tuple[str, ...]
-    samples: int
-    options: tuple[tuple[str, dict[str, Any]], ...] = ()
+    weights: tuple[str, ...]  # studied by default, of those that come with the repository
+    samples: int  # test samples by default
+    options: tuple[Option, ...]
 
 
 STUDIES = {
     "convergence": Study(
         run_convergence,
-        "every solver on the layer: residual, energy, steps, time, eigenvalues at the end",
         (SOLVED,),
         64,
         (
-            ("--rtol", {"type": float, "help": "tolerance of the costs (default: of training)"}),
-            ("--max-steps", {"type": int, "default": 100, "help": "evaluations per sample"}),
-            ("--spectra", {"type": int, "default": 2, "help": "samples whose Jacobian is studied"}),
+            ("--rtol", float, None, "tolerance of the costs (default: of training)"),
+            ("--max-steps", int, 100, "evaluations per sample"),
+            ("--spectra", int, 2, "samples whose Jacobian is studied"),
         ),
     ),
     "extrapolation": Study(
         run_extrapolation,
-        "accuracy, loss, energy, residual against test-time iterations; adaptive stopping",
         (UNROLLED, SOLVED),
         1000,
-        (("--factor", {"type": int, "default": 4, "help": "up to so many times training's"}),),
+        (("--factor", int, 4, "up to so many times training's"),),
     ),
-    "paths": Study(
-        run_paths,
-        "distances of the ends from the input, from zero and from random starts",
-        (UNROLLED, SOLVED),
-        128,
-        (("--starts", {"type": int, "default": 2, "help": "random starts"}),),
-    ),
+    "paths": Study(run_paths, (UNROLLED, SOLVED), 128, (("--starts", int, 2, "random starts"),)),
     "geometry": Study(
         run_geometry,
-        "both energies, effective rank and average angle per head and iteration",
         (UNROLLED,),
         256,
-        (("--iterations", {"type": int, "help": "how many (default: as in training)"}),),
+        (("--iterations", int, None, "how many (default: as in training)"),),
     ),
 }
 
@@ -200,30 +183,32 @@ def parser() -> argparse.ArgumentParser:
         description="Studies of trained models: a figure and CSV tables each.",
     )
     commands = top.add_subparsers(dest="study", required=True, metavar="STUDY")
-    for name, study in STUDIES.items():
-        command = commands.add_parser(name, help=study.help, description=study.help)
-        _common(command, f"{', '.join(study.weights)} in {SHIPPED}")
-        command.add_argument("--samples", type=int, default=study.samples, help="test samples")
-        for flag, settings in study.options:
-            command.add_argument(flag, **settings)
-    text = "layers x iterations at constant depth: trains small models, or reads --weights"
-    command = commands.add_parser("trade-off", help=text, description=text)
-    _common(command, "train here")
-    add = command.add_argument
-    add("--samples", type=int, help=f"test samples, with --weights (default {TEST_SAMPLES})")
-    add("--depth", type=int, help=f"layers times iterations (default {TRAINING['depth']})")
+
+    def command(name: str, text: str | None, default: str, *options: Option) -> Callable[..., Any]:
+        add = commands.add_parser(name, help=text, description=text).add_argument
+        weights: Any = {"type": Path, "nargs": "+", "metavar": "FILE"}
+        add("--weights", help=f"checkpoints (default: {default})", **weights)
+        add("--data", choices=sorted(LOADERS), help="default: what the checkpoint was trained on")
+        add("--out", type=Path, default=Path("runs") / "studies", help="folder of the files")
+        for flag, kind, value, meaning in options:
+            add(flag, type=kind, default=value, help=meaning)
+        return add
+
+    for name, (run, weights, samples, options) in STUDIES.items():
+        shown = f"{', '.join(weights)} in {SHIPPED}"
+        command(name, run.__doc__, shown, ("--samples", int, samples, "test samples"), *options)
+    add = command(
+        "trade-off",
+        run_trade_off.__doc__,
+        "train here",
+        ("--samples", int, None, f"test samples, with --weights (default {TEST_SAMPLES})"),
+        ("--depth", int, None, f"layers times iterations (default {TRAINING['depth']})"),
+        ("--epochs", int, None, f"default {TRAINING['epochs']}"),
+        ("--rate", float, None, f"peak learning rate (default {TRAINING['rate']})"),
+        ("--seeds", int, None, f"trainings of each (default {TRAINING['seeds']})"),
+    )
     add("--layers", type=int, nargs="+", help="divisors of the depth (default: all)")
-    add("--epochs", type=int, help=f"default {TRAINING['epochs']}")
-    add("--rate", type=float, help=f"peak learning rate (default {TRAINING['rate']})")
-    add("--seeds", type=int, help=f"trainings of each (default {TRAINING['seeds']})")
     return top
-
-
-def _common(command: argparse.ArgumentParser, default: str) -> None:
-    add = command.add_argument
-    add("--weights", type=Path, nargs="+", metavar="FILE", help=f"checkpoints (default: {default})")
-    add("--data", choices=sorted(LOADERS), help="default: what the checkpoint was trained on")
-    add("--out", type=Path, default=Path("runs") / "studies", help="folder of the files")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -234,21 +219,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(n, (int, float)) and not n > 0 for n in numbers):
             top.error(f"--{name.replace('_', '-')} must be > 0, got {value}")
+    start = time.perf_counter()
     if options.study == "trade-off":
         _complete_trade_off(top, options)
-    start = time.perf_counter()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.study == "trade-off":
         run_trade_off(options)
     else:
+        options.out.mkdir(parents=True, exist_ok=True)
         study = STUDIES[options.study]
         for path in options.weights or [_shipped(name) for name in study.weights]:
             subject = _open(path, options)
             stem = f"{options.study}-{subject.name}"
             print(f"{stem}: {subject.title}", flush=True)
-            progress = Progress(stem)
-            result = study.run(subject, options, progress.advance)
-            progress.bar.close()
+            with progress(stem) as advance:
+                result = study.run(subject, options, advance)
             title = f"{subject.title}\n{len(subject.inputs)} test samples"
             result.write(options.out / stem, title)
     print(f"{time.perf_counter() - start:.0f} s")

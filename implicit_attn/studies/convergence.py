@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,32 +41,16 @@ def solver_choices(layer: DEQ) -> dict[str, tuple[DEQ, solvers.Solver]]:
 
     For a layer with an energy all are safeguarded by it, except "plain forward".
     """
-    chosen: dict[str, solvers.Solver] = {}
-    unguarded = layer
+    choices: dict[str, tuple[DEQ, solvers.Solver]] = {"plain forward": (layer, solvers.Forward())}
     if layer.update.monitored:
         unguarded = DEQ(WithoutEnergy(layer.update), init=layer.init)
-        chosen["forward"] = solvers.Forward()
-        chosen["gradient, auto step"] = solvers.GradientDescent("auto")
-        chosen["L-BFGS"] = solvers.LBFGS()
-    chosen |= {
-        "Anderson": solvers.Anderson(),
-        "Broyden": solvers.Broyden(),
-        "Newton": solvers.Newton(),
-    }
-    choices: dict[str, tuple[DEQ, solvers.Solver]] = {
-        "plain forward": (unguarded, solvers.Forward())
-    }
-    return choices | {name: (layer, solver) for name, solver in chosen.items()}
-
-
-def _announced(
-    layer: DEQ, choices: Choices | None, advance: Advance | None, what: str
-) -> Iterator[tuple[str, DEQ, solvers.Solver]]:
-    """Each choice, after ``advance`` was called with its name."""
-    for name, (owner, solver) in (solver_choices(layer) if choices is None else choices).items():
-        if advance is not None:
-            advance(f"{name}, {what}")
-        yield name, owner, solver
+        choices["plain forward"] = unguarded, solvers.Forward()
+        choices["forward"] = layer, solvers.Forward()
+        choices["gradient, auto step"] = layer, solvers.GradientDescent("auto")
+        choices["L-BFGS"] = layer, solvers.LBFGS()
+    for kind in (solvers.Anderson, solvers.Broyden, solvers.Newton):
+        choices[kind.__name__] = layer, kind()
+    return choices
 
 
 def solver_curves(
@@ -95,7 +79,9 @@ def solver_curves(
         found for the sample (None for a solver that does not see the energy).
     """
     traces: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
-    for name, owner, solver in _announced(layer, choices, advance, "curve"):
+    for name, (owner, solver) in (solver_choices(layer) if choices is None else choices).items():
+        if advance is not None:
+            advance(f"{name}, curve")
         traces[name] = _trace(owner, x, solver, max_steps, floor)
     energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
     lowest = torch.stack(energies).amin(0) if energies else None
@@ -150,7 +136,9 @@ def solver_costs(
     """
     ends: Table = []
     steps: Table = []
-    for name, owner, solver in _announced(layer, choices, advance, "cost"):
+    for name, (owner, solver) in (solver_choices(layer) if choices is None else choices).items():
+        if advance is not None:
+            advance(f"{name}, cost")
         options: Any = {"solver": solver, "tolerance": tolerance, "max_steps": max_steps}
         times: list[float] = []
         solutions: list[solvers.Solution] = []
@@ -160,8 +148,7 @@ def solver_costs(
                 solutions.append(owner.solve(x, on_failure="ignore", **options))
             times.append(time.perf_counter() - start)
         solution = solutions[0]
-        row: dict[str, Any] = {"solver": name}
-        row["converged"] = solution.converged.double().mean().item()
+        row = {"solver": name, "converged": solution.converged.double().mean().item()}
         row |= median_and_largest("evaluations", solution.evaluations)
         ends.append(row | {"seconds": statistics.median(times)})
         steps += histogram(solution.evaluations, solver=name)
@@ -195,15 +182,14 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Tensor) -> Table:
         what = "extremes" if update.symmetric else "largest_magnitude"
         found = solvers.spectrum(update, z, (prepared,), what=what, count=EXTREMES)
         values = found.eigenvalues.to(torch.complex128).cpu()
+    table: Table = [
+        {"sample": sample, "real": value.real, "imaginary": value.imag}
+        for sample, row in enumerate(values.tolist())
+        for value in sorted(row, key=lambda number: number.real)
+    ]
     # Channels with step sizes of their own make the Jacobian of a gradient step nonsymmetric.
-    step = None
     if isinstance(update, GradientStep) and update.symmetric:
         step = float(update.step_size())
-    table: Table = []
-    for sample, row in enumerate(values.tolist()):
-        for value in sorted(row, key=lambda number: number.real):
-            entry = {"sample": sample, "real": value.real, "imaginary": value.imag}
-            if step is not None:
-                entry["curvature"] = (1 - value.real) / step
-            table.append(entry)
+        for entry in table:
+            entry["curvature"] = (1 - entry["real"]) / step
     return table

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,38 +11,27 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq import DEQ
-from implicit_attn.studies.subjects import Measure, Measures, Pool, measure_classes
+from implicit_attn.studies.subjects import Measure, Pool, measure_classes
 from implicit_attn.studies.tables import Table, median_and_band
 from implicit_attn.updates import Update
 from solvers.core.solver import ExternalSolver
 
 
-@dataclass(frozen=True)
-class Returned:
-    """What a solve within a budget returns.
+class Returned(NamedTuple):
+    """What a solve within a budget returns."""
 
-    Attributes:
-        value: the state.
-        residual: (B,) relative residual of that state.
-        energy: (B,) or None.
-    """
-
-    value: Tensor
-    residual: Tensor
-    energy: Tensor | None
+    value: Tensor  # the state
+    residual: Tensor  # (B,), relative, of that state
+    energy: Tensor | None  # (B,)
 
 
 class Recorder(Update):
-    """An update that keeps every state at which it is evaluated, in the order of the whole batch.
-
-    Attributes:
-        states: a tensor (B, ...) for each evaluation; rows of samples that had ended are stale.
-    """
+    """An update that keeps every state at which it is evaluated, in the order of the whole batch."""
 
     def __init__(self, update: Update) -> None:
         super().__init__()
         self.update, self.symmetric, self.monitored = update, update.symmetric, update.monitored
-        self.states: list[Tensor] = []
+        self.states: list[Tensor] = []  # (B, ...) each; rows of samples that had ended are stale
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         first = pytree.tree_leaves(x)[0]
@@ -84,7 +72,7 @@ def returned_within(
         solver: in place of the layer's own.
         rtol: relative residual at which a sample ends.
     """
-    solver = layer.solver if solver is None else solver
+    solver = solver or layer.solver
     options: Any = {"tolerance": solvers.Tolerance(rtol=rtol), "on_failure": "ignore"}
     with torch.no_grad():
         if isinstance(solver, solvers.Newton | ExternalSolver):
@@ -93,20 +81,8 @@ def returned_within(
         recorder = Recorder(layer.update)
         recorded = DEQ(recorder, init=layer.init)
         options |= {"solver": solver, "max_steps": max(budgets), "record": True}
-        solution = recorded.solve(x, **options)
-    return _best_within(recorder.states, _trace(solution), budgets)
-
-
-def _trace(solution: solvers.Solution) -> solvers.Trace:
-    assert solution.trace is not None  # record=True
-    return solution.trace
-
-
-def _best_within(
-    states: list[Tensor], trace: solvers.Trace, budgets: Sequence[int]
-) -> list[Returned]:
-    """The best accepted state among the first evaluations, for each number of them."""
-    assert trace.accepted is not None  # a recorded solve of ours says it
+        trace = recorded.solve(x, **options).trace
+    assert trace is not None and trace.accepted is not None  # a recorded solve of ours says it
     usable = torch.isfinite(trace.residual) & trace.accepted
     residual = torch.where(usable, trace.residual, torch.inf)
     best = residual.cummin(dim=1).values
@@ -114,7 +90,7 @@ def _best_within(
     columns = torch.arange(best.shape[1], device=best.device)
     # The first of equals, as in a solve; where nothing is usable, the start.
     place = torch.where(residual < before, columns, 0).cummax(dim=1).values
-    kept = torch.stack(states)
+    kept = torch.stack(recorder.states)
     samples = torch.arange(kept.shape[1], device=kept.device)
     found = []
     for budget in budgets:
@@ -133,10 +109,7 @@ def solve_history(
     A sample that has ended keeps its last value, so that every row speaks of all samples.
 
     Args:
-        layer: the layer.
-        x: its input, (B, ...).
-        mask: (B, N) bool or None.
-        options: as for ``DEQ.solve`` (solver, tolerance, max_steps, on_failure).
+        layer, x, mask, options: as for ``DEQ.solve``.
 
     Returns:
         The table, and the solution with its trace. Rows with evaluation; residual (best so far:
@@ -147,7 +120,8 @@ def solve_history(
     """
     with torch.no_grad():
         solution = layer.solve(x, mask, record=True, **options)
-    trace = _trace(solution)
+    trace = solution.trace
+    assert trace is not None  # record=True
     best = carry_forward(trace.residual, trace.accepted).cummin(dim=1).values
     energies = None if trace.energy is None else carry_forward(trace.energy, trace.accepted)
     taken = torch.isfinite(trace.residual).sum(1)
@@ -177,36 +151,36 @@ def carry_forward(values: Tensor, accepted: Tensor | None) -> Tensor:
     return values.gather(1, last)
 
 
-class EvaluationTable:
-    """A row for each number of evaluations, pooled over batches of samples.
+def pool_states(
+    evaluations: Sequence[int],
+    samples: Iterable[tuple[Tensor, Tensor]],
+    run: Callable[[Tensor], Iterable[Returned]],
+    classify: Callable[[Tensor], Tensor],
+    measure: Measure,
+) -> Table:
+    """A row for each number of evaluations, pooled over batches of (inputs, targets).
 
-    Args:
-        evaluations: of the rows.
+    ``run(inputs)`` gives what is returned after each of these numbers. The rows have evaluations,
+    the measures, residual (median), and energy (mean) if there is one.
     """
-
-    def __init__(self, evaluations: Sequence[int]) -> None:
-        self.evaluations = list(evaluations)
-        self.pools = [Pool() for _ in self.evaluations]
-        self.residuals: list[list[Tensor]] = [[] for _ in self.evaluations]
-        self.energies: list[list[Tensor]] = [[] for _ in self.evaluations]
-
-    def add(self, row: int, measures: Measures, residual: Tensor, energy: Tensor | None) -> None:
-        """Count the samples of a batch in row number ``row``; residual and energy are (B,)."""
-        self.pools[row].add(measures)
-        self.residuals[row].append(residual)
-        if energy is not None:
-            self.energies[row].append(energy)
-
-    def rows(self) -> Table:
-        """Rows with evaluations, the measures, residual (median), and energy (mean) if there is one."""
-        table: Table = []
-        for k, number in enumerate(self.evaluations):
-            row: dict[str, Any] = {"evaluations": number, **self.pools[k].means()}
-            row["residual"] = torch.cat(self.residuals[k]).median().item()
-            if self.energies[k]:
-                row["energy"] = torch.cat(self.energies[k]).mean().item()
-            table.append(row)
-        return table
+    pools = [Pool() for _ in evaluations]
+    residuals: list[list[Tensor]] = [[] for _ in evaluations]
+    energies: list[list[Tensor]] = [[] for _ in evaluations]
+    with torch.no_grad():
+        for inputs, targets in samples:
+            for k, each in enumerate(run(inputs)):
+                pools[k].add(measure(classify(each.value), inputs, targets))
+                residuals[k].append(each.residual)
+                if each.energy is not None:
+                    energies[k].append(each.energy)
+    table: Table = []
+    for k, number in enumerate(evaluations):
+        row: dict[str, Any] = {"evaluations": number, **pools[k].means()}
+        row["residual"] = torch.cat(residuals[k]).median().item()
+        if energies[k]:
+            row["energy"] = torch.cat(energies[k]).mean().item()
+        table.append(row)
+    return table
 
 
 def accuracy_by_evaluations(
@@ -230,9 +204,8 @@ def accuracy_by_evaluations(
         embed: images (B, ...) -> the layer's input.
         classify: equilibrium -> logits (B, classes).
         images: (N, ...), inputs of any kind; labels: (N,) int64, or what ``measure`` takes.
-        budgets: evaluations per sample, each >= 1.
+        budgets, solver: as for :func:`returned_within`.
         batch_size: images at once.
-        solver: in place of the layer's own.
         measure: of the outputs; accuracy and cross-entropy of classes by default.
 
     Returns:
@@ -244,15 +217,12 @@ def accuracy_by_evaluations(
     """
     if len(images) == 0:
         raise ValueError("images must hold at least one image, got none")
-    table = EvaluationTable(budgets)
-    for start in range(0, len(images), batch_size):
-        part = slice(start, start + batch_size)
-        with torch.no_grad():
-            found = returned_within(layer, embed(images[part]), budgets, solver=solver)
-            for row, each in enumerate(found):
-                measures = measure(classify(each.value), images[part], labels[part])
-                table.add(row, measures, each.residual, each.energy)
-    return table.rows()
+    samples = zip(images.split(batch_size), labels.split(batch_size), strict=True)
+
+    def run(part: Tensor) -> list[Returned]:
+        return returned_within(layer, embed(part), budgets, solver=solver)
+
+    return pool_states(budgets, samples, run, classify, measure)
 
 
 def evaluations_to_reach(

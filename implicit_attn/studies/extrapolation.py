@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import solvers
-from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone
 from implicit_attn.studies.convergence import solver_choices
 from implicit_attn.studies.evaluations import (
-    EvaluationTable,
+    Returned,
     accuracy_by_evaluations,
     evaluations_to_reach,
+    pool_states,
 )
 from implicit_attn.studies.subjects import Pool, Subject
 from implicit_attn.studies.tables import Table, histogram
@@ -57,14 +58,13 @@ def accuracy_by_iterations(subject: Subject, iterations: Sequence[int]) -> Table
         TypeError: the model is not unrolled.
     """
     backbone, energy = subject.require_recurrence(), subject.energy
-    table = EvaluationTable(iterations)
-    for inputs, targets in subject.parts():
-        with torch.no_grad():
-            x = subject.tokens(inputs)
-            for row, (z, change) in enumerate(_states_after(backbone, x, iterations)):
-                measures = subject.measure(subject.classify(z), inputs, targets)
-                table.add(row, measures, change, None if energy is None else energy(z, x))
-    return table.rows()
+
+    def run(inputs: Tensor) -> Iterator[Returned]:
+        x = subject.tokens(inputs)
+        for z, change in _states_after(backbone, x, iterations):
+            yield Returned(z, change, None if energy is None else energy(z, x))
+
+    return pool_states(iterations, subject.parts(), run, subject.classify, subject.measure)
 
 
 def _states_after(
@@ -127,9 +127,8 @@ def _stops(
     if subject.recurrence is None:
         for rtol in rtols:
             options: Any = {"tolerance": solvers.Tolerance(rtol=rtol), "on_failure": "ignore"}
-            solution = subject.layer.solve(x, max_steps=most, **options)
-            share = solution.converged.double().mean().item()
-            found.append((solution.value, solution.evaluations, share))
+            end = subject.layer.solve(x, max_steps=most, **options)
+            found.append((end.value, end.evaluations, end.converged.double().mean().item()))
         return found
     pairs = _states_after(subject.recurrence, x, range(1, most + 1))
     states, changes = (torch.stack(column) for column in zip(*pairs, strict=True))
@@ -179,16 +178,18 @@ def extrapolate(
     budgets = budgets_up_to(subject.trained, factor)
     runs: dict[str, Callable[[], Table]] = {}
     choices = solver_choices(subject.layer)
+    parts = (subject.tokens, subject.classify, subject.inputs, subject.targets)
     if subject.recurrence is None:
         labels = {name: name for name in ("forward", "plain forward", *ACCELERATED)}
     else:
         for name, variant in _time_variants(subject).items():
-            runs[name] = lambda v=variant: accuracy_by_iterations(v, budgets)
+            runs[name] = partial(accuracy_by_iterations, variant, budgets)
         labels = {name: f"{name} on the step of iteration T" for name in ACCELERATED}
     for name, label in labels.items():
         if name in choices:
             layer, solver = choices[name]
-            runs[label] = lambda d=layer, s=solver: _by_solver(subject, d, s, budgets)
+            options: Any = {"solver": solver, "measure": subject.measure}
+            runs[label] = partial(accuracy_by_evaluations, layer, *parts, budgets, **options)
     curves: Table = []
     for name, run in runs.items():
         if advance is not None:
@@ -208,14 +209,6 @@ def budgets_up_to(trained: int, factor: int = 4) -> list[int]:
     later = range(trained, factor * trained + 1, max(1, trained // 4))
     multiples = (k * trained for k in range(1, factor + 1))
     return sorted({*dense, *later, *multiples})
-
-
-def _by_solver(subject: Subject, layer: DEQ, solver: solvers.Solver, budgets: list[int]) -> Table:
-    samples = (subject.inputs, subject.targets)
-    options: Any = {"solver": solver, "measure": subject.measure}
-    return accuracy_by_evaluations(
-        layer, subject.tokens, subject.classify, *samples, budgets, **options
-    )
 
 
 def _time_variants(subject: Subject) -> dict[str, Subject]:

@@ -29,16 +29,9 @@ def starts_for(x: Tensor, random: int = 2, seed: int = 0) -> dict[str, Tensor]:
 
 
 def run_from(backbone: RecurrentBackbone, x: Tensor, z0: Tensor, iterations: int) -> Tensor:
-    """The states of a recurrence with input ``x`` that starts at ``z0``.
+    """The states of a recurrence with input ``x`` (B, N, d) that starts at ``z0`` (B, N, d).
 
-    Args:
-        backbone: what is repeated.
-        x: (B, N, d) input of the layers.
-        z0: (B, N, d) first state.
-        iterations: of each layer, >= 1.
-
-    Returns:
-        (1 + layers * iterations, B, N, d), the start first.
+    They are (1 + layers * iterations, B, N, d), the start first, with ``iterations`` of each layer.
     """
     times = torch.arange(1, iterations + 1, device=x.device)
     if backbone.beyond == "hold":
@@ -122,20 +115,16 @@ def paths_of_layer(
         The tables of :func:`path_independence`; the first one has the column accuracy besides.
     """
     layer = subject.layer
-    with torch.no_grad():
-        x = subject.tokens(subject.inputs)
-        prepared = layer.update.prepare(x)
+    options: Any = {"tolerance": solvers.Tolerance(rtol=rtol), "max_steps": max_steps}
 
-    def solve(z0: Tensor) -> Tensor:
-        tolerance = solvers.Tolerance(rtol=rtol)
-        options: Any = {"tolerance": tolerance, "max_steps": max_steps, "on_failure": "ignore"}
-        return layer.solve(x, z0=z0, **options).value
+    def solve(x: Tensor, z0: Tensor) -> Tensor:
+        return layer.solve(x, z0=z0, on_failure="ignore", **options).value
 
-    def residual(z: Tensor) -> Tensor:
-        image = layer.update(z, prepared).flatten(1)
+    def residual(z: Tensor, x: Tensor) -> Tensor:
+        image = layer.update(z, layer.update.prepare(x)).flatten(1)
         return (image - z.flatten(1)).norm(dim=1) / image.norm(dim=1)
 
-    return _with_accuracy(subject, x, solve, random, residual)
+    return _with_accuracy(subject, solve, random, residual)
 
 
 def paths_of_recurrence(
@@ -143,50 +132,34 @@ def paths_of_recurrence(
 ) -> tuple[Table, Table]:
     """Path independence of an unrolled model after ``iterations`` of each layer.
 
-    The input of the layers is the same for every start.
-
-    Args:
-        subject: an unrolled model.
-        iterations: of each layer.
-        random: number of random starts, besides the input and zero.
-
-    Returns:
-        The tables of :func:`path_independence`; the first one has the column accuracy besides.
+    The input of the layers is the same for every start. Tables as of :func:`paths_of_layer`.
 
     Raises:
         TypeError: the model is not unrolled.
     """
     backbone = subject.require_recurrence()
-    with torch.no_grad():
-        x = subject.tokens(subject.inputs)
-
-    def solve(z0: Tensor) -> Tensor:
-        return run_from(backbone, x, z0, iterations)[-1]
-
-    return _with_accuracy(subject, x, solve, random, None)
+    return _with_accuracy(subject, lambda x, z0: run_from(backbone, x, z0, iterations)[-1], random)
 
 
 def _with_accuracy(
     subject: Subject,
-    x: Tensor,
-    solve: Callable[[Tensor], Tensor],
+    solve: Callable[[Tensor, Tensor], Tensor],
     random: int,
-    residual: Callable[[Tensor], Tensor] | None,
+    residual: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Table, Table]:
-    """Path independence with the accuracy at each end."""
-    ends: list[Tensor] = []
-
-    def kept(z0: Tensor) -> Tensor:
-        ends.append(solve(z0))
-        return ends[-1]
-
-    given = subject.energy
-    energy = None if given is None else lambda z: given(z, x)
-    summary, samples = path_independence(
-        kept, starts_for(x, random), subject.classify, residual=residual, energy=energy
-    )
+    """Path independence with the accuracy at each end ``solve(x, z0)``."""
+    energy = subject.energy
     with torch.no_grad():
-        for row, end in zip(summary, ends, strict=True):
+        x = subject.tokens(subject.inputs)
+        ends = {name: solve(x, z0) for name, z0 in starts_for(x, random).items()}
+        summary, samples = path_independence(
+            lambda end: end,
+            ends,
+            subject.classify,
+            residual=None if residual is None else lambda z: residual(z, x),
+            energy=None if energy is None else lambda z: energy(z, x),
+        )
+        for row, end in zip(summary, ends.values(), strict=True):
             found = subject.measure(subject.classify(end), subject.inputs, subject.targets)
             right, number = found["accuracy"]
             row["accuracy"] = (right.sum() / number.sum()).item()

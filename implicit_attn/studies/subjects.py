@@ -31,33 +31,23 @@ Energies = Callable[[Tensor, Tensor], Tensor]  # states (B, N, d), tokens (B, N,
 
 def measure_classes(logits: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
     """Accuracy and cross-entropy of logits (B, classes) for labels ``targets`` (B,)."""
-    one = torch.ones(len(targets), dtype=torch.float64, device=logits.device)
     right = (logits.argmax(1) == targets).double()
+    one = torch.ones_like(right)
     loss = F.cross_entropy(logits.double(), targets, reduction="none")
     return {"accuracy": (right, one), "loss": (loss, one)}
 
 
 def measure_boards(logits: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
-    """Accuracy of Sudoku boards, accuracy and cross-entropy of their unknown cells.
+    """Share of boards without a wrong cell, accuracy and cross-entropy of the unknown cells.
 
-    Args:
-        logits: (B, 81, 9) of the digits 1 .. 9.
-        inputs: (B, 81) puzzles, 0 = unknown.
-        targets: (B, 81) solutions.
-
-    Returns:
-        accuracy (share of boards without a wrong cell), cell_accuracy and loss.
+    Logits (B, 81, 9) of the digits 1 .. 9, puzzles (B, 81) with 0 = unknown, solutions (B, 81).
     """
     right, unknown = board_counts(logits.argmax(-1) + 1, inputs, targets)
     losses = F.cross_entropy(logits.double().transpose(1, 2), targets - 1, reduction="none")
     loss = (losses * (inputs == 0)).sum(1)
-    one = torch.ones(len(targets), dtype=torch.float64, device=logits.device)
-    cells = unknown.double()
-    return {
-        "accuracy": ((right == unknown).double(), one),
-        "cell_accuracy": (right.double(), cells),
-        "loss": (loss, cells),
-    }
+    whole, cells = (right == unknown).double(), unknown.double()
+    accuracy = (whole, torch.ones_like(whole))
+    return {"accuracy": accuracy, "cell_accuracy": (right.double(), cells), "loss": (loss, cells)}
 
 
 class Pool:
@@ -67,13 +57,11 @@ class Pool:
         self.sums: dict[str, tuple[float, float]] = {}
 
     def add(self, measures: Measures) -> None:
-        """Add the samples of a batch."""
         for name, (values, terms) in measures.items():
             total, number = self.sums.get(name, (0.0, 0.0))
             self.sums[name] = (total + values.sum().item(), number + terms.sum().item())
 
     def means(self) -> dict[str, float]:
-        """Mean of each measure over all samples that were added."""
         return {name: total / number for name, (total, number) in self.sums.items()}
 
 
@@ -87,9 +75,6 @@ class HeldStep(Update):
     A recurrence whose steps depend on the iteration (its time) has no fixed point. With the time
     held at that of the last iteration it has one, and a solver can look for it. Of several layers
     in sequence it is the last layer's step; of layers in cyclic order, one step of each.
-
-    Args:
-        backbone: whose step it is.
     """
 
     def __init__(self, backbone: RecurrentBackbone) -> None:
@@ -138,22 +123,14 @@ class Subject:
         return backbone if isinstance(backbone, RecurrentBackbone) else None
 
     def require_recurrence(self) -> RecurrentBackbone:
-        """The backbone of an unrolled model.
-
-        Raises:
-            TypeError: for another model.
-        """
+        """The backbone of an unrolled model; TypeError for another model."""
         if self.recurrence is None:
             raise TypeError(f"subject must be an unrolled model, got {type(self.model)}")
         return self.recurrence
 
     @property
     def layer(self) -> DEQ:
-        """The equilibrium layer; of an unrolled model, ``DEQ(HeldStep(backbone))``.
-
-        Raises:
-            TypeError: the model has neither.
-        """
+        """The equilibrium layer; of an unrolled model ``DEQ(HeldStep(backbone))``, else TypeError."""
         if self.recurrence is not None:
             return DEQ(HeldStep(self.recurrence), on_failure="ignore")
         owner = getattr(self.model, "backbone", self.model)
@@ -166,8 +143,18 @@ class Subject:
 
     @property
     def energy(self) -> Energies | None:
-        """``energy(z, x) -> (B,)`` that the model descends; None if it has none."""
-        return energy_of(self.recurrence if self.recurrence is not None else self.layer)
+        """``energy(z, x) -> (B,)`` that the model descends, a recurrence in its last iteration."""
+        if self.recurrence is None:
+            update: Any = self.layer.update
+            return (
+                (lambda z, x: update.joint(z, update.prepare(x))[1]) if update.monitored else None
+            )
+        layer, index = self.recurrence.layers[-1], self.recurrence.iterations - 1
+        if isinstance(layer, HyperSETLayer):
+            return lambda z, x: sum(layer.observe(z, index)[:2], z.new_zeros(len(z)))
+        if isinstance(layer, EnergyTransformerLayer):
+            return lambda z, x: layer.energy(z)
+        return None
 
     def tokens(self, inputs: Tensor) -> Tensor:
         """The backbone's input, (B, N, d)."""
@@ -189,21 +176,6 @@ class Subject:
         """The same in float64, so that small differences of energies are resolved."""
         inputs = self.inputs.double() if self.inputs.is_floating_point() else self.inputs
         return replace(self, model=copy.deepcopy(self.model).double(), inputs=inputs)
-
-
-def energy_of(part: RecurrentBackbone | DEQ) -> Energies | None:
-    """The energy that a layer descends; of a recurrence, that of its last iteration's step."""
-    if isinstance(part, DEQ):
-        if not part.update.monitored:
-            return None
-        update: Any = part.update
-        return lambda z, x: update.joint(z, update.prepare(x))[1]
-    layer, index = part.layers[-1], part.iterations - 1
-    if isinstance(layer, HyperSETLayer):
-        return lambda z, x: sum(layer.observe(z, index)[:2], z.new_zeros(len(z)))
-    if isinstance(layer, EnergyTransformerLayer):
-        return lambda z, x: layer.energy(z)
-    return None
 
 
 def open_subject(path: str | Path, data: str | None = None, samples: int | None = None) -> Subject:
@@ -252,8 +224,12 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
         measure,
         history,
     )
-    title = f"{name}, {settings['model']['backbone']['name']}"
-    return _titled(subject, title).first(samples)
+    number = sum(p.numel() for p in model.parameters())
+    steps = "iterations" if subject.recurrence is not None else "evaluations (median)"
+    title = (
+        f"{name}, {settings['model']['backbone']['name']}: {subject.trained} {steps} in training"
+    )
+    return replace(subject, title=f"{title}, {number:,} parameters").first(samples)
 
 
 def _check_images(images: ImageData, model: Mapping[str, Any], path: str | Path) -> None:
@@ -265,10 +241,3 @@ def _check_images(images: ImageData, model: Mapping[str, Any], path: str | Path)
             f"{path} takes images {wanted} of {model['classes']} classes, but {images.name} has "
             f"{shape} of {images.classes}"
         )
-
-
-def _titled(subject: Subject, title: str) -> Subject:
-    number = sum(p.numel() for p in subject.model.parameters())
-    steps = "iterations" if subject.recurrence is not None else "evaluations (median)"
-    title += f": {subject.trained} {steps} in training, {number:,} parameters"
-    return replace(subject, title=title)

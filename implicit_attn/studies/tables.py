@@ -15,11 +15,7 @@ Table = list[dict[str, Any]]
 
 
 def write_table(path: str | Path, table: Table) -> None:
-    """Write a table as CSV.
-
-    Raises:
-        ValueError: the table is empty, or a row has a key that the first one lacks.
-    """
+    """Write a table as CSV; ValueError if it is empty or a row has a key that the first lacks."""
     if not table:
         raise ValueError("table must have at least one row, got none")
     with Path(path).open("w", newline="") as file:
@@ -47,19 +43,12 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a study of one model finds: tables by name, and a figure of them.
-
-    Attributes:
-        tables: name -> table.
-        printed: names of the tables that are printed.
-        draw: ``draw(path, title)`` writes the figure.
-        note: appended to the title of the figure.
-    """
+    """What a study of one model finds: tables by name, and a figure of them."""
 
     tables: dict[str, Table]
-    printed: tuple[str, ...]
-    draw: Callable[[Path, str], None]
-    note: str = ""
+    printed: tuple[str, ...]  # names of the tables that are printed
+    draw: Callable[[Path, str], None]  # ``draw(path, title)`` writes the figure
+    note: str = ""  # appended to the title of the figure
 
     def write(self, base: Path, title: str) -> None:
         """Write ``base.png`` and ``base-NAME.csv`` of each table; print the chosen tables."""

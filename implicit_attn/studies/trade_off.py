@@ -45,13 +45,12 @@ def train_trade_off(
         data: images.
         pairs: (layers, iterations) of each model.
         recipe: of the training; its seed also initialises the weights.
-        specification: of a model as :func:`implicit_attn.models.build_model` takes it, whose
-            backbone has ``layers`` and ``iterations``.
+        specification: for :func:`implicit_attn.models.build_model`, of an unrolled model.
         folder: where the checkpoints go.
         advance: called with the name of each model before its training.
 
     Returns:
-        The rows of :func:`trade_off_row`, with seed and seconds (of training) besides.
+        Rows as of :func:`read_trade_off`, with seed and seconds (of training) besides.
     """
     table: Table = []
     for layers, iterations in pairs:
@@ -73,15 +72,7 @@ def train_trade_off(
 
 
 def trade_off_row(subject: Subject) -> dict[str, Any]:
-    """Size and accuracy of one unrolled model on its test samples.
-
-    Returns:
-        layers, iterations (of each layer), depth (their product), parameters (their number), and
-        the columns of ``subject.measure``.
-
-    Raises:
-        TypeError: the model is not unrolled.
-    """
+    """Layers, iterations, depth (their product), parameters and the measures of an unrolled model."""
     backbone = subject.require_recurrence()
     pool = Pool()
     with torch.no_grad():
@@ -99,5 +90,9 @@ def trade_off_row(subject: Subject) -> dict[str, Any]:
 
 
 def read_trade_off(subjects: Iterable[Subject]) -> Table:
-    """The row of :func:`trade_off_row` of each trained model, fewest layers first."""
+    """Size and accuracy of trained, unrolled models, fewest layers first.
+
+    Rows have layers, iterations (of each layer), depth (their product), parameters (their number),
+    and the columns of ``subject.measure``.
+    """
     return sorted((trade_off_row(s) for s in subjects), key=lambda row: row["layers"])

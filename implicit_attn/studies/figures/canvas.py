@@ -15,18 +15,13 @@ BLUE, ORANGE, GREEN, RED, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#7
 NOTE_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
 
 
-def pyplot_without_screen() -> Any:
-    """``matplotlib.pyplot`` that draws to files."""
-    require("matplotlib", extra="examples").use("Agg")
-    return require("matplotlib.pyplot", extra="examples")
-
-
 @contextmanager
 def drawing(
     path: str | Path, title: str, size: tuple[float, float], *, dpi: int = 110
 ) -> Iterator[Any]:
     """A titled figure of ``size`` inches, written to ``path`` as PNG when the block ends."""
-    pyplot = pyplot_without_screen()
+    require("matplotlib", extra="examples").use("Agg")
+    pyplot = require("matplotlib.pyplot", extra="examples")
     figure = pyplot.figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=13)
     try:
@@ -62,17 +57,10 @@ def legend_below(figure: Any, axes: Any) -> None:
 
 
 def show_best(axes: Any, values: list[float], needed: list[float] | None = None) -> float | None:
-    """Limit a panel of accuracies (%) to the ``WINDOW`` points below the best.
+    """Limit a panel of accuracies (%) to the ``WINDOW`` points below the best of ``values``.
 
-    The first iterations are far below the rest, whose differences are what such a panel is about.
-
-    Args:
-        axes: the panel.
-        values: everything that is drawn in it.
-        needed: values that stay visible even where they are further below.
-
-    Returns:
-        The lower limit, or None where everything fits.
+    The values ``needed`` stay visible even where they are further below. Returns the lower limit,
+    or None where everything fits.
     """
     top = max(values)
     height = max(WINDOW, 1.05 * (top - min(needed or [top])))
@@ -84,8 +72,7 @@ def show_best(axes: Any, values: list[float], needed: list[float] | None = None)
 
 def write_in_corner(axes: Any, text: str) -> None:
     """A small note in the lower left corner of a panel."""
-    place = {"transform": axes.transAxes, "va": "bottom"}
-    axes.text(0.02, 0.03, text, fontsize=8, bbox=NOTE_BOX, **place)
+    axes.text(0.02, 0.03, text, fontsize=8, bbox=NOTE_BOX, transform=axes.transAxes, va="bottom")
 
 
 def leave_empty(axes: Any, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,9 @@ def convergence_figure(
     eigenvalues: Table,
     rtol: float,
 ) -> None:
-    """Six panels: residual, energy, histograms, evaluations, time, eigenvalues.
-
-    Args:
-        path: of the PNG.
-        title: of the figure.
-        curves: of :func:`implicit_attn.studies.solver_curves`.
-        costs: of :func:`implicit_attn.studies.solver_costs`.
-        eigenvalues: of :func:`implicit_attn.studies.jacobian_eigenvalues`.
-        rtol: tolerance of the costs.
-    """
+    """Six panels: residual, energy, histograms, evaluations, time, eigenvalues."""
     ends, steps = costs
-    names = [row["solver"] for row in ends]
-    colors = {name: f"C{number}" for number, name in enumerate(names)}
+    colors = {row["solver"]: f"C{number}" for number, row in enumerate(ends)}
     goal = f"to {rtol:g}, or to the limit"
     with drawing(path, title, (16, 9)) as figure:
         axes = figure.subplots(2, 3)
@@ -52,7 +43,7 @@ def convergence_figure(
         axes[0, 2].set_xlabel(f"evaluations {goal}")
         _draw_bars(axes[1, 0], ends, colors, "evaluations")
         most = [row["evaluations_largest"] for row in ends]
-        axes[1, 0].plot(most, range(len(names)), "|", color="black", markersize=14)
+        axes[1, 0].plot(most, range(len(ends)), "|", color="black", markersize=14)
         label = "evaluations per sample (bar: median, stroke: most)"
         axes[1, 0].set(xlabel=label, title=f"Evaluations {goal}")
         _draw_bars(axes[1, 1], ends, colors, "seconds")
@@ -92,11 +83,10 @@ def _draw_histograms(axes: Any, steps: Table, colors: dict[str, str]) -> None:
     most = max(row["evaluations"] for row in steps)
     width = max(1, most // 50)
     for place, (name, color) in enumerate(colors.items()):
-        count: dict[int, int] = {}
+        count: Counter[int] = Counter()
         for row in steps:
             if row["solver"] == name:
-                low = row["evaluations"] // width * width
-                count[low] = count.get(low, 0) + row["samples"]
+                count[row["evaluations"] // width * width] += row["samples"]
         heights = [0.8 * number / max(count.values()) for number in count.values()]
         axes.bar(list(count), heights, width, bottom=-place, align="edge", color=color)
         axes.axhline(-place, color=color, linewidth=0.8)
@@ -106,15 +96,13 @@ def _draw_histograms(axes: Any, steps: Table, colors: dict[str, str]) -> None:
 
 
 def _draw_bars(axes: Any, ends: Table, colors: dict[str, str], key: str) -> None:
-    names = [row["solver"] for row in ends]
-    values = [row[key] for row in ends]
-    axes.barh(range(len(names)), values, color=[colors[name] for name in names])
+    axes.barh(range(len(ends)), [row[key] for row in ends], color=list(colors.values()))
     side: Any = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
     for place, row in enumerate(ends):
         if row["converged"] < 1:
             text = f"{100 * row['converged']:.0f} % converged"
             axes.text(0.97, place, text, bbox=NOTE_BOX, **side)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(ends)), list(colors))
     axes.invert_yaxis()
 
 

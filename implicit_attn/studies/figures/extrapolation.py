@@ -24,18 +24,10 @@ LABEL_GAP = 0.09  # least distance of two labels beside a curve, as a share of t
 
 
 def extrapolation_figure(path: str | Path, title: str, found: Extrapolation, trained: int) -> None:
-    """Six panels: accuracy, loss, residual, energy, adaptive stopping, iterations per sample.
-
-    Args:
-        path: of the PNG.
-        title: of the figure.
-        found: of :func:`implicit_attn.studies.extrapolate`.
-        trained: iterations in training, drawn as a line.
-    """
+    """Six panels: accuracy, loss, residual, energy, adaptive stopping, iterations per sample."""
     with drawing(path, title, (16, 9)) as figure:
         axes = figure.subplots(2, 3)
-        panels = (axes[0, 0], axes[0, 1], axes[0, 2], axes[1, 0])
-        for panel, key in zip(panels, ("accuracy", "loss", "residual", "energy"), strict=True):
+        for panel, key in zip(axes.flat, ("accuracy", "loss", "residual", "energy"), strict=False):
             _draw_curves(panel, found.curves, key, trained)
         axes[0, 0].set(ylabel="test accuracy, %", title="Accuracy")
         axes[0, 1].set(ylabel="test loss (cross-entropy)", title="Loss")
@@ -86,16 +78,12 @@ def _draw_adaptive(axes: Any, found: Extrapolation, trained: int) -> None:
     first = found.curves[0]["method"]
     fixed = [row for row in found.curves if row["method"] == first]
     drawn: list[float] = []
-    for rows, label, look in (
-        (fixed, f"fixed depth ({first})", {"color": GREY, "marker": "o", "markersize": 3}),
-        (
-            found.adaptive,
-            "every sample stops at the tolerance",
-            {"color": ORANGE, "marker": "s", "markersize": 4},
-        ),
+    for rows, label, color, marker, size in (
+        (fixed, f"fixed depth ({first})", GREY, "o", 3),
+        (found.adaptive, "every sample stops at the tolerance", ORANGE, "s", 4),
     ):
-        accuracy = [100 * row["accuracy"] for row in rows]
-        axes.plot([row["evaluations"] for row in rows], accuracy, label=label, **look)
+        steps, accuracy = zip(*((r["evaluations"], 100 * r["accuracy"]) for r in rows), strict=True)
+        axes.plot(steps, accuracy, label=label, color=color, marker=marker, markersize=size)
         drawn += accuracy
     last = -float("inf")
     for row in found.adaptive:

@@ -13,13 +13,7 @@ SMALLEST = 1e-12  # smaller distances are drawn here: a logarithmic axis has no 
 
 
 def paths_figure(path: str | Path, title: str, runs: dict[str, tuple[Table, Table]]) -> None:
-    """A row of panels for each run: distances of the ends, and agreement of the predictions.
-
-    Args:
-        path: of the PNG.
-        title: of the figure.
-        runs: name of the run -> the two tables of ``paths_of_layer`` or ``paths_of_recurrence``.
-    """
+    """A row of panels for each run: distances of the ends, and agreement of the predictions."""
     with drawing(path, title, (12, 0.8 + 3.9 * len(runs))) as figure:
         axes = figure.subplots(len(runs), 2, squeeze=False)
         for row, (name, (summary, samples)) in zip(axes, runs.items(), strict=True):

@@ -17,6 +17,18 @@ from implicit_attn.studies.figures.training import (
 from implicit_attn.studies.tables import Table
 
 BEYOND = 1e9  # drawn in place of infinity: outside of every panel
+Bands = tuple[tuple[str, str, str], ...]  # column, colour, label of each
+MEANS: Bands = (("naive_mean", ORANGE, "naive mean field"), ("tap_mean", BLUE, "adaptive TAP"))
+PAIRS: Bands = (
+    ("naive_pairs", ORANGE, "naive, $(C^{-1} - J)^{-1}$"),
+    ("tap_pairs", BLUE, "TAP, $\\chi = (\\Lambda - J)^{-1}$"),
+    ("derivative_pairs", GREEN, "TAP, derivative $\\partial m/\\partial x$"),
+)
+EIGENVALUES: Bands = (
+    ("tap_eigenvalue", BLUE, "TAP, at its solution"),
+    ("naive_eigenvalue", ORANGE, "naive, at its solution"),
+    ("truth_eigenvalue", RED, "naive, at the exact means"),
+)
 
 
 def spin_report(
@@ -33,9 +45,7 @@ def spin_report(
     """Two rows: training, residual, accuracy against evaluations; couplings during training.
 
     Args:
-        path: of the PNG.
-        title: of the figure.
-        epochs, convergence, extrapolation, rtol, trained_evaluations: as for
+        path, title, epochs, convergence, extrapolation, rtol, trained_evaluations: as for
             :func:`implicit_attn.studies.figures.training.training_report`.
         couplings: (N, N) Frobenius norms of the blocks J_ij, before training and after every
             epoch; site 0 is the class token, the others stand on a square grid, row by row.
@@ -68,13 +78,7 @@ def draw_couplings(figure: Any, couplings: list[Any]) -> None:
 
 
 def draw_coupling_graph(axes: Any, norms: Any, share: float = 0.35) -> None:
-    """The strongest couplings as lines between the positions of the sites in the image.
-
-    Args:
-        axes: where to draw.
-        norms: (N, N); site 0 is drawn beside the grid of the others.
-        share: of the pairs, the strongest, that are drawn.
-    """
+    """The strongest couplings (N, N) as lines between the sites, site 0 beside the grid."""
     side = round((len(norms) - 1) ** 0.5)
     places = [(-1.4, (side - 1) / 2)] + [(float(k % side), k // side) for k in range(side * side)]
     rows, columns = np.triu_indices(len(norms), 1)
@@ -102,19 +106,27 @@ def mean_field_report(path: str | Path, title: str, tables: Mapping[str, Table])
     """Mean-field theories against enumeration: errors and consistency, a row for each family.
 
     Args:
-        path: of the PNG.
-        title: of the figure.
+        path, title: of the figure, a PNG.
         tables: name of a family of models -> table of
             :func:`implicit_attn.studies.error_against_coupling`.
     """
     with drawing(path, title, (16.5, 1.3 + 4.0 * len(tables)), dpi=120) as figure:
         axes = figure.subplots(len(tables), 4, squeeze=False, sharex="col")
-        for row, (name, table) in zip(axes, tables.items(), strict=True):
-            draw_mean_errors(row[0], table)
-            draw_pair_errors(row[1], table)
-            draw_eigenvalues(row[2], table)
-            draw_shares(row[3], table)
-            row[0].set_ylabel(f"{name}\n\n{row[0].get_ylabel()}")
+        for (means, pairs, eigenvalues, shares), (name, table) in zip(
+            axes, tables.items(), strict=True
+        ):
+            draw_errors(means, table, MEANS)
+            means.set(ylabel=f"{name}\n\nrelative error", title="Means $\\langle S_i\\rangle$")
+            draw_errors(pairs, table, PAIRS)
+            pairs.axhline(1.0, color=GREY, linestyle="--", label='"nothing is correlated"')
+            of_pairs = "$\\langle S_i S_j\\rangle - \\langle S_i\\rangle\\langle S_j\\rangle$"
+            pairs.set(ylabel="relative error", title=f"Correlations {of_pairs}")
+            draw_eigenvalues(eigenvalues, table)
+            draw_shares(shares, table)
+            for panel in (means, pairs):
+                panel.legend(frameon=False, loc="lower right")
+            for panel in (eigenvalues, shares):
+                panel.legend(frameon=False, loc="upper right")
         for panel in axes[-1]:
             panel.set_xlabel("strength s of the couplings")
         figure.supxlabel(
@@ -126,34 +138,18 @@ def mean_field_report(path: str | Path, title: str, tables: Mapping[str, Table])
         )
 
 
-def draw_mean_errors(axes: Any, table: Table) -> None:
-    """Relative errors of the means."""
-    _draw_band(axes, table, "naive_mean", ORANGE, "naive mean field")
-    _draw_band(axes, table, "tap_mean", BLUE, "adaptive TAP")
-    _scale_errors(axes, table, ("naive_mean", "tap_mean"))
-    axes.set(ylabel="relative error", title="Means $\\langle S_i\\rangle$")
-    axes.legend(frameon=False, loc="lower right")
-
-
-def draw_pair_errors(axes: Any, table: Table) -> None:
-    """Relative errors of the correlations between different sites."""
-    _draw_band(axes, table, "naive_pairs", ORANGE, "naive, $(C^{-1} - J)^{-1}$")
-    _draw_band(axes, table, "tap_pairs", BLUE, "TAP, $\\chi = (\\Lambda - J)^{-1}$")
-    _draw_band(axes, table, "derivative_pairs", GREEN, "TAP, derivative $\\partial m/\\partial x$")
-    axes.axhline(1.0, color=GREY, linestyle="--", label='"nothing is correlated"')
-    _scale_errors(axes, table, ("naive_pairs", "tap_pairs", "derivative_pairs"))
-    axes.set(
-        ylabel="relative error",
-        title="Correlations $\\langle S_i S_j\\rangle - \\langle S_i\\rangle\\langle S_j\\rangle$",
-    )
-    axes.legend(frameon=False, loc="lower right")
+def draw_errors(axes: Any, table: Table, bands: Bands) -> None:
+    """Relative errors on a logarithmic axis that shows all finite quantiles, and 1."""
+    _draw_bands(axes, table, bands)
+    columns = [name + suffix for name, _, _ in bands for suffix in ("_10", "", "_90")]
+    finite = [row[column] for row in table for column in columns if 0 < row[column] < np.inf]
+    axes.set_yscale("log")
+    axes.set_ylim(0.5 * min([0.2, *finite]), 2 * max([1.0, *finite]))
 
 
 def draw_eigenvalues(axes: Any, table: Table) -> None:
     """The consistency criterion: below zero a theory is inconsistent."""
-    _draw_band(axes, table, "tap_eigenvalue", BLUE, "TAP, at its solution")
-    _draw_band(axes, table, "naive_eigenvalue", ORANGE, "naive, at its solution")
-    _draw_band(axes, table, "truth_eigenvalue", RED, "naive, at the exact means")
+    _draw_bands(axes, table, EIGENVALUES)
     axes.axhline(0.0, color=GREY, linestyle="--")
     bottom = min(-0.5, *(row["truth_eigenvalue"] for row in table))
     axes.axhspan(2 * bottom, 0.0, color=GREY, alpha=0.12, linewidth=0)
@@ -163,46 +159,34 @@ def draw_eigenvalues(axes: Any, table: Table) -> None:
         ylabel="smallest eigenvalue (1: no couplings)",
         title="Consistency: $\\Lambda - J$ positive definite",
     )
-    axes.legend(frameon=False, loc="upper right")
 
 
 def draw_shares(axes: Any, table: Table) -> None:
     """Shares of models for which a theory is consistent, and stable."""
     strength = [row["strength"] for row in table]
-    lines = [
+    for name, color, style, label in (
         ("tap_consistent", BLUE, "-", "TAP, at its solution"),
         ("tap_stable", GREEN, "--", "... and $\\partial m/\\partial x$ positive too"),
         ("naive_consistent", ORANGE, ":", "naive, at its solution"),
         ("truth_consistent", RED, "-", "naive, at the exact means"),
-    ]
-    for name, color, style, label in lines:
+    ):
         share = [100 * row[name] for row in table]
-        axes.plot(
-            strength, share, color=color, linestyle=style, marker="o", markersize=3, label=label
-        )
+        axes.plot(strength, share, "o", color=color, linestyle=style, markersize=3, label=label)
     axes.set(
         ylim=(-3, 152),  # room for the legend
         yticks=range(0, 101, 20),
         ylabel="% of the models",
         title="Models with a consistent theory",
     )
-    axes.legend(frameon=False, loc="upper right")
 
 
-def _scale_errors(axes: Any, table: Table, names: tuple[str, ...]) -> None:
-    """A logarithmic axis from the least to the largest finite quantile, with 1 in it."""
-    columns = [name + suffix for name in names for suffix in ("_10", "", "_90")]
-    finite = [row[column] for row in table for column in columns if 0 < row[column] < np.inf]
-    axes.set_yscale("log")
-    axes.set_ylim(0.5 * min([0.2, *finite]), 2 * max([1.0, *finite]))
-
-
-def _draw_band(axes: Any, table: Table, name: str, color: str, label: str) -> None:
+def _draw_bands(axes: Any, table: Table, bands: Bands) -> None:
     """Median and band where the median is finite; an infinite quantile leaves the panel."""
-    finite = [
-        {**row, f"{name}_90": min(row[f"{name}_90"], BEYOND)}
-        for row in table
-        if np.isfinite(row[name])
-    ]
-    look = {"alpha": 0.15, "marker": "o", "markersize": 3}
-    draw_band(axes, finite, "strength", name, color, label, **look)
+    for name, color, label in bands:
+        finite = [
+            {**row, f"{name}_90": min(row[f"{name}_90"], BEYOND)}
+            for row in table
+            if np.isfinite(row[name])
+        ]
+        look = {"alpha": 0.15, "marker": "o", "markersize": 3}
+        draw_band(axes, finite, "strength", name, color, label, **look)

@@ -11,14 +11,7 @@ from implicit_attn.studies.tables import Table
 def geometry_figure(
     path: str | Path, title: str, energies: Table, heads: Table, trained: int
 ) -> None:
-    """Four panels: attention energy, feed-forward energy, effective rank and angle per head.
-
-    Args:
-        path: of the PNG.
-        title: of the figure.
-        energies, heads: of :func:`implicit_attn.studies.geometry`.
-        trained: iterations in training, drawn as a line where more are shown.
-    """
+    """Four panels: attention energy, feed-forward energy, effective rank and angle per head."""
     with drawing(path, title, (12, 8.5)) as figure:
         axes = figure.subplots(2, 2)
         for panel, key, name, color in (

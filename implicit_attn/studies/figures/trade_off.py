@@ -9,14 +9,7 @@ from implicit_attn.studies.tables import Table
 
 
 def seed_means(table: Table) -> Table:
-    """A row for each (layers, iterations): the mean over the seeds, fewest layers first.
-
-    Args:
-        table: rows of :func:`implicit_attn.studies.train_trade_off`.
-
-    Returns:
-        Rows with layers, iterations, parameters, seeds (number of averaged rows), accuracy, loss.
-    """
+    """A row for each (layers, iterations): the mean over the seeds, fewest layers first."""
     means: Table = []
     for layers, iterations in sorted({(row["layers"], row["iterations"]) for row in table}):
         group = [r for r in table if (r["layers"], r["iterations"]) == (layers, iterations)]
@@ -29,14 +22,7 @@ def seed_means(table: Table) -> Table:
 
 
 def trade_off_figure(path: str | Path, title: str, table: Table) -> None:
-    """Three panels over (layers, iterations): accuracy, loss, parameters.
-
-    Args:
-        path: of the PNG.
-        title: of the figure.
-        table: rows of :func:`implicit_attn.studies.train_trade_off` or ``read_trade_off``; those
-            of the same layers and iterations are drawn as points and averaged.
-    """
+    """Three panels over (layers, iterations): accuracy, loss, parameters; points are seeds."""
     means = seed_means(table)
     pairs = [(row["layers"], row["iterations"]) for row in means]
     label = "mean of the seeds" if any(row["seeds"] > 1 for row in means) else "one seed"

@@ -32,8 +32,7 @@ def training_report(
     """Four panels: training, residual, energy, accuracy against test-time evaluations.
 
     Args:
-        path: of the PNG.
-        title: of the figure.
+        path, title: of the figure, a PNG.
         epochs: rows with epoch, loss, test_accuracy and converged (share of training samples).
         convergence: of :func:`implicit_attn.studies.solve_history`.
         extrapolation: of :func:`implicit_attn.studies.accuracy_by_evaluations`.

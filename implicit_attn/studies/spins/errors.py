@@ -14,7 +14,6 @@ from implicit_attn.studies.spins.models import ExactMoments, SpinModel, exact_mo
 from implicit_attn.studies.tables import Table
 from solvers.core.checks import require_count
 
-# ``draw(strength, generator)`` -> a model with one sample.
 Draw = Callable[[float, torch.Generator], SpinModel]
 
 QUANTILES = {"": 0.5, "_10": 0.1, "_90": 0.9}
@@ -45,9 +44,7 @@ def error_against_coupling(
         draw: ``draw(strength, generator)`` -> a model with one sample.
         strengths: each > 0; any iterable, for example one with a progress bar.
         models: at every strength; the generator starts at ``seed`` each time.
-        seed: of the generator.
-        tolerance: of the solves.
-        max_steps: evaluations per solve, at most.
+        tolerance, max_steps: of the solves.
 
     Returns:
         Rows with the strength and, each as its median with ``_10`` and ``_90`` for the quantiles:
@@ -90,11 +87,7 @@ def consistency(covariance: Tensor, cavity_variance: Tensor, couplings: Tensor) 
     Its sign is that of the smallest eigenvalue of ``Lambda - J``, which must be positive definite
     for a consistent theory; it is 1 without couplings. It exists for singular ``C`` (Potts) and is
     accurate where spins are nearly certain.
-
-    Args:
-        covariance: ``C`` (B, N, d, d) of the sites.
-        cavity_variance: ``V`` (B, N, d, d); zero for naive mean field.
-        couplings: ``J`` (N, N, d, d).
+    ``C`` and ``V`` are (B, N, d, d), ``V`` zero for naive mean field; ``J`` is (N, N, d, d).
     """
     batch, sites, dim = covariance.shape[:3]
     values, vectors = torch.linalg.eigh(covariance)

@@ -52,17 +52,11 @@ class SpinModel:
 
 
 class ExactMoments(NamedTuple):
-    """Exact moments of a :class:`SpinModel`, float64.
+    """Exact moments of a :class:`SpinModel`, float64."""
 
-    Attributes:
-        log_partition: ``log Z`` (B,), with prior weights that sum to 1 on every site.
-        mean: ``<S_i>`` (B, N, d).
-        covariance: ``<S_i S_j^T> - <S_i><S_j>^T``, (B, N, d, N, d).
-    """
-
-    log_partition: Tensor
-    mean: Tensor
-    covariance: Tensor
+    log_partition: Tensor  # ``log Z`` (B,), with prior weights that sum to 1 on every site
+    mean: Tensor  # ``<S_i>`` (B, N, d)
+    covariance: Tensor  # ``<S_i S_j^T> - <S_i><S_j>^T``, (B, N, d, N, d)
 
 
 def random_ising(
@@ -89,9 +83,8 @@ def random_ising(
         TypeError: ``sites`` or ``samples`` is not an integer.
     """
     values = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    shape = (samples, sites, 1)
-    couplings, field = _draw(shape, strength, field_scale, generator)
-    return SpinModel(couplings, field, values, solvers.IsingSite())
+    drawn = _draw((samples, sites, 1), strength, field_scale, generator)
+    return SpinModel(*drawn, values, solvers.IsingSite())
 
 
 def random_potts(
@@ -110,9 +103,8 @@ def random_potts(
     """
     require_count("states", states, low=2)
     values = torch.eye(states, dtype=torch.float64)
-    shape = (samples, sites, states)
-    couplings, field = _draw(shape, strength, field_scale, generator)
-    return SpinModel(couplings, field, values, solvers.PottsSite())
+    drawn = _draw((samples, sites, states), strength, field_scale, generator)
+    return SpinModel(*drawn, values, solvers.PottsSite())
 
 
 def exact_moments(model: SpinModel) -> ExactMoments:
