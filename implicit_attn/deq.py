@@ -186,15 +186,14 @@ def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
     wanted = {p.dtype for p in update.parameters() if p.is_floating_point()}
-    for leaf in pytree.tree_leaves(x):
-        if not isinstance(leaf, Tensor):
-            continue
+    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    for leaf in leaves:
         if leaf.dim() == 0 or leaf.shape[0] == 0:
             raise ValueError(
                 f"x must have a batch dimension (B, ...) and hold at least one sample, got shape "
                 f"{tuple(leaf.shape)}"
             )
-        if mask is not None and mask.shape[0] != leaf.shape[0]:
+        if leaf is leaves[0] and mask is not None and mask.shape[0] != leaf.shape[0]:
             raise ValueError(
                 f"mask must be batched like x, {leaf.shape[0]} samples, got shape {tuple(mask.shape)}"
             )

@@ -136,7 +136,9 @@ def _check_options(
 def _check_external(solver: ExternalSolver, **options: object) -> None:
     unknown = [name for name, given in options.items() if given]
     if unknown:
-        raise ValueError(f"{solver!r} has a loop of its own, which knows no {unknown}")
+        raise ValueError(
+            f"{solver!r} has a loop of its own, which knows no {unknown}: leave them out"
+        )
 
 
 def _check_inputs(z0: Any, args: tuple[Any, ...], mask: Tensor | None) -> None:

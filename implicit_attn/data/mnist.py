@@ -82,8 +82,8 @@ def load_mnist() -> ImageData:
         :class:`ImageData` with images (60000, 1, 28, 28) and (10000, 1, 28, 28).
 
     Raises:
-        FileNotFoundError, ImportError: a file is in no local folder, and no mirror gave it, or
-            pooch is not installed.
+        FileNotFoundError: a file is in no local folder, and no mirror gave it.
+        ImportError: a file is in no local folder, and pooch is not installed.
         NotADirectoryError: ``IMPLICIT_ATTN_DATA`` is not a folder.
         ValueError: a file is corrupt or is another one.
     """

@@ -74,7 +74,8 @@ class BiSoftmaxAttention(HeadsEnergy):
     Gradient by y: ``(P + P^T) Y`` with the row softmax ``P = softmax(beta Y Y^T)``. Descent makes
     tokens repel each other in each head's subspace. Neither convex nor concave.
 
-    Shapes and other arguments as for ``HeadsEnergy``.
+    Shapes and other arguments as for
+    :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
         causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
@@ -154,7 +155,8 @@ class SigmoidAttention(HeadsEnergy):
     Gradient by y: ``sigma'(S) Y`` with ``S = beta Y Y^T``; nothing is normalised over the tokens. Not
     concave.
 
-    Shapes and other arguments as for ``HeadsEnergy``.
+    Shapes and other arguments as for
+    :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
         backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
@@ -197,7 +199,8 @@ class LinearAttention(HeadsEnergy):
     Gradient by y: ``phi'(Y) * beta Phi (Phi^T Phi)``. Only the (p, p) matrix ``Phi^T Phi`` is formed,
     so the cost is linear in N. Not concave.
 
-    Shapes and other arguments as for ``HeadsEnergy``.
+    Shapes and other arguments as for
+    :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
         feature_map: phi, one of ``"identity"``, ``"relu"``, ``"elu"`` (``elu(y) + 1``).

@@ -48,7 +48,8 @@ class ReLUFeedForward(MemoryEnergy):
     Negative gradient by z, without norm: ``D relu(D^T z)``, a feed-forward block with tied weights.
     Concave in z without norm.
 
-    Shapes and arguments as for ``MemoryEnergy``.
+    Shapes and arguments as for
+    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equation 11, with the full
     derivative of the norm.
@@ -89,7 +90,8 @@ class GELUFeedForward(MemoryEnergy):
     the exact GELU, so the negative gradient by z, without norm, is ``D gelu(D^T z)``. Not concave:
     GELU decreases below -0.75.
 
-    Shapes and arguments as for ``MemoryEnergy``.
+    Shapes and arguments as for
+    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
     """
 
     def token_value_and_force(self, y: Tensor) -> Pair:
@@ -111,7 +113,8 @@ class SoftmaxFeedForward(MemoryEnergy):
     Negative gradient by z, without norm: ``D softmax(D^T z)``, retrieval from memories. Concave in z
     without norm.
 
-    Shapes and arguments as for ``MemoryEnergy``.
+    Shapes and arguments as for
+    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18.
     """
@@ -137,7 +140,8 @@ class GatedFeedForward(MemoryEnergy):
     gated by the sum of all. The sum runs over M memories, so weights of order 1/M keep the curvature
     of order 1. Concave in z with ReLU and without norm.
 
-    Shapes and other arguments as for ``MemoryEnergy``.
+    Shapes and other arguments as for
+    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Args:
         activation: phi, ``"gelu"`` (exact) or ``"relu"``.

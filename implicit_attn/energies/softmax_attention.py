@@ -48,7 +48,7 @@ class SoftmaxAttention(Energy):
         energy: ``"inner"`` or ``"elastic"``.
         cross: cross-attention: keys from ``x`` in place of ``z``.
         context_dim: features of the context, default ``dim``; for ``cross`` only.
-        head_dim, beta: as for ``HeadsEnergy``.
+        head_dim, beta: as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
         norm: norm of each head's queries and keys, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
         causal: for self-attention, restrict the energy of token i to ``j <= i``. The key term of the

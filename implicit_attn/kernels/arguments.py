@@ -43,7 +43,7 @@ def dense_or_strips(z: Tensor, tokens: int, pairs: float, note: str = "") -> Cho
     size = f"{matrices} matrices of {count} x {count} pairs{note}"
     if count <= tokens and matrices * count**2 <= pairs:
         return Choice("reference", f"{size}: the dense formula has the least overhead")
-    return Choice("blocks", f"{size}: strips stay in cache and hold no N x N matrix")
+    return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
 
 
 def check_arguments(z: Tensor, beta: float, mask: Tensor | None) -> None:

@@ -5,6 +5,8 @@ The command ``python -m implicit_attn.studies`` runs them on checkpoints.
 
 from __future__ import annotations
 
+from implicit_attn.studies import plots as plots
+from implicit_attn.studies import plots_spins as plots_spins
 from implicit_attn.studies.convergence import (
     jacobian_eigenvalues,
     solver_choices,

@@ -71,7 +71,8 @@ class Training:
         observations: what ``observe`` returned: before training, and an entry an epoch.
 
     Raises:
-        TypeError: ``augment`` is given with a task.
+        TypeError: ``augment`` is given with a task, or ``save_every`` is no integer.
+        ValueError: ``save_every`` is below 1.
     """
 
     def __init__(

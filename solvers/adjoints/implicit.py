@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.capture import Recorder
-from solvers.core.jacobian import Product, gradients, pullback
+from solvers.core.jacobian import JacobianProduct, gradients, pullback
 from solvers.core.problem import Problem
 from solvers.core.rows import merge_rows, scatter_rows
 from solvers.core.solution import AdjointReport, Solution, Status, apply_policy
@@ -34,7 +34,7 @@ class AdjointSystem:
     batch: int  # samples of the fixed point
     rows: Tensor | None  # (n,) samples that take part, or None for all
 
-    def solve(self, product: Product, right: Tensor, symmetric: bool) -> Tensor:
+    def solve(self, product: JacobianProduct, right: Tensor, symmetric: bool) -> Tensor:
         """Solve the adjoint system ``u - product(u) = right`` for vectors (n, D)."""
         run = partial(
             solve_linear,

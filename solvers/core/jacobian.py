@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
+JacobianProduct = Callable[[Tensor], Tensor]
 
 
 def gradients(
@@ -36,7 +36,7 @@ def gradients(
     )
 
 
-def pullback(output: Tensor | None, point: Tensor) -> Product:
+def pullback(output: Tensor | None, point: Tensor) -> JacobianProduct:
     """``v -> J^T v``, zero where ``output`` does not depend on ``point`` or is None."""
 
     def product(v: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def pullback(output: Tensor | None, point: Tensor) -> Product:
     return product
 
 
-def pushforward(output: Tensor, point: Tensor) -> Product:
+def pushforward(output: Tensor, point: Tensor) -> JacobianProduct:
     """``v -> J v``, as the pullback of ``J^T weight`` with respect to ``weight``.
 
     This is reverse over reverse: ``output`` must be twice differentiable by autograd.

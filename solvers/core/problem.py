@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.jacobian import Product, pullback, pushforward
+from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
 from solvers.core.modes import ordinary, recording, with_autocast
 from solvers.core.rows import Point, row_norm
@@ -156,7 +156,7 @@ class Problem:
         mask = None if self.mask is None else self.mask.index_select(0, index)
         return replace(self, args=take(self.args, index, batch), mask=mask, shrunk=True)
 
-    def jacobian_product(self, z: Tensor) -> Product:
+    def jacobian_product(self, z: Tensor) -> JacobianProduct:
         """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward."""
         with recording():
             point = ordinary(z).detach().requires_grad_()

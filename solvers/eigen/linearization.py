@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_choice
-from solvers.core.jacobian import Product, gradients, pullback
+from solvers.core.jacobian import JacobianProduct, gradients, pullback
 from solvers.core.layout import Layout, check_args, take
 from solvers.core.problem import check_energy
 
@@ -38,7 +38,7 @@ class Linearization:
         z, args = take(self.z, index, self.batch), take(self.args, index, self.batch)
         return Linearization(self.f, z, args, self.kind)
 
-    def product(self) -> Product:
+    def product(self) -> JacobianProduct:
         """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D)."""
         if self.kind == "product":
             return lambda v: self._image(self.f(self.z, self.layout.tree(v), *self.args))

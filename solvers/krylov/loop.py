@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -23,34 +24,70 @@ GAP = 40.0
 HALVED = 0.5
 
 
-class Cycle:
-    """A cycle of the Krylov method: the ``run`` on a working batch, and the results of every sample.
+@dataclass
+class Results:
+    """What a finished cycle says of each sample: a (B, D) tensor and (B, 1) arrays.
 
-    ``rows`` (n,) are the places of the working batch in the caller's batch, ``running`` is how many of
-    them are known to run. The results, of a finished cycle, are ``correction`` (B, D), to be added to
-    ``x``, and (B, 1) arrays like those of :class:`KrylovRun`.
+    ``correction`` is to be added to ``x``; the others are as for :class:`KrylovRun`.
     """
 
-    def __init__(self, run: KrylovRun, rows: Array, system: System, residual_norm: Array) -> None:
-        self.arrays, self.run, self.rows, self.running = system.arrays, run, rows, len(rows)
-        self.correction = torch.zeros_like(system.b)
-        self.residual_norm = self.arrays.copy(residual_norm)
-        self.matrix_norm = self.arrays.xp.zeros_like(residual_norm)
-        self.used = self.arrays.whole(residual_norm)
-        self.verdict, self.reliable = self.used + int(Status.MAX_STEPS), self.used == 0
+    correction: Tensor
+    residual_norm: Array
+    verdict: Array
+    used: Array
+    matrix_norm: Array
+    reliable: Array
 
-    def finish(self, run: KrylovRun, rows: Array) -> None:
-        """Take the results of ``run`` for the samples ``rows`` (n,) of the caller's batch."""
-        self.correction.index_copy_(0, self.arrays.write(rows), run.solution())
+    @classmethod
+    def of(cls, run: KrylovRun) -> Results:
+        """The results of a run on the whole batch, without a copy."""
+        norms = (run.used, run.matrix_norm, run.reliable())
+        return cls(run.solution(), run.residual_norm, run.verdict(), *norms)
+
+    @classmethod
+    def untouched(cls, system: System, residual_norm: Array) -> Results:
+        """Results of a cycle in which no sample has moved yet."""
+        used, zero = system.arrays.whole(residual_norm), system.arrays.xp.zeros_like(residual_norm)
+        norms = system.arrays.copy(residual_norm)
+        verdict = used + int(Status.MAX_STEPS)
+        return cls(torch.zeros_like(system.b), norms, verdict, used, zero, used == 0)
+
+    def put(self, run: KrylovRun, rows: Array, index: Tensor) -> None:
+        """Write the results of ``run`` to the samples ``rows`` (n,), ``index`` as a tensor."""
+        self.correction.index_copy_(0, index, run.solution())
         self.residual_norm[rows], self.verdict[rows] = run.residual_norm, run.verdict()
         self.used[rows], self.matrix_norm[rows] = run.used, run.matrix_norm
         self.reliable[rows] = run.reliable()
 
+
+class Cycle:
+    """A cycle of the Krylov method: the ``run`` on a working batch of the samples ``rows`` (n,).
+
+    ``running`` is how many of them are known to run. The usual cycle, from which no sample leaves
+    before its end, holds no vectors but those of the run.
+    """
+
+    def __init__(self, run: KrylovRun, rows: Array, system: System, residual_norm: Array) -> None:
+        self.run, self.rows, self.running = run, rows, len(rows)
+        self.system, self.residual_norm = system, residual_norm
+        self.left: Results | None = None  # of samples that have left; None before the first has
+
+    def _put(self, run: KrylovRun, rows: Array) -> Results:
+        if self.left is None:
+            self.left = Results.untouched(self.system, self.residual_norm)
+        self.left.put(run, rows, self.system.arrays.write(rows))
+        return self.left
+
     def shrink(self, running: Array) -> None:
-        """Keep the samples ``running`` (n, 1) in the working batch, finish the others."""
-        gone, stay = self.arrays.index(~running), self.arrays.index(running)
-        self.finish(self.run.rows(gone), self.rows[gone])
+        """Keep the samples ``running`` (n, 1) in the working batch, note the results of the others."""
+        gone, stay = (self.system.arrays.index(mask) for mask in (~running, running))
+        self._put(self.run.rows(gone), self.rows[gone])
         self.run, self.rows = self.run.rows(stay), self.rows[stay]
+
+    def results(self) -> Results:
+        """The results of every sample at the end of the cycle."""
+        whole = self.left is None and len(self.rows) == len(self.residual_norm)
+        return Results.of(self.run) if whole else self._put(self.run, self.rows)
 
 
 class LinearLoop:
@@ -161,11 +198,13 @@ class LinearLoop:
         self.product.select(index)
         return index
 
-    def _cycle(self, rows: Array) -> Cycle:
+    def _cycle(self, rows: Array) -> Results:
         """Run the Krylov method until every sample of ``rows`` has stopped."""
         arrays, index = self.arrays, self._select(rows)
         limit, active = (arrays.write(array)[index] for array in (self.target, self.open))
-        run = self.solver.start(self.r.index_select(0, index), limit, active)
+        whole = len(index) == len(self.all_rows)
+        r = self.r if whole else self.r.index_select(0, index)
+        run = self.solver.start(r, limit, active)
         cycle = Cycle(run, arrays.read(index), self.system, self.residual_norm)
         budget = self.max_steps - self.evaluations
         ends = set(budget[rows].flatten().tolist())
@@ -183,8 +222,7 @@ class LinearLoop:
                 self._note(cycle.rows, active, cycle.run.current())
             if cycle.run.exhausted:
                 break
-        cycle.finish(cycle.run, cycle.rows)
-        return cycle
+        return cycle.results()
 
     def _goes_on(self, cycle: Cycle, watch: Watch) -> bool:
         """Whether any sample of the cycle still runs; stopped ones leave, or multiply zeros."""
@@ -217,7 +255,7 @@ class LinearLoop:
         size = self.arrays.read(norm(x))
         return GAP * self.product.eps * (matrix_norm * size + reference)
 
-    def _accept(self, result: Cycle) -> None:
+    def _accept(self, result: Results) -> None:
         """Close the samples whose recurrence residual is accurate, verify the others."""
         arrays, system = self.arrays, self.system
         self.steps = self.steps + result.used
@@ -241,7 +279,7 @@ class LinearLoop:
         if len(rows) > 0:
             self._verify(result, x, rows)
 
-    def _verify(self, result: Cycle, x: Tensor, rows: Array) -> None:
+    def _verify(self, result: Results, x: Tensor, rows: Array) -> None:
         """True residuals of the open samples at ``x``; those that gained nothing have stalled."""
         x = self.system.scaled(self.product.rounded(self.system.unscaled(x)))
         verified, limit = self.open, self.system.limit

@@ -82,7 +82,7 @@ class KrylovRun(ABC):
 
     @abstractmethod
     def verdict(self) -> Array:
-        """(n, 1) int64 :class:`Status`; MAX_STEPS for a row that could have gone on."""
+        """(n, 1) int64 :class:`solvers.Status`; MAX_STEPS for a row that could have gone on."""
 
     def zero_stopped(self) -> None:
         """Set the vectors of stopped rows to zero, so that the matrix meets no NaN or infinity."""

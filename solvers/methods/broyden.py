@@ -128,12 +128,13 @@ class Broyden(Solver):
 
 @dataclass
 class BroydenState:
+    """The steps so far, as unit vectors with their lengths and Gram matrix."""
+
     units: Tensor  # (B, k, D) steps as unit vectors
     lengths: Tensor  # (B, k) of the steps
     gram: Tensor  # (B, k, k) of the unit vectors
-    replaced: Tensor | None = (
-        None  # (B,) rows whose last candidate the loop replaced by a safer one
-    )
+    # (B,) bool, rows whose last candidate the loop replaced by a safer one.
+    replaced: Tensor | None = None
     count: int = 0
 
     def restart(self, rows: Tensor) -> None:

@@ -86,6 +86,8 @@ class GradientDescent(Solver):
 
 @dataclass
 class GradientState:
+    """Step sizes (B,) and the memory of the momentum or of the automatic step size."""
+
     step_size: Tensor
     # The velocity (heavy ball), landing point (Nesterov) or last iterate (automatic).
     memory: Tensor | None = None

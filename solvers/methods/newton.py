@@ -129,6 +129,8 @@ class Newton(Solver):
 
 @dataclass
 class NewtonState:
+    """The current direction, the point where it starts, and what it has cost."""
+
     base: Point
     direction: Tensor  # (B, D) from base
     length: Tensor  # (B,) of the step along it

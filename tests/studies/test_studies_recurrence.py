@@ -62,7 +62,7 @@ def test_accuracy_by_iterations(options: dict[str, Any]) -> None:
         assert row["residual"] > 0 and "energy" in row
 
 
-def test_rivals_have_no_energy_but_one() -> None:
+def test_of_the_baselines_one_has_an_energy() -> None:
     assert "energy" in accuracy_by_iterations(image_subject("energy-transformer"), [1])[0]
     assert "energy" not in accuracy_by_iterations(image_subject("transformer"), [1])[0]
     with pytest.raises(TypeError, match="unrolled"):

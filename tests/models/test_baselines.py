@@ -1,4 +1,4 @@
-"""The rivals against dense transcriptions of their papers' equations, in float64."""
+"""The baselines against dense transcriptions of their papers' equations, in float64."""
 
 from __future__ import annotations
 
