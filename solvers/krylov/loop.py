@@ -201,11 +201,12 @@ class LinearLoop:
     def _cycle(self, rows: Array) -> Results:
         """Run the Krylov method until every sample of ``rows`` has stopped."""
         arrays, index = self.arrays, self._select(rows)
-        limit, active = (arrays.write(array)[index] for array in (self.target, self.open))
+        chosen = arrays.read(index)
+        limit, active = arrays.write(self.target[chosen]), arrays.write(self.open[chosen])
         whole = len(index) == len(self.all_rows)
         r = self.r if whole else self.r.index_select(0, index)
         run = self.solver.start(r, limit, active)
-        cycle = Cycle(run, arrays.read(index), self.system, self.residual_norm)
+        cycle = Cycle(run, chosen, self.system, self.residual_norm)
         budget = self.max_steps - self.evaluations
         ends = set(budget[rows].flatten().tolist())
         watch = Watch(self.system.b.device)
