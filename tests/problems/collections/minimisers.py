@@ -16,7 +16,7 @@ from problems.collections.collected import Collected
 from problems.nonlinear_systems import MGH
 
 OPTIMISTIX = "optimistix, tests/helpers.py, minimisation_fn_minima_init_args, {}"
-JAX = "jax, tests/scipy_optimize_test.py (the tests of what became jaxopt's BFGS), {}"
+JAXOPT = "jaxopt, tests/bfgs_test.py, {}"
 
 
 def sum_of_squares(system: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -174,14 +174,21 @@ MINIMISERS: list[Collected] = [
         [0.0, -0.524869316, 0.487525860],
     ),
     _minimiser(
-        "rosenbrock_0", rosenbrock_chain, [0.0, 0.0], JAX.format("rosenbrock"), [1.0, 1.0], 0.0
+        "rosenbrock_0",
+        rosenbrock_chain,
+        [0.0, 0.0],
+        JAXOPT.format("test_correctness"),
+        [1.0, 1.0],
+        0.0,
     ),
-    _minimiser("eggholder", eggholder, [100.0, 100.0], JAX.format("eggholder")),
+    _minimiser(
+        "eggholder", eggholder, [100.0, 100.0], JAXOPT.format("test_against_scipy, eggholder")
+    ),
     _minimiser(
         "zakharov_6",
         zakharov,
         [600.0, 700.0, 200.0, 100.0, 90.0, 1e4],
-        JAX.format("test_zakharov"),
+        JAXOPT.format("test_zakharov"),
         6 * [0.0],
         0.0,
     ),
