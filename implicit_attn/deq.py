@@ -35,7 +35,8 @@ class DEQ(nn.Module):
         update: f, an :class:`Update`; or an :class:`Energy`, for ``GradientStep(energy)``.
         solver: a ``solvers.Solver``; None: L-BFGS for gradient steps with one step size, else
             Anderson.
-        tolerance: ``solvers.Tolerance``, for each sample; None: its defaults.
+        tolerance: ``solvers.Tolerance``, for each sample; None: ``Tolerance()``, but in half precision
+            and under autocast what f can meet (:func:`solvers.fixed_point`).
         max_steps: maximal number of evaluations of f for each sample.
         adjoint: how gradients are computed, ``solvers.Implicit()`` by default; None: no gradients.
         init: the initial state: "input" (``update.initial(x)``, for most updates x), "zeros" (like x),
@@ -82,8 +83,9 @@ class DEQ(nn.Module):
         self.update = update
         require_instance("solver", solver, solvers.Solver, "a solvers.Solver", optional=True)
         require_instance("adjoint", adjoint, solvers.Adjoint, "a solvers.Adjoint", optional=True)
-        tolerance = solvers.Tolerance() if tolerance is None else tolerance
-        require_instance("tolerance", tolerance, solvers.Tolerance, "a solvers.Tolerance")
+        require_instance(
+            "tolerance", tolerance, solvers.Tolerance, "a solvers.Tolerance", optional=True
+        )
         self.solver, self.tolerance, self.adjoint = solver, tolerance, adjoint
         self.max_steps = require_count("max_steps", max_steps)
         check_on_failure(on_failure)

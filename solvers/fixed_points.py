@@ -18,11 +18,15 @@ from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import Tolerance
+from solvers.core.tolerance import (
+    Tolerance,
+    default_tolerance,
+    evaluation_dtype,
+    name_of_solve,
+)
 from solvers.methods.anderson import Anderson
 from solvers.methods.lbfgs import LBFGS
 
-_DEFAULT_TOLERANCE = Tolerance()
 _DEFAULT_ADJOINT = Implicit()
 
 
@@ -33,7 +37,7 @@ def fixed_point(
     args: tuple[Any, ...] = (),
     *,
     solver: Solver | None = None,
-    tolerance: Tolerance = _DEFAULT_TOLERANCE,
+    tolerance: Tolerance | None = None,
     max_steps: int = 50,
     adjoint: Adjoint | None = _DEFAULT_ADJOINT,
     energy: Callable[..., Tensor] | None = None,
@@ -53,7 +57,9 @@ def fixed_point(
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share (weights) belong into ``f`` itself; gradients reach them.
         solver: default ``LBFGS()`` where ``f`` is a gradient step of an energy, else ``Anderson()``.
-        tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``.
+        tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``. None:
+            ``Tolerance()``, rtol 1e-4, where ``f`` computes in float32 or float64; what it can meet in
+            half precision, also under autocast: rtol 2e-2 in bfloat16, 1e-2 in float16.
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
         adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
             gradient.
@@ -84,11 +90,14 @@ def fixed_point(
     layout = Layout.of(z0)
     _check_inputs(z0, args, mask)
     start = layout.vector(z0)
+    autocast = autocast_dtype(start.device.type)
+    precision = evaluation_dtype(start.dtype, autocast)
+    chosen = default_tolerance(precision) if tolerance is None else tolerance
     problem = Problem(
         f,
         layout,
         args,
-        autocast_dtype(start.device.type),
+        autocast,
         energy=energy,
         mask=None if mask is None else layout.mask_vector(mask),
         symmetric=bool(getattr(f, "symmetric", False)),
@@ -100,20 +109,21 @@ def fixed_point(
         # runs without autocast, which Problem restores around f.
         with constant_weights(), without_autocast(vector.device.type):
             if isinstance(solver, ExternalSolver):
-                return solver.run(target, vector, tolerance, max_steps)
+                return solver.run(target, vector, chosen, max_steps)
             first = target.evaluate(vector)
-            loop = Loop(target, first, solver, tolerance, max_steps, record, callback)
+            loop = Loop(target, first, solver, chosen, max_steps, record, callback)
             del first  # the loop frees it when it has moved on
             return loop.run()
 
     if adjoint is not None and torch.is_grad_enabled():
-        solution = adjoint.solve(problem, start, solve, tolerance)
+        solution = adjoint.solve(problem, start, solve, chosen)
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
     solution.value = layout.tree(solution.value)
     # Above this function is the wrapper of its decorator, above that the caller.
-    apply_policy(solution, on_failure, "fixed-point solve", stacklevel=4)
+    what = name_of_solve("fixed-point solve", chosen, precision)
+    apply_policy(solution, on_failure, what, stacklevel=4)
     return solution
 
 
@@ -123,7 +133,7 @@ def _check_options(
     require_callable("f", f)
     require_callable("energy", energy, optional=True)
     require_instance("solver", solver, Solver, "a solvers.Solver such as Anderson()")
-    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance")
+    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance", optional=True)
     require_instance("adjoint", adjoint, Adjoint, "a solvers.Adjoint", optional=True)
     require_count("max_steps", max_steps)
     if solver.needs_energy and not (isinstance(f, EnergyUpdate) and energy is None):

@@ -186,7 +186,7 @@ def test_last_solution() -> None:
     solution.value.square().sum().backward(retain_graph=True)
     adjoint = last.adjoint.solution
     assert adjoint is not None and bool(adjoint.converged.all())
-    assert (adjoint.residual <= layer.tolerance.rtol).all()
+    assert (adjoint.residual <= (layer.tolerance or Tolerance()).rtol).all()
     assert (adjoint.evaluations >= 1).all()
     solution.value.square().sum().backward()
     assert last.adjoint.solves == 2
