@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
@@ -53,6 +54,44 @@ def recording() -> Iterator[None]:
             yield
 
 
+class _Stance:
+    """How many recordings, in all threads, ask for ``torch.compile`` to stand aside."""
+
+    def __init__(self) -> None:
+        self.lock, self.number = threading.Lock(), 0
+        self.before: Any = None  # the stance to return to
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.number == 0:
+                self.before = torch.compiler.set_stance("force_eager")
+            self.number += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.number -= 1
+            if self.number == 0:
+                self.before.__exit__(None, None, None)
+                self.before = None
+
+
+_STANCE = _Stance()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Functions compiled by ``torch.compile`` run as they were before compilation.
+
+    torch keeps this stance for all threads; a compiled function that another thread calls meanwhile is
+    slower, not wrong.
+    """
+    _STANCE.enter()
+    try:
+        yield
+    finally:
+        _STANCE.leave()
+
+
 def ordinary(tree: Any) -> Any:
     """The pytree with copies of its inference tensors, which no backward pass could save."""
 
@@ -80,6 +119,8 @@ class Weights:
     """
 
     computed: dict[int, tuple[ParametrizationList, Tensor]] = field(default_factory=dict)
+    # Within torch.utils.checkpoint: what the computation saves must not be computed again.
+    checkpointed: bool = False
 
     @contextmanager
     def constant(self) -> Iterator[None]:
@@ -96,9 +137,20 @@ class Weights:
         """The weight, computed at the first call."""
         found = self.computed.get(id(parametrization))
         if found is None:
-            found = (parametrization, _COMPUTE(parametrization))
+            kept = saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext()
+            with kept:
+                found = (parametrization, _COMPUTE(parametrization))
             self.computed[id(parametrization)] = found
         return found[1]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def weights_of_this_solve() -> Weights | None:
+    """The weights that this thread is solving with."""
+    return _OF_THIS_THREAD.weights
 
 
 def constant_weights() -> AbstractContextManager[None]:
