@@ -179,13 +179,16 @@ class Problem:
     def jacobian_product(self, z: Tensor) -> JacobianProduct:
         """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.
 
-        Zero where autograd finds no dependence on z.
+        Raises RuntimeError where autograd finds no dependence on anything.
         """
         with recording(), uncompiled():
             point = ordinary(z).detach().requires_grad_()
             output = replace(self, args=ordinary(self.args)).masked_map(point)
-            if not output.requires_grad:  # a piecewise constant map (of comparisons): J is zero
-                return pullback(None, point)
+            if not output.requires_grad:
+                raise RuntimeError(
+                    "f(z) is not differentiable in z (made of comparisons, or detached?), so its "
+                    "Jacobian is not at hand: use a solver without Jacobian, such as Anderson()"
+                )
             return pullback(output, point) if self.symmetric else pushforward(output, point)
 
     def _check_output(self, output: Any, energy: Tensor | None, z: Tensor) -> None:
