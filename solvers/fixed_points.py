@@ -114,10 +114,16 @@ def fixed_point(
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
+    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
+        solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
     # Above this function is the wrapper of its decorator, above that the caller.
     apply_policy(solution, on_failure, "fixed-point solve", stacklevel=4)
     return solution
+
+
+def _shares_memory(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _check_options(
