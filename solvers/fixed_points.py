@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.core.checks import require_callable, require_count, require_flag, require_instance
-from solvers.core.layout import Layout, check_args, check_batched
+from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
 from solvers.core.modes import autocast_dtype, constant_weights, eager, without_autocast
 from solvers.core.problem import EnergyUpdate, Problem
@@ -41,7 +41,7 @@ def fixed_point(
     max_steps: int = 50,
     adjoint: Adjoint | None = _DEFAULT_ADJOINT,
     energy: Callable[..., Tensor] | None = None,
-    mask: Tensor | None = None,
+    mask: Any = None,
     record: bool = False,
     on_failure: str = "warn",
     compact: bool = True,
@@ -65,6 +65,9 @@ def fixed_point(
             gradient.
         energy: ``energy(z, *args) -> (B,)`` turns the safeguard on: no accepted step raises it.
         mask: (B, N) bool, False at masked tokens: they keep their initial value and enter no norm.
+            Tokens are dim 1 of the leaves (B, N, ...) of at least three dimensions, or, where none has
+            N there, of the leaves (B, N); other leaves count whole. Or a pytree structured like z0,
+            for each leaf its mask (B, N), or None where it counts whole.
         record: keep the trace of residuals (and energies).
         on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where ``f`` closes over batched tensors.
@@ -88,7 +91,7 @@ def fixed_point(
         _check_external(solver, energy=energy is not None, record=record, callback=callback)
     check_on_failure(on_failure)
     layout = Layout.of(z0)
-    _check_inputs(z0, args, mask)
+    _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
     autocast = autocast_dtype(start.device.type)
     precision = evaluation_dtype(start.dtype, autocast)
@@ -120,11 +123,17 @@ def fixed_point(
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
+    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
+        solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
     # Above this function is the wrapper of its decorator, above that the caller.
     what = name_of_solve("fixed-point solve", chosen, precision)
     apply_policy(solution, on_failure, what, stacklevel=4)
     return solution
+
+
+def _shares_memory(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _check_options(
@@ -151,7 +160,7 @@ def _check_external(solver: ExternalSolver, **options: object) -> None:
         )
 
 
-def _check_inputs(z0: Any, args: tuple[Any, ...], mask: Tensor | None) -> None:
+def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> None:
     """Batch sizes, devices and finiteness of everything that comes in."""
     leaves = pytree.tree_leaves(z0)
     batch, device = leaves[0].shape[0], leaves[0].device
@@ -162,12 +171,7 @@ def _check_inputs(z0: Any, args: tuple[Any, ...], mask: Tensor | None) -> None:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 _check_finite(leaf, name)
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
-            raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
-        check_batched(mask, "mask", batch, device, "z0", "f")
-        if not any(t.dim() > 1 and t.shape[1] == mask.shape[1] for t in leaves):
-            shapes = [tuple(t.shape) for t in leaves]
-            raise ValueError(f"mask has {mask.shape[1]} tokens, which no leaf of z0 has: {shapes}")
+        check_mask(mask, layout, batch, device)
 
 
 def _check_finite(leaf: Tensor, name: str) -> None:

@@ -34,6 +34,14 @@ PATIENCE = 100  # evaluations without a better residual after which a sample has
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
 
 
+def keeps_failures_out(device: torch.device) -> bool:
+    """Whether a recorded solve takes samples out whose first evaluation is not finite.
+
+    Not on a GPU, where asking for them would wait for the device.
+    """
+    return device.type == "cpu" and torch.is_grad_enabled()
+
+
 class Loop:
     """One solve, from its first evaluation ``start``; the :class:`Solution` has a value (B, D).
 
@@ -92,6 +100,8 @@ class Loop:
             self.current = self.trial
         else:
             self.current = merge_rows(self.accepted, self.trial, self.current)
+        if evaluation == 1 and keeps_failures_out(self.trial.z.device):
+            self._keep_failures_out()
         self._shrink()
         return False
 
@@ -199,6 +209,18 @@ class Loop:
         self.some_ended = not bool(seen.all())
         return self.some_ended and not bool(seen.any())
 
+    def _keep_failures_out(self) -> None:
+        """Evaluate anew without the rows that have no finite first evaluation.
+
+        A recorded NaN of theirs would reach the gradients of weights that all rows share.
+        """
+        failed = self.rows.status == Status.NONFINITE
+        if not self.problem.compact or not bool(failed.any()):
+            return
+        ended = self.rows.status != RUNNING
+        self._take_out(ended)
+        self.trial = self.current = self.problem.evaluate(self.trial.z)
+
     def _shrink(self) -> None:
         """Let finished rows leave, their history with them, when enough of them have finished."""
         if not (self.some_ended and self.problem.compact and self.arrays.host):
@@ -207,6 +229,10 @@ class Loop:
         number = int(ended.sum())
         if number * SHRINK < ended.numel() or number == 0:
             return
+        self._take_out(ended)
+
+    def _take_out(self, ended: Tensor) -> None:
+        """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""
         self.some_ended = False
         stay = torch.nonzero(~ended).flatten()
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))

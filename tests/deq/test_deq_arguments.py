@@ -124,7 +124,7 @@ def test_default_solver_follows_the_update() -> None:
         torch.testing.assert_close(layer(x), layer.solve(x, solver=solver).value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("option", ["max_itr", "steps", "compact", "energy", "mask0", "rtol"])
+@pytest.mark.parametrize("option", ["max_itr", "steps", "compacted", "energy", "mask0", "rtol"])
 def test_unknown_option(option: str) -> None:
     options: dict[str, Any] = {option: 3}
     with pytest.raises(TypeError, match=rf"unknown options \['{option}'\].*max_steps"):
