@@ -112,8 +112,7 @@ def fixed_point(
         with torch.no_grad():
             solution = solve(problem, start.detach())
     solution.value = layout.tree(solution.value)
-    # Above this function is the wrapper of its decorator, above that the caller.
-    apply_policy(solution, on_failure, "fixed-point solve", stacklevel=4)
+    apply_policy(solution, on_failure, "fixed-point solve")
     return solution
 
 
