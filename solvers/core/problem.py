@@ -17,7 +17,7 @@ from solvers.core.checks import require_instance, require_positive
 from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
 from solvers.core.modes import ordinary, recording, with_autocast
-from solvers.core.rows import Point, row_norm
+from solvers.core.rows import Point, residual_norms
 
 
 class EnergyUpdate(ABC):
@@ -109,8 +109,7 @@ class Problem:
             residual = torch.where(self.mask, residual, zero)
             value = torch.where(self.mask, value, zero)
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
-        norm, reference = row_norm(residual.detach()), row_norm(value.detach())
-        return Point(z, residual, norm, reference, energy, gradient)
+        return Point(z, residual, *residual_norms(residual.detach(), value.detach()), energy, gradient)
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""

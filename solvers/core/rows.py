@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from solvers.core.device import maybe_any
 from solvers.core.solution import Trace
 
 RUNNING = -1  # status of a sample that is still being solved
+# A norm above these lost no digits to the underflow of its squares: sqrt(tiny / eps), rounded up.
+EXACT_ABOVE = {torch.float32: 1e-15, torch.float64: 1e-145}
 
 
 @dataclass
@@ -210,8 +213,46 @@ def write_slot(buffer: Tensor, slot: int, value: Tensor) -> Tensor:
 
 
 def row_norm(vector: Tensor) -> Tensor:
-    """Euclidean norm of each row, (B,), accumulated in float32 or wider."""
+    """Euclidean norm of each row, (B,), in float32 or wider; squares neither overflow nor vanish."""
+    if vector.device.type == "cpu":
+        norm = plain_norm(vector)
+        if _between(norm, EXACT_ABOVE[norm.dtype]):
+            return norm
+    return scaled_norm(vector)
+
+
+def residual_norms(residual: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`row_norm` of both; a residual that is nothing beside a moderate ``value`` may give 0."""
+    if value.device.type == "cpu":
+        norm, reference = plain_norm(residual), plain_norm(value)
+        if _between(reference, 1e7 * EXACT_ABOVE[norm.dtype]) and _between(norm, -1.0):
+            return norm, reference
+    return scaled_norm(residual), scaled_norm(value)
+
+
+def plain_norm(vector: Tensor) -> Tensor:
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
+
+
+def _between(norm: Tensor, low: float) -> bool:
+    """Whether all numbers (B,), on the CPU, are finite and above ``low``."""
+    numbers = norm.numpy()
+    return low < numpy.minimum.reduce(numbers) and numpy.maximum.reduce(numbers) < numpy.inf
+
+
+def scaled_norm(vector: Tensor) -> Tensor:
+    """:func:`row_norm` for any magnitude, in float64 or divided by a power of two first.
+
+    On a GPU always, where it would have to be awaited whether it must be.
+    """
+    if vector.dtype != torch.float64:
+        return torch.linalg.vector_norm(vector, dim=1, dtype=torch.float64).float()
+    largest = torch.linalg.vector_norm(vector, torch.inf, dim=1)
+    # A power of two within the range of float64, also where the largest entry is subnormal.
+    exponent = torch.frexp(largest)[1].clamp(-1000, 1000)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    norm = torch.linalg.vector_norm(vector / scale[:, None], dim=1) * scale
+    return torch.where(torch.isfinite(largest), norm, largest)
 
 
 def small_dtype(dtype: torch.dtype) -> torch.dtype:
