@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -14,8 +14,8 @@ from solvers.core.device import maybe_any
 from solvers.core.solution import Trace
 
 RUNNING = -1  # status of a sample that is still being solved
-# A norm above these lost no digits to the underflow of its squares: sqrt(tiny / eps), rounded up.
-EXACT_ABOVE = {torch.float32: 1e-15, torch.float64: 1e-145}
+# Squares of a norm above these are far from underflow, and so are those of 1e-7 of it.
+MODERATE_ABOVE = {torch.float32: 1e-8, torch.float64: 1e-138}
 
 
 @dataclass
@@ -213,38 +213,29 @@ def write_slot(buffer: Tensor, slot: int, value: Tensor) -> Tensor:
 
 
 def row_norm(vector: Tensor) -> Tensor:
-    """Euclidean norm of each row, (B,), in float32 or wider; squares neither overflow nor vanish."""
-    if vector.device.type == "cpu":
-        norm = plain_norm(vector)
-        if _between(norm, EXACT_ABOVE[norm.dtype]):
-            return norm
-    return scaled_norm(vector)
+    """Euclidean norm of each row, (B,), in float32 or wider.
 
-
-def residual_norms(residual: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`row_norm` of both; a residual that is nothing beside a moderate ``value`` may give 0."""
-    if value.device.type == "cpu":
-        norm, reference = plain_norm(residual), plain_norm(value)
-        if _between(reference, 1e7 * EXACT_ABOVE[norm.dtype]) and _between(norm, -1.0):
-            return norm, reference
-    return scaled_norm(residual), scaled_norm(value)
-
-
-def plain_norm(vector: Tensor) -> Tensor:
+    On the CPU a norm whose squares over- or underflow is wrong; see :meth:`Problem.exact`.
+    """
+    if vector.device.type != "cpu":  # whether it is would have to be awaited there
+        return scaled_norm(vector)
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 
 
-def _between(norm: Tensor, low: float) -> bool:
-    """Whether all numbers (B,), on the CPU, are finite and above ``low``."""
-    numbers = norm.numpy()
-    return low < numpy.minimum.reduce(numbers) and numpy.maximum.reduce(numbers) < numpy.inf
+def norms_fit(norm: Tensor, reference: Tensor) -> bool:
+    """Whether no square in :func:`row_norm` of residuals and their references did any harm.
+
+    A residual that is nothing beside a moderate reference may have the norm 0.
+    """
+    low, sizes, residuals = MODERATE_ABOVE[norm.dtype], reference.numpy(), norm.numpy()
+    if len(sizes) <= 32:  # Python's own loop is faster there
+        sizes, residuals = sizes.tolist(), residuals.tolist()
+        return low < min(sizes) and max(sizes) < math.inf and max(residuals) < math.inf
+    return bool(low < sizes.min() and max(sizes.max(), residuals.max()) < math.inf)
 
 
 def scaled_norm(vector: Tensor) -> Tensor:
-    """:func:`row_norm` for any magnitude, in float64 or divided by a power of two first.
-
-    On a GPU always, where it would have to be awaited whether it must be.
-    """
+    """:func:`row_norm` for any magnitude: in float64, or divided by a power of two first."""
     if vector.dtype != torch.float64:
         return torch.linalg.vector_norm(vector, dim=1, dtype=torch.float64).float()
     largest = torch.linalg.vector_norm(vector, torch.inf, dim=1)

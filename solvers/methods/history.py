@@ -6,17 +6,12 @@ these calls are most of the cost of a step there.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from solvers.core.arrays import fits_numpy
 from solvers.core.rows import small_dtype
-
-# As in torch, an overflow is no event: the row becomes infinite, and is rejected by that.
-SILENT = partial(np.errstate, all="ignore")
 
 
 def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
@@ -25,8 +20,7 @@ def inner_products(basis: Tensor, vector: Tensor) -> Tensor:
     if vector.dtype != dtype:
         basis, vector = basis.to(dtype), vector.to(dtype)
     if fits_numpy(basis):
-        with SILENT():
-            product = np.matmul(basis.numpy(), vector.numpy()[:, :, None])
+        product = np.matmul(basis.numpy(), vector.numpy()[:, :, None])
         return torch.from_numpy(product)[:, :, 0]
     return torch.bmm(vector.unsqueeze(1), basis.mT).squeeze(1)
 
@@ -35,10 +29,9 @@ def combine(start: Tensor, weights: Tensor, basis: Tensor, sign: int = 1) -> Ten
     """``start + sign sum_j weights_j basis_j``: (B, D), (B, m), (B, m, D) -> (B, D)."""
     weights = weights.to(start.dtype).unsqueeze(1)
     if fits_numpy(basis) and fits_numpy(start):
-        with SILENT():
-            total = np.matmul(weights.numpy(), basis.numpy())[:, 0]
-            operation = np.add if sign > 0 else np.subtract
-            return torch.from_numpy(operation(start.numpy(), total, out=total))
+        total = np.matmul(weights.numpy(), basis.numpy())[:, 0]
+        operation = np.add if sign > 0 else np.subtract
+        return torch.from_numpy(operation(start.numpy(), total, out=total))
     return torch.baddbmm(start.unsqueeze(1), weights, basis, alpha=sign).squeeze(1)
 
 
@@ -61,8 +54,7 @@ def write_symmetric(
         gram = gram.clone()
     if fits_numpy(gram) and not row.requires_grad:
         matrix, values = gram.numpy(), row.numpy()
-        with SILENT():
-            values[:, slot] = values[:, slot] * ridge + tiny
+        values[:, slot] = values[:, slot] * ridge + tiny
         matrix[:, slot, :filled] = values
         matrix[:, :filled, slot] = values
         return gram
