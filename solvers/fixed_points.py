@@ -126,9 +126,8 @@ def fixed_point(
     if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
         solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
-    # Above this function is the wrapper of its decorator, above that the caller.
     what = name_of_solve("fixed-point solve", chosen, precision)
-    apply_policy(solution, on_failure, what, stacklevel=4)
+    apply_policy(solution, on_failure, what)
     return solution
 
 

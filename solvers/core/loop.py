@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import Arrays
+from solvers.core.arrays import SILENT, Arrays
 from solvers.core.device import Watch, maybe_any
 from solvers.core.problem import Problem
 from solvers.core.rows import (
@@ -61,6 +61,7 @@ class Loop:
     ) -> None:
         self.problem, self.solver, self.tolerance = problem, solver, tolerance
         self.max_steps = max_steps
+        start = problem.exact(start)
         self.trial: Point = start  # the point evaluated last
         self.current: Point | None = None  # the last accepted point of every row
         self.accepted: Tensor | None = None  # (n,) bool, rows that accept the trial; None: all
@@ -82,7 +83,9 @@ class Loop:
         """Go on until every sample has ended."""
         evaluation = 1
         while not self._account(evaluation):
-            self.trial = self.problem.evaluate(self._propose())
+            with SILENT():
+                candidate = self._propose()
+            self.trial = self.problem.evaluate(candidate)
             evaluation += 1
         return self._solution()
 
@@ -91,6 +94,7 @@ class Loop:
         if self.brief_account and self._all_improve(evaluation):
             self.current = self.trial
             return False
+        self.trial = self.problem.exact(self.trial)
         accepted = acceptable(self.trial, self.current, self.rows.limit)
         self.accepted = accepted if maybe_any(~accepted) else None
         self._decide_status(evaluation)

@@ -17,7 +17,7 @@ from solvers.core.checks import require_instance, require_positive
 from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
 from solvers.core.modes import ordinary, recording, uncompiled, with_autocast
-from solvers.core.rows import Point, row_norm
+from solvers.core.rows import Point, norms_fit, row_norm, scaled_norm
 
 
 class EnergyUpdate(ABC):
@@ -131,6 +131,16 @@ class Problem:
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
         norm, reference = row_norm(residual.detach()), row_norm(value.detach())
         return Point(z, residual, norm, reference, energy, gradient)
+
+    def exact(self, point: Point) -> Point:
+        """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
+        if point.z.device.type != "cpu" or norms_fit(point.norm, point.reference):
+            return point
+        residual = point.residual.detach()
+        value = point.z.detach() + residual
+        if self.mask is not None:
+            value = torch.where(self.mask, value, value.new_zeros(()))
+        return replace(point, norm=scaled_norm(residual), reference=scaled_norm(value))
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""

@@ -138,7 +138,7 @@ def adaptive_tap(
     with torch.set_grad_enabled(adjoint is not None and torch.is_grad_enabled()):
         model.complete(solution, response)
     what = "adaptive TAP solve" if onsager else "mean-field solve"
-    apply_policy(solution, on_failure, what, stacklevel=4)
+    apply_policy(solution, on_failure, what)
     return solution
 
 
