@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.command_line import mistakes
 from implicit_attn.data import ImageData
 from implicit_attn.training.finite import NonFiniteLoss
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
-from implicit_attn.training.loop import Interrupted, SettingsDiffer, Training
+from implicit_attn.training.loop import Interrupted, Training
 from implicit_attn.training.options import build_recipe
 from implicit_attn.training.processes import start_processes
 from implicit_attn.training.tasks import Augment, Task
@@ -40,7 +41,8 @@ def build_training(
     """The training of a script with all groups of options; its files are in ``options.out``."""
     logs: list[Log] = [CsvLog(options.out, options.log_every)]
     if options.tensorboard:
-        logs.append(TensorBoardLog(options.out / "tensorboard", options.log_every))
+        with mistakes("--tensorboard"):
+            logs.append(TensorBoardLog(options.out / "tensorboard", options.log_every))
     return Training(
         model,
         task,
@@ -59,13 +61,15 @@ def run_script(training: Training, *, resume: bool) -> None:
     """Run a training to its end, from its checkpoint if ``resume``, or leave with a message.
 
     Raises:
-        SystemExit: 130 after Ctrl-C; a message where there is nothing to resume, where it was made
-            with other settings, and where the loss, its gradient or a parameter was not finite.
+        SystemExit: 130 after Ctrl-C; a message where there is nothing to resume, where it is damaged
+            or was made with other settings, and where the loss, its gradient or a parameter was not
+            finite. :func:`implicit_attn.command_line.command` makes one line of a message.
     """
     first = training.fabric.global_rank == 0
     try:
         if resume:
-            training.resume()
+            with mistakes("--resume"):  # also of a damaged checkpoint
+                training.resume()
         elif first and training.path.exists():
             print(f"{training.path} of an earlier run will be replaced (--resume continues it)")
         training.run()
@@ -74,7 +78,7 @@ def run_script(training: Training, *, resume: bool) -> None:
             raise SystemExit(0) from None
         print(f"{stop}: continue with --resume")
         raise SystemExit(130) from None
-    except (FileNotFoundError, SettingsDiffer, NonFiniteLoss) as error:
+    except NonFiniteLoss as error:
         raise SystemExit(str(error) if first else 0) from None
 
 
