@@ -3,6 +3,7 @@
     python examples/classify.py                          # embedded 8x8 digits, about a minute
     python examples/classify.py --data mnist --patch 4   # MNIST, local or downloaded
     python examples/classify.py --resume                 # go on where an interrupted run stopped
+    python examples/classify.py --overwrite              # train anew in the folder of an earlier run
 
 Each image becomes tokens x; the layer returns the tokens z* that minimise
 ``a E_attention(z) + b E_memory(z) + 1/2 |z - x|^2``; a linear readout classifies z*.
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 import solvers
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.data import LOADERS, ImageData, load
 from implicit_attn.models import PatchClassifier
 from implicit_attn.studies import write_report
@@ -29,6 +31,7 @@ from implicit_attn.training.options import (
     layer_options,
     settings,
 )
+from implicit_attn.training.script import checkpoint_path, claim
 
 
 def arguments() -> argparse.Namespace:
@@ -100,18 +103,23 @@ def report(training: Training, options: argparse.Namespace) -> None:
     print(f"report: {options.out / 'report.png'} (tables beside it as CSV)")
 
 
-def main() -> None:
-    options = arguments()
+def train(options: argparse.Namespace, lock: RunLock) -> None:
     data = load(options.data).first(options.limit or None)
     training = Training(
         build(options, data),
         data,
         build_recipe(options),
-        options.out / "checkpoint.safetensors",
+        checkpoint_path(options),
         settings(options),
     )
-    run_script(training, resume=options.resume)
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     report(training, options)
+
+
+def main() -> None:
+    options = arguments()
+    with claim(options) as lock:
+        train(options, lock)
 
 
 if __name__ == "__main__":

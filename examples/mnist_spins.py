@@ -19,6 +19,7 @@ import torch
 
 import solvers
 from implicit_attn.checkpoint import load_checkpoint, read_progress
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.data import RandomAffine, load
 from implicit_attn.models import SpinClassifier
 from implicit_attn.studies import write_report
@@ -32,7 +33,7 @@ from implicit_attn.training.options import (
     layer_options,
     settings,
 )
-from implicit_attn.training.script import save_weights
+from implicit_attn.training.script import checkpoint_path, claim, save_weights
 
 SHIPPED = Path(__file__).parent / "weights" / "mnist_spins.safetensors"
 
@@ -99,23 +100,31 @@ def study_shipped(options: argparse.Namespace) -> None:
     report(model, data, progress["history"], progress["observations"], options)
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, lock: RunLock) -> None:
     data = load(options.data).first(options.limit)
     training = Training(
         build(options),
         data,
         build_recipe(options, floor=0.002),
-        options.out / "checkpoint.safetensors",
+        checkpoint_path(options),
         settings(options, "shipped"),
         augment=RandomAffine(),
         observe=site_norms,
     )
-    run_script(training, resume=options.resume)
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     print(f"\n{training.summary()}")
     save_weights(training)
     report(training.model, data, training.history, training.observations, options)  # type: ignore[arg-type]
 
 
+def main() -> None:
+    options = arguments()
+    if options.shipped:
+        study_shipped(options)
+        return
+    with claim(options) as lock:
+        train(options, lock)
+
+
 if __name__ == "__main__":
-    chosen = arguments()
-    study_shipped(chosen) if chosen.shipped else train(chosen)
+    main()

@@ -24,6 +24,7 @@ from torch import nn
 
 import solvers
 from implicit_attn.checkpoint import read_progress
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
@@ -40,7 +41,13 @@ from implicit_attn.training.options import (
     layer_options,
     settings,
 )
-from implicit_attn.training.script import build_training, save_weights, start
+from implicit_attn.training.script import (
+    build_training,
+    checkpoint_path,
+    claim,
+    save_weights,
+    start,
+)
 
 # Defaults of the options. In "paper" the dropout, the warm-up and the floor of the learning rate are
 # ours: we found none published.
@@ -135,15 +142,15 @@ def source_to_keep(options: argparse.Namespace, found: str, path: Path) -> str:
     return found
 
 
-def main() -> None:
-    options = arguments()
-    fabric = start(options)
+def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
     source = resolve_source(options.source)
     data = load_sudoku(options.train, options.test, source=source, seed=options.seed)
     if fabric.global_rank == 0:
         print(f"data: {data.name}, {options.train} training and {options.test} test puzzles")
-    path = options.out / "checkpoint.safetensors"
-    kept = {"data": "sudoku", "source": source_to_keep(options, source, path)}
+    kept = {
+        "data": "sudoku",
+        "source": source_to_keep(options, source, checkpoint_path(options)),
+    }
     training = build_training(
         options,
         build(options),
@@ -151,8 +158,15 @@ def main() -> None:
         {**settings(options), **kept, "model": specification(options)},
         fabric=fabric,
     )
-    run_script(training, resume=options.resume)
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     report(training, options)
+
+
+def main() -> None:
+    options = arguments()
+    fabric = start(options)
+    with claim(options, fabric) as lock:
+        train(options, fabric, lock)
 
 
 if __name__ == "__main__":

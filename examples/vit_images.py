@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import solvers
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.data import (
     LOADERS,
     Compose,
@@ -49,7 +50,7 @@ from implicit_attn.training.options import (
     layer_options,
     settings,
 )
-from implicit_attn.training.script import build_training, save_weights, start
+from implicit_attn.training.script import build_training, claim, save_weights, start
 
 # Defaults of the options: two presets for every data set.
 PAPER = {
@@ -161,9 +162,7 @@ def report(training: Training, options: argparse.Namespace, data: ImageData) -> 
     print(f"tables, checkpoint and weights: {options.out}")
 
 
-def main() -> None:
-    options = arguments()
-    fabric = start(options)
+def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
     data = load(options.data).first(options.limit)
     if fabric.global_rank == 0:
         numbers = f"{len(data.train_images)} training and {len(data.test_images)} test images"
@@ -177,9 +176,16 @@ def main() -> None:
         fabric=fabric,
         augment=None if options.no_augment else AUGMENTS[options.data],
     )
-    run_script(training, resume=options.resume)
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     if fabric.global_rank == 0:
         report(training, options, data)
+
+
+def main() -> None:
+    options = arguments()
+    fabric = start(options)
+    with claim(options, fabric) as lock:
+        train(options, fabric, lock)
 
 
 if __name__ == "__main__":
