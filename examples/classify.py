@@ -12,12 +12,23 @@ Each image becomes tokens x; the layer returns the tokens z* that minimise
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import solvers
 from implicit_attn.checkpoint.files import RunLock
+from implicit_attn.command_line import (
+    Parser,
+    command,
+    count,
+    mistakes,
+    positive,
+    refuse_huge,
+    size,
+    whole,
+)
 from implicit_attn.data import LOADERS, ImageData, load
 from implicit_attn.models import PatchClassifier
 from implicit_attn.studies import write_report
@@ -27,15 +38,14 @@ from implicit_attn.training.options import (
     add_solver_options,
     add_training_options,
     build_recipe,
-    count,
     layer_options,
     settings,
 )
 from implicit_attn.training.script import checkpoint_path, claim
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+def command_line() -> Parser:
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--data", choices=sorted(LOADERS), default="digits")
     add(
@@ -50,19 +60,23 @@ def arguments() -> argparse.Namespace:
         help="how patches become tokens (default: patch, and conv for the class token)",
     )
     add("--patch", type=count, default=2, help="height = width of a patch")
-    add("--dim", type=count, default=64, help="features of a token")
-    add("--heads", type=count, default=4)
-    add("--memories", type=count, default=128, help="rows of the feed-forward energy")
-    add("--bound", type=float, default=2.0, help="bound on the spectral norms of the projections")
-    add("--maximum", type=float, default=2.0, help="bound on the weights of the energies")
+    add("--dim", type=size, default=64, help="features of a token")
+    add("--heads", type=size, default=4)
+    add("--memories", type=size, default=128, help="rows of the feed-forward energy")
+    add(
+        "--bound", type=positive, default=2.0, help="bound on the spectral norms of the projections"
+    )
+    add("--maximum", type=positive, default=2.0, help="bound on the weights of the energies")
     add("--epochs", type=count, help="default: 16, and 20 for the class token")
     add_training_options(parser, batch=64, rate=2e-3)
     add_solver_options(parser, rtol=1e-3)
-    add("--limit", type=int, default=0, help="use only so many training images (0: all)")
+    add("--limit", type=whole(0), default=0, help="use only so many training images (0: all)")
     add_result_options(parser, "folder of the report (default runs/DATA-READOUT)")
-    options = parser.parse_args()
-    if options.limit < 0:
-        parser.error(f"--limit must be >= 0, got {options.limit}")
+    return parser
+
+
+def complete(options: argparse.Namespace) -> argparse.Namespace:
+    """Give defaults to the options that depend on others."""
     if options.epochs is None:
         options.epochs = 20 if options.readout == "class" else 16
     options.stem = options.stem or ("conv" if options.readout == "class" else "patch")
@@ -72,9 +86,9 @@ def arguments() -> argparse.Namespace:
 
 def build(options: argparse.Namespace, data: ImageData) -> PatchClassifier:
     torch.manual_seed(options.seed)
-    _, channels, size, _ = data.train_images.shape
+    _, channels, side, _ = data.train_images.shape
     return PatchClassifier(
-        size,
+        side,
         channels,
         data.classes,
         patch=options.patch,
@@ -104,22 +118,27 @@ def report(training: Training, options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace, lock: RunLock) -> None:
-    data = load(options.data).first(options.limit or None)
-    training = Training(
-        build(options, data),
-        data,
-        build_recipe(options),
-        checkpoint_path(options),
-        settings(options),
-    )
+    with mistakes("--data"):
+        data = load(options.data).first(options.limit or None)
+    with mistakes():
+        refuse_huge(lambda: build(options, data))
+        training = Training(
+            build(options, data),
+            data,
+            build_recipe(options),
+            checkpoint_path(options),
+            settings(options),
+        )
     run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     report(training, options)
 
 
-def main() -> None:
-    options = arguments()
-    with claim(options) as lock:
-        train(options, lock)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line()
+    with command(parser):
+        options = complete(parser.parse_args(arguments))
+        with claim(options) as lock:
+            train(options, lock)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ through the couplings J alone, is read out. MNIST is taken from $IMPLICIT_ATTN_D
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import solvers
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.checkpoint.files import RunLock
+from implicit_attn.command_line import Parser, command, count, mistakes, positive, whole
 from implicit_attn.data import RandomAffine, load
 from implicit_attn.models import SpinClassifier
 from implicit_attn.studies import write_report
@@ -29,7 +31,6 @@ from implicit_attn.training.options import (
     add_solver_options,
     add_training_options,
     build_recipe,
-    count,
     layer_options,
     settings,
 )
@@ -38,19 +39,22 @@ from implicit_attn.training.script import checkpoint_path, claim, save_weights
 SHIPPED = Path(__file__).parent / "weights" / "mnist_spins.safetensors"
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+def command_line() -> Parser:
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
     add = parser.add_argument
-    add("--data", choices=("mnist", "fashion_mnist"), default="mnist")
-    add("--dim", type=count, default=10, help="components of a site")
-    add("--bound", type=float, default=0.9, help="bound on the spectral norm of the couplings")
+    add("--data", choices=("mnist", "fashion-mnist"), default="mnist")
+    add("--dim", type=whole(1, 500), default=10, help="components of a site")
+    add("--bound", type=positive, default=0.9, help="bound on the spectral norm of the couplings")
     add("--epochs", type=count, default=10)
     add_training_options(parser, batch=128, rate=4e-3)
     add_solver_options(parser, rtol=1e-4)
     add("--limit", type=count, help="use only so many training images")
     add_result_options(parser, "folder of the report (default runs/DATA-spins[-shipped])")
     add("--shipped", action="store_true", help="train nothing, study the shipped weights")
-    options = parser.parse_args()
+    return parser
+
+
+def complete(parser: Parser, options: argparse.Namespace) -> argparse.Namespace:
     given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
     unused = sorted(set(given) - {"shipped", "out"})
     if options.shipped and unused:
@@ -89,41 +93,45 @@ def report(model: SpinClassifier, data: Any, history: Any, couplings: Any, optio
 
 
 def study_shipped(options: argparse.Namespace) -> None:
-    if not SHIPPED.is_file():
-        raise SystemExit(f"there is no {SHIPPED}: train first")
-    progress = read_progress(SHIPPED)
-    for name, value in progress["settings"].items():
-        setattr(options, name, value)  # the model as it was trained
-    model = build(options)
-    load_checkpoint(SHIPPED, model)
-    data = load(options.data)
+    with mistakes("--shipped"):
+        progress = read_progress(SHIPPED)
+        for name, value in progress["settings"].items():
+            setattr(options, name, value)  # the model as it was trained
+        model = build(options)
+        load_checkpoint(SHIPPED, model)
+    with mistakes("--data"):
+        data = load(options.data)
     report(model, data, progress["history"], progress["observations"], options)
 
 
 def train(options: argparse.Namespace, lock: RunLock) -> None:
-    data = load(options.data).first(options.limit)
-    training = Training(
-        build(options),
-        data,
-        build_recipe(options, floor=0.002),
-        checkpoint_path(options),
-        settings(options, "shipped"),
-        augment=RandomAffine(),
-        observe=site_norms,
-    )
+    with mistakes("--data"):
+        data = load(options.data).first(options.limit)
+    with mistakes():
+        training = Training(
+            build(options),
+            data,
+            build_recipe(options, floor=0.002),
+            checkpoint_path(options),
+            settings(options, "shipped"),
+            augment=RandomAffine(),
+            observe=site_norms,
+        )
     run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     print(f"\n{training.summary()}")
     save_weights(training)
     report(training.model, data, training.history, training.observations, options)  # type: ignore[arg-type]
 
 
-def main() -> None:
-    options = arguments()
-    if options.shipped:
-        study_shipped(options)
-        return
-    with claim(options) as lock:
-        train(options, lock)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line()
+    with command(parser):
+        options = complete(parser, parser.parse_args(arguments))
+        if options.shipped:
+            study_shipped(options)
+            return
+        with claim(options) as lock:
+            train(options, lock)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ the nine digits in every cell. Puzzles have 17 to 34 clues, made from the list o
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ from torch import nn
 import solvers
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.checkpoint.files import RunLock
+from implicit_attn.command_line import (
+    Parser,
+    command,
+    count,
+    learning_rate,
+    mistakes,
+    refuse_huge,
+    share,
+    whole,
+)
 from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
@@ -34,10 +45,8 @@ from implicit_attn.training.options import (
     add_process_options,
     add_result_options,
     add_training_options,
-    amount,
     backbone_specification,
     complete,
-    count,
     layer_options,
     settings,
 )
@@ -67,16 +76,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 EQUILIBRIA = {EQUILIBRIUM: {"iterations": 50, "random_iterations": None}}
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    add = parser.add_argument
+def command_line() -> Parser:
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
+    add, puzzles = parser.add_argument, whole(1, 1_000_000)
     add_model_options(
         parser, presets=PRESETS, backbones=BACKBONES, choices=CHOICES, token="cell", random="12 20"
     )
     add("--start", choices=("random", "units"), help="where the positions of the cells start")
-    add("--dropout", type=float, help="share of the embeddings set to 0 in training")
-    add("--train", type=count, default=9000, help="puzzles to train on")
-    add("--test", type=count, default=1000, help="puzzles to test on")
+    add("--dropout", type=share, help="share of the embeddings set to 0 in training")
+    add("--train", type=puzzles, default=9000, help="puzzles to train on")
+    add("--test", type=puzzles, default=1000, help="puzzles to test on")
     add("--source", choices=("auto", "list", "generated"), default="auto", help="of the puzzles")
     add(
         "--symmetries", action=argparse.BooleanOptionalAction,
@@ -84,15 +93,17 @@ def command_line() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--epochs", type=count)
     add_training_options(parser, batch=16)
-    add("--weight-decay", type=amount)
+    add("--weight-decay", type=learning_rate)
     add_process_options(parser, save_every=100)
     add_result_options(parser, "folder of the results (default runs/sudoku-MODEL)")
     return parser
 
 
-def arguments() -> argparse.Namespace:
-    parser = command_line()
-    options = parser.parse_args()
+def arguments(
+    words: Sequence[str] | None = None, parser: Parser | None = None
+) -> argparse.Namespace:
+    parser = parser or command_line()
+    options = parser.parse_args(words)
     preset = PRESETS[options.preset]
     complete(parser, options, preset, build=build_backbone, equilibria=EQUILIBRIA)
     options.out = options.out or Path("runs") / f"sudoku-{options.model}"
@@ -142,31 +153,40 @@ def source_to_keep(options: argparse.Namespace, found: str, path: Path) -> str:
     return found
 
 
-def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
-    source = resolve_source(options.source)
-    data = load_sudoku(options.train, options.test, source=source, seed=options.seed)
-    if fabric.global_rank == 0:
-        print(f"data: {data.name}, {options.train} training and {options.test} test puzzles")
-    kept = {
-        "data": "sudoku",
-        "source": source_to_keep(options, source, checkpoint_path(options)),
-    }
-    training = build_training(
-        options,
-        build(options),
-        SudokuCompletion(data, SudokuSymmetries() if options.symmetries else None),
-        {**settings(options), **kept, "model": specification(options)},
-        fabric=fabric,
-    )
-    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
-    report(training, options)
+def main(words: Sequence[str] | None = None) -> None:
+    parser = command_line()
+    with command(parser):
+        run(arguments(words, parser))
 
 
-def main() -> None:
-    options = arguments()
-    fabric = start(options)
+def run(options: argparse.Namespace) -> None:
+    with mistakes():
+        refuse_huge(lambda: build(options))
+        fabric = start(options)
     with claim(options, fabric) as lock:
         train(options, fabric, lock)
+
+
+def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
+    with mistakes("--source"):
+        source = resolve_source(options.source)
+    with mistakes("--train"):
+        data = load_sudoku(options.train, options.test, source=source, seed=options.seed)
+    if fabric.global_rank == 0:
+        print(f"data: {data.name}, {options.train} training and {options.test} test puzzles")
+    path = checkpoint_path(options)
+    with mistakes("--resume"):
+        kept = {"data": "sudoku", "source": source_to_keep(options, source, path)}
+    with mistakes():
+        training = build_training(
+            options,
+            build(options),
+            SudokuCompletion(data, SudokuSymmetries() if options.symmetries else None),
+            {**settings(options), **kept, "model": specification(options)},
+            fabric=fabric,
+        )
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
+    report(training, options)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,21 @@ the matrix ``Lambda - J``, whose inverse is the estimate of the correlations, is
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from implicit_attn.command_line import (
+    Parser,
+    command,
+    folder,
+    number,
+    seed_number,
+    whole,
+)
 from implicit_attn.studies import (
     error_against_coupling,
     format_table,
@@ -26,6 +35,7 @@ from implicit_attn.studies import (
     write_table,
 )
 from implicit_attn.studies.figures.spins import mean_field_report
+from implicit_attn.studies.spins.models import MOST_CONFIGURATIONS
 
 STRENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 PRINTED = {
@@ -42,21 +52,39 @@ PRINTED = {
 }
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def command_line() -> Parser:
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--models", type=int, default=50, help="random models at every strength")
-    add("--ising", type=int, default=10, help="sites of the Ising models")
-    add("--potts", type=int, default=7, help="sites of the Potts models")
-    add("--states", type=int, default=3, help="states of a Potts site")
-    add("--strengths", type=float, nargs="+", default=STRENGTHS, help="of the couplings, each > 0")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("runs/tap-vs-exact"), help="folder of the report")
-    return parser.parse_args()
+    add("--models", type=whole(1, 100_000), default=50, help="random models at every strength")
+    add("--ising", type=whole(1, 20), default=10, help="sites of the Ising models")
+    add("--potts", type=whole(1, 20), default=7, help="sites of the Potts models")
+    add("--states", type=whole(2, 1000), default=3, help="states of a Potts site")
+    strength = number(0, 1e6, above=True)
+    add(
+        "--strengths",
+        type=strength,
+        nargs="+",
+        default=STRENGTHS,
+        help="of the couplings, each > 0",
+    )
+    add("--seed", type=seed_number, default=0)
+    add("--out", type=folder, default=Path("runs/tap-vs-exact"), help="folder of the report")
+    return parser
 
 
-def main() -> None:
-    options = arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line()
+    with command(parser):
+        options = parser.parse_args(arguments)
+        if options.states**options.potts > MOST_CONFIGURATIONS:
+            parser.error(
+                f"argument --potts: --states to the power of --potts must be at most "
+                f"{MOST_CONFIGURATIONS}, got {options.states} and {options.potts}"
+            )
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # the matrices are tiny
     families = {
         "ising": (f"Ising, N = {options.ising}", partial(random_ising, options.ising)),
@@ -69,10 +97,7 @@ def main() -> None:
     tables = {}
     for name, (title, draw) in families.items():
         strengths = tqdm(sorted(options.strengths), desc=title, unit="strength", leave=False)
-        try:
-            table = error_against_coupling(draw, strengths, options.models, seed=options.seed)
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
+        table = error_against_coupling(draw, strengths, options.models, seed=options.seed)
         tables[title] = table
         write_table(options.out / f"{name}.csv", table)
         short = [{PRINTED[key]: row[key] for key in PRINTED} for row in table]

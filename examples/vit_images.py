@@ -16,6 +16,7 @@ for its equilibrium instead, and all tokens are read out. ``--preset paper`` is 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ from torch import nn
 
 import solvers
 from implicit_attn.checkpoint.files import RunLock
+from implicit_attn.command_line import (
+    Parser,
+    amount,
+    command,
+    count,
+    learning_rate,
+    mistakes,
+    refuse_huge,
+)
 from implicit_attn.data import (
     LOADERS,
     Compose,
@@ -42,10 +52,8 @@ from implicit_attn.training.options import (
     add_process_options,
     add_result_options,
     add_training_options,
-    amount,
     backbone_specification,
     complete,
-    count,
     given,
     layer_options,
     settings,
@@ -92,8 +100,8 @@ AUGMENTS: dict[str, Any] = {
 }
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+def command_line() -> Parser:
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--data", choices=sorted(LOADERS), default="digits")
     add_model_options(
@@ -103,10 +111,10 @@ def command_line() -> argparse.ArgumentParser:
     add("--stem", choices=("patch", "conv"), help="how patches become tokens")
     add("--readout", choices=READOUTS, help="the tokens that are read out")
     add("--positions", choices=POSITIONS, help="of the tokens (default: sinusoidal)")
-    add("--rtol", type=float, help="tolerance of an equilibrium in training (default 1e-3)")
+    add("--rtol", type=amount, help="tolerance of an equilibrium in training (default 1e-3)")
     add("--epochs", type=count)
     add_training_options(parser)
-    add("--weight-decay", type=amount)
+    add("--weight-decay", type=learning_rate)
     add("--optimizer", choices=("adam", "adamw"))
     add("--no-augment", action="store_true", help="train on the images as they are")
     add("--limit", type=count, help="use only so many training images")
@@ -115,9 +123,11 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def arguments() -> argparse.Namespace:
-    parser = command_line()
-    options = parser.parse_args()
+def arguments(
+    words: Sequence[str] | None = None, parser: Parser | None = None
+) -> argparse.Namespace:
+    parser = parser or command_line()
+    options = parser.parse_args(words)
     if options.rtol is not None and options.model != EQUILIBRIUM:
         parser.error(f"--rtol is for {EQUILIBRIUM}, got --model {options.model}")
     preset = PRESETS[options.preset][options.data]
@@ -162,30 +172,40 @@ def report(training: Training, options: argparse.Namespace, data: ImageData) -> 
     print(f"tables, checkpoint and weights: {options.out}")
 
 
+def main(words: Sequence[str] | None = None) -> None:
+    parser = command_line()
+    with command(parser):
+        run(arguments(words, parser))
+
+
+def run(options: argparse.Namespace) -> None:
+    with mistakes():
+        fabric = start(options)
+    with claim(options, fabric) as lock:
+        train(options, fabric, lock)
+
+
 def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
-    data = load(options.data).first(options.limit)
+    with mistakes("--data"):
+        data = load(options.data).first(options.limit)
+    with mistakes():
+        refuse_huge(lambda: build(options, data))
     if fabric.global_rank == 0:
         numbers = f"{len(data.train_images)} training and {len(data.test_images)} test images"
         print(f"data: {data.name}, {numbers}")
-    training = build_training(
-        options,
-        build(options, data),
-        data,
-        # Positions that are given stand in the specification of the model.
-        {**settings(options, "positions"), "model": specification(options, data)},
-        fabric=fabric,
-        augment=None if options.no_augment else AUGMENTS[options.data],
-    )
+    with mistakes():
+        training = build_training(
+            options,
+            build(options, data),
+            data,
+            # Positions that are given stand in the specification of the model.
+            {**settings(options, "positions"), "model": specification(options, data)},
+            fabric=fabric,
+            augment=None if options.no_augment else AUGMENTS[options.data],
+        )
     run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     if fabric.global_rank == 0:
         report(training, options, data)
-
-
-def main() -> None:
-    options = arguments()
-    fabric = start(options)
-    with claim(options, fabric) as lock:
-        train(options, fabric, lock)
 
 
 if __name__ == "__main__":

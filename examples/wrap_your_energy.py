@@ -11,13 +11,12 @@ found out by itself that differences of neighbours are what to penalise (total v
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn import DEQ
+from implicit_attn.command_line import Parser, command, whole
 
 torch.manual_seed(0)
 filters = torch.nn.Parameter(0.3 * torch.randn(3, 1, 3))
@@ -35,25 +34,29 @@ def signals(count: int) -> tuple[Tensor, Tensor]:
     return clean, clean + 0.3 * torch.randn_like(clean)
 
 
-parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-parser.add_argument("--steps", type=int, default=150, help="training steps")
-steps = parser.parse_args().steps
+def train(steps: int) -> None:
+    layer = DEQ.from_energy(energy, max_steps=100)
+    optimizer = torch.optim.Adam([filters], lr=0.02)
+    for step in range(steps + 1):
+        clean, noisy = signals(64)
+        solution = layer.solve(noisy)
+        loss = F.mse_loss(solution.value, clean)
+        if step % max(1, steps // 6) == 0:
+            before, after = energy(noisy, noisy).mean(), energy(solution.value, noisy).mean()
+            print(
+                f"step {step:3d}  error {loss.item():.4f} "
+                f"(noisy {F.mse_loss(noisy, clean).item():.4f})  "
+                f"converged {100 * solution.converged.float().mean().item():.0f} %  "
+                f"energy {before.item():.2f} -> {after.item():.2f}"
+            )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("filters:", *[[round(v, 2) for v in row] for row in filters[:, 0].tolist()], sep="\n  ")
 
-layer = DEQ.from_energy(energy, max_steps=100)
-optimizer = torch.optim.Adam([filters], lr=0.02)
-for step in range(steps + 1):
-    clean, noisy = signals(64)
-    solution = layer.solve(noisy)
-    loss = F.mse_loss(solution.value, clean)
-    if step % max(1, steps // 6) == 0:
-        before, after = energy(noisy, noisy).mean(), energy(solution.value, noisy).mean()
-        print(
-            f"step {step:3d}  error {loss.item():.4f} "
-            f"(noisy {F.mse_loss(noisy, clean).item():.4f})  "
-            f"converged {100 * solution.converged.float().mean().item():.0f} %  "
-            f"energy {before.item():.2f} -> {after.item():.2f}"
-        )
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-print("filters:", *[[round(v, 2) for v in row] for row in filters[:, 0].tolist()], sep="\n  ")
+
+if __name__ == "__main__":
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--steps", type=whole(0), default=150, help="training steps")
+    with command(parser):
+        train(parser.parse_args().steps)

@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "solvers.torchdeq_bridge": _ENTRY | {"solvers.fixed_points"},
     "solvers": _ENTRY | {"solvers.fixed_points", "solvers.eigen", "solvers.spins"},
     "implicit_attn.optional": set[str](),
+    "implicit_attn.command_line": _GROUND,
     "implicit_attn.checkpoint": _GROUND | {"implicit_attn.optional"},
     "implicit_attn.data": _GROUND | {"implicit_attn.optional"},
     "implicit_attn.kernels": _GROUND | {"implicit_attn.optional"},
@@ -55,12 +56,13 @@ MAY_IMPORT = {
     "implicit_attn.training": _GROUND
     | {
         "implicit_attn.checkpoint",
+        "implicit_attn.command_line",
         "implicit_attn.data",
         "implicit_attn.deq",
         "implicit_attn.optional",
     },
     "implicit_attn.studies": _BELOW_MODELS
-    | {"implicit_attn.models", "implicit_attn.training", "solvers"},
+    | {"implicit_attn.command_line", "implicit_attn.models", "implicit_attn.training", "solvers"},
     "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
 }
 # An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver.

@@ -13,6 +13,18 @@ from typing import Any, NamedTuple
 import torch
 
 import solvers
+from implicit_attn.command_line import (
+    Parser,
+    command,
+    count,
+    folder,
+    learning_rate,
+    mistakes,
+    place,
+    positive,
+    repeats,
+    whole,
+)
 from implicit_attn.data import LOADERS, load
 from implicit_attn.optional import require
 from implicit_attn.studies.convergence import (
@@ -44,7 +56,7 @@ UNROLLED, SOLVED = "digits-hyperset.safetensors", "digits-hyperset-equilibrium.s
 TEST_SAMPLES = 10_000  # of the trained models that trade-off reads
 # Options of trade-off's trainings, where the command line gives none; layers None: all divisors.
 TRAINING = {"depth": 12, "layers": None, "epochs": 6, "rate": 4e-3, "seeds": 1}
-Option = tuple[str, type, "int | None", str]  # flag, type, default, help
+Option = tuple[str, Callable[[str], Any], "int | None", str]  # flag, type, default, help
 
 
 @contextmanager
@@ -124,11 +136,15 @@ def run_trade_off(options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if options.weights:
         subjects = [_open(path, options) for path in options.weights]
+        with mistakes("--weights"):
+            for subject in subjects:
+                subject.require_recurrence()
         table = read_trade_off(subjects)
         title = f"{subjects[0].title.split(':')[0]}, trained models"
     else:
         name = options.data or "digits"
-        data = load(name)
+        with mistakes("--data"):
+            data = load(name)
         pairs = [p for p in layers_of_depth(options.depth) if p[0] in options.layers]
         model, table = small_classifier(data), []
         with progress("trade-off", len(pairs) * options.seeds) as advance:
@@ -155,73 +171,78 @@ STUDIES = {
         (SOLVED,),
         64,
         (
-            ("--rtol", float, None, "tolerance of the costs (default: of training)"),
-            ("--max-steps", int, 100, "evaluations per sample"),
-            ("--spectra", int, 2, "samples whose Jacobian is studied"),
+            ("--rtol", positive, None, "tolerance of the costs (default: of training)"),
+            ("--max-steps", repeats, 100, "evaluations per sample"),
+            ("--spectra", whole(1, 1000), 2, "samples whose Jacobian is studied"),
         ),
     ),
     "extrapolation": Study(
         run_extrapolation,
         (UNROLLED, SOLVED),
         1000,
-        (("--factor", int, 4, "up to so many times training's"),),
+        (("--factor", whole(1, 1000), 4, "up to so many times training's"),),
     ),
-    "paths": Study(run_paths, (UNROLLED, SOLVED), 128, (("--starts", int, 2, "random starts"),)),
+    "paths": Study(
+        run_paths, (UNROLLED, SOLVED), 128, (("--starts", whole(1, 1000), 2, "random starts"),)
+    ),
     "geometry": Study(
         run_geometry,
         (UNROLLED,),
         256,
-        (("--iterations", int, None, "how many (default: as in training)"),),
+        (("--iterations", repeats, None, "how many (default: as in training)"),),
     ),
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's options."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m implicit_attn.studies",
         description="Studies of trained models: a figure and CSV tables each.",
     )
     commands = top.add_subparsers(dest="study", required=True, metavar="STUDY")
 
-    def command(name: str, text: str | None, default: str, *options: Option) -> Callable[..., Any]:
+    def study(name: str, text: str | None, default: str, *options: Option) -> Callable[..., Any]:
         add = commands.add_parser(name, help=text, description=text).add_argument
-        weights: Any = {"type": Path, "nargs": "+", "metavar": "FILE"}
+        weights: Any = {"type": place, "nargs": "+", "metavar": "FILE"}
         add("--weights", help=f"checkpoints (default: {default})", **weights)
         add("--data", choices=sorted(LOADERS), help="default: what the checkpoint was trained on")
-        add("--out", type=Path, default=Path("runs") / "studies", help="folder of the files")
+        add("--out", type=folder, default=Path("runs") / "studies", help="folder of the files")
         for flag, kind, value, meaning in options:
             add(flag, type=kind, default=value, help=meaning)
         return add
 
     for name, (run, weights, samples, options) in STUDIES.items():
         shown = f"{', '.join(weights)} in {SHIPPED}"
-        command(name, run.__doc__, shown, ("--samples", int, samples, "test samples"), *options)
-    add = command(
+        study(name, run.__doc__, shown, ("--samples", count, samples, "test samples"), *options)
+    add = study(
         "trade-off",
         run_trade_off.__doc__,
         "train here",
-        ("--samples", int, None, f"test samples, with --weights (default {TEST_SAMPLES})"),
-        ("--depth", int, None, f"layers times iterations (default {TRAINING['depth']})"),
-        ("--epochs", int, None, f"default {TRAINING['epochs']}"),
-        ("--rate", float, None, f"peak learning rate (default {TRAINING['rate']})"),
-        ("--seeds", int, None, f"trainings of each (default {TRAINING['seeds']})"),
+        ("--samples", count, None, f"test samples, with --weights (default {TEST_SAMPLES})"),
+        ("--depth", whole(1, 1000), None, f"layers times iterations (default {TRAINING['depth']})"),
+        ("--epochs", count, None, f"default {TRAINING['epochs']}"),
+        ("--rate", learning_rate, None, f"peak learning rate (default {TRAINING['rate']})"),
+        ("--seeds", whole(1, 10_000), None, f"trainings of each (default {TRAINING['seeds']})"),
     )
-    add("--layers", type=int, nargs="+", help="divisors of the depth (default: all)")
+    add("--layers", type=count, nargs="+", help="divisors of the depth (default: all)")
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; ``arguments`` None: those of the process."""
     top = parser()
-    options = top.parse_args(arguments)
-    for name, value in vars(options).items():
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(n, (int, float)) and not n > 0 for n in numbers):
-            top.error(f"--{name.replace('_', '-')} must be > 0, got {value}")
-    start = time.perf_counter()
+    with command(top):
+        options = top.parse_args(arguments)
+        start = time.perf_counter()
+        if options.study == "trade-off":
+            _complete_trade_off(top, options)
+        _run(options)
+        print(f"{time.perf_counter() - start:.0f} s")
+
+
+def _run(options: argparse.Namespace) -> None:
     if options.study == "trade-off":
-        _complete_trade_off(top, options)
         run_trade_off(options)
     else:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -234,7 +255,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 result = study.run(subject, options, advance)
             title = f"{subject.title}\n{len(subject.inputs)} test samples"
             result.write(options.out / stem, title)
-    print(f"{time.perf_counter() - start:.0f} s")
 
 
 def _complete_trade_off(top: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -259,17 +279,17 @@ def _complete_trade_off(top: argparse.ArgumentParser, options: argparse.Namespac
 
 def _shipped(name: str) -> Path:
     """A file of the repository: of the current folder, or of the one that holds this package."""
-    places = [Path(), Path(__file__).resolve().parents[2]]
-    for place in places:
-        if (place / SHIPPED / name).is_file():
-            return place / SHIPPED / name
-    raise SystemExit(f"{SHIPPED / name} is not here; give the weights to study by --weights FILE")
+    for base in (Path(), Path(__file__).resolve().parents[2]):
+        if (base / SHIPPED / name).is_file():
+            return base / SHIPPED / name
+    raise SystemExit(
+        f"argument --weights: {SHIPPED / name} is not here; give the weights to study by --weights FILE"
+    )
 
 
 def _open(path: Path, options: argparse.Namespace) -> Subject:
-    try:
-        return open_subject(path, options.data, options.samples)
-    except DataDiffers as error:
-        raise SystemExit(f"--data {options.data}: {error}") from None
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from None
+    with mistakes("--weights"):
+        try:
+            return open_subject(path, options.data, options.samples)
+        except DataDiffers as error:
+            raise SystemExit(f"argument --data: {error}") from error

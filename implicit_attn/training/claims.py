@@ -67,6 +67,16 @@ def check_place(path: Path, *, overwrite: bool) -> None:
         )
 
 
+def check_there(path: Path) -> None:
+    """There is a checkpoint to resume.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not path.is_file():
+        raise ValueError(f"nothing to resume: there is no {path}")
+
+
 def check_start(path: Path, *, resume: bool, overwrite: bool) -> None:
     """A run that starts finds nothing to overwrite, one that goes on finds a whole checkpoint.
 
@@ -82,8 +92,7 @@ def check_start(path: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other")
     if resume:
-        if not path.is_file():
-            raise ValueError(f"nothing to resume: there is no {path}")
+        check_there(path)
         if not isinstance(read_progress(path).get("settings"), dict):
             raise ValueError(f"{path} is no checkpoint of a training: it holds no settings")
         return

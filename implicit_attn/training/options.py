@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
+import torch
+
+from implicit_attn.command_line import (
+    LARGEST_SIZE,
+    Parser,
+    amount,
+    count,
+    folder,
+    learning_rate,
+    number,
+    repeats,
+    seed_number,
+    size,
+    whole,
+)
 from implicit_attn.training.processes import ACCELERATORS, PRECISIONS
 from implicit_attn.training.recipe import Recipe
 
@@ -20,30 +33,8 @@ RUNNING = (
 )  # fmt: skip
 
 
-def count(text: str) -> int:
-    """``type=`` of an option: an integer >= 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return value
-
-
-def amount(text: str) -> float:
-    """``type=`` of an option: a finite number >= 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"must be a finite number >= 0, got {text!r}")
-    return value
-
-
 def add_model_options(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     *,
     presets: Iterable[str],
     backbones: Iterable[str],
@@ -59,46 +50,60 @@ def add_model_options(
     add = parser.add_argument
     add("--preset", choices=sorted(presets), default="small", help="defaults of what follows")
     add("--model", choices=sorted(backbones), default="hyperset")
-    add("--dim", type=count, help=f"features of a {token}")
-    add("--heads", type=count)
+    add("--dim", type=size, help=f"features of a {token}")
+    add("--heads", type=size)
     text = "of the feed-forward part (default: the preset's or model's own)"
-    add("--width", type=count, help=text)
-    add("--initial-step", type=float, help="step sizes of Hyper-SET at the start")
-    add("--iterations", type=count, help="of the layer, in each batch the same number")
+    add("--width", type=size, help=text)
+    add("--initial-step", type=number(-1e6, 1e6), help="step sizes of Hyper-SET at the start")
+    add("--iterations", type=repeats, help="of the layer, in each batch the same number")
     text = f"train each batch with a random number of iterations (preset small: {random})"
-    add("--random-iterations", type=count, nargs=2, metavar=("LEAST", "MOST"), help=text)
+    add("--random-iterations", type=repeats, nargs=2, metavar=("LEAST", "MOST"), help=text)
     title, text = "variants", "of the repeated layer (default: the model's own)"
     add = parser.add_argument_group(title, text).add_argument
     add("--attention", choices=choices["attention"], help="attention energy of Hyper-SET")
     add("--feedforward", choices=choices["feedforward"], help="feed-forward energy of Hyper-SET")
     add("--step-size", choices=choices["step_size"], help="where Hyper-SET's step sizes come from")
-    add("--layers", type=count, help="with weights of their own, each repeated")
+    add("--layers", type=whole(1, 1000), help="with weights of their own, each repeated")
     add("--order", choices=choices["order"], help="of several layers")
-    add("--lora-rank", type=int, help="rank by which Hyper-SET's iterations differ")
+    add(
+        "--lora-rank",
+        type=whole(0, LARGEST_SIZE),
+        help="rank by which Hyper-SET's iterations differ",
+    )
 
 
 def add_training_options(
-    parser: argparse.ArgumentParser, *, batch: int | None = None, rate: float | None = None
+    parser: Parser, *, batch: int | None = None, rate: float | None = None
 ) -> None:
     """Add batch size, learning rate and seed."""
     add = parser.add_argument
     add("--batch", type=count, default=batch, help="samples at once, of all processes")
-    add("--rate", type=amount, default=rate, help="peak learning rate (warm-up, cosine decay)")
-    add("--seed", type=int, default=0)
+    add(
+        "--rate",
+        type=learning_rate,
+        default=rate,
+        help="peak learning rate (warm-up, cosine decay)",
+    )
+    add("--seed", type=seed_number, default=0)
 
 
-def add_solver_options(parser: argparse.ArgumentParser, *, rtol: float) -> None:
+def add_solver_options(parser: Parser, *, rtol: float) -> None:
     """Add the tolerance and the limit of an equilibrium layer's solves."""
     add = parser.add_argument
     text = "relative residual at which a sample has converged"
-    add("--rtol", type=float, default=rtol, help=text)
+    add("--rtol", type=amount, default=rtol, help=text)
     add("--max-steps", type=count, default=60, help="evaluations per sample, at most")
 
 
-def add_process_options(parser: argparse.ArgumentParser, *, save_every: int | None) -> None:
+def add_process_options(parser: Parser, *, save_every: int | None) -> None:
     """Add devices and precision, compilation, checkpoints and logs."""
     add = parser.add_argument
-    add("--devices", type=count, default=1, help="processes, one per card or sharing the CPU")
+    add(
+        "--devices",
+        type=whole(1, 256),
+        default=1,
+        help="processes, one per card or sharing the CPU",
+    )
     add("--accelerator", choices=ACCELERATORS, default="auto")
     add("--precision", choices=PRECISIONS, default="32-true")
     add("--compile", action="store_true", help="compile the repeated layer (a minute at the start)")
@@ -108,10 +113,10 @@ def add_process_options(parser: argparse.ArgumentParser, *, save_every: int | No
     add("--tensorboard", action="store_true", help="write events for TensorBoard, too")
 
 
-def add_result_options(parser: argparse.ArgumentParser, text: str) -> None:
+def add_result_options(parser: Parser, text: str) -> None:
     """Add the folder of the results, with ``text`` as its help, and whether to resume there, or to
     replace what an earlier run left there."""
-    parser.add_argument("--out", type=Path, help=text)
+    parser.add_argument("--out", type=folder, help=text)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--resume", action="store_true", help="continue from the checkpoint in that folder")
     add("--overwrite", action="store_true", help="replace an earlier run's files in that folder")
@@ -124,7 +129,7 @@ def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def complete(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     options: argparse.Namespace,
     preset: Mapping[str, Any],
     *,
@@ -133,8 +138,9 @@ def complete(
 ) -> None:
     """Give the options that the command line leaves out the values of a preset.
 
-    Before that, leave the script where an option is given that the chosen model does not take. The
-    model's own constructor decides: a tiny backbone is built with each option, and with all.
+    Leave the script where an option is given that the chosen model does not take, or its sizes do
+    not fit each other. The model's own constructor decides: a tiny backbone is built with each
+    option, and with all; then one of the chosen size.
 
     Args:
         build: ``build(name, dim, heads, **options)``, as ``build_backbone``.
@@ -144,7 +150,8 @@ def complete(
     chosen = given(options, *VARIANTS, "width", "initial_step")
     for trial in [*({name: value} for name, value in chosen.items()), chosen]:
         try:
-            build(options.model, 8, 2, **trial)
+            with torch.device("meta"):  # whatever the sizes, it takes no memory
+                build(options.model, 8, 2, **trial)
         except (TypeError, ValueError) as error:
             words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in trial.items())
             parser.error(f"{words} does not go with --model {options.model}: {error}")
@@ -165,6 +172,11 @@ def complete(
     for name, value in values.items():
         if getattr(options, name, None) is None:
             setattr(options, name, value)
+    try:
+        with torch.device("meta"):
+            build(options.model, options.dim, options.heads)
+    except ValueError as error:
+        parser.error(parser.named(str(error)))
 
 
 def backbone_specification(options: argparse.Namespace, step_size: str) -> dict[str, Any]:

@@ -35,11 +35,14 @@ def start_processes(
 
     Raises:
         ImportError: lightning-fabric is not installed (extra ``training``).
+        ValueError: there is no CUDA card, or fewer than ``devices``.
     """
     require_count("devices", devices)
     require_choice("precision", precision, PRECISIONS)
     if require_choice("accelerator", accelerator, ACCELERATORS) == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    if accelerator == "cuda":
+        _check_cards(devices)
     strategy = "auto"
     if devices > 1:
         strategy = "ddp_find_unused_parameters_true" if unused_parameters else "ddp"
@@ -48,6 +51,15 @@ def start_processes(
     )
     fabric.launch()
     return fabric
+
+
+def _check_cards(devices: int) -> None:
+    """Before Fabric does, by the name of the argument."""
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if cards == 0:
+        raise ValueError("accelerator must be 'cpu' or 'auto' without a CUDA card, got 'cuda'")
+    if devices > cards:
+        raise ValueError(f"devices must be <= {cards}, the CUDA cards here, got {devices}")
 
 
 def share(length: int, rank: int, world: int) -> tuple[slice, bool]:

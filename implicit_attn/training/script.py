@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.checkpoint.files import RunLock
+from implicit_attn.command_line import mistakes
 from implicit_attn.data import ImageData
 from implicit_attn.training.claims import (
     NotClaimed,
     check_start,
+    check_there,
     in_first,
     locked,
     remove_results,
@@ -60,18 +61,20 @@ def claim(options: argparse.Namespace, fabric: Any = None) -> Iterator[RunLock]:
         The lock, for :func:`run_script`.
 
     Raises:
-        SystemExit: 2, after one line that names the option.
+        SystemExit: with a message that names the option.
     """
     fabric = ALONE if fabric is None else fabric
     path = checkpoint_path(options)
     lock = RunLock(path)
     check = partial(check_start, path, resume=options.resume, overwrite=options.overwrite)
+    if options.resume:  # before a folder is made for nothing
+        with _refusing("--resume", fabric):
+            in_first(fabric, partial(check_there, path))
     with contextlib.ExitStack() as held:
-        try:
+        with _refusing("--out", fabric):
             held.enter_context(locked(fabric, lock))
+        with _refusing("--resume" if options.resume else "--out", fabric):
             in_first(fabric, check)
-        except NotClaimed as error:
-            _refuse(f"argument --{'resume' if options.resume else 'out'}: {error}", fabric)
         yield lock
 
 
@@ -80,12 +83,14 @@ def checkpoint_path(options: argparse.Namespace) -> Path:
     return options.out / "checkpoint.safetensors"
 
 
-def _refuse(message: str, fabric: Any) -> NoReturn:
-    """Leave because of what the user asked for, with one line and without a traceback."""
-    if fabric.global_rank != 0:  # a process that fails would have the first one killed
-        raise SystemExit(0)
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+@contextlib.contextmanager
+def _refusing(option: str, fabric: Any) -> Iterator[None]:
+    try:
+        yield
+    except NotClaimed as error:
+        # A further process that fails would have the first one killed, which says the same.
+        first = fabric.global_rank == 0
+        raise SystemExit(f"argument {option}: {error}" if first else 0) from error
 
 
 def build_training(
@@ -100,7 +105,8 @@ def build_training(
     """The training of a script with all groups of options; its files are in ``options.out``."""
     logs: list[Log] = [CsvLog(options.out, options.log_every)]
     if options.tensorboard:
-        logs.append(TensorBoardLog(options.out / "tensorboard", options.log_every))
+        with mistakes("--tensorboard"):
+            logs.append(TensorBoardLog(options.out / "tensorboard", options.log_every))
     return Training(
         model,
         task,
@@ -127,21 +133,21 @@ def run_script(
         lock: of :func:`claim`; None: one for the time of the training.
 
     Raises:
-        SystemExit: 130 after Ctrl-C. 2 after a line that says what cannot be done: there is nothing
-            to resume, it is damaged or was made with other settings, the folder is in use or holds
-            another run. A message where the loss, its gradient or a parameter was not finite.
+        SystemExit: 130 after Ctrl-C; a message where there is nothing to resume, where it is damaged
+            or was made with other settings, where the folder is in use or holds another run, and where
+            the loss, its gradient or a parameter was not finite.
+            :func:`implicit_attn.command_line.command` makes one line of a message.
     """
     first = training.fabric.global_rank == 0
     lock = RunLock(training.path) if lock is None else lock
     try:
-        with locked(training.fabric, lock):
+        with _refusing("--out", training.fabric), locked(training.fabric, lock):
             if resume:
-                _resume(training)
+                with mistakes("--resume"):  # also of a damaged checkpoint
+                    training.resume()
             elif overwrite and first:
                 remove_results(training.path)
             training.run(overwrite=overwrite, lock=lock)
-    except NotClaimed as error:
-        _refuse(f"argument --out: {error}", training.fabric)
     except Interrupted as stop:
         if not first:  # a process that fails would have the first one killed
             raise SystemExit(0) from None
@@ -149,13 +155,6 @@ def run_script(
         raise SystemExit(130) from None
     except NonFiniteLoss as error:
         raise SystemExit(str(error) if first else 0) from None
-
-
-def _resume(training: Training) -> None:
-    try:
-        training.resume()
-    except (FileNotFoundError, ValueError) as error:
-        _refuse(f"argument --resume: {error}", training.fabric)
 
 
 def save_weights(training: Training) -> None:

@@ -78,7 +78,7 @@ def test_shipped_weights_fit_and_are_small() -> None:
     assert last["converged"] >= 0.99
 
 
-@pytest.mark.parametrize("option", [("--dim", "12"), ("--data", "fashion_mnist"), ("--resume",)])
+@pytest.mark.parametrize("option", [("--dim", "12"), ("--data", "fashion-mnist"), ("--resume",)])
 def test_shipped_weights_take_no_settings(option: tuple[str, ...]) -> None:
     result = subprocess.run(
         [sys.executable, "examples/mnist_spins.py", "--shipped", *option],

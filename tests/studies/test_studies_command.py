@@ -152,7 +152,15 @@ def test_subject_of_a_checkpoint(tmp_path: Path) -> None:
     assert open_subject(path).inputs.shape[0] > 300
 
 
-def test_subject_of_sudoku(tmp_path: Path) -> None:
+def mistake(arguments: list[Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says when it refuses."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(each) for each in arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_subject_of_sudoku(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = {
         "kind": "sudoku",
         "backbone": {"name": "crate", "dim": 8, "heads": 2, "iterations": 2},
@@ -164,8 +172,8 @@ def test_subject_of_sudoku(tmp_path: Path) -> None:
     assert subject.inputs.shape == (3, 81) and subject.name == "boards"
     with pytest.raises(DataDiffers, match="solves Sudoku, data must be None, got 'digits'"):
         open_subject(path, "digits")
-    with pytest.raises(SystemExit, match=r"--data digits: .* solves Sudoku"):
-        main(["paths", "--weights", str(path), "--data", "digits", "--out", str(tmp_path)])
+    line = mistake(["paths", "--weights", path, "--data", "digits", "--out", tmp_path], capsys)
+    assert "argument --data: " in line and "solves Sudoku" in line
     with torch.no_grad():
         logits = subject.model(subject.inputs)
     assert set(subject.measure(logits, subject.inputs, subject.targets)) == {
@@ -179,7 +187,7 @@ def test_subject_of_sudoku(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["geometry", "--weights", "missing.safetensors"], "no checkpoint at"),
-        (["geometry", "--samples", "0"], "--samples must be > 0"),
+        (["geometry", "--samples", "0"], "--samples: must be an integer >= 1"),
         (["trade-off", "--depth", "4", "--layers", "3"], "must divide"),
         (["trade-off", "--samples", "5"], "--samples needs --weights"),
         *[
@@ -198,7 +206,9 @@ def test_mistakes(
     assert message in f"{stop.value}{capsys.readouterr().err}"
 
 
-def test_sudoku_weights_keep_their_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sudoku_weights_keep_their_puzzles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Trained on the list, studied where there is none: refused; older ones say "auto"."""
     monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -208,13 +218,13 @@ def test_sudoku_weights_keep_their_puzzles(tmp_path: Path, monkeypatch: pytest.M
         settings = {"data": "sudoku", "model": wanted, "source": source, "train": 2, "test": 2}
         paths[source] = tmp_path / f"{source}.safetensors"
         save_checkpoint(paths[source], build_model(wanted), progress={"settings": settings})
-    with pytest.raises(SystemExit, match=r"no list of puzzles at .*IMPLICIT_ATTN_DATA"):
-        main(["paths", "--weights", str(paths["list"]), "--out", str(tmp_path)])
+    line = mistake(["paths", "--weights", paths["list"], "--out", tmp_path], capsys)
+    assert "no list of puzzles at " in line and "IMPLICIT_ATTN_DATA" in line
     assert "generated Sudoku" in open_subject(paths["auto"]).title
 
 
 def test_images_of_another_shape_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the name of the option, before the model sees them."""
     path = write_weights(tmp_path / "a.safetensors", "crate")
@@ -225,9 +235,9 @@ def test_images_of_another_shape_are_refused(
         "fashion-mnist": replace(digits, name="fine", classes=11),
     }
     monkeypatch.setattr(subjects, "load", others.get)
-    for name, message in (("mnist", r"wide has \(3, 8, 8\)"), ("fashion-mnist", "of 11")):
-        with pytest.raises(SystemExit, match=rf"--data {name}: .*{message}"):
-            main(["paths", "--weights", str(path), "--data", name, "--out", str(tmp_path)])
+    for name, message in (("mnist", "wide has (3, 8, 8)"), ("fashion-mnist", "of 11")):
+        line = mistake(["paths", "--weights", path, "--data", name, "--out", tmp_path], capsys)
+        assert "argument --data: " in line and message in line
 
 
 def test_checkpoint_without_data(tmp_path: Path) -> None:
