@@ -19,8 +19,8 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/examples.stamp ## train on the embedded digits, write the report to runs/
-	$(BIN)/python examples/classify.py $(ARGS)
+demo: $(VENV)/examples.stamp ## train on the embedded digits, write the report to runs/, over an earlier one
+	$(BIN)/python examples/classify.py $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)

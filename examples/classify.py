@@ -3,6 +3,7 @@
     python examples/classify.py                          # embedded 8x8 digits, about a minute
     python examples/classify.py --data mnist --patch 4   # MNIST, local or downloaded
     python examples/classify.py --resume                 # go on where an interrupted run stopped
+    python examples/classify.py --overwrite              # train anew in the folder of an earlier run
 
 Each image becomes tokens x; the layer returns the tokens z* that minimise
 ``a E_attention(z) + b E_memory(z) + 1/2 |z - x|^2``; a linear readout classifies z*.
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 import solvers
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.command_line import (
     Parser,
     command,
@@ -40,6 +42,7 @@ from implicit_attn.training.options import (
     layer_options,
     settings,
 )
+from implicit_attn.training.script import checkpoint_path, claim
 
 
 def command_line() -> Parser:
@@ -120,23 +123,28 @@ def report(training: Training, options: argparse.Namespace) -> None:
     print(f"report: {options.out / 'report.png'} (tables beside it as CSV)")
 
 
+def train(options: argparse.Namespace, lock: RunLock) -> None:
+    with mistakes("--data"):
+        data = load(options.data).first(options.limit or None)
+    with mistakes():
+        refuse_huge(lambda: build(options, data))
+        training = Training(
+            build(options, data),
+            data,
+            build_recipe(options),
+            checkpoint_path(options),
+            settings(options),
+        )
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
+    report(training, options)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line()
     with command(parser):
         options = complete(parser.parse_args(arguments))
-        with mistakes("--data"):
-            data = load(options.data).first(options.limit or None)
-        with mistakes():
-            refuse_huge(lambda: build(options, data))
-            training = Training(
-                build(options, data),
-                data,
-                build_recipe(options),
-                options.out / "checkpoint.safetensors",
-                settings(options),
-            )
-        run_script(training, resume=options.resume)
-        report(training, options)
+        with claim(options) as lock:
+            train(options, lock)
 
 
 if __name__ == "__main__":

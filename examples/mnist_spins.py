@@ -20,6 +20,7 @@ import torch
 
 import solvers
 from implicit_attn.checkpoint import load_checkpoint, read_progress
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.command_line import Parser, command, count, mistakes, positive, whole
 from implicit_attn.data import RandomAffine, load
 from implicit_attn.data.unpacking import damaged
@@ -34,7 +35,7 @@ from implicit_attn.training.options import (
     layer_options,
     settings,
 )
-from implicit_attn.training.script import save_weights
+from implicit_attn.training.script import checkpoint_path, claim, save_weights
 
 SHIPPED = Path(__file__).parent / "weights" / "mnist_spins.safetensors"
 
@@ -104,7 +105,7 @@ def study_shipped(options: argparse.Namespace) -> None:
     report(model, data, progress["history"], progress["observations"], options)
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, lock: RunLock) -> None:
     with mistakes("--data"):
         data = load(options.data).first(options.limit)
     with mistakes():
@@ -112,12 +113,12 @@ def train(options: argparse.Namespace) -> None:
             build(options),
             data,
             build_recipe(options, floor=0.002),
-            options.out / "checkpoint.safetensors",
+            checkpoint_path(options),
             settings(options, "shipped"),
             augment=RandomAffine(),
             observe=site_norms,
         )
-    run_script(training, resume=options.resume)
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     print(f"\n{training.summary()}")
     save_weights(training)
     report(training.model, data, training.history, training.observations, options)  # type: ignore[arg-type]
@@ -127,7 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line()
     with command(parser):
         options = complete(parser, parser.parse_args(arguments))
-        study_shipped(options) if options.shipped else train(options)
+        if options.shipped:
+            study_shipped(options)
+            return
+        with claim(options) as lock:
+            train(options, lock)
 
 
 if __name__ == "__main__":

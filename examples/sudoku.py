@@ -25,6 +25,7 @@ from torch import nn
 
 import solvers
 from implicit_attn.checkpoint import read_progress
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.command_line import (
     Parser,
     command,
@@ -49,7 +50,13 @@ from implicit_attn.training.options import (
     layer_options,
     settings,
 )
-from implicit_attn.training.script import build_training, save_weights, start
+from implicit_attn.training.script import (
+    build_training,
+    checkpoint_path,
+    claim,
+    save_weights,
+    start,
+)
 
 # Defaults of the options. In "paper" the dropout, the warm-up and the floor of the learning rate are
 # ours: we found none published.
@@ -156,13 +163,18 @@ def run(options: argparse.Namespace) -> None:
     with mistakes():
         refuse_huge(lambda: build(options))
         fabric = start(options)
+    with claim(options, fabric) as lock:
+        train(options, fabric, lock)
+
+
+def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
     with mistakes("--source"):
         source = resolve_source(options.source)
     with mistakes("--train"):
         data = load_sudoku(options.train, options.test, source=source, seed=options.seed)
     if fabric.global_rank == 0:
         print(f"data: {data.name}, {options.train} training and {options.test} test puzzles")
-    path = options.out / "checkpoint.safetensors"
+    path = checkpoint_path(options)
     with mistakes("--resume"):
         kept = {"data": "sudoku", "source": source_to_keep(options, source, path)}
     with mistakes():
@@ -173,7 +185,7 @@ def run(options: argparse.Namespace) -> None:
             {**settings(options), **kept, "model": specification(options)},
             fabric=fabric,
         )
-    run_script(training, resume=options.resume)
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     report(training, options)
 
 

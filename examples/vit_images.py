@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import solvers
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.command_line import (
     Parser,
     amount,
@@ -57,7 +58,7 @@ from implicit_attn.training.options import (
     layer_options,
     settings,
 )
-from implicit_attn.training.script import build_training, save_weights, start
+from implicit_attn.training.script import build_training, claim, save_weights, start
 
 # Defaults of the options: two presets for every data set.
 PAPER = {
@@ -180,6 +181,11 @@ def main(words: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> None:
     with mistakes():
         fabric = start(options)
+    with claim(options, fabric) as lock:
+        train(options, fabric, lock)
+
+
+def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
     with mistakes("--data"):
         data = load(options.data).first(options.limit)
     with mistakes():
@@ -197,7 +203,7 @@ def run(options: argparse.Namespace) -> None:
             fabric=fabric,
             augment=None if options.no_augment else AUGMENTS[options.data],
         )
-    run_script(training, resume=options.resume)
+    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     if fabric.global_rank == 0:
         report(training, options, data)
 

@@ -62,7 +62,7 @@ PUBLIC = {
         stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment Classification CsvLog Interrupted Log NonFiniteLoss PRECISIONS
+        ACCELERATORS Augment Classification CsvLog Interrupted Log NonFiniteLoss NotClaimed PRECISIONS
         Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
         compile_step describe median_of_counts run_script start_processes
     """,
@@ -90,7 +90,6 @@ PUBLIC = {
 }
 WITHOUT_ALL = {
     "solvers.torchdeq_bridge",
-    "implicit_attn.checkpoint",
     "implicit_attn.kernels.workspace",
 }
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from implicit_attn.training.claims import NotClaimed
 from implicit_attn.training.finite import NonFiniteLoss
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
-from implicit_attn.training.loop import Interrupted, SettingsDiffer, Training
+from implicit_attn.training.loop import Interrupted, Training
 from implicit_attn.training.processes import (
     ACCELERATORS,
     PRECISIONS,
     compile_step,
     start_processes,
 )
+from implicit_attn.training.progress import SettingsDiffer
 from implicit_attn.training.recipe import Recipe
 from implicit_attn.training.script import run_script
 from implicit_attn.training.solves import median_of_counts
@@ -32,6 +34,7 @@ __all__ = [
     "Interrupted",
     "Log",
     "NonFiniteLoss",
+    "NotClaimed",
     "Recipe",
     "SettingsDiffer",
     "SudokuCompletion",

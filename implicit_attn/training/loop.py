@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
+from implicit_attn.checkpoint import load_checkpoint, save_checkpoint
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.data import ImageData, epoch_generator
 from implicit_attn.optional import require
+from implicit_attn.training.claims import check_place, in_first, locked
 from implicit_attn.training.finite import NonFiniteLoss, check_parameters, clip_gradients
 from implicit_attn.training.logs import Log
 from implicit_attn.training.processes import (
@@ -25,18 +27,15 @@ from implicit_attn.training.processes import (
     share,
     start_processes,
 )
+from implicit_attn.training.progress import check_progress
 from implicit_attn.training.recipe import Recipe
-from implicit_attn.training.solves import SolveCounts
+from implicit_attn.training.solves import SolveCounts, status_of, summary_of
 from implicit_attn.training.tasks import Augment, Classification, Task, describe
 from solvers.core.checks import require_count
 
 
 class Interrupted(Exception):
     """Ctrl-C: the batch was finished and everything saved."""
-
-
-class SettingsDiffer(ValueError):
-    """A checkpoint was made by a run with other settings."""
 
 
 class Training:
@@ -111,6 +110,7 @@ class Training:
         self.history: list[dict[str, Any]] = []
         self.observations: list[Any] = [] if observe is None else [observe(model)]
         self.stopping = False
+        self.owner = False  # whether the checkpoint at ``path`` is of this run
         self._start_epoch(0)
 
     @property
@@ -140,39 +140,61 @@ class Training:
         check_parameters(self.model, self.steps, self.path)
         if self.fabric.global_rank == 0:
             progress = {name: getattr(self, name) for name in self.KEPT}
-            progress["solves"] = {"sums": self.solves.sums, "spent": self.solves.spent}
+            progress["solves"] = self._kept_solves()
             save_checkpoint(self.path, self.model, self.optimizer, progress)
         self.fabric.barrier()
+
+    def _kept_solves(self) -> dict[str, Any]:
+        return {"sums": self.solves.sums, "spent": self.solves.spent}
 
     def resume(self) -> None:
         """Load the checkpoint: :meth:`run` then goes on at the batch before which it was saved.
 
+        After an error, model, optimizer and random state are as they were.
+
         Raises:
             FileNotFoundError: there is none.
             SettingsDiffer: it was made with other settings.
+            ValueError: it is damaged, or no checkpoint of such a training.
         """
         if not self.path.is_file():
             raise FileNotFoundError(f"nothing to resume: there is no {self.path}")
-        progress = read_progress(self.path)
-        if progress["settings"] != self.settings:
-            raise SettingsDiffer(
-                f"{self.path} was made with other settings: {progress['settings']}; "
-                "give the same options, or another folder"
-            )
-        load_checkpoint(self.path, self.model, self.optimizer)
+        progress = load_checkpoint(self.path, self.model, self.optimizer, check=self._check)
         for name in self.KEPT:
             setattr(self, name, progress[name])
         solves = progress["solves"]
         self.solves.sums, self.solves.spent = solves["sums"], solves["spent"]
+        self.owner = True
 
-    def run(self) -> None:
-        """Train to the end of the last epoch, saving after each.
+    def _check(self, progress: dict[str, Any], state: dict[int, Any]) -> None:
+        keeps = {"observed": self.observe is not None, "solves": self._kept_solves()}
+        lengths = {"epochs": self.recipe.epochs, "batches": self.batches, "stateless": not state}
+        check_progress(progress, self.path, settings=self.settings, **keeps, **lengths)
+
+    def run(self, *, overwrite: bool = False, lock: RunLock | None = None) -> None:
+        """Train to the end of the last epoch, saving before the first and after each.
+
+        Args:
+            overwrite: replace the checkpoint of an earlier run, if there is one.
+            lock: of the checkpoint, where the caller holds it for longer; None: one of its own, so
+                that two runs never write to one checkpoint.
 
         Raises:
+            NotClaimed: another run's checkpoint is there, neither resumed nor to be overwritten;
+                another run is writing it; or the folder cannot be written.
             Interrupted: after Ctrl-C, the batch finished and saved; a second one raises
                 ``KeyboardInterrupt`` at once.
             NonFiniteLoss: the loss, its gradient or a parameter is NaN or infinite.
         """
+        with locked(self.fabric, RunLock(self.path) if lock is None else lock):
+            if not self.owner:
+                in_first(self.fabric, partial(check_place, self.path, overwrite=overwrite))
+                # From here on a kill leaves something to resume; logs of another run go after that.
+                self.save()
+                self.owner = True
+            self._run()
+
+    def _run(self) -> None:
         handler = signal.signal(signal.SIGINT, self._stop)
         logs = self.logs if self.fabric.global_rank == 0 else ()
         for log in logs:
@@ -289,19 +311,8 @@ class Training:
 
     def status(self) -> str:
         """One line about the epoch so far: the loss, and how the equilibria were solved."""
-        row = self.means()
-        text = f"loss {row['loss']:.4f}"
-        if self.solves.layers:
-            text += f"  converged {100 * row['converged']:.1f} %  evaluations {row['evaluations']}"
-            text += f"  adjoint {row['adjoint_residual']:.0e}"
-        return text
+        return status_of(self.means())
 
     def summary(self) -> str:
         """Time, and the worst convergence of the whole training, for the end of a log."""
-        text = f"training {sum(row['seconds'] for row in self.history):.0f} s"
-        if self.solves.layers:
-            share = 100 * min(row["converged"] for row in self.history)
-            spent = max(row["evaluations"] for row in self.history)
-            text += f"; worst epoch: {share:.2f} % of training samples converged, "
-            text += f"median evaluations per sample {spent:g}"
-        return text
+        return summary_of(self.history)

@@ -28,7 +28,9 @@ from implicit_attn.training.recipe import Recipe
 # Of a backbone's constructor; handed on where they are given, and only there.
 VARIANTS = ("attention", "feedforward", "step_size", "layers", "order", "lora_rank")
 # How a run is carried out, not what it computes: may change when it is resumed.
-RUNNING = ("out", "resume", "devices", "accelerator", "save_every", "log_every", "tensorboard")
+RUNNING = (
+    "out", "resume", "overwrite", "devices", "accelerator", "save_every", "log_every", "tensorboard"
+)  # fmt: skip
 
 
 def add_model_options(
@@ -112,10 +114,12 @@ def add_process_options(parser: Parser, *, save_every: int | None) -> None:
 
 
 def add_result_options(parser: Parser, text: str) -> None:
-    """Add the folder of the results, with ``text`` as its help, and whether to resume there."""
+    """Add the folder of the results, with ``text`` as its help, and whether to resume there, or to
+    replace what an earlier run left there."""
     parser.add_argument("--out", type=folder, help=text)
-    text = "continue from the checkpoint in that folder"
-    parser.add_argument("--resume", action="store_true", help=text)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--resume", action="store_true", help="continue from the checkpoint in that folder")
+    add("--overwrite", action="store_true", help="replace an earlier run's files in that folder")
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -84,3 +84,23 @@ def median_of_counts(counts: list[int]) -> int:
         if seen >= half:
             return number
     return 0
+
+
+def status_of(row: dict[str, Any]) -> str:
+    """Loss and, where there are equilibrium layers, their solves (:meth:`SolveCounts.means`), in a line."""
+    text = f"loss {row['loss']:.4f}"
+    if "converged" in row:
+        text += f"  converged {100 * row['converged']:.1f} %  evaluations {row['evaluations']}"
+        text += f"  adjoint {row['adjoint_residual']:.0e}"
+    return text
+
+
+def summary_of(history: list[dict[str, Any]]) -> str:
+    """Time, and the worst convergence of all epochs."""
+    text = f"training {sum(row['seconds'] for row in history):.0f} s"
+    if "converged" in history[-1]:
+        share = 100 * min(row["converged"] for row in history)
+        spent = max(row["evaluations"] for row in history)
+        text += f"; worst epoch: {share:.2f} % of training samples converged, "
+        text += f"median evaluations per sample {spent:g}"
+    return text

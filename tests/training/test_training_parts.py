@@ -82,7 +82,7 @@ def test_numbers_of_a_recipe_are_integers(changes: dict[str, Any]) -> None:
 def train(folder: Path, recipe: Recipe, **options: Any) -> Recorder:
     torch.manual_seed(0)
     model = Recorder()
-    Training(model, toy_data(), recipe, folder / "checkpoint", **options).run()
+    Training(model, toy_data(), recipe, folder / "checkpoint", **options).run(overwrite=True)
     return model
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import implicit_attn.checkpoint as checkpoint
 from cases.deq import make, tokens
 from implicit_attn.checkpoint import load_checkpoint, save_checkpoint
 
@@ -209,14 +208,11 @@ def test_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     save_checkpoint(path, model, optimizer, {"epoch": 1})
     old = path.read_bytes()
 
-    class FullDisk:
-        @staticmethod
-        def save_file(tensors: Any, name: str, metadata: Any) -> None:
-            Path(name).write_bytes(b"half a file")
-            raise OSError("No space left on device")
+    def full(handle: int) -> None:
+        raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "require", lambda *_, **__: FullDisk)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             save_checkpoint(path, model, optimizer, {"epoch": 2})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.safetensors"]  # no half a file
@@ -233,26 +229,20 @@ def test_two_that_save_to_one_path_do_not_meet(
     """The second one saves while the first one is writing; the first one ends last."""
     path = tmp_path / "run.safetensors"
     model, optimizer = build()
-    names: list[str] = []
+    moved: list[tuple[Path, Path]] = []
+    real = os.replace
 
-    class Slow:
-        @staticmethod
-        def save_file(tensors: Any, name: str, metadata: Any) -> None:
-            names.append(name)
-            files.save_file(tensors, name, metadata=metadata)
-            if len(names) == 1:
-                save_checkpoint(path, model, optimizer, {"saved": "second"})
-                assert load_checkpoint(path, *build()) == {"saved": "second"}
+    def replace(source: Path, target: Path) -> None:
+        moved.append((source, target))
+        if len(moved) == 1:
+            save_checkpoint(path, model, optimizer, {"saved": "second"})
+            assert load_checkpoint(path, *build()) == {"saved": "second"}
+        real(source, target)
 
-    real = checkpoint.require
-    monkeypatch.setattr(
-        checkpoint,
-        "require",
-        lambda name, **options: Slow if name == "safetensors.torch" else real(name, **options),
-    )
+    monkeypatch.setattr(os, "replace", replace)
     save_checkpoint(path, model, optimizer, {"saved": "first"})
-    assert len(set(names)) == 2
-    assert {Path(name).parent for name in names} == {tmp_path}  # moved without copying
+    assert len({source for source, _ in moved}) == 2
+    assert {each.parent for pair in moved for each in pair} == {tmp_path}  # moved without copying
     assert load_checkpoint(path, *build()) == {"saved": "first"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.safetensors"]
 

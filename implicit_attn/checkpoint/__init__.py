@@ -1,0 +1,7 @@
+"""Checkpoints of a training run: safetensors files, written atomically, that restore it exactly."""
+
+from __future__ import annotations
+
+from implicit_attn.checkpoint.states import load_checkpoint, read_progress, save_checkpoint
+
+__all__ = ["load_checkpoint", "read_progress", "save_checkpoint"]
