@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,17 +108,14 @@ def fixed_point(
         compact=compact,
     )
 
-    def solve(target: Problem, vector: Tensor) -> Solution:
-        # Parametrised weights are constant during a solve and computed once. The solver's own algebra
-        # runs without autocast, which Problem restores around f.
-        with constant_weights(), without_autocast(vector.device.type):
-            if isinstance(solver, ExternalSolver):
-                return solver.run(target, vector, chosen, max_steps)
-            first = target.evaluate(vector)
-            loop = Loop(target, first, solver, chosen, max_steps, record, callback)
-            del first  # the loop frees it when it has moved on
-            return loop.run()
-
+    solve = partial(
+        _solve,
+        solver=solver,
+        tolerance=chosen,
+        max_steps=max_steps,
+        record=record,
+        callback=callback,
+    )
     if adjoint is not None and torch.is_grad_enabled():
         solution = adjoint.solve(problem, start, solve, chosen)
     else:
@@ -129,6 +127,30 @@ def fixed_point(
     what = name_of_solve("fixed-point solve", chosen, precision)
     apply_policy(solution, on_failure, what)
     return solution
+
+
+def _solve(
+    problem: Problem,
+    start: Tensor,
+    *,
+    solver: Solver,
+    tolerance: Tolerance,
+    max_steps: int,
+    record: bool,
+    callback: Callable[[Progress], object] | None,
+) -> Solution:
+    """The solution as a matrix (B, D), without gradients of its own.
+
+    Parametrised weights are constant during a solve and computed once. The solver's own algebra
+    runs without autocast, which Problem restores around f.
+    """
+    with constant_weights(), without_autocast(start.device.type):
+        if isinstance(solver, ExternalSolver):
+            return solver.run(problem, start, tolerance, max_steps)
+        first = problem.evaluate(start)
+        loop = Loop(problem, first, solver, tolerance, max_steps, record, callback)
+        del first  # the loop frees it when it has moved on
+        return loop.run()
 
 
 def _shares_memory(first: Tensor, second: Tensor) -> bool:
