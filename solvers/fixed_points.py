@@ -19,12 +19,7 @@ from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import (
-    Tolerance,
-    default_tolerance,
-    evaluation_dtype,
-    name_of_solve,
-)
+from solvers.core.tolerance import Tolerance, criterion
 from solvers.methods.anderson import Anderson
 from solvers.methods.lbfgs import LBFGS
 
@@ -88,25 +83,22 @@ def fixed_point(
     require_flag("compact", compact)
     require_flag("record", record)
     require_callable("callback", callback, optional=True)
-    if isinstance(solver, ExternalSolver):
-        _check_external(solver, energy=energy is not None, record=record, callback=callback)
+    _check_external(solver, energy=energy is not None, record=record, callback=callback)
     check_on_failure(on_failure)
     layout = Layout.of(z0)
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
-    autocast = autocast_dtype(start.device.type)
-    precision = evaluation_dtype(start.dtype, autocast)
-    chosen = default_tolerance(precision) if tolerance is None else tolerance
     problem = Problem(
         f,
         layout,
         args,
-        autocast,
+        autocast_dtype(start.device.type),
         energy=energy,
         mask=None if mask is None else layout.mask_vector(mask),
         symmetric=bool(getattr(f, "symmetric", False)),
         compact=compact,
     )
+    chosen, what = criterion(tolerance, start.dtype, problem.autocast)
 
     solve = partial(
         _solve,
@@ -124,7 +116,6 @@ def fixed_point(
     if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
         solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
-    what = name_of_solve("fixed-point solve", chosen, precision)
     apply_policy(solution, on_failure, what)
     return solution
 
@@ -173,9 +164,9 @@ def _check_options(
         )
 
 
-def _check_external(solver: ExternalSolver, **options: object) -> None:
+def _check_external(solver: Solver, **options: object) -> None:
     unknown = [name for name, given in options.items() if given]
-    if unknown:
+    if unknown and isinstance(solver, ExternalSolver):
         raise ValueError(
             f"{solver!r} has a loop of its own, which knows no {unknown}: leave them out"
         )

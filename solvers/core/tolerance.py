@@ -41,22 +41,21 @@ class Tolerance:
         return limit.clamp_min(self.atol) if self.atol else limit
 
 
-def evaluation_dtype(state: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
-    """The precision of a map on a state of this dtype, under autocast to ``autocast`` if not None.
+def criterion(
+    tolerance: Tolerance | None, state: torch.dtype, autocast: torch.dtype | None
+) -> tuple[Tolerance, str]:
+    """The tolerance of a fixed-point solve, and a name of the solve for messages.
 
-    Autocast leaves float64 alone.
+    None: ``Tolerance()``, and where the map computes in half precision, by the dtype of its state or
+    by autocast, an rtol that it can meet. A smaller one that was asked for is kept; the name then says
+    that it may be out of reach.
     """
-    return state if autocast is None or state == torch.float64 else autocast
-
-
-def default_tolerance(precision: torch.dtype) -> Tolerance:
-    """``Tolerance()``, and in half precision what a map can meet: rtol 2e-2 (bfloat16), 1e-2 (float16)."""
-    return Tolerance(rtol=_HALF[precision]) if precision in _HALF else Tolerance()
-
-
-def name_of_solve(what: str, tolerance: Tolerance, precision: torch.dtype) -> str:
-    """``what`` for a message, and that ``tolerance`` may be out of reach in this precision."""
-    if precision not in _HALF or tolerance.rtol >= _HALF[precision]:
-        return what
-    name = str(precision).removeprefix("torch.")
-    return f"{what} in {name}, which may not reach rtol={tolerance.rtol:g},"
+    # autocast leaves float64 alone
+    precision = state if autocast is None or state == torch.float64 else autocast
+    if tolerance is None:
+        tolerance = Tolerance(rtol=_HALF.get(precision, Tolerance.rtol))
+    what = "fixed-point solve"
+    if tolerance.rtol < _HALF.get(precision, 0.0) and not tolerance.atol:
+        name = str(precision).removeprefix("torch.")
+        what = f"{what} in {name}, which may not reach rtol={tolerance.rtol:g},"
+    return tolerance, what

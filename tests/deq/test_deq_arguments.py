@@ -145,7 +145,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_steps": 0}, ValueError, "max_steps"),
     ({"max_steps": 2.5}, TypeError, "max_steps"),
     ({"max_steps": True}, TypeError, "max_steps"),
-    ({"tolerance": 1e-3}, TypeError, "tolerance must be a solvers.Tolerance, got 0.001"),
+    ({"tolerance": 1e-3}, TypeError, "tolerance must be a solvers.Tolerance or None, got 0.001"),
     ({"solver": "anderson"}, TypeError, "solver must be a solvers.Solver"),
     ({"solver": Anderson}, TypeError, "solver must be a solvers.Solver"),
     ({"adjoint": "implicit"}, TypeError, "adjoint must be a solvers.Adjoint or None"),

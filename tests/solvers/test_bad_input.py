@@ -78,7 +78,7 @@ CALLS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "solver class": (TypeError, r"solver must be a solvers.Solver such as Anderson\(\), got <class",
                      {"solver": Anderson}),
     "solver name": (TypeError, r"solver must be .* got 'anderson'", {"solver": "anderson"}),
-    "tolerance number": (TypeError, r"tolerance must be a solvers.Tolerance, got 0.001",
+    "tolerance number": (TypeError, r"tolerance must be a solvers.Tolerance or None, got 0.001",
                          {"tolerance": 1e-3}),
     "max_steps zero": (ValueError, r"max_steps must be >= 1, got 0", {"max_steps": 0}),
     "max_steps negative": (ValueError, r"max_steps must be >= 1, got -3", {"max_steps": -3}),

@@ -109,9 +109,12 @@ def _symmetric_softmax(
     ``e_ij (1 / l_i + 1 / l_j)``.
     """
     scores = _scores(z, beta, blocked)
+    some_alone = mask is not None or z.shape[2] == 1
+    own = scores.diagonal(dim1=-2, dim2=-1).clone() if some_alone else None
     exponentials = scores.exp()
+    del scores  # one matrix less while the others are made
     totals = exponentials.sum(-2)  # columns and rows sum to the same
     shares = totals.reciprocal()
     both = exponentials * (shares.unsqueeze(-1) + shares.unsqueeze(-2))
-    own = scores.diagonal(dim1=-2, dim2=-1)
-    return both.to(z.dtype), exact_if_alone(totals.log(), own, mask)
+    lse = totals.log()
+    return both.to(z.dtype), lse if own is None else exact_if_alone(lse, own, mask)
