@@ -267,9 +267,15 @@ def test_damaged_weights(
 
 
 @pytest.mark.defect("C6")
-def test_an_equilibrium_has_no_layers_to_trade(refused: Callable[..., str], tmp_path: Path) -> None:
-    path = write_weights(tmp_path / "a.safetensors", "hyperset-equilibrium")
-    assert named("--weights", refused("trade-off", "--weights", path, "--out", tmp_path))
+@pytest.mark.parametrize(
+    ("study", "backbone"),
+    [("trade-off", "hyperset-equilibrium"), ("geometry", "crate"), ("geometry", "transformer")],
+)
+def test_a_model_that_the_study_is_not_made_for(
+    study: str, backbone: str, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path = write_weights(tmp_path / "a.safetensors", backbone)
+    assert named("--weights", refused(study, "--weights", path, "--out", tmp_path))
 
 
 @pytest.mark.defect("C6")
