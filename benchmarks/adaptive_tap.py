@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT)]
 import solvers
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ
+from implicit_attn.command_line import Parser, command, count, positive, threads
 from implicit_attn.updates import AdaptiveTAPAttention
 from solvers import SpinState, Tolerance
 
@@ -267,15 +268,19 @@ def _runner(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=count, default=5, help="timed rounds")
     parser.add_argument("--site", choices=list(SITES), default="sphere")
     parser.add_argument(
-        "--scales", type=float, nargs="+", default=[1.0, 3.0], help="of the couplings"
+        "--scales", type=positive, nargs="+", default=[1.0, 3.0], help="of the couplings"
     )
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=threads, default=2)
     parser.add_argument("--memory", action="store_true", help="peak of live tensors too (slow)")
-    options = parser.parse_args()
+    with command(parser):
+        run(parser.parse_args())
+
+
+def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", solvers.SolveWarning)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")

@@ -32,9 +32,11 @@ from benchmarks.bisoftmax_peers import NOT_SUPPORTED, Contestants, able, contest
 from benchmarks.bisoftmax_report import FEW_TOKENS, launches, plot, ratios, targets, write
 from benchmarks.device_time import interleaved_on_device
 from benchmarks.measure import interleaved, peak_bytes, table
+from implicit_attn.command_line import Parser, command, count, device, folder, size, threads
 from implicit_attn.kernels import explain
 from implicit_attn.optional import require
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 CPU_SHAPES = ("8,4,65,64", "4,8,197,64", "1,8,512,64", "1,8,1024,32", "1,8,1024,64", "1,4,4096,64")
 GPU_SHAPES = ("64,8,65,64", "64,8,197,64", "4,16,1024,64", "2,16,4096,64", "2,16,4096,128")
 
@@ -102,28 +104,42 @@ def measure(
     return row | times | {f"{name} ms": NOT_SUPPORTED for name in refused}
 
 
+def four_sizes(text: str) -> tuple[int, ...]:
+    """``type=`` of an option: batch, heads, tokens and features of a head, "8,4,65,64"."""
+    if len(parts := text.split(",")) != 4:
+        raise argparse.ArgumentTypeError(f"must be four integers B,HEADS,N,P, got {text!r}")
+    return tuple(map(size, parts))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the bi-softmax against its peers.")
+    parser = Parser(description="Times the bi-softmax against its peers.")
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
-    parser.add_argument("--shapes", nargs="+", default=GPU_SHAPES if on_gpu else CPU_SHAPES)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
+    parser.add_argument("--device", type=device, default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--shapes", nargs="+", type=four_sizes, metavar="B,HEADS,N,P")
+    parser.add_argument("--rounds", type=count, default=9)
+    parser.add_argument("--threads", type=threads, default=2, help="on the CPU")
     parser.add_argument(
         "--cpu-time", action="store_true", help="processor time, for a busy machine and one thread"
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/bisoftmax"))
+    parser.add_argument("--output", type=folder, default=Path("runs/bisoftmax"))
     has_compiler = on_gpu or shutil.which("g++") is not None
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=has_compiler)
-    args = parser.parse_args()
+    with command(parser):
+        args = parser.parse_args()
+        defaults = GPU_SHAPES if on_gpu else CPU_SHAPES
+        args.shapes = args.shapes or [four_sizes(text) for text in defaults]
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
     args.clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
     peak = rates(torch.device(args.device), getattr(torch, args.dtype), args.clock)
     print(f"{args.device} {args.dtype}: {peak[0] / 1e12:.3g} TFLOP/s, {peak[1]:.3g} exp/s")
     rows = []
-    for text in args.shapes:
-        rows.append(measure(tuple(map(int, text.split(","))), args, peak))
+    for shape in args.shapes:
+        rows.append(measure(shape, args, peak))
         write(rows, args.output)
         print(table([ratios(rows[-1])]), flush=True)
         if rows[-1]["tokens"] <= FEW_TOKENS and launches(rows[-1]):

@@ -9,7 +9,6 @@ one for all rounds, after solves of the full size.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import multiprocessing
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import solvers
 from benchmarks.measure import table
 from implicit_attn import DEQ
+from implicit_attn.command_line import Parser, command, count, device, place, size, threads
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
 
 
@@ -113,18 +113,27 @@ def separately(options: dict[str, Any], backend: str, rounds: int) -> list[dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times a layer on two backends.")
+    parser = Parser(description="Times a layer on two backends.")
     for name, value in {"batch": 8, "tokens": 1024, "dim": 256, "heads": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        parser.add_argument(f"--{name}", type=size, default=value)
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--threads", type=threads, default=2)
+    parser.add_argument(
+        "--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument(
         "--cpu-time", action="store_true", help="processor time, for a busy machine and one thread"
     )
     parser.add_argument("--feedforward", action="store_true", help="with a ReLU feed-forward term")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    options = vars(parser.parse_args())
+    parser.add_argument("--output", type=place, help="JSON file for the figures")
+    with command(parser):
+        options = parser.parse_args()
+        if options.dim % options.heads:
+            parser.error(f"argument --heads: must divide --dim {options.dim}, got {options.heads}")
+        compare(vars(options))
+
+
+def compare(options: dict[str, Any]) -> None:
     runs: dict[str, list[dict[str, Any]]] = {"auto": [], "reference": []}
     # On a GPU starting and warming up takes longer than the rounds: one process a backend.
     inside = options["rounds"] if torch.device(options["device"]).type == "cuda" else 1

@@ -5,7 +5,6 @@ Parts: step (training step, VJPs, overhead, memory), energy, batch, zoo. Ratios 
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import warnings
@@ -25,6 +24,7 @@ from benchmarks.layers import hyper_energy
 from benchmarks.measure import table
 from benchmarks.step import part_step
 from implicit_attn import DEQ, GradientStep
+from implicit_attn.command_line import Parser, command, count
 
 # --- (b) the exact energy ------------------------------------------------------------------------
 
@@ -161,17 +161,22 @@ PARTS = {"step": part_step, "energy": part_energy, "batch": part_batch, "zoo": p
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
     parser.add_argument(
-        "--rounds", type=int, default=40, help="timed rounds of the training step (part step)"
+        "--rounds", type=count, default=40, help="timed rounds of the training step (part step)"
     )
-    options = parser.parse_args()
+    with command(parser):
+        options = parser.parse_args()
+        run(options.parts or list(PARTS), options.rounds)
+
+
+def run(parts: list[str], rounds: int) -> None:
     torch.set_num_threads(2)
     warnings.simplefilter("ignore", solvers.SolveWarning)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for name in options.parts or PARTS:
-        PARTS[name](options.rounds)
+    for name in parts:
+        PARTS[name](rounds)
 
 
 if __name__ == "__main__":

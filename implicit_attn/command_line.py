@@ -198,7 +198,20 @@ def folder(text: str) -> Path:
     return path
 
 
+def device(text: str) -> str:
+    """``type=`` of an option: a device of PyTorch that is there."""
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        reason = str(error).split("\n", 1)[0][:200]
+        raise argparse.ArgumentTypeError(
+            f"must be a device that is here, got {_shown(text)}: {reason}"
+        ) from error
+    return text
+
+
 count = whole(1)
+threads = whole(1, 1024)
 size = whole(1, LARGEST_SIZE)  # of a dimension of a model
 repeats = whole(1, 100_000)  # of a layer
 seed_number = whole(0, LARGEST_SEED)

@@ -32,6 +32,7 @@ from implicit_attn.studies.convergence import (
     jacobian_eigenvalues,
     solver_costs,
     solver_curves,
+    twice_differentiable,
 )
 from implicit_attn.studies.extrapolation import extrapolate
 from implicit_attn.studies.figures.convergence import convergence_figure
@@ -42,7 +43,7 @@ from implicit_attn.studies.figures.trade_off import trade_off_figure
 from implicit_attn.studies.paths import paths_of_layer, paths_of_recurrence
 from implicit_attn.studies.subjects import DataDiffers, Subject, open_subject
 from implicit_attn.studies.tables import Result, Table
-from implicit_attn.studies.token_geometry import geometry
+from implicit_attn.studies.token_geometry import check_observed, geometry
 from implicit_attn.studies.trade_off import (
     layers_of_depth,
     read_trade_off,
@@ -80,13 +81,14 @@ def run_convergence(subject: Subject, options: argparse.Namespace, advance: Adva
     with torch.no_grad():
         x, precise = subject.tokens(subject.inputs), exact.tokens(exact.inputs)
     limits: Any = {"max_steps": options.max_steps, "advance": advance}
-    curves = solver_curves(exact.layer, precise, **limits)
-    costs = solver_costs(subject.layer, x, solvers.Tolerance(rtol=rtol), **limits)
-    advance("eigenvalues")
-    few = precise[: options.spectra]
-    with torch.no_grad():
-        end = exact.layer.solve(few, tolerance=tight, max_steps=500, on_failure="ignore")
-    eigenvalues = jacobian_eigenvalues(exact.layer, end.value, few)
+    with twice_differentiable(subject.model):
+        curves = solver_curves(exact.layer, precise, **limits)
+        costs = solver_costs(subject.layer, x, solvers.Tolerance(rtol=rtol), **limits)
+        advance("eigenvalues")
+        few = precise[: options.spectra]
+        with torch.no_grad():
+            end = exact.layer.solve(few, tolerance=tight, max_steps=500, on_failure="ignore")
+        eigenvalues = jacobian_eigenvalues(exact.layer, end.value, few)
     note = f"; Jacobian where the residual is {end.residual.max().item():.0e}"
     if subject.recurrence is not None:
         note += f"; the step of iteration {subject.recurrence.iterations} repeated for ever"
@@ -123,6 +125,8 @@ def run_paths(subject: Subject, options: argparse.Namespace, advance: Advance) -
 
 def run_geometry(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
     """both energies, effective rank and average angle per head and iteration"""
+    with mistakes("--weights"):
+        check_observed(subject)
     advance("energies, ranks and angles")
     energies, heads = geometry(subject, options.iterations or subject.trained)
     tables = {"energies": energies, "heads": heads}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import solvers
 from implicit_attn.deq import DEQ
+from implicit_attn.models.heads import HeadsLayer
 from implicit_attn.studies.evaluations import returned_within
 from implicit_attn.studies.tables import Table, histogram, median_and_band, median_and_largest
 from implicit_attn.updates import GradientStep, Update
@@ -153,6 +156,19 @@ def solver_costs(
         ends.append(row | {"seconds": statistics.median(times)})
         steps += histogram(solution.evaluations, solver=name)
     return ends, steps
+
+
+@contextmanager
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Newton's method and Jacobians differentiate twice, which torch's fused attention cannot.
+
+    Models without that attention are left as they are.
+    """
+    if not any(isinstance(module, HeadsLayer) for module in model.modules()):
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Tensor) -> Table:

@@ -112,16 +112,22 @@ def geometry(subject: Subject, iterations: int) -> tuple[Table, Table]:
     return table, heads
 
 
-def _observe(subject: Subject, x: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Both energies (2, 1 + T, B) and features (1 + T, B, heads, N, p)."""
+def check_observed(subject: Subject) -> Any:
+    """The backbone, which must be one whose energies can be told apart; TypeError for another."""
     backbone = getattr(subject.model, "backbone", None)
-    if isinstance(backbone, HyperSET):
-        found = backbone.trajectory(x, iterations=iterations)
-        return torch.stack([found.attention_energy, found.feedforward_energy]), found.features
-    if not isinstance(backbone, HyperSETEquilibrium):
+    if not isinstance(backbone, (HyperSET, HyperSETEquilibrium)):
         raise TypeError(
             f"the backbone must be HyperSET or HyperSETEquilibrium, got {type(backbone).__name__}"
         )
+    return backbone
+
+
+def _observe(subject: Subject, x: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Both energies (2, 1 + T, B) and features (1 + T, B, heads, N, p)."""
+    backbone = check_observed(subject)
+    if isinstance(backbone, HyperSET):
+        found = backbone.trajectory(x, iterations=iterations)
+        return torch.stack([found.attention_energy, found.feedforward_energy]), found.features
     update = backbone.layer.update
     assert isinstance(update, GradientStep) and isinstance(update.energy, HyperSETEnergy)
     energy: Any = update.energy

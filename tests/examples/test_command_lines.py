@@ -5,6 +5,7 @@ Every script and every study is run inside the test process; nothing is trained 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -267,9 +268,45 @@ def test_damaged_weights(
 
 
 @pytest.mark.defect("C6")
-def test_an_equilibrium_has_no_layers_to_trade(refused: Callable[..., str], tmp_path: Path) -> None:
-    path = write_weights(tmp_path / "a.safetensors", "hyperset-equilibrium")
-    assert named("--weights", refused("trade-off", "--weights", path, "--out", tmp_path))
+@pytest.mark.parametrize(
+    ("study", "backbone"),
+    [("trade-off", "hyperset-equilibrium"), ("geometry", "crate"), ("geometry", "transformer")],
+)
+def test_a_model_that_the_study_is_not_made_for(
+    study: str, backbone: str, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path = write_weights(tmp_path / "a.safetensors", backbone)
+    assert named("--weights", refused(study, "--weights", path, "--out", tmp_path))
+
+
+BENCHMARKS = [
+    *[(name, "--rounds", value) for name in ("bisoftmax", "bisoftmax_layer", "adaptive_tap")
+      for value in COUNTS],
+    *[("bisoftmax", "--shapes", value) for value in ("8", "8,4,65,0", "8,4,x,64", "1,2,3,4,5")],
+    *[(name, "--device", value) for name in ("bisoftmax", "bisoftmax_layer")
+      for value in ("tpu", "cuda:99", "")],
+    ("bisoftmax", "--dtype", "int7"), ("bisoftmax_layer", "--dim", "7"),
+    ("bisoftmax_layer", "--heads", "3"), ("adaptive_tap", "--scales", "nan"),
+    ("adaptive_tap", "--site", "cube"), ("adaptive_tap", "--threads", "0"),
+]  # fmt: skip
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize(("name", "option", "value"), BENCHMARKS)
+def test_benchmarks(
+    name: str,
+    option: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", option, value])
+    with pytest.raises(SystemExit) as stop:
+        module.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and len(said.splitlines()) == 1
+    assert said.startswith(f"{name}.py: error: argument --")
 
 
 @pytest.mark.defect("C6")

@@ -55,6 +55,16 @@ def test_study(
     assert str(out / f"{study}-tiny.png") in capsys.readouterr().out
 
 
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize("backbone", ["transformer", "crate"])
+def test_convergence_of_softmax_attention(backbone: str, tmp_path: Path) -> None:
+    """Newton's method and the Jacobian differentiate twice, which fused attention refuses."""
+    weights = write_weights(tmp_path / "tiny.safetensors", backbone)
+    small = ["--samples", "2", "--max-steps", "4", "--spectra", "1"]
+    main(["convergence", "--weights", str(weights), "--out", str(tmp_path), *small])
+    assert (tmp_path / "convergence-tiny.png").read_bytes().startswith(PNG)
+
+
 def test_weights_of_the_repository_are_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
