@@ -11,12 +11,8 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.implicit import Record, record_at
 from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom
-from solvers.adjoints.transforms import (
-    Operation,
-    captured_by,
-    refuse_forward_transforms,
-    transformed_value,
-)
+from solvers.adjoints.substitution import captured_by
+from solvers.adjoints.transforms import Operation, refuse_forward_transforms, transformed_value
 from solvers.core.checks import require_callable, require_count, require_flag, require_instance
 from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
