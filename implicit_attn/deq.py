@@ -17,7 +17,7 @@ from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.core.checks import require_count, require_flag, require_instance
-from solvers.core.modes import eager
+from solvers.core.modes import eager, in_transform
 from solvers.core.solution import check_on_failure
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
@@ -152,7 +152,8 @@ class DEQ(nn.Module):
             callback=callback,
             **chosen,
         )
-        self.last = replace(solution, value=None)
+        if not in_transform():  # a transform's tensors are good only within it
+            self.last = replace(solution, value=None)
         return solution
 
     def extra_repr(self) -> str:
@@ -205,7 +206,7 @@ def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
         if not leaf.is_floating_point():
             continue
         kind = leaf.device.type
-        if kind == "cpu" and leaf.dim() > 1:
+        if kind == "cpu" and leaf.dim() > 1 and not in_transform():
             bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1)
             if bool(bad.any()):
                 rows = torch.nonzero(bad).flatten().tolist()

@@ -92,7 +92,7 @@ class AdjointSystem:
 
 
 @dataclass
-class _Record:
+class Record:
     """What the backward passes of one solve share: the recording ``output = f(point)``.
 
     Second derivatives, too, are taken of its graph, which holds the values of the forward pass:
@@ -105,10 +105,16 @@ class _Record:
     output: Tensor
 
 
+def record_at(problem: Problem, z: Tensor, system: AdjointSystem) -> Record:
+    """``f`` recorded at the fixed point z (B, D)."""
+    recorder = Recorder(problem)
+    return Record(system, recorder, *recorder.record(z))
+
+
 def implicit_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
     """The fixed point z (B, D) with the implicit gradient attached."""
-    recorder = Recorder(problem)
-    record = _Record(system, recorder, *recorder.record(z))
+    record = record_at(problem, z, system)
+    recorder = record.recorder
     return _ImplicitValue.apply(record, z, *recorder.inputs) if recorder.inputs else z
 
 
@@ -137,7 +143,7 @@ class _ImplicitValue(torch.autograd.Function):
     """z -> z with the backward pass of the implicit function theorem."""
 
     @staticmethod
-    def forward(ctx: Any, record: _Record, z: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, record: Record, z: Tensor, *inputs: Tensor) -> Tensor:
         ctx.record = record
         value = z.clone()
         ctx.save_for_backward(value, *inputs)
@@ -146,16 +152,16 @@ class _ImplicitValue(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         (cotangent,) = cotangents
-        record: _Record = ctx.record
+        record: Record = ctx.record
         value, *inputs = ctx.saved_tensors
         if torch.is_grad_enabled():
             results = _ImplicitGradient.apply(record, cotangent, value, *inputs)
         else:
-            results = _first_derivative(record, cotangent)[1]
+            results = first_derivative(record, cotangent)[1]
         return (None, None, *results)
 
 
-def _first_derivative(record: _Record, cotangent: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+def first_derivative(record: Record, cotangent: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     """``u = (I - J^T)^-1 cotangent`` and ``(df/dinput)^T u``."""
     product = pullback(record.output, record.point)
     u = record.system.solve(product, cotangent, record.recorder.problem.symmetric)
@@ -172,9 +178,9 @@ class _ImplicitGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, record: _Record, cotangent: Tensor, value: Tensor, *inputs: Tensor
+        ctx: Any, record: Record, cotangent: Tensor, value: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        u, results = _first_derivative(record, cotangent)
+        u, results = first_derivative(record, cotangent)
         ctx.record = record
         ctx.save_for_backward(u, value, *inputs)
         pairs = zip(results, inputs, strict=True)
@@ -182,18 +188,18 @@ class _ImplicitGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        record: _Record = ctx.record
+        record: Record = ctx.record
         u, value, *inputs = ctx.saved_tensors
         with torch.no_grad():
-            results = _second_derivative(record, u, cotangents)
+            results = second_derivative(record, u, cotangents)
         if torch.is_grad_enabled():
             upstream = [*cotangents, u, value, *inputs]
             results = [None if t is None else _NoThird.apply(t, *upstream) for t in results]
         return (None, *results)
 
 
-def _second_derivative(
-    record: _Record, u: Tensor, cotangents: tuple[Tensor, ...]
+def second_derivative(
+    record: Record, u: Tensor, cotangents: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     """Gradients with respect to (cotangent, value, inputs); see :class:`_ImplicitGradient`."""
     symmetric = record.recorder.problem.symmetric

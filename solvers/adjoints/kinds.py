@@ -15,7 +15,7 @@ from solvers.adjoints.implicit import AdjointSystem, implicit_value, zero_deriva
 from solvers.core.checks import require_count, require_flag, require_instance, require_number
 from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
-from solvers.core.solution import Solution, check_on_failure
+from solvers.core.solution import AdjointReport, Solution, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.solve import LinearSolver
 
@@ -98,18 +98,24 @@ class Implicit(Adjoint):
             solution = run(problem, start.detach())
 
         def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
-            system = AdjointSystem(
-                solver=self.solver,
-                tolerance=self.tolerance or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
-                max_steps=self.max_steps,
-                on_failure=self.on_failure,
-                report=solution.adjoint,
-                batch=start.shape[0],
-                rows=rows,
-            )
+            system = self.system(solution.adjoint, tolerance, start.shape[0], rows)
             return implicit_value(part, z, system)
 
         return _differentiate(problem, solution, start.detach(), attach)
+
+    def system(
+        self, report: AdjointReport, tolerance: Tolerance, batch: int, rows: Tensor | None
+    ) -> AdjointSystem:
+        """The adjoint system of a solve to ``tolerance``; see :class:`AdjointSystem`."""
+        return AdjointSystem(
+            solver=self.solver,
+            tolerance=self.tolerance or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
+            max_steps=self.max_steps,
+            on_failure=self.on_failure,
+            report=report,
+            batch=batch,
+            rows=rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -168,20 +174,30 @@ class Phantom(Adjoint):
             solution = run(problem, start.detach())
 
         def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
-            z = anchor
-            for _ in range(self.steps):
-                z = torch.lerp(z, part.masked_map(z), self.damping)
-            return _WithDerivative.apply(anchor, z) if z.requires_grad else anchor
+            return self.attach(part, anchor)
 
         return _differentiate(problem, solution, start.detach(), attach)
+
+    def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
+        """``anchor`` (B, D) with the gradient of the iterations from it."""
+        z = anchor
+        for _ in range(self.steps):
+            z = torch.lerp(z, problem.masked_map(z), self.damping)
+        return _WithDerivative.apply(anchor, z) if z.requires_grad else anchor
 
 
 class _WithDerivative(torch.autograd.Function):
     """The value of ``anchor`` with the derivative of ``z``; also where z is not finite."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, z: Tensor) -> Tensor:
+    def forward(anchor: Tensor, z: Tensor) -> Tensor:
         return anchor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Nothing to remember."""
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
@@ -198,3 +214,7 @@ class OneStep(Adjoint):
 
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         return Phantom(steps=1).solve(problem, start, run, tolerance)
+
+    def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
+        """``anchor`` (B, D) with the gradient of one evaluation."""
+        return Phantom(steps=1).attach(problem, anchor)

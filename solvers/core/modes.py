@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
@@ -24,6 +25,11 @@ def eager(function: Function) -> Function:
     A solver loop branches on values at every step, where a compiler would break its graph anyway.
     """
     return cast(Function, torch.compiler.disable(function))
+
+
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` is at work, whose tensors do not show their numbers."""
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -85,6 +91,9 @@ def uncompiled() -> Iterator[None]:
     torch keeps this stance for all threads; a compiled function that another thread calls meanwhile is
     slower, not wrong.
     """
+    if torch.compiler.is_compiling():
+        yield
+        return
     _STANCE.enter()
     try:
         yield

@@ -160,18 +160,6 @@ def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: Solv
             fixed_point(f, z0, (weight, dual), adjoint=adjoint, solver=solver)
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
-def test_functional_transforms_raise(transform: object) -> None:
-    f, z0, (weight, x) = plain_batch(2)
-
-    def loss(x: Tensor) -> Tensor:
-        return fixed_point(f, z0, (weight, x)).value.sum()
-
-    point = torch.stack([x, x]) if transform is torch.func.vmap else x
-    with pytest.raises(RuntimeError):
-        transform(loss)(point)  # type: ignore[operator]
-
-
 def test_the_report() -> None:
     weight, x = inputs()
     solution = solve(weight, x, Implicit(tolerance=Tolerance(1e-8)))

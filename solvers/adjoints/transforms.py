@@ -1,0 +1,238 @@
+"""Fixed points under the transforms of ``torch.func``: ``grad``, ``vjp``, ``jacrev``, ``vmap``.
+
+A solve decides by the numbers that it sees, which tensors inside a transform do not show. So the solve
+is one operation for them: a custom function whose body is given ordinary tensors. Everything that
+``f`` reads is an input of this operation: the state, the arguments and the tensors that ``f`` captured,
+which are found in an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.utils import _pytree as pytree
+
+from solvers.adjoints.implicit import Record, first_derivative, second_derivative
+from solvers.adjoints.substitution import Swapped, SwappedUpdate
+from solvers.core.problem import EnergyUpdate
+from solvers.core.solution import Solution
+
+NO_THIRD = (
+    "third derivatives of an implicit fixed point are not implemented; use adjoint=Unrolled() outside "
+    "of torch.func"
+)
+
+
+@dataclass(eq=False)
+class Operation:
+    """A solve as a function of a flat list of tensors: the state, arguments, mask, captured ones."""
+
+    f: Callable[..., Any]
+    energy: Callable[..., Tensor] | None
+    leaves: list[Any]  # of (z0, args, mask); its tensors are the first of the list
+    tree: Any  # their structure
+    captured: list[Tensor]  # as f knows them
+    run: Callable[..., Solution]  # (f, energy, z0, args, mask), without transforms and gradients
+    record: Callable[..., Record]  # (f, energy, z0, args, mask, value)
+    records: list[tuple[Record, list[int]]] = field(default_factory=list)  # see _Attach
+
+    def parts(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """``f``, the energy, z0, args and mask that read ``tensors`` instead of what they captured."""
+        number = len(tensors) - len(self.captured)
+        own = zip(self.captured, tensors[number:], strict=True)
+        pairs = {id(tensor): (tensor, given) for tensor, given in own}
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        swap = SwappedUpdate if isinstance(self.f, EnergyUpdate) else Swapped
+        energy = None if self.energy is None else Swapped(self.energy, pairs)
+        return swap(self.f, pairs), energy, *pytree.tree_unflatten(leaves, self.tree)
+
+
+def transformed_value(operation: Operation, tensors: list[Any], attach: bool) -> dict[str, Any]:
+    """The fields of a :class:`Solution`, its value (B, D) with the implicit gradient if ``attach``."""
+    names = ("value", "status", "residual", "residual_norm", "steps", "evaluations", "energy")
+    found: dict[str, Any] = dict(zip(names, _Solve.apply(operation, *tensors), strict=True))
+    if attach:
+        found["value"] = _Attach.apply(operation, found["value"], *tensors)[0]
+    if operation.energy is None and not isinstance(operation.f, EnergyUpdate):
+        found["energy"] = None
+    return found
+
+
+def refuse_forward_transforms() -> None:
+    """Raise NotImplementedError within ``torch.func.jvp``, ``jacfwd`` or ``hessian``."""
+    if any(level.key() == TransformType.Jvp for level in retrieve_all_functorch_interpreters()):
+        raise NotImplementedError(
+            "forward-mode differentiation through a fixed point is not implemented; use reverse mode "
+            "(torch.func.grad, vjp, jacrev; jacrev(jacrev(f)) instead of hessian(f))"
+        )
+
+
+def _each(function: Any, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+    """The rule of ``vmap``: slice by slice, as weights that differ between slices need it."""
+    slices = []
+    for index in range(info.batch_size):
+        pairs = zip(inputs, in_dims, strict=True)
+        slices.append(function.apply(*(t if d is None else t.select(d, index) for t, d in pairs)))
+    stacked = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+class _Solve(torch.autograd.Function):
+    """The solution, without a derivative."""
+
+    @staticmethod
+    def forward(operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
+        solution = operation.run(*operation.parts(tensors))
+        energy = solution.residual if solution.energy is None else solution.energy
+        return (
+            solution.value,
+            solution.status,
+            solution.residual,
+            solution.residual_norm,
+            solution.steps,
+            solution.evaluations,
+            energy.clone(),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return (None,) * len(ctx.needs_input_grad)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """One solve of all slices where they share what f captured, else slice by slice."""
+        operation, *tensors = inputs
+        dims, number = in_dims[1:], len(tensors) - len(operation.captured)
+        shared = all(d is None for d in dims[number:])
+        given = list(zip(tensors[:number], dims[:number], strict=True))
+        scalars = any(d is not None and t.dim() == 1 for t, d in given)
+        if not shared or scalars:
+            return _each(_Solve, info, in_dims, operation, *tensors)
+        size = info.batch_size
+
+        def fold(tensor: Tensor, dim: int | None) -> Tensor:
+            if dim is None and tensor.dim() == 0:
+                return tensor
+            whole = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            return whole.flatten(0, 1)
+
+        folded = [fold(t, d) for t, d in given]
+        found = _Solve.apply(operation, *folded, *tensors[number:])
+        parts = tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in found)
+        return parts, (0,) * len(parts)
+
+
+class _Attach(torch.autograd.Function):
+    """The value with its implicit derivative, and the number of the recording behind it.
+
+    The recording is made now: when a derivative is asked for, the modules that ``f`` reads may hold
+    other weights (``torch.func.functional_call``).
+    """
+
+    @staticmethod
+    def forward(operation: Operation, value: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+            record = operation.record(*operation.parts(leaves), value)
+        places = {id(leaf): place for place, leaf in enumerate(leaves)}
+        inputs = record.recorder.inputs
+        if not all(id(tensor) in places for tensor in inputs):
+            raise RuntimeError(
+                "f reads a tensor that requires a gradient by ways that torch.func does not see (in a "
+                "custom autograd function?): pass it in args"
+            )
+        operation.records.append((record, [places[id(tensor)] for tensor in inputs]))
+        return value.clone(), torch.tensor(len(operation.records) - 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.operation = inputs[0]
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output, *inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        value, ticket, *tensors = ctx.saved_tensors
+        _, *found = _Gradient.apply(ctx.operation, ticket, cotangents[0], value, *tensors)
+        return None, None, *found
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _each(_Attach, info, in_dims, *inputs)
+
+
+class _Gradient(torch.autograd.Function):
+    """``u = (I - J^T)^-1 cotangent``, and the gradients of the tensors."""
+
+    @staticmethod
+    def forward(
+        operation: Operation, ticket: Tensor, cotangent: Tensor, value: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        record, places = operation.records[int(ticket)]
+        u, found = first_derivative(record, cotangent)
+        results = [torch.zeros_like(tensor) for tensor in tensors]
+        for place, gradient in zip(places, found, strict=True):
+            if gradient is not None:
+                results[place] = gradient
+        return u, *results
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.operation = inputs[0]
+        ctx.mark_non_differentiable(output[0])
+        ctx.save_for_backward(output[0], *inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        u, ticket, *upstream = ctx.saved_tensors
+        return None, None, *_Second.apply(ctx.operation, ticket, u, *cotangents[1:], *upstream)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _each(_Gradient, info, in_dims, *inputs)
+
+
+class _Second(torch.autograd.Function):
+    """Gradients of :class:`_Gradient` by the cotangent, the value and the tensors.
+
+    These follow the cotangents of the tensors in ``inputs``, for a third derivative to be noticed.
+    """
+
+    @staticmethod
+    def forward(
+        operation: Operation, ticket: Tensor, u: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        record, places = operation.records[int(ticket)]
+        cotangents = inputs[: len(inputs) // 2 - 1]
+        chosen = tuple(cotangents[place] for place in places)
+        with torch.no_grad():
+            along, by_value, *found = second_derivative(record, u, chosen)
+        results = [torch.zeros_like(tensor) for tensor in cotangents]
+        for place, gradient in zip(places, found, strict=True):
+            if gradient is not None:
+                results[place] = gradient
+        assert along is not None
+        return along, torch.zeros_like(u) if by_value is None else by_value, *results
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing to remember."""
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        raise RuntimeError(NO_THIRD)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _each(_Second, info, in_dims, *inputs)

@@ -1,0 +1,161 @@
+"""The transforms of ``torch.func`` around a solve: same gradients as by backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+
+from solvers import Descent, Implicit, OneStep, Phantom, Tolerance, Unrolled, fixed_point
+
+pytestmark = pytest.mark.defect("D5")
+TIGHT = Tolerance(rtol=1e-12)
+CALL: dict[str, Any] = {"tolerance": TIGHT, "max_steps": 200}
+KINDS: list[Any] = [Implicit(tolerance=TIGHT), Phantom(3), OneStep()]
+
+
+class Map(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.4 * self.linear(z) + x)
+
+
+class Layer(nn.Module):
+    def __init__(self, adjoint: Any) -> None:
+        super().__init__()
+        self.map, self.adjoint = Map(), adjoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        z0 = torch.zeros_like(x)
+        return fixed_point(self.map, z0, (x,), adjoint=self.adjoint, **CALL).value
+
+
+def sample(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("adjoint", KINDS, ids=str)
+def test_grad_vjp_and_jacrev(adjoint: Any) -> None:
+    layer, x = Layer(adjoint), sample(3, 4)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(layer(leaf).pow(2).sum(), leaf)
+    close(grad(lambda x: layer(x).pow(2).sum())(x), expected)
+    value, pull, *_ = vjp(layer, x)
+    close(pull(2 * value)[0], expected)
+    close(jacrev(layer)(x), torch.autograd.functional.jacobian(layer, x))
+
+
+@pytest.mark.parametrize("adjoint", KINDS, ids=str)
+def test_gradients_of_weights_by_functional_call(adjoint: Any) -> None:
+    """The module holds other weights again when the gradient is computed."""
+    layer, x = Layer(adjoint), sample(3, 4)
+    weights = {name: (1.1 * p).detach() for name, p in layer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(layer, weights, x).pow(2).sum()
+
+    leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+    expected = torch.autograd.grad(loss(leaves, x), list(leaves.values()))
+    for one, other in zip(grad(loss)(weights, x).values(), expected, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("adjoint", KINDS, ids=str)
+def test_gradients_of_each_sample(adjoint: Any) -> None:
+    layer, x = Layer(adjoint), sample(5, 4)
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(layer, weights, x[None]).pow(2).sum()
+
+    found = vmap(grad(loss), in_dims=(None, 0))(weights, x)
+    for index, row in enumerate(x):
+        for name, gradient in grad(loss)(weights, row).items():
+            close(found[name][index], gradient)
+
+
+def test_vmap_of_values_and_of_weights() -> None:
+    layer, x = Layer(KINDS[0]), sample(2, 3, 4)
+    close(vmap(layer)(x), torch.stack([layer(part) for part in x]))
+    close(vmap(layer, in_dims=1)(x), torch.stack([layer(part) for part in x.unbind(1)]))
+    weights = {name: torch.stack([p, 0.5 * p]).detach() for name, p in layer.named_parameters()}
+
+    def run(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(layer, weights, x)
+
+    found = vmap(run)(weights, x)
+    for index in range(2):
+        close(found[index], run({name: w[index] for name, w in weights.items()}, x[index]))
+
+
+def test_second_derivatives() -> None:
+    layer, x = Layer(KINDS[0]), sample(2, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x).pow(3).sum()
+
+    expected: Any = torch.autograd.functional.hessian(loss, x)
+    close(jacrev(jacrev(loss))(x), expected)
+    direction = sample(2, 4).flip(0)
+    close(
+        grad(lambda x: (grad(loss)(x) * direction).sum())(x), (expected * direction).sum((-1, -2))
+    )
+    with pytest.raises(RuntimeError, match="third derivatives"):
+        jacrev(jacrev(jacrev(loss)))(x)
+
+
+def test_backward_through_a_transform() -> None:
+    """The weights are ordinary ones, outside of the transform."""
+    layer, x = Layer(KINDS[0]), sample(3, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x).pow(2).sum()
+
+    grad(loss)(x).square().sum().backward()
+    found = [p.grad for p in layer.parameters()]
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    expected = torch.autograd.grad(first.square().sum(), list(layer.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+
+
+def test_an_energy_with_a_mask_and_a_pytree() -> None:
+    weight = Map().linear.weight.detach()
+
+    def value(x: Tensor, mask: Tensor) -> Tensor:
+        def energy(z: dict[str, Tensor], x: Tensor) -> Tensor:
+            pull = (z["a"] - x).square() + (0.3 * (z["a"] @ weight)).cosh()
+            return pull.flatten(1).sum(1) + (z["b"] - x.sum((1, 2))[:, None]).square().sum(1)
+
+        start = {"b": torch.zeros_like(x[:, 0, :2]), "a": torch.zeros_like(x)}
+        solution = fixed_point(Descent(energy, 0.3), start, (x,), mask=mask, **CALL)
+        return solution.value["a"].pow(2).sum() + solution.value["b"].sum()
+
+    x, mask = sample(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(value(leaf, mask), leaf)
+    close(grad(value)(x, mask), expected)
+    many = torch.stack([x, 2 * x])
+    each = vmap(grad(value), in_dims=(0, None))(many, mask)
+    close(each, torch.stack([grad(value)(part, mask) for part in many]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_what_is_not_possible_is_said() -> None:
+    x, unrolled, implicit = sample(2, 4), Layer(Unrolled()), Layer(KINDS[0])
+    with pytest.raises(RuntimeError, match=r"torch.func's transforms .* needs adjoint=Implicit"):
+        grad(lambda x: unrolled(x).sum())(x)
+    with pytest.raises(NotImplementedError, match=r"forward-mode .* jacrev"):
+        hessian(lambda x: implicit(x).sum())(x)
