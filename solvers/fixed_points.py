@@ -21,6 +21,7 @@ from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance
 from solvers.methods.anderson import Anderson
 from solvers.methods.lbfgs import LBFGS
+from solvers.methods.rescue import rescue
 
 _DEFAULT_TOLERANCE = Tolerance()
 _DEFAULT_ADJOINT = Implicit()
@@ -53,6 +54,9 @@ def fixed_point(
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share (weights) belong into ``f`` itself; gradients reach them.
         solver: default ``LBFGS()`` where ``f`` is a gradient step of an energy, else ``Anderson()``.
+            Samples that these give up are tried again from their best iterate by plain steps and, if
+            there is no energy, by Newton's method with finite differences; other solvers, or these
+            when they are named, are left alone.
         tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``.
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
         adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
@@ -71,6 +75,7 @@ def fixed_point(
         TypeError, ValueError: for arguments that do not fit, naming the argument.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
     """
+    automatic = solver is None
     if solver is None:
         descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
         solver = LBFGS() if descends else Anderson()
@@ -104,7 +109,10 @@ def fixed_point(
             first = target.evaluate(vector)
             loop = Loop(target, first, solver, tolerance, max_steps, record, callback)
             del first  # the loop frees it when it has moved on
-            return loop.run()
+            solution = loop.run()
+            if automatic:
+                rescue(target, solution, tolerance, max_steps, record, callback)
+            return solution
 
     if adjoint is not None and torch.is_grad_enabled():
         solution = adjoint.solve(problem, start, solve, tolerance)

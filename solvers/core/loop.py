@@ -65,6 +65,8 @@ class Loop:
         self.arrays = Arrays(start.z.device)
         self.some_ended = False  # some row of the working batch has ended
         self.recovering = False  # some row was rejected at the last turn
+        self.patience = PATIENCE
+        self.guarded = True  # trials are judged by their energies, where there are any
         # Who asks for every evaluation, or judges by more than relative residuals on the CPU,
         # gets the full account every time.
         watched = problem.has_energy or solver.searches or self.history.wanted
@@ -83,7 +85,7 @@ class Loop:
         if self.brief_account and self._all_improve(evaluation):
             self.current = self.trial
             return False
-        accepted = acceptable(self.trial, self.current, self.rows.limit)
+        accepted = acceptable(self.trial, self.current, self.rows.limit, self.guarded)
         self.accepted = accepted if maybe_any(~accepted) else None
         self._decide_status(evaluation)
         if self._all_ended() or evaluation == self.max_steps:
@@ -100,7 +102,7 @@ class Loop:
 
         Then only the best iterate changes; the next full account brings the counts up to date.
         """
-        due = evaluation in (1, self.max_steps) or evaluation % PATIENCE == 0
+        due = evaluation in (1, self.max_steps) or evaluation % self.patience == 0
         if due or self.some_ended or self.recovering:
             return False
         trial, rows, read = self.trial, self.rows, self.arrays.read
@@ -138,7 +140,7 @@ class Loop:
         status = torch.where(over, int(Status.MAX_STEPS), status)
         if accepted is not None:
             status = self._give_up(status, accepted, evaluation)
-        if evaluation % PATIENCE == 0:
+        if evaluation % self.patience == 0:
             status = self._find_stalled(status)
         rows.status = status
 
@@ -147,7 +149,7 @@ class Loop:
         rows = self.rows
         stuck = (rows.best.relative > 0.99 * rows.milestone) & (status == RUNNING)
         rows.milestone = rows.best.relative
-        if self.trial.energy is not None:
+        if self.guarded and self.trial.energy is not None:
             energy = self.trial.energy.detach()
             if self.accepted is not None:
                 energy = torch.where(self.accepted, energy, rows.energy_milestone)
@@ -167,7 +169,9 @@ class Loop:
         hopeless = rejected & (rejections >= tried)
         reason = torch.where(trial.finite(), int(Status.STALLED), int(self.solver.lost))
         status = torch.where(hopeless, reason, status)
-        if trial.energy is not None:  # descent will find a step that is short enough
+        if (
+            self.guarded and trial.energy is not None
+        ):  # descent will find a step that is short enough
             return status
         diverged = rejected & (rejections > 0) & (trial.norm > self.rows.limit)
         return torch.where(diverged, int(Status.DIVERGED), status)
