@@ -56,7 +56,8 @@ class Loop:
         self.trial: Point = start  # the point evaluated last
         self.current: Point | None = None  # the last accepted point of every row
         self.accepted: Tensor | None = None  # (n,) bool, rows that accept the trial; None: all
-        self.state: Any = None  # the solver's
+        self.state: Any = None  # the solver's, which may be None for good
+        self.started = False  # the state has been made
         self.rows = Rows.start(start, DIVERGENCE * torch.maximum(start.norm, start.reference))
         self.finished: list[Rows] = []  # of samples that have left the batch
         self.backtracking = Backtracking.start(start.norm)
@@ -176,11 +177,15 @@ class Loop:
         diverged = rejected & (rejections > 0) & (trial.norm > self.rows.limit)
         return torch.where(diverged, int(Status.DIVERGED), status)
 
+    def start_from(self, state: Any) -> None:
+        """Let the solver go on from ``state`` instead of making its own."""
+        self.state, self.started = state, True
+
     def _propose(self) -> Tensor:
         """The next point to evaluate (n, D)."""
         assert self.current is not None
-        if self.state is None:
-            self.state = self.solver.init(self.current, self.problem)
+        if not self.started:
+            self.start_from(self.solver.init(self.current, self.problem))
         accepted = self.accepted
         if accepted is not None or self.recovering:
             self.backtracking.note(accepted)

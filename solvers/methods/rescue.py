@@ -119,8 +119,9 @@ def _try_again(
     # Rows report under their numbers in the whole batch, and go on counting their evaluations.
     loop.rows.index, loop.history.batch = index, batch
     if isinstance(solver, Newton):
-        loop.state = solver.init(start, part)
-        loop.state.products += spent
+        state = solver.init(start, part)
+        state.products += spent
+        loop.start_from(state)
     else:
         loop.patience = PLAIN_PATIENCE
         loop.rows.products = spent

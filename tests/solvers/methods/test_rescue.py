@@ -13,7 +13,9 @@ from problems.collections.collected import run, solved
 from problems.collections.systems import SYSTEMS
 from problems.zoo import make
 from solvers import (
+    LBFGS,
     Anderson,
+    Descent,
     Forward,
     Progress,
     Solution,
@@ -60,6 +62,26 @@ def test_the_default_solves_what_plain_steps_solve(size: int, dtype: torch.dtype
     relative = (image - solution.value).norm(dim=1) / image.norm(dim=1)
     assert (relative <= 1e-5 * 1.001).all()
     torch.testing.assert_close(solution.residual, relative, rtol=1e-2, atol=1e-9)
+
+
+def test_an_energy_too_noisy_for_a_line_search_is_solved_by_plain_steps() -> None:
+    """A Hopfield energy whose offset leaves few digits: the unit step needs none of them."""
+    torch.manual_seed(1)
+    patterns, x = torch.randn(16, 8), torch.randn(64, 8)
+
+    def energy(z: Tensor) -> Tensor:
+        return 10 + 0.5 * z.square().sum(1) - torch.logsumexp(8 * z @ patterns.T, 1) / 8
+
+    named, default = (
+        solve(Descent(energy), x, (), solver=s, max_steps=200) for s in (LBFGS(), None)
+    )
+    assert solve(Descent(energy), x, (), solver=Forward(), max_steps=200).counts() == {
+        "CONVERGED": 64
+    }
+    assert default.counts() == {"CONVERGED": 64}
+    assert default.energy is not None
+    assert named.energy is not None
+    assert (default.energy <= named.energy + 1e-4).all()
 
 
 def test_a_solver_that_was_named_is_left_alone() -> None:
