@@ -31,6 +31,7 @@ from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance, criterion
 from solvers.methods.anderson import Anderson
 from solvers.methods.lbfgs import LBFGS
+from solvers.methods.rescue import rescue
 
 _DEFAULT_ADJOINT = Implicit()
 
@@ -62,6 +63,9 @@ def fixed_point(
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share (weights) belong into ``f`` itself; gradients reach them.
         solver: default ``LBFGS()`` where ``f`` is a gradient step of an energy, else ``Anderson()``.
+            Samples that these give up are tried again from their best iterate by plain steps and, if
+            there is no energy, by Newton's method with finite differences; other solvers, or these
+            when they are named, are left alone.
         tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``. None:
             ``Tolerance()``, rtol 1e-4, where ``f`` computes in float32 or float64; what it can meet in
             half precision, also under autocast: rtol 2e-2 in bfloat16, 1e-2 in float16.
@@ -88,6 +92,7 @@ def fixed_point(
     ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``Unrolled`` or
     ``record``; ``torch.func.jvp`` raises.
     """
+    automatic = solver is None
     if solver is None:
         descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
         solver = LBFGS() if descends else Anderson()
@@ -109,6 +114,7 @@ def fixed_point(
     solve = partial(
         _solve,
         solver=solver,
+        automatic=automatic,
         tolerance=chosen,
         max_steps=max_steps,
         record=record,
@@ -131,6 +137,7 @@ def _solve(
     start: Tensor,
     *,
     solver: Solver,
+    automatic: bool,
     tolerance: Tolerance,
     max_steps: int,
     record: bool,
@@ -147,7 +154,10 @@ def _solve(
         first = problem.evaluate(start)
         loop = Loop(problem, first, solver, tolerance, max_steps, record, callback)
         del first  # the loop frees it when it has moved on
-        return loop.run()
+        solution = loop.run()
+        if automatic:
+            rescue(problem, solution, tolerance, max_steps, record, callback)
+        return solution
 
 
 def _problem(

@@ -65,7 +65,8 @@ class Loop:
         self.trial: Point = start  # the point evaluated last
         self.current: Point | None = None  # the last accepted point of every row
         self.accepted: Tensor | None = None  # (n,) bool, rows that accept the trial; None: all
-        self.state: Any = None  # the solver's
+        self.state: Any = None  # the solver's, which may be None for good
+        self.started = False  # the state has been made
         self.rows = Rows.start(start, DIVERGENCE * torch.maximum(start.norm, start.reference))
         self.finished: list[Rows] = []  # of samples that have left the batch
         self.backtracking = Backtracking.start(start.norm)
@@ -74,6 +75,8 @@ class Loop:
         self.arrays = Arrays(start.z.device)
         self.some_ended = False  # some row of the working batch has ended
         self.recovering = False  # some row was rejected at the last turn
+        self.patience = PATIENCE
+        self.guarded = True  # trials are judged by their energies, where there are any
         # Who asks for every evaluation, or judges by more than relative residuals on the CPU,
         # gets the full account every time.
         watched = problem.has_energy or solver.searches or self.history.wanted
@@ -95,7 +98,7 @@ class Loop:
             self.current = self.trial
             return False
         self.trial = self.problem.exact(self.trial)
-        accepted = acceptable(self.trial, self.current, self.rows.limit)
+        accepted = acceptable(self.trial, self.current, self.rows.limit, self.guarded)
         self.accepted = accepted if maybe_any(~accepted) else None
         self._decide_status(evaluation)
         if self._all_ended() or evaluation == self.max_steps:
@@ -114,7 +117,7 @@ class Loop:
 
         Then only the best iterate changes; the next full account brings the counts up to date.
         """
-        due = evaluation in (1, self.max_steps) or evaluation % PATIENCE == 0
+        due = evaluation in (1, self.max_steps) or evaluation % self.patience == 0
         if due or self.some_ended or self.recovering:
             return False
         trial, rows, read = self.trial, self.rows, self.arrays.read
@@ -152,7 +155,7 @@ class Loop:
         status = torch.where(over, int(Status.MAX_STEPS), status)
         if accepted is not None:
             status = self._give_up(status, accepted, evaluation)
-        if evaluation % PATIENCE == 0:
+        if evaluation % self.patience == 0:
             status = self._find_stalled(status)
         rows.status = status
 
@@ -161,7 +164,7 @@ class Loop:
         rows = self.rows
         stuck = (rows.best.relative > 0.99 * rows.milestone) & (status == RUNNING)
         rows.milestone = rows.best.relative
-        if self.trial.energy is not None:
+        if self.guarded and self.trial.energy is not None:
             energy = self.trial.energy.detach()
             if self.accepted is not None:
                 energy = torch.where(self.accepted, energy, rows.energy_milestone)
@@ -181,16 +184,22 @@ class Loop:
         hopeless = rejected & (rejections >= tried)
         reason = torch.where(trial.finite(), int(Status.STALLED), int(self.solver.lost))
         status = torch.where(hopeless, reason, status)
-        if trial.energy is not None:  # descent will find a step that is short enough
+        if (
+            self.guarded and trial.energy is not None
+        ):  # descent will find a step that is short enough
             return status
         diverged = rejected & (rejections > 0) & (trial.norm > self.rows.limit)
         return torch.where(diverged, int(Status.DIVERGED), status)
 
+    def start_from(self, state: Any) -> None:
+        """Let the solver go on from ``state`` instead of making its own."""
+        self.state, self.started = state, True
+
     def _propose(self) -> Tensor:
         """The next point to evaluate (n, D)."""
         assert self.current is not None
-        if self.state is None:
-            self.state = self.solver.init(self.current, self.problem)
+        if not self.started:
+            self.start_from(self.solver.init(self.current, self.problem))
         accepted = self.accepted
         if accepted is not None or self.recovering:
             self.backtracking.note(accepted)

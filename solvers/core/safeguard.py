@@ -44,18 +44,19 @@ class Backtracking:
         return current.z + self.scale[:, None].to(current.z.dtype) * current.residual
 
 
-def acceptable(trial: Point, last: Point | None, limit: Tensor) -> Tensor:
+def acceptable(trial: Point, last: Point | None, limit: Tensor, guarded: bool = True) -> Tensor:
     """(B,) bool: the trial is finite, its residual within ``limit``, and it passes Armijo's rule.
 
     Armijo: ``E(trial) <= E(last) + c <dE(last), trial - last>`` with c = 1e-4, where energies are
     known; without a gradient the energy must not rise. Where the energies agree to rounding, the
     trial is accepted if its residual is not larger. The first trial (no ``last``) need be finite only.
+    Energies are ignored unless ``guarded``.
     """
     finite = trial.finite()
     if last is None:
         return finite
     finite = finite & (trial.norm <= limit)
-    if trial.energy is None or last.energy is None:
+    if not guarded or trial.energy is None or last.energy is None:
         return finite
     energy, before = trial.energy.detach(), last.energy.detach()
     allowed = before

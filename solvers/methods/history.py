@@ -50,15 +50,18 @@ def write_symmetric(
     Returns gram, or a changed copy where autograd records (unrolled solves).
     """
     filled = row.shape[1]
+    changes = ridge != 1.0 or tiny != 0.0
     if torch.is_grad_enabled():
         gram = gram.clone()
     if fits_numpy(gram) and not row.requires_grad:
         matrix, values = gram.numpy(), row.numpy()
-        values[:, slot] = values[:, slot] * ridge + tiny
+        if changes:
+            values[:, slot] = values[:, slot] * ridge + tiny
         matrix[:, slot, :filled] = values
         matrix[:, :filled, slot] = values
         return gram
     gram[:, slot, :filled] = row
     gram[:, :filled, slot] = row
-    gram[:, slot, slot] = row[:, slot] * ridge + tiny
+    if changes:
+        gram[:, slot, slot] = row[:, slot] * ridge + tiny
     return gram

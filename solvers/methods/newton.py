@@ -10,6 +10,7 @@ from torch import Tensor
 
 from solvers.core.checks import require_instance, require_number
 from solvers.core.device import maybe_any
+from solvers.core.jacobian import JacobianProduct
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, merge_rows, select_rows, where_rows
 from solvers.core.safeguard import ARMIJO
@@ -44,6 +45,7 @@ class Newton(Solver):
     forcing: float = 0.1
 
     searches: ClassVar[bool] = True
+    recordings: ClassVar[int] = 1  # evaluations that a direction costs beside its products
 
     def __post_init__(self) -> None:
         known = "CG(), MINRES(), GMRES()"
@@ -89,7 +91,7 @@ class Newton(Solver):
         """Inexact solution of ``(I - J) s = r`` in ``rows``, never more evaluations than are left."""
         base, problem = state.base, turn.problem
         # One evaluation to linearise, one at the trial point; what remains is for products.
-        left = turn.max_steps - state.evaluations - state.products - 2
+        left = turn.max_steps - state.evaluations - state.products - self.recordings - 1
         wanted = rows & (left > 0)
         step = base.residual.clone()
         index = torch.nonzero(wanted).flatten()
@@ -106,16 +108,20 @@ class Newton(Solver):
             uphill = (found * point.residual).sum(1) <= 0
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, point.residual, found)
-            spent = (run.products.flatten() + 1) * wanted[index]
+            spent = (run.products.flatten() + self.recordings) * wanted[index]
             state.products = state.products.index_add(0, index, spent)
         return step
+
+    def _product(self, problem: Problem, point: Point) -> JacobianProduct:
+        """``v -> J v`` at ``point``."""
+        return problem.jacobian_product(point.z)
 
     def _solve(
         self, problem: Problem, point: Point, forcing: Tensor, left: Tensor, wanted: Tensor
     ) -> KrylovRun:
         """Run the Krylov method in the ``wanted`` rows, with at most ``left`` products each."""
         solver = self.linear or (CG() if problem.symmetric else GMRES(restart=30))
-        product = problem.jacobian_product(point.z)
+        product = self._product(problem, point)
         dtype = point.z.dtype
         working = torch.promote_types(dtype, torch.float32)
         limit = (forcing * point.norm).to(working)[:, None]

@@ -21,7 +21,9 @@ from cases.solves import (
     true_residuals,
 )
 from problems.zoo import make
-from solvers import Newton, Progress, Solution, Status, Tolerance, fixed_point
+from solvers import Forward, Newton, Progress, Solution, Status, Tolerance, fixed_point
+from solvers.core.problem import Problem
+from solvers.core.rows import Point
 
 MIXTURE = [
     "kepler", "linear_one_hard_sample", "tanh_gain_1.75", "mgh_chebyquad", "energy_rosenbrock_10",
@@ -181,3 +183,16 @@ def test_watching_changes_nothing(solver: str, name: str) -> None:
         assert other.status.tolist() == quiet.status.tolist()
         assert other.evaluations.tolist() == quiet.evaluations.tolist()
         torch.testing.assert_close(other.value, quiet.value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_solver_is_asked_for_its_state_once() -> None:
+    """Also one that has nothing to remember and answers None."""
+    calls = []
+
+    class Watched(Forward):
+        def init(self, point: Point, problem: Problem) -> None:
+            calls.append(point)
+
+    solution = solve(make("cos"), Watched())
+    assert int(solution.evaluations.max()) > 5
+    assert len(calls) == 1

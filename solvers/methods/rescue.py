@@ -1,0 +1,175 @@
+"""Second attempts at the samples on which the default solver has given up.
+
+A sample that stalled or diverged starts again at its best iterate. Plain steps come first: they are
+certain to end where the map contracts, kinks or noise notwithstanding. Then, unless there is an energy,
+Newton's method with products by finite differences, which needs neither a contraction nor derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from solvers.core.jacobian import JacobianProduct
+from solvers.core.loop import Loop
+from solvers.core.problem import Problem
+from solvers.core.rows import Point, Progress, row_norm, where_rows
+from solvers.core.safeguard import rounding
+from solvers.core.solution import Solution, Status, Trace
+from solvers.core.solver import Solver
+from solvers.core.tolerance import Tolerance
+from solvers.methods.forward import Forward
+from solvers.methods.newton import Newton
+
+PLAIN_PATIENCE = 10  # plain steps without a better residual after which they are given up
+FEW, EXACT = 30, 1e-6  # dimensions up to which Newton's linear solves are exact, and how exact
+NOISE = 16  # differences of energies, in units of their rounding, that say nothing
+GIVEN_UP = (Status.STALLED, Status.DIVERGED, Status.NONFINITE)
+
+
+@dataclass(frozen=True)
+class DifferenceNewton(Newton):
+    """Newton's method with ``J v = (f(z + h v) - f(z)) / h``, one evaluation a product.
+
+    ``h |v| = sqrt(eps) (|z| + |f(z)|)``, so that the products do not depend on the scale of z.
+
+    Source: Knoll and Keyes, "Jacobian-free Newton-Krylov methods", J. Comput. Phys. 193 (2004),
+    https://doi.org/10.1016/j.jcp.2003.08.010.
+    """
+
+    recordings: ClassVar[int] = 0
+
+    def _product(self, problem: Problem, point: Point) -> JacobianProduct:
+        size = row_norm(point.z) + point.reference
+        length = torch.finfo(point.z.dtype).eps ** 0.5 * size
+
+        def product(v: Tensor) -> Tensor:
+            norm = row_norm(v)
+            usable = (norm > 0) & (length > 0)
+            step = torch.where(usable, length / torch.where(usable, norm, 1.0), 1.0)
+            step = step.to(v.dtype).unsqueeze(1)
+            moved = problem.evaluate(point.z + step * v)
+            return v + (moved.residual - point.residual) / step
+
+        return product
+
+
+def rescue(
+    problem: Problem,
+    solution: Solution,
+    tolerance: Tolerance,
+    max_steps: int,
+    record: bool = False,
+    callback: Callable[[Progress], object] | None = None,
+) -> Solution:
+    """Solve again for the samples of ``solution`` that were given up; the others stay as they are.
+
+    A sample's evaluations add up, to ``max_steps`` at most. Nothing is tried again in an unrolled
+    solve, whose steps are recorded.
+    """
+    if torch.is_grad_enabled():
+        return solution
+    stages: list[Solver] = [Forward()]
+    if not problem.has_energy:
+        # In few dimensions the linear solve may as well be exact, which badly scaled systems need.
+        few = solution.value.shape[1] <= FEW
+        stages.append(DifferenceNewton(forcing=EXACT if few else 0.1))
+    for solver in stages:
+        rows = _given_up(solution, max_steps)
+        if rows.numel() == 0:
+            break
+        _try_again(problem, solution, rows, solver, tolerance, max_steps, record, callback)
+    return solution
+
+
+def _given_up(solution: Solution, max_steps: int) -> Tensor:
+    """Indices of the samples to try again: with a finite iterate and two evaluations left."""
+    status = solution.status
+    failed = torch.isfinite(solution.residual) & (solution.evaluations + 2 <= max_steps)
+    given_up = torch.zeros_like(failed)
+    for kind in GIVEN_UP:
+        given_up |= status == int(kind)
+    return torch.nonzero(failed & given_up).flatten()
+
+
+def _try_again(
+    problem: Problem,
+    solution: Solution,
+    rows: Tensor,
+    solver: Solver,
+    tolerance: Tolerance,
+    max_steps: int,
+    record: bool,
+    callback: Callable[[Progress], object] | None,
+) -> None:
+    """One attempt by ``solver`` at ``rows`` (n,); ``solution`` is updated in place."""
+    batch = solution.status.numel()
+    index = rows if problem.compact else torch.arange(batch, device=rows.device)
+    part = problem.rows(index, batch) if problem.compact else problem
+    spent = solution.evaluations[index]
+    start = part.evaluate(solution.value[index])
+    before = int(spent.max()) if callback is not None else 0
+    report = callback and (lambda p: callback(replace(p, evaluation=p.evaluation + before)))
+    loop = Loop(part, start, solver, tolerance, max_steps, record, report)
+    loop.brief_account, loop.guarded = False, False
+    # Rows report under their numbers in the whole batch, and go on counting their evaluations.
+    loop.rows.index, loop.history.batch = index, batch
+    if isinstance(solver, Newton):
+        state = solver.init(start, part)
+        state.products += spent
+        loop.start_from(state)
+    else:
+        loop.patience = PLAIN_PATIENCE
+        loop.rows.products = spent
+    if not problem.compact:
+        others = torch.ones(batch, dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
+        loop.rows.status = torch.where(others, solution.status, loop.rows.status)
+    found = loop.run()
+    order = torch.arange(len(index), device=rows.device) if problem.compact else rows
+    _merge(solution, found, rows, order)
+
+
+def _merge(solution: Solution, found: Solution, rows: Tensor, order: Tensor) -> None:
+    """Take over what the attempt ``found``, in its rows ``order``, for the samples ``rows``.
+
+    A better iterate replaces the old one unless its energy is higher. The status stays that of the
+    first attempt, unless this one has converged, or has come nearer and ran out of evaluations.
+    """
+    relative, status = found.residual[order], found.status[order]
+    better = relative < solution.residual[rows]
+    if found.energy is not None and solution.energy is not None:
+        energy, before = found.energy[order], solution.energy[rows]
+        better = better & (energy <= before + NOISE * rounding(before))
+    nearer = relative < 0.5 * solution.residual[rows]
+    ended = better & (
+        (status == int(Status.CONVERGED)) | (nearer & (status == int(Status.MAX_STEPS)))
+    )
+
+    def write(old: Tensor, new: Tensor, mask: Tensor) -> Tensor:
+        return old.index_copy(0, rows, where_rows(mask, new[order], old[rows]))
+
+    always = torch.ones_like(better)
+    solution.status = write(solution.status, found.status, ended)
+    solution.value = write(solution.value, found.value, better)
+    solution.residual = write(solution.residual, found.residual, better)
+    solution.residual_norm = write(solution.residual_norm, found.residual_norm, better)
+    if found.energy is not None and solution.energy is not None:
+        solution.energy = write(solution.energy, found.energy, better)
+    solution.evaluations = write(solution.evaluations, found.evaluations, always)
+    solution.steps = solution.steps.index_add(0, rows, found.steps[order])
+    if solution.trace is not None and found.trace is not None:
+        solution.trace = _joined(solution.trace, found.trace)
+
+
+def _joined(first: Trace, second: Trace) -> Trace:
+    """The columns of both."""
+    energy, accepted = first.energy, first.accepted
+    if energy is not None and second.energy is not None:
+        energy = torch.cat([energy, second.energy], 1)
+    if accepted is not None and second.accepted is not None:
+        accepted = torch.cat([accepted, second.accepted], 1)
+    return Trace(torch.cat([first.residual, second.residual], 1), energy, accepted)
