@@ -68,7 +68,8 @@ def fixed_point(
         A :class:`Solution`; ``value`` is the best iterate seen, ``residual`` belongs to it.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: for arguments that do not fit, naming the argument; for an ``f`` that
+            works in place on its inputs, or whose value changes from call to call.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
     """
     if solver is None:
@@ -101,7 +102,7 @@ def fixed_point(
         with constant_weights(), without_autocast(vector.device.type):
             if isinstance(solver, ExternalSolver):
                 return solver.run(target, vector, tolerance, max_steps)
-            first = target.evaluate(vector)
+            first = target.evaluate_first(vector)
             loop = Loop(target, first, solver, tolerance, max_steps, record, callback)
             del first  # the loop frees it when it has moved on
             return loop.run()

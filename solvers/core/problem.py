@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from solvers.core.checks import require_instance, require_positive
+from solvers.core.guards.purity import OVERWRITES, RANDOM, Witness, call_outside_inference
 from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
 from solvers.core.modes import ordinary, recording, with_autocast
@@ -112,6 +113,26 @@ class Problem:
         norm, reference = row_norm(residual.detach()), row_norm(value.detach())
         return Point(z, residual, norm, reference, energy, gradient)
 
+    def evaluate_first(self, z: Tensor) -> Point:
+        """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
+
+        Raises:
+            ValueError: if f works in place on its inputs, which keep their numbers, draws random
+                numbers that its value depends on, or updates running statistics.
+        """
+        witness = Witness(self.f, z, self.args)
+        try:
+            point = self.evaluate(z)
+        except BaseException:
+            witness.restore()
+            raise
+        witness.check()
+        if witness.drew():  # harmless where a seed is set first, or the numbers are not used
+            again = self.evaluate(z).residual.detach()
+            if not torch.equal(again.nan_to_num(), point.residual.detach().nan_to_num()):
+                raise ValueError(RANDOM)
+        return point
+
     def exact(self, point: Point) -> Point:
         """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
         if point.z.device.type != "cpu" or norms_fit(point.norm, point.reference):
@@ -135,7 +156,13 @@ class Problem:
             with with_autocast(z.device.type, self.autocast):
                 if self.checkpoint and torch.is_grad_enabled():
                     return checkpoint(function, z, use_reentrant=False)
-                return function(z)
+                if torch.is_inference_mode_enabled():
+                    return call_outside_inference(function, z)
+                version = z._version
+                result = function(z)
+                if z._version != version:
+                    raise ValueError(OVERWRITES.format("its input"))
+                return result
         except (RuntimeError, ValueError, IndexError) as error:
             if self.shrunk:  # then f has most likely closed over the whole batch
                 error.args = (f"{error}\n{_SHRUNK.format(z.shape[0])}", *error.args[1:])
