@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 import solvers
@@ -17,6 +16,7 @@ from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.core.checks import require_count, require_flag, require_instance
+from solvers.core.guards.purity import refuse_changing_modules
 from solvers.core.modes import eager, in_transform
 from solvers.core.solution import check_on_failure
 
@@ -141,7 +141,7 @@ class DEQ(nn.Module):
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         _check_inputs(x, mask, self.update)
-        self._refuse_dropout()
+        refuse_changing_modules(self.update, "the update")
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
             _MonitoredMap(self.update) if self.update.monitored else _Map(self.update),
@@ -170,15 +170,6 @@ class DEQ(nn.Module):
                 "x -> z0"
             )
         return x if self.init == "input" else torch.zeros_like(x)
-
-    def _refuse_dropout(self) -> None:
-        """Dropout draws new values at every evaluation, so the update has no fixed point."""
-        for name, module in self.update.named_modules():
-            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-                raise ValueError(
-                    f"the update holds {module} ({name!r}) in training mode, which changes the map "
-                    "at every evaluation; drop out the layer's input or output instead"
-                )
 
 
 def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:

@@ -10,28 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.implicit import Record, record_at
-from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom
-from solvers.adjoints.substitution import captured_by
-from solvers.adjoints.transforms import Operation, refuse_forward_transforms, transformed_value
+from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.core.checks import require_callable, require_count, require_flag, require_instance
 from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
-from solvers.core.modes import (
-    autocast_dtype,
-    constant_weights,
-    eager,
-    in_transform,
-    without_autocast,
-)
+from solvers.core.modes import constant_weights, eager, in_transform, without_autocast
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
-from solvers.core.solution import AdjointReport, Solution, apply_policy, check_on_failure
+from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance, criterion
 from solvers.methods.anderson import Anderson
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.rescue import rescue
+from solvers.transformed import Transformed, refuse_in_transform
 
 _DEFAULT_ADJOINT = Implicit()
 
@@ -86,7 +78,8 @@ def fixed_point(
         A :class:`Solution`; ``value`` is the best iterate seen, ``residual`` belongs to it.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        TypeError, ValueError: for arguments that do not fit, naming the argument; for an ``f`` that
+            works in place on its inputs, or whose value changes from call to call.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
     ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``Unrolled`` or
@@ -104,11 +97,21 @@ def fixed_point(
     check_on_failure(on_failure)
     layout = Layout.of(z0)
     if in_transform():
-        options = (solver, tolerance, max_steps, on_failure, compact, callback)
-        return _transformed(f, energy, z0, args, mask, adjoint, record, options)
+        refuse_in_transform(adjoint, record=record)
+        plain = partial(
+            fixed_point,
+            solver=None if automatic else solver,
+            tolerance=tolerance,
+            max_steps=max_steps,
+            adjoint=None,
+            on_failure=on_failure,
+            compact=compact,
+            callback=callback,
+        )
+        return Transformed(plain, adjoint, tolerance, compact)(f, energy, z0, args, mask)
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
-    problem = _problem(f, energy, z0, args, mask, compact)
+    problem = Problem.of(f, energy, z0, args, mask, compact)
     chosen, what = criterion(tolerance, start.dtype, problem.autocast)
 
     solve = partial(
@@ -151,87 +154,13 @@ def _solve(
     with constant_weights(), without_autocast(start.device.type):
         if isinstance(solver, ExternalSolver):
             return solver.run(problem, start, tolerance, max_steps)
-        first = problem.evaluate(start)
+        first = problem.evaluate_first(start)
         loop = Loop(problem, first, solver, tolerance, max_steps, record, callback)
         del first  # the loop frees it when it has moved on
         solution = loop.run()
         if automatic:
             rescue(problem, solution, tolerance, max_steps, record, callback)
         return solution
-
-
-def _problem(
-    f: Callable[..., Any],
-    energy: Callable[..., Tensor] | None,
-    z0: Any,
-    args: tuple[Any, ...],
-    mask: Any,
-    compact: bool,
-) -> Problem:
-    layout = Layout.of(z0)
-    return Problem(
-        f,
-        layout,
-        args,
-        autocast_dtype(pytree.tree_leaves(z0)[0].device.type),
-        energy=energy,
-        mask=None if mask is None else layout.mask_vector(mask),
-        symmetric=bool(getattr(f, "symmetric", False)),
-        compact=compact,
-    )
-
-
-def _transformed(
-    f: Callable[..., Any],
-    energy: Callable[..., Tensor] | None,
-    z0: Any,
-    args: tuple[Any, ...],
-    mask: Any,
-    adjoint: Adjoint | None,
-    record: bool,
-    options: tuple[Any, ...],
-) -> Solution:
-    """:func:`fixed_point` inside of ``torch.func.grad``, ``vmap`` and their like."""
-    refuse_forward_transforms()
-    solver, tolerance, max_steps, on_failure, compact, callback = options
-    if record or not (adjoint is None or isinstance(adjoint, (Implicit, Phantom, OneStep))):
-        raise RuntimeError(
-            "inside of torch.func's transforms fixed_point needs adjoint=Implicit(), Phantom(), "
-            f"OneStep() or None, and record=False; got adjoint={adjoint!r}, record={record}"
-        )
-    report = AdjointReport()
-
-    def run(f: Any, energy: Any, z0: Any, args: Any, mask: Any) -> Solution:
-        solution = fixed_point(
-            f, z0, args, solver=solver, tolerance=tolerance, max_steps=max_steps, adjoint=None,
-            energy=energy, mask=mask, on_failure=on_failure, compact=compact, callback=callback,
-        )  # fmt: skip
-        solution.value = Layout.of(z0).vector(solution.value)
-        return solution
-
-    def recorded(f: Any, energy: Any, z0: Any, args: Any, mask: Any, value: Tensor) -> Record:
-        assert isinstance(adjoint, Implicit)
-        problem = _problem(f, energy, z0, args, mask, compact)
-        chosen, _ = criterion(tolerance, value.dtype, problem.autocast)
-        system = adjoint.system(report, chosen, value.shape[0], None)
-        return record_at(problem, value, system)
-
-    leaves, tree = pytree.tree_flatten((z0, args, mask))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def evaluate(z0: Any, *args: Any) -> object:
-        joint = f.joint if isinstance(f, EnergyUpdate) else f
-        return joint(z0, *args), None if energy is None else energy(z0, *args)
-
-    captured = captured_by(evaluate, (z0, *args), tensors)
-    operation = Operation(f, energy, leaves, tree, captured, run, recorded)
-    implicit = isinstance(adjoint, Implicit)
-    found = transformed_value(operation, [*tensors, *captured], attach=implicit)
-    if isinstance(adjoint, (Phantom, OneStep)):
-        problem = _problem(f, energy, z0, args, mask, compact)
-        found["value"] = adjoint.attach(problem, found["value"])
-    found["value"] = Layout.of(z0).tree(found["value"])
-    return Solution(**found, adjoint=report)
 
 
 def _shares_memory(first: Tensor, second: Tensor) -> bool:

@@ -81,7 +81,7 @@ class TorchDEQ(ExternalSolver):
                 )
             except _Finished:
                 break
-            except torch.linalg.LinAlgError:
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
                 best = monitored.best
                 monitored.stop(~(best.relative < before))
                 begin, before = best.value, best.relative

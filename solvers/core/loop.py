@@ -13,6 +13,7 @@ from torch import Tensor
 
 from solvers.core.arrays import SILENT, Arrays
 from solvers.core.device import Watch, maybe_any
+from solvers.core.guards.growth import Growth
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -70,6 +71,9 @@ class Loop:
         self.rows = Rows.start(start, DIVERGENCE * torch.maximum(start.norm, start.reference))
         self.finished: list[Rows] = []  # of samples that have left the batch
         self.backtracking = Backtracking.start(start.norm)
+        self.growth: Growth | None = None  # where an energy may be unbounded below
+        if start.energy is not None:
+            self.growth = Growth.start(start.norm, start.reference)
         self.history = History(len(start.norm), record, callback)
         self.watch = Watch(start.z.device)
         self.arrays = Arrays(start.z.device)
@@ -144,6 +148,12 @@ class Loop:
         relative = trial.relative()
         taken = running if accepted is None else running & accepted
         converged = taken & (trial.norm <= self.tolerance.threshold(trial.reference))
+        if self.growth is not None:
+            growing = self.growth.note(trial.norm, trial.reference, trial.gradient, taken)
+            if growing is not None:
+                # A residual of zero is a rounded one there.
+                small = (trial.norm > 0) & (trial.norm <= self.tolerance.atol)
+                converged = converged & (small | ~growing)
         better = (taken & (relative < rows.best.relative)) | converged
         rows.best.update(better, trial, relative)
         rows.evaluations = torch.where(running, evaluation + rows.products, rows.evaluations)
@@ -157,6 +167,9 @@ class Loop:
             status = self._give_up(status, accepted, evaluation)
         if evaluation % self.patience == 0:
             status = self._find_stalled(status)
+        if self.growth is not None and maybe_any(self.growth.lost):
+            failed = self.growth.lost & running & (status > Status.CONVERGED)
+            status = torch.where(failed, int(Status.DIVERGED), status)
         rows.status = status
 
     def _find_stalled(self, status: Tensor) -> Tensor:
@@ -251,6 +264,8 @@ class Loop:
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
         self.rows = select_rows(self.rows, stay)
         self.backtracking = select_rows(self.backtracking, stay)
+        if self.growth is not None:
+            self.growth = select_rows(self.growth, stay)
         self.problem = self.problem.rows(stay, ended.numel())
         taken = self.trial is self.current
         self.trial = select_rows(self.trial, stay)

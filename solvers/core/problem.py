@@ -14,9 +14,10 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
+from solvers.core.guards.purity import OVERWRITES, RANDOM, Witness, call_outside_inference
 from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
-from solvers.core.modes import ordinary, recording, uncompiled, with_autocast
+from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
 from solvers.core.rows import Point, norms_fit, row_norm, scaled_norm
 
 
@@ -116,6 +117,29 @@ class Problem:
     shrunk: bool = False  # rows have been taken out
     checked: bool = False  # an output of f has been checked
 
+    @classmethod
+    def of(
+        cls,
+        f: Callable[..., Any],
+        energy: Callable[..., Tensor] | None,
+        z0: Any,
+        args: tuple[Any, ...],
+        mask: Any,
+        compact: bool,
+    ) -> Problem:
+        """The problem of a call of :func:`solvers.fixed_point` with these arguments."""
+        layout = Layout.of(z0)
+        return cls(
+            f,
+            layout,
+            args,
+            autocast_dtype(pytree.tree_leaves(z0)[0].device.type),
+            energy=energy,
+            mask=None if mask is None else layout.mask_vector(mask),
+            symmetric=bool(getattr(f, "symmetric", False)),
+            compact=compact,
+        )
+
     @property
     def has_energy(self) -> bool:
         return self.energy is not None or isinstance(self.f, EnergyUpdate)
@@ -131,6 +155,26 @@ class Problem:
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
         norm, reference = row_norm(residual.detach()), row_norm(value.detach())
         return Point(z, residual, norm, reference, energy, gradient)
+
+    def evaluate_first(self, z: Tensor) -> Point:
+        """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
+
+        Raises:
+            ValueError: if f works in place on its inputs, which keep their numbers, draws random
+                numbers that its value depends on, or updates running statistics.
+        """
+        witness = Witness(self.f, z, self.args)
+        try:
+            point = self.evaluate(z)
+        except BaseException:
+            witness.restore()
+            raise
+        witness.check()
+        if witness.drew():  # harmless where a seed is set first, or the numbers are not used
+            again = self.evaluate(z).residual.detach()
+            if not torch.equal(again.nan_to_num(), point.residual.detach().nan_to_num()):
+                raise ValueError(RANDOM)
+        return point
 
     def exact(self, point: Point) -> Point:
         """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
@@ -155,7 +199,13 @@ class Problem:
             with with_autocast(z.device.type, self.autocast):
                 if self.recorder is not None and torch.is_grad_enabled():
                     return self.recorder(function, z)
-                return function(z)
+                if torch.is_inference_mode_enabled():
+                    return call_outside_inference(function, z)
+                version = z._version
+                result = function(z)
+                if z._version != version:
+                    raise ValueError(OVERWRITES.format("its input"))
+                return result
         except (RuntimeError, ValueError, IndexError) as error:
             if self.shrunk:  # then f has most likely closed over the whole batch
                 error.args = (f"{error}\n{_SHRUNK.format(z.shape[0])}", *error.args[1:])

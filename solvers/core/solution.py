@@ -21,7 +21,8 @@ class Status(IntEnum):
     * ``CONVERGED``: the tolerance was met.
     * ``MAX_STEPS``: the budget of evaluations was spent.
     * ``STALLED``: the residual (and the energy) fell no further.
-    * ``DIVERGED``: the residual grew beyond bound.
+    * ``DIVERGED``: the residual grew beyond bound; or, with an energy, the state moved ever further
+      away at a residual that did not fall: the energy may be unbounded below.
     * ``NONFINITE``: no finite evaluation was left to go on from.
     * ``INDEFINITE``: a matrix that must be positive definite is not. :class:`solvers.CG` met a
       direction of non-positive curvature, or the response of the sites in
@@ -159,6 +160,8 @@ def apply_policy(solution: Solution, on_failure: str, what: str) -> None:
         return
     failures = [name for name in solution.counts() if name != "CONVERGED"]
     advice = [_ADVICE[Status[name]] for name in failures]
+    if "DIVERGED" in failures and solution.energy is not None:
+        advice.append("is the energy unbounded below?")
     message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
     warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}")
 

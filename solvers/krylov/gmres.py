@@ -65,7 +65,7 @@ class GMRESRun(KrylovRun):
         self.restart, self.step = restart, 0
         self.beta = self.residual_norm = arrays.read(length)
         self.columns = self.used
-        self.broken = self.running & False
+        self.broken: Array = self.running & False
         self.in_numpy = arrays.host and fits_numpy(residual)
         self.matmul = numpy.matmul if self.in_numpy else torch.matmul
         self.direction = residual / torch.where(length > 0, length, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,13 @@ def multiply(v: Tensor, matrix: Tensor) -> Tensor:
     return (matrix @ v.unsqueeze(2)).squeeze(2)
 
 
-def solve(matrix: Tensor, b: Tensor, solver: LinearSolver, **options: object) -> Solution:
+def solve(matrix: Tensor, b: Tensor, solver: LinearSolver, **options: Any) -> Solution:
     """The solution, of which no NumPy warning may come."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return solve_linear(
             multiply, b, args=(matrix,), solver=solver, on_failure="ignore", **options
-        )  # type: ignore[arg-type]
+        )
 
 
 def check(solution: Solution, matrix: Tensor, b: Tensor, rtol: float) -> None:

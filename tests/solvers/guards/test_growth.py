@@ -1,0 +1,76 @@
+"""Energies without a minimum are called diverged; far minima, of any scale, are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from implicit_attn import DEQ
+from solvers import LBFGS, Anderson, Descent, GradientDescent, Solver, SolveWarning, fixed_point
+
+SOLVERS: list[Solver] = [LBFGS(), Anderson(), GradientDescent()]
+
+
+def linear(z: Tensor) -> Tensor:
+    return -z.flatten(1).sum(1)
+
+
+def concave(z: Tensor, x: Tensor) -> Tensor:
+    return (0.5 * (z - x) ** 2 - 0.6 * z**2).flatten(1).sum(1)
+
+
+@pytest.mark.defect("A12")
+def test_a_constant_force_has_no_fixed_point() -> None:
+    layer = DEQ.from_energy(linear, max_steps=200)
+    with pytest.warns(SolveWarning, match="is the energy unbounded below"):
+        solution = layer.solve(torch.ones(1, 2, 3))
+    assert solution.counts() == {"DIVERGED": 1}
+
+
+@pytest.mark.defect("A12")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_no_budget_makes_a_constant_force_converge(solver: Solver, dtype: torch.dtype) -> None:
+    z0 = torch.linspace(-1, 1, 6, dtype=dtype).reshape(2, 3)
+    for steps in (20, 1000):
+        options: Any = {"max_steps": steps, "on_failure": "ignore", "solver": solver}
+        assert not fixed_point(Descent(linear, 30.0), z0, **options).converged.any()
+
+
+@pytest.mark.defect("A12")
+def test_a_concave_energy_has_diverged() -> None:
+    layer = DEQ.from_energy(concave)
+    with pytest.warns(SolveWarning, match="is the energy unbounded below"):
+        solution = layer.solve(torch.ones(2, 2, 3))
+    assert solution.counts() == {"DIVERGED": 2}
+
+
+@pytest.mark.defect("A12")
+def test_a_sample_that_runs_away_leaves_the_others_alone() -> None:
+    curvature = torch.tensor([[-0.1], [1.0], [0.5]])
+    f = Descent(lambda z, c: (0.5 * c * z**2 - z).sum(1))
+    solution = fixed_point(f, torch.zeros(3, 2), (curvature,), on_failure="ignore")
+    assert solution.status.tolist() == [3, 0, 0]
+
+
+FAR: dict[str, Any] = {
+    "far_quadratic": lambda z: (0.5 * (z - 1e6) ** 2).sum(1),
+    "weak_quadratic": lambda z: (5e-4 * (z - 1e3) ** 2).sum(1),
+    "well_from_its_top": lambda z: (0.25 * z**4 - 0.5 * 1e4 * z**2).sum(1) * 1e-4,
+    "log_cosh": lambda z: (torch.nn.functional.softplus(z - 50) - 0.4 * z).sum(1),
+    "large_energy": lambda z: 1e12 + (0.5 * (z - 3) ** 2).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_far_minima_are_no_divergence(name: str) -> None:
+    z0 = torch.full((2, 3), 1e-3, dtype=torch.float64)
+    energy = FAR[name]
+    solution = fixed_point(Descent(energy), z0, max_steps=400, on_failure="ignore")
+    assert solution.converged.all(), solution.summary()
+    z = solution.value.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(energy(z).sum(), z)
+    assert (gradient.norm(dim=1) <= 1.001e-4 * z.norm(dim=1)).all()
