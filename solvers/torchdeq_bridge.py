@@ -96,7 +96,8 @@ class _MonitoredMap:
         self.count += 1
         point = self.problem.evaluate(z)
         running = ~self.converged
-        relative = point.relative()
+        # Where f(z) = 0 the ratio may overflow.
+        relative = point.relative().clamp_max(torch.finfo(point.norm.dtype).max)
         converged = running & (point.norm <= self.tolerance.threshold(point.reference))
         better = (running & (relative < self.best.relative)) | converged
         self.best.update(better, point, relative)

@@ -134,10 +134,10 @@ class Loop:
             rows.rejected = rows.rejected + (running & ~accepted)
         self.history.note(trial, accepted, rows, evaluation)
         status = torch.where(converged, int(Status.CONVERGED), rows.status)
-        over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
-        status = torch.where(over, int(Status.MAX_STEPS), status)
         if accepted is not None:
             status = self._give_up(status, accepted, evaluation)
+        over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
+        status = torch.where(over, int(Status.MAX_STEPS), status)
         if evaluation % PATIENCE == 0:
             status = self._find_stalled(status)
         rows.status = status

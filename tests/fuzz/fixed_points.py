@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 import solvers
 from fuzz.cases import Draw
 from fuzz.invariants import norms, same, valid
+from fuzz.maps import IN_PLACE
 from fuzz.problems import FixedPoint, draw_fixed_point
 from fuzz.refusals import refuse_fixed_point
 from solvers import Status
@@ -35,7 +36,7 @@ def check(draw: Draw) -> None:
         with torch.set_grad_enabled(graph):
             return solvers.fixed_point(problem.f, problem.z0, problem.args, **options)
 
-    call = valid(draw, solve, inputs, allowed=solvers.SolveError)
+    call = valid(draw, solve, inputs, allowed=solvers.SolveError, words=_words(problem))
     solution = call.result
     if isinstance(call.error, solvers.SolveError):
         solution = call.error.solution
@@ -51,6 +52,11 @@ def check(draw: Draw) -> None:
     check_counts(draw, problem, solution, options, seen)
     if not raised and draw.chance(0.2):
         compare_alone(draw, problem, solution, options)
+
+
+def _words(problem: FixedPoint) -> tuple[str, ...]:
+    """What the message of an exception may hold: work in place may be refused instead of borne."""
+    return ("in-place", "in place") if problem.name in IN_PLACE else ()
 
 
 def draw_options(draw: Draw, problem: FixedPoint) -> dict[str, Any]:
@@ -208,7 +214,12 @@ def compare_alone(
     changed = {"record": False, "callback": None, "on_failure": "ignore", "adjoint": None}
     others = options | changed | {"compact": not options["compact"], "mask": take(problem.mask)}
     z0, args = take(problem.z0), take(problem.args)
-    call = valid(draw, lambda: solvers.fixed_point(problem.f, z0, args, **others), (z0, args))
+    call = valid(
+        draw,
+        lambda: solvers.fixed_point(problem.f, z0, args, **others),
+        (z0, args),
+        words=_words(problem),
+    )
     alone = call.result
     if alone is None or isinstance(options["solver"], TorchDEQ):
         return  # torchdeq's Broyden judges whole batches

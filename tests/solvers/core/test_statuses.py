@@ -9,7 +9,8 @@ import torch
 
 from cases.solves import PLAIN, SOLVERS, plain_batch, solve, true_residuals
 from problems.zoo import PATHOLOGICAL, make
-from solvers import Forward, Solution, SolveError, SolveWarning, Status, fixed_point
+from solvers import Forward, Solution, SolveError, Solver, SolveWarning, Status, fixed_point
+from solvers.torchdeq_bridge import TorchDEQ
 
 FAILURES = {Status.MAX_STEPS, Status.STALLED, Status.DIVERGED, Status.NONFINITE}
 
@@ -134,3 +135,20 @@ def test_the_summary_and_the_counts() -> None:
     assert solution.counts() == {"CONVERGED": 4, "NONFINITE": 1}
     assert solution.summary().startswith("CONVERGED 4, NONFINITE 1 of 5; worst relative residual")
     assert solution.converged.tolist() == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("solver", [Forward(), TorchDEQ("fixed_point_iter")])
+def test_a_point_whose_image_is_zero_has_a_finite_residual(solver: Solver) -> None:
+    # 4 over the smallest number is infinite in float32.
+    solution = fixed_point(
+        lambda z: 0 * z, torch.full((1, 1), 4.0), solver=solver, max_steps=1, on_failure="ignore"
+    )
+    assert solution.status.tolist() == [Status.MAX_STEPS]
+    assert solution.residual_norm.tolist() == [4.0]
+    assert solution.residual.isfinite().all()
+
+
+def test_a_start_where_f_is_nan_is_told_with_a_single_step_too() -> None:
+    start = torch.tensor([[-1.0], [1.0]])
+    solution = fixed_point(torch.log, start, max_steps=1, on_failure="ignore")
+    assert solution.status.tolist() == [Status.NONFINITE, Status.MAX_STEPS]
