@@ -137,7 +137,9 @@ def check_solution(
     unclear = ~known | ~(reference > 10 * error)
     draw.expect_rows(right | unclear, "residual", relative=relative, ratio=ratio, **told)
     clearly = (relative <= 0.999 * tolerance.rtol) | (reported <= 0.999 * tolerance.atol)
-    draw.expect_rows(converged | ~clearly | ~known, "missed", relative=relative, **told)
+    # Below the normal numbers a relative residual means nothing.
+    unclear = ~known | ~(reference > torch.finfo(problem.dtype).smallest_normal)
+    draw.expect_rows(converged | ~clearly | unclear, "missed", relative=relative, **told)
     draw.expect_rows(known | (status == Status.NONFINITE), "unknown residual", **told)
     witness = problem.witness
     if problem.potential is None:
