@@ -36,7 +36,8 @@ def check(draw: Draw) -> None:
         with torch.set_grad_enabled(graph):
             return solvers.fixed_point(problem.f, problem.z0, problem.args, **options)
 
-    call = valid(draw, solve, inputs, allowed=solvers.SolveError, words=_words(problem))
+    words = _words(problem, options["solver"])
+    call = valid(draw, solve, inputs, allowed=solvers.SolveError, words=words)
     solution = call.result
     if isinstance(call.error, solvers.SolveError):
         solution = call.error.solution
@@ -54,9 +55,10 @@ def check(draw: Draw) -> None:
         compare_alone(draw, problem, solution, options)
 
 
-def _words(problem: FixedPoint) -> tuple[str, ...]:
-    """What the message of an exception may hold: work in place may be refused instead of borne."""
-    return ("in-place", "in place") if problem.name in IN_PLACE else ()
+def _words(problem: FixedPoint, solver: Any) -> tuple[str, ...]:
+    """What the message of an exception may hold: what may be refused instead of borne."""
+    words = ("in-place", "in place") if problem.name in IN_PLACE else ()
+    return (*words, "not differentiable") if isinstance(solver, solvers.Newton) else words
 
 
 def draw_options(draw: Draw, problem: FixedPoint) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def compare_alone(
         draw,
         lambda: solvers.fixed_point(problem.f, z0, args, **others),
         (z0, args),
-        words=_words(problem),
+        words=_words(problem, options["solver"]),
     )
     alone = call.result
     if alone is None or isinstance(options["solver"], TorchDEQ):

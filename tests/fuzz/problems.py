@@ -157,7 +157,7 @@ def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
         dtypes[1] = draw.choose("second dtype", DTYPES)
     dtype = dtypes[0] if len(dtypes) == 1 else torch.promote_types(*dtypes)
     eps = max(torch.finfo(each).eps for each in dtypes)
-    power = POWERS[torch.float16] if torch.float16 in dtypes else POWERS[dtype]
+    power = min(POWERS[each] for each in dtypes)
     power = min(power, 10) if energy else power
     scale = 2.0 ** draw.note("log2 scale", draw.random.randint(-power, power) * draw.chance(0.3))
     size = sum(prod(shape) for shape in shapes)
