@@ -14,7 +14,7 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types bench clean
+.PHONY: help demo test fuzz lint format types bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -24,6 +24,9 @@ demo: $(VENV)/examples.stamp ## train on the embedded digits, write the report t
 
 test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+
+fuzz: $(VENV)/test.stamp ## random cases of everything (ARGS="--cases 100000 --workers 2")
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m fuzz.run $(ARGS)
 
 lint: $(VENV)/dev.stamp ## ruff: rules and formatting, changing nothing
 	$(BIN)/ruff check .

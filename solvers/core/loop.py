@@ -145,7 +145,8 @@ class Loop:
         """
         rows, trial, accepted = self.rows, self.trial, self.accepted
         running = rows.status == RUNNING
-        relative = trial.relative()
+        # Where f(z) = 0 the ratio may overflow; a finite point is better than none all the same.
+        relative = trial.relative().clamp_max(torch.finfo(trial.norm.dtype).max)
         taken = running if accepted is None else running & accepted
         converged = taken & (trial.norm <= self.tolerance.threshold(trial.reference))
         if self.growth is not None:
@@ -161,10 +162,10 @@ class Loop:
             rows.rejected = rows.rejected + (running & ~accepted)
         self.history.note(trial, accepted, rows, evaluation)
         status = torch.where(converged, int(Status.CONVERGED), rows.status)
-        over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
-        status = torch.where(over, int(Status.MAX_STEPS), status)
         if accepted is not None:
             status = self._give_up(status, accepted, evaluation)
+        over = (rows.evaluations >= self.max_steps) & (status == RUNNING)
+        status = torch.where(over, int(Status.MAX_STEPS), status)
         if evaluation % self.patience == 0:
             status = self._find_stalled(status)
         if self.growth is not None and maybe_any(self.growth.lost):

@@ -134,3 +134,19 @@ def test_the_summary_and_the_counts() -> None:
     assert solution.counts() == {"CONVERGED": 4, "NONFINITE": 1}
     assert solution.summary().startswith("CONVERGED 4, NONFINITE 1 of 5; worst relative residual")
     assert solution.converged.tolist() == [True, True, False, True, True]
+
+
+def test_a_point_whose_image_is_zero_has_a_finite_residual() -> None:
+    # 4 over the smallest number is infinite in float32.
+    solution = fixed_point(
+        lambda z: 0 * z, torch.full((1, 1), 4.0), max_steps=1, on_failure="ignore"
+    )
+    assert solution.status.tolist() == [Status.MAX_STEPS]
+    assert solution.residual_norm.tolist() == [4.0]
+    assert solution.residual.isfinite().all()
+
+
+def test_a_start_where_f_is_nan_is_told_with_a_single_step_too() -> None:
+    start = torch.tensor([[-1.0], [1.0]])
+    solution = fixed_point(torch.log, start, max_steps=1, on_failure="ignore")
+    assert solution.status.tolist() == [Status.NONFINITE, Status.MAX_STEPS]

@@ -1,0 +1,127 @@
+"""Random energies: closed forms against autograd in float64, masks, permutations, descent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import solvers
+from cases.energies import COUNT, ENERGIES, EnergyCase
+from fuzz.cases import Draw
+from fuzz.invariants import valid
+from implicit_attn import DEQ
+from implicit_attn.energies import Energy, Quadratic
+
+SAMPLES = 3
+EXACT = 1e-9  # of float64, relative to the largest number; curvatures of small tokens reach 1e5
+
+
+def check(draw: Draw) -> None:
+    """One energy with random weights and tokens."""
+    case: EnergyCase = draw.random.choice(ENERGIES)
+    draw.note("energy", case.id)
+    dim = draw.note("d", draw.random.choice((4, 8)))
+    count = COUNT if case.placed else draw.random.choice((1, 2, 3, 5, 9))
+    torch_state = torch.get_rng_state()
+    torch.manual_seed(draw.number)
+    energy = case.factory(dim).double()
+    torch.set_rng_state(torch_state)
+    size = draw.note("size of z", draw.random.choice((1.0, 1.0, 1.0, 0.1, 3.0)))
+    shape = (draw.note("B", draw.random.randint(1, SAMPLES)), draw.note("N", count), dim)
+    z, v = size * draw.normal(*shape), draw.normal(*shape)
+    x = draw.normal(*shape) if case.needs_x or draw.chance(0.3) else None
+    mask = draw.note("mask", draw.mask(*shape[:2])) if draw.chance(0.5) else None
+    inputs = (z, v, x, mask, list(energy.parameters()))
+    call = valid(draw, lambda: energy.value_and_grad(z, x, mask=mask), inputs)
+    product = valid(draw, lambda: energy.hvp(z, v, x, mask=mask), inputs).result
+    if call.result is None or product is None:
+        return
+    value, gradient = (t.detach() for t in call.result)
+    draw.expect_rows(torch.isfinite(value), "finite energy", value=value)
+    _check_derivatives(draw, energy, (z, v, x, mask), value, gradient, product.detach())
+    if mask is not None:
+        _check_mask(draw, energy, (z, v, x, mask), value, gradient)
+    if not case.placed and "causal" not in case.id:
+        _check_order(draw, energy, (z, v, x, mask), value, gradient)
+    if draw.chance(0.4):
+        _check_descent(draw, energy, z, x, mask)
+
+
+def _close(draw: Draw, name: str, value: Tensor, expected: Tensor, room: float = EXACT) -> None:
+    scale = max(float(expected.abs().max()), 1e-3) if expected.numel() else 1.0
+    apart = float((value - expected).abs().max()) / scale if value.numel() else 0.0
+    draw.expect(apart <= room, name, f"relative error {apart:.3g} of numbers up to {scale:.3g}")
+
+
+def _check_derivatives(
+    draw: Draw, energy: Energy, inputs: Any, value: Tensor, gradient: Tensor, product: Tensor
+) -> None:
+    """Value, gradient and Hessian product against automatic differentiation of the value."""
+    z, v, x, mask = inputs
+    point = z.clone().requires_grad_()
+    number = energy(point, x, mask=mask)
+    _close(draw, "value", value, number.detach())
+    (expected,) = torch.autograd.grad(number.sum(), point, create_graph=True)
+    _close(draw, "gradient", gradient, expected.detach())
+    if expected.requires_grad:
+        (second,) = torch.autograd.grad((expected * v).sum(), point, allow_unused=True)
+        # Second derivatives of norms without a floor are large: the room is for rounding.
+        _close(draw, "hvp", product, torch.zeros_like(v) if second is None else second, 1e-7)
+
+
+def _check_mask(draw: Draw, energy: Energy, inputs: Any, value: Tensor, gradient: Tensor) -> None:
+    """Masked tokens have no gradient and no influence, NaN included."""
+    z, _, x, mask = inputs
+    hidden = ~mask[:, :, None]
+    draw.expect(
+        (gradient.masked_select(hidden) == 0).all(), "mask", "masked tokens have a gradient"
+    )
+    other = torch.where(hidden, torch.nan if draw.chance(0.5) else 7.0, z)
+    again = valid(draw, lambda: energy.value_and_grad(other, x, mask=mask), (other, x)).result
+    if again is not None:
+        _close(draw, "mask", again[0].detach(), value)
+        _close(draw, "mask", again[1].detach(), gradient)
+
+
+def _check_order(draw: Draw, energy: Energy, inputs: Any, value: Tensor, gradient: Tensor) -> None:
+    """Another order of the tokens gives the same energy and the gradient in that order."""
+    z, _, x, mask = inputs
+    order = torch.randperm(z.shape[1], generator=draw.generator)
+    z, x, mask = (None if t is None else t[:, order] for t in (z, x, mask))
+    result = valid(draw, lambda: energy.value_and_grad(z, x, mask=mask), (z, x)).result
+    if result is not None:
+        _close(draw, "permutation", result[0].detach(), value)
+        _close(draw, "permutation", result[1].detach(), gradient[:, order])
+
+
+def _check_descent(draw: Draw, energy: Energy, z: Tensor, x: Tensor | None, mask: Any) -> None:
+    """A solve of ``E + Quadratic()``: the energies of accepted states never rise."""
+    layer = DEQ(energy + Quadratic(), on_failure="ignore", init="input")
+    given = z if x is None else x
+    call = valid(draw, lambda: layer.solve(given, mask, z0=z, record=True), (z, x))
+    if call.result is None:
+        return
+    solution: solvers.Solution = call.result
+    trace = solution.trace
+    assert trace is not None and trace.energy is not None and trace.accepted is not None
+    for row in range(len(z)):
+        taken = trace.energy[row][trace.accepted[row]]
+        allowed = 8.5 * torch.finfo(taken.dtype).eps * taken[:-1].abs()
+        rises = taken[1:] - taken[:-1]
+        draw.expect(
+            (rises <= allowed).all(), "energy falls", f"sample {row}: {taken.tolist()}"[:200]
+        )
+    if mask is not None:
+        kept = solution.value.detach()[~mask] == z[~mask]
+        draw.expect(kept.all(), "mask", "the solve moved masked tokens")
+    norm = torch.linalg.vector_norm
+    with torch.no_grad():
+        moved = layer.update(solution.value, layer.update.prepare(given, mask=mask), mask=mask)
+        step = moved - solution.value
+    if mask is not None:
+        step, moved = (torch.where(mask[:, :, None], t, 0.0) for t in (step, moved))
+    size, limit = norm(step.flatten(1), dim=1), 1e-4 * norm(moved.flatten(1), dim=1)
+    met = (size <= limit * 1.0001) | ~solution.converged
+    draw.expect_rows(met, "CONVERGED", size=size, limit=limit)
