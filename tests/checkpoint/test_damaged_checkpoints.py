@@ -19,7 +19,7 @@ files = pytest.importorskip("safetensors.torch", reason="checkpoints are safeten
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]
 
 
-def build(seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
+def build(seed: int = 0) -> tuple[nn.Sequential, torch.optim.AdamW]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model.register_parameter("scale", nn.Parameter(torch.rand(())))
