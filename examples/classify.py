@@ -24,6 +24,7 @@ from implicit_attn.command_line import (
     command,
     count,
     mistakes,
+    number,
     positive,
     refuse_huge,
     size,
@@ -66,7 +67,12 @@ def command_line() -> Parser:
     add(
         "--bound", type=positive, default=2.0, help="bound on the spectral norms of the projections"
     )
-    add("--maximum", type=positive, default=2.0, help="bound on the weights of the energies")
+    add(
+        "--maximum",
+        type=number(0.5, above=True),
+        default=2.0,
+        help="bound on the weights of the energies",
+    )
     add("--epochs", type=count, help="default: 16, and 20 for the class token")
     add_training_options(parser, batch=64, rate=2e-3)
     add_solver_options(parser, rtol=1e-3)

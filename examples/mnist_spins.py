@@ -23,6 +23,7 @@ from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.command_line import Parser, command, count, mistakes, positive, whole
 from implicit_attn.data import RandomAffine, load
+from implicit_attn.data.unpacking import damaged
 from implicit_attn.models import SpinClassifier
 from implicit_attn.studies import write_report
 from implicit_attn.training import Training, accuracy, run_script
@@ -93,7 +94,7 @@ def report(model: SpinClassifier, data: Any, history: Any, couplings: Any, optio
 
 
 def study_shipped(options: argparse.Namespace) -> None:
-    with mistakes("--shipped"):
+    with mistakes("--shipped"), damaged(SHIPPED, "the checkpoint of this example"):
         progress = read_progress(SHIPPED)
         for name, value in progress["settings"].items():
             setattr(options, name, value)  # the model as it was trained

@@ -42,10 +42,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **options)
         self.dests: frozenset[str] = frozenset()  # of the options of the last command line
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = super().parse_known_args(args, namespace)
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        found = super().parse_args(args, namespace)
         self.dests = frozenset(vars(found))
-        return found, rest
+        return found
 
     def error(self, message: str) -> NoReturn:
         """Leave with one line, whatever line breaks the message has, and however long it is."""

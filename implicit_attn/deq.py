@@ -16,11 +16,11 @@ from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
-from solvers.core.checks import require_count, require_instance
+from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.modes import eager
 from solvers.core.solution import check_on_failure
 
-OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure")
+OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
 
 
 class DEQ(nn.Module):
@@ -35,12 +35,14 @@ class DEQ(nn.Module):
         update: f, an :class:`Update`; or an :class:`Energy`, for ``GradientStep(energy)``.
         solver: a ``solvers.Solver``; None: L-BFGS for gradient steps with one step size, else
             Anderson.
-        tolerance: ``solvers.Tolerance``, for each sample; None: its defaults.
+        tolerance: ``solvers.Tolerance``, for each sample; None: ``Tolerance()``, but in half precision
+            and under autocast what f can meet (:func:`solvers.fixed_point`).
         max_steps: maximal number of evaluations of f for each sample.
         adjoint: how gradients are computed, ``solvers.Implicit()`` by default; None: no gradients.
         init: the initial state: "input" (``update.initial(x)``, for most updates x), "zeros" (like x),
             or a function ``x -> z0``.
         on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
+        compact: let finished samples leave the batch; False where the update holds batched tensors.
 
     Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
     ``mask`` (B, N) bool is False at masked tokens: they keep their initial state, influence no other
@@ -68,6 +70,7 @@ class DEQ(nn.Module):
         adjoint: solvers.Adjoint | None = solvers.Implicit(),  # noqa: B008 (immutable)
         init: str | Callable[[Any], Any] = "input",
         on_failure: str = "warn",
+        compact: bool = True,
     ) -> None:
         super().__init__()
         if isinstance(update, Energy):
@@ -82,12 +85,14 @@ class DEQ(nn.Module):
         self.update = update
         require_instance("solver", solver, solvers.Solver, "a solvers.Solver", optional=True)
         require_instance("adjoint", adjoint, solvers.Adjoint, "a solvers.Adjoint", optional=True)
-        tolerance = solvers.Tolerance() if tolerance is None else tolerance
-        require_instance("tolerance", tolerance, solvers.Tolerance, "a solvers.Tolerance")
+        require_instance(
+            "tolerance", tolerance, solvers.Tolerance, "a solvers.Tolerance", optional=True
+        )
         self.solver, self.tolerance, self.adjoint = solver, tolerance, adjoint
         self.max_steps = require_count("max_steps", max_steps)
         check_on_failure(on_failure)
         self.init, self.on_failure = init, on_failure
+        self.compact = require_flag("compact", compact)
         self.last: solvers.Solution | None = None
 
     @classmethod
@@ -126,7 +131,7 @@ class DEQ(nn.Module):
             z0: initial state, instead of that of ``init``.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
-            options: solver, tolerance, max_steps, adjoint or on_failure, for this solve only.
+            options: solver, tolerance, max_steps, adjoint, on_failure or compact, for this solve only.
 
         Raises:
             TypeError, ValueError: for arguments that do not fit, naming the argument.

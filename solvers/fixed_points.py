@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +12,22 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.core.checks import require_callable, require_count, require_flag, require_instance
-from solvers.core.layout import Layout, check_args, check_batched
+from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
 from solvers.core.modes import autocast_dtype, constant_weights, eager, without_autocast
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import Tolerance
+from solvers.core.tolerance import (
+    Tolerance,
+    default_tolerance,
+    evaluation_dtype,
+    name_of_solve,
+)
 from solvers.methods.anderson import Anderson
 from solvers.methods.lbfgs import LBFGS
 
-_DEFAULT_TOLERANCE = Tolerance()
 _DEFAULT_ADJOINT = Implicit()
 
 
@@ -33,11 +38,11 @@ def fixed_point(
     args: tuple[Any, ...] = (),
     *,
     solver: Solver | None = None,
-    tolerance: Tolerance = _DEFAULT_TOLERANCE,
+    tolerance: Tolerance | None = None,
     max_steps: int = 50,
     adjoint: Adjoint | None = _DEFAULT_ADJOINT,
     energy: Callable[..., Tensor] | None = None,
-    mask: Tensor | None = None,
+    mask: Any = None,
     record: bool = False,
     on_failure: str = "warn",
     compact: bool = True,
@@ -53,12 +58,17 @@ def fixed_point(
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share (weights) belong into ``f`` itself; gradients reach them.
         solver: default ``LBFGS()`` where ``f`` is a gradient step of an energy, else ``Anderson()``.
-        tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``.
+        tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``. None:
+            ``Tolerance()``, rtol 1e-4, where ``f`` computes in float32 or float64; what it can meet in
+            half precision, also under autocast: rtol 2e-2 in bfloat16, 1e-2 in float16.
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
         adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
             gradient.
         energy: ``energy(z, *args) -> (B,)`` turns the safeguard on: no accepted step raises it.
         mask: (B, N) bool, False at masked tokens: they keep their initial value and enter no norm.
+            Tokens are dim 1 of the leaves (B, N, ...) of at least three dimensions, or, where none has
+            N there, of the leaves (B, N); other leaves count whole. Or a pytree structured like z0,
+            for each leaf its mask (B, N), or None where it counts whole.
         record: keep the trace of residuals (and energies).
         on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where ``f`` closes over batched tensors.
@@ -82,39 +92,69 @@ def fixed_point(
         _check_external(solver, energy=energy is not None, record=record, callback=callback)
     check_on_failure(on_failure)
     layout = Layout.of(z0)
-    _check_inputs(z0, args, mask)
+    _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
+    autocast = autocast_dtype(start.device.type)
+    precision = evaluation_dtype(start.dtype, autocast)
+    chosen = default_tolerance(precision) if tolerance is None else tolerance
     problem = Problem(
         f,
         layout,
         args,
-        autocast_dtype(start.device.type),
+        autocast,
         energy=energy,
         mask=None if mask is None else layout.mask_vector(mask),
         symmetric=bool(getattr(f, "symmetric", False)),
         compact=compact,
     )
 
-    def solve(target: Problem, vector: Tensor) -> Solution:
-        # Parametrised weights are constant during a solve and computed once. The solver's own algebra
-        # runs without autocast, which Problem restores around f.
-        with constant_weights(), without_autocast(vector.device.type):
-            if isinstance(solver, ExternalSolver):
-                return solver.run(target, vector, tolerance, max_steps)
-            first = target.evaluate(vector)
-            loop = Loop(target, first, solver, tolerance, max_steps, record, callback)
-            del first  # the loop frees it when it has moved on
-            return loop.run()
-
+    solve = partial(
+        _solve,
+        solver=solver,
+        tolerance=chosen,
+        max_steps=max_steps,
+        record=record,
+        callback=callback,
+    )
     if adjoint is not None and torch.is_grad_enabled():
-        solution = adjoint.solve(problem, start, solve, tolerance)
+        solution = adjoint.solve(problem, start, solve, chosen)
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
+    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
+        solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
-    # Above this function is the wrapper of its decorator, above that the caller.
-    apply_policy(solution, on_failure, "fixed-point solve", stacklevel=4)
+    what = name_of_solve("fixed-point solve", chosen, precision)
+    apply_policy(solution, on_failure, what)
     return solution
+
+
+def _solve(
+    problem: Problem,
+    start: Tensor,
+    *,
+    solver: Solver,
+    tolerance: Tolerance,
+    max_steps: int,
+    record: bool,
+    callback: Callable[[Progress], object] | None,
+) -> Solution:
+    """The solution as a matrix (B, D), without gradients of its own.
+
+    Parametrised weights are constant during a solve and computed once. The solver's own algebra
+    runs without autocast, which Problem restores around f.
+    """
+    with constant_weights(), without_autocast(start.device.type):
+        if isinstance(solver, ExternalSolver):
+            return solver.run(problem, start, tolerance, max_steps)
+        first = problem.evaluate(start)
+        loop = Loop(problem, first, solver, tolerance, max_steps, record, callback)
+        del first  # the loop frees it when it has moved on
+        return loop.run()
+
+
+def _shares_memory(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _check_options(
@@ -123,7 +163,7 @@ def _check_options(
     require_callable("f", f)
     require_callable("energy", energy, optional=True)
     require_instance("solver", solver, Solver, "a solvers.Solver such as Anderson()")
-    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance")
+    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance", optional=True)
     require_instance("adjoint", adjoint, Adjoint, "a solvers.Adjoint", optional=True)
     require_count("max_steps", max_steps)
     if solver.needs_energy and not (isinstance(f, EnergyUpdate) and energy is None):
@@ -141,7 +181,7 @@ def _check_external(solver: ExternalSolver, **options: object) -> None:
         )
 
 
-def _check_inputs(z0: Any, args: tuple[Any, ...], mask: Tensor | None) -> None:
+def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> None:
     """Batch sizes, devices and finiteness of everything that comes in."""
     leaves = pytree.tree_leaves(z0)
     batch, device = leaves[0].shape[0], leaves[0].device
@@ -152,12 +192,7 @@ def _check_inputs(z0: Any, args: tuple[Any, ...], mask: Tensor | None) -> None:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 _check_finite(leaf, name)
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
-            raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
-        check_batched(mask, "mask", batch, device, "z0", "f")
-        if not any(t.dim() > 1 and t.shape[1] == mask.shape[1] for t in leaves):
-            shapes = [tuple(t.shape) for t in leaves]
-            raise ValueError(f"mask has {mask.shape[1]} tokens, which no leaf of z0 has: {shapes}")
+        check_mask(mask, layout, batch, device)
 
 
 def _check_finite(leaf: Tensor, name: str) -> None:

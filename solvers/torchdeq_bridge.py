@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from torchdeq.solver import get_solver, register_solver, solver_stat_from_final_
 
 from solvers.core.checks import require_instance
 from solvers.core.problem import Problem
-from solvers.core.rows import Best, row_norm
+from solvers.core.rows import RUNNING, Best, row_norm, small_dtype
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance
@@ -34,7 +33,9 @@ class TorchDEQ(ExternalSolver):
 
     torchdeq stops whole batches by its own criterion. Here every evaluation of ``f`` is measured and
     the best point of each sample is kept with its residual. The run ends when all samples have
-    converged or ``max_steps`` evaluations are spent. There is no safeguard.
+    converged or ``max_steps`` evaluations are spent. There is no safeguard. Half precision is solved
+    in float32, ``f`` is evaluated in the dtype of the state. Where torchdeq meets a singular system it
+    begins again from the best points, and samples that this does not better end as STALLED.
 
     https://github.com/locuslab/torchdeq
 
@@ -65,11 +66,27 @@ class TorchDEQ(ExternalSolver):
         if torch.is_grad_enabled():
             raise RuntimeError("torchdeq's solvers cannot be unrolled here; use adjoint=Implicit()")
         monitored = _MonitoredMap(problem, start, tolerance, max_steps)
-        with contextlib.suppress(_Finished):
-            # More than the budget: the monitored map, not torchdeq, decides when to stop.
-            get_solver(self.name)(
-                monitored, start, max_iter=max_steps + 3, tol=0.0, stop_mode="rel", **self.options
-            )
+        solve, wide = get_solver(self.name), small_dtype(start.dtype)
+        begin, before = start, torch.full_like(monitored.best.relative, torch.inf)
+        while True:
+            try:
+                # More than the budget: the monitored map, not torchdeq, decides when to stop.
+                solve(
+                    monitored,
+                    begin.to(wide),
+                    max_iter=max_steps + 3,
+                    tol=0.0,
+                    stop_mode="rel",
+                    **self.options,
+                )
+            except _Finished:
+                break
+            except torch.linalg.LinAlgError:
+                best = monitored.best
+                monitored.stop(~(best.relative < before))
+                begin, before = best.value, best.relative
+            else:
+                break
         return monitored.solution()
 
 
@@ -86,27 +103,40 @@ class _MonitoredMap:
         self.problem, self.tolerance, self.max_steps = problem, tolerance, max_steps
         infinite = torch.full_like(row_norm(start), torch.inf)
         self.best = Best(start, infinite, infinite, None)
-        self.converged = torch.zeros_like(infinite, dtype=torch.bool)
-        self.evaluations = torch.zeros_like(infinite, dtype=torch.int64)
+        self.status = torch.full_like(infinite, RUNNING, dtype=torch.int64)
+        self.evaluations = torch.zeros_like(self.status)
+        self.finite = self.status == RUNNING  # of the latest point
         self.count = 0
 
     def __call__(self, z: Tensor, tau: float = 1.0) -> Tensor:
-        if self.count == self.max_steps or bool(self.converged.all()):
+        """``(1 - tau) z + tau f(z)``, in the dtype of ``z``; f is measured in that of the state."""
+        running = self.status == RUNNING
+        if self.count == self.max_steps or not bool(running.any()):
             raise _Finished
         self.count += 1
-        point = self.problem.evaluate(z)
-        running = ~self.converged
+        # A copy, since torchdeq's z is a part of a buffer that it writes again.
+        own = z.to(self.best.value.dtype, copy=True)
+        point = self.problem.exact(self.problem.evaluate(own))
         relative = point.relative()
-        converged = running & (point.norm <= self.tolerance.threshold(point.reference))
-        better = (running & (relative < self.best.relative)) | converged
+        # An overflowed f(z) would make any residual look small.
+        self.finite = point.finite()
+        taken = running & self.finite
+        converged = taken & (point.norm <= self.tolerance.threshold(point.reference))
+        better = (taken & (relative < self.best.relative)) | converged
         self.best.update(better, point, relative)
         self.evaluations = torch.where(running, self.count, self.evaluations)
-        self.converged = self.converged | converged
-        return z + tau * point.residual
+        self.status = torch.where(converged, int(Status.CONVERGED), self.status)
+        return z + tau * point.residual.to(z.dtype)
+
+    def stop(self, rows: Tensor) -> None:
+        """Samples that a singular system keeps from going on."""
+        stalled = rows & (self.status == RUNNING)
+        self.status = torch.where(stalled, int(Status.STALLED), self.status)
 
     def solution(self) -> Solution:
         best, steps = self.best, self.evaluations
-        status = torch.where(self.converged, int(Status.CONVERGED), int(Status.MAX_STEPS))
+        ended = torch.where(self.finite, int(Status.MAX_STEPS), int(Status.DIVERGED))
+        status = torch.where(self.status == RUNNING, ended, self.status)
         status = torch.where(torch.isfinite(best.relative), status, int(Status.NONFINITE))
         return Solution(best.value, status, best.relative, best.norm, steps, steps)
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from solvers import SolveWarning
+from implicit_attn import DEQ
+from solvers import SolveWarning, Tolerance
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -30,19 +31,45 @@ def snippets(document: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text_of(document), flags=re.M | re.S)
 
 
-def test_the_snippets_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of reading; those of the guide go on from the README's, as it says."""
+def execute(block: str, name: str, scope: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SolveWarning)
+        exec(compile(block, name, "exec"), scope)
+
+
+def test_the_snippets_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of reading."""
     torch.manual_seed(0)
     monkeypatch.chdir(ROOT)
     scope: dict[str, Any] = {}
-    for document in ("README.md", "docs/guide.md"):
-        blocks = snippets(document)
-        assert blocks
-        for number, block in enumerate(blocks):
-            scope["mask"] = torch.ones(8, 16, dtype=torch.bool)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", SolveWarning)
-                exec(compile(block, f"{document}, snippet {number + 1}", "exec"), scope)
+    for number, block in enumerate(snippets("README.md")):
+        execute(block, f"README.md, snippet {number + 1}", scope)
+    assert scope
+
+
+@pytest.mark.defect("D11")
+@pytest.mark.parametrize("number", range(len(snippets("docs/guide.md"))))
+def test_each_snippet_of_the_guide_runs_alone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is read in pieces: nothing is left over from another snippet."""
+    torch.manual_seed(0)
+    monkeypatch.chdir(ROOT)
+    execute(snippets("docs/guide.md")[number], f"docs/guide.md, snippet {number + 1}", {})
+
+
+@pytest.mark.defect("D11")
+@pytest.mark.parametrize("scale", [10.0, 1.0, 0.3, 0.1, 0.01])
+def test_the_energy_that_the_guide_recommends_is_solved(scale: float) -> None:
+    """Whatever the size of the input, within the guide's tolerance and budget."""
+    recipe = next(block for block in snippets("docs/guide.md") if "bound=" in block)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        scope: dict[str, Any] = {}
+        execute(recipe, "docs/guide.md", scope)
+        layer = DEQ(scope["energy"], tolerance=Tolerance(rtol=1e-3), max_steps=60)
+        with torch.no_grad():
+            solution = layer.solve(scale * torch.randn(16, 16, 64), on_failure="ignore")
+        assert solution.converged.all()
+        assert solution.evaluations.max() <= 20
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
-import tarfile
+import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import cache_folder, check_md5, download, find
+from implicit_attn.data.files import cache_folder, check_digest, digest_of, download, find
 from implicit_attn.data.images import ImageData, from_pixels
+from implicit_attn.data.unpacking import damaged, members
 from implicit_attn.optional import require
 
 FOLDER = "cifar10"
@@ -28,6 +30,8 @@ CLASSES = (
 )  # fmt: skip
 COUNTS = {"train": 5000, "test": 1000}  # of each class
 SHAPE = (3, 32, 32)
+MOST_UNPACKED = 2**29  # bytes of an archive of JPEG files; the 60,000 take a quarter of that
+LARGEST_JPEG = 2**16  # bytes of one
 _RECORD = 1 + 3 * 32 * 32  # a label, then the pixels: red, green, blue, each row by row
 _PARTS = {
     "train": tuple(f"cifar-10-batches-bin/data_batch_{number}.bin" for number in range(1, 6)),
@@ -70,13 +74,20 @@ def load_cifar10() -> ImageData:
 
 def read_binary(path: Path) -> dict[str, Split]:
     """Training and test part of the binary version; the archive is checked by md5."""
-    check_md5(path.read_bytes(), BINARY_MD5, str(path))
-    parts: dict[str, Split] = {}
-    with tarfile.open(path) as archive:
-        for part, names in _PARTS.items():
-            contents = [_member(archive, name, path) for name in names]
-            parts[part] = parse_binary(b"".join(contents), source=f"{path}: {part}")
-    return parts
+    check_digest(digest_of(path), BINARY_MD5, str(path))
+    wanted = {name for names in _PARTS.values() for name in names}
+    largest = _RECORD * 10_000
+    found: dict[str, bytes] = {}
+    for member, read in members(path, most=2 * largest * len(wanted), largest=largest):
+        if member.name in wanted:
+            found[member.name] = read()
+    missing = sorted(wanted - found.keys())
+    if missing:
+        raise ValueError(f"{path}: holds no {missing[0]}")
+    return {
+        part: parse_binary(b"".join(found[name] for name in names), source=f"{path}: {part}")
+        for part, names in _PARTS.items()
+    }
 
 
 def parse_binary(content: bytes, *, source: str) -> Split:
@@ -88,39 +99,79 @@ def parse_binary(content: bytes, *, source: str) -> Split:
 
 
 def read_jpeg(path: Path) -> dict[str, Split]:
-    """Training and test part of an archive of JPEG files, decoded once and kept in the cache."""
-    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False)
-    tensors = require("safetensors.torch", extra="examples")
-    cached = cache_folder() / FOLDER / f"jpeg-{digest.hexdigest()}.safetensors"
-    if not cached.is_file():
-        decoded = {
-            f"{part}_{what}": tensor
-            for part, split in decode_jpeg(path).items()
-            for what, tensor in zip(("images", "labels"), split, strict=True)
-        }
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = cached.with_name(f"{cached.name}.{os.getpid()}.part")
-        tensors.save_file(decoded, str(unfinished))
-        os.replace(unfinished, cached)
-    stored = tensors.load_file(str(cached))
-    return {part: (stored[f"{part}_images"], stored[f"{part}_labels"]) for part in COUNTS}
+    """Training and test part of an archive of JPEG files, decoded once and kept in the cache.
+
+    A copy in the cache that is damaged is decoded again.
+    """
+    cached = cache_folder() / FOLDER / f"jpeg-{digest_of(path)}.safetensors"
+    stored = _read_cache(cached)
+    if stored is not None:
+        return stored
+    decoded = decode_jpeg(path)
+    _write_cache(cached, decoded)
+    return decoded
+
+
+def _read_cache(path: Path) -> dict[str, Split] | None:
+    """What was decoded before; None where there is nothing, or something damaged."""
+    safetensors = require("safetensors", extra="examples")
+    if not path.is_file():
+        return None
+    try:
+        with damaged(path, "decoded images"), safetensors.safe_open(str(path), "pt") as file:
+            header = file.metadata() or {}
+            held = {
+                part: (file.get_tensor(f"{part}_images"), file.get_tensor(f"{part}_labels"))
+                for part in COUNTS
+            }
+            for part, (images, labels) in held.items():
+                if (images.dtype, labels.dtype) != (torch.uint8, torch.uint8):
+                    return None
+                if images.shape != (len(labels), *SHAPE):
+                    return None
+                if header.get(part) != _checksum(images, labels):
+                    return None
+    except ValueError:
+        return None
+    return held
+
+
+def _write_cache(path: Path, decoded: dict[str, Split]) -> None:
+    tensors = {
+        f"{part}_{what}": tensor
+        for part, split in decoded.items()
+        for what, tensor in zip(("images", "labels"), split, strict=True)
+    }
+    header = {part: _checksum(*split) for part, split in decoded.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        save = require("safetensors.torch", extra="examples").save_file
+        save(tensors, str(unfinished), metadata=header)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)  # after a failure
+
+
+def _checksum(*tensors: Tensor) -> str:
+    """CRC-32 of tensors one after the other: it finds damage, at several gigabytes a second."""
+    value = 0
+    for tensor in tensors:
+        value = zlib.crc32(tensor.contiguous().numpy().data, value)
+    return f"{value:08x}"
 
 
 def decode_jpeg(path: Path, parts: Sequence[str] = ("train", "test")) -> dict[str, Split]:
     """The images of an archive of JPEG files in the order of their names within each class."""
     image = require("PIL.Image", extra="examples")
     found: dict[tuple[str, int, str], Tensor] = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            place = Path(member.name).parts
-            if len(place) != 3 or place[0] not in parts or place[1] not in CLASSES:
-                continue
-            content = io.BytesIO(_member(archive, member, path))
-            pixels = np.asarray(image.open(content).convert("RGB"))
-            if pixels.shape != (32, 32, 3):
-                raise ValueError(f"{path}: {member.name} is {pixels.shape}, expected (32, 32, 3)")
-            key = (place[0], CLASSES.index(place[1]), place[2])
-            found[key] = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", image.DecompressionBombWarning)
+        for member, read in members(path, most=MOST_UNPACKED, largest=LARGEST_JPEG):
+            place = member.name.split("/")
+            if len(place) == 3 and place[0] in parts and place[1] in CLASSES:
+                key = (place[0], CLASSES.index(place[1]), place[2])
+                found[key] = _decode(image, read(), f"{path}: {member.name}")
     decoded: dict[str, Split] = {}
     for part in parts:
         keys = sorted(key for key in found if key[0] == part)
@@ -131,12 +182,10 @@ def decode_jpeg(path: Path, parts: Sequence[str] = ("train", "test")) -> dict[st
     return decoded
 
 
-def _member(archive: tarfile.TarFile, name: str | tarfile.TarInfo, path: Path) -> bytes:
-    """The content of a file in an archive."""
-    try:
-        file = archive.extractfile(name)
-    except KeyError as error:
-        raise ValueError(f"{path}: holds no {name}") from error
-    if file is None:
-        raise ValueError(f"{path}: {name} is not a plain file")
-    return file.read()
+def _decode(image: Any, content: bytes, source: str) -> Tensor:
+    """(3, 32, 32) uint8; the size that the file declares is checked before it is decoded."""
+    with damaged(source, "a JPEG image"), image.open(io.BytesIO(content), formats=["JPEG"]) as file:
+        width, height = file.size
+        if (width, height) != (32, 32):
+            raise ValueError(f"{source} is {(height, width, 3)}, expected (32, 32, 3)")
+        return torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)

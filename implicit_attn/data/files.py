@@ -1,19 +1,21 @@
-"""Data files: found in the user's folder or the cache, or downloaded; checked by md5."""
+"""Data files: found in the user's folder or the cache, or downloaded; checked by md5.
+
+How they are unpacked within bounds is in ``implicit_attn/data/unpacking.py``.
+"""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from implicit_attn.data.unpacking import damaged, read_all, unpacked
 from implicit_attn.optional import require
 
 DATA_VARIABLE = "IMPLICIT_ATTN_DATA"
-GZIP_MAGIC = b"\x1f\x8b"
+MOST_BYTES = 2**30  # of a file, once decompressed
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class RemoteFile:
     archive_md5: str  # of the distributed name + ".gz", checked after a download
     content_md5: str  # of the decompressed file, checked at every reading
     mirrors: tuple[str, ...]  # URLs of folders, each ending in "/", tried in order
+    most: int = MOST_BYTES  # bytes once decompressed
 
     @property
     def archive(self) -> str:
@@ -61,27 +64,39 @@ def fetch(file: RemoteFile) -> bytes:
     if path is None:
         urls = [mirror + file.archive for mirror in file.mirrors]
         path = download(file.folder, file.name, file.archive, urls, file.archive_md5)
-    content = read_content(path)
+    content = read_content(path, file.most)
     check_md5(content, file.content_md5, f"{path}, decompressed")
     return content
 
 
-def read_content(path: Path) -> bytes:
-    """The bytes of a file, decompressed if it is gzipped, whatever its name says."""
-    content = path.read_bytes()
-    if not content.startswith(GZIP_MAGIC):
-        return content
-    try:
-        return gzip.decompress(content)
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path}: the gzip stream is truncated or corrupt: {error}") from error
+def read_content(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file, decompressed if it is gzipped, whatever its name says.
+
+    Raises:
+        ValueError: the file is damaged, or has more than ``most`` bytes; no more are unpacked.
+    """
+    with path.open("rb") as file, damaged(path, "a file that is whole"):
+        return read_all(unpacked(file), most, str(path))
 
 
 def check_md5(content: bytes, expected: str, source: str) -> None:
     """Raise a ``ValueError`` that names ``source`` where the md5 of ``content`` is another one."""
-    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    check_digest(hashlib.md5(content, usedforsecurity=False).hexdigest(), expected, source)
+
+
+def check_digest(digest: str, expected: str, source: str) -> None:
+    """As :func:`check_md5`, with the md5 computed already."""
     if digest != expected:
         raise ValueError(f"{source}: md5 {digest}, expected {expected}; delete or replace the file")
+
+
+def digest_of(path: Path) -> str:
+    """md5 of a file, read in pieces."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def download(folder: str, name: str, archive: str, urls: Sequence[str], md5: str) -> Path:

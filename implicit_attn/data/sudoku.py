@@ -7,6 +7,7 @@ results made from it, attributes it to Gordon Royle.
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +16,18 @@ import torch
 from torch import Tensor
 
 from implicit_attn.data.files import DATA_VARIABLE, find, search_folders
-from implicit_attn.data.sudoku_boards import SudokuSymmetries, check_boards, unique_puzzles
+from implicit_attn.data.sudoku_boards import (
+    CELLS,
+    SudokuSymmetries,
+    check_boards,
+    unique_puzzles,
+)
+from implicit_attn.data.unpacking import damaged, read_all
 from solvers.core.checks import require_choice, require_count
 
 LIST = Path("sudoku") / "sudoku17.npz"
 SOURCES = ("auto", "list", "generated")
+MOST_PUZZLES = 250_000  # of a list; there are about 50,000 with 17 clues
 BASES, GENERATED_MORE = 64, 11  # generated puzzles have about 24 clues to begin with
 
 
@@ -122,15 +130,47 @@ def read_list(path: str | Path) -> tuple[Tensor, Tensor]:
     """Puzzles and solutions, (N, 81) int64 each, of an ``.npz`` with ``puzzle`` and ``solution``.
 
     Raises:
-        ValueError: the file does not hold these two, or they do not belong together.
+        ValueError: the file is damaged, does not hold these two as integers (N, 81) with N up to
+            ``MOST_PUZZLES``, or they do not belong together.
     """
-    with np.load(path) as file:
-        missing = {"puzzle", "solution"} - set(file.files)
-        if missing:
-            raise ValueError(f"{path}: holds {file.files}, expected puzzle and solution")
-        puzzles, solutions = (torch.from_numpy(file[n]).long() for n in ("puzzle", "solution"))
+    with (
+        open(path, "rb") as file,
+        damaged(path, "an .npz file with puzzle and solution"),
+        zipfile.ZipFile(file) as archive,
+    ):
+        names = [name.removesuffix(".npy") for name in archive.namelist()]
+        if not {"puzzle", "solution"} <= set(names):
+            raise ValueError(f"{path}: holds {names[:9]}, expected puzzle and solution")
+        puzzles, solutions = (_read_boards(archive, n, path) for n in ("puzzle", "solution"))
     check_boards(str(path), puzzles, solutions)
     return puzzles, solutions
+
+
+def _read_boards(archive: zipfile.ZipFile, name: str, path: str | Path) -> Tensor:
+    """(N, 81) int64; dtype and shape that the header declares are checked before the rest is read."""
+    with archive.open(f"{name}.npy") as stream:
+        version = np.lib.format.read_magic(stream)
+        readers = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
+        if version not in readers:
+            raise ValueError(
+                f"{path}: {name} has .npy version {version}, expected (1, 0) or (2, 0)"
+            )
+        shape, by_columns, dtype = readers[version](stream)
+        if dtype.kind not in "iu":
+            raise ValueError(f"{path}: {name} is {dtype}, expected integers")
+        if len(shape) != 2 or shape[1] != CELLS or not 1 <= shape[0] <= MOST_PUZZLES:
+            raise ValueError(
+                f"{path}: {name} is {shape}, expected (N, {CELLS}), 1 <= N <= {MOST_PUZZLES}"
+            )
+        size = shape[0] * CELLS * dtype.itemsize
+        content = read_all(stream, size, f"{path}: {name}")
+    if len(content) != size:
+        raise ValueError(f"{path}: {name} has {len(content)} bytes, expected {size}")
+    values = np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
+    return torch.from_numpy(values.astype(np.int64, order="C"))
 
 
 def reveal(puzzles: Tensor, solutions: Tensor, more: int, generator: torch.Generator) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.modes import ordinary, recording
+from solvers.core.modes import ordinary, recording, uncompiled
 
 
 def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) -> tuple[Tensor, Any]:
@@ -19,7 +20,8 @@ def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) ->
     ``inference_mode`` too.
     """
     record = torch.is_grad_enabled()
-    with recording():
+    # What a compiler makes of the function could not be differentiated twice.
+    with recording(), uncompiled() if record else nullcontext():
         point, leaves, spec = _fresh(z, record)
         value = function(point, *ordinary(inputs))
         if not value.requires_grad:  # a constant

@@ -97,6 +97,17 @@ def zero_masked(z: Tensor, mask: Tensor | None) -> Tensor:
     return z if mask is None else z.masked_fill(~mask[:, None, :, None], 0.0)
 
 
+def exact_if_alone(lse: Tensor, own: Tensor, mask: Tensor | None) -> Tensor:
+    """``lse`` (B, H, N), and in samples with a single counted token its own scores, (B, H, N) too.
+
+    ``log exp S`` has the rounding of 1, not that of S: noise in the energy of a small state. Two
+    tokens or more have an ``lse`` of about log 2 at least, where scores are small.
+    """
+    if mask is not None:
+        return torch.where((mask.sum(1) <= 1)[:, None, None], own, lse)
+    return own if lse.shape[2] == 1 else lse
+
+
 def without_autocast(
     function: Callable[Concatenate[Tensor, Options], Result],
 ) -> Callable[Concatenate[Tensor, Options], Result]:

@@ -38,7 +38,8 @@ class HyperSET(RecurrentBackbone):
     Args:
         dim, heads: features d of a token, attention heads.
         memories: columns M of D (the paper: d for images, 4 d for Sudoku).
-        layers: number of layers with weights and step sizes of their own.
+        layers: number of layers with weights and step sizes of their own (the official code shares
+            one step-size network among them).
         iterations: of each layer.
         order, beyond: as for ``RecurrentBackbone``. Time-dependent step sizes are smooth functions
             of the time, so that later times than in training mean something; low-rank differences

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
+from implicit_attn.data.unpacking import damaged
 from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
@@ -21,6 +22,8 @@ from implicit_attn.models.transformer import SharedTransformer
 from implicit_attn.updates.step_sizes import STEP_SIZES
 from solvers.core.checks import require_choice
 
+MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read from a file
+LEAST_ENTRY = 50  # bytes that a tensor takes in the header of a file
 EQUILIBRIUM = "hyperset-equilibrium"  # the only one that solves, and so takes options of a DEQ
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "hyperset": HyperSET,
@@ -115,13 +118,35 @@ def load_model(
         FileNotFoundError: there is no such file.
         ValueError: it is no checkpoint, it holds no specification, or the weights do not fit it.
     """
-    specification = read_progress(path).get("settings", {}).get("model")
+    settings = read_progress(path).get("settings", {})
+    specification = settings.get("model") if isinstance(settings, Mapping) else settings
     if not isinstance(specification, Mapping):
         raise ValueError(
             f"{path} does not say how its model is built: settings['model'] must be the dict that "
             f"build_model took, got {specification!r}"
         )
+    _check_specification(specification, Path(path))
     with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
         model = build_model(specification, layer=layer)
     progress = load_checkpoint(path, model, restore_random=False)
     return model.eval(), progress
+
+
+def _check_specification(specification: Mapping[str, Any], path: Path) -> None:
+    """Refuse, before any memory is taken, what names no model or one that the file cannot hold."""
+    held = path.stat().st_size
+    with damaged(path, "a specification of a model that can be built"):
+        backbone = specification.get("backbone")
+        layers = min(MOST_LAYERS, held // LEAST_ENTRY)
+        for name, value in [*specification.items(), *(backbone or {}).items()]:
+            most = layers if name == "layers" else LARGEST_NUMBER
+            if isinstance(value, int) and abs(value) > most:
+                raise ValueError(f"{path}: {name} is {value}, expected at most {most}")
+        with torch.device("meta"):  # shapes without memory
+            parameters = list(build_model(specification).parameters())
+    number = sum(each.numel() for each in parameters)
+    if number > held:  # each is at least a byte
+        raise ValueError(
+            f"{path}: its specification is of a model of {number} parameters, which do not fit into "
+            f"the {held} bytes of the file"
+        )

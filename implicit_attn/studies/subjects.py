@@ -12,16 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.data import ImageData, board_counts, load, load_sudoku
+from implicit_attn.command_line import LARGEST_SEED
+from implicit_attn.data import LOADERS, ImageData, board_counts, load, load_sudoku
+from implicit_attn.data.sudoku import SOURCES
+from implicit_attn.data.unpacking import damaged
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone, SudokuModel, load_model
 from implicit_attn.models.energy_transformer import EnergyTransformerLayer
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
 from implicit_attn.updates.hyperset_step import HyperSETLayer
+from solvers.core.checks import require_nonnegative
 
 BATCH = 128
 CHECKPOINT_STEMS = ("weights", "checkpoint")  # files of a run, which is named by its folder
+MOST_PUZZLES = 1_000_000  # of a checkpoint's settings
 SUDOKU_OPTIONS = ("train", "test", "source", "seed")  # the settings that determine the puzzles
 # Of each sample: what is summed, (B,), and the number of terms in the sum, (B,).
 Measures = dict[str, tuple[Tensor, Tensor]]
@@ -194,25 +199,27 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
             that the model takes.
     """
     model, progress = load_model(path)
+    path = Path(path)
     settings, history = progress["settings"], progress.get("history") or []
+    with damaged(path, "a history of epochs with evaluations, and rtol in the settings"):
+        trained = int(history[-1].get("evaluations", 0)) if history else 0
+        rtol = require_nonnegative("rtol", settings.get("rtol") or 1e-3)
     if isinstance(model, SudokuModel):
         if data is not None:
             raise DataDiffers(f"{path} solves Sudoku, data must be None, got {data!r}")
-        chosen = {key: settings[key] for key in SUDOKU_OPTIONS if key in settings}
-        held = load_sudoku(**chosen)
+        held = load_sudoku(**_puzzle_options(settings, path))
         name, inputs, targets = held.name, held.test_puzzles, held.test_solutions
         measure: Measure = measure_boards
     else:
         name = settings.get("data") if data is None else data
-        if not isinstance(name, str):
+        if not isinstance(name, str) or name not in LOADERS:
             raise ValueError(
-                f"{path} does not say what data it was trained on; got {name!r}, give data"
+                f"{path} does not say what data it was trained on; got {name!r}, give data, one of "
+                f"{', '.join(LOADERS)}"
             )
         images = load(name)
         _check_images(images, settings["model"], path)
         inputs, targets, measure = images.test_images, images.test_labels, measure_classes
-    trained = int(history[-1].get("evaluations", 0)) if history else 0
-    path = Path(path)
     subject = Subject(
         path.resolve().parent.name if path.stem in CHECKPOINT_STEMS else path.stem,
         "",
@@ -220,7 +227,7 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
         inputs,
         targets,
         trained or int(getattr(model, "backbone").iterations),  # noqa: B009
-        float(settings.get("rtol") or 1e-3),
+        rtol,
         measure,
         history,
     )
@@ -232,11 +239,27 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
     return replace(subject, title=f"{title}, {number:,} parameters").first(samples)
 
 
+def _puzzle_options(settings: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """The arguments of ``load_sudoku`` in the settings of a checkpoint."""
+    chosen = {key: settings[key] for key in SUDOKU_OPTIONS if key in settings}
+    for name, value in chosen.items():
+        low, high = (0, LARGEST_SEED) if name == "seed" else (1, MOST_PUZZLES)
+        known = value in SOURCES if name == "source" else _is_within(value, low, high)
+        if not known:
+            raise ValueError(f"{path}: {name} is {value!r}, expected what load_sudoku takes")
+    return chosen
+
+
+def _is_within(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
 def _check_images(images: ImageData, model: Mapping[str, Any], path: str | Path) -> None:
     """Images and classes must be those of the model's specification."""
-    wanted = (model["channels"], model["image_size"], model["image_size"])
+    with damaged(path, "channels, image_size and classes in the specification"):
+        wanted, classes = (model["channels"], *2 * [model["image_size"]]), model["classes"]
     shape = tuple(images.test_images.shape[1:])
-    if (shape, images.classes) != (wanted, model["classes"]):
+    if (shape, images.classes) != (wanted, classes):
         raise DataDiffers(
             f"{path} takes images {wanted} of {model['classes']} classes, but {images.name} has "
             f"{shape} of {images.classes}"

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from solvers.core.modes import constant_weights
+from solvers.core.modes import constant_weights, uncompiled
 from solvers.core.problem import Problem
 
 
 @dataclass
 class Recorder:
-    """Records evaluations of ``problem``; outside tensors are found by identity."""
+    """Records an evaluation of ``problem``; outside tensors are found by identity."""
 
     problem: Problem
     pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # (outside, alias)
@@ -45,38 +45,32 @@ class Recorder:
             self.pairs[id(outside)] = known
         return known[1]
 
-    def record(self, z: Tensor, *, discover: bool) -> tuple[Tensor, Tensor]:
-        """``point`` and ``output = f(point; aliases)``, (B, D) both.
+    def record(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """``point`` and ``output = f(point; aliases)``, (B, D) both; finds what to alias.
 
-        The first recording (``discover``) finds what to alias; later ones use the same aliases. A
-        tensor that escapes the substitution (as an argument of a custom autograd function) stays
+        A tensor that escapes the substitution (as an argument of a custom autograd function) stays
         attached to its own graph, which is followed to its leaves, so that no gradient is lost.
+        Compiled functions run as they were before compilation: their compiler would see other aliases
+        each time and compile anew, and what it makes cannot be differentiated twice.
         """
         point = z.detach().requires_grad_()
         args = pytree.tree_map(
             lambda leaf: self.alias(leaf) if _requires_grad(leaf) else leaf, self.problem.args
         )
-        mode = _Substitution(self, point, discover=discover)
-        with constant_weights(), torch.enable_grad(), mode:
+        mode = _Substitution(self, point)
+        with constant_weights(), torch.enable_grad(), uncompiled(), mode:
             output = replace(self.problem, args=args).masked_map(point)
-        found = _other_leaves(output, mode.inside) if output.requires_grad else []
-        if discover:
-            self.others = found
-        elif not {id(leaf) for leaf in found} <= {id(leaf) for leaf in self.others}:
-            raise RuntimeError(
-                "f read other tensors than in the forward pass (weights cached by an outer "
-                "parametrize.cached()?), so its second derivative is not at hand"
-            )
+        self.others = other_leaves(output, mode.inside)
         return point, output
 
 
 class _Substitution(TorchFunctionMode):
     """Replaces outside tensors that require a gradient in the arguments of every torch function."""
 
-    def __init__(self, recorder: Recorder, point: Tensor, *, discover: bool) -> None:
+    def __init__(self, recorder: Recorder, point: Tensor) -> None:
         super().__init__()
-        self.recorder, self.discover = recorder, discover
-        self.start = _sequence_number()
+        self.recorder = recorder
+        self.start = sequence_number()
         # Leaves that belong to the evaluation: the state, the aliases, leaves made by f itself.
         known = [point, *(alias for _, alias in recorder.pairs.values())]
         self.inside = {id(tensor): tensor for tensor in known}
@@ -108,7 +102,7 @@ class _Substitution(TorchFunctionMode):
     def _outside(self, value: Tensor) -> bool:
         if id(value) in self.recorder.pairs:
             return True
-        if not self.discover or id(value) in self.inside:
+        if id(value) in self.inside:
             return False
         node = value.grad_fn
         return node is None or node._sequence_nr() < self.start
@@ -118,8 +112,8 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
-    """Leaves of the recorded graph that are neither the state nor an alias."""
+def other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
+    """Leaves of the graph of ``output`` that are not among ``inside``, by identity."""
     found: list[Tensor] = []
     seen: set[Any] = set()
     stack: list[Any] = [output.grad_fn]
@@ -135,7 +129,7 @@ def _other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
     return found
 
 
-def _sequence_number() -> int:
+def sequence_number() -> int:
     """Number that autograd gives to the next node of this thread."""
     with torch.enable_grad():
         probe = torch.ones((), requires_grad=True) * 1

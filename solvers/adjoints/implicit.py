@@ -93,7 +93,11 @@ class AdjointSystem:
 
 @dataclass
 class _Record:
-    """What the backward passes of one solve share: the first recording, ``output = f(point)``."""
+    """What the backward passes of one solve share: the recording ``output = f(point)``.
+
+    Second derivatives, too, are taken of its graph, which holds the values of the forward pass:
+    where one of them has been changed in place since, autograd raises.
+    """
 
     system: AdjointSystem
     recorder: Recorder
@@ -104,8 +108,29 @@ class _Record:
 def implicit_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
     """The fixed point z (B, D) with the implicit gradient attached."""
     recorder = Recorder(problem)
-    record = _Record(system, recorder, *recorder.record(z, discover=True))
+    record = _Record(system, recorder, *recorder.record(z))
     return _ImplicitValue.apply(record, z, *recorder.inputs) if recorder.inputs else z
+
+
+def zero_derivative(problem: Problem, z: Tensor, *others: Tensor) -> Tensor:
+    """z (B, D), of samples that have no derivative: zero by what ``f`` reads and by ``others``."""
+    recorder = Recorder(problem)
+    recorder.record(z)
+    inputs = [*recorder.inputs, *(tensor for tensor in others if tensor.requires_grad)]
+    return _ZeroDerivative.apply(z, *inputs) if inputs else z
+
+
+class _ZeroDerivative(torch.autograd.Function):
+    """z -> z with a gradient of zero for the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        return None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
 
 
 class _ImplicitValue(torch.autograd.Function):
@@ -160,7 +185,7 @@ class _ImplicitGradient(torch.autograd.Function):
         record: _Record = ctx.record
         u, value, *inputs = ctx.saved_tensors
         with torch.no_grad():
-            results = _second_derivative(record, u, value, cotangents)
+            results = _second_derivative(record, u, cotangents)
         if torch.is_grad_enabled():
             upstream = [*cotangents, u, value, *inputs]
             results = [None if t is None else _NoThird.apply(t, *upstream) for t in results]
@@ -168,11 +193,11 @@ class _ImplicitGradient(torch.autograd.Function):
 
 
 def _second_derivative(
-    record: _Record, u: Tensor, value: Tensor, cotangents: tuple[Tensor, ...]
+    record: _Record, u: Tensor, cotangents: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     """Gradients with respect to (cotangent, value, inputs); see :class:`_ImplicitGradient`."""
     symmetric = record.recorder.problem.symmetric
-    point, output = record.recorder.record(value, discover=False)
+    point, output = record.point, record.output
     variables = [point, *record.recorder.aliases]
     with torch.enable_grad():
         weight = u.detach().requires_grad_()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from solvers.adjoints.implicit import AdjointSystem, implicit_value
+from solvers.adjoints.checkpoints import Checkpoints
+from solvers.adjoints.implicit import AdjointSystem, implicit_value, zero_derivative
 from solvers.core.checks import require_count, require_flag, require_instance, require_number
+from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
 from solvers.core.solution import Solution, check_on_failure
 from solvers.core.tolerance import Tolerance
@@ -31,13 +34,15 @@ class Adjoint(ABC):
 def _differentiate(
     problem: Problem,
     solution: Solution,
+    start: Tensor,
     attach: Callable[[Problem, Tensor, Tensor | None], Tensor],
 ) -> Solution:
     """Let ``attach(problem, value, rows)`` give the solution's value its gradient.
 
-    A sample without any finite evaluation has no derivative, and its NaN would reach the gradients
-    of the others through weights that they share. So ``attach`` sees only the other samples:
-    ``rows`` (n,), or None where that is all of them or ``compact=False`` forbids to leave any out.
+    A sample without any finite evaluation has no derivative: zero is what its gradient is set to, and
+    its NaN would reach the gradients of the others through weights that they share. So ``attach`` sees
+    only the other samples: ``rows`` (n,), or None where that is all of them or ``compact=False``
+    forbids to leave any out.
     """
     finite = torch.isfinite(solution.residual)
     if not problem.compact or bool(finite.all()):
@@ -47,8 +52,10 @@ def _differentiate(
     whole = solution.value.detach()
     if rows.numel() > 0:
         part = problem.rows(rows, whole.shape[0])
-        whole = whole.index_copy(0, rows, attach(part, whole.index_select(0, rows), rows))
-    solution.value = whole
+        value = attach(part, solution.value.index_select(0, rows), rows)
+        solution.value = whole.index_copy(0, rows, value)
+    else:
+        solution.value = zero_derivative(problem, whole, start)
     return solution
 
 
@@ -102,17 +109,19 @@ class Implicit(Adjoint):
             )
             return implicit_value(part, z, system)
 
-        return _differentiate(problem, solution, attach)
+        return _differentiate(problem, solution, start.detach(), attach)
 
 
 @dataclass(frozen=True)
 class Unrolled(Adjoint):
     """Differentiate through every iteration of the solver; gradients reach ``z0`` too.
 
-    Memory grows with the number of evaluations. Derivatives of any order.
+    Memory grows with the number of evaluations. Derivatives of any order. Where a sample has no finite
+    first evaluation, that evaluation is repeated without it.
 
     Args:
-        checkpoint: keep the states only, and evaluate ``f`` once more in the backward pass.
+        checkpoint: keep the states only, and evaluate ``f`` once more in the backward pass, which
+            raises RuntimeError where a tensor that ``f`` reads has been changed in place meanwhile.
     """
 
     checkpoint: bool = False
@@ -121,13 +130,16 @@ class Unrolled(Adjoint):
         require_flag("checkpoint", self.checkpoint)
 
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
-        problem = replace(problem, checkpoint=self.checkpoint)
+        if self.checkpoint:
+            problem = replace(problem, recorder=Checkpoints(problem.args))
 
         def attach(part: Problem, value: Tensor, rows: Tensor | None) -> Tensor:
+            if rows is None or keeps_failures_out(value.device):
+                return value
             # A second, recorded solve of the other samples keeps the NaN out of the graph.
-            return value if rows is None else run(part, start.index_select(0, rows)).value
+            return run(part, start.index_select(0, rows)).value
 
-        return _differentiate(problem, run(problem, start), attach)
+        return _differentiate(problem, run(problem, start), start, attach)
 
 
 @dataclass(frozen=True)
@@ -159,9 +171,21 @@ class Phantom(Adjoint):
             z = anchor
             for _ in range(self.steps):
                 z = torch.lerp(z, part.masked_map(z), self.damping)
-            return anchor + (z - z.detach()) if z.requires_grad else anchor
+            return _WithDerivative.apply(anchor, z) if z.requires_grad else anchor
 
-        return _differentiate(problem, solution, attach)
+        return _differentiate(problem, solution, start.detach(), attach)
+
+
+class _WithDerivative(torch.autograd.Function):
+    """The value of ``anchor`` with the derivative of ``z``; also where z is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, z: Tensor) -> Tensor:
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        return None, cotangents[0]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy
@@ -11,6 +12,8 @@ from torch import Tensor
 # An array (n, 1) or (n, k): numpy.ndarray on the CPU, Tensor elsewhere.
 Array = Any
 
+# Around algebra in NumPy: as in torch, an overflow is no event, its row is rejected later.
+SILENT = partial(numpy.errstate, all="ignore")
 NUMPY_SIZE = 1 << 17  # numbers up to which NumPy's cheaper calls outweigh torch's threads
 
 
@@ -73,7 +76,7 @@ class Arrays:
 
     def ratio(self, numerator: Array, denominator: Array) -> Array:
         """``numerator / denominator``, 0 where the numerator is 0."""
-        with numpy.errstate(all="ignore"):
+        with SILENT():
             return self.xp.where(numerator == 0, numerator, numerator / denominator)
 
     def choose(self, mask: Array, new: Tensor, old: Tensor) -> Tensor:

@@ -62,17 +62,67 @@ class Layout:
         ]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def mask_vector(self, mask: Tensor) -> Tensor:
-        """Token mask (B, N) -> (B, D) bool; leaves without a dimension N after B count whole."""
-        batch, tokens = mask.shape
+    def mask_vector(self, mask: Any) -> Tensor:
+        """Masks (B, N) -> (B, D) bool, as checked by :func:`check_mask`."""
+        masks = self._mask_of_leaves(mask)
+        some = next(t for t in masks if t is not None)
+        batch = some.shape[0]
         parts = []
-        for shape in self.shapes:
-            if shape and shape[0] == tokens:
-                view = mask.reshape(batch, tokens, *([1] * (len(shape) - 1)))
-                parts.append(view.expand(batch, *shape).reshape(batch, -1))
+        for leaf_mask, shape in zip(masks, self.shapes, strict=True):
+            if leaf_mask is None:
+                parts.append(some.new_ones(batch, prod(shape)))
             else:
-                parts.append(mask.new_ones(batch, prod(shape)))
+                view = leaf_mask.reshape(batch, shape[0], *([1] * (len(shape) - 1)))
+                parts.append(view.expand(batch, *shape).reshape(batch, -1))
         return torch.cat(parts, dim=1)
+
+    def _mask_of_leaves(self, mask: Any) -> list[Tensor | None]:
+        """The mask of each leaf, None for leaves that count whole.
+
+        One tensor (B, N) is for the leaves of tokens, (B, N, ...) with at least three dimensions; a
+        vector (B, N) beside them may be of N features. Only where there is no such leaf, those of
+        shape (B, N) are masked.
+        """
+        if not isinstance(mask, Tensor):
+            return pytree.tree_flatten(self.ordered(mask), is_leaf=_is_none)[0]
+        fitting = [bool(shape) and shape[0] == mask.shape[1] for shape in self.shapes]
+        tokens = [fits and len(shape) > 1 for fits, shape in zip(fitting, self.shapes, strict=True)]
+        return [mask if takes else None for takes in (tokens if any(tokens) else fitting)]
+
+
+def _is_none(tree: Any) -> bool:
+    return tree is None
+
+
+def check_mask(mask: Any, layout: Layout, batch: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless ``mask`` fits the state: (B, N) bool, or a pytree of them.
+
+    The pytree has the structure of the state, with None for leaves that are not masked.
+    """
+    if isinstance(mask, Tensor):
+        leaves: list[Any] = [mask]
+    else:
+        leaves, spec = pytree.tree_flatten(layout.ordered(mask), is_leaf=_is_none)
+        if spec != layout.spec or all(leaf is None for leaf in leaves):
+            raise TypeError(
+                "mask must be a bool tensor (B, N), or a pytree structured like z0 of such tensors "
+                f"and None, got {mask!r}"
+            )
+    for leaf in leaves:
+        if leaf is None:
+            continue
+        if not isinstance(leaf, Tensor) or leaf.dtype != torch.bool or leaf.dim() != 2:
+            raise TypeError(f"mask must be a bool tensor (B, N), got {leaf!r}")
+        check_batched(leaf, "mask", batch, device, "z0", "f")
+    masks = layout._mask_of_leaves(mask)
+    shapes = [(batch, *shape) for shape in layout.shapes]
+    if all(leaf is None for leaf in masks):
+        raise ValueError(f"mask has {leaves[0].shape[1]} tokens, which no leaf of z0 has: {shapes}")
+    for leaf, shape in zip(masks, layout.shapes, strict=True):
+        if leaf is not None and (not shape or shape[0] != leaf.shape[1]):
+            raise ValueError(
+                f"mask has {leaf.shape[1]} tokens for a leaf of z0 of shape {(batch, *shape)}"
+            )
 
 
 def _reorder(template: Any, state: Any) -> Any:

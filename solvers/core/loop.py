@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import Arrays
+from solvers.core.arrays import SILENT, Arrays
 from solvers.core.device import Watch, maybe_any
 from solvers.core.problem import Problem
 from solvers.core.rows import (
@@ -34,6 +34,14 @@ PATIENCE = 100  # evaluations without a better residual after which a sample has
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
 
 
+def keeps_failures_out(device: torch.device) -> bool:
+    """Whether a recorded solve takes samples out whose first evaluation is not finite.
+
+    Not on a GPU, where asking for them would wait for the device.
+    """
+    return device.type == "cpu" and torch.is_grad_enabled()
+
+
 class Loop:
     """One solve, from its first evaluation ``start``; the :class:`Solution` has a value (B, D).
 
@@ -53,6 +61,7 @@ class Loop:
     ) -> None:
         self.problem, self.solver, self.tolerance = problem, solver, tolerance
         self.max_steps = max_steps
+        start = problem.exact(start)
         self.trial: Point = start  # the point evaluated last
         self.current: Point | None = None  # the last accepted point of every row
         self.accepted: Tensor | None = None  # (n,) bool, rows that accept the trial; None: all
@@ -74,7 +83,9 @@ class Loop:
         """Go on until every sample has ended."""
         evaluation = 1
         while not self._account(evaluation):
-            self.trial = self.problem.evaluate(self._propose())
+            with SILENT():
+                candidate = self._propose()
+            self.trial = self.problem.evaluate(candidate)
             evaluation += 1
         return self._solution()
 
@@ -83,6 +94,7 @@ class Loop:
         if self.brief_account and self._all_improve(evaluation):
             self.current = self.trial
             return False
+        self.trial = self.problem.exact(self.trial)
         accepted = acceptable(self.trial, self.current, self.rows.limit)
         self.accepted = accepted if maybe_any(~accepted) else None
         self._decide_status(evaluation)
@@ -92,6 +104,8 @@ class Loop:
             self.current = self.trial
         else:
             self.current = merge_rows(self.accepted, self.trial, self.current)
+        if evaluation == 1 and keeps_failures_out(self.trial.z.device):
+            self._keep_failures_out()
         self._shrink()
         return False
 
@@ -199,6 +213,18 @@ class Loop:
         self.some_ended = not bool(seen.all())
         return self.some_ended and not bool(seen.any())
 
+    def _keep_failures_out(self) -> None:
+        """Evaluate anew without the rows that have no finite first evaluation.
+
+        A recorded NaN of theirs would reach the gradients of weights that all rows share.
+        """
+        failed = self.rows.status == Status.NONFINITE
+        if not self.problem.compact or not bool(failed.any()):
+            return
+        ended = self.rows.status != RUNNING
+        self._take_out(ended)
+        self.trial = self.current = self.problem.evaluate(self.trial.z)
+
     def _shrink(self) -> None:
         """Let finished rows leave, their history with them, when enough of them have finished."""
         if not (self.some_ended and self.problem.compact and self.arrays.host):
@@ -207,6 +233,10 @@ class Loop:
         number = int(ended.sum())
         if number * SHRINK < ended.numel() or number == 0:
             return
+        self._take_out(ended)
+
+    def _take_out(self, ended: Tensor) -> None:
+        """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""
         self.some_ended = False
         stay = torch.nonzero(~ended).flatten()
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,6 +54,44 @@ def recording() -> Iterator[None]:
             yield
 
 
+class _Stance:
+    """How many recordings, in all threads, ask for ``torch.compile`` to stand aside."""
+
+    def __init__(self) -> None:
+        self.lock, self.number = threading.Lock(), 0
+        self.before: Any = None  # the stance to return to
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.number == 0:
+                self.before = torch.compiler.set_stance("force_eager")
+            self.number += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.number -= 1
+            if self.number == 0:
+                self.before.__exit__(None, None, None)
+                self.before = None
+
+
+_STANCE = _Stance()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Functions compiled by ``torch.compile`` run as they were before compilation.
+
+    torch keeps this stance for all threads; a compiled function that another thread calls meanwhile is
+    slower, not wrong.
+    """
+    _STANCE.enter()
+    try:
+        yield
+    finally:
+        _STANCE.leave()
+
+
 def ordinary(tree: Any) -> Any:
     """The pytree with copies of its inference tensors, which no backward pass could save."""
 
@@ -59,20 +101,98 @@ def ordinary(tree: Any) -> Any:
     return pytree.tree_map(copy, tree)
 
 
-@contextmanager
-def constant_weights() -> Iterator[None]:
-    """``parametrize.cached()`` with a cache of its own.
+class _PerThread(threading.local):
+    """The weights that the innermost solve of this thread has computed; None outside of a solve."""
 
-    A solve computes weights without a graph, or with that of a recording. In the cache of a
-    surrounding ``parametrize.cached()`` they would be read later, without their gradient.
+    weights: Weights | None = None
+
+
+_OF_THIS_THREAD = _PerThread()
+
+
+@dataclass(eq=False)
+class Weights:
+    """Parametrised weights (``torch.nn.utils.parametrize``) that are computed once and then constant.
+
+    They belong to one solve in one thread. torch's own cache, ``parametrize.cached()``, is one for
+    all threads, so a solve neither reads it nor writes to it.
     """
-    outer = getattr(parametrize, "_cache", None)
-    enclosed = bool(getattr(parametrize, "_cache_enabled", 0))
-    if enclosed:
-        parametrize._cache = {}
-    try:
-        with parametrize.cached():
+
+    computed: dict[int, tuple[ParametrizationList, Tensor]] = field(default_factory=dict)
+    # Within torch.utils.checkpoint: what the computation saves must not be computed again.
+    checkpointed: bool = False
+
+    @contextmanager
+    def constant(self) -> Iterator[None]:
+        """Within, this thread reads these weights."""
+        _shield_the_cache()
+        outer = _OF_THIS_THREAD.weights
+        _OF_THIS_THREAD.weights = self
+        try:
             yield
-    finally:
-        if enclosed and outer is not None:
-            parametrize._cache = outer
+        finally:
+            _OF_THIS_THREAD.weights = outer
+
+    def read(self, parametrization: ParametrizationList) -> Tensor:
+        """The weight, computed at the first call."""
+        found = self.computed.get(id(parametrization))
+        if found is None:
+            kept = saved_tensors_hooks(_same, _same) if self.checkpointed else nullcontext()
+            with kept:
+                found = (parametrization, _COMPUTE(parametrization))
+            self.computed[id(parametrization)] = found
+        return found[1]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def weights_of_this_solve() -> Weights | None:
+    """The weights that this thread is solving with."""
+    return _OF_THIS_THREAD.weights
+
+
+def constant_weights() -> AbstractContextManager[None]:
+    """Within, parametrised weights are computed once, by and for this thread alone.
+
+    A solve computes weights without a graph, or with that of a recording, which nobody else may read.
+    """
+    return Weights().constant()
+
+
+_COMPUTE: Callable[[ParametrizationList], Tensor] = ParametrizationList.forward
+
+
+def _weight(self: ParametrizationList) -> Tensor:
+    """``ParametrizationList.forward``: as torch defines it, but constant within a solve."""
+    if torch.compiler.is_compiling():  # a thread's own variables cannot be traced
+        return _COMPUTE(self)
+    weights = _OF_THIS_THREAD.weights
+    if weights is None:
+        return _COMPUTE(self)
+    _shield_the_cache()  # which another thread may have replaced since the solve began
+    return weights.read(self)
+
+
+class _SharedCache(dict[Any, Any]):
+    """torch's cache of ``parametrize.cached()``; it appears to be empty to a thread that solves."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return default if _OF_THIS_THREAD.weights is not None else super().get(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if _OF_THIS_THREAD.weights is None:
+            super().__setitem__(key, value)
+
+
+def _shield_the_cache() -> None:
+    """Put :class:`_SharedCache` in the place of torch's plain dict, with the same contents."""
+    cache = parametrize._cache
+    if type(cache) is not _SharedCache:
+        parametrize._cache = _SharedCache(cache)
+
+
+# The only hook that serves the modules of any user, in closures too, without knowing them. It is put
+# on the class, once; outside of solves it changes nothing.
+ParametrizationList.forward = _weight  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
-from solvers.core.modes import ordinary, recording, with_autocast
-from solvers.core.rows import Point, row_norm
+from solvers.core.modes import ordinary, recording, uncompiled, with_autocast
+from solvers.core.rows import Point, norms_fit, row_norm, scaled_norm
 
 
 class EnergyUpdate(ABC):
@@ -59,7 +59,8 @@ class Descent(EnergyUpdate):
 
     def joint(self, z: Any, *args: Any) -> tuple[Any, Tensor, Any]:
         outer = torch.is_grad_enabled()
-        with recording():
+        # What a compiler makes of the energy could not be differentiated twice.
+        with recording(), uncompiled() if outer else nullcontext():
             leaves, spec = pytree.tree_flatten(ordinary(z))
             args = ordinary(args)
             points = [
@@ -67,12 +68,30 @@ class Descent(EnergyUpdate):
             ]
             value = self.energy(pytree.tree_unflatten(points, spec), *args)
             check_energy(value, leaves[0].shape[0])
-            gradients = torch.autograd.grad(value.sum(), points, create_graph=outer)
+            gradients = _gradient_of_energy(value, points, create_graph=outer)
         steps = [t - self.step_size * g for t, g in zip(points, gradients, strict=True)]
         if not outer:
             value, steps = value.detach(), [t.detach() for t in steps]
         rebuild = pytree.tree_unflatten
         return rebuild(steps, spec), value, rebuild(list(gradients), spec)
+
+
+def _gradient_of_energy(
+    energy: Tensor, points: list[Tensor], *, create_graph: bool
+) -> tuple[Tensor, ...]:
+    """dE/dz, zero for leaves that the energy does not depend on; ValueError where that is all."""
+    found: tuple[Tensor | None, ...] = (None,) * len(points)
+    if energy.requires_grad:
+        found = torch.autograd.grad(
+            energy.sum(), points, create_graph=create_graph, allow_unused=True
+        )
+    if all(part is None for part in found):
+        raise ValueError(
+            "energy must depend on z through differentiable operations, got one without gradient"
+        )
+    return tuple(
+        torch.zeros_like(t) if g is None else g for g, t in zip(found, points, strict=True)
+    )
 
 
 @dataclass(eq=False)
@@ -92,7 +111,8 @@ class Problem:
     mask: Tensor | None = None
     symmetric: bool = False  # the Jacobian of f is symmetric
     compact: bool = True  # rows may be taken out
-    checkpoint: bool = False  # recorded evaluations keep z alone, the backward pass repeats them
+    # How a recorded evaluation ``function(z)`` is made, where not by a plain call.
+    recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     shrunk: bool = False  # rows have been taken out
     checked: bool = False  # an output of f has been checked
 
@@ -112,6 +132,16 @@ class Problem:
         norm, reference = row_norm(residual.detach()), row_norm(value.detach())
         return Point(z, residual, norm, reference, energy, gradient)
 
+    def exact(self, point: Point) -> Point:
+        """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
+        if point.z.device.type != "cpu" or norms_fit(point.norm, point.reference):
+            return point
+        residual = point.residual.detach()
+        value = point.z.detach() + residual
+        if self.mask is not None:
+            value = torch.where(self.mask, value, value.new_zeros(()))
+        return replace(point, norm=scaled_norm(residual), reference=scaled_norm(value))
+
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
         if self.mask is None:
@@ -123,8 +153,8 @@ class Problem:
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
             with with_autocast(z.device.type, self.autocast):
-                if self.checkpoint and torch.is_grad_enabled():
-                    return checkpoint(function, z, use_reentrant=False)
+                if self.recorder is not None and torch.is_grad_enabled():
+                    return self.recorder(function, z)
                 return function(z)
         except (RuntimeError, ValueError, IndexError) as error:
             if self.shrunk:  # then f has most likely closed over the whole batch
@@ -157,13 +187,17 @@ class Problem:
         return replace(self, args=take(self.args, index, batch), mask=mask, shrunk=True)
 
     def jacobian_product(self, z: Tensor) -> JacobianProduct:
-        """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward."""
-        with recording():
+        """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.
+
+        Raises RuntimeError where autograd finds no dependence on anything.
+        """
+        with recording(), uncompiled():
             point = ordinary(z).detach().requires_grad_()
             output = replace(self, args=ordinary(self.args)).masked_map(point)
             if not output.requires_grad:
                 raise RuntimeError(
-                    "f(z) is not differentiable in z, so its Jacobian is not at hand"
+                    "f(z) is not differentiable in z (made of comparisons, or detached?), so its "
+                    "Jacobian is not at hand: use a solver without Jacobian, such as Anderson()"
                 )
             return pullback(output, point) if self.symmetric else pushforward(output, point)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from solvers.core.device import maybe_any
 from solvers.core.solution import Trace
 
 RUNNING = -1  # status of a sample that is still being solved
+# Squares of a norm above these are far from underflow, and so are those of 1e-7 of it.
+MODERATE_ABOVE = {torch.float32: 1e-8, torch.float64: 1e-138}
 
 
 @dataclass
@@ -210,8 +213,37 @@ def write_slot(buffer: Tensor, slot: int, value: Tensor) -> Tensor:
 
 
 def row_norm(vector: Tensor) -> Tensor:
-    """Euclidean norm of each row, (B,), accumulated in float32 or wider."""
+    """Euclidean norm of each row, (B,), in float32 or wider.
+
+    On the CPU a norm whose squares over- or underflow is wrong; see :meth:`Problem.exact`.
+    """
+    if vector.device.type != "cpu":  # whether it is would have to be awaited there
+        return scaled_norm(vector)
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
+
+
+def norms_fit(norm: Tensor, reference: Tensor) -> bool:
+    """Whether no square in :func:`row_norm` of residuals and their references did any harm.
+
+    A residual that is nothing beside a moderate reference may have the norm 0.
+    """
+    low, sizes, residuals = MODERATE_ABOVE[norm.dtype], reference.numpy(), norm.numpy()
+    if len(sizes) <= 32:  # Python's own loop is faster there
+        sizes, residuals = sizes.tolist(), residuals.tolist()
+        return low < min(sizes) and max(sizes) < math.inf and max(residuals) < math.inf
+    return bool(low < sizes.min() and max(sizes.max(), residuals.max()) < math.inf)
+
+
+def scaled_norm(vector: Tensor) -> Tensor:
+    """:func:`row_norm` for any magnitude: in float64, or divided by a power of two first."""
+    if vector.dtype != torch.float64:
+        return torch.linalg.vector_norm(vector, dim=1, dtype=torch.float64).float()
+    largest = torch.linalg.vector_norm(vector, torch.inf, dim=1)
+    # A power of two within the range of float64, also where the largest entry is subnormal.
+    exponent = torch.frexp(largest)[1].clamp(-1000, 1000)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    norm = torch.linalg.vector_norm(vector / scale[:, None], dim=1) * scale
+    return torch.where(torch.isfinite(largest), norm, largest)
 
 
 def small_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import Tensor
 from solvers.core.rows import Point, small_dtype
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver
+SHORTEST = 0.1  # least factor by which one interpolation shortens a step
 MAX_REJECTIONS = 40  # consecutive rejections after which a row gives up
 
 
@@ -64,12 +65,13 @@ def acceptable(trial: Point, last: Point | None, limit: Tensor) -> Tensor:
     return finite & ((energy <= allowed) | same)
 
 
-def slope_of(trial: Point, start: Point) -> Tensor:
-    """(B,) ``<dE(start), trial - start>``, in float32 or wider."""
-    assert start.gradient is not None
+def slope_of(trial: Point, start: Point, at: Point | None = None) -> Tensor:
+    """(B,) ``<dE(at), trial - start>``, in float32 or wider; ``at`` is ``start`` by default."""
+    gradient = (at or start).gradient
+    assert gradient is not None
     wide = small_dtype(trial.z.dtype)
     moved = (trial.z - start.z).detach().to(wide)
-    return (moved * start.gradient.detach().to(wide)).sum(1)
+    return (moved * gradient.detach().to(wide)).sum(1)
 
 
 def rounding(energy: Tensor) -> Tensor:
@@ -78,13 +80,22 @@ def rounding(energy: Tensor) -> Tensor:
 
 
 def interpolation(current: Point, trial: Point) -> Tensor:
-    """(B,) factor in [0.1, 0.5] for the step: minimiser of the interpolating parabola, else 0.5.
+    """(B,) factor in [SHORTEST, 0.5] for the step that led from ``current`` to ``trial``.
 
-    The parabola has the energy and the slope of ``current`` and the energy of ``trial``.
+    The minimiser of the cubic that has the energies and slopes of both points (Nocedal and Wright,
+    "Numerical Optimization", eq. 3.59); where there is none, of the parabola without the trial's
+    slope; SHORTEST after a trial that is not finite, and 0.5 where no gradient is known.
     """
     if current.gradient is None or current.energy is None or trial.energy is None:
         return torch.full_like(current.norm, 0.5)
     slope = slope_of(trial, current)
-    rise = (trial.energy - current.energy).detach() - slope
-    factor = -slope / (2 * rise)
-    return torch.nan_to_num(factor, nan=0.1, posinf=0.5, neginf=0.1).clamp(0.1, 0.5)
+    change = (trial.energy - current.energy).detach()
+    factor = -slope / (2 * (change - slope))
+    if trial.gradient is not None:
+        last = slope_of(trial, current, at=trial)
+        theta = slope + last - 3 * change
+        root = (theta * theta - slope * last).clamp_min(0).sqrt()
+        cubic = 1 - (last + root - theta) / (last - slope + 2 * root)
+        factor = torch.where(torch.isfinite(cubic), cubic, factor)
+    factor = torch.where(trial.finite(), factor, SHORTEST)
+    return torch.nan_to_num(factor, nan=SHORTEST).clamp(SHORTEST, 0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_choice
+from solvers.core.guards.telling import reduce_error, warn_user
 
 POLICIES = ("warn", "raise", "ignore")
 
@@ -41,11 +41,17 @@ class SolveWarning(UserWarning):
 
 
 class SolveError(RuntimeError):
-    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has all."""
+    """Some samples of a solve did not converge (``on_failure="raise"``); ``solution`` has all.
+
+    It can be pickled (``multiprocessing``); the solution then arrives detached, on the CPU.
+    """
 
     def __init__(self, message: str, solution: Solution) -> None:
         super().__init__(message)
         self.solution = solution
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_error(self, self.solution)
 
 
 @dataclass
@@ -142,22 +148,23 @@ def check_on_failure(on_failure: str) -> None:
     require_choice("on_failure", on_failure, POLICIES)
 
 
-def apply_policy(solution: Solution, on_failure: str, what: str, *, stacklevel: int = 3) -> None:
+def apply_policy(solution: Solution, on_failure: str, what: str) -> None:
     """Warn, raise (:class:`SolveError`) or do nothing about samples that have not converged.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
-    default ``stacklevel`` of the warning points at the caller of the caller.
+    warning points at the user's line, and is shown once for each line and set of statuses.
     """
     check_on_failure(on_failure)
     if on_failure == "ignore" or bool(solution.converged.all()):
         return
-    advice = [_ADVICE[Status[name]] for name in solution.counts() if name != "CONVERGED"]
+    failures = [name for name in solution.counts() if name != "CONVERGED"]
+    advice = [_ADVICE[Status[name]] for name in failures]
     message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
-    warn_or_raise(SolveError(message, solution), on_failure, stacklevel=stacklevel + 1)
+    warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}")
 
 
-def warn_or_raise(error: Exception, on_failure: str, *, stacklevel: int) -> None:
-    """Raise ``error``, or warn with its message (:class:`SolveWarning`)."""
+def warn_or_raise(error: Exception, on_failure: str, cause: str) -> None:
+    """Raise ``error``, or warn with its message (:class:`SolveWarning`), once for each ``cause``."""
     if on_failure == "raise":
         raise error
-    warnings.warn(str(error), SolveWarning, stacklevel=stacklevel)
+    warn_user(str(error), SolveWarning, cause)

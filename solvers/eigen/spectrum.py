@@ -12,6 +12,7 @@ from scipy.sparse.linalg import ArpackError, LinearOperator, eigs, eigsh
 from torch import Tensor
 
 from solvers.core.checks import require_callable, require_choice, require_count, require_number
+from solvers.core.guards.telling import reduce_error
 from solvers.core.solution import check_on_failure, warn_or_raise
 from solvers.eigen.linearization import Linearization, SampleProduct
 
@@ -30,6 +31,9 @@ class SpectrumError(RuntimeError):
     def __init__(self, message: str, spectrum: Spectrum) -> None:
         super().__init__(message)
         self.spectrum = spectrum
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_error(self, self.spectrum)
 
 
 @dataclass
@@ -209,7 +213,7 @@ def _eigenvalues(
             f"{failed[:10]}: raise max_products or tolerance, use method='dense', or look for NaN "
             "in f"
         )
-        warn_or_raise(SpectrumError(message, result), on_failure, stacklevel=4)
+        warn_or_raise(SpectrumError(message, result), on_failure, "eigenvalues")
     return result
 
 

@@ -2,6 +2,7 @@
 
 - ``solve``: :func:`solvers.solve_linear`
 - ``loop``: the loop of a solve: cycles of a method, verified residuals, statuses
+- ``cycle``: one cycle and its results
 - ``product``: the products with ``A`` and the scaled right-hand sides
 - ``method``: the interface of the methods
 - ``cg``, ``minres``, ``gmres``: the methods

@@ -140,9 +140,12 @@ class GMRESRun(KrylovRun):
             setattr(self, name, self.arrays.read(padded))
 
     def solution(self) -> Tensor:
+        return self.final()[0]
+
+    def final(self) -> tuple[Tensor, Array]:
         step = self.step
         if step == 0:
-            return torch.zeros_like(self.direction)
+            return torch.zeros_like(self.direction), self.residual_norm
         xp, write = self.arrays.xp, self.arrays.write
         entries = self.hessenberg[:, :step, : step + 1]
         rotation = self.rotation[:, :step, : step + 1]
@@ -159,10 +162,19 @@ class GMRESRun(KrylovRun):
         target = write(self.beta * rotation[:, :, 0]) * usable
         diagonal.copy_(torch.where(usable, diagonal, 1))
         weights = torch.linalg.solve_triangular(triangle, target.unsqueeze(2), upper=True)
-        return self._tensor(self.matmul(self._vectors(weights.transpose(1, 2)), basis)[:, 0])
+        solution = self._tensor(self.matmul(self._vectors(weights.mT), basis)[:, 0])
+        if self.arrays.host and not self.broken.any():
+            return solution, self.residual_norm
+        return solution, xp.where(self.broken, self._left(weights, entries), self.residual_norm)
 
-    def reliable(self) -> Array:
-        return ~self.broken
+    def _left(self, weights: Tensor, entries: Array) -> Array:
+        """(n, 1): ``|beta e_1 - H y|`` of weights y (n, k, 1) that leave columns of H out.
+
+        The recurrence counts them in.
+        """
+        left = -self.arrays.xp.matmul(self.arrays.read(weights.mT), entries)[:, 0]
+        left[:, :1] += self.beta
+        return self.arrays.xp.sqrt((left * left).sum(axis=1, keepdims=True))
 
     def verdict(self) -> Array:
         where = self.arrays.xp.where

@@ -3,91 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import Array
+from solvers.core.arrays import SILENT, Array
 from solvers.core.device import Watch
 from solvers.core.loop import SHRINK
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, Status, Trace
-from solvers.krylov.method import KrylovRun, LinearSolver, norm
+from solvers.krylov.cycle import Cycle, Results
+from solvers.krylov.method import LinearSolver, norm
 from solvers.krylov.product import Product, System
 
 # Rounding moves the residual of a recurrence away from the true one by at most about
 # GAP eps (|A| |x| + |b|), ten times the largest gap that was measured.
 GAP = 40.0
+# A step is expected to leave more than this of the residual.
+RESERVE = 1e-3
 # A cycle that converged by its recurrence but did not halve the true residual: rounding limits it.
 HALVED = 0.5
-
-
-@dataclass
-class Results:
-    """What a finished cycle says of each sample: a (B, D) tensor and (B, 1) arrays.
-
-    ``correction`` is to be added to ``x``; the others are as for :class:`KrylovRun`.
-    """
-
-    correction: Tensor
-    residual_norm: Array
-    verdict: Array
-    used: Array
-    matrix_norm: Array
-    reliable: Array
-
-    @classmethod
-    def of(cls, run: KrylovRun) -> Results:
-        """The results of a run on the whole batch, without a copy."""
-        norms = (run.used, run.matrix_norm, run.reliable())
-        return cls(run.solution(), run.residual_norm, run.verdict(), *norms)
-
-    @classmethod
-    def untouched(cls, system: System, residual_norm: Array) -> Results:
-        """Results of a cycle in which no sample has moved yet."""
-        used, zero = system.arrays.whole(residual_norm), system.arrays.xp.zeros_like(residual_norm)
-        norms = system.arrays.copy(residual_norm)
-        verdict = used + int(Status.MAX_STEPS)
-        return cls(torch.zeros_like(system.b), norms, verdict, used, zero, used == 0)
-
-    def put(self, run: KrylovRun, rows: Array, index: Tensor) -> None:
-        """Write the results of ``run`` to the samples ``rows`` (n,), ``index`` as a tensor."""
-        self.correction.index_copy_(0, index, run.solution())
-        self.residual_norm[rows], self.verdict[rows] = run.residual_norm, run.verdict()
-        self.used[rows], self.matrix_norm[rows] = run.used, run.matrix_norm
-        self.reliable[rows] = run.reliable()
-
-
-class Cycle:
-    """A cycle of the Krylov method: the ``run`` on a working batch of the samples ``rows`` (n,).
-
-    ``running`` is how many of them are known to run. The usual cycle, from which no sample leaves
-    before its end, holds no vectors but those of the run.
-    """
-
-    def __init__(self, run: KrylovRun, rows: Array, system: System, residual_norm: Array) -> None:
-        self.run, self.rows, self.running = run, rows, len(rows)
-        self.system, self.residual_norm = system, residual_norm
-        self.left: Results | None = None  # of samples that have left; None before the first has
-
-    def _put(self, run: KrylovRun, rows: Array) -> Results:
-        if self.left is None:
-            self.left = Results.untouched(self.system, self.residual_norm)
-        self.left.put(run, rows, self.system.arrays.write(rows))
-        return self.left
-
-    def shrink(self, running: Array) -> None:
-        """Keep the samples ``running`` (n, 1) in the working batch, note the results of the others."""
-        gone, stay = (self.system.arrays.index(mask) for mask in (~running, running))
-        self._put(self.run.rows(gone), self.rows[gone])
-        self.run, self.rows = self.run.rows(stay), self.rows[stay]
-
-    def results(self) -> Results:
-        """The results of every sample at the end of the cycle."""
-        whole = self.left is None and len(self.rows) == len(self.residual_norm)
-        return Results.of(self.run) if whole else self._put(self.run, self.rows)
 
 
 class LinearLoop:
@@ -129,11 +64,11 @@ class LinearLoop:
 
     def run(self, x0: Tensor | None) -> Solution:
         """Solve from ``x0`` (B, D) or zero; the value is a matrix (B, D) of the working dtype."""
-        with numpy.errstate(all="ignore"):
+        with SILENT():
             self._begin(x0)
         while len(rows := self.arrays.index(self.open)) > 0:
             result = self._cycle(rows)
-            with numpy.errstate(all="ignore"):
+            with SILENT():
                 self._accept(result)
         return self._solution()
 
@@ -205,14 +140,16 @@ class LinearLoop:
         limit, active = arrays.write(self.target[chosen]), arrays.write(self.open[chosen])
         whole = len(index) == len(self.all_rows)
         r = self.r if whole else self.r.index_select(0, index)
-        run = self.solver.start(r, limit, active)
+        with SILENT():
+            run = self.solver.start(r, limit, active)
         cycle = Cycle(run, chosen, self.system, self.residual_norm)
         budget = self.max_steps - self.evaluations
         ends = set(budget[rows].flatten().tolist())
         watch = Watch(self.system.b.device)
         for step in range(max(ends)):
             if step + 1 in ends:
-                self._reserve_product(cycle, budget[cycle.rows] == step + 1)
+                with SILENT():
+                    self._reserve_product(cycle, budget[cycle.rows] == step + 1)
             if step in ends:
                 cycle.run.stop(arrays.write(budget[cycle.rows] == step))
             if not self._goes_on(cycle, watch):
@@ -220,10 +157,13 @@ class LinearLoop:
             active = cycle.run.running
             cycle.run.absorb(self.product(cycle.run.direction))
             if self.noting:
-                self._note(cycle.rows, active, cycle.run.current())
+                with SILENT():
+                    latest = cycle.run.current()
+                self._note(cycle.rows, active, latest)
             if cycle.run.exhausted:
                 break
-        return cycle.results()
+        with SILENT():
+            return cycle.results()
 
     def _goes_on(self, cycle: Cycle, watch: Watch) -> bool:
         """Whether any sample of the cycle still runs; stopped ones leave, or multiply zeros."""
@@ -246,39 +186,58 @@ class LinearLoop:
     def _reserve_product(self, cycle: Cycle, last: Array) -> None:
         """Stop the samples whose ``last`` product will be needed to verify the residual."""
         run, rows = cycle.run, cycle.rows
-        x = self.x.index_select(0, self.arrays.write(rows)) + run.solution()
-        gap = self._residual_gap(x, self.system.reference[rows], run.matrix_norm)
-        accurate = run.reliable() & (gap <= run.residual_norm)
-        run.stop(self.arrays.write(last & ~accurate))
+        start = self.x.index_select(0, self.arrays.write(rows))
+        end = start + run.solution()
+        gap = self._residual_gap(start, end, self.system.reference[rows], run.matrix_norm)
+        # The last step may leave a residual that is smaller still.
+        enough = self.arrays.xp.maximum(RESERVE * run.residual_norm, self.system.limit[rows] / 2)
+        accurate = run.reliable() & (gap <= enough)
+        run.stop(self.arrays.write(last & ~accurate & (run.used > 0)))
 
-    def _residual_gap(self, x: Tensor, reference: Array, matrix_norm: Array) -> Array:
-        """Bound on what rounding has done to the residual of a recurrence, (n, 1)."""
-        size = self.arrays.read(norm(x))
+    def _residual_gap(
+        self, start: Tensor, end: Tensor, reference: Array, matrix_norm: Array
+    ) -> Array:
+        """Bound on what rounding has done to the residual of a recurrence, (n, 1).
+
+        The recurrence went from ``start`` to ``end`` (n, D).
+        """
+        size = self.arrays.read(torch.maximum(norm(start), norm(end)))
         return GAP * self.product.eps * (matrix_norm * size + reference)
 
     def _accept(self, result: Results) -> None:
-        """Close the samples whose recurrence residual is accurate, verify the others."""
+        """Close the samples whose recurrence residual is accurate, verify the others.
+
+        Where no product is left to verify a doubtful residual, the last verified iterate stays.
+        """
         arrays, system = self.arrays, self.system
         self.steps = self.steps + result.used
         self.evaluations = self.evaluations + result.used
         x = self.x + result.correction
-        gap = self._residual_gap(x, system.reference, result.matrix_norm)
+        gap = self._residual_gap(self.x, x, system.reference, result.matrix_norm)
         small_gap = gap <= arrays.xp.maximum(result.residual_norm, system.limit)
         unmoved = result.residual_norm == self.residual_norm  # no step was taken
-        accurate = (result.reliable & small_gap) | unmoved
+        accurate = (result.reliable & small_gap & self._representable(x)) | unmoved
         spent = (self.evaluations >= self.max_steps) | (result.used == 0)
         finished = result.verdict != int(Status.MAX_STEPS)
         closing = self.open & (spent | (accurate & finished))
-        better = closing & (result.residual_norm < self.residual_norm)
+        better = closing & accurate & (result.residual_norm < self.residual_norm)
         self.x = arrays.choose(better, x, self.x)
         self.residual_norm = arrays.xp.where(better, result.residual_norm, self.residual_norm)
-        # Converged by the recurrence, with no product left to verify it: not converged.
+        # Converged by the recurrence alone, with no product left to verify it: not converged.
         claimed = result.verdict == int(Status.CONVERGED)
         verdict = arrays.xp.where(claimed & ~accurate, int(Status.MAX_STEPS), result.verdict)
+        short = claimed & accurate & (result.residual_norm > system.limit)
+        verdict = arrays.xp.where(short, int(Status.STALLED), verdict)
         self._close(closing, verdict)
         rows = arrays.index(self.open)
         if len(rows) > 0:
             self._verify(result, x, rows)
+
+    def _representable(self, x: Tensor) -> Array:
+        """(B, 1) bool: the dtypes of the right-hand side hold ``x``, which is wider and scaled."""
+        size = self.arrays.read(x.abs().amax(1, keepdim=True))
+        held = size * self.system.scale
+        return (size == 0) | ((held >= self.product.tiny) & (held <= self.product.largest))
 
     def _verify(self, result: Results, x: Tensor, rows: Array) -> None:
         """True residuals of the open samples at ``x``; those that gained nothing have stalled."""

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import Array, Arrays
+from solvers.core.arrays import SILENT, Array, Arrays
 
 
 class LinearSolver(ABC):
@@ -61,7 +61,7 @@ class KrylovRun(ABC):
 
     def absorb(self, product: Tensor) -> None:
         """Take the product of the matrix with ``direction``, (n, D), and advance."""
-        with numpy.errstate(all="ignore"):  # verdict() sees the rows that became NaN
+        with SILENT():  # verdict() sees the rows that became NaN
             self._advance(product)
 
     @abstractmethod
@@ -71,6 +71,10 @@ class KrylovRun(ABC):
     @abstractmethod
     def solution(self) -> Tensor:
         """(n, D): the best ``d`` of each row, finite whatever the products were."""
+
+    def final(self) -> tuple[Tensor, Array]:
+        """``solution()`` and its residual norm (n, 1), where the recurrence does not know it."""
+        return self.solution(), self.residual_norm
 
     def current(self) -> Array:
         """(n, 1): residual norm of the latest iterate, which need not be the best one."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.arrays import Array, Arrays
+from solvers.core.arrays import SILENT, Array, Arrays
 from solvers.core.layout import Layout, take
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.method import norm
@@ -24,6 +24,7 @@ class System:
     Numbers per sample are (B, 1) arrays (see :class:`solvers.core.arrays.Arrays`).
     """
 
+    @SILENT()
     def __init__(self, b: Tensor, tolerance: Tolerance) -> None:
         self.arrays = Arrays(b.device)
         xp, read, write = self.arrays.xp, self.arrays.read, self.arrays.write
@@ -72,6 +73,8 @@ class Product:
         self._batch = self._rows = batch
         self._narrow = any(torch.finfo(dtype).bits < 32 for dtype in layout.dtypes)
         self.dtype = torch.promote_types(layout.dtype, torch.float32)
+        self.tiny = max(torch.finfo(dtype).tiny for dtype in layout.dtypes)
+        self.largest = min(torch.finfo(dtype).max for dtype in layout.dtypes)
         self.eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
         self._single = layout.spec == pytree.tree_flatten(torch.empty(0))[1]
         # A matrix (B, D) of float32 or float64 is handed over as it is.

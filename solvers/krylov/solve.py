@@ -105,6 +105,5 @@ def solve_linear(
         )
         solution = loop.run(None if x0 is None else layout.vector(x0))
         solution.value = layout.tree(solution.value.to(layout.dtype))
-    # Above this function is the wrapper of its decorator, above that the caller.
-    apply_policy(solution, on_failure, f"linear solve with {solver}", stacklevel=4)
+    apply_policy(solution, on_failure, f"linear solve with {solver}")
     return solution

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from solvers.core.checks import require_number
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, small_dtype
+from solvers.core.rows import Point, clear_rows, small_dtype
 from solvers.core.solver import Solver, Turn
 
 
@@ -18,8 +18,10 @@ from solvers.core.solver import Solver, Turn
 class GradientDescent(Solver):
     r"""First-order descent along ``r = f(z) - z`` (for a gradient step, ``r = -eta dE/dz``).
 
-    Without momentum ``z <- z + a r``. Heavy ball: ``p <- beta p + r, z <- z + a p``. Nesterov evaluates
-    ``r`` at ``z + beta (z - z_previous)``. With ``step_size="auto"`` each sample has its own
+    Without momentum ``z <- z + a r``. Heavy ball: ``p <- beta p + r, z <- z + a p`` from ``p = 0``.
+    Nesterov: the same p, ``z <- z + a (r + beta p)``; these are the points ``z + a beta p`` at which
+    his method evaluates, and the recursions of ``torch.optim.SGD``. A row whose step was rejected
+    starts again with ``p = 0``. With ``step_size="auto"`` each sample has its own
     Barzilai-Borwein step: ``s.s / s.y`` where the two choices agree (their ratio, the squared cosine
     between s and y, exceeds 1/2), else the shorter ``s.y / y.y``.
 
@@ -57,17 +59,14 @@ class GradientDescent(Solver):
             return self._automatic(state, current)
         if self.momentum == 0.0:
             return current.z.add(current.residual, alpha=self.step_size)
-        if self.nesterov:
-            landed = current.z.add(current.residual, alpha=self.step_size)
-            ahead = (
-                landed if state.memory is None else landed + self.momentum * (landed - state.memory)
-            )
-            state.memory = landed
-            return ahead
         velocity = current.residual
         if state.memory is not None:
+            if turn.accepted is not None:
+                state.memory = clear_rows(state.memory, ~turn.accepted)
             velocity = velocity.add(state.memory, alpha=self.momentum)
         state.memory = velocity
+        if self.nesterov:
+            velocity = current.residual.add(velocity, alpha=self.momentum)
         return current.z.add(velocity, alpha=self.step_size)
 
     def _automatic(self, state: GradientState, current: Point) -> Tensor:
@@ -89,6 +88,6 @@ class GradientState:
     """Step sizes (B,) and the memory of the momentum or of the automatic step size."""
 
     step_size: Tensor
-    # The velocity (heavy ball), landing point (Nesterov) or last iterate (automatic).
+    # The velocity (with momentum) or the last iterate (automatic).
     memory: Tensor | None = None
     last_residual: Tensor | None = None

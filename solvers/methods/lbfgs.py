@@ -7,16 +7,21 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from solvers.core.checks import require_count
 from solvers.core.device import maybe_any
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, small_dtype, where_rows, write_slot
-from solvers.core.safeguard import interpolation
+from solvers.core.safeguard import SHORTEST, interpolation, slope_of
 from solvers.core.solver import Solver, Turn
 from solvers.methods.history import combine, inner_products
 
 CURVATURE = 1e-6  # smallest cosine between s and y of a pair that is kept
+PAIRS, SMALL, MORE_PAIRS = 6, 1024, 10  # pairs kept; more in states of at most SMALL numbers
+FIRST_CAPACITY = 4  # pairs that the storage holds at first
+QUADRATIC = 0.05  # mismatch, against a quadratic, of a rejected trial that still teaches curvature
+ABSURD = 16  # a first step that promises to lower the energy by so many times its size is cut
 
 
 @dataclass(frozen=True)
@@ -28,29 +33,34 @@ class LBFGS(Solver):
 
         H g = gamma g + S u - gamma Y w,   R w = S^T g,   R^T u = (I + gamma Y^T Y) w - gamma Y^T g
 
-    The trial ``z - H g`` is accepted where it satisfies Armijo's rule. The pair of a rejected trial
-    corrects ``H`` too, and a new direction is tried once from the old point; after that the step along
-    the same direction is shortened by interpolation until it is accepted. An evaluation is one energy
-    and one gradient.
+    The first trial is the unit step ``f(z) = z + r``, or ``z + t r``, ``t = 2 |E| / |r.g|``, where
+    ``|r.g| > 16 |E|``: the step to the minimum 0 of a parabola, since the unit step promises to lower
+    the energy by many times its size. Later trials ``z - H g`` are accepted where they satisfy
+    Armijo's rule. A rejected trial near which E is almost quadratic (``dE = (g + g').s / 2`` to 5 % of
+    ``y.s``, the step at most ten times too long) corrects ``H``, and a new direction is tried once from
+    the old point; else, and after that, the step along the same direction is shortened by
+    interpolation until it is accepted. An evaluation is one energy and one gradient.
 
     Args:
-        memory: number of pairs kept, >= 1.
+        memory: number of pairs kept, >= 1; None keeps 10 where a state has at most 1024 numbers, else 6.
 
     Source: Byrd, Nocedal and Schnabel, Math. Programming 63 (1994), theorem 2.2 and eq. 3.1,
     https://doi.org/10.1007/BF01582063.
     """
 
-    memory: int = 6
+    memory: int | None = None
 
     needs_energy: ClassVar[bool] = True
     searches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require_count("memory", self.memory)
+        if self.memory is not None:
+            require_count("memory", self.memory)
 
     def init(self, point: Point, problem: Problem) -> LBFGSState:
         batch, size = point.z.shape
-        kept = min(self.memory, size)
+        memory = self.memory or (MORE_PAIRS if size <= SMALL else PAIRS)
+        capacity = min(memory, FIRST_CAPACITY)
         dtype = small_dtype(point.z.dtype)
         small = {"dtype": dtype, "device": point.z.device}
         gradient = _gradient(point)
@@ -59,47 +69,50 @@ class LBFGS(Solver):
         along = -(point.residual * gradient).sum(1, dtype=dtype)
         gamma = torch.where((squares > 0) & (along > 0), along / squares, 1.0)
         return LBFGSState(
-            pairs=point.z.new_zeros(batch, 2 * kept, size),
-            products=torch.zeros(batch, 2 * kept, 2 * kept, **small),
+            memory=memory,
+            pairs=point.z.new_zeros(batch, 2 * capacity, size),
+            products=torch.zeros(batch, 2 * capacity, 2 * capacity, **small),
             gamma=gamma,
             point=point,
             direction=point.residual,
-            length=torch.ones(batch, **small),
+            length=_first_length(point, along),
         )
 
     def step(self, state: LBFGSState, turn: Turn) -> Tensor:
         current, trial, accepted = turn.current, turn.trial, turn.accepted
         if not state.started:
             state.started = True
-            return current.z + state.direction
-        stored = self._store_pair(state, trial, accepted)
+            return state.candidate()
+        factor = None if accepted is None else interpolation(current, trial)
+        stored = self._store_pair(state, trial, accepted, factor)
         direction = self._direction(state, _gradient(current))
-        if accepted is None:
+        if accepted is None or factor is None:
             state.length = torch.ones_like(state.length)
         else:
             renew = accepted | (stored & (turn.rejections == 1))
-            shorter = state.length * interpolation(current, trial).to(state.length.dtype)
+            shorter = state.length * factor.to(state.length.dtype)
             direction = where_rows(renew, direction, state.direction)
             state.length = torch.where(renew, 1.0, shorter)
         state.point, state.direction = current, direction
-        return current.z + state.length.to(current.z.dtype).unsqueeze(1) * direction
+        return state.candidate()
 
-    def _store_pair(self, state: LBFGSState, trial: Point, accepted: Tensor | None) -> Tensor:
-        """Store the pair of the last trial where it has positive curvature; (B,) bool."""
-        kept = state.pairs.shape[1] // 2
+    def _store_pair(
+        self, state: LBFGSState, trial: Point, accepted: Tensor | None, factor: Tensor | None
+    ) -> Tensor:
+        """Store the pair of the last trial where it teaches a positive curvature; (B,) bool."""
         s, y = trial.z - state.point.z, _gradient(trial) - _gradient(state.point)
         dtype = state.gamma.dtype
         along, squares = (s * y).sum(1, dtype=dtype), (s * s).sum(1, dtype=dtype)
         changes = (y * y).sum(1, dtype=dtype)
         good = along > CURVATURE * (squares * changes).sqrt()  # False where not finite
         good = good & torch.isfinite(changes)
+        if accepted is not None and factor is not None:
+            near = (factor > SHORTEST) & _almost_quadratic(trial, state.point, along)
+            good = good & (accepted | near)
         scale = torch.where(good, along, 1.0).rsqrt().to(s.dtype).unsqueeze(1)
         if maybe_any(~good):
             s, y = (where_rows(good, t, torch.zeros_like(t)) for t in (s, y))
-        slot = state.count % kept
-        state.count += 1
-        state.pairs = write_slot(write_slot(state.pairs, slot, s * scale), kept + slot, y * scale)
-        state.update_products(slot)
+        state.write(s * scale, y * scale)
         safe = torch.where(good, changes, 1.0)
         # Non-positive curvature along an accepted step: a longer one next time.
         longer = 2.0 if accepted is None else torch.where(accepted, 2.0, 1.0)
@@ -108,17 +121,18 @@ class LBFGS(Solver):
 
     def _direction(self, state: LBFGSState, gradient: Tensor) -> Tensor:
         """``-H g``, or ``-gamma g`` in rows where rounding makes that no descent direction."""
-        kept = state.pairs.shape[1] // 2
+        filled = 2 * state.filled
         gamma = state.gamma.unsqueeze(1)
-        along = inner_products(state.pairs, gradient)
+        pairs = state.pairs[:, :filled]
+        along = inner_products(pairs, gradient)
         upper = state.upper_triangle()
-        changes = state.products[:, kept:, kept:]
-        w = torch.linalg.solve_ex(upper, along[:, :kept])[0]
-        right = w + gamma * (torch.bmm(changes, w.unsqueeze(2)).squeeze(2) - along[:, kept:])
+        changes = state.products[:, 1:filled:2, 1:filled:2]
+        w = torch.linalg.solve_ex(upper, along[:, 0::2])[0]
+        right = w + gamma * (torch.bmm(changes, w.unsqueeze(2)).squeeze(2) - along[:, 1::2])
         u = torch.linalg.solve_ex(upper.mT, right)[0]
-        weights = torch.cat([u, -gamma * w], dim=1)
+        weights = torch.stack([u, -gamma * w], dim=2).flatten(1)
         steepest = gamma.to(gradient.dtype) * gradient
-        ascent = combine(steepest, weights, state.pairs)
+        ascent = combine(steepest, weights, pairs)
         good = (ascent * gradient).sum(1) > 0
         if maybe_any(~good):
             ascent = where_rows(good, ascent, steepest)
@@ -129,7 +143,8 @@ class LBFGS(Solver):
 class LBFGSState:
     """The pairs, and the line search: the last trial was ``point.z + length direction``."""
 
-    pairs: Tensor  # (B, 2m, D) [S, Y], each a ring buffer
+    memory: int  # pairs that are kept at most
+    pairs: Tensor  # (B, 2m, D) s, y, s, y, ..., a ring buffer that grows
     products: Tensor  # (B, 2m, 2m) inner products of the pairs
     gamma: Tensor  # (B,) scale of the initial inverse Hessian
     point: Point
@@ -138,26 +153,58 @@ class LBFGSState:
     count: int = 0  # pairs made so far
     started: bool = False  # the first trial has been proposed
 
-    def update_products(self, slot: int) -> None:
-        """Recompute the products with the pair in ``slot``."""
-        kept = self.pairs.shape[1] // 2
+    @property
+    def filled(self) -> int:
+        """Slots in use."""
+        return min(self.count, self.memory)
+
+    def candidate(self) -> Tensor:
+        """The next trial (B, D)."""
+        return self.point.z + self.length.to(self.point.z.dtype).unsqueeze(1) * self.direction
+
+    def write(self, s: Tensor, y: Tensor) -> None:
+        """Write a pair of every row over the oldest one and compute its products."""
+        slot = 2 * (self.count % self.memory)
+        if slot >= self.pairs.shape[1]:
+            extra = min(slot, 2 * self.memory - slot)
+            self.pairs = pad(self.pairs, (0, 0, 0, extra))
+            self.products = pad(self.products, (0, extra, 0, extra))
+        self.count += 1
+        self.pairs = write_slot(write_slot(self.pairs, slot, s), slot + 1, y)
         products = self.products.clone() if torch.is_grad_enabled() else self.products
-        own = slice(slot, None, kept)  # s and y of the slot
-        new = self.pairs[:, own].to(products.dtype)
-        rows = torch.bmm(new, self.pairs.to(products.dtype).mT)
-        products[:, own] = rows
-        products[:, :, own] = rows.mT
+        own, filled = slice(slot, slot + 2), 2 * self.filled
+        basis = self.pairs[:, :filled].to(products.dtype)
+        rows = torch.bmm(basis[:, own], basis.mT)
+        products[:, own, :filled] = rows
+        products[:, :filled, own] = rows.mT
         self.products = products
 
     def upper_triangle(self) -> Tensor:
         """R (B, m, m): s_i.y_j where i is not younger than j, unit diagonal in empty slots."""
-        kept = self.pairs.shape[1] // 2
-        slots = torch.arange(kept, device=self.products.device)
-        age = (self.count - 1 - slots) % kept  # 0 for the newest
+        filled = self.filled
+        slots = torch.arange(filled, device=self.products.device)
+        age = (self.count - 1 - slots) % self.memory  # 0 for the newest
         older = age[:, None] >= age[None, :]
-        upper = torch.where(older, self.products[:, :kept, kept:], 0.0)
+        upper = torch.where(older, self.products[:, 0 : 2 * filled : 2, 1 : 2 * filled : 2], 0.0)
         empty = torch.diag_embed((upper.diagonal(dim1=1, dim2=2) == 0).to(upper.dtype))
         return upper + empty
+
+
+def _first_length(point: Point, along: Tensor) -> Tensor:
+    """(B,) length of the first step along the residual r, ``along = -r.g``."""
+    assert point.energy is not None
+    size = point.energy.detach().abs().to(along.dtype)
+    absurd = (along > ABSURD * size) & (size > 0)
+    return torch.where(absurd, 2 * size / torch.where(absurd, along, 1.0), 1.0)
+
+
+def _almost_quadratic(trial: Point, start: Point, along: Tensor) -> Tensor:
+    """(B,) bool: the energies of both points and their slopes lie on one parabola; ``along = s.y``."""
+    assert trial.energy is not None
+    assert start.energy is not None
+    change = (trial.energy - start.energy).detach().to(along.dtype)
+    mean = slope_of(trial, start).to(along.dtype) + 0.5 * along
+    return (change - mean).abs() <= QUADRATIC * along
 
 
 def _gradient(point: Point) -> Tensor:

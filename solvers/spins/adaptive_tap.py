@@ -15,6 +15,7 @@ from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.core.checks import require_flag, require_instance
+from solvers.core.device import maybe_any
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
@@ -99,7 +100,9 @@ def adaptive_tap(
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
-        A :class:`Solution` whose ``value`` is a :class:`SpinMarginals`, without NaN.
+        A :class:`Solution` whose ``value`` is a :class:`SpinMarginals`, without NaN. Where a sample has
+        not converged, its means are those of its sites at the cavity fields of the best iterate, which
+        itself may lie outside of the sites' domain; ``residual`` is the iterate's.
         ``Status.INDEFINITE``: no further iterate with a positive definite ``chi`` was found, because
         the model does not exist (Gaussian sites, ``Sigma^-1 - J`` indefinite) or the couplings are too
         strong. Then the last iterate with one is returned; where there is none, the starting point,
@@ -135,7 +138,7 @@ def adaptive_tap(
     with torch.set_grad_enabled(adjoint is not None and torch.is_grad_enabled()):
         model.complete(solution, response)
     what = "adaptive TAP solve" if onsager else "mean-field solve"
-    apply_policy(solution, on_failure, what, stacklevel=4)
+    apply_policy(solution, on_failure, what)
     return solution
 
 
@@ -210,7 +213,12 @@ class _Model:
             mean, variance = (as_wide(t) for t in solution.value)
             matrix = as_matrix(self.couplings)
             field = cavity_field(mean, variance, as_wide(self.field), matrix, self.mask)
-            covariance = zero_masked(self.site.covariance(field, variance), self.mask)
+            if self.site.field_dependent and maybe_any(~solution.converged):
+                own, covariance = self.site.moments(field, variance)
+                mean = _within_domain(mean, own, solution)
+            else:
+                covariance = self.site.covariance(field, variance)
+            covariance = zero_masked(covariance, self.mask)
             results = [zero_masked(mean, self.mask), covariance, zero_masked(variance, self.mask)]
             if response:
                 results.append(self._response(solution, covariance, variance, matrix))
@@ -234,6 +242,17 @@ class _Model:
         amputated, _ = differentiable_response(part, variance[rows], matrix)
         right = times_blocks(amputated, part).view(len(rows), sites, dim, sites * dim)
         return response.index_add(0, rows, (part @ right).view(len(rows), *response.shape[1:]))
+
+
+def _within_domain(mean: Tensor, own: Tensor, solution: Solution) -> Tensor:
+    """``mean``, but in samples that have not converged the sites' ``own`` means at its cavity fields.
+
+    An extrapolated iterate may lie outside of the domain, a site's mean does not. A sample without an
+    iterate (infinite residual) keeps its start. The gradient is that of ``mean``.
+    """
+    kept = solution.converged | solution.residual.isinf()
+    change = torch.where(kept[:, None, None] | ~own.isfinite(), 0.0, own - mean)
+    return mean + change.detach()
 
 
 def _newton_matrix(covariance: Tensor, variance: Tensor, matrix: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ BROKEN = [
     (CONTENT[:11], "truncated: 11 bytes, expected 12 of header for 2 dimensions"),
     (CONTENT[:-1], "truncated: 17 bytes, expected 18"),
     (CONTENT + b"\x00", "too long: 19 bytes, expected 18"),
-    (struct.pack(">HBB4I", 0, 0x0E, 4, *[2**32 - 1] * 4), "truncated: 20 bytes"),
+    (struct.pack(">HBB4I", 0, 0x0E, 4, *[2**32 - 1] * 4), "too long: the header declares 27"),
 ]
 
 
@@ -106,7 +106,7 @@ LONG = gzip.compress(idx_bytes(0x08, "B", (500,), [(7 * i * i) % 256 for i in ra
 def test_a_damaged_archive_is_refused(tmp_path: Path, archive: bytes) -> None:
     path = tmp_path / "damaged.gz"
     path.write_bytes(archive)
-    with pytest.raises(ValueError, match=r"damaged\.gz: the gzip stream is truncated or corrupt"):
+    with pytest.raises(ValueError, match=r"damaged\.gz: damaged or another file"):
         read_idx(path)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cases.deq import DIM, LAYERS, gradients, make, relative_error, tokens
 from implicit_attn import DEQ
 from implicit_attn.energies import Field, Quadratic, ReLUFeedForward, SoftmaxAttention
-from solvers import Anderson, Forward, Implicit, Tolerance
+from solvers import Anderson, Forward, Implicit, Phantom, Tolerance, Unrolled
 
 each_layer = pytest.mark.parametrize("name", LAYERS)
 TIGHT: dict[str, Any] = {
@@ -186,7 +186,7 @@ def test_last_solution() -> None:
     solution.value.square().sum().backward(retain_graph=True)
     adjoint = last.adjoint.solution
     assert adjoint is not None and bool(adjoint.converged.all())
-    assert (adjoint.residual <= layer.tolerance.rtol).all()
+    assert (adjoint.residual <= (layer.tolerance or Tolerance()).rtol).all()
     assert (adjoint.evaluations >= 1).all()
     solution.value.square().sum().backward()
     assert last.adjoint.solves == 2
@@ -227,3 +227,43 @@ def test_solution_residual_is_true() -> None:
             moved = layer.update(solution.value, tokens(batch=4))
         gap = (moved - solution.value).flatten(1).norm(dim=1) / moved.flatten(1).norm(dim=1)
         torch.testing.assert_close(solution.residual, gap.detach(), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.defect("A8")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("adjoint", [Implicit(), Unrolled(), Phantom(2), None], ids=str)
+def test_the_output_is_not_the_input(adjoint: Any, requires_grad: bool) -> None:
+    """Also where the input is the solution: what is done to one leaves the other alone."""
+    layer = DEQ(Quadratic(), adjoint=adjoint)
+    leaf = tokens().requires_grad_(requires_grad)
+    x = leaf * 1.0
+    before = x.detach().clone()
+    for y in (layer(x), layer.solve(x, z0=x).value, layer.solve(x, z0=before).value):
+        assert torch.equal(y.detach(), before)
+        with torch.no_grad():
+            y.add_(1)
+    assert torch.equal(x.detach(), before)
+    z0 = before.clone()
+    layer.solve(x, z0=z0).value.detach().zero_()
+    assert torch.equal(z0, before)
+
+
+@pytest.mark.defect("C7")
+def test_updates_that_hold_the_whole_batch() -> None:
+    """``compact=False``, of the layer or of one solve, is what the error message advises."""
+    scale = torch.tensor([0.01, 0.01, 0.01, 0.9], dtype=torch.float64)[:, None, None]
+    call: dict[str, Any] = {"tolerance": Tolerance(1e-10), "max_steps": 300}
+    x = tokens(batch=4)
+
+    def update(z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(scale * z + x)
+
+    layer = DEQ.from_update(update, **call)
+    with pytest.raises(ValueError, match="compact=False"):
+        layer(x)
+    expected = layer.solve(x, compact=False)
+    assert bool(expected.converged.all())
+    value = DEQ.from_update(update, compact=False, **call)(x)
+    assert torch.equal(value, expected.value)
+    with pytest.raises(TypeError, match="compact must be True or False, got 1"):
+        DEQ.from_update(update, compact=1)  # type: ignore[arg-type]

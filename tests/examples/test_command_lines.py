@@ -110,7 +110,7 @@ VALUES = [
     }),
     *rows(("classify",), {
         "--heads": (*COUNTS, "3"), "--patch": (*COUNTS, "3", "16"), "--memories": COUNTS,
-        "--maximum": (*RATES, "0"), "--limit": COUNTS[1:], "--data": ("imagenet",), "--stem": ("x",),
+        "--maximum": (*RATES, "0", "0.5"), "--limit": COUNTS[1:], "--data": ("imagenet",), "--stem": ("x",),
     }),
     *rows(("mnist_spins",), {"--limit": COUNTS, "--data": ("fashion_mnist", "digits")}),
     *rows(("vit_images",), {"--limit": COUNTS, "--patch": (*COUNTS, "3")}),

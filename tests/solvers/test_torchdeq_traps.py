@@ -25,6 +25,7 @@ from solvers import (
     Tolerance,
     fixed_point,
 )
+from solvers.torchdeq_bridge import TorchDEQ
 
 TIGHT = Tolerance(rtol=1e-12)
 
@@ -293,3 +294,61 @@ def test_10_normalised_weights_are_copied_and_reloaded() -> None:
 def test_11_dict_states() -> None:
     solution = fixed_point(lambda z: {"z": 0.5 * z["z"] + 1}, {"z": torch.zeros(2, 3)})
     torch.testing.assert_close(solution.value["z"], torch.full((2, 3), 2.0), rtol=1e-3, atol=0)
+
+
+@pytest.mark.defect("A3")
+@pytest.mark.parametrize("name", ["fixed_point_iter", "simple_fixed_point_iter"])
+def test_an_overflowed_run_has_not_converged(name: str) -> None:
+    z0 = (1 + torch.arange(20) / 10).unsqueeze(1)
+    solution = fixed_point(
+        lambda z: 3 * z + 1, z0, solver=TorchDEQ(name), max_steps=100, on_failure="ignore"
+    )
+    assert solution.counts() == {"DIVERGED": 20}
+    found = 3 * solution.value + 1
+    relative = (found - solution.value).norm(dim=1) / found.norm(dim=1)
+    torch.testing.assert_close(solution.residual, relative)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ["anderson", "broyden", "fixed_point_iter"])
+def test_the_reported_residual_is_that_of_the_value(name: str, seed: int) -> None:
+    """Also where the best point came long before the last: the buffers of torchdeq move on."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = 1.5 * torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    z0 = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+
+    def f(z: Tensor) -> Tensor:
+        return torch.sin(3 * z @ matrix) + 0.3
+
+    solution = fixed_point(
+        f, z0, solver=TorchDEQ(name), max_steps=40, on_failure="ignore", compact=False
+    )
+    found = f(solution.value)
+    relative = (found - solution.value).norm(dim=1) / found.norm(dim=1)
+    torch.testing.assert_close(solution.residual, relative, rtol=1e-9, atol=0)
+
+
+@pytest.mark.defect("D4")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["anderson", "broyden", "fixed_point_iter"])
+def test_half_precision_is_solved(name: str, dtype: torch.dtype) -> None:
+    b = torch.linspace(0.1, 1, 12).reshape(3, 4).to(dtype)
+    solution = fixed_point(
+        lambda z, b: 0.5 * z + b, 0 * b, (b,), solver=TorchDEQ(name), tolerance=Tolerance(2e-2)
+    )
+    assert solution.converged.all()
+    assert solution.value.dtype == dtype
+    torch.testing.assert_close(solution.value.float(), 2 * b.float(), rtol=4e-2, atol=1e-2)
+
+
+@pytest.mark.defect("D4")
+def test_a_singular_system_ends_nothing_but_its_sample() -> None:
+    """Without regularisation a sample that has come to rest makes the system of torchdeq singular."""
+    b = torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 1.0]])
+    solver = TorchDEQ("anderson", {"lam": 0.0})
+    solution = fixed_point(
+        lambda z, b: 0.9 * torch.tanh(z.roll(1, 1)) + b, 0 * b, (b,), solver=solver, max_steps=60
+    )
+    assert solution.converged.all()
+    growing = fixed_point(lambda z: 2 * z, b + 1, solver=solver, max_steps=60, on_failure="ignore")
+    assert (growing.status == Status.STALLED).all()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import (
+    exact_if_alone,
     wide_dtype,
     within_exponent,
     without_autocast,
@@ -29,7 +30,7 @@ def bisoftmax(
     blocked = _blocked(z, mask, causal)
     z = zero_masked(z, mask).contiguous()
     if within_exponent(limit) and not causal:
-        both, lse = _symmetric_softmax(z, beta, blocked)
+        both, lse = _symmetric_softmax(z, beta, blocked, mask)
     else:
         weights, lse = _row_softmax(z, beta, blocked)
         both = weights + weights.mT
@@ -99,14 +100,18 @@ def _row_softmax(z: Tensor, beta: float, blocked: Tensor | None) -> tuple[Tensor
     return log_weights.exp().to(z.dtype), lse
 
 
-def _symmetric_softmax(z: Tensor, beta: float, blocked: Tensor | None) -> tuple[Tensor, Tensor]:
+def _symmetric_softmax(
+    z: Tensor, beta: float, blocked: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """``P + P^T`` and ``L`` for bounded scores and a symmetric mask.
 
     With ``e = exp(S)``, symmetric, and ``l_i = sum_j e_ij``: ``(P + P^T)_ij`` is
     ``e_ij (1 / l_i + 1 / l_j)``.
     """
-    exponentials = _scores(z, beta, blocked).exp()
+    scores = _scores(z, beta, blocked)
+    exponentials = scores.exp()
     totals = exponentials.sum(-2)  # columns and rows sum to the same
     shares = totals.reciprocal()
     both = exponentials * (shares.unsqueeze(-1) + shares.unsqueeze(-2))
-    return both.to(z.dtype), totals.log()
+    own = scores.diagonal(dim1=-2, dim2=-1)
+    return both.to(z.dtype), exact_if_alone(totals.log(), own, mask)

@@ -300,6 +300,52 @@ def test_a_mask_leaves_other_leaves_whole() -> None:
     torch.testing.assert_close(value[1], torch.full_like(summary, 2.0))
 
 
+@pytest.mark.defect("A19")
+def test_a_mask_spares_features_of_which_there_are_as_many_as_tokens() -> None:
+    """A vector (B, N) beside tokens (B, N, d) counts whole, unless a mask of its own is given."""
+    z0, x, mask = masked()
+
+    def f(z: dict[str, Tensor], x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"tokens": tokens(z["tokens"], x, mask), "features": 0.5 * z["features"] + 1}
+
+    features = torch.zeros(3, 5, dtype=torch.float64)
+    start = {"features": features, "tokens": z0}
+
+    def solve(mask_of: Any) -> Any:
+        call: dict[str, Any] = {"tolerance": TIGHT, "max_steps": 99}
+        return fixed_point(f, start, (x, mask), mask=mask_of, **call).value
+
+    twos = torch.full_like(features, 2.0)
+    for given in (mask, {"tokens": mask, "features": None}):
+        value = solve(given)
+        assert torch.equal(value["tokens"][~mask], z0[~mask])
+        torch.testing.assert_close(value["features"], twos)
+    value = solve({"tokens": None, "features": mask})
+    assert not torch.equal(value["tokens"][~mask], z0[~mask])
+    torch.testing.assert_close(value["features"], torch.where(mask, twos, 0.0))
+    scalars = fixed_point(lambda z: 0.5 * z + 1, features, mask=mask, tolerance=TIGHT).value
+    torch.testing.assert_close(scalars, torch.where(mask, twos, 0.0))
+
+
+@pytest.mark.defect("A19")
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda mask: {"a": mask, "c": None}, TypeError, "pytree structured like z0"),
+        (lambda mask: {"a": None, "b": None}, TypeError, "pytree structured like z0"),
+        (lambda mask: {"a": mask.float(), "b": None}, TypeError, "bool tensor"),
+        (lambda mask: {"a": mask[:2], "b": None}, ValueError, "batched"),
+        (lambda mask: {"a": mask, "b": mask}, ValueError, r"5 tokens for a leaf .* \(3, 2\)"),
+        (lambda mask: mask[:, :4], ValueError, "which no leaf of z0 has"),
+    ],
+)
+def test_masks_that_do_not_fit(change: Any, error: type[Exception], words: str) -> None:
+    z0, _, mask = masked()
+    start = {"a": z0, "b": torch.zeros(3, 2, dtype=torch.float64)}
+    with pytest.raises(error, match=words):
+        fixed_point(lambda z: z, start, mask=change(mask))
+
+
 def test_a_sample_without_tokens_is_solved_at_once() -> None:
     z0, x, mask = masked()
     mask[1] = False

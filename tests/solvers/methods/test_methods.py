@@ -125,17 +125,44 @@ def test_broyden_restarts_when_its_memory_is_full() -> None:
         torch.testing.assert_close(points[k + 1], points[k] + residual(points[k]))
 
 
-def test_momentum_and_nesterov_are_their_recurrences() -> None:
-    z, velocity = linear()[2], torch.zeros(DIM).double()
-    for point in visited(GradientDescent(0.7, momentum=0.4), 8):
-        torch.testing.assert_close(point, z, rtol=1e-12, atol=1e-13)
-        velocity = 0.4 * velocity + residual(z)
-        z = z + 0.7 * velocity
-    ahead = landed = linear()[2]
-    for k, point in enumerate(visited(GradientDescent(0.7, momentum=0.4, nesterov=True), 8)):
-        torch.testing.assert_close(point, ahead, rtol=1e-12, atol=1e-13)
-        before, landed = landed, ahead + 0.7 * residual(ahead)
-        ahead = landed if k == 0 else landed + 0.4 * (landed - before)
+@pytest.mark.defect("A17")
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("rate", "momentum"), [(0.7, 0.4), (1.0, 0.9), (0.1, 0.5)])
+def test_momentum_is_that_of_torch(rate: float, momentum: float, nesterov: bool) -> None:
+    """Every point at which torch.optim.SGD takes a gradient, given ``-r`` as the gradient."""
+    parameter = torch.nn.Parameter(linear()[2].clone())
+    optimizer = torch.optim.SGD([parameter], rate, momentum, nesterov=nesterov)
+    for point in visited(GradientDescent(rate, momentum=momentum, nesterov=nesterov), 10):
+        torch.testing.assert_close(point, parameter.detach(), rtol=1e-13, atol=1e-14)
+        parameter.grad = -residual(parameter.detach())
+        optimizer.step()
+
+
+def test_a_rejected_step_forgets_the_momentum() -> None:
+    """The next velocity knows the residuals since the point of the rejection, none before it."""
+    seen: list[Tensor] = []
+
+    def energy(z: Tensor) -> Tensor:
+        seen.append(z.detach().clone())
+        return (z**4).sum(1) + z.square().sum(1)
+
+    solution = fixed_point(
+        Descent(energy, 0.2), torch.ones(1, 1, dtype=torch.float64), max_steps=20, record=True,
+        solver=GradientDescent(momentum=0.9), adjoint=None, on_failure="ignore",
+    )  # fmt: skip
+    trace = solution.trace
+    assert trace is not None
+    assert trace.accepted is not None
+    accepted = trace.accepted[0]
+    rejected = int((~accepted).nonzero()[0])
+    again = rejected + int(accepted[rejected:].nonzero()[0])
+
+    def residual(z: Tensor) -> Tensor:
+        return -0.2 * (4 * z**3 + 2 * z)
+
+    before, after = seen[rejected - 1], seen[again]
+    velocity = residual(after) + 0.9 * residual(before)
+    torch.testing.assert_close(seen[again + 1], after + velocity)
 
 
 def test_the_automatic_step_is_that_of_barzilai_and_borwein() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from implicit_attn.kernels.arguments import within_exponent
+from implicit_attn.kernels.arguments import exact_if_alone, within_exponent
 from implicit_attn.kernels.bi_softmax.strips import rows, symmetric
 from implicit_attn.kernels.tiling import wide_mask, wide_rows
 
@@ -21,6 +21,10 @@ def bisoftmax_forward(
     tokens, unmasked = wide_rows(z, mask), wide_mask(z, mask)
     if _bounded(tokens, beta, causal, limit):
         gradient, lse = symmetric.gradient(tokens, beta, unmasked)
+        lse = lse.view(z.shape[:3])
+        if mask is not None or z.shape[2] == 1:
+            own = beta * tokens.square().sum(-1)
+            lse = exact_if_alone(lse, own.view_as(lse), mask)
     else:
         gradient, lse = rows.gradient(tokens, beta, unmasked, causal)
     return gradient.view(z.shape).to(z.dtype), lse.view(z.shape[:3])

@@ -72,7 +72,8 @@ def bisoftmax_forward(
     from 1024 tokens), ``single_tile`` takes the kernel that holds a whole head of up to 128 tokens on
     the chip (None: where its registers suffice); ValueError where they are not possible.
     """
-    given = _arguments(z, beta, mask, causal, limit, lengths)
+    # A single token needs its peak: log exp S would have the rounding of 1.
+    given = _arguments(z, beta, mask, causal, None if z.shape[2] == 1 else limit, lengths)
     triangular = _wants_triangle(given, "triangle", triangular)
     out = _contiguous_like(z)
     lse = torch.empty(z.shape[:3], dtype=torch.float32, device=z.device)

@@ -55,12 +55,14 @@ def lse_kernel(
     own = load_tile(head, first, count, width, stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], LOWEST, tl.float32)
+    counted = 0
     for start in range(0, count, COLUMNS):
         other = load_tile(head, start, count, width, stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
         score = scores(own, other) * scale
         if keep is not None or not EVEN:
             kept = kept_rows(keep, index // heads, start, count, tokens, COLUMNS)
             score += tl.where(kept, 0.0, float("-inf"))[None, :]
+            counted += tl.sum(kept.to(tl.int32))
         if BOUNDED:
             total += tl.sum(tl.exp2(score), 1)
         else:
@@ -70,6 +72,9 @@ def lse_kernel(
     value = tl.log2(total)
     if BOUNDED:
         store_row_values(normaliser, (2.0**BOOST) / total, index, first, tokens, ROWS)
+        if counted == 1:  # log exp S has the rounding of 1, not that of S
+            wide = own.to(tl.float32)
+            value = tl.where(kept, tl.sum(wide * wide, 1) * scale, 0.0)
     else:
         value += tl.where(kept, peak, 0.0)
         store_row_values(normaliser, value, index, first, tokens, ROWS)

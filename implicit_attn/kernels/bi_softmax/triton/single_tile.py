@@ -132,6 +132,16 @@ def small_gradient_kernel(
     else:
         lse_a = log_sum_exp(score_a, None, kept_a, 1, BOUNDED)
 
+    if BOUNDED:
+        # log exp S of a token alone has the rounding of 1, not that of S
+        counted = tl.sum(kept_a.to(tl.int32))
+        if SECOND > 0:
+            counted += tl.sum(kept_b.to(tl.int32))
+        if counted == 1:
+            lse_a = tl.where(kept_a, tl.max(score_a, 1), 0.0)
+            if SECOND > 0:
+                lse_b = tl.where(kept_b, tl.max(score_b, 1), 0.0)
+
     rows_a = tl.arange(0, FIRST)
     tl.store(lse_head + rows_a, lse_a * LN2, mask=rows_a < tokens)
     own_a = own_of(lse_a, BOOST, BOUNDED)

@@ -1,0 +1,235 @@
+"""Other people's problems: ours, torchdeq's and scipy's solvers on 70 of them, in one run.
+
+    python benchmarks/other_problems.py [--rows]
+
+17 maps ``z = f(z)``, 20 systems ``F = 0`` posed as ``z = z - F(z)``, 33 minimisers posed as
+``z = z - gradient`` (``tests/problems/collections/``), each from its published start, in float64.
+
+One criterion for every method: a problem is solved where ``|f(z) - z| <= 1e-6 max(1, |z|)``, recomputed
+by us, after at most 500 evaluations. An evaluation is one call of f, or of an energy with its
+gradient; those of scipy's finite differences count. A peer's own test of convergence is off: it is
+stopped at its first evaluation of a point that meets the criterion. Ours stop themselves
+(``Tolerance(1e-6, 1e-6)``) and are charged until they return, Jacobian products included. Where an
+energy is flat far away (jennrich_sampson, gulf) a point there meets the criterion, for every method.
+
+A ratio is the evaluations of a method over those of our default, median over the problems both solve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize, root
+from torch import Tensor
+from torchdeq.solver import get_solver
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the problems live with the tests
+
+import solvers
+from benchmarks.measure import table
+from problems.collections.collected import BUDGET, ROUNDING, TOLERANCE, Collected, run, solved
+from problems.collections.maps import MAPS
+from problems.collections.minimisers import MINIMISERS
+from problems.collections.systems import SYSTEMS
+
+FAILURES: list[str] = []
+Method = Callable[[Collected], float]
+KINDS = {"maps": MAPS, "systems": SYSTEMS, "minimisers": MINIMISERS}
+OURS: dict[str, solvers.Solver | None] = {
+    "ours, default": None,
+    "ours, Anderson": solvers.Anderson(),
+    "ours, Broyden": solvers.Broyden(),
+    "ours, LBFGS": solvers.LBFGS(),
+}
+
+
+class Enough(Exception):
+    """Ends a peer from inside f: the criterion is met, or the budget is spent."""
+
+
+class Counter:
+    """The problem's f, counted; raises :class:`Enough` at the first point that meets the criterion.
+
+    Attributes:
+        calls: evaluations so far.
+        reached: the evaluation that met the criterion, infinite if none did.
+    """
+
+    def __init__(self, problem: Collected) -> None:
+        self.problem, self.calls, self.reached = problem, 0, math.inf
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """``f(z)``, (1, n) -> (1, n)."""
+        if self.calls >= BUDGET:
+            raise Enough
+        self.calls += 1
+        z = z.detach()
+        with torch.no_grad():
+            fz = self.problem.f(z)
+        if float((fz - z).norm()) <= TOLERANCE * (1 + ROUNDING) * max(1.0, float(z.norm())):
+            self.reached = self.calls
+            raise Enough
+        return fz
+
+    def minus(self, x: np.ndarray) -> np.ndarray:
+        """``z - f(z)``, (n,) -> (n,): what a root finder is given."""
+        z = torch.from_numpy(np.array(x, dtype=float)).reshape(1, -1)
+        return (z - self(z)).numpy()[0]
+
+    def energy(self, x: np.ndarray) -> tuple[float, np.ndarray]:
+        """Energy and gradient, one evaluation."""
+        gradient = self.minus(x)
+        z = torch.from_numpy(np.array(x, dtype=float)).reshape(1, -1)
+        return float(self.problem.function(z)), gradient
+
+
+def peer(solve: Callable[[Counter, Collected], Any]) -> Method:
+    """Evaluations that a peer's ``solve(counter, problem)`` needs, infinite where it fails."""
+
+    def evaluations(problem: Collected) -> float:
+        counter = Counter(problem)
+        try:
+            solve(counter, problem)
+        except Enough:
+            pass
+        except Exception as error:  # a peer's own failure; said below the table
+            FAILURES.append(f"{problem.kind} {problem.name}: {type(error).__name__}: {error}")
+        return counter.reached
+
+    return evaluations
+
+
+def torchdeq(name: str) -> Method:
+    def solve(counter: Counter, problem: Collected) -> Any:
+        return get_solver(name)(counter, problem.z0, max_iter=BUDGET, tol=0.0, stop_mode="rel")
+
+    return peer(solve)
+
+
+def scipy_root(method: str, **options: Any) -> Method:
+    def solve(counter: Counter, problem: Collected) -> Any:
+        return root(counter.minus, problem.z0[0].numpy(), method=method, options=options)
+
+    return peer(solve)
+
+
+def scipy_minimise(method: str, **options: Any) -> Method:
+    def solve(counter: Counter, problem: Collected) -> Any:
+        start = problem.z0[0].numpy()
+        return minimize(counter.energy, start, jac=True, method=method, options=options)
+
+    return peer(solve)
+
+
+PEERS: dict[str, Method] = {
+    "torchdeq broyden": torchdeq("broyden"),
+    "torchdeq anderson": torchdeq("anderson"),
+    "scipy hybr": scipy_root("hybr", xtol=1e-15, maxfev=10 * BUDGET),
+    "scipy krylov": scipy_root("krylov", fatol=1e-300, maxiter=BUDGET),
+}
+MINIMISING: dict[str, Method] = {
+    "scipy L-BFGS-B": scipy_minimise("L-BFGS-B", gtol=0.0, ftol=0.0, maxiter=BUDGET),
+    "scipy BFGS": scipy_minimise("BFGS", gtol=0.0, maxiter=BUDGET),
+}
+
+
+def ours(solver: solvers.Solver | None, seen: list[tuple[Collected, solvers.Solution]]) -> Method:
+    """Evaluations of one of our solvers; the solutions are kept in ``seen``."""
+
+    def evaluations(problem: Collected) -> float:
+        solution = run(problem, solver)
+        seen.append((problem, solution))
+        return float(solution.evaluations) if solved(problem, solution.value) else math.inf
+
+    return evaluations
+
+
+def methods(kind: str, seen: list[tuple[Collected, solvers.Solution]]) -> dict[str, Method]:
+    """The columns of a kind: those that minimise an energy need one."""
+    own = {n: ours(s, seen) for n, s in OURS.items() if kind == "minimisers" or "LBFGS" not in n}
+    return own | PEERS | (MINIMISING if kind == "minimisers" else {})
+
+
+def summary(counts: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """One row a method: problems solved, and the median ratio to our default."""
+    reference = counts["ours, default"]
+    rows = []
+    for name, values in counts.items():
+        pairs = zip(values, reference, strict=True)
+        ratios = [v / r for v, r in pairs if math.isfinite(v) and math.isfinite(r)]
+        rows.append(
+            {
+                "method": name,
+                "solved": sum(math.isfinite(value) for value in values),
+                "median evaluations / ours": statistics.median(ratios) if ratios else math.nan,
+            }
+        )
+    return rows
+
+
+def honesty(seen: list[tuple[Collected, solvers.Solution]]) -> str:
+    """How often our statuses were wrong, over all our solvers."""
+    converged = [(p, s) for p, s in seen if bool(s.converged.all())]
+    false = [p.name for p, s in converged if not solved(p, s.value)]
+    stuck = [
+        p.name
+        for p, s in seen
+        if solvers.Status(int(s.status)) == solvers.Status.STALLED and torch.equal(s.value, p.z0)
+    ]
+    return (
+        f"CONVERGED in {len(converged)} of {len(seen)} solves of ours, false in {len(false)} {false}; "
+        f"STALLED at the start in {len(stuck)} {stuck}"
+    )
+
+
+def compare(kind: str, rows: bool) -> None:
+    """Print the comparison on the problems of one kind."""
+    seen: list[tuple[Collected, solvers.Solution]] = []
+    problems, columns = KINDS[kind], methods(kind, seen)
+    counts = {name: [method(problem) for problem in problems] for name, method in columns.items()}
+    if rows:
+        print(f"\n{kind}: evaluations\n")
+        print(
+            table(
+                [
+                    {"problem": p.name, "n": p.dim}
+                    | {name: values[i] for name, values in counts.items()}
+                    for i, p in enumerate(problems)
+                ]
+            )
+        )
+    print(f"\n{len(problems)} {kind}\n\n{table(summary(counts))}\n\n{honesty(seen)}")
+    missed = [
+        p.name for p, v in zip(problems, counts["ours, default"], strict=True) if v == math.inf
+    ]
+    print(f"not solved by our default: {', '.join(missed) or 'none'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], help="default: all")
+    parser.add_argument("--rows", action="store_true", help="print the counts of every problem")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    warnings.simplefilter("ignore")
+    start = time.perf_counter()
+    for kind in options.kinds or KINDS:
+        compare(kind, options.rows)
+    print(f"\npeers that raised: {len(FAILURES)}")
+    print("\n".join(f"- {line[:110]}" for line in FAILURES))
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Recorded evaluations that keep the state alone; the backward pass repeats them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from solvers.adjoints.capture import other_leaves, sequence_number
+from solvers.core.modes import uncompiled, weights_of_this_solve
+
+
+class Checkpoints:
+    """Evaluations of one solve; a repetition must find everything as it was in the forward pass.
+
+    What ``f`` reads is found at the first evaluation; where one of these tensors has been changed in
+    place since, a repetition raises RuntimeError, as autograd does for the tensors that it saves.
+    """
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.read = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        self.versions = [_version(leaf) for leaf in self.read]
+        self.started = False
+
+    def __call__(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
+        """``function(z)``, recorded."""
+        weights = weights_of_this_solve()
+        assert weights is not None
+        weights.checkpointed = True
+        first, self.started = not self.started, True
+        reads = _Reads(z)
+        repeating = False
+
+        def run(z: Tensor) -> Any:
+            nonlocal repeating
+            if repeating:
+                self._check()
+            # The first evaluation is watched, which a compiler would take for a part of it.
+            with uncompiled() if first else nullcontext(), weights.constant():
+                if repeating or not first:
+                    repeating = True
+                    return function(z)
+                repeating = True
+                with reads:
+                    return function(z)
+
+        output = checkpoint(run, z, use_reentrant=False)
+        if first:
+            self._note(reads, output)
+        return output
+
+    def _note(self, reads: _Reads, output: Any) -> None:
+        """Remember what the first evaluation read, but for what it changed itself (a counter)."""
+        given = zip(self.read, self.versions, strict=True)
+        found = {id(t): (t, version) for t, version in given} | reads.found
+        leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        for leaf in leaves:
+            if leaf.requires_grad:
+                found |= {id(t): (t, _version(t)) for t in other_leaves(leaf, reads.inside)}
+        kept = [(t, version) for t, version in found.values() if version == _version(t)]
+        self.read, self.versions = [t for t, _ in kept], [version for _, version in kept]
+
+    def _check(self) -> None:
+        for tensor, version in zip(self.read, self.versions, strict=True):
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that f reads was changed in place after "
+                    "the forward pass (by an optimizer's step?), so Unrolled(checkpoint=True) cannot "
+                    "repeat its evaluations: call backward before, or use Unrolled()"
+                )
+
+
+class _Reads(TorchFunctionMode):
+    """Finds the tensors from outside that an evaluation at ``z`` reads, with their versions."""
+
+    def __init__(self, z: Tensor) -> None:
+        super().__init__()
+        self.start = sequence_number()
+        self.inside: dict[int, Tensor] = {id(z): z}
+        self.found: dict[int, tuple[Tensor, int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and self._outside(leaf):
+                self.found.setdefault(id(leaf), (leaf, _version(leaf)))
+        result = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.found:
+                self.inside[id(leaf)] = leaf
+        return result
+
+    def _outside(self, tensor: Tensor) -> bool:
+        node = tensor.grad_fn
+        made_here = node is not None and node._sequence_nr() >= self.start
+        return id(tensor) not in self.inside and not made_here
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.inside = {number: t for number, t in self.inside.items() if t.is_leaf}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

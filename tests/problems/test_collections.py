@@ -1,0 +1,105 @@
+"""The collected problems are what they say they are: answers, least values, gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize, root
+from torch import Tensor
+
+from problems.collections.collected import Collected, residual
+from problems.collections.maps import MAPS
+from problems.collections.minimisers import MINIMISERS
+from problems.collections.systems import SYSTEMS
+
+ALL = [*MAPS, *SYSTEMS, *MINIMISERS]
+
+
+def ids(problems: list[Collected]) -> list[str]:
+    return [f"{problem.kind}-{problem.name}" for problem in problems]
+
+
+def answer(problem: Collected) -> Tensor:
+    assert problem.solution is not None
+    return torch.tensor([list(problem.solution)], dtype=torch.float64)
+
+
+def test_there_are_seventy() -> None:
+    assert (len(MAPS), len(SYSTEMS), len(MINIMISERS)) == (17, 20, 33)
+    assert len(set(ids(ALL))) == 70
+    assert all(len(problem.source) > 10 for problem in ALL)
+
+
+ANSWERED = [problem for problem in ALL if problem.solution is not None]
+UNANSWERED = [problem for problem in ALL if problem.solution is None]
+
+
+@pytest.mark.parametrize("problem", ANSWERED, ids=ids(ANSWERED))
+def test_known_solutions_have_no_residual(problem: Collected) -> None:
+    assert len(problem.solution or ()) == problem.dim
+    # some answers are printed to eight digits
+    assert residual(problem, answer(problem)) <= 1e-6
+
+
+LEAST = [problem for problem in MINIMISERS if problem.minimum is not None]
+
+
+@pytest.mark.parametrize("problem", LEAST, ids=ids(LEAST))
+def test_known_minima_have_their_value(problem: Collected) -> None:
+    assert problem.minimum is not None
+    z = problem.z0 if problem.solution is None else answer(problem)
+    if problem.solution is None:
+        z = torch.from_numpy(_bfgs(problem)).unsqueeze(0)
+    value = float(problem.function(z))
+    # the paper prints six digits
+    assert value == pytest.approx(problem.minimum, rel=2e-5, abs=1e-12)
+
+
+def _bfgs(problem: Collected) -> np.ndarray:
+    """scipy's minimiser from the published start, with our gradient."""
+
+    def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
+        z = torch.from_numpy(x).unsqueeze(0)
+        return float(problem.function(z)), (z - problem.f(z)).squeeze(0).numpy()
+
+    options = {"gtol": 1e-10, "maxiter": 2000}
+    return minimize(energy, problem.z0[0].numpy(), jac=True, method="BFGS", options=options).x
+
+
+ROOTLESS = [problem for problem in UNANSWERED if problem.kind == "system"]
+
+
+@pytest.mark.parametrize("problem", ROOTLESS, ids=ids(ROOTLESS))
+def test_systems_without_a_closed_form_have_a_root(problem: Collected) -> None:
+    def system(x: np.ndarray) -> np.ndarray:
+        return problem.function(torch.from_numpy(x).unsqueeze(0)).squeeze(0).numpy()
+
+    found = root(system, problem.z0[0].numpy(), method="hybr")
+    assert residual(problem, torch.from_numpy(found.x).unsqueeze(0)) <= 1e-7
+
+
+@pytest.mark.parametrize("problem", ALL, ids=ids(ALL))
+def test_derivatives_are_those_of_finite_differences(problem: Collected) -> None:
+    generator = torch.Generator().manual_seed(1)
+    direction, weight = torch.randn(2, 1, problem.dim, generator=generator, dtype=torch.float64)
+
+    def along(t: Tensor) -> Tensor:
+        """A weighted sum of the results on a line near the start, off the edge of any domain."""
+        value = problem.function(1.01 * problem.z0 + t * direction)
+        return value.sum() if problem.kind == "minimiser" else (weight * value).sum()
+
+    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (exact,) = torch.autograd.grad(along(t), t)
+    coarse, fine = ((along(t + h) - along(t - h)).detach() / (2 * h) for h in (2e-4, 1e-4))
+    noise = 1e-10 * float(along(t).detach().abs())
+    torch.testing.assert_close((4 * fine - coarse) / 3, exact, rtol=1e-6, atol=1e-8 + noise)
+
+
+@pytest.mark.parametrize("problem", ALL, ids=ids(ALL))
+def test_a_row_does_not_depend_on_its_neighbours(problem: Collected) -> None:
+    z = torch.cat([problem.z0, 1.01 * problem.z0])
+    together = problem.function(z)
+    assert together.shape == ((2,) if problem.kind == "minimiser" else (2, problem.dim))
+    for i in range(2):
+        torch.testing.assert_close(problem.function(z[i : i + 1])[0], together[i])

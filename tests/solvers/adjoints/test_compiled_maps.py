@@ -1,0 +1,103 @@
+"""Maps and energies made by ``torch.compile`` are compiled once, and their gradients are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from solvers import Anderson, Descent, Implicit, Newton, Unrolled, fixed_point
+
+pytestmark = [
+    pytest.mark.defect("D10"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inside torch's compiler
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Counter:
+    """A backend that runs what it is given as it is, and counts."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return module.forward
+
+
+class Map(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 5).double()
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.3 * self.linear(z) + x)
+
+
+def sample(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def test_a_compiled_map_is_compiled_once() -> None:
+    model, counter = Map(), Counter()
+    compiled = torch.compile(model, backend=counter)
+    for seed in range(4):
+        x = sample(seed)
+        results = []
+        for f in (compiled, model):
+            value = fixed_point(f, torch.zeros_like(x), (x,), compact=False).value
+            results.append(torch.autograd.grad(value.square().sum(), [x, *model.parameters()]))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+    assert counter.graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("solver", "adjoint"),
+    [(None, Implicit()), (Anderson(), Implicit()), (Newton(), Implicit()), (None, Unrolled())],
+    ids=["lbfgs", "anderson", "newton", "unrolled"],
+)
+def test_a_compiled_energy_has_derivatives(solver: Any, adjoint: Any) -> None:
+    """``aot_eager`` refuses second derivatives as the code generators do."""
+    weight = Map().linear.weight
+
+    def energy(z: Tensor, x: Tensor) -> Tensor:
+        return (0.5 * (z - x).square() + (0.3 * (z @ weight)).cosh()).sum(1)
+
+    compiled = torch.compile(energy, backend="aot_eager")
+    x = sample(0)
+    results = []
+    for function in (compiled, energy):
+        descent = Descent(function, 0.5)
+        value = fixed_point(descent, x.detach(), (x,), solver=solver, adjoint=adjoint).value
+        results.append(torch.autograd.grad(value.square().sum(), [x, weight]))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_compiler_is_left_as_it_was() -> None:
+    """Also where the evaluation fails."""
+    counter = Counter()
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError("no recording")
+        return 0.5 * z + x
+
+    x = sample(0)
+    with pytest.raises(RuntimeError, match="no recording"):
+        fixed_point(f, torch.zeros_like(x), (x,))
+    torch.compile(lambda x: x + 1, backend=counter)(x)
+    assert counter.graphs == 1

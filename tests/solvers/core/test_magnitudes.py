@@ -1,0 +1,99 @@
+"""Norms and statuses at the ends of the range of floating-point numbers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from solvers import Anderson, Broyden, Forward, Solver, Status, Tolerance, fixed_point
+from solvers.core.rows import scaled_norm
+
+SCALES = {
+    torch.float32: [1e-36, 1e-25, 1e-10, 1.0, 1e20, 1e35],
+    torch.float64: [1e-300, 1e-161, 1e-25, 1.0, 1e180, 1e300],
+}
+CASES = [(dtype, scale) for dtype, scales in SCALES.items() for scale in scales]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), CASES)
+def test_norms_are_exact_at_any_magnitude(dtype: torch.dtype, scale: float) -> None:
+    unit = torch.randn(4, 5, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    norms = scaled_norm(unit * scale)
+    assert norms.dtype == dtype
+    torch.testing.assert_close(norms / scale, unit.norm(dim=1))
+
+
+def test_norms_of_zeros_and_of_what_is_not_finite() -> None:
+    for dtype in SCALES:
+        rows = torch.zeros(4, 3, dtype=dtype)
+        rows[1, 0], rows[2, 1], rows[3] = torch.inf, torch.nan, 1e-30
+        norms = scaled_norm(rows)
+        assert norms[0] == 0
+        assert norms[1] == torch.inf
+        assert norms[2].isnan()
+        torch.testing.assert_close(norms[3] * 1e30, torch.tensor(3.0, dtype=dtype).sqrt())
+
+
+@pytest.mark.defect("A4")
+@pytest.mark.defect("C5")
+@pytest.mark.parametrize(("dtype", "scale"), CASES)
+@pytest.mark.parametrize("solver", [Forward(), Anderson(), Broyden()], ids=repr)
+def test_converged_means_converged_at_any_magnitude(
+    solver: Solver, dtype: torch.dtype, scale: float
+) -> None:
+    b = torch.linspace(0.5, 1.5, 12, dtype=dtype).reshape(3, 4) * scale
+    solution = fixed_point(
+        lambda z, b: 0.5 * z + b, torch.zeros_like(b), (b,), solver=solver, on_failure="ignore"
+    )
+    value, b = solution.value.double() / scale, b.double() / scale
+    found = 0.5 * value + b
+    relative = (found - value).norm(dim=1) / found.norm(dim=1)
+    if isinstance(solver, Forward):
+        assert solution.converged.all()
+    assert (relative[solution.converged] <= 1.001e-4).all()
+    torch.testing.assert_close(solution.residual.double(), relative, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.defect("A4")
+def test_half_precision_knows_its_small_residuals() -> None:
+    b = torch.full((2, 3), 6e-8, dtype=torch.float16)
+    far: Any = {"solver": Forward(), "on_failure": "ignore", "max_steps": 1}
+    solution = fixed_point(lambda z, b: z + b, torch.zeros_like(b), (b,), **far)
+    assert (solution.residual == 1).all()
+
+
+@pytest.mark.defect("A4")
+def test_an_absolute_tolerance_below_the_range_of_squares_holds() -> None:
+    b = torch.full((2, 3), 1e-25)
+    solution = fixed_point(
+        lambda z, b: 0.5 * z + b,
+        torch.zeros_like(b),
+        (b,),
+        solver=Forward(),
+        tolerance=Tolerance(rtol=0.0, atol=1e-28),
+    )
+    assert solution.converged.all()
+    assert ((0.5 * solution.value - b).double().norm(dim=1) <= 1e-28).all()
+
+
+def test_zero_is_still_a_fixed_point() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = fixed_point(torch.tanh, torch.zeros(2, 3, dtype=torch.float64))
+    assert solution.status.tolist() == [Status.CONVERGED] * 2
+    assert solution.residual.tolist() == [0.0, 0.0]
+
+
+def test_rows_that_are_not_finite_leave_the_others_their_norm() -> None:
+    def f(z: Tensor) -> Tensor:
+        return torch.where(z > 2, torch.nan, 0.5 * z)
+
+    solution = fixed_point(
+        f, torch.tensor([[1e-30], [3.0]]), solver=Forward(), on_failure="ignore", max_steps=2
+    )
+    assert solution.status.tolist() == [Status.MAX_STEPS, Status.NONFINITE]
+    torch.testing.assert_close(solution.residual_norm[0] * 1e30, torch.tensor(0.5))

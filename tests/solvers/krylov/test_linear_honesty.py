@@ -1,0 +1,132 @@
+"""The residual of a linear solve is that of its value, which is finite; nothing else is heard."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from solvers import CG, GMRES, MINRES, LinearSolver, Solution, Status, Tolerance, solve_linear
+
+METHODS = [CG(), MINRES(), GMRES(2), GMRES(20)]
+
+
+def multiply(v: Tensor, matrix: Tensor) -> Tensor:
+    return (matrix @ v.unsqueeze(2)).squeeze(2)
+
+
+def solve(matrix: Tensor, b: Tensor, solver: LinearSolver, **options: object) -> Solution:
+    """The solution, of which no NumPy warning may come."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return solve_linear(
+            multiply, b, args=(matrix,), solver=solver, on_failure="ignore", **options
+        )  # type: ignore[arg-type]
+
+
+def check(solution: Solution, matrix: Tensor, b: Tensor, rtol: float) -> None:
+    """Residuals that are reported too small, beyond rounding, are lies."""
+    value = solution.value
+    assert value.isfinite().all()
+    a, x, right = matrix.double(), value.double(), b.double()
+    true = (right - multiply(x, a)).norm(dim=1)
+    eps = torch.finfo(b.dtype).eps
+    rounding = 60 * eps * (a.flatten(1).norm(dim=1) * x.norm(dim=1) + right.norm(dim=1))
+    said = solution.residual_norm.double()
+    allowed = 1.2 * said + 0.2 * rtol * right.norm(dim=1) + rounding
+    assert (true <= allowed).all(), (true, said)
+
+
+@pytest.mark.defect("A9")
+def test_a_singular_system_is_not_called_solved() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        row = torch.randn(5, 1, 2, dtype=torch.float64, generator=generator)
+        matrix = torch.cat([row, 2 * row], 1)
+        b = torch.randn(5, 2, dtype=torch.float64, generator=generator)
+        solution = solve(matrix, b, GMRES(2), max_steps=2)
+        check(solution, matrix, b, 1e-6)
+        assert not solution.converged.any()
+
+
+@pytest.mark.defect("A9")
+def test_an_exact_breakdown_at_the_last_product_keeps_its_solution() -> None:
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randn(5, 3, 3, dtype=torch.float64, generator=generator)
+    b = torch.randn(5, 3, dtype=torch.float64, generator=generator)
+    solution = solve(matrix, b, GMRES(20), max_steps=3)
+    check(solution, matrix, b, 1e-6)
+    assert solution.converged.all()
+    assert (solution.evaluations == 3).all()
+
+
+@pytest.mark.defect("A9")
+@pytest.mark.parametrize("solver", METHODS, ids=repr)
+def test_a_far_start_does_not_hide_its_rounding(solver: LinearSolver) -> None:
+    """Cancellation of a start that is 1e9 times the solution leaves the residual of its rounding."""
+    b = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    matrix = torch.diag_embed(torch.tensor([[1e9, 1e9], [1e9, 1e9]]))
+    start = torch.tensor([[1.3, 0.7], [-0.2, 0.9]])
+    for steps in (2, 3, 8):
+        check(solve(matrix, b, solver, x0=start, max_steps=steps), matrix, b, 1e-6)
+
+
+@pytest.mark.defect("A9")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", METHODS, ids=repr)
+def test_any_budget_ends_with_the_true_residual(solver: LinearSolver, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for size in (1, 2, 5):
+        half = torch.randn(6, size, size, dtype=torch.float64, generator=generator)
+        half[0, -1] = half[0, 0]  # singular
+        half[1] *= 10.0 ** torch.arange(size)
+        matrix = (half @ half.mT).to(dtype)
+        b = torch.randn(6, size, dtype=torch.float64, generator=generator).to(dtype)
+        for steps in range(1, 8):
+            solution = solve(matrix, b, solver, max_steps=steps, tolerance=Tolerance(1e-6))
+            assert (solution.evaluations <= steps).all()
+            check(solution, matrix, b, 1e-6)
+
+
+@pytest.mark.defect("A10")
+@pytest.mark.parametrize("rtol", [1e-6, 1e-1])
+@pytest.mark.parametrize("solver", METHODS, ids=repr)
+def test_a_solution_beyond_half_precision_is_not_infinite(
+    solver: LinearSolver, rtol: float
+) -> None:
+    matrix = torch.diag_embed(torch.tensor([[1e-4, 2e-4], [1.0, 2.0]])).half()
+    b = torch.tensor([[100.0, 300.0], [1.0, 2.0]]).half()
+    solution = solve(matrix, b, solver, tolerance=Tolerance(rtol))
+    assert solution.value.isfinite().all()
+    assert solution.status[0] != Status.CONVERGED
+    assert solution.converged[1]
+    assert solution.residual[0] == 1  # of zero
+
+
+@pytest.mark.defect("A9")
+@pytest.mark.parametrize("solver", METHODS, ids=repr)
+def test_a_solution_below_the_range_has_not_converged(solver: LinearSolver) -> None:
+    matrix = torch.eye(2).expand(1, 2, 2) * 1e16
+    b = torch.full((1, 2), 3e-32)
+    solution = solve(matrix, b, solver, tolerance=Tolerance(0.1))
+    assert not solution.converged.any()
+    assert solution.residual[0] == 1
+
+
+@pytest.mark.defect("C5")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", METHODS, ids=repr)
+def test_no_warning_of_numpy_is_heard(solver: LinearSolver, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    top = torch.finfo(dtype).max
+    for _ in range(6):
+        powers = 4 * torch.randn(5, 4, dtype=torch.float64, generator=generator)
+        matrix = torch.diag_embed(10**powers).clamp_max(top).to(dtype)
+        b = torch.randn(5, 4, dtype=torch.float64, generator=generator).to(dtype)
+        matrix[0], b[1], b[2, 0], matrix[3, 0, 0] = top, 0, torch.nan, torch.inf
+        for start in (None, torch.full_like(b, 0.1 * top)):
+            for steps in (2, 3, 30):
+                solution = solve(matrix, b, solver, x0=start, max_steps=steps, record=True)
+                assert solution.value.isfinite().all()

@@ -1,0 +1,108 @@
+"""L-BFGS where the first steps are far too long, and the state that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.solves import solve
+from problems.zoo import make
+from solvers import LBFGS, Descent, Solution, Tolerance, fixed_point
+
+
+def minimise(
+    energy: Callable[[Tensor], Tensor], *start: float, factor: float = 1.0, **options: object
+) -> Solution:
+    """From ``start``, to a gradient of ``1e-6 factor``; the energy is multiplied by ``factor``."""
+    return fixed_point(
+        Descent(lambda z: factor * energy(z)), torch.tensor([start], dtype=torch.float64),
+        tolerance=Tolerance(rtol=0.0, atol=1e-6 * factor), max_steps=500, adjoint=None,
+        on_failure="ignore", **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def cosh(z: Tensor) -> Tensor:
+    return 2 * z.cosh().sum(1)
+
+
+def box_three_dimensional(z: Tensor) -> Tensor:
+    """Moré, Garbow and Hillstrom (1981), problem 12."""
+    t = 0.1 * torch.arange(1, 11, dtype=z.dtype)
+    first, second, third = (column[:, None] for column in z.unbind(1))
+    known = torch.exp(-t) - torch.exp(-10 * t)
+    return (torch.exp(-t * first) - torch.exp(-t * second) - third * known).square().sum(1)
+
+
+def wood(z: Tensor) -> Tensor:
+    """Moré, Garbow and Hillstrom (1981), problem 14."""
+    a, b, c, d = z.unbind(1)
+    valleys = 100 * (b - a * a) ** 2 + (1 - a) ** 2 + 90 * (d - c * c) ** 2 + (1 - c) ** 2
+    return valleys + 10 * (b + d - 2) ** 2 + 0.1 * (b - d) ** 2
+
+
+# The evaluations that scipy's L-BFGS-B needs from the same starts: 12, 38 and 112.
+STEEP = [(cosh, (5.3,), 12), (box_three_dimensional, (0.0, 10.0, 20.0), 48),
+         (wood, (-3.0, -1.0, -3.0, -1.0), 112)]  # fmt: skip
+
+
+@pytest.mark.defect("A13")
+@pytest.mark.parametrize(("energy", "start", "most"), STEEP)
+def test_a_first_trial_far_away_is_no_end(
+    energy: Callable[[Tensor], Tensor], start: tuple[float, ...], most: int
+) -> None:
+    solution = minimise(energy, *start)
+    assert solution.counts() == {"CONVERGED": 1}
+    assert int(solution.evaluations) <= most
+
+
+@pytest.mark.defect("A13")
+@pytest.mark.parametrize("shift", [0.0, 1e3, -1e3])
+def test_an_energy_of_any_offset_is_minimised(shift: float) -> None:
+    """The length of the first step looks at the size of the energy, which an offset changes."""
+    solution = minimise(lambda z: cosh(z) + shift, 5.3, -4.0, 0.2)
+    assert solution.counts() == {"CONVERGED": 1}
+    assert int(solution.evaluations) <= 30
+
+
+@pytest.mark.defect("D12")
+@pytest.mark.parametrize("factor", [2.0**10, 2.0**20])
+@pytest.mark.parametrize(("energy", "start", "most"), STEEP)
+def test_a_steep_energy_times_a_factor_takes_the_same_steps(
+    energy: Callable[[Tensor], Tensor], start: tuple[float, ...], most: int, factor: float
+) -> None:
+    """To the same point, that is with a tolerance that grows with the energy."""
+    once, scaled = minimise(energy, *start), minimise(energy, *start, factor=factor)
+    assert torch.equal(scaled.value, once.value)
+    assert scaled.evaluations.tolist() == once.evaluations.tolist()
+
+
+@pytest.mark.parametrize("memory", [1, 3, 5, 7])
+def test_the_storage_grows_to_the_memory_and_no_further(memory: int) -> None:
+    problem = make("energy_quadratic_100")
+    solution = solve(problem, LBFGS(memory=memory), max_steps=400)
+    assert bool(solution.converged.all())
+    sizes: list[int] = []
+
+    class Watched(LBFGS):
+        def step(self, state, turn):  # type: ignore[no-untyped-def]
+            candidate = super().step(state, turn)
+            sizes.append(state.pairs.shape[1])
+            return candidate
+
+    other = solve(problem, Watched(memory=memory), max_steps=400)
+    assert torch.equal(other.value, solution.value)
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 2 * min(memory, 4)
+    assert sizes[-1] == 2 * memory
+
+
+def test_a_small_state_has_the_longer_memory() -> None:
+    """Where a state has few numbers the history is cheap, even with more pairs than numbers."""
+    start = (-3.0, -1.0, -3.0, -1.0)
+    default, same = minimise(wood, *start), minimise(wood, *start, solver=LBFGS(memory=10))
+    assert torch.equal(default.value, same.value)
+    short = minimise(wood, *start, solver=LBFGS(memory=4))
+    assert int(default.evaluations) < int(short.evaluations)
