@@ -283,11 +283,12 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     model, optimizer = build()
     save_checkpoint(path, model, optimizer, {"epoch": 1})
-    optimizer.state[model[0].weight]["exp_avg"][0, 0] = math.nan
+    weight = model.get_parameter("0.weight")
+    optimizer.state[weight]["exp_avg"][0, 0] = math.nan
     with pytest.raises(ValueError, match=r"exp_avg .* is NaN"):
         save_checkpoint(path, model, optimizer)
     with torch.no_grad():
-        model[0].weight[0, 0] = math.nan
+        weight[0, 0] = math.nan
     with pytest.raises(ValueError, match=r"0\.weight is not finite"):
         save_checkpoint(path, model)
     assert load_checkpoint(path, *build()) == {"epoch": 1}

@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.checkpoint.files import RunLock
 
 pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
 posix = pytest.mark.skipif(sys.platform == "win32", reason="modes and locks of POSIX")
@@ -72,12 +73,11 @@ def kill(process: subprocess.Popen[str]) -> None:
 @posix
 @pytest.mark.defect("B3")
 def test_what_a_kill_left_is_swept_and_what_is_written_is_not(tmp_path: Path) -> None:
-    from_files = pytest.importorskip("implicit_attn.checkpoint.files")
     path = tmp_path / "checkpoint.safetensors"
     path.write_bytes(b"old")
     writer = hold("write", path)
     try:
-        lock = from_files.RunLock(path)
+        lock = RunLock(path)
         lock.acquire()  # a sweep, while the other one writes
         assert len(list(tmp_path.glob("*.part"))) == 1
         lock.release()
@@ -100,10 +100,9 @@ def test_what_a_kill_left_is_swept_and_what_is_written_is_not(tmp_path: Path) ->
 @posix
 @pytest.mark.defect("B6")
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
-    files = pytest.importorskip("implicit_attn.checkpoint.files")
     path = tmp_path / "new" / "checkpoint.safetensors"
     owner = hold("lock", path)
-    lock = files.RunLock(path)
+    lock = RunLock(path)
     try:
         with pytest.raises(
             ValueError, match=rf"new is in use by another run \(process {owner.pid} "
@@ -113,7 +112,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         kill(owner)
     for _ in range(2):
         lock.acquire()
-    other = files.RunLock(path)
+    other = RunLock(path)
     with pytest.raises(ValueError, match=f"process {os.getpid()} "):
         other.acquire()
     lock.release()

@@ -107,7 +107,7 @@ def test_a_model_without_randomness_does_not_see_the_seeds(
     def weights() -> Tensor:
         torch.manual_seed(0)
         model = Recorder()
-        Training(model, toy_data(), Recipe(2, 5, 0.1), tmp_path / "c").run()
+        Training(model, toy_data(), Recipe(2, 5, 0.1), tmp_path / "c").run(overwrite=True)
         return model.linear.weight.detach()
 
     seeded = weights()
