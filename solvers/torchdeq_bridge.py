@@ -101,6 +101,7 @@ class _MonitoredMap:
         self, problem: Problem, start: Tensor, tolerance: Tolerance, max_steps: int
     ) -> None:
         self.problem, self.tolerance, self.max_steps = problem, tolerance, max_steps
+        self.start = start
         infinite = torch.full_like(row_norm(start), torch.inf)
         self.best = Best(start, infinite, infinite, None)
         self.status = torch.full_like(infinite, RUNNING, dtype=torch.int64)
@@ -115,9 +116,12 @@ class _MonitoredMap:
             raise _Finished
         self.count += 1
         # A copy, since torchdeq's z is a part of a buffer that it writes again.
-        own = z.to(self.best.value.dtype, copy=True)
+        own = z.to(self.start.dtype, copy=True)
+        if self.problem.mask is not None:  # torchdeq's mixing rounds what should stay as it is
+            own = torch.where(self.problem.mask, own, self.start)
         point = self.problem.exact(self.problem.evaluate(own))
-        relative = point.relative()
+        # Where f(z) = 0 the ratio may overflow; a finite point is better than none all the same.
+        relative = point.relative().clamp_max(torch.finfo(point.norm.dtype).max)
         # An overflowed f(z) would make any residual look small.
         self.finite = point.finite()
         taken = running & self.finite
