@@ -185,5 +185,5 @@ def _zero_masked(given: LaunchArguments) -> LaunchArguments:
         return given
     z = given.z.masked_fill((keep == 0)[:, None, :, None], 0.0)
     positions = torch.arange(1, keep.shape[1] + 1, dtype=torch.int32, device=keep.device)
-    extent = (positions * keep).amax(1).to(torch.int32)
+    extent = (positions * keep).amax(1)
     return replace(given, z=z, extent=extent)
