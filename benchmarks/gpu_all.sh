@@ -17,7 +17,7 @@ OUT="${OUT:-runs/gpu}"
 mkdir -p "$OUT"
 OUT="$(cd "$OUT" && pwd)"
 SUMMARY="$OUT/table.md"
-export PYTHONPATH=. PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 failed=0
 

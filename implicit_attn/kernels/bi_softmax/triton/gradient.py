@@ -85,9 +85,10 @@ def gradient_kernel(
     else:
         peak = tl.load(peaks + index)
         near = peak <= WIDEST_PEAK
+        shift = shift_of(tl.where(near, peak, 0.0))
         gathered = _gather(
             gathered, own, head, normaliser, first, tl.where(near, count, 0), tokens, width, scale,
-            shift_of(peak), stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SHIFTED, BOOST,
+            shift, stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SHIFTED, BOOST,
         )  # fmt: skip
         gathered = _gather(
             gathered, own, head, normaliser, first, tl.where(near, 0, count), tokens, width, scale,

@@ -137,9 +137,10 @@ def curvature_kernel(
     else:
         peak = tl.load(peaks + index)
         near = peak <= WIDEST_PEAK
+        shift = shift_of(tl.where(near, peak, 0.0))
         curved = _curve(
             curved, z_own, v_own, z, v, normaliser, mean, first, 0, tl.where(near, count, 0), count,
-            tokens, width, scale, beta, shift_of(peak), z_stride_n, v_stride_n, ROWS, COLUMNS,
+            tokens, width, scale, beta, shift, z_stride_n, v_stride_n, ROWS, COLUMNS,
             WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SHIFTED, BOOST,
         )  # fmt: skip
         curved = _curve(

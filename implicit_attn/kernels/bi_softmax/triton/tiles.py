@@ -88,12 +88,11 @@ def _factor(x):
 @triton.jit
 def product(a, b, total):
     """``total + a b`` in float32; ``total`` may be None."""
-    WIDEST: tl.constexpr = WIDEST_SPLIT
-    NARROW: tl.constexpr = (
-        a.shape[0] <= WIDEST and a.shape[1] <= WIDEST and b.shape[1] <= WIDEST
-    )
+    # Written out, as before Triton 3.6 a kernel has no max of constants.
+    SQUARE: tl.constexpr = a.shape[0] <= WIDEST_SPLIT and a.shape[1] <= WIDEST_SPLIT
+    NARROW: tl.constexpr = SQUARE and b.shape[1] <= WIDEST_SPLIT
     a, b = _factor(a), _factor(b)
-    # Before Triton 3.4 a dot takes no None.
+    # Before Triton 3.4 a product takes no None.
     if total is None:
         result = tl.dot(a, b, input_precision="tf32x3" if NARROW else "ieee")
     else:
