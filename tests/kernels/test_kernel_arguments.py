@@ -27,8 +27,10 @@ BETA = 0.4
 
 def randn(*shape: int, seed: int = 0, **options: Any) -> Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=WIDE).to(**options) if options else (
-        torch.randn(shape, generator=generator, dtype=WIDE)
+    return (
+        torch.randn(shape, generator=generator, dtype=WIDE).to(**options)
+        if options
+        else (torch.randn(shape, generator=generator, dtype=WIDE))
     )
 
 
@@ -97,7 +99,9 @@ def test_cotangents_of_masked_tokens_go_nowhere(
     outputs = bisoftmax(z, 1.0, mask=mask, backend=backend, **options)
     clean = [randn(*t.shape).float().to(DEVICE) for t in outputs]
     hidden = ~mask[:, None] if of == "lse" else ~mask[:, None, :, None]
-    spoiled = [t if (t.dim() == 3) != (of == "lse") else t.masked_fill(hidden, torch.nan) for t in clean]
+    spoiled = [
+        t if (t.dim() == 3) != (of == "lse") else t.masked_fill(hidden, torch.nan) for t in clean
+    ]
     expected = torch.autograd.grad(outputs, z, clean, retain_graph=True)[0]
     found = torch.autograd.grad(outputs, z, spoiled)[0]
     torch.testing.assert_close(found, expected)

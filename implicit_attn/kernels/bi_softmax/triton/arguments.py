@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
     return _tiles(kernel, width, size, capability)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
     names = [kernel]
     while names[-1] in _SAME:
@@ -215,7 +215,7 @@ class LaunchArguments:
         return (tokens <= 64 and width <= 128) or (tokens <= 96 and width <= 64)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _constants(shape: Tiles, padded_width: int, bounded: bool) -> dict[str, Any]:
     return {
         "WIDTH": padded_width,
@@ -225,7 +225,7 @@ def _constants(shape: Tiles, padded_width: int, bounded: bool) -> dict[str, Any]
     }
 
 
-@lru_cache(maxsize=None)
+@cache
 def capability_of(device: int) -> int:
     """Compute capability of a CUDA device, 10 major + minor."""
     major, minor = torch.cuda.get_device_capability(device)

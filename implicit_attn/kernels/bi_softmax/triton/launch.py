@@ -35,6 +35,10 @@ from implicit_attn.kernels.bi_softmax.triton.triangle import (
 MOST_SLICES, PROGRAMS = 32, 1024
 
 
+def _ceil(total: int, part: int) -> int:
+    return -(-total // part)
+
+
 def parts(tokens: int) -> tuple[int, int]:
     """Rows of the two parts of a single tile; the second may be none."""
     first = max(16, int(triton.next_power_of_2(tokens)))
@@ -87,14 +91,14 @@ def row_lse(given: LaunchArguments, lse: Tensor, normaliser: Tensor) -> None:
 
 def slices_of(heads: int, blocks: int) -> int:
     """Slices of a head: two blocks each at least, as the largest alone takes as long as such a pair."""
-    return int(min(triton.cdiv(blocks, 2), MOST_SLICES, triton.cdiv(PROGRAMS, heads)))
+    return min(_ceil(blocks, 2), MOST_SLICES, _ceil(PROGRAMS, heads))
 
 
 def _triangle(given: LaunchArguments, v: Tensor | None) -> tuple[Tensor, int, int]:
     """Slots of partial sums, their number a head, and the block."""
     shape = given.tiles("triangle" if v is None else "tangents")
     tangent, v = v is not None, given.z if v is None else v
-    slices = slices_of(given.heads, triton.cdiv(given.tokens, shape.rows))
+    slices = slices_of(given.heads, _ceil(given.tokens, shape.rows))
     slots = torch.empty(
         (given.heads * slices, given.tokens), dtype=torch.float32, device=given.z.device
     )
@@ -115,7 +119,7 @@ def _second_phase(given: LaunchArguments, block: int) -> dict[str, Any]:
 def triangle_lse(given: LaunchArguments, lse: Tensor, reciprocals: Tensor) -> None:
     """``L`` and ``exp(-L)`` from half of the tiles."""
     slots, slices, block = _triangle(given, None)
-    blocks = triton.cdiv(given.tokens, block)
+    blocks = _ceil(given.tokens, block)
     args = (
         slots, given.keep, given.extent, lse, reciprocals, given.z.shape[1], given.tokens, blocks,
         slices,
@@ -133,7 +137,7 @@ def triangle_mean(
 ) -> None:
     """``r`` and ``exp(-L)`` from half of the tiles."""
     slots, slices, block = _triangle(given, v)
-    blocks = triton.cdiv(given.tokens, block)
+    blocks = _ceil(given.tokens, block)
     args = (
         slots, given.keep, given.extent, lse, cotangent, mean, reciprocals, given.z.shape[1],
         given.tokens, blocks, slices, given.beta,
@@ -170,7 +174,7 @@ def gradient(given: LaunchArguments, normaliser: Tensor, out: Tensor) -> None:
 def atomic_gradient(given: LaunchArguments, reciprocals: Tensor, out: Tensor) -> None:
     """``(P + P^T) Z`` from half of the tiles, in an order that changes from run to run."""
     z, shape, unit = given.z, given.tiles("atomic"), given.unit()
-    blocks = triton.cdiv(given.tokens, shape.rows)
+    blocks = _ceil(given.tokens, shape.rows)
     total = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
     args = (
         z, given.extent, reciprocals, total, *given.sizes(blocks, unit), *in_units(z, unit),

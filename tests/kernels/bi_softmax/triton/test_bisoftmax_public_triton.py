@@ -244,7 +244,7 @@ def test_slices_have_about_equally_many_tiles(blocks: int) -> None:
             [block_of(s, slices, blocks, step) for step in range(count_of(s, slices, blocks))]
             for s in range(slices)
         ]
-        assert sorted(sum(owned, [])) == list(range(blocks))
+        assert sorted(block for mine in owned for block in mine) == list(range(blocks))
         assert all(mine == sorted(mine, reverse=True) for mine in owned)
         tiles = [sum(block + 1 for block in mine) for mine in owned]
         # What one round is worth, at most, beyond what the others have.
