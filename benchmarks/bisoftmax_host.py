@@ -55,7 +55,8 @@ def main() -> None:
     compiled = require("triton.compiler.compiler", extra="gpu").CompiledKernel
     compiled._init_handles = without_launches
     folder = "implicit_attn.kernels.bi_softmax.triton"
-    backend, launch = (require(f"{folder}.{name}", extra="gpu") for name in ("backend", "launch"))
+    backend: Any = require(f"{folder}.backend", extra="gpu")
+    launch: Any = require(f"{folder}.launch", extra="gpu")
     arguments = require(f"{folder}.arguments", extra="gpu").LaunchArguments
     setattr(arguments, "capability", 90)  # noqa: B010
     torch.set_num_threads(1)
