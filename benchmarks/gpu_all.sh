@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The bi-softmax on a machine with a CUDA card, in under 525 seconds, what matters most first: tests of
-# the Triton kernels, times against their peers and the aims, a whole layer.
+# the Triton kernels, times against their peers and the aims, the kernels' variants (no limit, causal,
+# masked, widths 72 and 96) and a sweep of tiles, a whole layer.
 #   benchmarks/gpu_all.sh            # into runs/gpu, or where $OUT says
 # It leaves there: table.md (a row a step, then what each benchmark printed), a .log of each step,
 # bisoftmax.csv (a row a shape, as far as it came), bisoftmax.png, layer.json.
@@ -17,7 +18,7 @@ OUT="${OUT:-runs/gpu}"
 mkdir -p "$OUT"
 OUT="$(cd "$OUT" && pwd)"
 SUMMARY="$OUT/table.md"
-export PYTHONPATH=. PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 failed=0
 
@@ -62,13 +63,14 @@ if has xdist; then
     workers=(-n "$((cores < 12 ? cores : 12))") # what takes time is compiling
 fi
 # The device's warnings are not this package's: they are shown, and do not fail a test.
-step tests 240 "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} \
+step tests 170 "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} \
     tests/kernels/bi_softmax/triton
-step bisoftmax 200 "$PYTHON" benchmarks/bisoftmax.py --output "$OUT"
-step layer 120 "$PYTHON" benchmarks/bisoftmax_layer.py --rounds 5 --output "$OUT/layer.json"
+step bisoftmax 160 "$PYTHON" benchmarks/bisoftmax.py --output "$OUT"
+step variants 120 "$PYTHON" benchmarks/bisoftmax_variants.py --sweep
+step layer 60 "$PYTHON" benchmarks/bisoftmax_layer.py --rounds 5 --output "$OUT/layer.json"
 
 {
-    for name in bisoftmax layer; do
+    for name in bisoftmax variants layer; do
         if [ -s "$OUT/$name.log" ]; then
             printf '\n## %s\n\n' "$name"
             cat "$OUT/$name.log"

@@ -10,7 +10,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.operators import has_tangent, transformed
+from implicit_attn.kernels.operators import (
+    differentiated,
+    has_tangent,
+    mapped_size,
+    transformed,
+)
 from solvers.core import modes
 
 Options = ParamSpec("Options")
@@ -32,21 +37,21 @@ def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     """The dense formula where only it can be differentiated as the caller does; else None."""
     if any(has_tangent(tensor) for tensor in tensors):
         return Choice("reference", "only the dense formula knows forward-mode differentiation")
-    if transformed():
-        return Choice("reference", "inside torch.func, which takes the dense formula apart")
+    if differentiated():
+        return Choice("reference", "inside torch.func.grad, which takes the dense formula apart")
     return None
 
 
 def dense_or_strips(z: Tensor, tokens: int, pairs: float, note: str = "") -> Choice:
     """The dense formula up to so many tokens and, in all matrices together, pairs; else strips."""
-    count, matrices = z.shape[2], z.shape[0] * z.shape[1]
+    count, matrices = z.shape[2], z.shape[0] * z.shape[1] * mapped_size()
     size = f"{matrices} matrices of {count} x {count} pairs{note}"
     if count <= tokens and matrices * count**2 <= pairs:
         return Choice("reference", f"{size}: the dense formula has the least overhead")
     return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
 
 
-def check_arguments(z: Tensor, beta: float, mask: Tensor | None) -> None:
+def check_arguments(z: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
     """``z`` (B, H, N, p) floating, ``beta`` > 0, ``mask`` (B, N) bool, or an error that says so."""
     if not z.is_floating_point():
         raise TypeError(f"z must be of a floating dtype, got {z.dtype}")
@@ -62,10 +67,43 @@ def check_arguments(z: Tensor, beta: float, mask: Tensor | None) -> None:
         raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
 
 
-def check_beta(beta: float) -> None:
-    """An inverse temperature > 0, or an error that says what came."""
+def check_beta(beta: float | Tensor) -> None:
+    """An inverse temperature > 0, of one element, or an error that says what came."""
+    if isinstance(beta, Tensor):
+        if beta.numel() != 1 or not beta.is_floating_point():
+            raise ValueError(
+                "beta must be a number or a floating tensor of one element, got "
+                f"{beta.dtype} {tuple(beta.shape)}"
+            )
+        # Its value is looked at only where that waits for no device.
+        known = beta.device.type == "cpu" and not traced(beta)
+        if not known:
+            return
+        beta = float(beta.detach())
     if not beta > 0:
         raise ValueError(f"beta must be > 0, got {beta!r}")
+
+
+def by_rescaling(beta: float | Tensor) -> Tensor | None:
+    """``beta`` as a tensor without dimensions where a derivative by it may be asked for, else None.
+
+    The backends take numbers. As ``beta Z Z^T = Y Y^T`` for ``Y = beta^(1/2) Z``, whatever depends on
+    ``beta`` follows from the same function of Y at one, and autograd finds its derivative.
+    """
+    if not isinstance(beta, Tensor):
+        return None
+    recorded = torch.is_grad_enabled() and beta.requires_grad
+    return beta.reshape(()) if recorded or traced(beta) else None
+
+
+def traced(tensor: Tensor) -> bool:
+    """Whether a transform or a compiler stands between us and the number in ``tensor``."""
+    return torch.compiler.is_compiling() or transformed() or has_tangent(tensor)
+
+
+def rescaled(x: Tensor, root: Tensor) -> Tensor:
+    """``root x`` in float32 or wider: rounded to half precision it would give other scores."""
+    return x.to(wide_dtype(x)) * root
 
 
 def check_vector(z: Tensor, v: Tensor, lse: Tensor | None) -> None:

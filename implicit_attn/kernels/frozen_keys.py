@@ -16,12 +16,14 @@ from torch import Tensor
 
 from implicit_attn.kernels.arguments import (
     Choice,
+    by_rescaling,
     check_beta,
     dense_for_transforms,
+    rescaled,
     wide_dtype,
     without_autocast,
 )
-from implicit_attn.kernels.operators import refuse_forward_mode
+from implicit_attn.kernels.operators import refuse_forward_mode, transformed
 from implicit_attn.kernels.tiling import row_strips
 from solvers.core.checks import require_choice
 
@@ -35,7 +37,7 @@ _stock = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def frozen_key_attention(
     query: Tensor,
     key: Tensor,
-    beta: float,
+    beta: float | Tensor,
     *,
     mask: Tensor | None = None,
     backend: str = "auto",
@@ -45,7 +47,7 @@ def frozen_key_attention(
     Args:
         query: (B, H, N, p), floating.
         key: (B, H, M, p), of the same dtype.
-        beta: inverse temperature, > 0.
+        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
         mask: (B, M) bool, False at masked keys; None: none is masked. Where all are masked both
             results are zero.
         backend: "reference" (dense), "flash" (stock attention, CPU only, memory O(N + M) for the
@@ -60,6 +62,12 @@ def frozen_key_attention(
         NotImplementedError: forward-mode differentiation by "flash".
     """
     choice = explain_frozen_keys(query, key, beta, mask=mask, backend=backend)
+    varying = by_rescaling(beta)
+    if varying is not None:
+        scaled, key = rescaled(query, varying), key.to(wide_dtype(key))
+        mean, lse = frozen_key_attention(scaled, key, 1.0, mask=mask, backend=backend)
+        return mean.to(query.dtype), lse
+    beta = float(beta)
     if choice.backend == "reference":
         return _dense(query, key, beta, mask)
     for tensor in (query, key):
@@ -75,7 +83,7 @@ def frozen_key_attention(
 def explain_frozen_keys(
     query: Tensor,
     key: Tensor,
-    beta: float,
+    beta: float | Tensor,
     *,
     mask: Tensor | None = None,
     backend: str = "auto",
@@ -97,6 +105,8 @@ def explain_frozen_keys(
     dense = dense_for_transforms(query, key)
     if dense is not None:
         return dense
+    if transformed():
+        return Choice("reference", "inside torch.func.vmap, which takes the dense formula apart")
     if torch.compiler.is_compiling():
         return Choice("reference", "a compiler takes the dense formula apart")
     pairs = query.shape[2] * key.shape[2]
@@ -110,7 +120,7 @@ def check_frozen_key_backend(backend: str) -> str:
     return require_choice("backend", backend, FROZEN_KEY_BACKENDS)
 
 
-def _check(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> None:
+def _check(query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
     if not query.is_floating_point() or key.dtype != query.dtype:
         raise TypeError(
             f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"

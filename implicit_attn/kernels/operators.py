@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 from solvers.core.modes import without_autocast
 
 _FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
+_DIFFERENTIATING = (_FUNCTORCH.TransformType.Grad, _FUNCTORCH.TransformType.Jvp)
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
@@ -96,6 +98,24 @@ def transformed() -> bool:
     return _FUNCTORCH.peek_interpreter_stack() is not None
 
 
+def differentiated() -> bool:
+    """Whether ``torch.func`` differentiates: custom operators do not know that, but they know ``vmap``."""
+    return any(each.key() in _DIFFERENTIATING for each in _transforms())
+
+
+def mapped_size() -> int:
+    """How many times as many samples there are as ``vmap`` shows, the product of its levels."""
+    return math.prod(
+        _FUNCTORCH.CVmapInterpreterPtr(each).batchSize()
+        for each in _transforms()
+        if each.key() == _FUNCTORCH.TransformType.Vmap
+    )
+
+
+def _transforms() -> list[Any]:
+    return (_FUNCTORCH.get_interpreter_stack() or []) if transformed() else []
+
+
 def has_tangent(tensor: Tensor) -> bool:
     """Whether ``tensor`` carries a tangent of forward-mode differentiation."""
     if getattr(forward_ad, "_current_level", -1) < 0:
@@ -105,9 +125,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 def refuse_forward_mode(tensor: Tensor, backend: str, product: str) -> None:
     """NotImplementedError, naming ``product`` in its place, where ``tensor`` asks for forward mode."""
-    stack = (_FUNCTORCH.get_interpreter_stack() or []) if transformed() else []
-    differentiating = (_FUNCTORCH.TransformType.Grad, _FUNCTORCH.TransformType.Jvp)
-    if any(each.key() in differentiating for each in stack):  # custom operators do not know them
+    if differentiated():
         raise NotImplementedError(
             f'torch.func.grad, vjp and jvp do not go through backend="{backend}"; use '
             'torch.autograd, or backend="reference"'

@@ -1,13 +1,20 @@
 """Compile the Triton kernels of bi-softmax for a device that need not be there.
 
-The argument is its compute capability, 90 or 120. Prints one line per compiled kernel. Exits with a
-traceback where one does not compile, and with a message where one needs more shared memory than a
-program may have there.
+The argument is its compute capability: 80, 90, 100 or 120. Prints a line of JSON for each compiled
+kernel: its name, the options it was asked for with, bytes on the chip, and, where Triton brings a
+disassembler along, how many instructions of which kind. Exits with a traceback where one does not
+compile, and with a message where one needs more shared memory than a program may have there.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,23 +22,36 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from implicit_attn.kernels.bi_softmax.triton import arguments
+from implicit_attn.kernels.bi_softmax.triton import arguments, launch
 from implicit_attn.kernels.bi_softmax.triton import backend as triton_backend
 
 CAPABILITY = int(sys.argv[1])
-SHARED_MEMORY = {90: 232448, 120: 101376}[CAPABILITY]
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}[CAPABILITY]
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
 BOUNDED, ATOMIC = {"limit": 8.0}, {"deterministic": False}
 # width, dtype, tokens, options of both functions, options of the forward one
 Variant = tuple[int, torch.dtype, int, dict[str, Any], dict[str, Any]]
 VARIANTS: dict[int, list[Variant]] = {
+    80: [
+        (64, BRAIN, 2048, {"mask": True, **BOUNDED}, {}),
+        (128, BRAIN, 2048, {}, {}),
+        (128, BRAIN, 300, {"causal": True}, {}),
+        (64, BRAIN, 65, BOUNDED, {}),
+    ],
     90: [
+        (64, BRAIN, 2048, {}, {}),
         (64, BRAIN, 2048, BOUNDED, {}),
         (64, BRAIN, 2048, BOUNDED, ATOMIC),
+        (72, BRAIN, 2048, BOUNDED, {}),
         (24, HALF, 300, {"mask": True}, {}),
         (64, BRAIN, 300, {"causal": True}, {}),
         (64, BRAIN, 65, BOUNDED, {}),
         (32, SINGLE, 300, BOUNDED, {}),
+        (128, BRAIN, 2048, {}, {}),
+        (256, BRAIN, 2048, BOUNDED, {}),
+    ],
+    100: [
+        (64, BRAIN, 2048, {}, {}),
         (128, BRAIN, 2048, BOUNDED, {}),
         (256, BRAIN, 2048, BOUNDED, {}),
     ],
@@ -42,6 +62,17 @@ VARIANTS: dict[int, list[Variant]] = {
         (256, BRAIN, 300, {"causal": True}, {}),
         (256, BRAIN, 64, BOUNDED, {}),
     ],
+}
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", re.MULTILINE)
+# What is counted, by the beginning of an instruction; the first that fits.
+KINDS = {
+    "store to the stack": r"STL",
+    "load from the stack": r"LDL",
+    "tensor-core product": r"[HQ]GMMA|HMMA|UTC\w*MMA",
+    "wait between products": r"WARPGROUP",
+    "load of 2 bytes": r"LDG\.E\S*\.[US]16",
+    "copy of 16 bytes": r"LDGSTS\S*128",
 }
 
 
@@ -58,27 +89,46 @@ class Absent:
         return 0
 
 
-def compile_only(run: Any) -> Any:
-    """``JITFunction.run`` that stops before the launch."""
+def instructions(binary: bytes) -> dict[str, int] | None:
+    """How many there are of each kind, and of all; None without a disassembler."""
+    if not DISASSEMBLER.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(DISASSEMBLER), "-c", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = INSTRUCTION.findall(listing)
+    found = Counter(
+        next((kind for kind, pattern in KINDS.items() if re.match(pattern, name)), "other")
+        for name in names
+    )
+    return {**{kind: found[kind] for kind in KINDS}, "all": len(names)}
+
+
+def compile_only(asked: dict[str, Any]) -> None:
+    """Have every launch compile and report, and go no further."""
     seen: set[str] = set()
 
-    def replacement(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in seen:
-            seen.add(kernel.hash)
-            print(self.fn.__name__, kernel.metadata.shared, flush=True)
-            if kernel.metadata.shared > SHARED_MEMORY:
-                sys.exit(f"{self.fn.__name__} needs {kernel.metadata.shared} bytes on chip")
-        return kernel
+    def replacement(kernel: Any, programs: int, args: Any, options: dict[str, Any]) -> None:
+        compiled = kernel.warmup(*args, grid=(programs,), **options)
+        if compiled.hash in seen:
+            return
+        seen.add(compiled.hash)
+        shared = compiled.metadata.shared
+        report = {"kernel": kernel.fn.__name__, **asked, "shared": shared}
+        print(json.dumps(report | {"counts": instructions(compiled.asm["cubin"])}), flush=True)
+        if shared > SHARED_MEMORY:
+            sys.exit(f"{kernel.fn.__name__} needs {shared} bytes on chip")
 
-    return replacement
+    setattr(launch, "launch", replacement)  # noqa: B010
 
 
 def main() -> None:
     driver.set_active(cast(Any, Absent()))
-    triton.JITFunction.run = compile_only(triton.JITFunction.run)
-    setattr(arguments.LaunchArguments, "capability", CAPABILITY // 10)  # noqa: B010
+    setattr(arguments.LaunchArguments, "capability", CAPABILITY)  # noqa: B010
     for width, dtype, tokens, options, forward in VARIANTS[CAPABILITY]:
+        compile_only({"width": width, "bytes": dtype.itemsize, "tokens": tokens, **options})
         z = torch.zeros(2, 2, tokens, width, dtype=dtype)
         mask = torch.ones(2, tokens, dtype=torch.bool) if options.get("mask") else None
         options = {**options, "mask": mask}

@@ -7,10 +7,13 @@ from torch import Tensor
 
 from implicit_attn.kernels.arguments import (
     Choice,
+    by_rescaling,
     check_arguments,
     check_vector,
     dense_for_transforms,
     dense_or_strips,
+    rescaled,
+    wide_dtype,
 )
 from implicit_attn.kernels.bi_softmax import ops, reference
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
@@ -26,7 +29,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def bisoftmax(
     z: Tensor,
-    beta: float,
+    beta: float | Tensor,
     *,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -49,7 +52,7 @@ def bisoftmax(
 
     Args:
         z: (B, H, N, p) projected tokens, floating.
-        beta: inverse temperature, > 0.
+        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
         mask: (B, N) bool, False at masked tokens; None: none is masked.
         lengths: (B,) integers from 0 to N, in place of ``mask``: all but the first ``lengths[b]``
             tokens are masked. Lengths on another device than the CPU are not checked, which would wait
@@ -75,6 +78,15 @@ def bisoftmax(
         ImportError: "triton" where Triton is not installed.
     """
     choice = _choose(z, beta, mask, lengths, backend)
+    varying = by_rescaling(beta)
+    if varying is not None:
+        root = varying.sqrt()
+        gradient, lse = bisoftmax(
+            rescaled(z, root), 1.0, mask=mask, lengths=lengths, causal=causal, limit=limit,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+        return (gradient / root).to(z.dtype), lse
+    beta = float(beta)
     if choice == "reference":
         mask = ops.mask_of(z, mask, lengths)
         return reference.bisoftmax(z, beta, mask=mask, causal=causal, limit=limit)
@@ -85,7 +97,7 @@ def bisoftmax(
 def bisoftmax_hvp(
     z: Tensor,
     v: Tensor,
-    beta: float,
+    beta: float | Tensor,
     *,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -113,6 +125,15 @@ def bisoftmax_hvp(
     """
     choice = _choose(z, beta, mask, lengths, backend)
     check_vector(z, v, lse)
+    varying = by_rescaling(beta)
+    if varying is not None:
+        scaled, v = rescaled(z, varying.sqrt()), v.to(wide_dtype(v))
+        product = bisoftmax_hvp(
+            scaled, v, 1.0, mask=mask, lengths=lengths, causal=causal, limit=limit, lse=lse,
+            backend=backend,
+        )  # fmt: skip
+        return product.to(z.dtype)
+    beta = float(beta)
     if choice == "reference" or (backend == "auto" and has_tangent(v)):
         mask = ops.mask_of(z, mask, lengths)
         return reference.bisoftmax_hvp(z, v, beta, mask=mask, causal=causal, lse=lse)
@@ -124,7 +145,7 @@ def bisoftmax_hvp(
 
 def explain(
     z: Tensor,
-    beta: float,
+    beta: float | Tensor,
     *,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -154,7 +175,7 @@ def check_backend(backend: str) -> str:
 
 
 def _check(
-    z: Tensor, beta: float, mask: Tensor | None, lengths: Tensor | None, backend: str
+    z: Tensor, beta: float | Tensor, mask: Tensor | None, lengths: Tensor | None, backend: str
 ) -> None:
     check_arguments(z, beta, mask)
     check_backend(backend)
@@ -178,7 +199,7 @@ def _check(
 
 
 def _choose(
-    z: Tensor, beta: float, mask: Tensor | None, lengths: Tensor | None, backend: str
+    z: Tensor, beta: float | Tensor, mask: Tensor | None, lengths: Tensor | None, backend: str
 ) -> str:
     """The backend, in the operators' words; under a compiler they ask for Triton by themselves."""
     if torch.compiler.is_compiling() and (backend == "triton" or (backend == "auto" and z.is_cuda)):

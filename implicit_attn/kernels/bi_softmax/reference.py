@@ -34,7 +34,9 @@ def bisoftmax(
     else:
         weights, lse = _row_softmax(z, beta, blocked)
         both = weights + weights.mT
-    return torch.matmul(both, z), lse
+    gradient = zero_masked(torch.matmul(both, z), mask)
+    # Zeros already; no cotangent of theirs, which may be NaN, goes further.
+    return gradient, lse if mask is None else lse.masked_fill(~mask[:, None], 0.0)
 
 
 @without_autocast
@@ -47,21 +49,23 @@ def bisoftmax_hvp(
     causal: bool = False,
     lse: Tensor | None = None,
 ) -> Tensor:
-    blocked = _blocked(z, mask, causal)
-    z = zero_masked(z, mask).contiguous()
-    v = zero_masked(v, mask).contiguous()
+    blocked, dtype, wide = _blocked(z, mask, causal), z.dtype, wide_dtype(z)
+    # The tangents nearly cancel in T - r: half precision would keep little of the difference.
+    z = zero_masked(z, mask).to(wide).contiguous()
+    v = zero_masked(v, mask).to(wide).contiguous()
     # A given lse, a constant, has no part in a derivative by z.
     recorded = torch.is_grad_enabled() and z.requires_grad
     if lse is None or recorded or transformed() or has_tangent(z):
         weights, _ = _row_softmax(z, beta, blocked)
     else:
         scores = _scores(z, beta, blocked)
-        weights = (scores - lse.unsqueeze(-1)).exp().to(z.dtype)
+        weights = (scores - lse.unsqueeze(-1)).exp()
     one_side = torch.matmul(v, z.mT)
     tangent = (one_side + one_side.mT) * beta
     mean = (weights * tangent).sum(-1, keepdim=True)
     tilted = weights * (tangent - mean)
-    return torch.matmul(weights + weights.mT, v) + torch.matmul(tilted + tilted.mT, z)
+    product = torch.matmul(weights + weights.mT, v) + torch.matmul(tilted + tilted.mT, z)
+    return zero_masked(product, mask).to(dtype)
 
 
 def _blocked(z: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:

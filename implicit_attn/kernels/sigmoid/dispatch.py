@@ -8,10 +8,13 @@ from torch import Tensor
 
 from implicit_attn.kernels.arguments import (
     Choice,
+    by_rescaling,
     check_arguments,
     check_vector,
     dense_for_transforms,
     dense_or_strips,
+    rescaled,
+    wide_dtype,
 )
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode
 from implicit_attn.kernels.sigmoid import reference, strips
@@ -25,7 +28,7 @@ DENSE_TOKENS, DENSE_PAIRS = 256, 2**17
 
 
 def sigmoid_attention(
-    z: Tensor, beta: float, *, mask: Tensor | None = None, backend: str = "auto"
+    z: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Gradient and value of the sigmoid attention energy of each head.
 
@@ -38,7 +41,7 @@ def sigmoid_attention(
 
     Args:
         z: (B, H, N, p) projected tokens, floating.
-        beta: inverse temperature, > 0.
+        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
         mask: (B, N) bool, False at masked tokens; None: none is masked.
         backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), or "auto": see
             ``explain_sigmoid``.
@@ -52,13 +55,19 @@ def sigmoid_attention(
         NotImplementedError: forward-mode differentiation by "blocks".
     """
     choice = explain_sigmoid(z, beta, mask=mask, backend=backend).backend
+    varying = by_rescaling(beta)
+    if varying is not None:
+        root = varying.sqrt()
+        gradient, value = sigmoid_attention(rescaled(z, root), 1.0, mask=mask, backend=backend)
+        return (gradient / root).to(z.dtype), value / varying
+    beta = float(beta)
     if choice == "reference":
         return reference.sigmoid_attention(z, beta, mask=mask)
     return strips.forward(z, beta, mask)
 
 
 def sigmoid_attention_hvp(
-    z: Tensor, v: Tensor, beta: float, *, mask: Tensor | None = None, backend: str = "auto"
+    z: Tensor, v: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """Hessian of the energy times ``v``: ``sigma'(S) V + (sigma''(S) * T) Z``.
 
@@ -73,6 +82,11 @@ def sigmoid_attention_hvp(
     """
     choice = explain_sigmoid(z, beta, mask=mask, backend=backend).backend
     check_vector(z, v, None)
+    varying = by_rescaling(beta)
+    if varying is not None:
+        scaled, v = rescaled(z, varying.sqrt()), v.to(wide_dtype(v))
+        return sigmoid_attention_hvp(scaled, v, 1.0, mask=mask, backend=backend).to(z.dtype)
+    beta = float(beta)
     if choice == "reference" or (backend == "auto" and has_tangent(v)):
         return reference.sigmoid_attention_hvp(z, v, beta, mask=mask)
     refuse_forward_mode(v, choice, "sigmoid_attention_hvp")
@@ -80,7 +94,7 @@ def sigmoid_attention_hvp(
 
 
 def explain_sigmoid(
-    z: Tensor, beta: float, *, mask: Tensor | None = None, backend: str = "auto"
+    z: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
 ) -> Choice:
     """Which backend the two functions above take for these arguments, and why.
 

@@ -45,7 +45,8 @@ def bisoftmax_hvp(
     ``H V + beta (diag(a) P + P^T diag(a)) Z``, (B, H, N, p) in the dtype of ``z``.
     """
     tokens, vectors, unmasked = wide_rows(z, mask), wide_rows(v, mask), wide_mask(z, mask)
-    flat = [None if t is None else t.flatten(0, 1).to(tokens) for t in (lse, lse_cotangent)]
+    given = (lse, _zero_masked_rows(lse_cotangent, mask))
+    flat = [None if t is None else t.flatten(0, 1).to(tokens) for t in given]
     if _bounded(tokens, beta, causal, limit):
         result = symmetric.product(tokens, vectors, beta, unmasked, *flat)
     else:
@@ -65,12 +66,18 @@ def hvp_pullback(
     """Pullback of ``direction`` through ``bisoftmax_hvp``: to z, v (B, H, N, p), a (B, H, N)."""
     tokens, vectors, along = (wide_rows(t, mask) for t in (z, v, direction))
     unmasked = wide_mask(z, mask)
-    a = None if lse_cotangent is None else lse_cotangent.flatten(0, 1).to(tokens)
+    a = _zero_masked_rows(lse_cotangent, mask)
+    a = None if a is None else a.flatten(0, 1).to(tokens)
     by_z, by_v, by_a = rows.pullback(tokens, vectors, along, beta, unmasked, causal, a)
     if unmasked is not None:
         by_z, by_v, by_a = by_z * unmasked, by_v * unmasked, by_a * unmasked.squeeze(-1)
     by_a = by_a.view(z.shape[:3])
     return by_z.view(z.shape).to(z.dtype), by_v.view(v.shape).to(v.dtype), by_a
+
+
+def _zero_masked_rows(a: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """A number for each row (B, H, N), zero at masked tokens, whatever was there."""
+    return a if a is None or mask is None else a.masked_fill(~mask[:, None], 0.0)
 
 
 def _bounded(tokens: Tensor, beta: float, causal: bool, limit: float | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -42,43 +42,86 @@ INTERPRETER = Tiles(128, 64, 4, 1)
 # (kernel, bytes of a number) -> largest padded width: tiles, for Hopper. The triangle has square ones.
 # Chosen by what ptxas reports for sm_90: no or little spilling, two programs or more on a
 # multiprocessor where that can be had. Float32 products are split in registers: their tiles are small.
-_TABLE = {
+Table = dict[tuple[str, int], dict[int, Tiles]]
+_HOPPER: Table = {
     ("lse", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
     ("lse", 4): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
-    ("triangle", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 4, 2)},
+    ("triangle", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 4, 2)},
     ("triangle", 4): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 1), 256: Tiles(32, 32, 8, 1)},
-    ("tangents", 2): {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 8, 1)},
+    ("tangents", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 64, 8, 1)},
     ("tangents", 4): {128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
     ("gradient", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
     ("gradient", 4): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 16, 4, 1), 256: Tiles(32, 32, 8, 1)},
-    ("curvature", 2): {128: Tiles(64, 64, 4, 2), 256: Tiles(128, 32, 8, 1)},
+    ("curvature", 2): {
+        64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(128, 32, 8, 1),
+    },
+    ("free curvature", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
     ("curvature", 4): {64: Tiles(64, 16, 4, 1), 128: Tiles(64, 16, 8, 1), 256: Tiles(16, 16, 4, 1)},
     ("atomic", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 8, 1)},
     ("atomic", 4): {128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
     ("single tile", 2): {128: Tiles(128, 128, 4, 1), 256: Tiles(128, 128, 8, 1)},
     ("single tile", 4): {256: Tiles(128, 128, 4, 1)},
 }  # fmt: skip
-# For every kernel of several tiles on cards with as little as 99 KiB on the chip: those before
-# Hopper, and of the later ones the consumer cards (capability 12). 9 and 10 have 227 KiB.
-_LARGE_CHIPS = (9, 10)
-_LESS_ON_CHIP = {
-    2: {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
-    4: {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
+# What differs on other cards with much memory on the chip: B200 and its kin, and A100.
+_BLACKWELL: Table = {
+    ("tangents", 2): {128: Tiles(64, 64, 8, 2)},
+    ("curvature", 2): {128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
+    ("free curvature", 2): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2)},
+    ("causal", 2): {64: Tiles(64, 64, 4, 3)},
+}
+_AMPERE: Table = {
+    ("lse", 2): {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3)},
+    ("triangle", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},
+    ("gradient", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
+    ("causal", 2): {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 32, 8, 2)},
+    ("curvature", 2): {64: Tiles(64, 32, 4, 3), 128: Tiles(32, 32, 4, 2)},
+}
+# For every kernel of several tiles on cards with as little as 99 KiB on the chip: the others before
+# Hopper, and the later consumer cards (capability 12).
+_LESS_ON_CHIP: Table = {
+    ("tangents", 2): {128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 8, 1)},
+    ("single tile", 2): {256: Tiles(128, 128, 8, 1)},
+    ("", 2): {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
+    ("", 4): {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
 }
 # Kernels that take the tiles of another one.
-_SAME = {"causal": "gradient", "mean": "curvature"}
+_SAME = {"causal": "gradient", "mean": "curvature", "free curvature": "curvature"}
+
+
+def tables(capability: int) -> tuple[Table, ...]:
+    """Where to look for tiles of a device of this capability, such as 90, in this order."""
+    if capability == 80:
+        return _AMPERE, _LESS_ON_CHIP, _HOPPER
+    if capability // 10 == 9:
+        return (_HOPPER,)
+    if capability // 10 in (10, 11):
+        return _BLACKWELL, _HOPPER
+    return _LESS_ON_CHIP, _HOPPER
 
 
 def tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
     """The tiles of a kernel of the table, given the padded head width and the bytes of a number.
 
-    ``capability`` is the major version of the device's; 0: the interpreter.
+    ``capability`` is the device's, 10 major + minor; 0: the interpreter.
     """
     if capability == 0:
         return INTERPRETER
-    less = capability not in _LARGE_CHIPS and kernel != "single tile"
-    table = _LESS_ON_CHIP[size] if less else _TABLE[_SAME.get(kernel, kernel), size]
-    return next(chosen for largest, chosen in table.items() if width <= largest)
+    return _tiles(kernel, width, size, capability)
+
+
+@cache
+def _tiles(kernel: str, width: int, size: int, capability: int) -> Tiles:
+    names = [kernel]
+    while names[-1] in _SAME:
+        names.append(_SAME[names[-1]])
+    if kernel != "single tile":
+        names.append("")  # of any kernel of several tiles
+    for table in tables(capability):
+        for name in names:
+            for largest, chosen in table.get((name, size), {}).items():
+                if width <= largest:
+                    return chosen
+    raise AssertionError(f"no tiles for {kernel}, width {width}, {size} bytes")
 
 
 @dataclass(frozen=True)
@@ -115,24 +158,30 @@ class LaunchArguments:
 
     @cached_property
     def capability(self) -> int:
-        """Major version of the device; 0: interpreted."""
-        return 0 if INTERPRETED else torch.cuda.get_device_capability(self.z.device)[0]
+        """Of the device, 10 major + minor; 0: interpreted."""
+        return 0 if INTERPRETED else capability_of(self.z.device.index)
 
-    def sizes(self, blocks: int) -> tuple[int, int, int, int, float]:
+    def unit(self, *others: Tensor) -> int:
+        """What widths and strides are counted in, so that the kernels know what divides them.
+
+        Triton sees by itself where all are multiples of 16, and loads 16 bytes at a time; with this it
+        does so for 8 as well (4 for float32).
+        """
+        strides = [each for x in (self.z, *others) for each in x.stride()[:3]]
+        common = math.gcd(16, self.z.shape[3], *strides)
+        return 1 if common == 16 else common
+
+    def sizes(self, blocks: int, unit: int) -> tuple[int, int, int, int, float]:
         """Heads a sample, tokens, width, blocks a head and scale, as most kernels take them."""
-        return self.z.shape[1], self.tokens, self.z.shape[3], blocks, self.scale
+        _, heads, tokens, width = self.z.shape
+        return heads, tokens, width // unit, blocks, self.scale
 
     def tiles(self, kernel: str) -> Tiles:
         return tiles(kernel, self.padded_width, self.z.element_size(), self.capability)
 
     def constants(self, shape: Tiles) -> dict[str, Any]:
-        """Options of every tiled kernel, with those of the compiler."""
-        return {
-            "WIDTH": self.padded_width,
-            "enable_fp_fusion": self.bounded,
-            "num_warps": shape.warps,
-            "num_stages": shape.stages,
-        }
+        """Options of every tiled kernel, with those of the compiler; not to be changed."""
+        return _constants(shape, self.padded_width, self.bounded)
 
     def even(self, shape: Tiles) -> dict[str, bool]:
         """Whether no tile reaches beyond the last token, and none beyond the last feature."""
@@ -145,10 +194,10 @@ class LaunchArguments:
         """Weights are held larger by this power of two: small ones of float16 would be lost."""
         return 14 if self.z.dtype == torch.float16 else 0
 
-    def by_rows(self, kernel: str) -> tuple[int, dict[str, Any]]:
-        """Blocks of rows a head, and all options of a kernel that owns rows and goes over columns."""
+    def by_rows(self, kernel: str, unit: int) -> tuple[int, dict[str, Any]]:
+        """Blocks of rows a head, and the options of a kernel that owns rows and goes over columns."""
         shape = self.tiles(kernel)
-        options = {"ROWS": shape.rows, "COLUMNS": shape.columns, "BOOST": self.boost}
+        options = {"UNIT": unit, "ROWS": shape.rows, "COLUMNS": shape.columns, "BOOST": self.boost}
         return -(-self.tokens // shape.rows), options | self.even(shape) | self.constants(shape)
 
     def halves(self, kernel: str) -> bool:
@@ -164,6 +213,29 @@ class LaunchArguments:
         if kernel == "gradient":
             return tokens <= 64 or (tokens <= LARGEST_SINGLE_TILE and width <= 128)
         return (tokens <= 64 and width <= 128) or (tokens <= 96 and width <= 64)
+
+
+@cache
+def _constants(shape: Tiles, padded_width: int, bounded: bool) -> dict[str, Any]:
+    return {
+        "WIDTH": padded_width,
+        "enable_fp_fusion": bounded,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+
+
+@cache
+def capability_of(device: int) -> int:
+    """Compute capability of a CUDA device, 10 major + minor."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def in_units(x: Tensor, unit: int) -> tuple[int, ...]:
+    """Strides of samples, heads and tokens."""
+    strides = x.stride()[:3]
+    return strides if unit == 1 else tuple(each // unit for each in strides)
 
 
 def readable(x: Tensor) -> Tensor:

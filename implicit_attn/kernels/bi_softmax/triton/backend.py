@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import triton
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import LARGEST_EXPONENT, within_exponent, zero_masked
@@ -25,6 +26,7 @@ from implicit_attn.kernels.bi_softmax.triton.arguments import (
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256
+OLDEST_TRITON = (3, 3)  # that compiles all kernels; setup.cfg says so, too
 _TRIANGULAR_FROM = 1024  # tokens from which half the tiles outweigh the second launch
 
 
@@ -44,6 +46,9 @@ def supports(z: Tensor, mask: Tensor | None = None) -> str | None:
 def _device_reason(z: Tensor) -> str | None:
     if INTERPRETED:
         return None if z.device.type in ("cpu", "cuda") else f"z is on {z.device}"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return f"the kernels need Triton {oldest} or newer, found {triton.__version__}"
     if not z.is_cuda:
         return f"Triton needs a CUDA device (or TRITON_INTERPRET=1), z is on {z.device}"
     if torch.version.hip is not None:
@@ -186,5 +191,5 @@ def _zero_masked(given: LaunchArguments) -> LaunchArguments:
         return given
     z = given.z.masked_fill((keep == 0)[:, None, :, None], 0.0)
     positions = torch.arange(1, keep.shape[1] + 1, dtype=torch.int32, device=keep.device)
-    extent = (positions * keep).amax(1).to(torch.int32)
+    extent = (positions * keep).amax(1)
     return replace(given, z=z, extent=extent)

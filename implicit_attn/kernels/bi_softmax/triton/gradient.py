@@ -21,6 +21,7 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
     SEPARATE,
     SHIFTED,
     WIDEST_PEAK,
+    exp_boosted,
     head_of,
     kept_rows,
     load_tile,
@@ -36,15 +37,13 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
 
 @triton.jit
 def _gather(
-    z, normaliser, first, count, tokens, width, scale, shift, stride_n,
+    gathered, own, z, normaliser, first, count, tokens, width, scale, shift, stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
-    """``sum_j (P_ij + P_ji) z_j`` of a block of rows; ``normaliser``: ``L`` (base 2) or ``exp(-L)``."""
-    own = load_tile(z, first, count, width, stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    """Add ``(P_ij + P_ji) z_j`` of ``j < count``; ``normaliser``: ``L`` (base 2) or ``exp(-L)``."""
     rows = first + tl.arange(0, ROWS)
     here = weighing(tl.load(normaliser + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
-    gathered = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, count, COLUMNS):
         other = load_tile(z, start, count, width, stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
         columns = start + tl.arange(0, COLUMNS)
@@ -52,7 +51,7 @@ def _gather(
         there = weighing(there, shift, BOOST, FORM)
         score = scores(own, other) * scale
         # Where z_j is zero (padding) the weight is finite and adds nothing.
-        weight = sum_of_weights(score, here, there, shift, FORM).to(other.dtype)
+        weight = sum_of_weights(score, here, there, shift, FORM, BOOST).to(other.dtype)
         gathered = product(weight, other, gathered)
     return gathered
 
@@ -61,36 +60,40 @@ def _gather(
 def gradient_kernel(
     z, keep, extent, normaliser, peaks, out, heads, tokens, width, blocks, scale, stride_b,
     stride_h, stride_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``(P + P^T) Z`` without a causal mask; grid (samples * heads * blocks,).
 
-    ``normaliser``: ``exp(-L)`` if ``BOUNDED``, else ``L`` (base 2).
+    ``normaliser``: ``exp(-L)`` if ``BOUNDED``, else ``L`` (base 2). Two loops, one of which makes no
+    step: a branch around a loop would keep ptxas from overlapping its tensor-core products.
     """
     index = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * ROWS
     sample = index // heads
-    head = head_of(z, index, heads, stride_b, stride_h)
+    width, stride_n = width * UNIT, stride_n * UNIT
+    head = head_of(z, index, heads, stride_b * UNIT, stride_h * UNIT)
     normaliser += tl.cast(index, tl.int64) * tokens
     count = token_count(extent, sample, tokens)
+    own = load_tile(head, first, count, width, stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    gathered = tl.zeros([ROWS, WIDTH], tl.float32)
     if BOUNDED:
         gathered = _gather(
-            head, normaliser, first, count, tokens, width, scale, 0.0, stride_n, ROWS, COLUMNS,
-            WIDTH, EVEN, EVEN_WIDTH, RECIPROCAL, BOOST,
+            gathered, own, head, normaliser, first, count, tokens, width, scale, 0.0, stride_n,
+            ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, RECIPROCAL, BOOST,
         )  # fmt: skip
     else:
         peak = tl.load(peaks + index)
-        if peak <= WIDEST_PEAK:
-            gathered = _gather(
-                head, normaliser, first, count, tokens, width, scale, shift_of(peak), stride_n,
-                ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SHIFTED, BOOST,
-            )  # fmt: skip
-        else:
-            gathered = _gather(
-                head, normaliser, first, count, tokens, width, scale, 0.0, stride_n, ROWS, COLUMNS,
-                WIDTH, EVEN, EVEN_WIDTH, SEPARATE, BOOST,
-            )  # fmt: skip
+        near = peak <= WIDEST_PEAK
+        shift = shift_of(tl.where(near, peak, 0.0))
+        gathered = _gather(
+            gathered, own, head, normaliser, first, tl.where(near, count, 0), tokens, width, scale,
+            shift, stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SHIFTED, BOOST,
+        )  # fmt: skip
+        gathered = _gather(
+            gathered, own, head, normaliser, first, tl.where(near, 0, count), tokens, width, scale,
+            0.0, stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, SEPARATE, BOOST,
+        )  # fmt: skip
     kept = kept_rows(keep, sample, first, count, tokens, ROWS)
     gathered = tl.where(kept[:, None], gathered * (2.0**-BOOST), 0.0)
     store_tile(out, gathered, index, first, tokens, tokens, width, ROWS, WIDTH)
@@ -107,11 +110,10 @@ def _column_sums(
         z_other = load_tile(head, start, count, width, stride_n, COLUMNS, WIDTH, EVEN, EVEN_WIDTH)
         columns = start + tl.arange(0, COLUMNS)
         lse_other = tl.load(normaliser + columns, mask=columns < tokens, other=0.0)
-        there = weighing(lse_other, 0.0, BOOST, SEPARATE)
-        exponent = scores(z_own, z_other) * scale - there[None, :]
+        exponent = scores(z_own, z_other) * scale - lse_other[None, :]
         if DIAGONAL:
             exponent = tl.where(columns[None, :] >= rows[:, None], exponent, float("-inf"))
-        weight = tl.exp2(exponent)
+        weight = exp_boosted(exponent, BOOST)
         gathered = product(weight.to(z_other.dtype), z_other, gathered)
     return gathered
 
@@ -120,14 +122,15 @@ def _column_sums(
 def causal_columns_kernel(
     z, keep, extent, normaliser, gathered_rows, out, heads, tokens, width, blocks, scale, stride_b,
     stride_h, stride_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, BOOST: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``o_i + sum_{j >= i} P_ji z_j``: the column term of a causal mask; the longest columns first."""
     index = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * ROWS
     sample = index // heads
-    head = head_of(z, index, heads, stride_b, stride_h)
+    width, stride_n = width * UNIT, stride_n * UNIT
+    head = head_of(z, index, heads, stride_b * UNIT, stride_h * UNIT)
     normaliser += tl.cast(index, tl.int64) * tokens
     count = token_count(extent, sample, tokens)
     rows = first + tl.arange(0, ROWS)
@@ -161,13 +164,14 @@ def _add_tile(head, value, first, stop, width, ROWS: tl.constexpr, WIDTH: tl.con
 @triton.jit
 def atomic_gradient_kernel(
     z, extent, reciprocal, out, heads, tokens, width, blocks, scale, stride_b, stride_h, stride_n,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
-    BOOST: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``out`` (float32, contiguous, zero before); the longest rows first."""
     index = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK
-    head = head_of(z, index, heads, stride_b, stride_h)
+    width, stride_n = width * UNIT, stride_n * UNIT
+    head = head_of(z, index, heads, stride_b * UNIT, stride_h * UNIT)
     at = tl.cast(index, tl.int64) * tokens
     out_head = out + at * width
     count = token_count(extent, index // heads, tokens)

@@ -19,6 +19,7 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
     WIDEST_PEAK,
     both_weights,
     diagonal_weights,
+    exp_boosted,
     head_of,
     kept_rows,
     load_tile,
@@ -42,20 +43,20 @@ RIGHT: tl.constexpr = tl.constexpr(3)
 @triton.jit
 def _weights(
     score, tangent, here, there, mean_own, mean_other, rows, columns, shift,
-    WHERE: tl.constexpr, FORM: tl.constexpr,
+    WHERE: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``P_ij + P_ji`` and ``W_ij + W_ji`` of a tile, restricted to the allowed pairs."""
     if WHERE == 1:
-        weight = tl.exp2(score - here[:, None])
+        weight = exp_boosted(score - here[:, None], BOOST)
         tilted = weight * (tangent - mean_own[:, None])
     elif WHERE == 3:
-        weight = tl.exp2(score - there[None, :])
+        weight = exp_boosted(score - there[None, :], BOOST)
         tilted = weight * (tangent - mean_other[None, :])
     else:
         if WHERE == 2:
-            forward, backward = diagonal_weights(score, here, there, rows, columns)  # pyright: ignore[reportGeneralTypeIssues]
+            forward, backward = diagonal_weights(score, here, there, rows, columns, BOOST)  # pyright: ignore[reportGeneralTypeIssues]
         else:
-            forward, backward = both_weights(score, here, there, shift, FORM)  # pyright: ignore[reportGeneralTypeIssues]
+            forward, backward = both_weights(score, here, there, shift, FORM, BOOST)  # pyright: ignore[reportGeneralTypeIssues]
         tilted = forward * (tangent - mean_own[:, None])
         tilted += backward * (tangent - mean_other[None, :])
         weight = forward + backward
@@ -64,8 +65,8 @@ def _weights(
 
 @triton.jit
 def _curve(
-    curved, z, v, normaliser, mean, first, begin, end, count, tokens, width, scale, beta, shift,
-    z_stride_n, v_stride_n,
+    curved, z_own, v_own, z, v, normaliser, mean, first, begin, end, count, tokens, width, scale,
+    beta, shift, z_stride_n, v_stride_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, WHERE: tl.constexpr, FORM: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
@@ -73,8 +74,6 @@ def _curve(
 
     ``normaliser``: ``L`` (base 2) or ``exp(-L)``.
     """
-    z_own = load_tile(z, first, count, width, z_stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
-    v_own = load_tile(v, first, count, width, v_stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     rows = first + tl.arange(0, ROWS)
     here = weighing(tl.load(normaliser + rows, mask=rows < tokens, other=0.0), shift, BOOST, FORM)
     mean_own = tl.load(mean + rows, mask=rows < tokens, other=0.0)
@@ -88,8 +87,9 @@ def _curve(
         score = scores(z_own, z_other) * scale
         tangent = tangents(z_own, v_own, z_other, v_other) * beta
         weight, tilted = _weights(
-            score, tangent, here, there, mean_own, mean_other, rows, columns, shift, WHERE, FORM
-        )
+            score, tangent, here, there, mean_own, mean_other, rows, columns, shift, WHERE, FORM,
+            BOOST,
+        )  # fmt: skip
         curved = product(weight.to(v_other.dtype), v_other, curved)
         curved = tilted_product(tilted, z_other, curved)
     return curved
@@ -99,51 +99,55 @@ def _curve(
 def curvature_kernel(
     z, v, keep, extent, normaliser, mean, peaks, out, heads, tokens, width, blocks, scale, beta,
     z_stride_b, z_stride_h, z_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, BOOST: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr,
+    BOOST: tl.constexpr,
 ):  # fmt: skip
     """``H V`` from ``r`` and from ``L``, or ``exp(-L)`` if ``BOUNDED`` (then not ``CAUSAL``).
 
-    Grid (samples * heads * blocks,).
+    Grid (samples * heads * blocks,). Two loops for unbounded scores, as in ``gradient_kernel``.
     """
     index = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * ROWS
     sample = index // heads
-    z = head_of(z, index, heads, z_stride_b, z_stride_h)
-    v = head_of(v, index, heads, v_stride_b, v_stride_h)
+    width, z_stride_n, v_stride_n = width * UNIT, z_stride_n * UNIT, v_stride_n * UNIT
+    z = head_of(z, index, heads, z_stride_b * UNIT, z_stride_h * UNIT)
+    v = head_of(v, index, heads, v_stride_b * UNIT, v_stride_h * UNIT)
     normaliser += tl.cast(index, tl.int64) * tokens
     mean += tl.cast(index, tl.int64) * tokens
     count = token_count(extent, sample, tokens)
+    z_own = load_tile(z, first, count, width, z_stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
+    v_own = load_tile(v, first, count, width, v_stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     curved = tl.zeros([ROWS, WIDTH], tl.float32)
     if CAUSAL:
         for WHERE in tl.static_range(LEFT, RIGHT + 1):
             begin = 0 if WHERE == 1 else (first if WHERE == 2 else first + ROWS)
             end = count if WHERE == 3 else tl.minimum(first if WHERE == 1 else first + ROWS, count)
             curved = _curve(
-                curved, z, v, normaliser, mean, first, begin, end, count, tokens, width, scale,
-                beta, 0.0, z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, WHERE,
-                SEPARATE, BOOST,
+                curved, z_own, v_own, z, v, normaliser, mean, first, begin, end, count, tokens,
+                width, scale, beta, 0.0, z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN,
+                EVEN_WIDTH, WHERE, SEPARATE, BOOST,
             )  # fmt: skip
     elif BOUNDED:
         curved = _curve(
-            curved, z, v, normaliser, mean, first, 0, count, count, tokens, width, scale, beta, 0.0,
-            z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, RECIPROCAL,
-            BOOST,
+            curved, z_own, v_own, z, v, normaliser, mean, first, 0, count, count, tokens, width,
+            scale, beta, 0.0, z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
+            EVERYWHERE, RECIPROCAL, BOOST,
         )  # fmt: skip
     else:
         peak = tl.load(peaks + index)
-        if peak <= WIDEST_PEAK:
-            curved = _curve(
-                curved, z, v, normaliser, mean, first, 0, count, count, tokens, width, scale, beta,
-                shift_of(peak), z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH,
-                EVERYWHERE, SHIFTED, BOOST,
-            )  # fmt: skip
-        else:
-            curved = _curve(
-                curved, z, v, normaliser, mean, first, 0, count, count, tokens, width, scale, beta,
-                0.0, z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE,
-                SEPARATE, BOOST,
-            )  # fmt: skip
+        near = peak <= WIDEST_PEAK
+        shift = shift_of(tl.where(near, peak, 0.0))
+        curved = _curve(
+            curved, z_own, v_own, z, v, normaliser, mean, first, 0, tl.where(near, count, 0), count,
+            tokens, width, scale, beta, shift, z_stride_n, v_stride_n, ROWS, COLUMNS,
+            WIDTH, EVEN, EVEN_WIDTH, EVERYWHERE, SHIFTED, BOOST,
+        )  # fmt: skip
+        curved = _curve(
+            curved, z_own, v_own, z, v, normaliser, mean, first, 0, tl.where(near, 0, count), count,
+            tokens, width, scale, beta, 0.0, z_stride_n, v_stride_n, ROWS, COLUMNS, WIDTH, EVEN,
+            EVEN_WIDTH, EVERYWHERE, SEPARATE, BOOST,
+        )  # fmt: skip
     kept = kept_rows(keep, sample, first, count, tokens, ROWS)
     curved = tl.where(kept[:, None], curved * (2.0**-BOOST), 0.0)
     store_tile(out, curved, index, first, tokens, tokens, width, ROWS, WIDTH)

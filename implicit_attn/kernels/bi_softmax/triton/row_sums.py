@@ -16,6 +16,7 @@ import triton.language as tl
 from implicit_attn.kernels.bi_softmax.triton.tiles import (
     LN2,
     LOWEST,
+    exp_boosted,
     head_of,
     kept_rows,
     load_tile,
@@ -33,7 +34,7 @@ def online(total, peak, score, BOOST: tl.constexpr):
     """One step of a softmax with running maximum: exponentials, factor of the old sums, peak, total."""
     higher = tl.maximum(peak, tl.max(score, 1))
     fading = tl.exp2(peak - higher)
-    exponential = tl.exp2(score - (higher - BOOST)[:, None])
+    exponential = exp_boosted(score - higher[:, None], BOOST)
     return exponential, fading, higher, total * fading + tl.sum(exponential, 1)
 
 
@@ -41,8 +42,8 @@ def online(total, peak, score, BOOST: tl.constexpr):
 def lse_kernel(
     z, keep, extent, lse, normaliser, heads, tokens, width, blocks, scale, stride_b, stride_h,
     stride_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``L_i``; in ``normaliser`` ``exp(-L_i)`` if ``BOUNDED``, else ``L_i`` in base 2.
 
@@ -50,7 +51,8 @@ def lse_kernel(
     """
     index = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * ROWS
-    head = head_of(z, index, heads, stride_b, stride_h)
+    width, stride_n = width * UNIT, stride_n * UNIT
+    head = head_of(z, index, heads, stride_b * UNIT, stride_h * UNIT)
     count = token_count(extent, index // heads, tokens)
     own = load_tile(head, first, count, width, stride_n, ROWS, WIDTH, EVEN, EVEN_WIDTH)
     total = tl.zeros([ROWS], tl.float32)
@@ -106,13 +108,14 @@ def _causal_sums(
 def causal_rows_kernel(
     z, keep, extent, lse, normaliser, gathered_rows, heads, tokens, width, blocks, scale, stride_b,
     stride_h, stride_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, BOOST: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``L_i`` and ``o_i = sum_{j <= i} P_ij z_j`` (float32, contiguous); the longest rows first."""
     index = tl.program_id(0) // blocks
     first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
-    head = head_of(z, index, heads, stride_b, stride_h)
+    width, stride_n = width * UNIT, stride_n * UNIT
+    head = head_of(z, index, heads, stride_b * UNIT, stride_h * UNIT)
     sample = index // heads
     count = token_count(extent, sample, tokens)
     rows = first + tl.arange(0, ROWS)
@@ -171,8 +174,9 @@ def _mean_sums(
 def mean_kernel(
     z, v, keep, extent, cotangent, mean, normaliser, heads, tokens, width, blocks, scale, beta,
     z_stride_b, z_stride_h, z_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+    BOOST: tl.constexpr,
 ):  # fmt: skip
     """``r_i`` less ``beta a_i``; in ``normaliser`` what ``lse_kernel`` leaves there.
 
@@ -181,8 +185,9 @@ def mean_kernel(
     index = tl.program_id(0) // blocks
     first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     sample = index // heads
-    z = head_of(z, index, heads, z_stride_b, z_stride_h)
-    v = head_of(v, index, heads, v_stride_b, v_stride_h)
+    width, z_stride_n, v_stride_n = width * UNIT, z_stride_n * UNIT, v_stride_n * UNIT
+    z = head_of(z, index, heads, z_stride_b * UNIT, z_stride_h * UNIT)
+    v = head_of(v, index, heads, v_stride_b * UNIT, v_stride_h * UNIT)
     count = token_count(extent, sample, tokens)
     weighted = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -205,5 +210,5 @@ def mean_kernel(
     if cotangent is not None:
         rows = first + tl.arange(0, ROWS)
         at = tl.cast(index, tl.int64) * tokens + rows
-        value -= beta * tl.load(cotangent + at, mask=rows < tokens, other=0.0)
+        value -= beta * tl.load(cotangent + at, mask=kept, other=0.0)
     store_row_values(mean, value, index, first, tokens, ROWS)

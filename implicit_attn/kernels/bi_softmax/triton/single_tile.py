@@ -16,6 +16,7 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
     LN2,
     LOWEST,
     both_weights,
+    exp_boosted,
     head_of,
     kept_rows,
     product,
@@ -77,35 +78,37 @@ def log_sum_exp(score, cross, kept, AXIS: tl.constexpr, BOUNDED: tl.constexpr):
 @triton.jit
 def own_of(lse, BOOST: tl.constexpr, BOUNDED: tl.constexpr):
     """What ``both_weights`` wants, from a log-sum-exp of base 2."""
-    return tl.exp2(BOOST - lse) if BOUNDED else lse - BOOST
+    return tl.exp2(BOOST - lse) if BOUNDED else lse
 
 
 @triton.jit
-def _inner_weight(score, own, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
+def _inner_weight(score, own, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr):
     """``P + P^T`` of a part with itself."""
     if CAUSAL:
-        weight = tl.exp2(score - own[:, None])
+        weight = exp_boosted(score - own[:, None], BOOST)
         weight += tl.trans(weight)
     else:
-        weight = sum_of_weights(score, own, own, 0.0, 0 if BOUNDED else 2)
+        weight = sum_of_weights(score, own, own, 0.0, 0 if BOUNDED else 2, BOOST)
     return weight
 
 
 @triton.jit
-def cross_weights(score, own_a, own_b, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
+def cross_weights(
+    score, own_a, own_b, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr
+):
     """``P_ij`` and ``P_ji`` for i in the first part, j in the second."""
     if CAUSAL:  # the first part does not see the second
-        backward = tl.exp2(score - own_b[None, :])
+        backward = exp_boosted(score - own_b[None, :], BOOST)
         forward = tl.zeros_like(backward)
     else:
-        forward, backward = both_weights(score, own_a, own_b, 0.0, 0 if BOUNDED else 2)  # pyright: ignore[reportGeneralTypeIssues]
+        forward, backward = both_weights(score, own_a, own_b, 0.0, 0 if BOUNDED else 2, BOOST)  # pyright: ignore[reportGeneralTypeIssues]
     return forward, backward
 
 
 @triton.jit
 def small_gradient_kernel(
     z, keep, extent, lse, out, heads, tokens, width, scale, stride_b, stride_h, stride_n,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """Gradient and log-sum-exp; grid (samples * heads,). ``SECOND`` is 0 where one part is enough.
@@ -114,7 +117,8 @@ def small_gradient_kernel(
     """
     index = tl.program_id(0)
     sample = index // heads
-    head = head_of(z, index, heads, stride_b, stride_h)
+    width, stride_n = width * UNIT, stride_n * UNIT
+    head = head_of(z, index, heads, stride_b * UNIT, stride_h * UNIT)
     lse_head = lse + tl.cast(index, tl.int64) * tokens
     count = token_count(extent, sample, tokens)
 
@@ -145,16 +149,16 @@ def small_gradient_kernel(
     rows_a = tl.arange(0, FIRST)
     tl.store(lse_head + rows_a, lse_a * LN2, mask=rows_a < tokens)
     own_a = own_of(lse_a, BOOST, BOUNDED)
-    weight = _inner_weight(score_a, own_a, CAUSAL, BOUNDED).to(z_a.dtype)
+    weight = _inner_weight(score_a, own_a, CAUSAL, BOUNDED, BOOST).to(z_a.dtype)
     gathered = product(weight, z_a, tl.zeros([FIRST, WIDTH], tl.float32))
     if SECOND > 0:
         rows_b = FIRST + tl.arange(0, SECOND)
         tl.store(lse_head + rows_b, lse_b * LN2, mask=rows_b < tokens)
         own_b = own_of(lse_b, BOOST, BOUNDED)
-        forward, backward = cross_weights(cross, own_a, own_b, CAUSAL, BOUNDED)
+        forward, backward = cross_weights(cross, own_a, own_b, CAUSAL, BOUNDED, BOOST)
         across = (forward + backward).to(z_a.dtype)
         gathered = product(across, z_b, gathered)
-        weight = _inner_weight(score_b, own_b, CAUSAL, BOUNDED).to(z_b.dtype)
+        weight = _inner_weight(score_b, own_b, CAUSAL, BOUNDED, BOOST).to(z_b.dtype)
         second = product(weight, z_b, tl.zeros([SECOND, WIDTH], tl.float32))
         second = product(tl.trans(across), z_a, second) * (2.0**-BOOST)
         store_tile(out, second, index, FIRST, tokens, tokens, width, SECOND, WIDTH)
@@ -176,13 +180,13 @@ def _part(
 
 
 @triton.jit
-def _inner_weights(score, own, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
+def _inner_weights(score, own, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BOOST: tl.constexpr):
     """``P_ij`` and ``P_ji`` of a part with itself."""
     if CAUSAL:
-        forward = tl.exp2(score - own[:, None])
+        forward = exp_boosted(score - own[:, None], BOOST)
         backward = tl.trans(forward)
     else:
-        forward, backward = both_weights(score, own, own, 0.0, 0 if BOUNDED else 2)  # pyright: ignore[reportGeneralTypeIssues]
+        forward, backward = both_weights(score, own, own, 0.0, 0 if BOUNDED else 2, BOOST)  # pyright: ignore[reportGeneralTypeIssues]
     return forward, backward
 
 
@@ -200,8 +204,8 @@ def _curved(weight, tilted, z, v, curved):
 
 
 @triton.jit
-def _mean(total, mass, cotangent, index, first, tokens, beta, ROWS: tl.constexpr):
-    """``r_i - beta a_i`` from sums over the boosted weights, and of them.
+def _mean(total, mass, cotangent, kept, index, first, tokens, beta, ROWS: tl.constexpr):
+    """``r_i - beta a_i`` from sums over the boosted weights, and of them; no a of a masked token is read.
 
     The weights sum to one up to the rounding of ``L``; of a large tangent that would be seen.
     """
@@ -209,7 +213,7 @@ def _mean(total, mass, cotangent, index, first, tokens, beta, ROWS: tl.constexpr
     if cotangent is not None:
         rows = first + tl.arange(0, ROWS)
         at = tl.cast(index, tl.int64) * tokens + rows
-        mean -= beta * tl.load(cotangent + at, mask=rows < tokens, other=0.0)
+        mean -= beta * tl.load(cotangent + at, mask=kept, other=0.0)
     return mean
 
 
@@ -217,14 +221,15 @@ def _mean(total, mass, cotangent, index, first, tokens, beta, ROWS: tl.constexpr
 def small_hvp_kernel(
     z, v, keep, extent, cotangent, out, heads, tokens, width, scale, beta, z_stride_b, z_stride_h,
     z_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """``H V``; grid (samples * heads,). ``SECOND`` is 0 where one part is enough."""
     index = tl.program_id(0)
     sample = index // heads
-    z_head = head_of(z, index, heads, z_stride_b, z_stride_h)
-    v_head = head_of(v, index, heads, v_stride_b, v_stride_h)
+    width, z_stride_n, v_stride_n = width * UNIT, z_stride_n * UNIT, v_stride_n * UNIT
+    z_head = head_of(z, index, heads, z_stride_b * UNIT, z_stride_h * UNIT)
+    v_head = head_of(v, index, heads, v_stride_b * UNIT, v_stride_h * UNIT)
     count = token_count(extent, sample, tokens)
     kept_a, z_a, v_a, score_a, tangent_a = _part(
         z_head, v_head, keep, sample, 0, count, tokens, width, scale, beta, z_stride_n, v_stride_n,
@@ -242,18 +247,18 @@ def small_hvp_kernel(
         own_a = own_of(log_sum_exp(score_a, cross, kept_a, 1, BOUNDED), BOOST, BOUNDED)
     else:
         own_a = own_of(log_sum_exp(score_a, None, kept_a, 1, BOUNDED), BOOST, BOUNDED)
-    forward_a, backward_a = _inner_weights(score_a, own_a, CAUSAL, BOUNDED)
+    forward_a, backward_a = _inner_weights(score_a, own_a, CAUSAL, BOUNDED, BOOST)
     total = tl.sum(forward_a * tangent_a, 1)
     mass = tl.sum(forward_a, 1)
     if SECOND > 0:
-        forward_b, backward_b = _inner_weights(score_b, own_b, CAUSAL, BOUNDED)
-        forward, backward = cross_weights(cross, own_a, own_b, CAUSAL, BOUNDED)
+        forward_b, backward_b = _inner_weights(score_b, own_b, CAUSAL, BOUNDED, BOOST)
+        forward, backward = cross_weights(cross, own_a, own_b, CAUSAL, BOUNDED, BOOST)
         total += tl.sum(forward * tangent, 1)
         mass += tl.sum(forward, 1)
         total_b = tl.sum(forward_b * tangent_b, 1) + tl.sum(backward * tangent, 0)
         mass_b = tl.sum(forward_b, 1) + tl.sum(backward, 0)
-        mean_b = _mean(total_b, mass_b, cotangent, index, FIRST, tokens, beta, SECOND)
-    mean_a = _mean(total, mass, cotangent, index, 0, tokens, beta, FIRST)
+        mean_b = _mean(total_b, mass_b, cotangent, kept_b, index, FIRST, tokens, beta, SECOND)
+    mean_a = _mean(total, mass, cotangent, kept_a, index, 0, tokens, beta, FIRST)
 
     tilted = _tilt(forward_a, backward_a, tangent_a, mean_a, mean_a)
     curved = tl.zeros([FIRST, WIDTH], tl.float32)

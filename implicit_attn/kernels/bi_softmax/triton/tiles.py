@@ -88,9 +88,16 @@ def _factor(x):
 @triton.jit
 def product(a, b, total):
     """``total + a b`` in float32; ``total`` may be None."""
-    NARROW: tl.constexpr = max(a.shape[0], a.shape[1], b.shape[1]) <= WIDEST_SPLIT
+    # Written out, as before Triton 3.6 a kernel has no max of constants.
+    SQUARE: tl.constexpr = a.shape[0] <= WIDEST_SPLIT and a.shape[1] <= WIDEST_SPLIT
+    NARROW: tl.constexpr = SQUARE and b.shape[1] <= WIDEST_SPLIT
     a, b = _factor(a), _factor(b)
-    return tl.dot(a, b, total, input_precision="tf32x3" if NARROW else "ieee")
+    # Before Triton 3.4 a product takes no None.
+    if total is None:
+        result = tl.dot(a, b, input_precision="tf32x3" if NARROW else "ieee")
+    else:
+        result = tl.dot(a, b, total, input_precision="tf32x3" if NARROW else "ieee")
+    return result
 
 
 @triton.jit
@@ -120,13 +127,20 @@ def tilted_product(a, b, total):
 def weighing(value, shift, BOOST: tl.constexpr, FORM: tl.constexpr):
     """A row's part in the weights of its pairs, from its ``L`` (base 2) or ``exp(-L)``; see the forms.
 
-    ``BOOST`` multiplies all weights by ``2^BOOST``, so that small ones survive float16.
+    ``BOOST`` multiplies all weights by ``2^BOOST``, so that small ones survive float16; those that are
+    ``SEPARATE`` by ``exp_boosted``.
     """
     if FORM == 1:
         value = tl.exp2(shift + BOOST - value)
-    elif FORM == 2:
-        value = value - BOOST
     return value
+
+
+@triton.jit
+def exp_boosted(exponent, BOOST: tl.constexpr):
+    """``2^(exponent + BOOST)``; the exponent is a small difference, a large ``L`` would absorb the boost."""
+    if BOOST > 0:
+        exponent += BOOST
+    return tl.exp2(exponent)
 
 
 @triton.jit
@@ -137,11 +151,11 @@ def store_row_values(pointer, value, index, first, tokens, ROWS: tl.constexpr):
 
 
 @triton.jit
-def both_weights(score, here, there, shift, FORM: tl.constexpr):
+def both_weights(score, here, there, shift, FORM: tl.constexpr, BOOST: tl.constexpr):
     """``P_ij`` and ``P_ji`` of a tile of scores (base 2), given ``weighing`` of its rows and columns."""
     if FORM == 2:
-        forward = tl.exp2(score - here[:, None])
-        backward = tl.exp2(score - there[None, :])
+        forward = exp_boosted(score - here[:, None], BOOST)
+        backward = exp_boosted(score - there[None, :], BOOST)
     else:
         exponential = tl.exp2(score) if FORM == 0 else tl.exp2(score - shift)
         forward = exponential * here[:, None]
@@ -150,10 +164,11 @@ def both_weights(score, here, there, shift, FORM: tl.constexpr):
 
 
 @triton.jit
-def sum_of_weights(score, here, there, shift, FORM: tl.constexpr):
+def sum_of_weights(score, here, there, shift, FORM: tl.constexpr, BOOST: tl.constexpr):
     """``P_ij + P_ji``; arguments as for ``both_weights``."""
     if FORM == 2:
-        weight = tl.exp2(score - here[:, None]) + tl.exp2(score - there[None, :])
+        forward = exp_boosted(score - here[:, None], BOOST)
+        weight = forward + exp_boosted(score - there[None, :], BOOST)
     else:
         exponential = tl.exp2(score) if FORM == 0 else tl.exp2(score - shift)
         weight = exponential * (here[:, None] + there[None, :])
@@ -167,13 +182,13 @@ def shift_of(peak):
 
 
 @triton.jit
-def diagonal_weights(score, here, there, rows, columns):
+def diagonal_weights(score, here, there, rows, columns, BOOST: tl.constexpr):
     """``P_ij`` where ``j <= i`` and ``P_ji`` where ``j >= i``, on the diagonal of a causal mask."""
     left = columns[None, :] <= rows[:, None]
     right = columns[None, :] >= rows[:, None]
     forward = tl.where(left, score - here[:, None], float("-inf"))
     backward = tl.where(right, score - there[None, :], float("-inf"))
-    return tl.exp2(forward), tl.exp2(backward)
+    return exp_boosted(forward, BOOST), exp_boosted(backward, BOOST)
 
 
 @triton.jit

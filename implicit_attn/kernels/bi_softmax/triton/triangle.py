@@ -2,7 +2,7 @@
 
 The matrix is ``exp(S)`` (its sums give ``L``) or ``exp(S) * T`` (its sums give the mean tangents of
 the Hessian-vector product), for bounded scores. Program ``s`` of a head's ``slices`` programs owns
-the columns of blocks ``s, s + slices, ...`` and writes the row sums of the tiles above the diagonal
+some blocks of columns (``owned_block``) and writes the row sums of the tiles above the diagonal
 into a slot of its own; the second kernel adds the slots in a fixed order. Memory: ``slices`` floats
 a token, whatever the number of tokens.
 """
@@ -28,9 +28,24 @@ from implicit_attn.kernels.bi_softmax.triton.tiles import (
 
 
 @triton.jit
-def _own_blocks(slice_index, slices, count, BLOCK: tl.constexpr):
+def owned_blocks(slice_index, slices, blocks):
     """How many blocks of columns a slice owns."""
-    return (tl.cdiv(count, BLOCK) - slice_index + slices - 1) // slices
+    rounds = blocks // slices
+    turn = rounds % 2
+    place = slice_index + turn * (slices - 1 - 2 * slice_index)
+    return rounds + (place < blocks % slices)
+
+
+@triton.jit
+def owned_block(slice_index, slices, blocks, step):
+    """The ``step``-th block that a slice owns, the largest first.
+
+    Block b has b + 1 tiles. Dealing the blocks out, the largest first, forwards and backwards by turns
+    gives every slice about as many tiles.
+    """
+    turn = step % 2
+    place = slice_index + turn * (slices - 1 - 2 * slice_index)
+    return blocks - 1 - step * slices - place
 
 
 @triton.jit
@@ -46,22 +61,23 @@ def _tile(z, v, other_z, other_v, score_offset, scale, TANGENT: tl.constexpr):
 def triangle_kernel(
     z, v, keep, extent, slots, heads, tokens, width, slices, scale, z_stride_b, z_stride_h,
     z_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    TANGENT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr,
+    UNIT: tl.constexpr, TANGENT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """First phase; grid (samples * heads * slices,)."""
     slice_index = tl.program_id(0) % slices
     index = tl.program_id(0) // slices
     sample = index // heads
-    z_head = head_of(z, index, heads, z_stride_b, z_stride_h)
-    v_head = head_of(v, index, heads, v_stride_b, v_stride_h)
+    width, z_stride_n, v_stride_n = width * UNIT, z_stride_n * UNIT, v_stride_n * UNIT
+    z_head = head_of(z, index, heads, z_stride_b * UNIT, z_stride_h * UNIT)
+    v_head = head_of(v, index, heads, v_stride_b * UNIT, v_stride_h * UNIT)
     slot = slots + tl.cast(tl.program_id(0), tl.int64) * tokens
     count = token_count(extent, sample, tokens)
     within = tl.arange(0, BLOCK)
-    own = _own_blocks(slice_index, slices, count, BLOCK)
-    for step in range(0, own):
-        # The largest block first: it writes every row of the slot that later ones add to.
-        first = (slice_index + (own - 1 - step) * slices) * BLOCK
+    blocks = tl.cdiv(count, BLOCK)
+    for step in range(0, owned_blocks(slice_index, slices, blocks)):
+        # The largest block writes every row of the slot that later ones add to.
+        first = owned_block(slice_index, slices, blocks, step) * BLOCK
         z_own = load_tile(z_head, first, count, width, z_stride_n, BLOCK, WIDTH, EVEN, EVEN_WIDTH)
         v_own = z_own
         if TANGENT:
@@ -102,11 +118,11 @@ def _slots_sum(slots, index, block, slices, count, tokens, BLOCK: tl.constexpr):
     """Sum over the slots that hold rows of this block, in order."""
     rows = block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    blocks = tl.cdiv(count, BLOCK)
     for slice_index in range(0, slices):
-        own = _own_blocks(slice_index, slices, count, BLOCK)
-        largest = slice_index + (own - 1) * slices
+        largest = owned_block(slice_index, slices, blocks, 0)  # negative where there is none
         slot = slots + (tl.cast(index, tl.int64) * slices + slice_index) * tokens
-        end = tl.where(largest >= block, count, 0)  # own = 0: largest < 0
+        end = tl.where(largest >= block, count, 0)
         total += tl.load(slot + rows, mask=rows < end, other=0.0)
     return total
 
@@ -129,7 +145,7 @@ def triangle_lse_kernel(
 
 @triton.jit
 def triangle_mean_kernel(
-    slots, extent, lse, cotangent, mean, reciprocals, heads, tokens, blocks, slices, beta,
+    slots, keep, extent, lse, cotangent, mean, reciprocals, heads, tokens, blocks, slices, beta,
     BLOCK: tl.constexpr, BOOST: tl.constexpr,
 ):  # fmt: skip
     """Second phase: ``r_i = sum_j P_ij T_ij``, less ``beta a_i``, and ``exp(-L_i)``."""
@@ -143,6 +159,7 @@ def triangle_mean_kernel(
     reciprocal = tl.exp2(-tl.load(lse + at, mask=inside, other=0.0) * LOG2E)
     value = beta * (total * reciprocal)
     if cotangent is not None:
-        value -= beta * tl.load(cotangent + at, mask=inside, other=0.0)
+        kept = kept_rows(keep, index // heads, block * BLOCK, count, tokens, BLOCK)
+        value -= beta * tl.load(cotangent + at, mask=kept, other=0.0)
     tl.store(mean + at, value, mask=inside)
     tl.store(reciprocals + at, reciprocal * (2.0**BOOST), mask=inside)

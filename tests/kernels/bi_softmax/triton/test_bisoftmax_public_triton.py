@@ -216,11 +216,40 @@ def test_vmap() -> None:
         torch.testing.assert_close(mapped, torch.stack(single))
 
 
+@pytest.mark.defect("E7")
 def test_tiles_fit_the_chip() -> None:
-    """Data centre cards of two generations share a table; consumer cards of the later one do not."""
+    """Data centre cards have tables of their own; consumer cards of two generations share one."""
     for kernel in ("lse", "triangle", "gradient", "curvature", "causal", "mean"):
-        chosen = {major: launching.tiles(kernel, 256, 2, major) for major in (8, 9, 10, 12)}
-        assert chosen[9] == chosen[10] and chosen[8] == chosen[12] != chosen[9]
+        chosen = {device: launching.tiles(kernel, 256, 2, device) for device in (86, 89, 90, 120)}
+        assert chosen[86] == chosen[89] == chosen[120] != chosen[90]
+        for device in (80, 86, 90, 100, 120):
+            for width in (16, 64, 128, 256):
+                shape = launching.tiles(kernel, width, 2, device)
+                # Its own rows of z and v, and the columns in flight.
+                held = 4 * width * (shape.rows + shape.columns * shape.stages)
+                assert held <= (100 if device in (86, 89, 120) else 163) * 1024 * 1.6
+    assert launching.tiles("tangents", 64, 2, 80) != launching.tiles("tangents", 64, 2, 90)
+    assert launching.tiles("lse", 64, 2, 80) != launching.tiles("lse", 64, 2, 86)
+
+
+@pytest.mark.defect("E4")
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 16, 33, 64, 65, 100])
+def test_slices_have_about_equally_many_tiles(blocks: int) -> None:
+    """Of the triangle: block b has b + 1 tiles, and no slice many more than its share."""
+    triangle = importlib.import_module("implicit_attn.kernels.bi_softmax.triton.triangle")
+    count_of, block_of = triangle.owned_blocks.fn, triangle.owned_block.fn
+    for heads in (1, 32, 200):
+        slices = launch.slices_of(heads, blocks)
+        owned = [
+            [block_of(s, slices, blocks, step) for step in range(count_of(s, slices, blocks))]
+            for s in range(slices)
+        ]
+        assert sorted(block for mine in owned for block in mine) == list(range(blocks))
+        assert all(mine == sorted(mine, reverse=True) for mine in owned)
+        tiles = [sum(block + 1 for block in mine) for mine in owned]
+        # What one round is worth, at most, beyond what the others have.
+        assert max(tiles) - min(tiles) <= slices
+        assert max(tiles) <= max(blocks, -(-sum(tiles) // slices) + slices // 2 + 1)
 
 
 @pytest.mark.gpu

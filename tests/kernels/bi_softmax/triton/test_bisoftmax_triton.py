@@ -70,6 +70,7 @@ LARGE = [
     Case(257, 64, heads=1, dtype=HALF, options={"triangular": True}),
     Case(1000, 8, heads=1),
     Case(1000, 64, heads=1, dtype=HALF, mask="random", normalised=False),
+    Case(140, 72, batch=2, mask="random", options={"triangular": True}),
 ]
 # Norms from tiny to where P is a permutation: one shift a head up to a peak of 150, then two
 # exponentials. What float32 can say about such scores is what the dense formula has in float32.
@@ -183,6 +184,21 @@ def test_the_dense_answers_are_derivatives(mask: str, causal: bool) -> None:
     torch.testing.assert_close(gradient, first.detach(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(lse, rows.detach(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(curved, second, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.defect("A16")
+@pytest.mark.parametrize("tokens", [20, 150])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_half_precision_takes_scores_that_absorb_a_small_number(tokens: int, causal: bool) -> None:
+    """Above 3e7 a score plus 14 is the score: the weights' boost must not be added to it."""
+    case = Case(tokens, 64, normalised=False, dtype=HALF, scale=2000.0, causal=causal)
+    problem = problem_of(case, DEVICE)
+    assert problem.z.double().square().sum(-1).max() * case.beta > 3e7
+    gradient, lse, _ = dense(case, problem, cotangent=False)
+    value, ours = forward(case, problem)
+    check(value, gradient, 1e-3)
+    check(ours[..., None], lse[..., None], 1e-5)
+    assert product(case, problem, ours).isfinite().all()
 
 
 @pytest.mark.parametrize("case", [Case(81, 24), Case(129, 24)], ids=str)
@@ -316,6 +332,16 @@ def test_what_no_kernel_does_is_named(change: dict[str, Any], message: str) -> N
 def test_what_does_not_fit_the_product_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bisoftmax_hvp(**{"z": ONES, "v": ONES, "beta": 1.0, "backend": "triton", **change})
+
+
+@pytest.mark.defect("C8")
+def test_a_triton_that_cannot_compile_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    monkeypatch.setattr(backend.triton, "__version__", "3.1.0")
+    assert "need Triton 3." in backend.supports(ONES, None)
+    assert "found 3.1.0" in backend.supports(ONES, None)
+    monkeypatch.setattr(backend.triton, "__version__", "3.10.1+git1")
+    assert "found" not in (backend.supports(ONES, None) or "")
 
 
 def test_supports_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
