@@ -106,13 +106,9 @@ def fixed_point(
         with constant_weights(), without_autocast(vector.device.type):
             if isinstance(solver, ExternalSolver):
                 return solver.run(target, vector, tolerance, max_steps)
-            first = target.evaluate(vector)
-            loop = Loop(target, first, solver, tolerance, max_steps, record, callback)
-            del first  # the loop frees it when it has moved on
-            solution = loop.run()
-            if automatic:
-                rescue(target, solution, tolerance, max_steps, record, callback)
-            return solution
+            options = (tolerance, max_steps, record, callback)
+            solution = _first_attempt(target, vector, solver, *options)
+            return rescue(target, solution, *options) if automatic else solution
 
     if adjoint is not None and torch.is_grad_enabled():
         solution = adjoint.solve(problem, start, solve, tolerance)
@@ -123,6 +119,21 @@ def fixed_point(
     # Above this function is the wrapper of its decorator, above that the caller.
     apply_policy(solution, on_failure, "fixed-point solve", stacklevel=4)
     return solution
+
+
+def _first_attempt(
+    problem: Problem,
+    start: Tensor,
+    solver: Solver,
+    tolerance: Tolerance,
+    max_steps: int,
+    record: bool,
+    callback: Callable[[Progress], object] | None,
+) -> Solution:
+    first = problem.evaluate(start)
+    loop = Loop(problem, first, solver, tolerance, max_steps, record, callback)
+    del first  # the loop frees it when it has moved on
+    return loop.run()
 
 
 def _check_options(
