@@ -39,7 +39,7 @@ class Backtracking:
         After the first rejection t is 1, or the last t that was accepted; then it shrinks, by
         interpolation of the energy or by half.
         """
-        shorter = self.scale * interpolation(current, trial)
+        shorter = self.scale * interpolation(current, trial, cubic=False)
         self.scale = torch.where(self.rejections > 1, shorter, self.scale)
         return current.z + self.scale[:, None].to(current.z.dtype) * current.residual
 
@@ -80,23 +80,23 @@ def rounding(energy: Tensor) -> Tensor:
     return 8 * torch.finfo(energy.dtype).eps * energy.abs()
 
 
-def interpolation(current: Point, trial: Point) -> Tensor:
+def interpolation(current: Point, trial: Point, cubic: bool = True) -> Tensor:
     """(B,) factor in [SHORTEST, 0.5] for the step that led from ``current`` to ``trial``.
 
     The minimiser of the cubic that has the energies and slopes of both points (Nocedal and Wright,
     "Numerical Optimization", eq. 3.59); where there is none, of the parabola without the trial's
-    slope; SHORTEST after a trial that is not finite, and 0.5 where no gradient is known.
+    slope, or unless ``cubic``; SHORTEST after a trial that is not finite, and 0.5 where no gradient is known.
     """
     if current.gradient is None or current.energy is None or trial.energy is None:
         return torch.full_like(current.norm, 0.5)
     slope = slope_of(trial, current)
     change = (trial.energy - current.energy).detach()
     factor = -slope / (2 * (change - slope))
-    if trial.gradient is not None:
+    if cubic and trial.gradient is not None:
         last = slope_of(trial, current, at=trial)
         theta = slope + last - 3 * change
         root = (theta * theta - slope * last).clamp_min(0).sqrt()
-        cubic = 1 - (last + root - theta) / (last - slope + 2 * root)
-        factor = torch.where(torch.isfinite(cubic), cubic, factor)
+        smooth = 1 - (last + root - theta) / (last - slope + 2 * root)
+        factor = torch.where(torch.isfinite(smooth), smooth, factor)
     factor = torch.where(trial.finite(), factor, SHORTEST)
     return torch.nan_to_num(factor, nan=SHORTEST).clamp(SHORTEST, 0.5)

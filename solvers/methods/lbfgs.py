@@ -21,6 +21,7 @@ CURVATURE = 1e-6  # smallest cosine between s and y of a pair that is kept
 PAIRS, SMALL, MORE_PAIRS = 6, 1024, 10  # pairs kept; more in states of at most SMALL numbers
 FIRST_CAPACITY = 4  # pairs that the storage holds at first
 QUADRATIC = 0.05  # mismatch, against a quadratic, of a rejected trial that still teaches curvature
+NOISE = 0.01  # ... a smaller mismatch, against the energy, may be the noise of low precision
 ABSURD = 16  # a first step that promises to lower the energy by so many times its size is cut
 
 
@@ -204,7 +205,8 @@ def _almost_quadratic(trial: Point, start: Point, along: Tensor) -> Tensor:
     assert start.energy is not None
     change = (trial.energy - start.energy).detach().to(along.dtype)
     mean = slope_of(trial, start).to(along.dtype) + 0.5 * along
-    return (change - mean).abs() <= QUADRATIC * along
+    noise = NOISE * start.energy.detach().abs().to(along.dtype)
+    return (change - mean).abs() <= QUADRATIC * along + noise
 
 
 def _gradient(point: Point) -> Tensor:
