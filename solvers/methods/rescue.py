@@ -71,7 +71,7 @@ def rescue(
     A sample's evaluations add up, to ``max_steps`` at most. Nothing is tried again in an unrolled
     solve, whose steps are recorded.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or bool((solution.status == int(Status.CONVERGED)).all()):
         return solution
     stages: list[Solver] = [Forward()]
     if not problem.has_energy:
