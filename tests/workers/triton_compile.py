@@ -116,7 +116,8 @@ def compile_only(asked: dict[str, Any]) -> None:
             return
         seen.add(compiled.hash)
         shared = compiled.metadata.shared
-        report = {"kernel": kernel.fn.__name__, **asked, "shared": shared}
+        stages = compiled.metadata.num_stages
+        report = {"kernel": kernel.fn.__name__, **asked, "shared": shared, "stages": stages}
         print(json.dumps(report | {"counts": instructions(compiled.asm["cubin"])}), flush=True)
         if shared > SHARED_MEMORY:
             sys.exit(f"{kernel.fn.__name__} needs {shared} bytes on chip")
