@@ -14,10 +14,10 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz lint format types bench clean
+.PHONY: help demo test fuzz lint format types bench clean triton-floor
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/examples.stamp ## train on the embedded digits, write the report to runs/, over an earlier one
 	$(BIN)/python examples/classify.py $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
@@ -41,6 +41,8 @@ types: $(VENV)/dev.stamp ## basedpyright
 
 bench: $(VENV)/examples.stamp ## ratios against torchdeq, printed
 	$(BIN)/python benchmarks/vs_torchdeq.py $(ARGS)
+
+triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -69,3 +71,10 @@ $(VENV)/dev.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
 	@echo "installing the package and the developer's tools into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[test,dev]"
 	@touch $@ $(VENV)/test.stamp $(VENV)/examples.stamp
+
+# Beside the environment's own Triton, in a folder that one test puts on the path of a process.
+$(VENV)/triton-floor.stamp: $(VENV)/test.stamp
+	@echo "installing the lowest Triton allowed into $(VENV)/triton-floor ..."
+	@rm -rf $(VENV)/triton-floor
+	@$(PIP) install $(PIP_ARGS) --no-deps --target $(VENV)/triton-floor "triton==3.3.*"
+	@touch $@

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,19 +32,21 @@ KERNELS = {
     100: HALVES | ROWS,
     120: (SMALL | HALVES | ROWS | CAUSAL | ATOMIC) - {"small_hvp_kernel", "lse_kernel"},
 }
-# A folder with the lowest Triton that setup.cfg allows (pip install --target FOLDER --no-deps).
-FLOOR = os.environ.get("IMPLICIT_ATTN_TRITON_FLOOR")
+# The lowest Triton that setup.cfg allows, where "make triton-floor" has put it.
+FLOOR = Path(sys.prefix) / "triton-floor"
 on_x86 = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="Triton's ptxas is looked for on x86-64"
 )
 
 
-def compiled(capability: int, folder: Path, *paths: str) -> list[dict[str, Any]]:
+def compiled(
+    capability: int, folder: Path, *words: str, floor: bool = False
+) -> list[dict[str, Any]]:
     """What the worker reports, in a process of its own: here Triton may be set to interpret."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
-    search = os.pathsep.join((*paths, str(ROOT)))
+    search = os.pathsep.join((str(FLOOR), str(ROOT)) if floor else (str(ROOT),))
     environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": search}
-    command = [sys.executable, str(WORKER), str(capability)]
+    command = [sys.executable, str(WORKER), str(capability), *words]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -82,10 +85,13 @@ def test_every_kernel_compiles_to_what_a_card_wants(capability: int, tmp_path: P
 @pytest.mark.slow
 @on_x86
 @pytest.mark.defect("C8")
-@pytest.mark.skipif(FLOOR is None, reason="IMPLICIT_ATTN_TRITON_FLOOR names no folder")
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_lowest_triton_allowed_compiles_every_kernel(capability: int, tmp_path: Path) -> None:
-    """Whether without spilling as well is up to its compiler."""
-    assert FLOOR is not None
-    reports = compiled(capability, tmp_path, FLOOR)
-    assert {report["kernel"] for report in reports} == KERNELS[capability]
+@pytest.mark.skipif(not FLOOR.exists(), reason="`make triton-floor` has not been run")
+def test_the_lowest_triton_allowed_compiles_on_hopper(tmp_path: Path) -> None:
+    """Triton 3.2 aborts there. Whether nothing spills is up to its compiler."""
+    floor = re.search(r"triton>=([\d.]+),", (ROOT / "setup.cfg").read_text("utf-8"))
+    assert floor is not None
+    installed = [path.name for path in FLOOR.glob("triton-*.dist-info")]
+    assert [name for name in installed if name.startswith(f"triton-{floor[1]}.")] == installed
+    assert installed
+    reports = compiled(90, tmp_path, "few", floor=True)
+    assert {report["kernel"] for report in reports} >= SMALL | HALVES | ROWS
