@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit
+from solvers.adjoints.transformed import Transformed, refuse_in_transform
 from solvers.core.checks import require_callable, require_count, require_flag, require_instance
 from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
@@ -23,7 +24,6 @@ from solvers.core.tolerance import Tolerance, criterion
 from solvers.methods.anderson import Anderson
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.rescue import rescue
-from solvers.transformed import Transformed, refuse_in_transform
 
 _DEFAULT_ADJOINT = Implicit()
 
@@ -85,19 +85,14 @@ def fixed_point(
     ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``Unrolled`` or
     ``record``; ``torch.func.jvp`` raises.
     """
-    automatic = solver is None
-    if solver is None:
-        descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
-        solver = LBFGS() if descends else Anderson()
+    automatic, solver = solver is None, _default(f, energy) if solver is None else solver
     _check_options(solver, tolerance, max_steps, adjoint, f, energy)
-    require_flag("compact", compact)
-    require_flag("record", record)
-    require_callable("callback", callback, optional=True)
+    _check_run(record, compact, callback, on_failure)
     _check_external(solver, energy=energy is not None, record=record, callback=callback)
-    check_on_failure(on_failure)
     layout = Layout.of(z0)
     if in_transform():
         refuse_in_transform(adjoint, record=record)
+        # The same call, made where the tensors are ordinary ones.
         plain = partial(
             fixed_point,
             solver=None if automatic else solver,
@@ -133,6 +128,11 @@ def fixed_point(
     solution.value = layout.tree(solution.value)
     apply_policy(solution, on_failure, what)
     return solution
+
+
+def _default(f: object, energy: object) -> Solver:
+    descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
+    return LBFGS() if descends else Anderson()
 
 
 def _solve(
@@ -181,6 +181,13 @@ def _check_options(
             f"{type(solver).__name__} minimises an energy and needs its gradient: pass f as an "
             "EnergyUpdate, for example solvers.Descent(energy)"
         )
+
+
+def _check_run(record: object, compact: object, callback: object, on_failure: str) -> None:
+    require_flag("compact", compact)
+    require_flag("record", record)
+    require_callable("callback", callback, optional=True)
+    check_on_failure(on_failure)
 
 
 def _check_external(solver: Solver, **options: object) -> None:

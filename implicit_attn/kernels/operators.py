@@ -100,11 +100,15 @@ def transformed() -> bool:
 
 def differentiated() -> bool:
     """Whether ``torch.func`` differentiates: custom operators do not know that, but they know ``vmap``."""
+    if not transformed():
+        return False
     return any(each.key() in _DIFFERENTIATING for each in _transforms())
 
 
 def mapped_size() -> int:
     """How many times as many samples there are as ``vmap`` shows, the product of its levels."""
+    if not transformed():  # a compiler would stumble over what follows
+        return 1
     return math.prod(
         _FUNCTORCH.CVmapInterpreterPtr(each).batchSize()
         for each in _transforms()
@@ -113,7 +117,7 @@ def mapped_size() -> int:
 
 
 def _transforms() -> list[Any]:
-    return (_FUNCTORCH.get_interpreter_stack() or []) if transformed() else []
+    return _FUNCTORCH.get_interpreter_stack() or []
 
 
 def has_tangent(tensor: Tensor) -> bool:

@@ -54,7 +54,7 @@ def _states(z: torch.Tensor) -> tuple[Any, ...]:
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "max_steps": BAD_COUNTS,
-    "tolerance": (1e-4, None, "1e-4", solvers.Tolerance),
+    "tolerance": (1e-4, "1e-4", solvers.Tolerance),
     "solver": ("anderson", solvers.Anderson, 3, solvers.CG()),
     "adjoint": ("implicit", solvers.Implicit, 3, solvers.CG()),
     "record": BAD_FLAGS,
