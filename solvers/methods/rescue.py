@@ -112,8 +112,7 @@ def _try_again(
     part = problem.rows(index, batch) if problem.compact else problem
     spent = solution.evaluations[index]
     start = part.evaluate(solution.value[index])
-    before = int(spent.max()) if callback is not None else 0
-    report = callback and (lambda p: callback(replace(p, evaluation=p.evaluation + before)))
+    report = None if callback is None else _counting_on(callback, int(spent.max()), max_steps)
     loop = Loop(part, start, solver, tolerance, max_steps, record, report)
     loop.brief_account, loop.guarded = False, False
     # Rows report under their numbers in the whole batch, and go on counting their evaluations.
@@ -130,14 +129,24 @@ def _try_again(
         loop.rows.status = torch.where(others, solution.status, loop.rows.status)
     found = loop.run()
     order = torch.arange(len(index), device=rows.device) if problem.compact else rows
-    _merge(solution, found, rows, order)
+    _merge(solution, found, rows, order, spent[order])
 
 
-def _merge(solution: Solution, found: Solution, rows: Tensor, order: Tensor) -> None:
+def _counting_on(
+    callback: Callable[[Progress], object], before: int, most: int
+) -> Callable[[Progress], object]:
+    """``callback``, told of ``before`` more evaluations, of ``most`` at most."""
+    return lambda progress: callback(
+        replace(progress, evaluation=min(before + progress.evaluation, most))
+    )
+
+
+def _merge(solution: Solution, found: Solution, rows: Tensor, order: Tensor, spent: Tensor) -> None:
     """Take over what the attempt ``found``, in its rows ``order``, for the samples ``rows``.
 
-    A better iterate replaces the old one unless its energy is higher. The status stays that of the
-    first attempt, unless this one has converged, or has come nearer and ran out of evaluations.
+    These had ``spent`` evaluations before. A better iterate replaces the old one unless its energy
+    is higher. The status stays that of the first attempt, unless this one has converged, or has come
+    nearer and ran out of evaluations.
     """
     relative, status = found.residual[order], found.status[order]
     better = relative < solution.residual[rows]
@@ -162,14 +171,25 @@ def _merge(solution: Solution, found: Solution, rows: Tensor, order: Tensor) -> 
     solution.evaluations = write(solution.evaluations, found.evaluations, always)
     solution.steps = solution.steps.index_add(0, rows, found.steps[order])
     if solution.trace is not None and found.trace is not None:
-        solution.trace = _joined(solution.trace, found.trace)
+        solution.trace = _joined(
+            solution.trace, found.trace, rows, spent, int(solution.evaluations.max())
+        )
 
 
-def _joined(first: Trace, second: Trace) -> Trace:
-    """The columns of both."""
+def _joined(first: Trace, second: Trace, rows: Tensor, spent: Tensor, width: int) -> Trace:
+    """Both in one of at most ``width`` columns: the second goes on where its samples had ended."""
+    columns = max(first.residual.shape[1], int(spent.max()) + second.residual.shape[1])
+
+    def join(one: Tensor, other: Tensor, fill: float) -> Tensor:
+        whole = one.new_full((len(one), columns), fill)
+        whole[:, : one.shape[1]] = one
+        where = spent[:, None] + torch.arange(other.shape[1], device=one.device)
+        whole[rows[:, None], where] = other[rows]
+        return whole[:, :width]
+
     energy, accepted = first.energy, first.accepted
     if energy is not None and second.energy is not None:
-        energy = torch.cat([energy, second.energy], 1)
+        energy = join(energy, second.energy, torch.nan)
     if accepted is not None and second.accepted is not None:
-        accepted = torch.cat([accepted, second.accepted], 1)
-    return Trace(torch.cat([first.residual, second.residual], 1), energy, accepted)
+        accepted = join(accepted, second.accepted, False)
+    return Trace(join(first.residual, second.residual, torch.nan), energy, accepted)

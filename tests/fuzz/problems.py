@@ -27,11 +27,12 @@ class Witness:
     bad: Tensor  # (B,) bool: an output or a point was not finite, or so large that its norm is not
     largest: Tensor  # (B,) of the residual norms
     first: Tensor  # (B,) max of residual and reference norm at the first call
+    most: float  # the largest number that every leaf of the state holds
 
     @classmethod
-    def of(cls, batch: int) -> Witness:
+    def of(cls, batch: int, most: float) -> Witness:
         zero = torch.zeros(batch, dtype=torch.float64)
-        return cls(zero.long(), zero.bool(), zero.clone(), zero.clone())
+        return cls(zero.long(), zero.bool(), zero.clone(), zero.clone(), most)
 
     def see(self, names: Tensor, z: Tensor, value: Tensor) -> None:
         """One call of ``f`` for the samples ``names`` (n,) at z (n, D)."""
@@ -39,7 +40,7 @@ class Witness:
         limit = torch.finfo(torch.promote_types(z.dtype, torch.float32)).max ** 0.5 / 10
         # A residual beyond the range of the dtype is infinite there, and so is a norm too large.
         gap = (image - wide).abs()
-        far = ~(gap <= min(limit, torch.finfo(z.dtype).max)) | ~(image.abs() <= limit)
+        far = ~(gap <= min(limit, self.most)) | ~(image.abs() <= min(limit, self.most))
         self.bad[names] |= far.any(1)
         size = torch.linalg.vector_norm(gap, dim=1)
         reference = torch.linalg.vector_norm(image, dim=1)
@@ -176,7 +177,7 @@ def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
     if kind in ("tokens", "tuple", "dict") and draw.chance(0.25):
         mask = draw.note("mask", draw.mask(batch, shapes[0][0]))
     free = None if mask is None else _free(mask, shapes)
-    witness = Witness.of(batch)
+    witness = Witness.of(batch, min(torch.finfo(each).max for each in dtypes))
     z0 = _structure(kind, leaves)
     spec = pytree.tree_structure(z0)
 

@@ -150,11 +150,13 @@ def test_the_trace_and_the_callback_go_on() -> None:
     trace = solution.trace
     assert trace is not None
     assert trace.accepted is not None
-    assert trace.residual.shape == (5, len(seen)) == trace.accepted.shape
-    numbers = [progress.evaluation for progress in seen]
-    assert numbers == sorted(numbers)
-    for column, progress in zip(trace.residual.unbind(1), seen, strict=True):
-        torch.testing.assert_close(column, progress.residual, equal_nan=True)
+    assert trace.residual.shape == trace.accepted.shape
+    assert trace.residual.shape[1] <= int(solution.evaluations.max())
+    assert max(progress.evaluation for progress in seen) <= int(solution.evaluations.max())
+    # A sample's second attempt goes on in the column after its first, in whatever order they ran.
+    told = torch.stack([progress.residual for progress in seen], 1)
+    for row, heard in zip(trace.residual, told, strict=True):
+        torch.testing.assert_close(row[~row.isnan()], heard[~heard.isnan()])
     for row, reached in zip(trace.residual, solution.residual, strict=True):
         assert float(row[~row.isnan()].min()) == pytest.approx(float(reached))
 
