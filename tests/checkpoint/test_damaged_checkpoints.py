@@ -238,7 +238,6 @@ def test_flipped_bits_are_found(tmp_path: Path) -> None:
     assert accepted <= 3
 
 
-@pytest.mark.defect("C4")
 def test_cut_and_replaced_files_are_found(tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     save_checkpoint(path, *build(), {"epoch": 1})

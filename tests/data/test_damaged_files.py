@@ -207,7 +207,6 @@ def test_files_of_other_formats_are_refused(case: tuple[str, Path, Read, Any, by
         assert outcome(path, read, expected) == "refused", name
 
 
-@pytest.mark.defect("C4")
 def test_a_missing_file_stays_the_systems_error(tmp_path: Path) -> None:
     for read in (read_idx, read_list, cifar.read_binary, cifar.decode_jpeg, load_model):
         with pytest.raises(FileNotFoundError):

@@ -24,8 +24,6 @@ from implicit_attn.energies import (
     VectorSpin,
 )
 
-pytestmark = pytest.mark.defect("A1")
-
 
 def bounded(seed: int = 0, **options: Any) -> DEQ:
     torch.manual_seed(seed)
@@ -69,6 +67,7 @@ def move(layer: nn.Module) -> None:
             parameter[::2] *= 0.1
 
 
+@pytest.mark.defect("A1")
 def test_a_solve_that_ends_within_another_leaves_no_weights_behind() -> None:
     layers, x, order = (bounded(0), bounded(1)), sample(), Interleaved()
 
@@ -184,6 +183,7 @@ def inferred(layer: nn.Module) -> list[Tensor]:
         return [layer(sample(seed)) for seed in range(10)]
 
 
+@pytest.mark.defect("A1")
 def test_training_and_inference_at_once_are_bit_equal_to_each_alone() -> None:
     torch.manual_seed(0)
     energy = BiSoftmaxAttention(8, 2, bound=0.5) + ReLUFeedForward(8, 16, bound=0.5)

@@ -203,7 +203,6 @@ def test_a_finished_training_is_overwritten_only_if_told(tmp_path: Path) -> None
     assert contents(tmp_path)["steps.csv"] == before["steps.csv"]
 
 
-@pytest.mark.defect("B2")
 def test_a_run_can_be_resumed_from_its_beginning(tmp_path: Path) -> None:
     """Killed before its first epoch is over, or by the second interruption."""
     path = tmp_path / "checkpoint"

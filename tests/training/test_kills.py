@@ -15,7 +15,6 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
 
 
 @pytest.mark.slow
-@pytest.mark.defect("B3")
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_kills_lose_nothing(name: str, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from solvers import Anderson, Descent, Implicit, Newton, Unrolled, fixed_point
 
 pytestmark = [
-    pytest.mark.defect("D10"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inside torch's compiler
 ]
 
@@ -50,6 +49,7 @@ def sample(seed: int) -> Tensor:
     return torch.randn(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
 
 
+@pytest.mark.defect("D10")
 def test_a_compiled_map_is_compiled_once() -> None:
     model, counter = Map(), Counter()
     compiled = torch.compile(model, backend=counter)
@@ -64,6 +64,7 @@ def test_a_compiled_map_is_compiled_once() -> None:
     assert counter.graphs == 1
 
 
+@pytest.mark.defect("D10")
 @pytest.mark.parametrize(
     ("solver", "adjoint"),
     [(None, Implicit()), (Anderson(), Implicit()), (Newton(), Implicit()), (None, Unrolled())],

@@ -60,7 +60,6 @@ def test_the_value_is_the_solution_where_phantom_steps_leave_the_domain(adjoint:
     assert bool(found.converged.all())
 
 
-@pytest.mark.defect("A2")
 @pytest.mark.parametrize("adjoint", [Phantom(3), Phantom(2, damping=0.5), OneStep()])
 def test_the_derivative_of_phantom_steps(adjoint: Phantom | OneStep) -> None:
     """By gradcheck, against the steps themselves; the anchor is where they end up."""
@@ -85,7 +84,6 @@ def test_the_derivative_of_phantom_steps(adjoint: Phantom | OneStep) -> None:
         torch.testing.assert_close(one, two)
 
 
-@pytest.mark.defect("A5")
 @pytest.mark.parametrize("target", ["b", "w", "captured", "weight"])
 def test_a_double_backward_uses_the_values_of_the_forward_pass_or_raises(target: str) -> None:
     w, b = leaf(0.3, 0.5), leaf(0.2, -0.4).detach()

@@ -37,7 +37,6 @@ def test_unconverged_means_stay_in_the_domain(name: str, onsager: bool, max_step
     assert unconverged
 
 
-@pytest.mark.defect("D6")
 def test_unconverged_means_still_carry_a_gradient() -> None:
     random = generator(1)
     blocks, x = couplings(6, 1, 0.2, random), fields(2, 6, 1, random, 1.0).requires_grad_()

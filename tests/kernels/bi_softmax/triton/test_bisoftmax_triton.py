@@ -337,10 +337,10 @@ def test_what_does_not_fit_the_product_is_named(change: dict[str, Any], message:
 @pytest.mark.defect("C8")
 def test_a_triton_that_cannot_compile_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "INTERPRETED", False)
-    monkeypatch.setattr(backend.triton, "__version__", "3.1.0")
-    assert "need Triton 3." in backend.supports(ONES, None)
-    assert "found 3.1.0" in backend.supports(ONES, None)
-    monkeypatch.setattr(backend.triton, "__version__", "3.10.1+git1")
+    monkeypatch.setattr("triton.__version__", "3.2.0")  # aborts the process on Hopper
+    assert "need Triton 3." in (backend.supports(ONES, None) or "")
+    assert "found 3.2.0" in (backend.supports(ONES, None) or "")
+    monkeypatch.setattr("triton.__version__", "3.10.1+git1")
     assert "found" not in (backend.supports(ONES, None) or "")
 
 
