@@ -135,6 +135,14 @@ def _check_options(
             )
 
 
+def is_finite(value: float) -> bool:
+    """Whether a number of a JSON text is one that a float holds; its integers have any length."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _alike(value: Any, example: Any) -> bool:
     """Whether an option could be in place of another one."""
     if example is None or isinstance(example, bool):
@@ -145,7 +153,7 @@ def _alike(value: Any, example: Any) -> bool:
     if isinstance(example, (int, float, Tensor)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         free = not isinstance(example, Tensor) and not math.isfinite(example)
-        return number and not math.isnan(value) and (free or math.isfinite(value))
+        return number and (is_finite(value) or (free and value in (math.inf, -math.inf)))
     return isinstance(value, type(example))
 
 

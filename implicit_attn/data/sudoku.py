@@ -7,9 +7,11 @@ results made from it, attributes it to Gordon Royle.
 
 from __future__ import annotations
 
+import io
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from solvers.core.checks import require_choice, require_count
 
 LIST = Path("sudoku") / "sudoku17.npz"
 SOURCES = ("auto", "list", "generated")
+MOST_HEADER = 10_000  # bytes of an .npy header
 MOST_PUZZLES = 250_000  # of a list; there are about 50,000 with 17 clues
 BASES, GENERATED_MORE = 64, 11  # generated puzzles have about 24 clues to begin with
 
@@ -149,16 +152,7 @@ def read_list(path: str | Path) -> tuple[Tensor, Tensor]:
 def _read_boards(archive: zipfile.ZipFile, name: str, path: str | Path) -> Tensor:
     """(N, 81) int64; dtype and shape that the header declares are checked before the rest is read."""
     with archive.open(f"{name}.npy") as stream:
-        version = np.lib.format.read_magic(stream)
-        readers = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
-        if version not in readers:
-            raise ValueError(
-                f"{path}: {name} has .npy version {version}, expected (1, 0) or (2, 0)"
-            )
-        shape, by_columns, dtype = readers[version](stream)
+        shape, by_columns, dtype = _read_header(stream, f"{path}: {name}")
         if dtype.kind not in "iu":
             raise ValueError(f"{path}: {name} is {dtype}, expected integers")
         if len(shape) != 2 or shape[1] != CELLS or not 1 <= shape[0] <= MOST_PUZZLES:
@@ -171,6 +165,23 @@ def _read_boards(archive: zipfile.ZipFile, name: str, path: str | Path) -> Tenso
         raise ValueError(f"{path}: {name} has {len(content)} bytes, expected {size}")
     values = np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
     return torch.from_numpy(values.astype(np.int64, order="C"))
+
+
+def _read_header(stream: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, order and dtype of an .npy file, whose header may claim any length."""
+    version = np.lib.format.read_magic(stream)
+    readers = {
+        (1, 0): (2, np.lib.format.read_array_header_1_0),
+        (2, 0): (4, np.lib.format.read_array_header_2_0),
+    }
+    if version not in readers:
+        raise ValueError(f"{what} has .npy version {version}, expected (1, 0) or (2, 0)")
+    width, read = readers[version]
+    prefix = stream.read(width)
+    length = int.from_bytes(prefix, "little")
+    if length > MOST_HEADER:
+        raise ValueError(f"{what} has a header of {length} bytes, expected {MOST_HEADER} at most")
+    return read(io.BytesIO(prefix + stream.read(length)))
 
 
 def reveal(puzzles: Tensor, solutions: Tensor, more: int, generator: torch.Generator) -> Tensor:

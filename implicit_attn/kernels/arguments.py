@@ -80,6 +80,8 @@ def check_beta(beta: float | Tensor) -> None:
         if not known:
             return
         beta = float(beta.detach())
+    if isinstance(beta, (str, bytes, list, tuple)) or beta is None:
+        raise TypeError(f"beta must be a number or a tensor of one element, got {beta!r}")
     if not beta > 0:
         raise ValueError(f"beta must be > 0, got {beta!r}")
 

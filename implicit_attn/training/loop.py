@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -195,7 +196,9 @@ class Training:
             self._run()
 
     def _run(self) -> None:
-        handler = signal.signal(signal.SIGINT, self._stop)
+        # Python hands signals to the main thread alone; a run in another cannot be stopped by Ctrl-C.
+        listens = threading.current_thread() is threading.main_thread()
+        handler = signal.signal(signal.SIGINT, self._stop) if listens else None
         logs = self.logs if self.fabric.global_rank == 0 else ()
         for log in logs:
             log.start(self.steps, len(self.history))
@@ -205,7 +208,8 @@ class Training:
                 self._start_epoch(self.epoch + 1)
                 self.save()
         finally:
-            signal.signal(signal.SIGINT, handler)
+            if listens:
+                signal.signal(signal.SIGINT, handler)
             for log in logs:
                 log.close()
 

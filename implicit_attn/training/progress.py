@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from implicit_attn.checkpoint.checks import is_finite
 
 NAMES = ("epoch", "batch", "sums", "seconds", "history", "observations", "settings", "solves")
 
@@ -87,7 +88,8 @@ def _integer(name: str, value: Any, most: int) -> None:
 
 def _number(name: str, value: Any, *, finite: bool = True) -> None:
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not known or (finite and not math.isfinite(value)):
+    # An integer that no float holds is no number here.
+    if not known or (not is_finite(value) and (finite or isinstance(value, int))):
         raise ValueError(f"its {name} must be a number, got {value!r}")
 
 

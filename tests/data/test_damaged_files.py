@@ -381,6 +381,7 @@ HOSTILE_LISTS = {
     "wide numbers": npy_zip(npy(header("(1, 81)", "<i999999999"))),
     "nested": npy_zip(npy(9000 * "(")),
     "long header": npy_zip(npy("{'descr': '|u1', 'shape': (1, 81)" + 20000 * " " + "}")),
+    "huge header": npy_zip(b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**26) + 2**26 * b" ", b""),
     "other version": npy_zip(npy(header("(1, 81)"), bytes(81), b"\x09\x00")),
     "a name in another case": npz_bytes(Puzzle=np.zeros((1, 81), "u1"), solution=np.zeros((1, 81), "u1")),
     "real pickle": npz_bytes(**{name: board.astype(object) for name, board in boards().items()}),

@@ -244,6 +244,7 @@ PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "sums short": (put(sums={"loss": 1.0}), "sums"),
     "sums nan": (put(sums={"loss": math.nan, "terms": 1}), "sums"),
     "seconds a text": (put(seconds="3"), "seconds"),
+    "seconds no float holds": (put(seconds=10**400), "seconds must be a number"),
     "history short": (put(history=[]), "history must be a list of 3"),
     "history of texts": (put(history=["a", "b", "c"]), "history has no epoch 1"),
     "history without loss": (lambda p: p["history"][1].pop("loss"), "loss of epoch 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,22 @@ def test_a_model_that_repeats_nothing_is_compiled_whole() -> None:
     x = torch.ones(4, 3)
     torch.testing.assert_close(compiled(x), model(x))
     assert counter.frame_count == 1
+
+
+@pytest.mark.defect("A1")
+def test_runs_in_threads_train_as_they_do_alone(tmp_path: Path) -> None:
+    """In other threads than the main one there are no signals to listen to."""
+
+    def training(name: str) -> Training:
+        torch.manual_seed(3)
+        return Training(Recorder(), toy_data(), Recipe(2, 5, 0.1), tmp_path / name, {"some": 1})
+
+    alone = training("alone")
+    alone.run()
+    together = [training(f"thread {number}") for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(each.run) for each in together]:
+            future.result()
+    for each in together:
+        for ours, theirs in zip(each.model.parameters(), alone.model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)

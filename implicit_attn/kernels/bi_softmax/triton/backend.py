@@ -9,6 +9,7 @@ the CPU, slowly.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 import triton
@@ -20,6 +21,7 @@ from implicit_attn.kernels.bi_softmax.triton.arguments import (
     INTERPRETED,
     LARGEST_SINGLE_TILE,
     LaunchArguments,
+    capability_of,
     device_of,
     readable,
 )
@@ -46,17 +48,22 @@ def supports(z: Tensor, mask: Tensor | None = None) -> str | None:
 def _device_reason(z: Tensor) -> str | None:
     if INTERPRETED:
         return None if z.device.type in ("cpu", "cuda") else f"z is on {z.device}"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+    if _version(triton.__version__) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
         return f"the kernels need Triton {oldest} or newer, found {triton.__version__}"
     if not z.is_cuda:
         return f"Triton needs a CUDA device (or TRITON_INTERPRET=1), z is on {z.device}"
     if torch.version.hip is not None:
         return "the kernels are written for NVIDIA devices"
-    capability = torch.cuda.get_device_capability(z.device)
-    if capability < (8, 0):
-        return f"the kernels need compute capability 8.0 or more, {z.device} has {capability}"
+    capability = capability_of(z.device.index)
+    if capability < 80:
+        return f"the kernels need compute capability 8.0 or more, {z.device} has {capability / 10}"
     return None
+
+
+@cache
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def bisoftmax_forward(
