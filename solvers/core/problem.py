@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.guards.norms import norms_refused
+from solvers.core.guards.norms import NormsRefused
 from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference
 from solvers.core.guards.randomness import Draws, refuse_random
 from solvers.core.jacobian import JacobianProduct, pullback, pushforward
@@ -168,7 +168,7 @@ class Problem:
         """
         witness, self.draws = Witness(z, self.args), Draws(z.device)
         try:
-            with norms_refused():
+            with NormsRefused():
                 point = self.evaluate(z)
         except BaseException:
             witness.restore()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,31 +37,29 @@ _LOCK = threading.Lock()
 _number = 0  # of first evaluations under way, in all threads
 
 
-@contextmanager
-def norms_refused() -> Iterator[None]:
+class NormsRefused:
     """Within, batch norms in training mode and norms that learn raise ValueError in this thread.
 
     torch's two functions are replaced for the time of one evaluation. A ``TorchFunctionMode`` would
     double the time of this evaluation, and make ``torch.compile`` compile every f twice; looking for
     modules would miss those that f reaches in other ways than by its own attributes.
     """
-    outer = _THIS_THREAD.on
-    _count(1)
-    _THIS_THREAD.on = True
-    try:
-        yield
-    finally:
-        _THIS_THREAD.on = outer
-        _count(-1)
 
+    def __enter__(self) -> None:
+        global _number
+        self.outer, _THIS_THREAD.on = _THIS_THREAD.on, True
+        with _LOCK:
+            _number += 1
+            if _number == 1:
+                functional.batch_norm, functional.instance_norm = _batch_norm, _instance_norm
 
-def _count(change: int) -> None:
-    global _number
-    with _LOCK:
-        _number += change
-        watched = _number > 0
-        functional.batch_norm = _batch_norm if watched else _BATCH_NORM
-        functional.instance_norm = _instance_norm if watched else _INSTANCE_NORM
+    def __exit__(self, *error: object) -> None:
+        global _number
+        _THIS_THREAD.on = self.outer
+        with _LOCK:
+            _number -= 1
+            if _number == 0:
+                functional.batch_norm, functional.instance_norm = _BATCH_NORM, _INSTANCE_NORM
 
 
 def _batch_norm(
@@ -97,12 +94,11 @@ def _instance_norm(
     )
 
 
-@torch.compiler.disable
-def _refuse(name: str, running_mean: Tensor | None, coupled: bool) -> None:
+def _refuse_here(name: str, running_mean: Tensor | None, coupled: bool) -> None:
     """Raise ValueError in a thread that watches; a module's count of its batches is taken back."""
     if not _THIS_THREAD.on:
         return
-    module = _calling_module(sys._getframe(1))
+    module = _calling_module(sys._getframe())
     what: Any = name if module is None else module
     if running_mean is None:
         raise ValueError(COUPLING.format(what))
@@ -112,6 +108,10 @@ def _refuse(name: str, running_mean: Tensor | None, coupled: bool) -> None:
     raise ValueError(
         LEARNING.format(what, ", and its samples are not solved on their own" if coupled else "")
     )
+
+
+# It reads a thread's variables, which cannot be compiled.
+_refuse = cast(Callable[..., None], torch.compiler.disable(_refuse_here))
 
 
 def _calling_module(frame: FrameType | None) -> _NormBase | None:
