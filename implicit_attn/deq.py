@@ -16,7 +16,7 @@ from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.core.checks import require_count, require_flag, require_instance
-from solvers.core.guards.purity import refuse_changing_modules
+from solvers.core.guards.randomness import refuse_drawing_modules
 from solvers.core.modes import eager, in_transform
 from solvers.core.solution import check_on_failure
 
@@ -141,10 +141,11 @@ class DEQ(nn.Module):
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         _check_inputs(x, mask, self.update)
-        refuse_changing_modules(self.update, "the update")
+        if not _prepares(self.update):  # else the module may serve there, once a solve
+            refuse_drawing_modules(self.update, "the update")
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
-            _MonitoredMap(self.update) if self.update.monitored else _Map(self.update),
+            (_MonitoredMap if self.update.monitored else _Map)(self.update, self),
             self._initial(x) if z0 is None else z0,
             (self.update.prepare(x, mask=mask), mask),
             mask=mask,
@@ -170,6 +171,14 @@ class DEQ(nn.Module):
                 "x -> z0"
             )
         return x if self.init == "input" else torch.zeros_like(x)
+
+
+def _prepares(update: nn.Module) -> bool:
+    """Whether a part of the update computes something once a solve."""
+    return any(
+        isinstance(part, Update) and type(part).prepare is not Update.prepare
+        for part in update.modules()
+    )
 
 
 def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
@@ -212,8 +221,9 @@ def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
 class _Map:
     """An update as the function ``f(z, x, mask)`` that ``solvers.fixed_point`` takes."""
 
-    def __init__(self, update: Update) -> None:
+    def __init__(self, update: Update, layer: DEQ) -> None:
         self.update, self.symmetric = update, update.symmetric
+        self.layer = layer  # named by warnings
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None) -> Any:
         return self.update(z, x, mask=mask)

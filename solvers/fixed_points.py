@@ -126,7 +126,7 @@ def fixed_point(
     if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
         solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
-    apply_policy(solution, on_failure, what)
+    apply_policy(solution, on_failure, what, f)
     return solution
 
 
@@ -160,6 +160,7 @@ def _solve(
         solution = loop.run()
         if automatic:
             rescue(problem, solution, tolerance, max_steps, record, callback)
+        problem.check_last(solution.value)
         return solution
 
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from solvers.adjoints.capture import other_leaves, sequence_number
+from solvers.core.guards.purity import version_of
 from solvers.core.modes import uncompiled, weights_of_this_solve
 
 
@@ -24,7 +25,7 @@ class Checkpoints:
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.read = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        self.versions = [_version(leaf) for leaf in self.read]
+        self.versions = [version_of(leaf) for leaf in self.read]
         self.started = False
 
     def __call__(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
@@ -61,13 +62,13 @@ class Checkpoints:
         leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         for leaf in leaves:
             if leaf.requires_grad:
-                found |= {id(t): (t, _version(t)) for t in other_leaves(leaf, reads.inside)}
-        kept = [(t, version) for t, version in found.values() if version == _version(t)]
+                found |= {id(t): (t, version_of(t)) for t in other_leaves(leaf, reads.inside)}
+        kept = [(t, version) for t, version in found.values() if version == version_of(t)]
         self.read, self.versions = [t for t, _ in kept], [version for _, version in kept]
 
     def _check(self) -> None:
         for tensor, version in zip(self.read, self.versions, strict=True):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that f reads was changed in place after "
                     "the forward pass (by an optimizer's step?), so Unrolled(checkpoint=True) cannot "
@@ -88,7 +89,7 @@ class _Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and self._outside(leaf):
-                self.found.setdefault(id(leaf), (leaf, _version(leaf)))
+                self.found.setdefault(id(leaf), (leaf, version_of(leaf)))
         result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self.found:
@@ -103,7 +104,3 @@ class _Reads(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.inside = {number: t for number, t in self.inside.items() if t.is_leaf}
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -33,6 +33,7 @@ class AdjointSystem:
     report: AdjointReport  # receives the outcome
     batch: int  # samples of the fixed point
     rows: Tensor | None  # (n,) samples that take part, or None for all
+    f: object = None  # whose adjoint it is, for warnings
 
     def solve(self, product: JacobianProduct, right: Tensor, symmetric: bool) -> Tensor:
         """Solve the adjoint system ``u - product(u) = right`` for vectors (n, D)."""
@@ -50,7 +51,7 @@ class AdjointSystem:
         self.report.solution = self._of_whole_batch(solution)
         self.report.solves += 1
         # Samples without a finite evaluation were reported by the forward solve already.
-        apply_policy(solution, self.on_failure, "adjoint solve")
+        apply_policy(solution, self.on_failure, "adjoint solve", self.f)
         return solution.value
 
     def _retry_saddles(

@@ -98,13 +98,18 @@ class Implicit(Adjoint):
             solution = run(problem, start.detach())
 
         def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
-            system = self.system(solution.adjoint, tolerance, start.shape[0], rows)
+            system = self.system(solution.adjoint, tolerance, start.shape[0], rows, part.f)
             return implicit_value(part, z, system)
 
         return _differentiate(problem, solution, start.detach(), attach)
 
     def system(
-        self, report: AdjointReport, tolerance: Tolerance, batch: int, rows: Tensor | None
+        self,
+        report: AdjointReport,
+        tolerance: Tolerance,
+        batch: int,
+        rows: Tensor | None,
+        f: object = None,
     ) -> AdjointSystem:
         """The adjoint system of a solve to ``tolerance``; see :class:`AdjointSystem`."""
         return AdjointSystem(
@@ -115,6 +120,7 @@ class Implicit(Adjoint):
             report=report,
             batch=batch,
             rows=rows,
+            f=f,
         )
 
 

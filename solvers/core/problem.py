@@ -14,7 +14,9 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.guards.purity import OVERWRITES, RANDOM, Witness, call_outside_inference
+from solvers.core.guards.norms import NormsRefused
+from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference
+from solvers.core.guards.randomness import Draws, refuse_random
 from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
@@ -116,6 +118,7 @@ class Problem:
     recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     shrunk: bool = False  # rows have been taken out
     checked: bool = False  # an output of f has been checked
+    draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
 
     @classmethod
     def of(
@@ -161,20 +164,26 @@ class Problem:
 
         Raises:
             ValueError: if f works in place on its inputs, which keep their numbers, draws random
-                numbers that its value depends on, or updates running statistics.
+                numbers that its value or energy depends on, or normalises over the batch.
         """
-        witness = Witness(self.f, z, self.args)
+        witness, self.draws = Witness(z, self.args), Draws(z.device)
         try:
-            point = self.evaluate(z)
+            with NormsRefused():
+                point = self.evaluate(z)
         except BaseException:
             witness.restore()
             raise
         witness.check()
-        if witness.drew():  # harmless where a seed is set first, or the numbers are not used
-            again = self.evaluate(z).residual.detach()
-            if not torch.equal(again.nan_to_num(), point.residual.detach().nan_to_num()):
-                raise ValueError(RANDOM)
+        if self.draws.any():
+            refuse_random(self.evaluate, point, self.mask)
+            self.draws = None
         return point
+
+    def check_last(self, z: Tensor) -> None:
+        """Raise ValueError for random numbers that f drew later: ``RReLU`` draws below 0 alone."""
+        if self.draws is not None and self.draws.any():
+            with torch.no_grad():
+                refuse_random(self.evaluate, self.evaluate(z.detach()), self.mask)
 
     def exact(self, point: Point) -> Point:
         """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""

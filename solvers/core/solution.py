@@ -149,11 +149,12 @@ def check_on_failure(on_failure: str) -> None:
     require_choice("on_failure", on_failure, POLICIES)
 
 
-def apply_policy(solution: Solution, on_failure: str, what: str) -> None:
+def apply_policy(solution: Solution, on_failure: str, what: str, f: object = None) -> None:
     """Warn, raise (:class:`SolveError`) or do nothing about samples that have not converged.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
-    warning points at the user's line, and is shown once for each line and set of statuses.
+    warning points at the user's line, and is shown once for each line, set of statuses and ``f``, the
+    function or layer that failed.
     """
     check_on_failure(on_failure)
     if on_failure == "ignore" or bool(solution.converged.all()):
@@ -163,11 +164,14 @@ def apply_policy(solution: Solution, on_failure: str, what: str) -> None:
     if "DIVERGED" in failures and solution.energy is not None:
         advice.append("is the energy unbounded below?")
     message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
-    warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}")
+    warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}", f)
 
 
-def warn_or_raise(error: Exception, on_failure: str, cause: str) -> None:
-    """Raise ``error``, or warn with its message (:class:`SolveWarning`), once for each ``cause``."""
+def warn_or_raise(error: Exception, on_failure: str, cause: str, f: object = None) -> None:
+    """Raise ``error``, or warn with its message, once for each ``cause`` and ``f``.
+
+    The warning is a :class:`SolveWarning`.
+    """
     if on_failure == "raise":
         raise error
-    warn_user(str(error), SolveWarning, cause)
+    warn_user(str(error), SolveWarning, cause, f)

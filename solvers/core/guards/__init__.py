@@ -1,7 +1,9 @@
 """What keeps a result honest: how failures are told, which functions have no fixed point.
 
 - ``telling``: warnings at the user's line, errors that travel between processes
-- ``purity``: functions that overwrite their input, draw random numbers or couple the batch
+- ``purity``: functions that overwrite their input
+- ``randomness``: functions that draw random numbers
+- ``norms``: norms that couple the batch or learn from it
 - ``growth``: samples whose energy falls without bound
 
 They stand below the rest of the core and import none of it but ``arrays``.

@@ -7,14 +7,18 @@ import pickle
 import sys
 import warnings
 from dataclasses import fields, is_dataclass, replace
-from types import FrameType
+from functools import partial
+from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _OURS = ("solvers", "implicit_attn", "torch")  # packages whose frames are not the user's
+# What has been told about a layer or function, by module of the user; forgotten with the layer.
+_TOLD: WeakKeyDictionary[nn.Module | CodeType, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
 
 
 class _Text(str):
@@ -33,19 +37,35 @@ class _Text(str):
         return hash(self.cause)
 
 
-def warn_user(message: str, category: type[Warning], cause: str) -> None:
-    """Warn at the innermost line outside of these packages and torch, once per line and ``cause``.
+def warn_user(message: str, category: type[Warning], cause: str, f: object = None) -> None:
+    """Warn at the innermost line outside of these packages and torch, once per line, cause and ``f``.
 
-    Once, as Python's filters have it: "always" shows every warning, "error" raises it.
+    Once, as Python's filters have it: "always" shows every warning, "error" raises it. ``f`` is known
+    by its layer or its code, since a closure may be made anew for every call.
     """
     text = _Text(message)
     text.cause = cause
     frame = _user_frame()
-    registry = frame.f_globals.setdefault("__warningregistry__", {})
     module = frame.f_globals.get("__name__", "<unknown>")
+    origin = _origin(f)
+    if origin is None:
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+    else:
+        registry = _TOLD.setdefault(origin, {}).setdefault(module, {})
     warnings.warn_explicit(
         text, category, frame.f_code.co_filename, frame.f_lineno, module, registry
     )
+
+
+def _origin(f: object) -> nn.Module | CodeType | None:
+    """What stays the same between calls: the module that ``f`` is, belongs to or names as its layer."""
+    while isinstance(f, partial):
+        f = f.func
+    for home in (f, getattr(f, "layer", None), getattr(f, "__self__", None)):
+        if isinstance(home, nn.Module):
+            return home
+    code = getattr(f, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def _user_frame() -> FrameType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn import DEQ
+from implicit_attn.updates.update import Update
 from solvers import (
     Adjoint,
     Descent,
@@ -180,3 +182,175 @@ def test_a_solve_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
     fixed_point(lambda z: 0.5 * z + 1, torch.zeros(2, 3))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def halved_by_numpy(z: Tensor, b: Tensor) -> Tensor:
+    numbers = z.numpy()
+    numbers *= 0.5
+    return torch.from_numpy(numbers + b.numpy())
+
+
+@pytest.mark.defect("A7")
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda z, b: z.data.mul_(0.5).add_(b),
+        lambda z, b: 0.5 * z + b.data.mul_(0.5),
+        halved_by_numpy,
+    ],
+    ids=["data", "argument", "numpy"],
+)
+def test_work_in_place_that_torch_does_not_count_is_refused_and_undone(f: Any) -> None:
+    z0, b = torch.linspace(-1, 1, 6).reshape(2, 3), torch.ones(2, 3)
+    before = z0.clone(), b.clone()
+    with pytest.raises(ValueError, match="f works in place on its inputs"):
+        fixed_point(f, z0, (b,), adjoint=None, solver=Forward())
+    assert torch.equal(z0, before[0])
+    assert torch.equal(b, before[1])
+
+
+def hidden_draws(z: Tensor, x: Tensor) -> Tensor:
+    return 0.5 * F.rrelu(z, training=True) - x  # draws for numbers below 0 alone
+
+
+@pytest.mark.defect("A11")
+@pytest.mark.parametrize("start", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda z, x: F.dropout(0.5 * z, 0.5) + x,
+        lambda z, x: F.dropout(torch.relu(0.5 * z), 0.5) + x,
+        hidden_draws,
+    ],
+    ids=["dropout", "relu", "rrelu"],
+)
+def test_draws_that_the_start_hides_are_refused(f: Any, start: float) -> None:
+    x = torch.ones(8, 5)
+    with pytest.raises(ValueError, match="evaluated at the same point again"):
+        fixed_point(f, start * x, (x,))
+    if start == 0:
+        with pytest.raises(ValueError, match="evaluated at the same point again"):
+            DEQ.from_update(f, init="zeros")(x)
+
+
+@pytest.mark.defect("A11")
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_an_energy_that_draws_is_refused(start: float) -> None:
+    z0 = torch.full((8, 5), start)
+    with pytest.raises(ValueError, match="evaluated at the same point again"):
+        fixed_point(lambda z: 0.5 * z, z0, energy=lambda z: (F.dropout(z, 0.3) ** 2).sum(1))
+
+
+def test_points_outside_of_the_domain_refuse_no_seed() -> None:
+    def seeded(z: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        if not bool((z >= 0).all()):
+            raise ArithmeticError("outside")
+        return 0.3 * z + torch.rand(3)
+
+    assert fixed_point(seeded, torch.ones(2, 3), solver=Forward()).converged.all()
+
+
+class Box:
+    """No module, but it holds one."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.norm(z))
+
+    def method(self, z: Tensor) -> Tensor:
+        return self(z)
+
+
+WORLD = Box(nn.BatchNorm1d(4))
+
+
+def of_the_world(z: Tensor) -> Tensor:
+    return 0.5 * torch.tanh(WORLD.norm(z))
+
+
+def given(norm: nn.Module, z: Tensor) -> Tensor:
+    return 0.5 * torch.tanh(norm(z))
+
+
+def by_function(norm: Any, z: Tensor) -> Tensor:
+    return 0.5 * F.batch_norm(z, norm.running_mean, norm.running_var, training=True)
+
+
+def ways(norm: nn.Module) -> dict[str, Any]:
+    WORLD.norm = box = norm
+    holder = Box(norm)
+    return {
+        "global": of_the_world,
+        "attribute": lambda z: 0.5 * torch.tanh(holder.norm(z)),
+        "object": holder,
+        "method": holder.method,
+        "partial": partial(given, norm),
+        "closure": lambda z: 0.5 * torch.tanh(box(z)),
+        "function": partial(by_function, norm),
+    }
+
+
+@pytest.mark.defect("A11")
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("way", list(ways(nn.BatchNorm1d(4))))
+def test_a_norm_that_learns_is_found_wherever_it_is(way: str, inference: bool, layer: bool) -> None:
+    norm, z0 = nn.BatchNorm1d(4), torch.randn(8, 4)
+    f = ways(norm)[way]
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    with torch.inference_mode(inference), pytest.raises(ValueError, match="running statistics of"):
+        if layer:
+            DEQ.from_update(lambda z, x: f(z) + x)(z0)
+        else:
+            fixed_point(f, z0)
+    assert all(torch.equal(before[name], value) for name, value in norm.state_dict().items())
+    norm(z0)  # outside of a solve it works on
+    assert norm.state_dict()["num_batches_tracked"] == 1
+    if way != "function":
+        norm.eval()
+        assert fixed_point(f, z0).converged.all()
+
+
+@pytest.mark.defect("A11")
+def test_a_norm_over_the_batch_is_refused_without_statistics_too() -> None:
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    with pytest.raises(ValueError, match="normalises over the batch by BatchNorm1d"):
+        fixed_point(lambda z: 0.5 * torch.tanh(norm(z)), torch.randn(8, 4))
+
+
+@pytest.mark.defect("A11")
+@pytest.mark.parametrize("used", [False, True])
+def test_a_norm_that_learns_is_found_in_compiled_functions(used: bool) -> None:
+    norm, z0 = nn.BatchNorm1d(4), torch.randn(8, 4)
+    f = torch.compile(lambda z: 0.5 * torch.tanh(norm(z)), backend="eager")
+    if used:
+        f(z0)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    with pytest.raises(ValueError, match="running statistics of"):
+        fixed_point(f, z0, adjoint=None)
+    assert all(torch.equal(before[name], value) for name, value in norm.state_dict().items())
+
+
+class Prepared(Update):
+    """Its norm and dropout serve once a solve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.3))
+
+    def prepare(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        return self.once(x)
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return 0.5 * torch.tanh(z) + x
+
+
+@pytest.mark.defect("A11")
+def test_modules_that_serve_once_a_solve_are_allowed() -> None:
+    update = Prepared()
+    layer = DEQ(update)
+    assert layer.solve(torch.randn(2, 3, 4)).converged.all()
+    assert update.state_dict()["once.0.num_batches_tracked"] == 1

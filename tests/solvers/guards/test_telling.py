@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import warnings
@@ -23,6 +24,7 @@ from solvers import (
     solve_linear,
     spectral_radius,
 )
+from solvers.core.guards import telling
 
 
 def halve(z: Tensor, b: Tensor) -> Tensor:
@@ -168,3 +170,56 @@ def test_the_line_of_a_module_around_the_layer_is_named() -> None:
     layer = Doubling()
     heard = heard_from(layer, "default")
     assert [w.filename for w in heard] == [__file__]
+
+
+class Inner(nn.Module):
+    """Layers of this kind call theirs from one line."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layer = DEQ.from_update(
+            lambda z, x: scale * torch.sin(z).roll(1, 2) + x,
+            solver=Forward(),
+            max_steps=2,
+            adjoint=Implicit(max_steps=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.defect("D8")
+def test_each_layer_is_told_of_once() -> None:
+    network = nn.Sequential(Inner(0.5), Inner(0.6))
+    heard = heard_from(network, "default")
+    assert len([w for w in heard if "adjoint" not in str(w.message)]) == 2
+    assert {w.filename for w in heard} == {__file__}
+
+
+@pytest.mark.defect("D8")
+def test_the_adjoint_of_each_layer_is_told_of_once() -> None:
+    network = nn.Sequential(Inner(0.5), Inner(0.6))
+    scale = torch.linspace(0.1, 1.0, 6).reshape(2, 3)
+
+    def backward(x: Tensor) -> None:
+        network(scale * x.requires_grad_()).square().sum().backward()
+
+    heard = heard_from(backward, "default")
+    assert len([w for w in heard if "adjoint solve" in str(w.message)]) == 2
+
+
+@pytest.mark.defect("D8")
+def test_functions_made_anew_are_one_function() -> None:
+    def solve(x: Tensor) -> Any:
+        return fixed_point(lambda z: 0.5 * z + 1, x, solver=Forward(), max_steps=2)
+
+    assert len(heard_from(solve, "default")) == 1
+
+
+@pytest.mark.defect("D8")
+def test_nothing_is_kept_of_layers_that_are_gone() -> None:
+    before = len(telling._TOLD)
+    for _ in range(5):
+        heard_from(Inner(0.5), "default")
+    gc.collect()
+    assert len(telling._TOLD) <= before
