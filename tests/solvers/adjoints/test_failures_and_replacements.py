@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import functional_call, vjp
 
-from solvers import Adjoint, Implicit, OneStep, Phantom, Status, Tolerance, Unrolled, fixed_point
+from solvers import (
+    Adjoint,
+    Anderson,
+    Implicit,
+    OneStep,
+    Phantom,
+    Status,
+    Tolerance,
+    Unrolled,
+    fixed_point,
+)
 
 TIGHT = Tolerance(rtol=1e-12)
 ALL: list[Adjoint] = [
@@ -97,3 +107,54 @@ def test_checkpoints_repeat_a_map_that_keeps_a_table() -> None:
     found = torch.autograd.grad(model(x).sum(), [x, model.inner.w])
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.defect("A7")
+def test_a_map_in_place_leaves_the_tensors_of_a_transform_alone() -> None:
+    x = inputs()
+    before = x.clone()
+    b = torch.ones_like(x)
+
+    def f(z: Tensor, b: Tensor) -> Tensor:
+        return z.mul_(0.5).add_(b)
+
+    for call in (
+        lambda q: fixed_point(f, q, (b,)).value,
+        lambda q: fixed_point(lambda z, q: q.mul_(0.5).add_(z), b, (q,)).value,
+    ):
+        with pytest.raises(ValueError, match="works in place"):
+            vjp(call, x)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.defect("D2")
+@pytest.mark.parametrize("adjoint", ALL)
+def test_a_batch_without_any_evaluation_has_a_gradient_of_zero_uncompacted(
+    adjoint: Adjoint,
+) -> None:
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    x = -torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
+    solution = fixed_point(
+        lambda z, x: weight * x.log() + 0.1 * z, torch.ones_like(x), (x,), adjoint=adjoint,
+        compact=False, on_failure="ignore",
+    )  # fmt: skip
+    assert (solution.status == Status.NONFINITE).all()
+    for gradient in torch.autograd.grad(solution.value.sum(), (weight, x)):
+        assert not bool(gradient.any())
+
+
+@pytest.mark.defect("D2")
+@pytest.mark.parametrize("adjoint", [Phantom(), OneStep(), Implicit(tolerance=TIGHT)])
+def test_a_diverged_sample_leaves_the_gradients_of_the_others_alone(adjoint: Adjoint) -> None:
+    def gradient(*z0: float) -> tuple[Tensor, Tensor]:
+        weight = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+        solution = fixed_point(
+            lambda z: 0.1 * weight * z.exp(), torch.tensor(z0, dtype=torch.float64)[:, None],
+            solver=Anderson(), adjoint=adjoint, tolerance=TIGHT, on_failure="ignore",
+        )  # fmt: skip
+        return solution.status, torch.autograd.grad(solution.value[0].sum(), weight)[0]
+
+    _, expected = gradient(0.0)
+    status, found = gradient(0.0, 6.0)
+    assert status.tolist() == [int(Status.CONVERGED), int(Status.DIVERGED)]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
