@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp
+from torch.func import functional_call, vjp, vmap
 
 from solvers import (
     Adjoint,
@@ -158,3 +158,37 @@ def test_a_diverged_sample_leaves_the_gradients_of_the_others_alone(adjoint: Adj
     status, found = gradient(0.0, 6.0)
     assert status.tolist() == [int(Status.CONVERGED), int(Status.DIVERGED)]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.defect("D5")
+def test_vmap_of_a_map_that_knows_the_batch() -> None:
+    c, starts = inputs(), torch.stack([inputs(), inputs() * 2, inputs() * 3])
+
+    def solve(q: Tensor) -> Tensor:
+        return fixed_point(lambda z: 0.5 * z + c, q, compact=False, tolerance=TIGHT).value
+
+    torch.testing.assert_close(vmap(solve)(starts), (2 * c).expand_as(starts))
+
+
+@pytest.mark.defect("A8")
+@pytest.mark.parametrize("adjoint", ALL)
+def test_the_output_may_be_changed_in_place(adjoint: Adjoint) -> None:
+    model, x = Wrapped(adjoint=adjoint, tolerance=TIGHT), inputs().requires_grad_()
+    expected = torch.autograd.grad((model(x) + 1).pow(2).sum(), [x, *model.parameters()])
+    value = model(x)
+    value.add_(1)
+    found = torch.autograd.grad(value.pow(2).sum(), [x, *model.parameters()])
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.defect("A8")
+def test_second_derivatives_after_the_output_was_changed_in_place() -> None:
+    adjoint = Implicit(tolerance=TIGHT, max_steps=200)
+    model, x = Wrapped(adjoint=adjoint, tolerance=TIGHT), inputs(2).requires_grad_()
+
+    def shifted(x: Tensor) -> Tensor:
+        return model(x).add_(1).pow(2)
+
+    assert torch.autograd.gradcheck(shifted, x)
+    assert torch.autograd.gradgradcheck(shifted, x)
