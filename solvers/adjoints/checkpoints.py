@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,7 @@ class Checkpoints:
 
     What ``f`` reads is found at the first evaluation of each batch size; a backward pass repeats one of
     these. RuntimeError is raised where one of these tensors has been changed in place since, as by
-    autograd for the tensors that it saves, and where ``f`` reads another one (a weight was replaced).
+    autograd for the tensors that it saves, and where ``f`` reads another parameter (one was replaced).
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
@@ -118,7 +119,9 @@ class _Repetition(_Reads):
         self.record = record
 
     def note(self, tensor: Tensor) -> None:
-        if tensor.is_floating_point() and tensor not in self.record.known:
+        # Others may be results that a nested backward pass has made.
+        parameter = isinstance(tensor, Parameter)
+        if parameter and tensor not in self.record.known:
             raise RuntimeError(
                 f"f reads a tensor of shape {tuple(tensor.shape)} that it did not read in the forward "
                 "pass (a weight was replaced, or torch.func.functional_call has ended?), so "

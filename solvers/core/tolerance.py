@@ -57,8 +57,8 @@ def criterion(
     kept; the name then says that it may be out of reach.
     """
     # autocast leaves float64 alone
-    ordinary = autocast is None or not used or state == torch.float64
-    precision = state if ordinary else autocast
+    changed = used and state != torch.float64
+    precision = state if autocast is None or not changed else autocast
     if tolerance is None:
         tolerance = Tolerance(rtol=_HALF.get(precision, Tolerance.rtol))
     what = "fixed-point solve"
