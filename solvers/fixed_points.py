@@ -20,7 +20,7 @@ from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import Tolerance, criterion
+from solvers.core.tolerance import Goal, Tolerance
 from solvers.methods.anderson import Anderson
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.rescue import rescue
@@ -59,8 +59,8 @@ def fixed_point(
             there is no energy, by Newton's method with finite differences; other solvers, or these
             when they are named, are left alone.
         tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``. None:
-            ``Tolerance()``, rtol 1e-4, where ``f`` computes in float32 or float64; what it can meet in
-            half precision, also under autocast: rtol 2e-2 in bfloat16, 1e-2 in float16.
+            ``Tolerance()``, rtol 1e-4, where ``f`` computes in float32 or float64; where it computes in
+            half precision, also by autocast, what it can meet: rtol 2e-2 in bfloat16, 1e-2 in float16.
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
         adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
             gradient.
@@ -107,26 +107,30 @@ def fixed_point(
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
     problem = Problem.of(f, energy, z0, args, mask, compact)
-    chosen, what = criterion(tolerance, start.dtype, problem.autocast)
+    goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast)
 
     solve = partial(
         _solve,
         solver=solver,
         automatic=automatic,
-        tolerance=chosen,
+        goal=goal,
         max_steps=max_steps,
         record=record,
         callback=callback,
     )
     if adjoint is not None and torch.is_grad_enabled():
-        solution = adjoint.solve(problem, start, solve, chosen)
+        solution = adjoint.solve(problem, start, solve, goal.tolerance)
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
     if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
         solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
+<<<<<<< HEAD
     apply_policy(solution, on_failure, what, f)
+=======
+    apply_policy(solution, on_failure, goal.what)
+>>>>>>> adj2
     return solution
 
 
@@ -141,7 +145,7 @@ def _solve(
     *,
     solver: Solver,
     automatic: bool,
-    tolerance: Tolerance,
+    goal: Goal,
     max_steps: int,
     record: bool,
     callback: Callable[[Progress], object] | None,
@@ -153,8 +157,10 @@ def _solve(
     """
     with constant_weights(), without_autocast(start.device.type):
         if isinstance(solver, ExternalSolver):
-            return solver.run(problem, start, tolerance, max_steps)
-        first = problem.evaluate_first(start)
+            return solver.run(problem, start, goal.tolerance, max_steps)
+        with goal.watching():
+            first = problem.evaluate_first(start)
+        tolerance = goal.tolerance
         loop = Loop(problem, first, solver, tolerance, max_steps, record, callback)
         del first  # the loop frees it when it has moved on
         solution = loop.run()

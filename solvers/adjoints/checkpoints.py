@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from solvers.adjoints.capture import other_leaves, sequence_number
 from solvers.core.guards.purity import version_of
@@ -19,21 +21,28 @@ from solvers.core.modes import uncompiled, weights_of_this_solve
 class Checkpoints:
     """Evaluations of one solve; a repetition must find everything as it was in the forward pass.
 
-    What ``f`` reads is found at the first evaluation; where one of these tensors has been changed in
-    place since, a repetition raises RuntimeError, as autograd does for the tensors that it saves.
+    What ``f`` reads is found at the first evaluation of each batch size; a backward pass repeats one of
+    these. RuntimeError is raised where one of these tensors has been changed in place since, as by
+    autograd for the tensors that it saves, and where ``f`` reads another parameter (one was replaced).
     """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.read = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+<<<<<<< HEAD
         self.versions = [version_of(leaf) for leaf in self.read]
         self.started = False
+=======
+        self.versions = [_version(leaf) for leaf in self.read]
+        self.known = WeakTensorKeyDictionary()  # its keys: what f reads, and what it made and keeps
+        self.batch = -1  # samples of the latest evaluation
+>>>>>>> adj2
 
     def __call__(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         """``function(z)``, recorded."""
         weights = weights_of_this_solve()
         assert weights is not None
         weights.checkpointed = True
-        first, self.started = not self.started, True
+        watched, self.batch = z.shape[0] != self.batch, z.shape[0]
         reads = _Reads(z)
         repeating = False
 
@@ -41,29 +50,36 @@ class Checkpoints:
             nonlocal repeating
             if repeating:
                 self._check()
-            # The first evaluation is watched, which a compiler would take for a part of it.
-            with uncompiled() if first else nullcontext(), weights.constant():
-                if repeating or not first:
-                    repeating = True
-                    return function(z)
-                repeating = True
-                with reads:
-                    return function(z)
+            watch = nullcontext() if not watched else _Repetition(self, z) if repeating else reads
+            repeating = True
+            # A compiler would take the watch for a part of the evaluation.
+            with uncompiled() if watched else nullcontext(), weights.constant(), watch:
+                return function(z)
 
         output = checkpoint(run, z, use_reentrant=False)
-        if first:
+        if watched:
             self._note(reads, output)
+            self.known.update(dict.fromkeys(t for t, _ in weights.computed.values()))
         return output
 
     def _note(self, reads: _Reads, output: Any) -> None:
-        """Remember what the first evaluation read, but for what it changed itself (a counter)."""
+        """Remember what an evaluation read; versions, but of what it changed itself (a counter)."""
         given = zip(self.read, self.versions, strict=True)
         found = {id(t): (t, version) for t, version in given} | reads.found
         leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         for leaf in leaves:
             if leaf.requires_grad:
+<<<<<<< HEAD
                 found |= {id(t): (t, version_of(t)) for t in other_leaves(leaf, reads.inside)}
         kept = [(t, version) for t, version in found.values() if version == version_of(t)]
+=======
+                inside = {number: t for number, t in reads.inside.items() if t.is_leaf}
+                found |= {id(t): (t, _version(t)) for t in other_leaves(leaf, inside)}
+        for tensor in (*reads.inside.values(), *(t for t, _ in found.values())):
+            self.known[tensor] = None
+        reads.inside, reads.found = {}, {}
+        kept = [(t, version) for t, version in found.values() if version == _version(t)]
+>>>>>>> adj2
         self.read, self.versions = [t for t, _ in kept], [version for _, version in kept]
 
     def _check(self) -> None:
@@ -89,7 +105,11 @@ class _Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and self._outside(leaf):
+<<<<<<< HEAD
                 self.found.setdefault(id(leaf), (leaf, version_of(leaf)))
+=======
+                self.note(leaf)
+>>>>>>> adj2
         result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self.found:
@@ -101,6 +121,35 @@ class _Reads(TorchFunctionMode):
         made_here = node is not None and node._sequence_nr() >= self.start
         return id(tensor) not in self.inside and not made_here
 
+<<<<<<< HEAD
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.inside = {number: t for number, t in self.inside.items() if t.is_leaf}
+=======
+    def note(self, tensor: Tensor) -> None:
+        """Called before each use."""
+        self.found.setdefault(id(tensor), (tensor, _version(tensor)))
+
+
+class _Repetition(_Reads):
+    """Raises where an evaluation reads what the forward pass did not."""
+
+    def __init__(self, record: Checkpoints, z: Tensor) -> None:
+        super().__init__(z)
+        self.record = record
+
+    def note(self, tensor: Tensor) -> None:
+        # Others may be results that a nested backward pass has made.
+        parameter = isinstance(tensor, Parameter)
+        if parameter and tensor not in self.record.known:
+            raise RuntimeError(
+                f"f reads a tensor of shape {tuple(tensor.shape)} that it did not read in the forward "
+                "pass (a weight was replaced, or torch.func.functional_call has ended?), so "
+                "Unrolled(checkpoint=True) cannot repeat its evaluations: call backward before, or "
+                "use Unrolled()"
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+>>>>>>> adj2

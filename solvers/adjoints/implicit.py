@@ -116,7 +116,7 @@ def implicit_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor
     """The fixed point z (B, D) with the implicit gradient attached."""
     record = record_at(problem, z, system)
     recorder = record.recorder
-    return _ImplicitValue.apply(record, z, *recorder.inputs) if recorder.inputs else z
+    return _ImplicitValue.apply(record, z, *recorder.inputs)[0] if recorder.inputs else z
 
 
 def zero_derivative(problem: Problem, z: Tensor, *others: Tensor) -> Tensor:
@@ -141,18 +141,26 @@ class _ZeroDerivative(torch.autograd.Function):
 
 
 class _ImplicitValue(torch.autograd.Function):
-    """z -> z with the backward pass of the implicit function theorem."""
+    """z -> z with the backward pass of the implicit function theorem.
+
+    Twice: the caller may change the first in place. The second, in the memory of the recording, is what
+    second derivatives go through.
+    """
 
     @staticmethod
-    def forward(ctx: Any, record: Record, z: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, record: Record, z: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.record = record
-        value = z.clone()
-        ctx.save_for_backward(value, *inputs)
-        return value
+        ctx.set_materialize_grads(False)
+        own = z.detach()
+        ctx.save_for_backward(own, *inputs)
+        return z.clone(), own
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        (cotangent,) = cotangents
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        given = [c for c in cotangents if c is not None]
+        if not given:
+            return (None,) * len(ctx.needs_input_grad)
+        cotangent = given[0] if len(given) == 1 else given[0] + given[1]
         record: Record = ctx.record
         value, *inputs = ctx.saved_tensors
         if torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from solvers.adjoints.implicit import AdjointSystem, implicit_value, zero_deriva
 from solvers.core.checks import require_count, require_flag, require_instance, require_number
 from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
-from solvers.core.solution import AdjointReport, Solution, check_on_failure
+from solvers.core.solution import AdjointReport, Solution, Status, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.solve import LinearSolver
 
@@ -35,28 +35,39 @@ def _differentiate(
     problem: Problem,
     solution: Solution,
     start: Tensor,
+    left_out: Tensor,
     attach: Callable[[Problem, Tensor, Tensor | None], Tensor],
 ) -> Solution:
     """Let ``attach(problem, value, rows)`` give the solution's value its gradient.
 
-    A sample without any finite evaluation has no derivative: zero is what its gradient is set to, and
-    its NaN would reach the gradients of the others through weights that they share. So ``attach`` sees
-    only the other samples: ``rows`` (n,), or None where that is all of them or ``compact=False``
-    forbids to leave any out.
+    A sample that is ``left_out`` has no derivative: zero is what its gradient is set to, and its NaN
+    would reach the gradients of the others through weights that they share. So ``attach`` sees only the
+    other samples: ``rows`` (n,), or None where that is all of them or ``compact=False`` forbids to
+    leave any out.
     """
-    finite = torch.isfinite(solution.residual)
-    if not problem.compact or bool(finite.all()):
+    some = bool(left_out.any())
+    if some and bool(left_out.all()):
+        solution.value = zero_derivative(problem, solution.value.detach(), start)
+        return solution
+    if not (some and problem.compact):
         solution.value = attach(problem, solution.value, None)
         return solution
-    rows = torch.nonzero(finite).flatten()
+    rows = torch.nonzero(~left_out).flatten()
     whole = solution.value.detach()
-    if rows.numel() > 0:
-        part = problem.rows(rows, whole.shape[0])
-        value = attach(part, solution.value.index_select(0, rows), rows)
-        solution.value = whole.index_copy(0, rows, value)
-    else:
-        solution.value = zero_derivative(problem, whole, start)
+    part = problem.rows(rows, whole.shape[0])
+    value = attach(part, solution.value.index_select(0, rows), rows)
+    solution.value = whole.index_copy(0, rows, value)
     return solution
+
+
+def _no_evaluation(solution: Solution) -> Tensor:
+    """Samples (B,) without any finite evaluation."""
+    return ~torch.isfinite(solution.residual)
+
+
+def _failed(solution: Solution) -> Tensor:
+    """Samples (B,) near which steps without a safeguard may overflow."""
+    return (solution.status == Status.DIVERGED) | (solution.status == Status.NONFINITE)
 
 
 @dataclass(frozen=True)
@@ -98,10 +109,17 @@ class Implicit(Adjoint):
             solution = run(problem, start.detach())
 
         def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
+<<<<<<< HEAD
             system = self.system(solution.adjoint, tolerance, start.shape[0], rows, part.f)
+=======
+            # As the solve has found it to be, where it depends on what f does.
+            solved = tolerance if problem.goal is None else problem.goal.tolerance
+            system = self.system(solution.adjoint, solved, start.shape[0], rows)
+>>>>>>> adj2
             return implicit_value(part, z, system)
 
-        return _differentiate(problem, solution, start.detach(), attach)
+        left_out = _no_evaluation(solution)
+        return _differentiate(problem, solution, start.detach(), left_out, attach)
 
     def system(
         self,
@@ -129,11 +147,12 @@ class Unrolled(Adjoint):
     """Differentiate through every iteration of the solver; gradients reach ``z0`` too.
 
     Memory grows with the number of evaluations. Derivatives of any order. Where a sample has no finite
-    first evaluation, that evaluation is repeated without it.
+    first evaluation, that evaluation is repeated without it. One whose iterates overflow later may still
+    bring NaN into the gradients of weights that all samples share; with the other adjoints it does not.
 
     Args:
         checkpoint: keep the states only, and evaluate ``f`` once more in the backward pass, which
-            raises RuntimeError where a tensor that ``f`` reads has been changed in place meanwhile.
+            raises RuntimeError where a tensor that ``f`` reads has been changed or replaced meanwhile.
     """
 
     checkpoint: bool = False
@@ -151,14 +170,16 @@ class Unrolled(Adjoint):
             # A second, recorded solve of the other samples keeps the NaN out of the graph.
             return run(part, start.index_select(0, rows)).value
 
-        return _differentiate(problem, run(problem, start), start, attach)
+        solution = run(problem, start)
+        return _differentiate(problem, solution, start, _no_evaluation(solution), attach)
 
 
 @dataclass(frozen=True)
 class Phantom(Adjoint):
     """Gradient of ``steps`` damped iterations from the detached solution: an approximation.
 
-    The value stays the solution. Only its gradient is that of the iterations.
+    The value stays the solution. Only its gradient is that of the iterations; it is zero for samples that
+    are DIVERGED or NONFINITE, unless ``compact=False`` and others have converged.
 
     Args:
         steps: iterations, >= 1.
@@ -182,7 +203,7 @@ class Phantom(Adjoint):
         def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
             return self.attach(part, anchor)
 
-        return _differentiate(problem, solution, start.detach(), attach)
+        return _differentiate(problem, solution, start.detach(), _failed(solution), attach)
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
         """``anchor`` (B, D) with the gradient of the iterations from it."""

@@ -40,12 +40,12 @@ class _Captures(TorchFunctionMode):
         self.found: dict[int, Tensor] = {}
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """The ordinary tensor behind those of all transforms."""
+        """A copy of the ordinary tensor behind those of all transforms, as ``f`` may overwrite it."""
         while _functorch.is_functorch_wrapped_tensor(tensor):
             dim = _functorch.maybe_get_bdim(tensor) if _functorch.is_batchedtensor(tensor) else -1
             tensor = _functorch.get_unwrapped(tensor)
             tensor = tensor if dim < 0 else tensor.select(dim, 0)
-        tensor = tensor.detach()
+        tensor = tensor.detach().clone()
         self.inside[id(tensor)] = tensor
         return tensor
 

@@ -58,7 +58,7 @@ class Transformed:
         leaves, tree = pytree.tree_flatten((z0, args, mask))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         captured = captured_by(evaluate, (z0, *args), tensors)
-        operation = Operation(f, energy, leaves, tree, captured, run, recorded)
+        operation = Operation(f, energy, leaves, tree, captured, run, recorded, self.compact)
         implicit = isinstance(self.adjoint, Implicit)
         found = transformed_value(operation, [*tensors, *captured], attach=implicit)
         if isinstance(self.adjoint, (Phantom, OneStep)):

@@ -40,6 +40,7 @@ class Operation:
     captured: list[Tensor]  # as f knows them
     run: Callable[..., Solution]  # (f, energy, z0, args, mask), without transforms and gradients
     record: Callable[..., Record]  # (f, energy, z0, args, mask, value)
+    compact: bool = True  # f knows no batch size of its own
     records: list[tuple[Record, list[int]]] = field(default_factory=list)  # see _Attach
 
     def parts(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -111,13 +112,13 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        """One solve of all slices where they share what f captured, else slice by slice."""
+        """One solve of all slices where f knows no batch size and they share all else; or one each."""
         operation, *tensors = inputs
         dims, number = in_dims[1:], len(tensors) - len(operation.captured)
         shared = all(d is None for d in dims[number:])
         given = list(zip(tensors[:number], dims[:number], strict=True))
         scalars = any(d is not None and t.dim() == 1 for t, d in given)
-        if not shared or scalars:
+        if not (shared and operation.compact) or scalars:
             return _each(_Solve, info, in_dims, operation, *tensors)
         size = info.batch_size
 

@@ -21,6 +21,7 @@ from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
 from solvers.core.rows import Point, norms_fit, row_norm, scaled_norm
+from solvers.core.tolerance import Goal
 
 
 class EnergyUpdate(ABC):
@@ -118,7 +119,11 @@ class Problem:
     recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     shrunk: bool = False  # rows have been taken out
     checked: bool = False  # an output of f has been checked
+<<<<<<< HEAD
     draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
+=======
+    goal: Goal | None = None  # of the call of fixed_point
+>>>>>>> adj2
 
     @classmethod
     def of(

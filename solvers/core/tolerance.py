@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_nonnegative
+from solvers.core.modes import uncompiled
 
 # rtol that maps evaluated in half precision meet: a few roundings of the state, amplified by 1 / (1 - J)
 _HALF = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
@@ -42,16 +48,17 @@ class Tolerance:
 
 
 def criterion(
-    tolerance: Tolerance | None, state: torch.dtype, autocast: torch.dtype | None
+    tolerance: Tolerance | None, state: torch.dtype, autocast: torch.dtype | None, used: bool = True
 ) -> tuple[Tolerance, str]:
     """The tolerance of a fixed-point solve, and a name of the solve for messages.
 
     None: ``Tolerance()``, and where the map computes in half precision, by the dtype of its state or
-    by autocast, an rtol that it can meet. A smaller one that was asked for is kept; the name then says
-    that it may be out of reach.
+    by an autocast that it has ``used``, an rtol that it can meet. A smaller one that was asked for is
+    kept; the name then says that it may be out of reach.
     """
     # autocast leaves float64 alone
-    precision = state if autocast is None or state == torch.float64 else autocast
+    changed = used and state != torch.float64
+    precision = state if autocast is None or not changed else autocast
     if tolerance is None:
         tolerance = Tolerance(rtol=_HALF.get(precision, Tolerance.rtol))
     what = "fixed-point solve"
@@ -59,3 +66,49 @@ def criterion(
         name = str(precision).removeprefix("torch.")
         what = f"{what} in {name}, which may not reach rtol={tolerance.rtol:g},"
     return tolerance, what
+
+
+class Goal:
+    """The tolerance of one fixed-point solve, which may depend on what its first evaluation does."""
+
+    def __init__(
+        self, given: Tolerance | None, state: torch.dtype, autocast: torch.dtype | None
+    ) -> None:
+        self.given, self.state, self.autocast = given, state, autocast
+        self.used = True  # what autocast offers, as long as nobody has looked
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return criterion(self.given, self.state, self.autocast, self.used)[0]
+
+    @property
+    def what(self) -> str:
+        """A name of the solve for messages."""
+        return criterion(self.given, self.state, self.autocast, self.used)[1]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, an evaluation shows whether autocast matters to it."""
+        if self.given is not None or self.autocast is None or self.state == torch.float64:
+            yield
+            return
+        watch = _HalfWatch()
+        # A compiler would take the watch for a part of the evaluation.
+        with uncompiled(), watch:
+            yield
+        self.used = watch.found
+
+
+class _HalfWatch(TorchFunctionMode):
+    """Notes whether something is computed in half precision: autocast leaves sums and powers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.found:
+            leaves = pytree.tree_leaves(result)
+            self.found = any(isinstance(t, Tensor) and t.dtype in _HALF for t in leaves)
+        return result

@@ -59,6 +59,26 @@ def test_a_default_layer_in_half_precision_converges(dtype: torch.dtype) -> None
     assert solution.converged.all()
 
 
+@pytest.mark.defect("D9")
+@pytest.mark.parametrize("adjoint", [solvers.Implicit(), solvers.Unrolled(), None])
+def test_autocast_leaves_the_tolerance_of_what_it_does_not_change(
+    adjoint: solvers.Adjoint | None,
+) -> None:
+    z0 = torch.zeros(2, 3)
+    w = torch.tensor(10.0, requires_grad=True)
+    update = solvers.Descent(lambda z: 0.05 * ((z - w) ** 2).sum(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        solution = solvers.fixed_point(
+            update, z0, solver=solvers.Forward(), adjoint=adjoint, max_steps=200
+        )
+    assert solution.converged.all()
+    assert (solution.residual <= Tolerance().rtol).all()
+    torch.testing.assert_close(solution.value, torch.full_like(z0, 10.0), rtol=2e-3, atol=0)
+    if isinstance(adjoint, solvers.Implicit):
+        (gradient,) = torch.autograd.grad(solution.value.sum(), w)
+        torch.testing.assert_close(gradient, torch.tensor(6.0), rtol=1e-3, atol=0)
+
+
 def test_single_precision_keeps_its_tolerance() -> None:
     layer, x = energy_layer(max_steps=100)
     assert layer.tolerance is None
