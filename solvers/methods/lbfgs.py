@@ -38,10 +38,11 @@ class LBFGS(Solver):
     The first trial is the unit step ``f(z) = z + r``, or ``z + t r``, ``t = 2 |E| / |r.g|``, where
     ``|r.g| > 16 |E|`` and ``2 |r| > max(|z|, sqrt D)``: the step to the minimum 0 of a parabola, since
     the unit step, a long one, promises to lower the energy by many times its size. Later trials
-    ``z - H g`` are accepted where they satisfy Armijo's rule. A rejected trial near which E is almost quadratic (``dE = (g + g').s / 2`` to 5 % of
-    ``y.s``, the step at most ten times too long) corrects ``H``, and a new direction is tried once from
-    the old point; else, and after that, the step along the same direction is shortened by
-    interpolation until it is accepted. An evaluation is one energy and one gradient.
+    ``z - H g`` are accepted where they satisfy Armijo's rule. A rejected trial near which E is almost
+    quadratic (``dE = (g + g').s / 2`` to 5 % of ``y.s``, the step at most ten times too long) corrects
+    ``H``, and a new direction is tried once from the old point; else, and after that, the step along
+    the same direction is shortened by interpolation until it is accepted. An evaluation is one energy
+    and one gradient.
 
     Args:
         memory: number of pairs kept, >= 1; None keeps 10 where a state has at most 1024 numbers, else 6.
