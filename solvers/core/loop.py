@@ -73,7 +73,7 @@ class Loop:
         self.backtracking = Backtracking.start(start.norm)
         self.growth: Growth | None = None  # where an energy may be unbounded below
         if start.energy is not None:
-            self.growth = Growth.start(start.norm, start.reference)
+            self.growth = Growth.start(start)
         self.history = History(len(start.norm), record, callback)
         self.watch = Watch(start.z.device)
         self.arrays = Arrays(start.z.device)
@@ -150,7 +150,7 @@ class Loop:
         taken = running if accepted is None else running & accepted
         converged = taken & (trial.norm <= self.tolerance.threshold(trial.reference))
         if self.growth is not None:
-            growing = self.growth.note(trial.norm, trial.reference, trial.gradient, taken)
+            growing = self.growth.note(trial, taken)
             if growing is not None:
                 # A residual of zero is a rounded one there.
                 small = (trial.norm > 0) & (trial.norm <= self.tolerance.atol)

@@ -22,7 +22,8 @@ PAIRS, SMALL, MORE_PAIRS = 6, 1024, 10  # pairs kept; more in states of at most 
 FIRST_CAPACITY = 4  # pairs that the storage holds at first
 QUADRATIC = 0.05  # mismatch, against a quadratic, of a rejected trial that still teaches curvature
 NOISE = 0.01  # ... a smaller mismatch, against the energy, may be the noise of low precision
-ABSURD = 16  # a first step that promises to lower the energy by so many times its size is cut
+ABSURD = 16  # a first step that promises to lower the energy by so many times its size is cut,
+LONG = 0.5  # ... if it is longer than this share of the state
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class LBFGS(Solver):
         H g = gamma g + S u - gamma Y w,   R w = S^T g,   R^T u = (I + gamma Y^T Y) w - gamma Y^T g
 
     The first trial is the unit step ``f(z) = z + r``, or ``z + t r``, ``t = 2 |E| / |r.g|``, where
-    ``|r.g| > 16 |E|``: the step to the minimum 0 of a parabola, since the unit step promises to lower
-    the energy by many times its size. Later trials ``z - H g`` are accepted where they satisfy
-    Armijo's rule. A rejected trial near which E is almost quadratic (``dE = (g + g').s / 2`` to 5 % of
-    ``y.s``, the step at most ten times too long) corrects ``H``, and a new direction is tried once from
-    the old point; else, and after that, the step along the same direction is shortened by
-    interpolation until it is accepted. An evaluation is one energy and one gradient.
+    ``|r.g| > 16 |E|`` and ``2 |r| > max(|z|, sqrt D)``: the step to the minimum 0 of a parabola, since
+    the unit step, a long one, promises to lower the energy by many times its size. Later trials
+    ``z - H g`` are accepted where they satisfy Armijo's rule. A rejected trial near which E is almost
+    quadratic (``dE = (g + g').s / 2`` to 5 % of ``y.s``, the step at most ten times too long) corrects
+    ``H``, and a new direction is tried once from the old point; else, and after that, the step along
+    the same direction is shortened by interpolation until it is accepted. An evaluation is one energy
+    and one gradient.
 
     Args:
         memory: number of pairs kept, >= 1; None keeps 10 where a state has at most 1024 numbers, else 6.
@@ -194,8 +196,12 @@ class LBFGSState:
 def _first_length(point: Point, along: Tensor) -> Tensor:
     """(B,) length of the first step along the residual r, ``along = -r.g``."""
     assert point.energy is not None
-    size = point.energy.detach().abs().to(along.dtype)
-    absurd = (along > ABSURD * size) & (size > 0)
+    z, dtype = point.z.detach(), along.dtype
+    size = point.energy.detach().abs().to(dtype)
+    # An energy near zero may be a matter of its constant: only a step of about the state's size
+    # or more, of numbers of size one or larger, is cut. A short one that is wrong is soon shortened.
+    extent = torch.linalg.vector_norm(z, dim=1, dtype=dtype).clamp_min(z.shape[1] ** 0.5)
+    absurd = (along > ABSURD * size) & (size > 0) & (point.norm.to(dtype) > LONG * extent)
     return torch.where(absurd, 2 * size / torch.where(absurd, along, 1.0), 1.0)
 
 

@@ -56,6 +56,51 @@ def test_a_sample_that_runs_away_leaves_the_others_alone() -> None:
     assert solution.status.tolist() == [3, 0, 0]
 
 
+UNBOUNDED: dict[str, tuple[Any, float]] = {  # energy, start: the force falls early, or slowly
+    "bump_then_linear": (
+        lambda z: -(1 + z * z).sqrt().sum(1) + 3 * torch.exp(-z * z).sum(1),
+        0.5,
+    ),
+    "bump_then_flatter": (lambda z: -0.4 * z.sum(1) + 3 * torch.exp(-z * z).sum(1), 0.5),
+    "power": (lambda z: -((1 + z * z) ** 0.45).sum(1), 1.0),
+    "root": (lambda z: -((1 + z * z) ** 0.25).sum(1), 1.0),
+}
+
+
+@pytest.mark.defect("A12")
+@pytest.mark.parametrize("name", UNBOUNDED)
+@pytest.mark.parametrize("steps", [100, 200])
+def test_a_force_that_fell_less_than_the_state_grew_is_no_minimum(name: str, steps: int) -> None:
+    energy, start = UNBOUNDED[name]
+    z0 = torch.full((2, 3), start)
+    solution = fixed_point(Descent(energy), z0, max_steps=steps, on_failure="ignore")
+    assert solution.counts() == {"DIVERGED": 2}
+
+
+def double_well(z: Tensor) -> Tensor:
+    return 0.25 * ((z * z - 1) ** 2).sum(1)
+
+
+@pytest.mark.defect("A12")
+@pytest.mark.parametrize("start", [1e-4, 1e-8])
+def test_a_slow_start_at_a_saddle_point_is_no_divergence(start: float) -> None:
+    f, z0 = Descent(double_well, 0.1), torch.full((1, 2), start)
+    options: Any = {"solver": GradientDescent(), "on_failure": "ignore"}
+    for steps in range(60, 260, 20):
+        counts = fixed_point(f, z0, max_steps=steps, **options).counts()
+        assert "DIVERGED" not in counts, steps
+
+
+@pytest.mark.defect("A12")
+def test_a_weak_force_that_falls_is_no_divergence() -> None:
+    """On the way to a minimum a million times farther than the start, almost there."""
+    f = Descent(lambda z: (5e-7 * z * z - z).sum(1))
+    z0 = torch.zeros(1, 2, dtype=torch.float64)
+    options: Any = {"solver": GradientDescent(4e5), "on_failure": "ignore"}
+    assert fixed_point(f, z0, max_steps=8, **options).counts() == {"MAX_STEPS": 1}
+    assert fixed_point(f, z0, max_steps=100, **options).converged.all()
+
+
 FAR: dict[str, Any] = {
     "far_quadratic": lambda z: (0.5 * (z - 1e6) ** 2).sum(1),
     "weak_quadratic": lambda z: (5e-4 * (z - 1e3) ** 2).sum(1),

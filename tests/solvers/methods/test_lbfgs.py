@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -65,6 +66,22 @@ def test_an_energy_of_any_offset_is_minimised(shift: float) -> None:
     solution = minimise(lambda z: cosh(z) + shift, 5.3, -4.0, 0.2)
     assert solution.counts() == {"CONVERGED": 1}
     assert int(solution.evaluations) <= 30
+
+
+@pytest.mark.defect("A13")
+@pytest.mark.parametrize("constant", [0.0, 1e-3, 1e-6, -1.0, 100.0])
+def test_the_constant_of_an_energy_costs_no_evaluation(constant: float) -> None:
+    """Near ``E = 0`` a unit step of ordinary length promises many times E, and keeps it."""
+    matrix = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = 1e-2 * torch.randn(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def energy(z: Tensor, c: float) -> Tensor:
+        return 0.5 * (z * z).sum(1) + torch.logsumexp(z @ matrix, 1) - math.log(8) + c
+
+    usual = minimise(lambda z: energy(z, 1.0), *start.tolist())
+    shifted = minimise(lambda z: energy(z, constant), *start.tolist())
+    assert shifted.converged.all()
+    assert int(shifted.evaluations) <= int(usual.evaluations)
 
 
 @pytest.mark.defect("D12")
