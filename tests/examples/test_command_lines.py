@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -312,6 +313,26 @@ def test_benchmarks(
     said = capsys.readouterr().err
     assert stop.value.code == 2 and len(said.splitlines()) == 1
     assert said.startswith(f"{name}.py: error: argument --")
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize("name", ["zoo", "step", "layers", "other_problems"])
+def test_a_benchmark_takes_no_unknown_option(name: str, tmp_path: Path) -> None:
+    """Started as a file, from any folder, with nothing on the path."""
+    pytest.importorskip("torchdeq")
+    pytest.importorskip("scipy")
+    result = subprocess.run(
+        [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--nope"],
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert result.stderr == f"{name}.py: error: unrecognized arguments: --nope\n"
+    assert not result.stdout
 
 
 @pytest.mark.defect("C6")
