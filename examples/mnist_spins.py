@@ -3,6 +3,7 @@
     python examples/mnist_spins.py                 # the full training, minutes an epoch at most
     python examples/mnist_spins.py --resume        # go on where an interrupted run stopped
     python examples/mnist_spins.py --shipped       # no training: study the weights that come along
+    python examples/mnist_spins.py --overwrite     # replace the files of an earlier run in the folder
 
 An image becomes the fields x of 16 sites; a class token has a learned field. The layer returns their
 mean-field response ``z = J z - f(z) + x``. The state of the class token, which depends on the image
