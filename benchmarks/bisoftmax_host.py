@@ -8,7 +8,6 @@ handles, "bound" by Triton's own way; medians of interleaved runs, in microsecon
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.measure import interleaved, table
+from implicit_attn.command_line import Parser, command, count
 from implicit_attn.optional import require
 
 SHAPES = ((1, 2, 65, 64), (1, 1, 300, 64), (1, 1, 1024, 64))
@@ -48,9 +48,13 @@ def without_launches(kernel: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the work before the kernels' launches.")
-    parser.add_argument("--rounds", type=int, default=300)
-    rounds = parser.parse_args().rounds
+    parser = Parser(description="Times the work before the kernels' launches.")
+    parser.add_argument("--rounds", type=count, default=300)
+    with command(parser):
+        measure(parser.parse_args().rounds)
+
+
+def measure(rounds: int) -> None:
     require("triton.runtime", extra="gpu").driver.set_active(cast(Any, Absent()))
     compiled = require("triton.compiler.compiler", extra="gpu").CompiledKernel
     compiled._init_handles = without_launches

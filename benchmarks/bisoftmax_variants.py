@@ -21,8 +21,10 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.bisoftmax import DTYPES, four_sizes
 from benchmarks.device_time import interleaved_on_device
 from benchmarks.measure import table
+from implicit_attn.command_line import Parser, command, count
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
 from implicit_attn.optional import require
 
@@ -94,15 +96,20 @@ def sweep(shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> list[dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the variants of the bi-softmax kernels.")
-    parser.add_argument("--shape", default="2,16,4096,64")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = Parser(description="Times the variants of the bi-softmax kernels.")
+    parser.add_argument("--shape", type=four_sizes, default="2,16,4096,64", metavar="B,HEADS,N,P")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--sweep", action="store_true", help="other tiles than the tables', too")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bisoftmax_variants: no CUDA device")
-    shape, dtype = tuple(map(int, args.shape.split(","))), getattr(torch, args.dtype)
+    with command(parser):
+        args = parser.parse_args()
+        if not torch.cuda.is_available():
+            parser.error("no CUDA device")
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    shape, dtype = args.shape, getattr(torch, args.dtype)
     rows = [timed(name, runs, args.rounds) for name, runs in variants(shape, dtype).items()]
     print(table(rows), flush=True)
     if args.sweep:

@@ -17,7 +17,6 @@ A ratio is the evaluations of a method over those of our default, median over th
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -38,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the problems live with the te
 
 import solvers
 from benchmarks.measure import table
+from implicit_attn.command_line import Parser, command
 from problems.collections.collected import BUDGET, ROUNDING, TOLERANCE, Collected, run, solved
 from problems.collections.maps import MAPS
 from problems.collections.minimisers import MINIMISERS
@@ -217,15 +217,20 @@ def compare(kind: str, rows: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], help="default: all")
     parser.add_argument("--rows", action="store_true", help="print the counts of every problem")
-    options = parser.parse_args()
+    with command(parser):
+        options = parser.parse_args()
+        run_all(options.kinds or list(KINDS), options.rows)
+
+
+def run_all(kinds: list[str], rows: bool) -> None:
     torch.set_num_threads(2)
     warnings.simplefilter("ignore")
     start = time.perf_counter()
-    for kind in options.kinds or KINDS:
-        compare(kind, options.rows)
+    for kind in kinds:
+        compare(kind, rows)
     print(f"\npeers that raised: {len(FAILURES)}")
     print("\n".join(f"- {line[:110]}" for line in FAILURES))
     print(f"{time.perf_counter() - start:.0f} s")

@@ -1,19 +1,28 @@
-"""The training step of a mean-field layer, at equal true residual and gradient error."""
+"""The training step of a mean-field layer, at equal true residual and gradient error.
+
+python benchmarks/step.py [--rounds 40]
+"""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchdeq.core import get_deq
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import solvers
 from benchmarks.layers import MeanField
 from benchmarks.measure import interleaved, peak_bytes, table
+from implicit_attn.command_line import Parser, command, count
 
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
 # What every contestant of the training step must reach: true residual, gradient error.
@@ -173,3 +182,17 @@ def _account(layer: MeanField, contestant: Any, tolerances: Pair) -> tuple[int, 
     finally:
         layer.update, torch.autograd.grad = update, grad  # type: ignore[method-assign]
     return calls[0] // repeats, calls[1] // repeats, statistics.median(shares)
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=count, default=40, help="timed rounds")
+    with command(parser):
+        options = parser.parse_args()
+        torch.set_num_threads(2)
+        warnings.simplefilter("ignore", solvers.SolveWarning)
+        part_step(options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -149,12 +149,7 @@ def part_batch(rounds: int) -> None:
 
 
 def part_zoo(rounds: int) -> None:
-    rows = zoo.compare()
-    print(
-        f"\nzoo: evaluations to a true relative residual of {zoo.TOLERANCE:g}, median over samples\n"
-    )
-    print(table(rows))
-    print(f"\n{zoo.summary(rows)}")
+    zoo.show()
 
 
 PARTS = {"step": part_step, "energy": part_energy, "batch": part_batch, "zoo": part_zoo}

@@ -1,5 +1,7 @@
 """Evaluations on the problem zoo: ours against the best of torchdeq's solvers, problem by problem.
 
+    python benchmarks/zoo.py
+
 Two counts, both to the same true relative residual ``|f(z) - z| / |f(z)|``:
 
 * *first hit*: evaluations until a sample first meets it, as if torchdeq could stop sample by sample;
@@ -11,14 +13,22 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the zoo lives there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import solvers
+from benchmarks.measure import table
 from cases.torchdeq_oracle import best, count
+from implicit_attn.command_line import Parser, command
 from problems import zoo
 from problems.zoo import ZooProblem
 
@@ -110,3 +120,24 @@ def summary(rows: list[dict[str, Any]]) -> str:
     lost = [f"{r['problem']} ({r['best / theirs']:.2f})" for r in rows if r["best / theirs"] > 1]
     lines.append(f"problems where our best needs more: {', '.join(lost) or 'none'}")
     return "\n".join(lines)
+
+
+def show() -> None:
+    """Print the comparison and its summary."""
+    rows = compare()
+    print(f"\nzoo: evaluations to a true relative residual of {TOLERANCE:g}, median over samples\n")
+    print(table(rows))
+    print(f"\n{summary(rows)}")
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
+    with command(parser):
+        parser.parse_args()
+        torch.set_num_threads(2)
+        warnings.simplefilter("ignore", solvers.SolveWarning)
+        show()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
     python examples/mnist_spins.py                 # the full training, minutes an epoch at most
     python examples/mnist_spins.py --resume        # go on where an interrupted run stopped
     python examples/mnist_spins.py --shipped       # no training: study the weights that come along
+    python examples/mnist_spins.py --overwrite     # replace the files of an earlier run in the folder
 
 An image becomes the fields x of 16 sites; a class token has a learned field. The layer returns their
 mean-field response ``z = J z - f(z) + x``. The state of the class token, which depends on the image
@@ -27,6 +28,7 @@ from implicit_attn.data.unpacking import damaged
 from implicit_attn.models import SpinClassifier
 from implicit_attn.studies import write_report
 from implicit_attn.training import Training, accuracy, run_script
+from implicit_attn.training.claims import remove_results
 from implicit_attn.training.options import (
     add_result_options,
     add_solver_options,
@@ -57,7 +59,7 @@ def command_line() -> Parser:
 
 def complete(parser: Parser, options: argparse.Namespace) -> argparse.Namespace:
     given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
-    unused = sorted(set(given) - {"shipped", "out"})
+    unused = sorted(set(given) - {"shipped", "out", "overwrite"})
     if options.shipped and unused:
         parser.error(f"--shipped studies weights as they were trained and takes no --{unused[0]}")
     kind = "spins-shipped" if options.shipped else "spins"
@@ -94,6 +96,8 @@ def report(model: SpinClassifier, data: Any, history: Any, couplings: Any, optio
 
 
 def study_shipped(options: argparse.Namespace) -> None:
+    """The report of the shipped weights, over that of an earlier run only with ``--overwrite``."""
+    path = checkpoint_path(options)
     with mistakes("--shipped"), damaged(SHIPPED, "the checkpoint of this example"):
         progress = read_progress(SHIPPED)
         for name, value in progress["settings"].items():
@@ -102,6 +106,9 @@ def study_shipped(options: argparse.Namespace) -> None:
         load_checkpoint(SHIPPED, model)
     with mistakes("--data"):
         data = load(options.data)
+    # Nothing of the run that is replaced stays beside the report of another model.
+    remove_results(path)
+    path.unlink(missing_ok=True)
     report(model, data, progress["history"], progress["observations"], options)
 
 
@@ -128,11 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line()
     with command(parser):
         options = complete(parser, parser.parse_args(arguments))
-        if options.shipped:
-            study_shipped(options)
-            return
         with claim(options) as lock:
-            train(options, lock)
+            if options.shipped:
+                study_shipped(options)
+            else:
+                train(options, lock)
 
 
 if __name__ == "__main__":

@@ -168,16 +168,17 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
-    with mistakes("--source"):
+    first = fabric.global_rank == 0
+    with mistakes("--source", first=first):
         source = resolve_source(options.source)
-    with mistakes("--train"):
+    with mistakes("--train", first=first):
         data = load_sudoku(options.train, options.test, source=source, seed=options.seed)
-    if fabric.global_rank == 0:
+    if first:
         print(f"data: {data.name}, {options.train} training and {options.test} test puzzles")
     path = checkpoint_path(options)
-    with mistakes("--resume"):
+    with mistakes("--resume", first=first):
         kept = {"data": "sudoku", "source": source_to_keep(options, source, path)}
-    with mistakes():
+    with mistakes(first=first):
         training = build_training(
             options,
             build(options),

@@ -23,6 +23,8 @@ from implicit_attn.command_line import (
     Parser,
     command,
     folder,
+    make_folder,
+    mistakes,
     number,
     seed_number,
     whole,
@@ -85,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    with mistakes("--out"):
+        make_folder(options.out)
     torch.set_num_threads(1)  # the matrices are tiny
     families = {
         "ising": (f"Ising, N = {options.ising}", partial(random_ising, options.ising)),
@@ -93,7 +97,6 @@ def run(options: argparse.Namespace) -> None:
             partial(random_potts, options.potts, options.states),
         ),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     tables = {}
     for name, (title, draw) in families.items():
         strengths = tqdm(sorted(options.strengths), desc=title, unit="strength", leave=False)

@@ -186,14 +186,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
-    with mistakes("--data"):
+    first = fabric.global_rank == 0
+    with mistakes("--data", first=first):
         data = load(options.data).first(options.limit)
-    with mistakes():
+    with mistakes(first=first):
         refuse_huge(lambda: build(options, data))
-    if fabric.global_rank == 0:
+    if first:
         numbers = f"{len(data.train_images)} training and {len(data.test_images)} test images"
         print(f"data: {data.name}, {numbers}")
-    with mistakes():
+    with mistakes(first=first):
         training = build_training(
             options,
             build(options, data),
@@ -204,7 +205,7 @@ def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
             augment=None if options.no_augment else AUGMENTS[options.data],
         )
     run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
-    if fabric.global_rank == 0:
+    if first:
         report(training, options, data)
 
 

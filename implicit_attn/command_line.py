@@ -18,6 +18,7 @@ import os
 import re
 import reprlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,18 @@ LARGEST_NUMBER = 1e30
 MISTAKES = (ValueError, TypeError, OverflowError, ImportError, OSError)
 
 
+class Ending(Exception):
+    """Ends a program by what the user gave or did, not by a fault of it: one line, no traceback."""
+
+    exit_code = WRONG
+
+
+class Stopped(Ending):
+    """Ended by Ctrl-C, with everything in order."""
+
+    exit_code = INTERRUPTED
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line without the usage, ``PROG: error: ...``, exit code 2."""
 
@@ -48,11 +61,15 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
+        """Leave with one line, ``PROG: error: MESSAGE``, exit code 2."""
+        self.leave(WRONG, f"error: {message}")
+
+    def leave(self, code: int, message: str) -> NoReturn:
         """Leave with one line, whatever line breaks the message has, and however long it is."""
         line = " ".join(message.split())
         if len(line) > LONGEST_MESSAGE:
             line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
-        self.exit(WRONG, f"{self.prog}: error: {line}\n")
+        self.exit(code, f"{self.prog}: {line}\n")
 
     def named(self, message: str) -> str:
         """The message with the option in front that its first word is the name of.
@@ -70,8 +87,8 @@ def command(parser: Parser) -> Iterator[None]:
     """The whole of a program: what ends it ends it in one line.
 
     ``SystemExit`` with a text (of :func:`mistakes`), an ``OSError`` (a full disk, no permission) and
-    want of memory end with the parser's error; Ctrl-C with exit code 130. Any other error is a
-    fault of the program and keeps its traceback.
+    want of memory end with the parser's error, an :class:`Ending` with its own exit code; Ctrl-C with
+    130. Any other error is a fault of the program and keeps its traceback.
 
     Raises:
         SystemExit: 2 or 130.
@@ -85,6 +102,9 @@ def command(parser: Parser) -> Iterator[None]:
         if not isinstance(end.code, str):
             raise
         parser.error(parser.named(end.code))
+    except Ending as end:
+        kind = "" if end.exit_code == INTERRUPTED else "error: "
+        parser.leave(end.exit_code, kind + parser.named(str(end)))
     except BrokenPipeError:
         _silence_output()
         raise SystemExit(1) from None
@@ -97,11 +117,13 @@ def command(parser: Parser) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mistakes(option: str | None = None) -> Iterator[None]:
+def mistakes(option: str | None = None, *, first: bool = True) -> Iterator[None]:
     """The part of a program whose errors are those of what the user gave: options, files, packages.
 
     Args:
         option: the one that is at fault, ``"--data"`` for example; None: the message names it.
+        first: this is the first process of a training. The variables of the environment do not tell:
+            one that another launcher left behind would have a program end without a word.
 
     Raises:
         SystemExit: with the message, for :func:`command`. In the further processes of a training,
@@ -112,7 +134,7 @@ def mistakes(option: str | None = None) -> Iterator[None]:
     except MISTAKES as error:
         message = str(error) or type(error).__name__
         text = message if option is None else f"argument {option}: {message}"
-        raise SystemExit(text if os.environ.get("LOCAL_RANK", "0") == "0" else 0) from error
+        raise SystemExit(text if first else 0) from error
 
 
 def _lacks_memory(error: Exception) -> bool:
@@ -196,6 +218,17 @@ def folder(text: str) -> Path:
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise argparse.ArgumentTypeError(f"must be a folder: {error}") from error
     return path
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder ``path``, and see that a file can be written there, before work begins.
+
+    Raises:
+        OSError: it cannot be made or written.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):  # permissions alone do not tell: think of /proc
+        pass
 
 
 def device(text: str) -> str:

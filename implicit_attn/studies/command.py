@@ -19,6 +19,7 @@ from implicit_attn.command_line import (
     count,
     folder,
     learning_rate,
+    make_folder,
     mistakes,
     place,
     positive,
@@ -137,7 +138,8 @@ def run_geometry(subject: Subject, options: argparse.Namespace, advance: Advance
 def run_trade_off(options: argparse.Namespace) -> None:
     """layers x iterations at constant depth: trains small models, or reads --weights"""
     folder = options.out / "trade-off"
-    folder.mkdir(parents=True, exist_ok=True)
+    with mistakes("--out"):
+        make_folder(folder)
     if options.weights:
         subjects = [_open(path, options) for path in options.weights]
         with mistakes("--weights"):
@@ -249,7 +251,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.study == "trade-off":
         run_trade_off(options)
     else:
-        options.out.mkdir(parents=True, exist_ok=True)
+        with mistakes("--out"):
+            make_folder(options.out)
         study = STUDIES[options.study]
         for path in options.weights or [_shipped(name) for name in study.weights]:
             subject = _open(path, options)

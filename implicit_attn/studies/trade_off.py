@@ -46,11 +46,16 @@ def train_trade_off(
         pairs: (layers, iterations) of each model.
         recipe: of the training; its seed also initialises the weights.
         specification: for :func:`implicit_attn.models.build_model`, of an unrolled model.
-        folder: where the checkpoints go.
+        folder: where the checkpoints go, over those that an earlier call left there.
         advance: called with the name of each model before its training.
 
     Returns:
         Rows as of :func:`read_trade_off`, with seed and seconds (of training) besides.
+
+    Raises:
+        NotClaimed: another run is writing there, or the folder cannot be written.
+        NonFiniteLoss: the loss, its gradient or a parameter is NaN or infinite.
+        Interrupted: after Ctrl-C; the next call begins anew.
     """
     table: Table = []
     for layers, iterations in pairs:
@@ -62,7 +67,8 @@ def train_trade_off(
         model = build_model(wanted)
         path = Path(folder) / f"{layers}x{iterations}-seed{recipe.seed}.safetensors"
         training = Training(model, data, recipe, path, {"data": data.name, "model": wanted})
-        training.run()
+        # The checkpoint is a by-product of the table, which every call makes anew.
+        training.run(overwrite=True)
         subject = Subject(
             path.stem, "", model.eval(), data.test_images, data.test_labels, iterations
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.checkpoint.files import RunLock
+from implicit_attn.command_line import Ending
 
 # What the scripts write beside the checkpoint. Those of another run are not written over, and go
 # where they are to be replaced, so that none stands beside a run that it does not belong to.
@@ -22,7 +23,7 @@ RESULTS = (
 )
 
 
-class NotClaimed(ValueError):
+class NotClaimed(Ending, ValueError):
     """A run may not write its files: others are in their place, or being written, or none can be."""
 
 

@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from implicit_attn.command_line import Ending
 
-class NonFiniteLoss(ArithmeticError):
+
+class NonFiniteLoss(Ending, ArithmeticError):
     """The loss, its gradient or a parameter is NaN or infinite.
 
     For a loss or a gradient, the state before that batch was saved. For a parameter nothing was:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from implicit_attn.checkpoint import load_checkpoint, save_checkpoint
 from implicit_attn.checkpoint.files import RunLock
+from implicit_attn.command_line import Stopped
 from implicit_attn.data import ImageData, epoch_generator
 from implicit_attn.optional import require
 from implicit_attn.training.claims import check_place, in_first, locked
@@ -35,7 +36,7 @@ from implicit_attn.training.tasks import Augment, Classification, Task, describe
 from solvers.core.checks import require_count
 
 
-class Interrupted(Exception):
+class Interrupted(Stopped):
     """Ctrl-C: the batch was finished and everything saved."""
 
 

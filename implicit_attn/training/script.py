@@ -105,7 +105,7 @@ def build_training(
     """The training of a script with all groups of options; its files are in ``options.out``."""
     logs: list[Log] = [CsvLog(options.out, options.log_every)]
     if options.tensorboard:
-        with mistakes("--tensorboard"):
+        with mistakes("--tensorboard", first=fabric.global_rank == 0):
             logs.append(TensorBoardLog(options.out / "tensorboard", options.log_every))
     return Training(
         model,
@@ -143,7 +143,7 @@ def run_script(
     try:
         with _refusing("--out", training.fabric), locked(training.fabric, lock):
             if resume:
-                with mistakes("--resume"):  # also of a damaged checkpoint
+                with mistakes("--resume", first=first):  # also of a damaged checkpoint
                     training.resume()
             elif overwrite and first:
                 remove_results(training.path)

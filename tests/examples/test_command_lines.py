@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,14 @@ import torch
 
 from cases.studies import specification, write_weights
 from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.checkpoint.files import RunLock
 from implicit_attn.command_line import Parser, command, mistakes, refuse_huge
 from implicit_attn.models import build_model
+from implicit_attn.studies import command as study_commands
 from implicit_attn.studies.command import main as studies
+from implicit_attn.training.claims import NotClaimed
+from implicit_attn.training.finite import NonFiniteLoss
+from implicit_attn.training.loop import Interrupted
 
 for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="the examples need the extra [examples]")
@@ -310,6 +316,26 @@ def test_benchmarks(
 
 
 @pytest.mark.defect("C6")
+@pytest.mark.parametrize("name", ["zoo", "step", "layers", "other_problems"])
+def test_a_benchmark_takes_no_unknown_option(name: str, tmp_path: Path) -> None:
+    """Started as a file, from any folder, with nothing on the path."""
+    pytest.importorskip("torchdeq")
+    pytest.importorskip("scipy")
+    result = subprocess.run(
+        [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--nope"],
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert result.stderr == f"{name}.py: error: unrecognized arguments: --nope\n"
+    assert not result.stdout
+
+
+@pytest.mark.defect("C6")
 def test_fashion_is_offered_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data set that a script offers is one that the loaders know."""
     asked: list[str] = []
@@ -367,11 +393,101 @@ def run_under_again(error: Exception) -> None:
     run_under(parser, error)
 
 
-def test_further_processes_leave_the_message_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as stop, mistakes():
+def test_further_processes_leave_the_message_to_the_first() -> None:
+    with pytest.raises(SystemExit) as stop, mistakes(first=False):
         raise ValueError("said by the first one")
     assert stop.value.code == 0
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize("name", TRAINING)
+def test_no_program_ends_without_a_word(
+    name: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A variable that another launcher left behind makes no further process of this one."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for reader in ("load", "load_sudoku", "resolve_source"):
+        monkeypatch.setattr(MODULES[name], reader, missing, raising=False)
+    assert "no such data" in refused(name, "--out", tmp_path / "out")
+
+
+def missing(*_: Any, **__: Any) -> None:
+    raise FileNotFoundError("no such data")
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (NotClaimed("a/b is there already"), 2, "p: error: a/b is there already\n"),
+        (NonFiniteLoss("loss is nan"), 2, "p: error: loss is nan\n"),
+        (
+            Interrupted("interrupted; a holds everything"),
+            130,
+            "p: interrupted; a holds everything\n",
+        ),
+    ],
+)
+def test_how_a_program_that_trains_ends(
+    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = Parser(prog="p")
+    parser.add_argument("--heads", type=int)
+    with pytest.raises(SystemExit) as stop:
+        run_under(parser, error)
+    assert stop.value.code == code
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize("name", ["tap_vs_exact", "convergence", "trade-off", "mnist_spins"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    name: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, work in (
+        (MODULES["tap_vs_exact"], "error_against_coupling"),
+        (MODULES["mnist_spins"], "load_checkpoint"),
+        (study_commands, "open_subject"),
+        (study_commands, "load"),
+    ):
+        monkeypatch.setattr(module, work, too_early)
+    options = ["--shipped"] if name == "mnist_spins" else []
+    assert "argument --out: " in refused(name, *options, "--out", "/proc/nope")
+
+
+def too_early(*_: Any, **__: Any) -> None:
+    raise AssertionError("the work has begun")
+
+
+@pytest.mark.defect("B6")
+def test_the_study_of_shipped_weights_keeps_the_files_of_a_run(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module, written = MODULES["mnist_spins"], []
+    monkeypatch.setattr(module, "load", lambda _: "data")
+    monkeypatch.setattr(module, "report", lambda *_: written.append(sorted(tmp_path.iterdir())))
+    for name in ("checkpoint.safetensors", "epochs.csv", "mine.txt"):
+        (tmp_path / name).write_text("an earlier run's")
+    said = refused("mnist_spins", "--shipped", "--out", tmp_path)
+    assert "argument --out: " in said and "epochs.csv" in said and not written
+    assert (tmp_path / "epochs.csv").read_text() == "an earlier run's"
+    module.main(["--shipped", "--overwrite", "--out", str(tmp_path)])
+    assert len(written) == 1
+    # Neither the tables nor the checkpoint of another model beside the report; nothing else is touched.
+    assert {p.name for p in written[0]} & {"checkpoint.safetensors", "epochs.csv"} == set()
+    assert (tmp_path / "mine.txt").is_file()
+
+
+@pytest.mark.defect("B6")
+def test_the_study_of_shipped_weights_stays_out_of_a_folder_in_use(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    lock = RunLock(tmp_path / "checkpoint.safetensors")
+    lock.acquire()
+    try:
+        assert "argument --out: " in refused("mnist_spins", "--shipped", "--out", tmp_path)
+    finally:
+        lock.release()
 
 
 def test_a_model_that_fits_is_let_through() -> None:

@@ -10,9 +10,9 @@ to a file, each with the command that repeats it; the exit code is then 1.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,6 +36,7 @@ from fuzz import (
     spins,
 )
 from fuzz.cases import Failure, Family, run_case
+from implicit_attn.command_line import Parser, command, count, place, whole
 
 FAMILIES: dict[str, Family] = {
     "fixed_points": fixed_points.check,
@@ -89,20 +90,26 @@ def summary(name: str, cases: int, seconds: float, failures: list[Failure]) -> s
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="make fuzz", description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+def parser() -> Parser:
+    top = Parser(prog="make fuzz", description=(__doc__ or "").split("\n")[0])
     add = top.add_argument
-    add("--cases", type=int, default=300, help="of each family")
-    add("--first", type=int, default=0, help="number of the first case")
+    add("--cases", type=count, default=300, help="of each family")
+    add("--first", type=whole(0), default=0, help="number of the first case")
     add("--families", "--family", nargs="+", choices=sorted(FAMILIES), help="default: all")
-    add("--case", type=int, help="run this one case only, in this process")
-    add("--workers", type=int, default=1, help="processes")
-    add("--out", type=Path, default=Path("runs") / "fuzz.txt", help="file of all failures")
+    add("--case", type=whole(0), help="run this one case only, in this process")
+    add("--workers", type=whole(1, 256), default=1, help="processes")
+    add("--out", type=place, default=Path("runs") / "fuzz.txt", help="file of all failures")
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    top = parser()
+    with command(top):
+        return run_families(top.parse_args(arguments))
+
+
+def run_families(options: Namespace) -> int:
+    """The exit code: 1 where anything is broken."""
     names = options.families or list(FAMILIES)
     cases, first = (options.cases, options.first) if options.case is None else (1, options.case)
     found: list[Failure] = []

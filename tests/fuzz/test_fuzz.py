@@ -211,6 +211,22 @@ def test_the_command_tells_what_is_broken(
     assert run.main([*arguments, "--case", "5"]) == 0
 
 
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--cases", "-1"), ("--cases", "0"), ("--workers", "0"), ("--first", "-1"), ("--case", "x")],
+)
+def test_the_command_refuses_what_is_no_number_of_cases(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run.main(["--families", "linear", option, value])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said.startswith(f"make fuzz: error: argument {option}: must be an integer >= ")
+    assert said.count("\n") == 1
+
+
 def test_a_failure_says_how_to_repeat_it() -> None:
     draw = Draw("spins", 7)
     draw.note("d", 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cases.studies import specification, write_weights
-from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.checkpoint import read_progress, save_checkpoint
 from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
 from implicit_attn.studies import command, layers_of_depth, open_subject, subjects
@@ -257,6 +257,30 @@ def test_checkpoint_without_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="what data"):
         open_subject(path)
     assert open_subject(path, "digits").trained == 2
+
+
+@pytest.mark.defect("B6")
+def test_trade_off_trains_again(tmp_path: Path) -> None:
+    """Its checkpoints are by-products: a second run, also with other settings, begins anew."""
+    small = ["trade-off", "--out", str(tmp_path), "--depth", "1", "--epochs"]
+    main([*small, "1"])
+    table = tmp_path / "trade-off-table.csv"
+    table.unlink()
+    main([*small, "2"])
+    assert table.is_file()
+    saved = read_progress(tmp_path / "trade-off" / "1x1-seed0.safetensors")
+    assert len(saved["history"]) == 2
+
+
+@pytest.mark.defect("C6")
+def test_trade_off_ends_in_one_line_where_the_loss_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["trade-off", "--out", str(tmp_path), "--depth", "1", "--rate", "1e6"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert ": error: " in said and "Traceback" not in said and said.count("error") == 1
 
 
 @pytest.mark.parametrize("study", [*STUDIES, "trade-off"])
