@@ -126,11 +126,7 @@ def fixed_point(
     if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
         solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
-<<<<<<< HEAD
-    apply_policy(solution, on_failure, what, f)
-=======
-    apply_policy(solution, on_failure, goal.what)
->>>>>>> adj2
+    apply_policy(solution, on_failure, goal.what, f)
     return solution
 
 

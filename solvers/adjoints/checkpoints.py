@@ -28,14 +28,9 @@ class Checkpoints:
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.read = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-<<<<<<< HEAD
         self.versions = [version_of(leaf) for leaf in self.read]
-        self.started = False
-=======
-        self.versions = [_version(leaf) for leaf in self.read]
         self.known = WeakTensorKeyDictionary()  # its keys: what f reads, and what it made and keeps
         self.batch = -1  # samples of the latest evaluation
->>>>>>> adj2
 
     def __call__(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         """``function(z)``, recorded."""
@@ -69,17 +64,12 @@ class Checkpoints:
         leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         for leaf in leaves:
             if leaf.requires_grad:
-<<<<<<< HEAD
-                found |= {id(t): (t, version_of(t)) for t in other_leaves(leaf, reads.inside)}
-        kept = [(t, version) for t, version in found.values() if version == version_of(t)]
-=======
                 inside = {number: t for number, t in reads.inside.items() if t.is_leaf}
-                found |= {id(t): (t, _version(t)) for t in other_leaves(leaf, inside)}
+                found |= {id(t): (t, version_of(t)) for t in other_leaves(leaf, inside)}
         for tensor in (*reads.inside.values(), *(t for t, _ in found.values())):
             self.known[tensor] = None
         reads.inside, reads.found = {}, {}
-        kept = [(t, version) for t, version in found.values() if version == _version(t)]
->>>>>>> adj2
+        kept = [(t, version) for t, version in found.values() if version == version_of(t)]
         self.read, self.versions = [t for t, _ in kept], [version for _, version in kept]
 
     def _check(self) -> None:
@@ -105,11 +95,7 @@ class _Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and self._outside(leaf):
-<<<<<<< HEAD
-                self.found.setdefault(id(leaf), (leaf, version_of(leaf)))
-=======
                 self.note(leaf)
->>>>>>> adj2
         result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self.found:
@@ -121,14 +107,9 @@ class _Reads(TorchFunctionMode):
         made_here = node is not None and node._sequence_nr() >= self.start
         return id(tensor) not in self.inside and not made_here
 
-<<<<<<< HEAD
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.inside = {number: t for number, t in self.inside.items() if t.is_leaf}
-=======
     def note(self, tensor: Tensor) -> None:
         """Called before each use."""
-        self.found.setdefault(id(tensor), (tensor, _version(tensor)))
+        self.found.setdefault(id(tensor), (tensor, version_of(tensor)))
 
 
 class _Repetition(_Reads):
@@ -148,8 +129,3 @@ class _Repetition(_Reads):
                 "Unrolled(checkpoint=True) cannot repeat its evaluations: call backward before, or "
                 "use Unrolled()"
             )
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
->>>>>>> adj2

@@ -109,13 +109,9 @@ class Implicit(Adjoint):
             solution = run(problem, start.detach())
 
         def attach(part: Problem, z: Tensor, rows: Tensor | None) -> Tensor:
-<<<<<<< HEAD
-            system = self.system(solution.adjoint, tolerance, start.shape[0], rows, part.f)
-=======
             # As the solve has found it to be, where it depends on what f does.
             solved = tolerance if problem.goal is None else problem.goal.tolerance
-            system = self.system(solution.adjoint, solved, start.shape[0], rows)
->>>>>>> adj2
+            system = self.system(solution.adjoint, solved, start.shape[0], rows, part.f)
             return implicit_value(part, z, system)
 
         left_out = _no_evaluation(solution)

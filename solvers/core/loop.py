@@ -22,6 +22,7 @@ from solvers.core.rows import (
     Progress,
     Rows,
     merge_rows,
+    norms_fit,
     select_rows,
     where_rows,
 )
@@ -132,6 +133,8 @@ class Loop:
         if numbers.min() <= self.tolerance.rtol:
             return False
         if not (read(trial.norm) <= read(rows.limit)).all():
+            return False
+        if not norms_fit(trial.norm, trial.reference):
             return False
         rows.best.replace(trial, relative)
         self.accepted = None

@@ -119,11 +119,8 @@ class Problem:
     recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     shrunk: bool = False  # rows have been taken out
     checked: bool = False  # an output of f has been checked
-<<<<<<< HEAD
     draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
-=======
     goal: Goal | None = None  # of the call of fixed_point
->>>>>>> adj2
 
     @classmethod
     def of(

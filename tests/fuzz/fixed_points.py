@@ -133,10 +133,11 @@ def check_solution(
     met = size <= limit * (1 + slack) + error * (1 + tolerance.rtol)
     draw.expect_rows(met | ~converged, "CONVERGED", limit=limit, error=error, **told)
     right = (reported - size).abs() <= error + slack * size
-    draw.expect_rows(right | ~known, "residual_norm", error=error, **told)
+    # At the edge of a domain the value, exact in float64, may lie outside.
+    draw.expect_rows(right | ~known | error.isnan(), "residual_norm", error=error, **told)
     ratio = size / reference
     right = (relative - ratio).abs() <= (error * (1 + ratio) / (reference - error)) + slack * ratio
-    unclear = ~known | ~(reference > 10 * error)
+    unclear = ~known | ~(reference > 10 * error) | error.isnan()
     draw.expect_rows(right | unclear, "residual", relative=relative, ratio=ratio, **told)
     clearly = (relative <= 0.999 * tolerance.rtol) | (reported <= 0.999 * tolerance.atol)
     # Below the normal numbers a relative residual means nothing.
@@ -177,7 +178,7 @@ def check_counts(
         draw.expect_rows(calls >= evaluations, "uncounted", **told)
         if options["adjoint"] is None:
             # Second attempts evaluate samples whose inner systems are solved along with the others.
-            retried = options["solver"] is None and bool(calls.max() <= 3 * most)
+            retried = options["solver"] is None and bool(calls.max() <= 5 * most)
             exact = retried or bool(calls.max() == evaluations.max())
             draw.expect(exact, "counted", f"{calls.max()} calls, {evaluations.max()} evaluations")
     if solution.energy is not None:
@@ -204,7 +205,8 @@ def _check_trace(
         columns, most = trace.residual.shape[1], int(evaluations.max())
         right = columns <= most if products else columns == most
         draw.expect(right, "trace", f"{columns} columns, {evaluations}")
-    if trace.energy is None or trace.accepted is None:
+    # Plain steps of a second attempt are judged by their residuals.
+    if trace.energy is None or trace.accepted is None or products:
         return
     for row in range(len(evaluations)):
         taken = trace.energy[row][trace.accepted[row]].double()
@@ -239,7 +241,12 @@ def compare_alone(
     told = f"{int(solution.status[row])} in the batch and {int(alone.status[0])} alone"
     fixed = type(options["solver"]) is solvers.Forward and problem.law.elementwise
     if fixed and problem.potential is None:
-        equal = int(solution.status[row]) == int(alone.status[0]) and same(*values)
+        # In half precision a loop over vectors may round otherwise than one over single numbers.
+        close = torch.allclose(
+            *values, rtol=64 * problem.eps, atol=64 * problem.eps * problem.scale
+        )
+        agree = same(*values) if problem.dtype in (torch.float32, torch.float64) else close
+        equal = int(solution.status[row]) == int(alone.status[0]) and agree
         draw.expect(equal, "independence", f"{told}; values {values}"[:300])
     if problem.lipschitz is None or not bool(solution.converged[row] & alone.converged[0]):
         return

@@ -26,7 +26,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "GradientDescent step_size": (solvers.GradientDescent, (0.0, -1.0, NAN, INF, "fast", None)),
     "GradientDescent momentum": (solvers.GradientDescent, (-0.1, 1.0, 2.0, NAN, "1", None)),
     "GradientDescent nesterov": (solvers.GradientDescent, (True,)),
-    "LBFGS memory": (solvers.LBFGS, BAD_COUNTS),
+    "LBFGS memory": (solvers.LBFGS, tuple(each for each in BAD_COUNTS if each is not None)),
     "Newton forcing": (solvers.Newton, (0.0, 1.0, -1.0, NAN, "1", None)),
     "Newton linear": (solvers.Newton, ("cg", 3, solvers.CG)),
     "GMRES restart": (solvers.GMRES, BAD_COUNTS),
