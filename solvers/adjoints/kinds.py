@@ -166,8 +166,12 @@ class Unrolled(Adjoint):
             # A second, recorded solve of the other samples keeps the NaN out of the graph.
             return run(part, start.index_select(0, rows)).value
 
+        plain = replace(problem, recorder=None)
         solution = run(problem, start)
-        return _differentiate(problem, solution, start, _no_evaluation(solution), attach)
+        found = _differentiate(problem, solution, start, _no_evaluation(solution), attach)
+        if not found.value.requires_grad:  # the start was the solution: no step was taken
+            found.value = zero_derivative(plain, found.value)
+        return found
 
 
 @dataclass(frozen=True)

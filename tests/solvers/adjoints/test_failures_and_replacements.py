@@ -192,3 +192,16 @@ def test_second_derivatives_after_the_output_was_changed_in_place() -> None:
 
     assert torch.autograd.gradcheck(shifted, x)
     assert torch.autograd.gradgradcheck(shifted, x)
+
+
+@pytest.mark.defect("D2")
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_start_that_is_the_solution_has_a_gradient_of_zero(checkpoint: bool) -> None:
+    """No step depends on the weight; the backward pass must run all the same."""
+    weight = torch.tensor(0.5, requires_grad=True)
+    solution = fixed_point(
+        lambda z: weight * z, torch.zeros(2, 3), adjoint=Unrolled(checkpoint=checkpoint)
+    )
+    assert solution.converged.all()
+    solution.value.sum().backward()
+    assert weight.grad == 0
