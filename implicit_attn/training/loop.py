@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +22,7 @@ from implicit_attn.training.finite import NonFiniteLoss, check_parameters, clip_
 from implicit_attn.training.logs import Log
 from implicit_attn.training.processes import (
     compile_step,
+    first_interrupt,
     reduce_over,
     seed_generators,
     share,
@@ -197,26 +196,21 @@ class Training:
             self._run()
 
     def _run(self) -> None:
-        # Python hands signals to the main thread alone; a run in another cannot be stopped by Ctrl-C.
-        listens = threading.current_thread() is threading.main_thread()
-        handler = signal.signal(signal.SIGINT, self._stop) if listens else None
         logs = self.logs if self.fabric.global_rank == 0 else ()
         for log in logs:
             log.start(self.steps, len(self.history))
         try:
-            while self.epoch < self.recipe.epochs:
-                self._run_epoch(logs)
-                self._start_epoch(self.epoch + 1)
-                self.save()
+            with first_interrupt(self._stop):
+                while self.epoch < self.recipe.epochs:
+                    self._run_epoch(logs)
+                    self._start_epoch(self.epoch + 1)
+                    self.save()
         finally:
-            if listens:
-                signal.signal(signal.SIGINT, handler)
             for log in logs:
                 log.close()
 
-    def _stop(self, *_: object) -> None:
+    def _stop(self) -> None:
         self.stopping = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _run_epoch(self, logs: Sequence[Log]) -> None:
         tqdm = require("tqdm", extra="training").tqdm

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +17,27 @@ from solvers.core.checks import require_choice, require_count
 
 ACCELERATORS = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed")
+
+
+@contextmanager
+def first_interrupt(call: Callable[[], object]) -> Iterator[None]:
+    """``call()`` at the first Ctrl-C within; the second is a ``KeyboardInterrupt`` as ever.
+
+    Python hands signals to the main thread alone: in another one Ctrl-C stops nothing here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        call()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def start_processes(
