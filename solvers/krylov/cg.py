@@ -42,6 +42,8 @@ class CGRun(KrylovRun):
         self.iterate = self.best = torch.zeros_like(residual)
         self.square = self.best_square = self.arrays.read(dot(residual, residual))
         self.residual_norm = self.arrays.xp.sqrt(self.square)
+        # Below it the residual is rounding, and the curvature of its directions may underflow.
+        self.rounding = torch.finfo(residual.dtype).eps ** 2 * self.square
         self.limit_square = self.limit * self.limit
         self.curvature = self.zero + 1
 
@@ -78,5 +80,7 @@ class CGRun(KrylovRun):
         where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
         finite = isfinite(self.curvature) & isfinite(self.square)
         verdict = where(self.curvature <= 0, int(Status.INDEFINITE), int(Status.MAX_STEPS))
+        spent = (self.curvature <= 0) & (self.square <= self.rounding)
+        verdict = where(spent, int(Status.STALLED), verdict)
         verdict = where(finite, verdict, int(Status.NONFINITE))
         return where(self.best_square <= self.limit_square, int(Status.CONVERGED), verdict)

@@ -131,3 +131,17 @@ def test_no_warning_of_numpy_is_heard(solver: LinearSolver, dtype: torch.dtype) 
             for steps in (2, 3, 30):
                 solution = solve(matrix, b, solver, x0=start, max_steps=steps, record=True)
                 assert solution.value.isfinite().all()
+
+
+@pytest.mark.defect("A9")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_definite_matrix_is_never_called_indefinite(dtype: torch.dtype) -> None:
+    """Asked for the impossible, CG goes on until the curvature of its directions underflows."""
+    torch.manual_seed(0)
+    root = torch.randn(6, 5, 5, dtype=dtype)
+    matrix = 2.0**-60 * (root @ root.mT + torch.eye(5, dtype=dtype))
+    solution = solve_linear(
+        lambda v: (matrix @ v[..., None])[..., 0], torch.randn(6, 5, dtype=dtype),
+        solver=CG(), tolerance=Tolerance(rtol=0.0), max_steps=200, on_failure="ignore", compact=False,
+    )  # fmt: skip
+    assert not (solution.status == Status.INDEFINITE).any()
