@@ -80,7 +80,7 @@ class CGRun(KrylovRun):
         where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
         finite = isfinite(self.curvature) & isfinite(self.square)
         verdict = where(self.curvature <= 0, int(Status.INDEFINITE), int(Status.MAX_STEPS))
-        spent = (self.curvature <= 0) & (self.square <= self.rounding)
+        spent = (self.curvature <= 0) & (self.best_square <= self.rounding)
         verdict = where(spent, int(Status.STALLED), verdict)
         verdict = where(finite, verdict, int(Status.NONFINITE))
         return where(self.best_square <= self.limit_square, int(Status.CONVERGED), verdict)
