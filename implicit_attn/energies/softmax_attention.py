@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from implicit_attn.energies.attention import head_width
-from implicit_attn.energies.checks import check_mask, check_tokens
+from implicit_attn.energies.checks import check_tokens, check_vector
+from implicit_attn.energies.context.prepared import Prepared
 from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.projected import (
-    SOFT_NORM,
-    Projection,
-    RMSNorm,
-    check_norm,
-    merge_heads,
-    split_heads,
+from implicit_attn.energies.heads.features import Features, add_parts, project
+from implicit_attn.energies.heads.inputs import (
+    AttentionInput,
+    HeadsContext,
+    PairPattern,
+    check_added,
+    check_kind,
+    project_input,
+    read_memory,
+    read_pairs,
 )
-from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples, sum_squares
-from implicit_attn.kernels import check_frozen_key_backend, frozen_key_attention
-from implicit_attn.kernels.arguments import LARGEST_EXPONENT
-from solvers.core.checks import require_choice, require_count, require_positive
+from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_head, describe
+from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm
+from implicit_attn.energies.tokens import Pair, hide, sum_samples, sum_squares
+from implicit_attn.kernels import (
+    check_frozen_key_backend,
+    explain_frozen_keys,
+    frozen_key_attention,
+)
+from implicit_attn.kernels.free_energy import Attended, attend, curvatures, forces
+from implicit_attn.kernels.pairs import Pairs, token_pairs
+from solvers.core.checks import require_choice, require_count, require_flag
+
+
+class _Evaluation(NamedTuple):
+    """Queries and keys at a state, and the pairs that attend."""
+
+    query: Features
+    key: Features
+    mask: Tensor | None  # (B, M) bool, of the keys in cross-attention
+    pairs: Pairs | None
 
 
 class SoftmaxAttention(Energy):
@@ -36,27 +55,41 @@ class SoftmaxAttention(Energy):
 
     ``q = norm(W_q z)``. In self-attention ``k = norm(W_k z)``, and the gradient includes the term of
     the keys, so it is exact and its Jacobian symmetric. In cross-attention ``k = norm(W_k x)`` is
-    constant; with ``energy="inner"`` and no norm E is then concave in z.
+    constant; with ``energy="inner"`` and no norm E is then concave in z, whatever x.
 
-    Shapes: ``z`` (B, N, d), ``mask`` (B, N). Self: ``x`` is ignored. Cross: ``x`` (B, M, context_dim),
-    or a pair of it and a mask (B, M) bool, False at masked context tokens. A query without any key
-    has energy 0.
+    The features may see the input, too. Self-attention with ``context_dim``:
+    ``q = norm(W_q z + Q x + b_q)``, ``k = norm(W_k z + K x + b_k)``. Cross-attention with
+    ``query_context_dim``: ``q = norm(W_q z + Q t + b_q)`` for the tokens t of the input. Then E is no
+    function of ``|z - x|`` alone, and its minimiser no proximal operator of x.
+
+    Shapes: ``z`` (B, N, d), ``mask`` (B, N). Self: ``x`` is ignored without ``context_dim``, else
+    (B, N, context_dim). Cross: ``x`` (B, M, context_dim), or a pair of it and a mask (B, M) bool, False
+    at masked context tokens. Both: an ``AttentionInput``, which may also hold pairs and their biases.
+    A query without any key has energy 0.
 
     Args:
         dim: features d of the tokens.
         heads: number of heads.
         energy: ``"inner"`` or ``"elastic"``.
         cross: cross-attention: keys from ``x`` in place of ``z``.
-        context_dim: features of the context, default ``dim``; for ``cross`` only.
-        head_dim, beta: as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
+        context_dim: cross: features of x, default ``dim``. Self: features of the x that queries and
+            keys see; None: they see none.
+        query_context_dim: cross: features of the tokens that the queries see, or None.
+        head_dim, beta, learned_beta: as for
+            :class:`implicit_attn.energies.attention.HeadsEnergy`.
+        bias: learn ``b_q`` and ``b_k``, zero at first; what sees a context has its bias anyway.
         norm: norm of each head's queries and keys, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
         causal: for self-attention, restrict the energy of token i to ``j <= i``. The key term of the
             gradient still carries information from later to earlier tokens.
+        exclude_self: for self-attention, no token attends to itself.
+        pairs: bool (N, M) or (heads, N, M), True where token i may attend to key j; None: everywhere.
+        pair_bias: floating, of such a shape, added to the scores after beta, ``beta q_i.k_j + bias_ij``;
+            an ``nn.Parameter`` is trained.
         backend: what computes cross-attention: "reference" (dense), "flash" (torch's fused attention
             on the CPU, which forms no N x M matrix) or "auto";
             ``implicit_attn.kernels.explain_frozen_keys`` says which one "auto" takes.
-            Self-attention is dense.
+            Self-attention is dense, and so is whatever has pairs or their biases.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, equation 3 ("inner") and theorem 1 ("elastic").
@@ -70,156 +103,212 @@ class SoftmaxAttention(Energy):
         energy: str = "inner",
         cross: bool = False,
         context_dim: int | None = None,
+        query_context_dim: int | None = None,
         head_dim: int | None = None,
-        beta: float | None = None,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        bias: bool = False,
         norm: RMSNorm | None = SOFT_NORM,
         bound: float | None = None,
         causal: bool = False,
+        exclude_self: bool = False,
+        pairs: Tensor | None = None,
+        pair_bias: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         require_choice("energy", energy, ("inner", "elastic"))
-        if context_dim is not None and not cross:
-            raise ValueError(f"context_dim needs cross=True, got context_dim={context_dim!r}")
-        if causal and cross:
-            raise ValueError("causal needs self-attention, got causal=True with cross=True")
-        if check_frozen_key_backend(backend) == "flash" and not cross:
-            raise ValueError("backend='flash' needs cross=True, got cross=False")
+        check_frozen_key_backend(backend)
+        check_kind(cross, causal, exclude_self, query_context_dim, backend)
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
-        width = heads * self.width
-        self.context_dim = dim if context_dim is None else require_count("context_dim", context_dim)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
-        self.beta = self.width**-0.5 if beta is None else require_positive("beta", beta)
+        self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
         self.norm = check_norm(norm)
-        self.query = Projection(dim, width, bound)
-        self.key = Projection(self.context_dim, width, bound)
+        if context_dim is not None:
+            require_count("context_dim", context_dim)
+        self.context_dim = dim if cross and context_dim is None else context_dim
+        rows, source = heads * self.width, self.context_dim if cross else dim
+        self.query = Projection(dim, rows, bound)
+        self.key = Projection(dim if source is None else source, rows, bound)
+        seen, has_bias = query_context_dim if cross else context_dim, require_flag("bias", bias)
+        self.query_context = None if seen is None else Projection(seen, rows)
+        self.key_context = None if cross or seen is None else Projection(seen, rows)
+        biased = has_bias or seen is not None, has_bias or self.key_context is not None
+        self.query_bias = nn.Parameter(torch.zeros(rows)) if biased[0] else None
+        self.key_bias = nn.Parameter(torch.zeros(rows)) if biased[1] else None
+        self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
         self.concave = cross and energy == "inner" and norm is None
 
+    @property
+    def beta(self) -> float | Tensor:
+        """The inverse temperature, or one a head, (heads,)."""
+        return self.temperatures()
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """Keys of cross-attention, and whatever features see of ``x``, as a ``Prepared``."""
+        ignored = not self.cross and self.query_context is None
+        if isinstance(x, Prepared) or (ignored and not isinstance(x, AttentionInput)):
+            return x
+        return Prepared(self._context(x, mask))
+
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=True)
-        z = hide(z, mask)
-        query_weight, key_weight = self.query.weight, self.key.weight
-        query, query_radius = self._features(z, query_weight)
+        at = self._evaluate(z, x, mask)
         if self.cross:
-            context, context_mask = self._context(x, z)
-            key, _ = self._features(context, key_weight)
-            value, force = self._among_frozen_keys(query, key, mask, context_mask)
-            gradient = self._pull_back(force, query, query_radius, query_weight)
-            return value, hide(gradient, mask).to(z.dtype)
-        key, key_radius = self._features(z, key_weight)
-        weights, lse, attends = self._attend(query, key, self._excluded_pairs(z, mask))
-        force = -(weights @ key)
-        if self.energy == "elastic":
-            force = force + _where_attends(query, attends)
-        gradient = self._pull_back(force, query, query_radius, query_weight)
-        force = -(weights.mT @ query)
-        if self.energy == "elastic":
-            force = force + weights.sum(-2).unsqueeze(-1) * key
-        gradient = gradient + self._pull_back(force, key, key_radius, key_weight)
-        return self._value(query, lse, attends), hide(gradient, mask).to(z.dtype)
-
-    def _among_frozen_keys(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, context_mask: Tensor | None
-    ) -> Pair:
-        """Value, and its gradient by the queries (B, H, N, p)."""
-        attends = None if mask is None else mask[:, None]
-        if context_mask is not None:
-            some = context_mask.any(1)[:, None, None]
-            attends = some if attends is None else attends & some
-        queries, keys = query, key
-        if self.energy == "elastic":  # q.k - |k|^2 / 2 as a product of features wider by one
-            half = key.square().sum(-1, keepdim=True) * -0.5
-            queries = torch.cat((query, torch.ones_like(query[..., :1])), -1)
-            keys = torch.cat((key, half), -1)
-        mean, lse = frozen_key_attention(
-            queries, keys, self.beta, mask=context_mask, backend=self.backend
-        )
-        force = -mean[..., : self.width]
-        if attends is not None:
-            force, lse = _where_attends(force, attends), lse.masked_fill(~attends, 0.0)
-        if self.energy == "elastic":
-            force = force + _where_attends(query, attends)
-        return self._value(query, lse, attends), force
-
-    def _excluded_pairs(self, z: Tensor, mask: Tensor | None) -> Tensor | None:
-        """(B or 1, 1, N, N) bool, or None."""
-        pairs = None if mask is None else ~(mask[:, None, :, None] & mask[:, None, None, :])
-        if not self.causal:
-            return pairs
-        later = torch.ones(z.shape[1], z.shape[1], dtype=torch.bool, device=z.device).triu(1)
-        return later[None, None] if pairs is None else pairs | later
-
-    def _context(self, x: Any, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        name = "SoftmaxAttention (cross)"
-        context, mask = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-        shape = f"({z.shape[0]}, M, {self.context_dim})"
-        if not isinstance(context, Tensor):
-            raise TypeError(
-                f"{name}: x must be a tensor {shape}, or a pair of it and a mask, "
-                f"got {type(x).__name__}; where x is a dict, choose its part with .select(key)"
-            )
-        expected = (z.shape[0], self.context_dim)
-        if context.dim() != 3 or (context.shape[0], context.shape[2]) != expected:
-            raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(context.shape)}")
-        if context.device != z.device:
-            raise ValueError(f"{name}: x must be on {z.device} like z, got {context.device}")
-        check_mask(mask, context, f"{name}, context", features=1)
-        return hide(context, mask), mask
-
-    def _features(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(B, N, d) -> (B, heads, N, p), and the radius of the norm."""
-        y = split_heads(F.linear(tokens, weight), self.heads)
-        return (y, None) if self.norm is None else self.norm.normalise(y)
-
-    def _attend(
-        self, query: Tensor, key: Tensor, blocked: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Weights P (B, H, N, M), lse (B, H, N), and which queries have a key, (B or 1, 1, N) bool.
-
-        For the elastic energy the lse leaves out ``|q|^2``, which is equal for all keys.
-        """
-        wide = accumulation_dtype(query.dtype)
-        scores = (query.to(wide) @ key.to(wide).mT) * self.beta
-        if self.energy == "elastic":
-            scores = scores - (0.5 * self.beta) * key.to(wide).square().sum(-1).unsqueeze(-2)
-        attends, closed = None, None
-        if blocked is not None:
-            closed = blocked.all(-1, keepdim=True)
-            attends = ~closed.squeeze(-1)
-            # A row without keys is computed over all keys and emptied below: no NaN arises.
-            scores = scores.masked_fill(blocked & ~closed, -torch.inf)
-        limit = 1.5 * self.beta * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
-        if self.norm is not None and limit <= LARGEST_EXPONENT:  # no row maximum is needed
-            exponentials = scores.exp()
-            total = exponentials.sum(-1, keepdim=True)
-            weights, lse = exponentials / total, total.log().squeeze(-1)
+            attended, by_query = self._among_frozen_keys(at, mask)
+            gradient = add_parts(at.query.pull_back(by_query), None)
         else:
-            lse = scores.logsumexp(-1)
-            weights = (scores - lse.unsqueeze(-1)).exp()
-        if closed is not None and attends is not None:
-            weights = weights.masked_fill(closed, 0.0)
-            lse = lse.masked_fill(~attends, 0.0)
-        return weights.to(query.dtype), lse, attends
+            attended = self._attend(at, mask)
+            by_query, by_key = forces(at.query.unit, at.key.unit, attended, elastic=self._elastic)
+            gradient = add_parts(at.query.pull_back(by_query), at.key.pull_back(by_key))
+        beta, lse = self.beta, attended.lse
+        if isinstance(beta, Tensor):
+            beta, lse = 1.0, lse / by_head(beta, 2, lse)
+        value = sum_samples(lse) / -beta
+        if self._elastic:
+            value = value + 0.5 * sum_squares(attended.only(at.query.unit))
+        return value, hide(gradient, mask).to(z.dtype)
 
-    def _value(self, query: Tensor, lse: Tensor, attends: Tensor | None) -> Tensor:
-        value = sum_samples(lse) / -self.beta
-        if self.energy == "elastic":
-            value = value + 0.5 * sum_squares(_where_attends(query, attends))
-        return value
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        at = self._evaluate(z, x, mask)
+        check_vector(v, z)
+        if self.cross:
+            arguments, options = self._frozen(at)
+            if explain_frozen_keys(*arguments, **options).backend != "reference":
+                return super().hvp(z, v, x, mask=mask)  # no N x M matrix
+        query, key = at.query, at.key
+        (raw_query, by_query), (raw_key, by_key) = (side.push(hide(v, mask)) for side in at[:2])
+        attended, elastic = self._attend(at, mask), self._elastic
+        first = forces(query.unit, key.unit, attended, elastic=elastic)
+        moved = by_query.to(query.unit.dtype), by_key.to(key.unit.dtype)
+        beta = self._score_beta(query.unit)
+        second = curvatures(query.unit, key.unit, moved, beta, attended, elastic=elastic)
+        product = add_parts(
+            query.pull_back_curvature(first[0], second[0], raw_query),
+            key.pull_back_curvature(first[1], second[1], raw_key),
+        )
+        return hide(product, mask).to(z.dtype)
 
-    def _pull_back(
-        self, force: Tensor, unit: Tensor, radius: Tensor | None, weight: Tensor
-    ) -> Tensor:
-        if self.norm is not None and radius is not None:
-            force = self.norm.jacobian_product(unit, radius, force)
-        return merge_heads(force) @ weight
+    @property
+    def _elastic(self) -> bool:
+        return self.energy == "elastic"
+
+    def _evaluate(self, z: Tensor, x: Any, mask: Tensor | None) -> _Evaluation:
+        name = self._name()
+        check_tokens(z, mask, name, dim=self.dim, tokens=True)
+        context = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
+        z, heads = hide(z, mask), self.heads
+        check_added(context.query, z, name)
+        weight = self.query.weight
+        raw = project(z, weight, self.query_bias, heads, mask, context.query)
+        query = Features.of(raw, self.norm, weight)
+        if self.cross:
+            key = Features(context.key, None, None)
+            if key.unit.shape[0] != z.shape[0]:
+                raise ValueError(
+                    f"{name}: x must hold {z.shape[0]} samples like z, got {len(key.unit)}"
+                )
+        else:
+            weight = self.key.weight
+            raw = project(z, weight, self.key_bias, heads, mask, context.key)
+            key = Features.of(raw, self.norm, weight)
+        shape = z.shape[0], heads, z.shape[1], key.unit.shape[2]
+        pairs = self.pattern(shape, z.device, context.pairs())
+        return _Evaluation(query, key, context.mask, pairs)
+
+    def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
+        name, heads = self._name(), self.heads
+        allowed, bias = read_pairs(x)
+        tokens = x.tokens if isinstance(x, AttentionInput) else x
+        query = key = memory_mask = None
+        if self.query_context is not None:
+            if self.cross and not isinstance(x, AttentionInput):
+                raise TypeError(
+                    f"{name}: x must be an AttentionInput with tokens and memory where "
+                    f"query_context_dim is given, got {type(x).__name__}"
+                )
+            query = project_input(tokens, self.query_context, self.query_bias, heads, mask, name)
+        if self.cross:
+            width = self.key.weight.shape[1]
+            memory, memory_mask = read_memory(x, width, z, name)
+            raw = project(memory, self.key.weight, self.key_bias, heads, memory_mask)
+            key = Features.of(raw, self.norm, None).unit
+        elif isinstance(x, AttentionInput) and x.memory is not None:
+            raise ValueError(f"{name}: x.memory needs cross=True, got cross=False")
+        elif self.key_context is not None:
+            key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
+        return HeadsContext(query, key, memory_mask, allowed, bias)
+
+    def _all_pairs(self, at: _Evaluation, mask: Tensor | None) -> Pairs | None:
+        """The pairs of ``at`` among the tokens that are not masked."""
+        tokens = at.query.unit.shape[2]
+        if not self.cross:
+            allowed = token_pairs(mask, self.causal, tokens, at.query.unit.device)
+        else:
+            allowed = None if at.mask is None else at.mask[:, None, None]
+            if mask is not None:
+                rows = mask[:, None, :, None]
+                allowed = (
+                    rows.expand(-1, -1, -1, at.key.unit.shape[2])
+                    if allowed is None
+                    else rows & allowed
+                )
+        if at.pairs is not None:
+            return at.pairs.intersect(allowed)
+        return None if allowed is None else Pairs(allowed)
+
+    def _attend(self, at: _Evaluation, mask: Tensor | None) -> Attended:
+        largest, limit = self.temperatures.largest, None
+        if self.norm is not None and largest is not None:
+            limit = 1.5 * largest * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
+        return attend(
+            at.query.unit,
+            at.key.unit,
+            self._score_beta(at.query.unit),
+            elastic=self._elastic,
+            pairs=self._all_pairs(at, mask),
+            limit=limit,
+        )
+
+    def _score_beta(self, like: Tensor) -> float | Tensor:
+        beta = self.beta
+        return by_head(beta, 3, like) if isinstance(beta, Tensor) else beta
+
+    def _frozen(self, at: _Evaluation) -> tuple[tuple[Tensor, Tensor, float], dict[str, Any]]:
+        """Arguments of ``frozen_key_attention``; the elastic scores are products of wider features."""
+        query, key, beta = at.query.unit, at.key.unit, self._score_beta(at.query.unit)
+        if self._elastic:  # q.k - |k|^2 / 2
+            half = key.square().sum(-1, keepdim=True) * -0.5
+            query = torch.cat((query, torch.ones_like(query[..., :1])), -1)
+            key = torch.cat((key, half), -1)
+        if isinstance(beta, Tensor):  # beta q.k is a product of other queries
+            query, key, beta = query.to(beta.dtype) * beta, key.to(beta.dtype), 1.0
+        allowed, bias = (None, None) if at.pairs is None else at.pairs
+        options = {"mask": at.mask, "pairs": allowed, "bias": bias, "backend": self.backend}
+        return (query, key, beta), options
+
+    def _among_frozen_keys(self, at: _Evaluation, mask: Tensor | None) -> tuple[Attended, Tensor]:
+        """What attends to what (without weights), and the gradient by the queries (B, H, N, p)."""
+        arguments, options = self._frozen(at)
+        mean, lse = frozen_key_attention(*arguments, **options)
+        mean = mean[..., : self.width].to(at.query.unit.dtype)
+        pairs = self._all_pairs(at, mask) if at.pairs is not None else None
+        if pairs is not None and pairs.allowed is not None:
+            attends = pairs.allowed.any(-1)
+        else:
+            attends = None if mask is None else mask[:, None]
+            if at.mask is not None:
+                some = at.mask.any(1)[:, None, None]
+                attends = some if attends is None else attends & some
+        lse = lse if attends is None else lse.masked_fill(~attends, 0.0)
+        attended = Attended(mean, lse, attends)
+        force = -attended.only(mean)
+        return attended, force + attended.only(at.query.unit) if self._elastic else force
+
+    def _name(self) -> str:
+        return f"{type(self).__name__} (cross)" if self.cross else type(self).__name__
 
     def extra_repr(self) -> str:
         return (
-            f"heads={self.heads}, energy={self.energy}, cross={self.cross}, beta={self.beta:.4g}, "
+            f"heads={self.heads}, energy={self.energy}, cross={self.cross}, {describe(self.beta)}, "
             f"norm={self.norm}, causal={self.causal}"
         )
-
-
-def _where_attends(query: Tensor, attends: Tensor | None) -> Tensor:
-    return query if attends is None else query.masked_fill(~attends.unsqueeze(-1), 0.0)

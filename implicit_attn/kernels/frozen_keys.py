@@ -24,6 +24,7 @@ from implicit_attn.kernels.arguments import (
     without_autocast,
 )
 from implicit_attn.kernels.operators import refuse_forward_mode, transformed
+from implicit_attn.kernels.pairs import Pairs, check_pairs, softmax_over_pairs
 from implicit_attn.kernels.tiling import row_strips
 from solvers.core.checks import require_choice
 
@@ -40,9 +41,13 @@ def frozen_key_attention(
     beta: float | Tensor,
     *,
     mask: Tensor | None = None,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``sum_j P_ij k_j`` and ``L_i``, for ``P_ij = exp(beta q_i.k_j - L_i)`` over the unmasked keys.
+
+    With a ``bias`` it is ``P_ij = exp(beta q_i.k_j + bias_ij - L_i)``.
 
     Args:
         query: (B, H, N, p), floating.
@@ -50,6 +55,10 @@ def frozen_key_attention(
         beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
         mask: (B, M) bool, False at masked keys; None: none is masked. Where all are masked both
             results are zero.
+        pairs: bool (N, M), (B, N, M) or (B, H, N, M), True where query i may attend to key j. A query
+            without any key has zeros.
+        bias: floating, of such a shape, finite where the pair is allowed; may be differentiated by.
+            Pairs and biases are taken by "reference" alone.
         backend: "reference" (dense), "flash" (stock attention, CPU only, memory O(N + M) for the
             results and their first derivatives), or "auto": see ``explain_frozen_keys``.
 
@@ -61,15 +70,16 @@ def frozen_key_attention(
         TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
         NotImplementedError: forward-mode differentiation by "flash".
     """
-    choice = explain_frozen_keys(query, key, beta, mask=mask, backend=backend)
+    options: dict[str, Any] = {"mask": mask, "pairs": pairs, "bias": bias, "backend": backend}
+    choice = explain_frozen_keys(query, key, beta, **options)
     varying = by_rescaling(beta)
     if varying is not None:
         scaled, key = rescaled(query, varying), key.to(wide_dtype(key))
-        mean, lse = frozen_key_attention(scaled, key, 1.0, mask=mask, backend=backend)
+        mean, lse = frozen_key_attention(scaled, key, 1.0, **options)
         return mean.to(query.dtype), lse
     beta = float(beta)
     if choice.backend == "reference":
-        return _dense(query, key, beta, mask)
+        return _dense(query, key, beta, mask, check_pairs(pairs, bias, _pair_shape(query, key)))
     for tensor in (query, key):
         refuse_forward_mode(tensor, "flash", "the reverse mode of the result")
     mean, lse = _Queries.apply(query, (key,), beta, mask)  # type: ignore[misc]
@@ -86,6 +96,8 @@ def explain_frozen_keys(
     beta: float | Tensor,
     *,
     mask: Tensor | None = None,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
 ) -> Choice:
     """Which backend ``frozen_key_attention`` takes for these arguments, and why.
@@ -94,6 +106,11 @@ def explain_frozen_keys(
     """
     _check(query, key, beta, mask)
     check_frozen_key_backend(backend)
+    if pairs is not None or bias is not None:
+        check_pairs(pairs, bias, _pair_shape(query, key))
+        if backend == "flash":
+            raise ValueError('pairs and bias need backend="auto" or "reference", got \'flash\'')
+        return Choice("reference", "only the dense formula takes pairs and biases")
     if backend == "flash" and query.device.type != "cpu":
         raise ValueError(f'backend="flash" needs tensors on the CPU, got {query.device}')
     if query.numel() == 0 or key.numel() == 0:
@@ -139,11 +156,20 @@ def _check(query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None
         )
 
 
+def _pair_shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+
+
 @without_autocast
-def _dense(query: Tensor, key: Tensor, beta: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _dense(
+    query: Tensor, key: Tensor, beta: float, mask: Tensor | None, pairs: Pairs | None = None
+) -> tuple[Tensor, Tensor]:
     wide = wide_dtype(query)
     scores = (query.to(wide) @ key.to(wide).mT) * beta
-    if mask is None:
+    if pairs is not None:
+        pairs = pairs.intersect(None if mask is None else mask[:, None, None])
+        weights, lse, _ = softmax_over_pairs(scores, pairs)
+    elif mask is None:
         weights, lse = scores.softmax(-1), scores.logsumexp(-1)
     else:
         # A row without keys stays open and is emptied below, which spares it the NaN.

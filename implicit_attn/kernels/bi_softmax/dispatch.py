@@ -17,6 +17,7 @@ from implicit_attn.kernels.arguments import (
 )
 from implicit_attn.kernels.bi_softmax import ops, reference
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
+from implicit_attn.kernels.pairs import check_pairs
 from solvers.core.checks import require_choice
 
 # "blocks" is the public name of the strips.
@@ -36,6 +37,8 @@ def bisoftmax(
     causal: bool = False,
     limit: float | None = None,
     deterministic: bool = True,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the bi-softmax energy, and the log-sum-exp of each row.
@@ -45,7 +48,9 @@ def bisoftmax(
     "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 and 7); the energy is
     ``lse.sum(dim=(1, 2)) / beta``. Masked tokens neither attend nor are attended to
     (``m_ij = mask_i mask_j``). ``causal`` keeps ``j <= i``: the energy is then causal, its gradient is
-    not, because the column term carries later tokens into earlier ones.
+    not, because the column term carries later tokens into earlier ones. ``pairs`` and ``bias`` restrict
+    m further and make the scores ``S = beta Z Z^T + bias``; a row without any key has ``L_i = 0`` and
+    ``P_i = 0``. They need not be symmetric.
 
     Both results can be differentiated: twice by the backends "blocks" and "triton", in memory O(N);
     any number of times, and in forward mode, by "reference".
@@ -64,6 +69,9 @@ def bisoftmax(
         deterministic: False allows Triton's gradient of bounded scores to add by atomics, from half of
             the tiles: rounding then differs from run to run. It changes nothing in other backends,
             in derivatives, or with ``causal``.
+        pairs: bool (N, N), (B, N, N) or (B, H, N, N), True where row i may attend to column j.
+        bias: floating, of such a shape, finite where the pair is allowed; may be differentiated by.
+            ``limit`` is then not used. Pairs and biases are taken by "reference" alone.
         backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), "triton"
             (GPU kernels), or "auto": see ``explain``.
 
@@ -77,19 +85,21 @@ def bisoftmax(
         NotImplementedError: forward-mode differentiation by another backend than "reference".
         ImportError: "triton" where Triton is not installed.
     """
-    choice = _choose(z, beta, mask, lengths, backend)
+    paired = pairs is not None or bias is not None
+    choice = _choose(z, beta, mask, lengths, backend, paired)
     varying = by_rescaling(beta)
     if varying is not None:
         root = varying.sqrt()
         gradient, lse = bisoftmax(
             rescaled(z, root), 1.0, mask=mask, lengths=lengths, causal=causal, limit=limit,
-            deterministic=deterministic, backend=backend,
+            deterministic=deterministic, pairs=pairs, bias=bias, backend=backend,
         )  # fmt: skip
         return (gradient / root).to(z.dtype), lse
     beta = float(beta)
     if choice == "reference":
         mask = ops.mask_of(z, mask, lengths)
-        return reference.bisoftmax(z, beta, mask=mask, causal=causal, limit=limit)
+        given = check_pairs(pairs, bias, _pair_shape(z)) if paired else None
+        return reference.bisoftmax(z, beta, mask=mask, causal=causal, limit=limit, pairs=given)
     lengths = None if lengths is None else lengths.to(z.device)
     return ops.forward(z, beta, mask, causal, limit, choice, lengths, deterministic)
 
@@ -104,6 +114,8 @@ def bisoftmax_hvp(
     causal: bool = False,
     limit: float | None = None,
     lse: Tensor | None = None,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Hessian of the bi-softmax energy times ``v``.
@@ -114,7 +126,7 @@ def bisoftmax_hvp(
     Args:
         z: (B, H, N, p), as in ``bisoftmax``.
         v: like ``z``.
-        beta, mask, lengths, causal, limit, backend: as in ``bisoftmax``.
+        beta, mask, lengths, causal, limit, pairs, bias, backend: as in ``bisoftmax``.
         lse: what ``bisoftmax`` returned for the same arguments; saves computing it again.
 
     Returns:
@@ -123,20 +135,23 @@ def bisoftmax_hvp(
     Raises:
         As ``bisoftmax``; ValueError if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
     """
-    choice = _choose(z, beta, mask, lengths, backend)
+    paired = pairs is not None or bias is not None
+    choice = _choose(z, beta, mask, lengths, backend, paired)
     check_vector(z, v, lse)
     varying = by_rescaling(beta)
     if varying is not None:
         scaled, v = rescaled(z, varying.sqrt()), v.to(wide_dtype(v))
         product = bisoftmax_hvp(
             scaled, v, 1.0, mask=mask, lengths=lengths, causal=causal, limit=limit, lse=lse,
-            backend=backend,
+            pairs=pairs, bias=bias, backend=backend,
         )  # fmt: skip
         return product.to(z.dtype)
     beta = float(beta)
     if choice == "reference" or (backend == "auto" and has_tangent(v)):
         mask = ops.mask_of(z, mask, lengths)
-        return reference.bisoftmax_hvp(z, v, beta, mask=mask, causal=causal, lse=lse)
+        given = check_pairs(pairs, bias, _pair_shape(z)) if paired else None
+        options = {"mask": mask, "causal": causal, "lse": lse, "pairs": given}
+        return reference.bisoftmax_hvp(z, v, beta, **options)
     refuse_forward_mode(v, choice, "bisoftmax_hvp")
     lse = None if lse is None else lse.detach()
     lengths = None if lengths is None else lengths.to(z.device)
@@ -152,6 +167,8 @@ def explain(
     causal: bool = False,
     limit: float | None = None,
     deterministic: bool = True,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: str = "auto",
 ) -> Choice:
     """Which backend ``bisoftmax`` and ``bisoftmax_hvp`` take for these arguments, and why.
@@ -160,6 +177,8 @@ def explain(
     ``deterministic`` decide nothing.
     """
     _check(z, beta, mask, lengths, backend)
+    if check_pairs(pairs, bias, _pair_shape(z)) is not None:
+        return _for_pairs(backend)
     if backend == "auto":
         return _automatic(z, mask)
     if backend != "reference":
@@ -198,10 +217,28 @@ def _check(
         raise ValueError(f"lengths must be from 0 to N = {z.shape[2]}, got {least} to {most}")
 
 
+def _pair_shape(z: Tensor) -> tuple[int, int, int, int]:
+    return z.shape[0], z.shape[1], z.shape[2], z.shape[2]
+
+
+def _for_pairs(backend: str) -> Choice:
+    if backend not in ("auto", "reference"):
+        raise ValueError(f'pairs and bias need backend="auto" or "reference", got {backend!r}')
+    return Choice("reference", "only the dense formula takes pairs and biases")
+
+
 def _choose(
-    z: Tensor, beta: float | Tensor, mask: Tensor | None, lengths: Tensor | None, backend: str
+    z: Tensor,
+    beta: float | Tensor,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    backend: str,
+    paired: bool,
 ) -> str:
     """The backend, in the operators' words; under a compiler they ask for Triton by themselves."""
+    if paired:
+        _check(z, beta, mask, lengths, backend)
+        return _for_pairs(backend).backend
     if torch.compiler.is_compiling() and (backend == "triton" or (backend == "auto" and z.is_cuda)):
         _check(z, beta, mask, lengths, backend)
         return ops.UNCHECKED_TRITON if backend == "triton" else backend

@@ -16,6 +16,7 @@ from implicit_attn.kernels.arguments import (
     zero_masked,
 )
 from implicit_attn.kernels.operators import has_tangent, transformed
+from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs, token_pairs
 
 
 @without_autocast
@@ -26,7 +27,13 @@ def bisoftmax(
     mask: Tensor | None = None,
     causal: bool = False,
     limit: float | None = None,
+    pairs: Pairs | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if pairs is not None:
+        z = zero_masked(z, mask).contiguous()
+        weights, lse = _softmax_of_pairs(z, beta, mask, causal, pairs)
+        weights = weights.to(z.dtype)
+        return torch.matmul(weights + weights.mT, z), lse
     blocked = _blocked(z, mask, causal)
     z = zero_masked(z, mask).contiguous()
     if within_exponent(limit) and not causal:
@@ -48,14 +55,18 @@ def bisoftmax_hvp(
     mask: Tensor | None = None,
     causal: bool = False,
     lse: Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
-    blocked, dtype, wide = _blocked(z, mask, causal), z.dtype, wide_dtype(z)
+    dtype, wide = z.dtype, wide_dtype(z)
+    blocked = _blocked(z, mask, causal) if pairs is None else None
     # The tangents nearly cancel in T - r: half precision would keep little of the difference.
     z = zero_masked(z, mask).to(wide).contiguous()
     v = zero_masked(v, mask).to(wide).contiguous()
     # A given lse, a constant, has no part in a derivative by z.
     recorded = torch.is_grad_enabled() and z.requires_grad
-    if lse is None or recorded or transformed() or has_tangent(z):
+    if pairs is not None:
+        weights, _ = _softmax_of_pairs(z, beta, mask, causal, pairs)
+    elif lse is None or recorded or transformed() or has_tangent(z):
         weights, _ = _row_softmax(z, beta, blocked)
     else:
         scores = _scores(z, beta, blocked)
@@ -102,6 +113,18 @@ def _row_softmax(z: Tensor, beta: float, blocked: Tensor | None) -> tuple[Tensor
     # L_i = S_ii - log P_ii: the diagonal is never blocked, so both are finite.
     lse = scores.diagonal(dim1=-2, dim2=-1) - log_weights.diagonal(dim1=-2, dim2=-1)
     return log_weights.exp().to(z.dtype), lse
+
+
+def _softmax_of_pairs(
+    z: Tensor, beta: float, mask: Tensor | None, causal: bool, pairs: Pairs
+) -> tuple[Tensor, Tensor]:
+    """``P``, float32 or wider, and ``L`` over the pairs that all of mask, order and ``pairs`` allow.
+
+    Rows without any key are zero, those of masked tokens with them.
+    """
+    pairs = pairs.intersect(token_pairs(mask, causal, z.shape[2], z.device))
+    weights, lse, _ = softmax_over_pairs(_scores(z, beta, None), pairs)
+    return weights, lse
 
 
 def _symmetric_softmax(

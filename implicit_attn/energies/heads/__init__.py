@@ -1,0 +1,3 @@
+"""What the attention energies share: inputs, pairs of tokens, temperatures of heads."""
+
+from __future__ import annotations
