@@ -141,13 +141,14 @@ class DEQ(nn.Module):
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         _check_inputs(x, mask, self.update)
-        if not _prepares(self.update):  # else the module may serve there, once a solve
+        prepared = self.update.prepare(x, mask=mask)
+        if prepared is x:  # else the module may serve there, once a solve
             refuse_drawing_modules(self.update, "the update")
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
             (_MonitoredMap if self.update.monitored else _Map)(self.update, self),
             self._initial(x) if z0 is None else z0,
-            (self.update.prepare(x, mask=mask), mask),
+            (prepared, mask),
             mask=mask,
             record=record,
             callback=callback,
@@ -171,14 +172,6 @@ class DEQ(nn.Module):
                 "x -> z0"
             )
         return x if self.init == "input" else torch.zeros_like(x)
-
-
-def _prepares(update: nn.Module) -> bool:
-    """Whether a part of the update computes something once a solve."""
-    return any(
-        isinstance(part, Update) and type(part).prepare is not Update.prepare
-        for part in update.modules()
-    )
 
 
 def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:

@@ -5,8 +5,10 @@ the value (B,), which is differentiated automatically; or ``value_and_grad(z, x,
 gradient in closed form, from which ``forward`` follows, and optionally ``hvp``.
 A function of projected features ``norm(z W^T)`` subclasses ``ProjectedEnergy`` (``TokenEnergy`` where
 it is a sum over tokens) and defines the potential of the features alone. Masked tokens must influence
-nothing: start from ``hide(z, mask)``. Export the class in ``energies/__init__.py`` and add a row to
-``tests/cases/energies.py``; the tests of derivatives, masks and precisions then include it.
+nothing: start from ``hide(z, mask)``. What depends on ``x`` alone belongs into ``prepare``, which is
+called once a solve; the other methods then take its result as well as ``x`` itself. Export the class
+in ``energies/__init__.py`` and add a row to ``tests/cases/energies.py``; the tests of derivatives,
+masks and precisions then include it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.checks import check_energy
+from implicit_attn.energies.context.prepared import Prepared, prepare_each, with_parts
 from implicit_attn.energies.differentiation import (
     add_trees,
     hessian_product,
@@ -52,12 +55,21 @@ class Energy(nn.Module):
 
     concave: bool = False
 
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """What the other methods may be given in place of ``x`` during a solve, by default ``x``.
+
+        Called once a solve, for what depends on the input alone; gradients flow through it. An energy
+        that overrides it returns a ``Prepared``, and takes both that and ``x`` itself everywhere.
+        """
+        return x
+
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         """Energy of each sample.
 
         Args:
             z: state, (B, ...).
-            x: the layer's input, held constant; energies that need none ignore it.
+            x: the layer's input, held constant, or what ``prepare`` made of it; energies that need
+                none ignore it.
             mask: (B, N) bool, False at masked tokens; None: no token is masked.
 
         Returns:
@@ -129,6 +141,9 @@ class _Multiple(Energy):
     @abstractmethod
     def factor(self) -> float | Tensor:
         """A number or a tensor without dimensions."""
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        return self.energy.prepare(x, mask=mask)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, x, mask) * self.factor()
@@ -204,29 +219,32 @@ class SummedEnergy(Energy):
     def summands(self) -> Iterable[Any]:
         """The energies to add, at least one."""
 
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        return prepare_each(self.summands(), x, mask)
+
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        first, *others = self.summands()
-        value = first._checked(z, x, mask)
-        for term in others:
-            value = value + term._checked(z, x, mask)
+        (first, part), *others = with_parts(self.summands(), x)
+        value = first._checked(z, part, mask)
+        for term, part in others:
+            value = value + term._checked(z, part, mask)
         return value
 
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         total: Any = None
         value: Any = None
-        for index, term in enumerate(self.summands()):
+        for index, (term, part) in enumerate(with_parts(self.summands(), x)):
             factor: float | Tensor = 1.0
             if isinstance(term, _Multiple):  # weighted while adding, which saves a pass
                 factor, term = term.factor(), term.energy
-            part, gradient = term.value_and_grad(z, x, mask=mask)
-            value = add_trees(value, part, factor)
+            number, gradient = term.value_and_grad(z, part, mask=mask)
+            value = add_trees(value, number, factor)
             total = add_trees(total, gradient, factor, owned=index > 1)
         return value, total
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         total: Any = None
-        for index, term in enumerate(self.summands()):
-            total = add_trees(total, term.hvp(z, v, x, mask=mask), 1.0, owned=index > 1)
+        for index, (term, part) in enumerate(with_parts(self.summands(), x)):
+            total = add_trees(total, term.hvp(z, v, part, mask=mask), 1.0, owned=index > 1)
         return total
 
 
@@ -256,7 +274,14 @@ class Select(Energy):
         self.key = key
         self.concave = energy.concave
 
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        part = self._part(x)
+        made = self.energy.prepare(part, mask=mask)
+        return x if made is part else Prepared(made)
+
     def _part(self, x: Any) -> Any:
+        if isinstance(x, Prepared):
+            return x.parts
         if not isinstance(x, (dict, tuple, list)):
             kind = type(x).__name__
             raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from implicit_attn.energies.context.prepared import Prepared
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.tokens import hide
@@ -63,6 +64,9 @@ class EnergyStep(Update):
         super().__init__()
         self.energy = require_instance("energy", energy, Energy, "an Energy")
         self.step_size = StepSize(step_size, channels, learned)
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        return self.energy.prepare(x, mask=mask)
 
 
 class GradientStep(EnergyStep):
@@ -147,15 +151,22 @@ class ActivationStep(EnergyStep):
         """``g(z)``, (B, N, d)."""
         return self.lagrangian.activation(z)
 
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        gradient = self.energy.grad(self.activation(z), x, mask=mask)
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """``Prepared((x, what the energy prepared))``; ``x`` where the energy prepares nothing."""
+        part = super().prepare(x, mask=mask)
+        return x if part is x else Prepared((x, part))
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        x, part = x.parts if isinstance(x, Prepared) else (x, x)
+        gradient = self.energy.grad(self.activation(z), part, mask=mask)
         return move(z, self._force(z, x, gradient, mask), self.step_size())
 
     def joint(
-        self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None
+        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        x, part = x.parts if isinstance(x, Prepared) else (x, x)
         g = self.activation(z)
-        interaction, gradient = self.energy.value_and_grad(g, x, mask=mask)
+        interaction, gradient = self.energy.value_and_grad(g, part, mask=mask)
         force = self._force(z, x, gradient, mask)
         pull = z if x is None else z - x
         own = hide((pull * g).sum(-1), mask)

@@ -39,13 +39,15 @@ class Checkpoints:
         weights.checkpointed = True
         watched, self.batch = z.shape[0] != self.batch, z.shape[0]
         reads = _Reads(z)
-        repeating = False
+        repeating = noted = False
 
         def run(z: Tensor) -> Any:
             nonlocal repeating
             if repeating:
                 self._check()
             watch = nullcontext() if not watched else _Repetition(self, z) if repeating else reads
+            if repeating and not noted:  # by a derivative that f itself takes: it is being watched
+                watch = nullcontext()
             repeating = True
             # A compiler would take the watch for a part of the evaluation.
             with uncompiled() if watched else nullcontext(), weights.constant(), watch:
@@ -54,6 +56,7 @@ class Checkpoints:
         output = checkpoint(run, z, use_reentrant=False)
         if watched:
             self._note(reads, output)
+            noted = True
             self.known.update(dict.fromkeys(t for t, _ in weights.computed.values()))
         return output
 

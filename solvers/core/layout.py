@@ -192,12 +192,16 @@ def check_batched(
 def take(tree: Any, index: Tensor, batch: int) -> Any:
     """Rows ``index`` of every tensor of ``tree`` whose first dimension is ``batch``.
 
-    Other leaves (numbers, None, tensors of another length) pass unchanged.
+    Other leaves (numbers, None, tensors of another length) pass unchanged. A tensor that stands at
+    several places is copied once.
     """
+    taken: dict[int, Tensor] = {}
 
     def rows(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch:
-            return leaf.index_select(0, index)
+            if id(leaf) not in taken:
+                taken[id(leaf)] = leaf.index_select(0, index)
+            return taken[id(leaf)]
         return leaf
 
     return pytree.tree_map(rows, tree)

@@ -1,0 +1,262 @@
+"""``Energy.prepare``: what depends on the input alone is computed once a solve, with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from cases.deq import EXACT
+from implicit_attn import DEQ, ActivationStep, GradientStep
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    Energy,
+    Field,
+    FunctionEnergy,
+    Quadratic,
+    RMSNormLagrangian,
+    Sum,
+)
+from implicit_attn.energies.context.prepared import Prepared
+from implicit_attn.energies.energy import SummedEnergy
+from solvers.core.layout import take
+
+DIM = 4
+MASK = torch.tensor([[True, True, True], [True, False, True], [True, True, False]])
+
+
+class Steered(Energy):
+    """``E = sum cosh(z + tanh(x W))`` without masked tokens; counts what it computes of x."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim, dtype=torch.float64))
+        self.calls = 0
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+        self.calls += 1
+        return Prepared(torch.tanh(x @ self.weight))
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        shift = (x if isinstance(x, Prepared) else self.prepare(x, mask=mask)).parts
+        value = torch.cosh(z + shift).sum(-1)
+        return (value if mask is None else value.masked_fill(~mask, 0.0)).sum(1)
+
+
+class Own(Energy):
+    """A user's energy that knows nothing of prepare and uses its input."""
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        value = (z * x).sin().sum(-1)
+        return (value if mask is None else value.masked_fill(~mask, 0.0)).sum(1)
+
+
+class Pair(SummedEnergy):
+    def __init__(self, *terms: Energy) -> None:
+        super().__init__()
+        self.pair = nn.ModuleList(terms)
+
+    def summands(self) -> Any:
+        return self.pair
+
+
+def attention() -> Energy:
+    return BiSoftmaxAttention(DIM, 2, bound=1.0).double().weighted(0.3).double()
+
+
+COMPOSITIONS: dict[str, Callable[[], Energy]] = {
+    "alone": Steered,
+    "scaled": lambda: 0.3 * Steered(),
+    "weighted": lambda: Steered().weighted(0.4).double(),
+    "minus": lambda: Quadratic() - 0.1 * Steered(),
+    "sum": lambda: attention() + 0.2 * Steered() + Quadratic(),
+    "two": lambda: Steered() + 0.5 * Steered() + Quadratic(),
+    "with a user's": lambda: Own() + Steered() + Field() + Quadratic(),
+    "scaled sum": lambda: 0.5 * (Own() + Steered()) + Quadratic(),
+    "other sums": lambda: Pair(Pair(Quadratic(), Steered()), Quadratic() + 0.1 * Own()),
+}
+each_composition = pytest.mark.parametrize("name", COMPOSITIONS)
+
+
+def make(name: str) -> Energy:
+    torch.manual_seed(0)
+    return COMPOSITIONS[name]()
+
+
+def tokens(seed: int = 0, batch: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 3, DIM, generator=generator, dtype=torch.float64)
+
+
+def calls(module: nn.Module) -> list[int]:
+    return [part.calls for part in module.modules() if isinstance(part, Steered)]
+
+
+@each_composition
+@pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("record", [True, False])
+def test_prepared_input_gives_the_numbers_of_the_input(
+    name: str, mask: Tensor | None, record: bool
+) -> None:
+    energy, z, x = make(name), tokens(), tokens(1)
+    v = torch.flip(z, (0, 1))
+    with torch.set_grad_enabled(record):
+        prepared = energy.prepare(x, mask=mask)
+        assert isinstance(prepared, Prepared)
+        counted = calls(energy)
+        for method in (energy, energy.grad, energy.value_and_grad):
+            torch.testing.assert_close(method(z, prepared, mask=mask), method(z, x, mask=mask))
+        product = energy.hvp(z, v, prepared, mask=mask)
+        torch.testing.assert_close(product, energy.hvp(z, v, x, mask=mask))
+    assert all(now > before for now, before in zip(calls(energy), counted, strict=True))
+
+
+@pytest.mark.parametrize("key", ["input", 0])
+def test_selections_prepare_their_part(key: Any) -> None:
+    torch.manual_seed(0)
+    part = (0.3 * Steered() + Own()).select(key)
+    energy = part + Quadratic().select("other" if key == "input" else 1)
+    z, x, other = tokens(), tokens(1), tokens(2)
+    given = {"input": x, "other": other} if key == "input" else (x, other)
+    prepared = energy.prepare(given)
+    assert isinstance(prepared, Prepared) and calls(energy) == [1]
+    torch.testing.assert_close(energy.grad(z, prepared), energy.grad(z, given))
+    expected = part.energy.grad(z, x) + z - other
+    torch.testing.assert_close(energy.grad(z, prepared), expected)
+    with pytest.raises(ValueError, match=r"x must hold 'input', it holds \['other'\]"):
+        Steered().select("input").prepare({"other": x})
+
+
+def test_what_prepares_nothing_hands_the_input_on() -> None:
+    x = tokens()
+    energies = [Quadratic(), Own(), 0.3 * Own(), attention() + Quadratic(), Sum([Own()])]
+    for energy in energies:
+        assert energy.prepare(x) is x
+        assert GradientStep(energy).prepare(x) is x
+        assert energy.prepare(None) is None
+    given = {"a": x}
+    assert (0.5 * Own()).select("a").prepare(given) is given
+    assert ActivationStep(Own(), RMSNormLagrangian()).prepare(x) is x
+
+
+def update_of(kind: str, energy: Energy) -> GradientStep | ActivationStep:
+    if kind == "activation":
+        return ActivationStep(energy, RMSNormLagrangian(), 0.5)
+    return GradientStep(energy, 0.5)
+
+
+class Recomputing(Steered):
+    """Computes the same at every evaluation."""
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        return x
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return super().forward(z, Steered.prepare(self, x, mask=mask), mask=mask)
+
+
+ADJOINTS = {
+    "implicit": EXACT["adjoint"],
+    "unrolled": solvers.Unrolled(),
+    "checkpointed": solvers.Unrolled(checkpoint=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["gradient", "activation"])
+@pytest.mark.parametrize("adjoint", ADJOINTS)
+@pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
+def test_a_layer_prepares_once_with_all_gradients(
+    kind: str, adjoint: str, mask: Tensor | None
+) -> None:
+    found = []
+    for cls in (Steered, Recomputing):
+        torch.manual_seed(0)
+        terms = 0.1 * cls() + 0.1 * Own()
+        update = update_of(kind, terms if kind == "activation" else terms + Quadratic())
+        layer = DEQ(update, **EXACT | {"adjoint": ADJOINTS[adjoint]})
+        x = tokens(1).requires_grad_()
+        z = layer(x, mask)
+        (z if mask is None else z[mask]).pow(3).sum().backward()
+        assert (calls(layer) == [1]) == (cls is Steered)
+        found.append([z.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    for value, reference in zip(*found, strict=True):
+        assert value is not None and value.abs().max() > 0
+        torch.testing.assert_close(value, reference, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "activation"])
+def test_layers_pass_gradcheck_and_gradgradcheck_through_prepare(kind: str) -> None:
+    torch.manual_seed(0)
+    terms = 0.1 * Steered() + 0.1 * Own()
+    layer = DEQ(update_of(kind, terms if kind == "activation" else terms + Quadratic()), **EXACT)
+    weights = [*layer.parameters()]
+    x = tokens(1, batch=1)[:, :2].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *weights))
+    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x), (x, *weights), atol=1e-4)
+
+
+def test_samples_that_leave_the_batch_take_their_prepared_rows_along() -> None:
+    torch.manual_seed(0)
+    layer = DEQ(0.1 * Steered() + 0.1 * Own() + Quadratic(), **EXACT)
+    easy, hard = tokens(1), tokens(2)
+    start = hard.clone()
+    alone = layer.solve(easy)
+    both = layer.solve(torch.cat((hard, easy)), z0=torch.cat((start + 3.0, alone.value.detach())))
+    assert both.evaluations[3:].max() < both.evaluations[:3].min()  # the second half left early
+    torch.testing.assert_close(both.value[3:], alone.value)
+    torch.testing.assert_close(both.value[:3], layer.solve(hard).value)
+
+
+@each_composition
+def test_repeated_evaluations_of_automatic_gradients_are_the_recorded_ones(name: str) -> None:
+    """Gradients taken by autograd within f, whose parameters a checkpoint must recognise."""
+    found = []
+    for adjoint in ("unrolled", "checkpointed"):
+        layer = DEQ(make(name), adjoint=ADJOINTS[adjoint], max_steps=4, on_failure="ignore")
+        x = tokens(1).requires_grad_()
+        layer(x).pow(3).sum().backward()
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    for gradient, reference in zip(*found, strict=True):
+        assert gradient is not None and reference is not None
+        torch.testing.assert_close(gradient, reference, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_of_a_tensor_that_stands_twice_are_copied_once() -> None:
+    x, index = tokens(), torch.tensor([2, 0])
+    taken = take((Prepared((x, (x, None))), 2.0), index, 3)
+    first, (second, nothing) = taken[0].parts
+    assert first is second and nothing is None and taken[1] == 2.0
+    assert torch.equal(first, x[index])
+
+
+def test_dropout_is_refused_where_nothing_is_prepared() -> None:
+    """A module that draws may serve in ``prepare``, once a solve, but never in the evaluations."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.dropout(z).square().sum((1, 2))
+
+    class Dropped(Steered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+            return super().prepare(self.dropout(x), mask=mask)
+
+    torch.manual_seed(0)
+    x = tokens()
+    with pytest.raises(ValueError, match="training mode"):
+        DEQ(FunctionEnergy(Noisy()) + attention() + Quadratic())(x)
+    with pytest.raises(ValueError, match="no fixed point"):
+        DEQ(0.1 * FunctionEnergy(Noisy()) + 0.1 * Steered() + Quadratic())(x)
+    assert bool(DEQ(0.1 * Dropped() + Quadratic()).solve(x).converged.all())
