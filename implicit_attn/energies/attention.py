@@ -8,64 +8,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies.projected import SOFT_NORM, ProjectedEnergy, Projection, RMSNorm
+from implicit_attn.energies.heads.heads_energy import HeadsEnergy, head_width
+from implicit_attn.energies.heads.inputs import PairPattern
+from implicit_attn.energies.heads.temperatures import Beta, by_head
+from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
     check_backend,
     check_sigmoid_backend,
+    frozen_key_attention,
     sigmoid_attention,
     sigmoid_attention_hvp,
 )
-from solvers.core.checks import require_choice, require_count, require_positive
+from implicit_attn.kernels.arguments import rescaled
+from implicit_attn.kernels.pairs import Pairs
+from solvers.core.checks import require_choice
+
+__all__ = [
+    "BiSoftmaxAttention",
+    "HeadsEnergy",
+    "LinearAttention",
+    "RowSoftmaxAttention",
+    "SigmoidAttention",
+    "head_width",
+]
 
 FEATURE_MAPS = ("identity", "relu", "elu")
-
-
-def head_width(dim: int, heads: int, head_dim: int | None) -> int:
-    """Width p of a head: ``head_dim``, or ``dim / heads`` for None."""
-    dim, heads = require_count("dim", dim), require_count("heads", heads)
-    if head_dim is not None:
-        return require_count("head_dim", head_dim)
-    if dim % heads:
-        raise ValueError(f"heads must divide dim={dim} where head_dim is not given, got {heads}")
-    return dim // heads
-
-
-class HeadsEnergy(ProjectedEnergy):
-    """A function of the features ``y = norm(W_h z)`` of each head h, queries and keys in one.
-
-    ``projection.weight`` holds the W_h one below the other, (heads p, d).
-
-    Shapes: ``z`` (B, N, d); ``x`` is ignored; ``mask`` (B, N).
-
-    Args:
-        dim: features d of the tokens.
-        heads: number of heads.
-        head_dim: width p of a head; None: ``dim / heads``.
-        beta: inverse temperature; None: ``1 / sqrt(p)``.
-        norm: norm of each head's projections, ``RMSNorm(epsilon)`` or None.
-        bound: bound on the spectral norm of the weight, or None.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        head_dim: int | None = None,
-        beta: float | None = None,
-        norm: RMSNorm | None = SOFT_NORM,
-        bound: float | None = None,
-    ) -> None:
-        width = head_width(dim, heads, head_dim)
-        super().__init__(dim, heads=heads, norm=norm)
-        self.projection = Projection(dim, heads * width, bound)
-        self.beta = width**-0.5 if beta is None else require_positive("beta", beta)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, beta={self.beta:.4g}, {super().extra_repr()}"
 
 
 class BiSoftmaxAttention(HeadsEnergy):
@@ -76,13 +46,14 @@ class BiSoftmaxAttention(HeadsEnergy):
 
     Shapes and other arguments as for
     :class:`implicit_attn.energies.attention.HeadsEnergy`.
+    A token without any key has ``log 1`` in the place of its sum.
 
     Args:
         causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
             carries information from later to earlier tokens, so the layer is not autoregressive.
         backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
             (memory linear in N), "triton" or "auto"; ``implicit_attn.kernels.explain`` says which
-            one "auto" takes.
+            one "auto" takes. Pairs, their biases and ``exclude_self`` are dense.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 and 7, with the
     full derivative of the norm.
@@ -94,34 +65,61 @@ class BiSoftmaxAttention(HeadsEnergy):
         heads: int,
         *,
         head_dim: int | None = None,
-        beta: float | None = None,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        context_dim: int | None = None,
+        bias: bool = False,
         norm: RMSNorm | None = SOFT_NORM,
         bound: float | None = None,
         causal: bool = False,
+        exclude_self: bool = False,
+        pairs: Tensor | None = None,
+        pair_bias: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
+        super().__init__(
+            dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta,
+            context_dim=context_dim, bias=bias, norm=norm, bound=bound,
+        )  # fmt: skip
         self.causal = causal
         self.backend = check_backend(backend)
-        # |y_i| <= sqrt(p) after the norm.
-        self._limit = None if norm is None else self.beta * head_width(dim, heads, head_dim)
+        self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
 
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
-        force, lse = self._bisoftmax(y, mask)
-        return sum_samples(lse) / self.beta, force
+    def potential_and_force(
+        self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None
+    ) -> Pair:
+        force, lse = self._bisoftmax(y, mask, pairs)
+        beta = self.beta
+        if isinstance(beta, Tensor):
+            return sum_samples(lse / by_head(beta, 2, lse)), force
+        return sum_samples(lse) / beta, force
 
-    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        return self._bisoftmax(y, mask)[0]
+    def force(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
+        return self._bisoftmax(y, mask, pairs)[0]
 
-    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
-        force, lse = self._bisoftmax(y, mask)
-        return force, bisoftmax_hvp(y, v, self.beta, mask=mask, lse=lse, **self._options())
+    def force_and_curvature(
+        self, y: Tensor, v: Tensor, mask: Tensor | None, pairs: Pairs | None = None
+    ) -> Pair:
+        force, lse = self._bisoftmax(y, mask, pairs)
+        options, (beta, root) = self._options(mask, pairs), self._temperature(y)
+        if root is None:
+            return force, bisoftmax_hvp(y, v, beta, lse=lse, **options)
+        moved = v.to(root.dtype)
+        curved = bisoftmax_hvp(rescaled(y, root), moved, beta, lse=lse, **options)
+        return force, curved.to(y.dtype)
 
-    def _bisoftmax(self, y: Tensor, mask: Tensor | None) -> Pair:
-        return bisoftmax(y, self.beta, mask=mask, **self._options())
+    def _bisoftmax(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None) -> Pair:
+        options, (beta, root) = self._options(mask, pairs), self._temperature(y)
+        if root is None:
+            return bisoftmax(y, beta, **options)
+        force, lse = bisoftmax(rescaled(y, root), beta, **options)
+        return (force / root).to(y.dtype), lse
 
-    def _options(self) -> dict[str, Any]:
-        return {"causal": self.causal, "limit": self._limit, "backend": self.backend}
+    def _options(self, mask: Tensor | None, pairs: Pairs | None) -> dict[str, Any]:
+        options: dict[str, Any] = {"mask": mask, "causal": self.causal, "limit": self._limit}
+        if pairs is not None:
+            options |= {"pairs": pairs.allowed, "bias": pairs.bias}
+        return options | {"backend": self.backend}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
@@ -140,13 +138,27 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646.
     """
 
-    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        pairs = None
+    def force(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
+        if pairs is not None:
+            return self._among_pairs(y, mask, pairs)
+        attends = None
         if mask is not None:
             # A masked token attends to itself alone: its row of zeros stays zero, without NaN.
-            pairs = (mask[:, :, None] & mask[:, None, :])[:, None]
-            pairs = pairs | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-        return F.scaled_dot_product_attention(y, y, y, attn_mask=pairs, scale=self.beta)
+            attends = (mask[:, :, None] & mask[:, None, :])[:, None]
+            attends = attends | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+        beta, query = self.beta, y
+        if isinstance(beta, Tensor):
+            beta, query = 1.0, (y * by_head(beta, 3, y)).to(y.dtype)
+        return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
+
+    def _among_pairs(self, y: Tensor, mask: Tensor | None, pairs: Pairs) -> Tensor:
+        beta, query, key = self.beta, y, y
+        if isinstance(beta, Tensor):
+            scale = by_head(beta, 3, y)
+            beta, query, key = 1.0, rescaled(y, scale), y.to(scale.dtype)
+        options = {"mask": mask, "pairs": pairs.allowed, "bias": pairs.bias}
+        force = frozen_key_attention(query, key, beta, **options)[0].to(y.dtype)
+        return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 class SigmoidAttention(HeadsEnergy):
@@ -173,20 +185,36 @@ class SigmoidAttention(HeadsEnergy):
         heads: int,
         *,
         head_dim: int | None = None,
-        beta: float | None = None,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        context_dim: int | None = None,
+        bias: bool = False,
         norm: RMSNorm | None = SOFT_NORM,
         bound: float | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
+        super().__init__(
+            dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta,
+            context_dim=context_dim, bias=bias, norm=norm, bound=bound,
+        )  # fmt: skip
         self.backend = check_sigmoid_backend(backend)
 
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
-        force, value = sigmoid_attention(y, self.beta, mask=mask, backend=self.backend)
-        return sum_samples(value), force
+        beta, root = self._temperature(y)
+        if root is None:
+            force, value = sigmoid_attention(y, beta, mask=mask, backend=self.backend)
+            return sum_samples(value), force
+        scaled = rescaled(y, root)
+        force, value = sigmoid_attention(scaled, beta, mask=mask, backend=self.backend)
+        return sum_samples(value / root.square().flatten()), (force / root).to(y.dtype)
 
     def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
-        curved = sigmoid_attention_hvp(y, v, self.beta, mask=mask, backend=self.backend)
+        options: dict[str, Any] = {"mask": mask, "backend": self.backend}
+        beta, root = self._temperature(y)
+        if root is None:
+            return self.force(y, mask), sigmoid_attention_hvp(y, v, beta, **options)
+        moved = v.to(root.dtype)
+        curved = sigmoid_attention_hvp(rescaled(y, root), moved, beta, **options).to(y.dtype)
         return self.force(y, mask), curved
 
     def extra_repr(self) -> str:
@@ -215,20 +243,29 @@ class LinearAttention(HeadsEnergy):
         *,
         feature_map: str = "identity",
         head_dim: int | None = None,
-        beta: float | None = None,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        context_dim: int | None = None,
+        bias: bool = False,
         norm: RMSNorm | None = SOFT_NORM,
         bound: float | None = None,
     ) -> None:
-        super().__init__(dim, heads, head_dim=head_dim, beta=beta, norm=norm, bound=bound)
+        super().__init__(
+            dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta,
+            context_dim=context_dim, bias=bias, norm=norm, bound=bound,
+        )  # fmt: skip
         self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
 
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
         phi = self._phi(y, mask)
         moment = phi.mT @ phi
-        force = (phi @ moment) * self.beta
+        force = (phi @ moment) * self._factor(y)
         slope = self._slope(y)
-        wide = moment.to(accumulation_dtype(moment.dtype))
-        value = sum_samples(wide.square()) * (self.beta / 4.0)
+        squares = moment.to(accumulation_dtype(moment.dtype)).square()
+        beta = self.beta
+        if isinstance(beta, Tensor):
+            squares, beta = squares * by_head(beta, 3, squares), 1.0
+        value = sum_samples(squares) * (beta / 4.0)
         return value, force if slope is None else force * slope
 
     def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
@@ -236,15 +273,19 @@ class LinearAttention(HeadsEnergy):
         slope = self._slope(y)
         shift = v if slope is None else slope * v
         moment = phi.mT @ phi
-        one_side = shift.mT @ phi
-        force = (phi @ moment) * self.beta
-        curved = (shift @ moment + phi @ (one_side + one_side.mT)) * self.beta
+        one_side, beta = shift.mT @ phi, self._factor(y)
+        force = (phi @ moment) * beta
+        curved = (shift @ moment + phi @ (one_side + one_side.mT)) * beta
         if slope is None:
             return force, curved
         curved = curved * slope
         if self.feature_map == "elu":  # phi'' = exp(y) below 0
             curved = curved + force * torch.where(y > 0, torch.zeros_like(y), slope) * v
         return force * slope, curved
+
+    def _factor(self, y: Tensor) -> float | Tensor:
+        beta = self.beta
+        return by_head(beta, 3, y).to(y.dtype) if isinstance(beta, Tensor) else beta
 
     def _phi(self, y: Tensor, mask: Tensor | None) -> Tensor:
         if self.feature_map == "identity":

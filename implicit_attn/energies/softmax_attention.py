@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.attention import head_width
 from implicit_attn.energies.checks import check_tokens, check_vector
-from implicit_attn.energies.context.prepared import Prepared
+from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads.features import Features, add_parts, project
 from implicit_attn.energies.heads.inputs import (

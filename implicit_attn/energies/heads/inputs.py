@@ -98,16 +98,16 @@ class PairPattern(nn.Module):
             self.bias: Tensor | None = pair_bias
         else:
             self.register_buffer("bias", pair_bias, persistent=False)
+        self.own = self.exclude_self or pairs is not None or pair_bias is not None
 
     def forward(
         self, shape: tuple[int, int, int, int], device: torch.device, given: Pairs | None = None
     ) -> Pairs | None:
         """All conditions on the pairs together, for (B, H, N, M); None where there are none."""
-        own = self.allowed is not None or self.bias is not None or self.exclude_self
         if given is not None:
             named = (("pairs", given.allowed), ("pair_bias", given.bias))
             given = Pairs(*(None if t is None else four_dimensional(n, t, shape) for n, t in named))
-        if not own:
+        if not self.own:
             return given
         queries, keys = shape[2:]
         parts = []
