@@ -24,13 +24,13 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.checks import check_energy
-from implicit_attn.energies.context.prepared import Prepared, prepare_each, with_parts
 from implicit_attn.energies.differentiation import (
     add_trees,
     hessian_product,
     scale_tree,
     value_and_gradient,
 )
+from implicit_attn.energies.prepared import Prepared, prepare_each, with_parts
 from solvers.core.checks import require_positive
 
 Evaluation = tuple[Tensor, Any]  # the energy (B,) and its gradient, like z

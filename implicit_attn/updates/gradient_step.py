@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.context.prepared import Prepared
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.lagrangians import Lagrangian
+from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_instance, require_positive

@@ -1,37 +1,7 @@
-"""What energies compute from the layer's input once a solve."""
+"""The type of prepared inputs, for what stands above :mod:`implicit_attn.energies.energy`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from implicit_attn.energies.prepared import Prepared
 
-from torch import Tensor
-
-
-class Prepared(NamedTuple):
-    """What ``Energy.prepare`` made of the layer's input: a pytree of tensors (B, ...) or None.
-
-    It takes the place of ``x`` in the evaluations of a solve. Of a sum it holds one part for each term:
-    what that term prepared, or ``x`` itself.
-    """
-
-    parts: Any
-
-
-class Preparing(Protocol):
-    """An energy, as far as its input is concerned."""
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any: ...
-
-
-def prepare_each(terms: Iterable[Preparing], x: Any, mask: Tensor | None) -> Any:
-    """What the terms of a sum prepare, ``Prepared((one part a term))``; ``x`` if none does."""
-    parts = tuple(term.prepare(x, mask=mask) for term in terms)
-    return x if all(part is x for part in parts) else Prepared(parts)
-
-
-def with_parts(terms: Iterable[Any], x: Any) -> Iterable[tuple[Any, Any]]:
-    """Each term of a sum with its input: its part of what :func:`prepare_each` returned, or ``x``."""
-    if isinstance(x, Prepared):
-        return zip(terms, x.parts, strict=True)
-    return ((term, x) for term in terms)
+__all__ = ["Prepared"]
