@@ -1,0 +1,259 @@
+"""The equilibrium block: what stands in the place of a transformer layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import solvers
+from implicit_attn.deq import DEQ
+from implicit_attn.energies.context.conditional_attention import ConditionalAttention
+from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
+from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
+from implicit_attn.energies.heads.inputs import AttentionInput
+from implicit_attn.updates.gradient_step import GradientStep
+from solvers.core.checks import require_choice, require_count, require_flag, require_number
+
+ATTENTIONS = ("self", "cross", None)
+MEMORIES: dict[str, Any] = {"relu": ReLUFeedForward, "gelu": GELUFeedForward}
+# GELU' <= 1.129: the curvature of its integral is by so much greater than that of relu(y)^2 / 2.
+STEEPEST = {"relu": 1.0, "gelu": 1.13}
+
+
+class EquilibriumBlock(nn.Module):
+    r"""``x -> x + z*(x)``, ``z* = argmin_z E(z; rms_norm(x))``, in the place of a transformer layer.
+
+    The energy is :class:`implicit_attn.energies.EquilibriumEnergy`: ``1/2 |z|^2`` plus softmax attention
+    and hidden units that see the input inside::
+
+        E = 1/2 |z|^2 - tau^-1 sum_hi log sum_j P0_ij(x) exp(tau (W_h z_i).v_j(x))
+                      - 1/2 sum_im relu((D z_i + U x_i + c)_m)^2
+
+    Its Hessian has eigenvalues from ``1 - sum(curvature)`` to 1, whatever the weights and the input,
+    because the spectral norms of W and D are bounded. So there is one minimum, every solve converges,
+    mostly within five or six evaluations, and so does the solve for the gradients. The first gradient
+    step from zero is a feed-forward block and attention of the same shapes as those of
+    ``nn.TransformerEncoderLayer``, and with ``hidden = dim_feedforward`` there are as many parameters.
+
+    Args:
+        dim: features d of a token.
+        heads: attention heads; they must divide ``state_dim``.
+        hidden: hidden units M; None: ``2 dim``; 0: none, attention alone.
+        attention: "self"; "cross", among the tokens of a ``memory``; or None for hidden units alone.
+        activation: of the hidden units, "relu" or "gelu".
+        memory_dim: features of the memory's tokens, with ``attention="cross"``; None: ``dim``.
+        state_dim: features s of the state z; None: d. Otherwise the output is ``x + O z*``.
+        causal: token i sees the tokens ``j <= i`` alone; exactly, as keys and values are made of x.
+        curvature: bounds on the curvature of attention and of the hidden units, > 0, of sum < 1. Small
+            ones make the block more explicit: at 0 it would be its first step.
+        dropout: of the input of attention and hidden units, and of ``z*``, outside the solve.
+        batch_first: tokens are (B, N, d), else (N, B, d) as ``nn.Transformer``'s are by default.
+        layer: options of :class:`implicit_attn.DEQ`; by default a relative tolerance of 1e-3.
+
+    Example:
+        >>> block = EquilibriumBlock(64, heads=4)
+        >>> y = block(x)  # (B, N, 64) -> (B, N, 64)
+        >>> block.last.status, block.last.evaluations
+
+    A stack of them: ``nn.Sequential(*(EquilibriumBlock(64, heads=4) for _ in range(3)))``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        hidden: int | None = None,
+        *,
+        attention: str | None = "self",
+        activation: str = "relu",
+        memory_dim: int | None = None,
+        state_dim: int | None = None,
+        causal: bool = False,
+        curvature: tuple[float, float] = (0.45, 0.45),
+        dropout: float = 0.0,
+        batch_first: bool = True,
+        layer: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = require_count("dim", dim)
+        hidden = 2 * dim if hidden is None else require_count("hidden", hidden, low=0)
+        state = dim if state_dim is None else require_count("state_dim", state_dim)
+        self.attention = require_choice("attention", attention, ATTENTIONS)  # type: ignore[arg-type]
+        require_choice("activation", activation, MEMORIES)
+        if memory_dim is not None and attention != "cross":
+            raise ValueError(f'memory_dim needs attention="cross", got attention={attention!r}')
+        if require_flag("causal", causal) and attention != "self":
+            raise ValueError(f'causal=True needs attention="self", got {attention!r}')
+        self.causal, self.batch_first = causal, require_flag("batch_first", batch_first)
+        self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
+        self.curvature = _check_curvature(curvature)
+        attends = recalls = None
+        if attention is not None:
+            source = (dim if memory_dim is None else memory_dim) if attention == "cross" else None
+            attends = ConditionalAttention(
+                state, heads, context_dim=dim, memory_dim=source, curvature=self.curvature[0],
+                causal=causal,
+            )  # fmt: skip
+        if hidden:
+            bound = (self.curvature[1] / STEEPEST[activation]) ** 0.5
+            memory = MEMORIES[activation]
+            recalls = memory(state, hidden, context_dim=dim, norm=None, bound=bound)
+        self.output = None if state_dim is None else nn.Linear(state, dim, bias=False)
+        if self.output is not None:
+            nn.init.normal_(self.output.weight, std=state**-0.5)
+        self.state_dim = state
+        options = {"tolerance": solvers.Tolerance(1e-3)} | (layer or {})
+        energy = EquilibriumEnergy(attends, recalls, self.output)
+        self.deq = DEQ(GradientStep(energy), init=self._start, **options)
+
+    @property
+    def energy(self) -> EquilibriumEnergy:
+        return self.deq.update.energy  # type: ignore[return-value]
+
+    @property
+    def last(self) -> solvers.Solution | None:
+        """Status, residual and evaluations of each sample in the latest solve (``DEQ.last``)."""
+        return self.deq.last
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        memory: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The block's output, as ``nn.TransformerEncoderLayer`` is called.
+
+        Args:
+            src: (B, N, d), or (N, d) for one sample, or (N, B, d) with ``batch_first=False``.
+            src_mask: which pairs are excluded (bool, True) or what is added to their scores (floating,
+                -infinity excludes): (N, M), or (B heads, N, M); M is N, or that of the memory.
+            src_key_padding_mask: (B, N) bool, True at padding, whose tokens come out as they went in.
+            is_causal: as the option ``causal``, for this call.
+            memory: (B, M, memory_dim), for ``attention="cross"``, laid out as ``src``.
+            memory_key_padding_mask: (B, M) bool, True at padding of the memory.
+        """
+        x, given, mask = self._arguments(
+            src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
+        )
+        z = self.deq(given, mask)
+        z = self.dropout(z if self.output is None else self.output(z))
+        y = x + z
+        if src.dim() == 2:
+            return y.squeeze(0)
+        return y if self.batch_first else y.transpose(0, 1)
+
+    def solve(self, src: Tensor, *masks: Any, **options: Any) -> solvers.Solution:
+        """The :class:`solvers.Solution` for the state z*; ``masks`` as in ``forward``.
+
+        ``options`` are those of :meth:`implicit_attn.DEQ.solve` and the keyword arguments of ``forward``.
+        """
+        named = ("src_mask", "src_key_padding_mask", "is_causal", "memory", "memory_key_padding_mask")
+        call = dict(zip(named, masks, strict=False))
+        call |= {name: options.pop(name) for name in named if name in options}
+        _, given, mask = self._arguments(src, *(call.get(name) for name in named))
+        return self.deq.solve(given, mask, **options)
+
+    def _arguments(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None,
+        padding: Tensor | None,
+        is_causal: bool | None,
+        memory: Tensor | None,
+        memory_padding: Tensor | None,
+    ) -> tuple[Tensor, AttentionInput, Tensor | None]:
+        """Tokens (B, N, d), the energy's input, and the mask of tokens that count."""
+        x = self._tokens("src", src, self.dim)
+        if (memory is None) == (self.attention == "cross"):
+            raise ValueError(f"memory goes with attention='cross', got attention={self.attention!r}")
+        pairs = bias = seen = None
+        if self.attention is None and (src_mask is not None or is_causal):
+            raise ValueError("src_mask and is_causal need attention, got attention=None")
+        if memory is not None:
+            width = self.energy.attention.key.weight.shape[1]  # type: ignore[union-attr]
+            memory = self._tokens("memory", memory, width)
+            seen = _counted("memory_key_padding_mask", memory_padding, memory)
+            memory = F.rms_norm(memory, (width,))
+        keys = x.shape[1] if memory is None else memory.shape[1]
+        if src_mask is not None:
+            pairs, bias = _allowed(src_mask, (x.shape[0], x.shape[1], keys))
+        if is_causal and not self.causal:
+            if self.attention == "cross":
+                raise ValueError('is_causal=True needs attention="self", got "cross"')
+            order = torch.ones(keys, keys, dtype=torch.bool, device=x.device).tril()
+            pairs = order if pairs is None else pairs & order
+        tokens = self.dropout(F.rms_norm(x, (self.dim,)))
+        mask = _counted("src_key_padding_mask", padding, x)
+        return x, AttentionInput(tokens, pairs, bias, memory, seen), mask
+
+    def _tokens(self, name: str, tokens: Any, width: int) -> Tensor:
+        """(B, N, width), from what may be (N, width) or (N, B, width)."""
+        if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.shape[-1] != width:
+            got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            layout = f"(B, N, {width})" if self.batch_first else f"(N, B, {width})"
+            raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
+        if tokens.dim() == 2:
+            return tokens.unsqueeze(0)
+        return tokens if self.batch_first else tokens.transpose(0, 1)
+
+    def _start(self, x: AttentionInput) -> Tensor:
+        assert x.tokens is not None
+        return x.tokens.new_zeros(*x.tokens.shape[:2], self.state_dim)
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, attention={self.attention!r}, causal={self.causal}, "
+            f"curvature={self.curvature}, batch_first={self.batch_first}"
+        )
+
+
+def _check_curvature(curvature: Any) -> tuple[float, float]:
+    if not isinstance(curvature, (tuple, list)) or len(curvature) != 2:
+        raise TypeError(f"curvature must be two numbers, of attention and memory, got {curvature!r}")
+    first, second = (require_number("curvature", c, low=0.0, closed=False) for c in curvature)
+    if first + second >= 1.0:
+        raise ValueError(f"curvature must sum to less than 1, else minima are many, got {curvature}")
+    return first, second
+
+
+def _counted(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
+    """``nn.Transformer``'s padding mask, (B, N) or (N,), as a mask of the tokens that count."""
+    if padding is None:
+        return None
+    expected = tuple(tokens.shape[:2])
+    if not isinstance(padding, Tensor) or padding.dtype != torch.bool:
+        got = padding.dtype if isinstance(padding, Tensor) else type(padding).__name__
+        raise TypeError(f"{name} must be a bool tensor, True at padding, got {got}")
+    padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
+    if tuple(padding.shape) != expected:
+        raise ValueError(f"{name} must have the shape {expected}, got {tuple(padding.shape)}")
+    return ~padding
+
+
+def _allowed(
+    mask: Any, shape: tuple[int, int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """``nn.Transformer``'s mask of pairs as pairs that are allowed and a bias of their scores."""
+    batch, tokens, keys = shape
+    fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)
+    if fits and mask.dim() == 3 and mask.shape[0] % batch == 0:
+        mask = mask.unflatten(0, (batch, -1))
+    elif not fits or mask.dim() != 2:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"src_mask must have the shape ({tokens}, {keys}) or ({batch} heads, {tokens}, {keys}), "
+            f"got {got}"
+        )
+    if mask.dtype == torch.bool:
+        return ~mask, None
+    if not mask.is_floating_point():
+        raise TypeError(f"src_mask must be bool or floating, got {mask.dtype}")
+    allowed = mask != -torch.inf
+    return allowed, mask.masked_fill(~allowed, 0.0)
