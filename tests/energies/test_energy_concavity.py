@@ -24,6 +24,11 @@ EXPECTED = {
     "relu-none",
     "softmax-ff-none",
     "gated-relu-none",
+    "relu-none-context",
+    "relu-none-gates",
+    "softmax-ff-none-context",
+    "gated-relu-none-context",
+    "gated-relu-none-gates",
     "softmax-cross-none-1",
     "softmax-cross-none-4",
 }
