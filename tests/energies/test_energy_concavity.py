@@ -26,6 +26,7 @@ EXPECTED = {
     "gated-relu-none",
     "softmax-cross-none-1",
     "softmax-cross-none-4",
+    "softmax-cross-trained",
 }
 
 
