@@ -36,9 +36,10 @@ PUBLIC = {
         sigmoid_attention sigmoid_attention_hvp
     """,
     "implicit_attn.energies": """
-        BiSoftmaxAttention ClassicalHopfield Couplings DenseAssociative Energy Field
+        AttentionInput BiSoftmaxAttention ClassicalHopfield Couplings DenseAssociative Energy Field
         FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
-        IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian LinearAttention
+        IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
+        LearnedLayerNormLagrangian LinearAttention
         Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
         RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian

@@ -15,6 +15,7 @@ from implicit_attn.energies.feedforward import (
     ReLUFeedForward,
     SoftmaxFeedForward,
 )
+from implicit_attn.energies.heads.inputs import AttentionInput
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.energies.lagrangians import (
@@ -22,6 +23,7 @@ from implicit_attn.energies.lagrangians import (
     IsingLagrangian,
     Lagrangian,
     LayerNormLagrangian,
+    LearnedLayerNormLagrangian,
     ReLULagrangian,
     RMSNormLagrangian,
     SoftmaxLagrangian,
@@ -40,6 +42,7 @@ from implicit_attn.energies.spins.energies import (
 )
 
 __all__ = [
+    "AttentionInput",
     "BiSoftmaxAttention",
     "ClassicalHopfield",
     "Couplings",
@@ -55,6 +58,7 @@ __all__ = [
     "IsingLagrangian",
     "Lagrangian",
     "LayerNormLagrangian",
+    "LearnedLayerNormLagrangian",
     "LinearAttention",
     "Projection",
     "Quadratic",

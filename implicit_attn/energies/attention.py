@@ -156,8 +156,10 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         if isinstance(beta, Tensor):
             scale = by_head(beta, 3, y)
             beta, query, key = 1.0, rescaled(y, scale), y.to(scale.dtype)
-        options = {"mask": mask, "pairs": pairs.allowed, "bias": pairs.bias}
-        force = frozen_key_attention(query, key, beta, **options)[0].to(y.dtype)
+        force, _ = frozen_key_attention(
+            query, key, beta, mask=mask, pairs=pairs.allowed, bias=pairs.bias
+        )
+        force = force.to(y.dtype)
         return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
 
 

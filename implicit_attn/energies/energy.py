@@ -266,7 +266,10 @@ class Sum(SummedEnergy):
 
 
 class Select(Energy):
-    """An energy whose input is ``x[key]``, the part of a dict, tuple or list, instead of ``x``."""
+    """An energy whose input is ``x[key]``, the part of a dict, tuple or list, instead of ``x``.
+
+    The key of a named tuple's part may be its name.
+    """
 
     def __init__(self, energy: Energy, key: Any) -> None:
         super().__init__()
@@ -286,8 +289,10 @@ class Select(Energy):
             kind = type(x).__name__
             raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
         try:
+            if isinstance(self.key, str) and hasattr(x, "_fields"):  # a named tuple
+                return x[x._fields.index(self.key)]  # type: ignore[union-attr]
             return x[self.key]
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
             raise ValueError(f"x must hold {self.key!r}, it holds {held}") from error
 

@@ -14,13 +14,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from implicit_attn.energies.checks import check_tokens
 from implicit_attn.energies.projected import RMSNorm
 from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
-from solvers.core.checks import require_positive
+from solvers.core.checks import require_count, require_positive
 
 
 class Lagrangian(ABC):
@@ -127,12 +128,64 @@ class RMSNormLagrangian(Lagrangian):
 class LayerNormLagrangian(RMSNormLagrangian):
     """``Lag = d sqrt(var(z) + epsilon)``, ``g = (z - mean(z)) / sqrt(var(z) + epsilon)``: LayerNorm.
 
-    It is the ``RMSNormLagrangian`` of ``z - mean(z)``, without gain and offset.
+    It is the ``RMSNormLagrangian`` of ``z - mean(z)``, without gain and offset, which
+    ``LearnedLayerNormLagrangian`` has.
     """
 
     @staticmethod
     def project(z: Tensor) -> Tensor:
         return z - z.mean(-1, keepdim=True)
+
+
+class _Positive(nn.Module):
+    """Parametrisation ``log(1 + exp(raw))`` of a number > 0."""
+
+    def forward(self, raw: Tensor) -> Tensor:
+        return F.softplus(raw)
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        if not bool((value > 0).all()):
+            raise ValueError(f"gamma must be > 0, got {value.tolist()}")
+        return value + torch.log(-torch.expm1(-value))
+
+
+class LearnedLayerNormLagrangian(Lagrangian, nn.Module):
+    """``Lag = d gamma sqrt(var(z) + epsilon) + delta.z``: LayerNorm with a learned gain and offset.
+
+    ``g = gamma (z - mean(z)) / sqrt(var(z) + epsilon) + delta``. ``gamma``, one number, stays > 0 during
+    training, so that the Lagrangian is convex; ``delta`` is (d,). Both may be assigned. A module: an
+    ``ActivationStep`` trains it with its energy.
+
+    Args:
+        dim: d.
+        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
+
+    Source: Hoover et al., "Energy Transformer" (2023), https://arxiv.org/abs/2302.07253, equations 1
+    and 2.
+    """
+
+    gamma: Tensor
+
+    def __init__(self, dim: int, epsilon: float = 1.0) -> None:
+        nn.Module.__init__(self)
+        self.norm = LayerNormLagrangian(epsilon)
+        self.gamma = nn.Parameter(torch.ones(()))
+        parametrize.register_parametrization(self, "gamma", _Positive())
+        self.delta = nn.Parameter(torch.zeros(require_count("dim", dim)))
+
+    def token_value(self, z: Tensor) -> Tensor:
+        gain, offset = self.gamma.to(z.dtype), self.delta.to(z.dtype)
+        return gain * self.norm.token_value(z) + (z * offset).sum(-1)
+
+    def activation(self, z: Tensor) -> Tensor:
+        unit = self.norm.activation(z)
+        return torch.addcmul(self.delta.to(z.dtype), self.gamma.to(z.dtype), unit)
+
+    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
+        return self.gamma.to(z.dtype) * self.norm.hessian_product(z, v)
+
+    def extra_repr(self) -> str:
+        return f"dim={len(self.delta)}, epsilon={self.norm.epsilon}"
 
 
 @dataclass(frozen=True)

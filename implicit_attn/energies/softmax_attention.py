@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.attention import head_width
 from implicit_attn.energies.checks import check_tokens, check_vector
-from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads.features import Features, add_parts, project
 from implicit_attn.energies.heads.inputs import (
@@ -23,6 +22,7 @@ from implicit_attn.energies.heads.inputs import (
     read_pairs,
 )
 from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_head, describe
+from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm
 from implicit_attn.energies.tokens import Pair, hide, sum_samples, sum_squares
 from implicit_attn.kernels import (
@@ -202,6 +202,7 @@ class SoftmaxAttention(Energy):
         raw = project(z, weight, self.query_bias, heads, mask, context.query)
         query = Features.of(raw, self.norm, weight)
         if self.cross:
+            assert context.key is not None  # made of the memory
             key = Features(context.key, None, None)
             if key.unit.shape[0] != z.shape[0]:
                 raise ValueError(

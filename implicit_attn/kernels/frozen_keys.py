@@ -126,10 +126,10 @@ def explain_frozen_keys(
         return Choice("reference", "inside torch.func.vmap, which takes the dense formula apart")
     if torch.compiler.is_compiling():
         return Choice("reference", "a compiler takes the dense formula apart")
-    pairs = query.shape[2] * key.shape[2]
-    if pairs < DENSE_PAIRS:
-        return Choice("reference", f"{pairs} pairs: the dense formula has the least overhead")
-    return Choice("flash", f"{pairs} pairs: stock attention holds no N x M matrix")
+    count = query.shape[2] * key.shape[2]
+    if count < DENSE_PAIRS:
+        return Choice("reference", f"{count} pairs: the dense formula has the least overhead")
+    return Choice("flash", f"{count} pairs: stock attention holds no N x M matrix")
 
 
 def check_frozen_key_backend(backend: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,16 +21,23 @@ class EnergyTransformerLayer(RecurrentLayer):
         E(g) = -beta^-1 sum_h sum_i log sum_j exp(beta q_hi.k_hj) - 1/2 sum_i sum_m relu(xi_m.g_i)^2
 
     and ``q = W_Q g, k = W_K g``. The Jacobian of the norm, which is the Hessian of a convex
-    Lagrangian, is left out; small steps descend E nevertheless. A token attends to itself, too. The
-    gradient is in closed form and includes the derivatives by queries and by keys.
+    Lagrangian, is left out; small steps descend E nevertheless. The gradient is in closed form and
+    includes the derivatives by queries and by keys. ``attention`` are options of ``SoftmaxAttention``.
     """
 
     def __init__(
-        self, dim: int, heads: int, memories: int, *, step_size: float, deviation: float | None
+        self,
+        dim: int,
+        heads: int,
+        memories: int,
+        *,
+        step_size: float,
+        deviation: float | None,
+        **attention: Any,
     ) -> None:
         super().__init__()
         self.step_size = require_positive("step_size", step_size)
-        self.attention = SoftmaxAttention(dim, heads, norm=None)
+        self.attention = SoftmaxAttention(dim, heads, norm=None, **attention)
         self.feedforward = ReLUFeedForward(dim, memories, norm=None)
         if deviation is not None:
             for module in self.modules():
@@ -62,6 +70,11 @@ class EnergyTransformer(RecurrentBackbone):
         memories: of the Hopfield network, rows of xi; None: 4 d.
         step_size: of the descent, eta; 0.1 is the paper's for images.
         deviation: standard deviation of the initial weights; None: ``d^-1/2``.
+        bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, zero at first.
+        beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)`` for heads of width p.
+        learned_beta: train one for each head.
+        exclude_self: the paper's sum over ``B != C``: no token attends to itself. Its published code
+            sums over all tokens.
         layers: their number.
         iterations, order: as for ``RecurrentBackbone``.
 
@@ -79,12 +92,17 @@ class EnergyTransformer(RecurrentBackbone):
         *,
         step_size: float = 0.1,
         deviation: float | None = None,
+        bias: bool = False,
+        beta: float | Sequence[float] | None = None,
+        learned_beta: bool = False,
+        exclude_self: bool = False,
         layers: int = 1,
         iterations: int = 12,
         order: str = "blocks",
     ) -> None:
         memories = 4 * dim if memories is None else memories
-        options = {"step_size": step_size, "deviation": deviation}
+        options: dict[str, Any] = {"step_size": step_size, "deviation": deviation, "bias": bias}
+        options |= {"beta": beta, "learned_beta": learned_beta, "exclude_self": exclude_self}
         number = require_count("layers", layers)
         made = [EnergyTransformerLayer(dim, heads, memories, **options) for _ in range(number)]
         super().__init__(dim, made, iterations, order=order)

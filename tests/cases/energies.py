@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from implicit_attn.energies import (
     BiSoftmaxAttention,
@@ -37,6 +37,7 @@ from implicit_attn.energies import (
     SpinInteraction,
     VectorSpin,
 )
+from implicit_attn.energies.heads.inputs import PairPattern
 
 
 class EnergyCase(NamedTuple):
@@ -54,6 +55,26 @@ MEMORIES, COUNT = 12, 5
 
 def _attention(cls: Callable[..., Energy], dim: int, heads: int, **options: Any) -> Energy:
     return cls(dim, heads=heads, **options)
+
+
+def _heads(cls: Callable[..., Energy], dim: int, context: bool = False, **options: Any) -> Energy:
+    """Two heads, an input of the state's width, and parameters that start at zero away from there."""
+    if context:
+        options["context_dim"] = dim
+    energy = cls(dim, heads=2, **options)
+    for parameter in energy.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    return energy
+
+
+def _pattern(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
+    """Half of the pairs, among them a token without any key, and a trained bias."""
+    generator = torch.Generator().manual_seed(11)
+    pairs = torch.rand(2, COUNT, COUNT, generator=generator) < 0.5
+    pairs[:, 2] = False
+    bias = nn.Parameter(torch.randn(COUNT, COUNT))
+    return _heads(cls, dim, pairs=pairs, pair_bias=bias, **options)
 
 
 def _feedforward(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
@@ -147,6 +168,7 @@ def _cases() -> list[EnergyCase]:
         ("gated-gelu", GatedFeedForward, {}),
         ("gated-relu", GatedFeedForward, {"activation": "relu"}),
     ]
+    cases += _heads_cases()
     for name, norm in NORMS.items():
         for label, cls, options, needs_x in attentions:
             for heads in (1, 4):
@@ -188,6 +210,40 @@ def _memories_that_see_the_input(
     return cases
 
 
+def _heads_cases() -> list[EnergyCase]:
+    """What attention energies may have besides tokens: an input, biases, temperatures, pairs."""
+    elastic, unequal = {"energy": "elastic"}, {"beta": (0.3, 1.2)}
+    trained = {"learned_beta": True, "bias": True}
+    rows: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
+        ("bisoftmax-context", BiSoftmaxAttention, {"context": True}),
+        ("sigmoid-context", SigmoidAttention, {"context": True, **unequal}),
+        ("linear-context", LinearAttention, {"context": True, "norm": None, **unequal}),
+        ("linear-elu-trained", LinearAttention, {"feature_map": "elu", **trained}),
+        ("softmax-context", SoftmaxAttention, {"context": True}),
+        ("softmax-elastic-context", SoftmaxAttention, {"context": True, **elastic, **unequal}),
+        ("bisoftmax-others", BiSoftmaxAttention, {"exclude_self": True, **unequal}),
+        ("bisoftmax-trained", BiSoftmaxAttention, {"norm": None, **trained}),
+        ("sigmoid-trained", SigmoidAttention, trained),
+        ("softmax-others", SoftmaxAttention, {"exclude_self": True, "bias": True}),
+        ("softmax-elastic-trained", SoftmaxAttention, {"norm": None, **elastic, **trained}),
+        ("softmax-cross-trained", SoftmaxAttention, {"cross": True, "norm": None, **trained}),
+        ("softmax-cross-elastic-trained", SoftmaxAttention, {"cross": True, **elastic, **trained}),
+    ]
+    cases = [
+        EnergyCase(name, partial(_heads, cls, **options), "context" in name or "cross" in name)
+        for name, cls, options in rows
+    ]
+    patterns: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
+        ("bisoftmax-pairs", BiSoftmaxAttention, {"context": True}),
+        ("softmax-pairs", SoftmaxAttention, {"context": True, "exclude_self": True}),
+        ("softmax-elastic-pairs", SoftmaxAttention, {"learned_beta": True, **elastic}),
+    ]
+    for name, cls, options in patterns:
+        factory = partial(_pattern, cls, **options)
+        cases.append(EnergyCase(name, factory, "context" in options, placed=True))
+    return cases
+
+
 ENERGIES = _cases()
 DIM = 8
 
@@ -219,6 +275,12 @@ def tokens(
 def keep_places(energy: Energy, keep: Tensor) -> Energy:
     """A copy of a ``placed`` energy that has only the places in ``keep`` (N,)."""
     energy = copy.deepcopy(energy)
+    pattern = getattr(energy, "pattern", None)
+    if isinstance(pattern, PairPattern):
+        assert pattern.allowed is not None and pattern.bias is not None
+        pattern.allowed = pattern.allowed[:, keep][:, :, keep]
+        pattern.bias = nn.Parameter(pattern.bias.detach()[keep][:, keep])
+        return energy
     couplings = energy.couplings
     assert isinstance(couplings, Couplings)
     weight = couplings.weight.detach()[keep][:, keep]

@@ -31,6 +31,7 @@ EXPECTED = {
     "gated-relu-none-gates",
     "softmax-cross-none-1",
     "softmax-cross-none-4",
+    "softmax-cross-trained",
 }
 
 

@@ -115,6 +115,12 @@ SECOND_ORDER = (
     "softmax-inner-none-1",
     "softmax-elastic-soft-1",
     "softmax-cross-elastic-none-1",
+    "bisoftmax-context",
+    "sigmoid-context",
+    "linear-elu-trained",
+    "softmax-elastic-context",
+    "softmax-elastic-trained",
+    "softmax-cross-elastic-trained",
     "relu-soft",
     "softmax-ff-soft",
     "gated-gelu-soft",
@@ -142,7 +148,16 @@ def test_gradient_passes_gradgradcheck(case: EnergyCase) -> None:
     assert gradgradcheck(gradient, inputs)
 
 
-@few_energies("bisoftmax-soft-4", "relu-soft", "hopfield-learnable", "softmax-elastic-soft-1")
+@few_energies(
+    "bisoftmax-soft-4",
+    "relu-soft",
+    "hopfield-learnable",
+    "softmax-elastic-soft-1",
+    "softmax-elastic-trained",
+    "bisoftmax-trained",
+    "sigmoid-trained",
+    "linear-elu-trained",
+)
 def test_value_and_hessian_product_pass_gradcheck(case: EnergyCase) -> None:
     energy = build(case, dim=4)
     z, _ = tokens(case, batch=1, count=3, dim=4)

@@ -66,7 +66,11 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: SigmoidAttention(8, 2, bound=-1.0), ValueError, r"bound must be finite and > 0"),
     (lambda: LinearAttention(8, 2, feature_map="exp"), ValueError, r"feature_map .* got 'exp'"),
     (lambda: SoftmaxAttention(8, 2, energy="dot"), ValueError, r"energy must be .* got 'dot'"),
-    (lambda: SoftmaxAttention(8, 2, query_context_dim=4), ValueError, r"query_context_dim needs cross"),
+    (
+        lambda: SoftmaxAttention(8, 2, query_context_dim=4),
+        ValueError,
+        r"query_context_dim needs cross",
+    ),
     (lambda: SoftmaxAttention(8, 2, cross=True, causal=True), ValueError, r"causal needs self"),
     (lambda: ReLUFeedForward(8, 0), ValueError, r"rows must be >= 1, got 0"),
     (lambda: GatedFeedForward(8, 4, activation="tanh"), ValueError, r"activation .* got 'tanh'"),

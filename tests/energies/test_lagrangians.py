@@ -8,18 +8,33 @@ import pytest
 import torch
 from torch import Tensor
 
+from implicit_attn import DEQ, ActivationStep
 from implicit_attn.energies import (
     IdentityLagrangian,
     IsingLagrangian,
     Lagrangian,
     LayerNormLagrangian,
+    LearnedLayerNormLagrangian,
+    ReLUFeedForward,
     ReLULagrangian,
     RMSNormLagrangian,
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
 
+
+def learned() -> LearnedLayerNormLagrangian:
+    """With a gain and offsets away from one and zero."""
+    lagrangian = LearnedLayerNormLagrangian(6, epsilon=0.3).double()
+    lagrangian.gamma = torch.tensor(1.7, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        lagrangian.delta.normal_(generator=generator)
+    return lagrangian.requires_grad_(False)
+
+
 LAGRANGIANS = [
+    learned(),
     IdentityLagrangian(),
     ReLULagrangian(),
     SoftmaxLagrangian(),
@@ -103,6 +118,34 @@ def test_values_and_activations_by_hand() -> None:
     for lagrangian, value, activation in cases:
         assert lagrangian.value(z).item() == pytest.approx(value, rel=1e-12)
         assert lagrangian.activation(z).flatten().tolist() == pytest.approx(activation, rel=1e-12)
+
+
+def test_learned_gain_and_offset() -> None:
+    lagrangian = LearnedLayerNormLagrangian(2, epsilon=3.75).double()
+    z = torch.tensor([[[3.0, -4.0]]], dtype=torch.float64)
+    plain = LayerNormLagrangian(3.75).activation(z)
+    torch.testing.assert_close(lagrangian.activation(z).detach(), plain, rtol=1e-6, atol=0.0)
+    lagrangian.gamma = torch.tensor(2.0, dtype=torch.float64)
+    lagrangian.delta = torch.nn.Parameter(torch.tensor([0.5, 1.0], dtype=torch.float64))
+    assert lagrangian(z).item() == pytest.approx(2 * 8.0 + 1.5 - 4.0, rel=1e-12)
+    assert lagrangian.activation(z).flatten().tolist() == pytest.approx([2.25, -0.75], rel=1e-12)
+    with pytest.raises(ValueError, match=r"gamma must be > 0, got -1\.0"):
+        lagrangian.gamma = torch.tensor(-1.0)
+
+
+def test_training_keeps_the_gain_positive_and_moves_the_offset() -> None:
+    torch.manual_seed(0)
+    lagrangian = LearnedLayerNormLagrangian(8)
+    energy = 0.2 * ReLUFeedForward(8, 16, norm=None)
+    layer = DEQ(ActivationStep(energy, lagrangian), on_failure="raise")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=2.0)
+    x = torch.randn(3, 4, 8)
+    for _ in range(8):  # towards no activation at all, which a gain of zero would give
+        optimizer.zero_grad()
+        lagrangian.activation(layer(x)).square().mean().backward()
+        optimizer.step()
+        assert lagrangian.gamma.item() > 0
+    assert lagrangian.gamma.item() < 0.8 and lagrangian.delta.abs().max() > 1e-4
 
 
 @each

@@ -80,13 +80,19 @@ def crate_step(layer: Any, x: Tensor) -> Tensor:
 
 def energy_of_activation(layer: Any, g: Tensor) -> Tensor:
     """The Energy Transformer's two energies of one sample (N, d), head by head."""
-    beta = 1.0 / math.sqrt(WIDTH)
+    attention = layer.attention
+    betas = [attention.beta] * HEADS if isinstance(attention.beta, float) else attention.beta
+    others = torch.ones(len(g), len(g), dtype=g.dtype)
+    if attention.pattern.exclude_self:
+        others = others - torch.eye(len(g), dtype=g.dtype)
     value = torch.zeros((), dtype=g.dtype)
-    for head in range(HEADS):
+    for head, beta in enumerate(betas):
         rows = slice(head * WIDTH, (head + 1) * WIDTH)
-        q = g @ layer.attention.query.weight[rows].T
-        k = g @ layer.attention.key.weight[rows].T
-        value = value - (beta * q @ k.T).exp().sum(-1).log().sum() / beta
+        q = g @ attention.query.weight[rows].T
+        k = g @ attention.key.weight[rows].T
+        if attention.query_bias is not None:
+            q, k = q + attention.query_bias[rows], k + attention.key_bias[rows]
+        value = value - (others * (beta * q @ k.T).exp()).sum(-1).log().sum() / beta
     hidden = (g @ layer.feedforward.projection.weight.T).clamp_min(0.0)
     return value - 0.5 * hidden.square().sum()
 
@@ -118,6 +124,36 @@ def test_the_step_is_its_papers(name: str) -> None:
     result = model(x, iterations=1)
     assert (result - expected).abs().max() <= 1e-10
     assert not torch.allclose(result, x, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": True},
+        {"beta": [0.2, 0.5, 1.3]},
+        {"learned_beta": True, "bias": True},
+        {"exclude_self": True},
+    ],
+    ids=str,
+)
+def test_the_energy_transformer_with_its_published_options(options: dict[str, Any]) -> None:
+    """On copied weights: biases of queries and keys, temperatures of heads, no self term."""
+    model, plain = build("energy-transformer", **options), build("energy-transformer")
+    model.load_state_dict(plain.state_dict() | _new(model, plain))
+    x = tokens()
+    expected = torch.stack([energy_transformer_step(model.layers[0], sample) for sample in x])
+    result = model(x, iterations=1)
+    assert (result - expected).abs().max() <= 1e-10
+    assert not torch.allclose(result, plain(x, iterations=1), atol=1e-3)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    result.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def _new(model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
+    """What only the first of two models has in its state."""
+    known = plain.state_dict()
+    return {name: value for name, value in model.state_dict().items() if name not in known}
 
 
 @each_model

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies.checks import check_vector
-from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.heads.features import Features, project
 from implicit_attn.energies.heads.inputs import (
     AttentionInput,
@@ -19,6 +18,7 @@ from implicit_attn.energies.heads.inputs import (
     read_pairs,
 )
 from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_head, describe
+from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, ProjectedEnergy, Projection, RMSNorm
 from implicit_attn.energies.tokens import Pair, hide
 from implicit_attn.kernels.pairs import Pairs
@@ -57,8 +57,6 @@ class HeadsEnergy(ProjectedEnergy):
         bound: bound on the spectral norm of the weight of z, or None.
     """
 
-    pattern: PairPattern | None = None  # of an energy that knows pairs
-
     def __init__(
         self,
         dim: int,
@@ -76,6 +74,7 @@ class HeadsEnergy(ProjectedEnergy):
         super().__init__(dim, heads=heads, norm=norm)
         self.projection = Projection(dim, heads * width, bound)
         self.temperatures = Temperatures(heads, beta, width, learned_beta)
+        self.pattern: PairPattern | None = None  # of an energy that knows pairs
         self.context: Projection | None = None
         if context_dim is not None:
             self.context = Projection(require_count("context_dim", context_dim), heads * width)

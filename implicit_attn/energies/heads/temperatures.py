@@ -59,7 +59,7 @@ class Temperatures(nn.Module):
 
 def describe(beta: float | Tensor) -> str:
     """``beta`` for a module's text."""
-    if isinstance(beta, float):
+    if not isinstance(beta, Tensor):
         return f"beta={beta:.4g}"
     return f"beta=({', '.join(f'{number:.4g}' for number in beta.tolist())})"
 
