@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from implicit_attn.block import EquilibriumBlock
 from implicit_attn.deq import DEQ
 from implicit_attn.energies import Energy
 from implicit_attn.updates import ActivationStep, GradientStep, Update
 
 __version__ = "0.1.0"
 
-__all__ = ["DEQ", "ActivationStep", "Energy", "GradientStep", "Update", "__version__"]
+__all__ = [
+    "DEQ",
+    "ActivationStep",
+    "Energy",
+    "EquilibriumBlock",
+    "GradientStep",
+    "Update",
+    "__version__",
+]

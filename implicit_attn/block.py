@@ -154,7 +154,13 @@ class EquilibriumBlock(nn.Module):
 
         ``options`` are those of :meth:`implicit_attn.DEQ.solve` and the keyword arguments of ``forward``.
         """
-        named = ("src_mask", "src_key_padding_mask", "is_causal", "memory", "memory_key_padding_mask")
+        named = (
+            "src_mask",
+            "src_key_padding_mask",
+            "is_causal",
+            "memory",
+            "memory_key_padding_mask",
+        )
         call = dict(zip(named, masks, strict=False))
         call |= {name: options.pop(name) for name in named if name in options}
         _, given, mask = self._arguments(src, *(call.get(name) for name in named))
@@ -172,7 +178,9 @@ class EquilibriumBlock(nn.Module):
         """Tokens (B, N, d), the energy's input, and the mask of tokens that count."""
         x = self._tokens("src", src, self.dim)
         if (memory is None) == (self.attention == "cross"):
-            raise ValueError(f"memory goes with attention='cross', got attention={self.attention!r}")
+            raise ValueError(
+                f"memory goes with attention='cross', got attention={self.attention!r}"
+            )
         pairs = bias = seen = None
         if self.attention is None and (src_mask is not None or is_causal):
             raise ValueError("src_mask and is_causal need attention, got attention=None")
@@ -195,7 +203,11 @@ class EquilibriumBlock(nn.Module):
 
     def _tokens(self, name: str, tokens: Any, width: int) -> Tensor:
         """(B, N, width), from what may be (N, width) or (N, B, width)."""
-        if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.shape[-1] != width:
+        if (
+            not isinstance(tokens, Tensor)
+            or tokens.dim() not in (2, 3)
+            or tokens.shape[-1] != width
+        ):
             got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
             layout = f"(B, N, {width})" if self.batch_first else f"(N, B, {width})"
             raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
@@ -216,10 +228,14 @@ class EquilibriumBlock(nn.Module):
 
 def _check_curvature(curvature: Any) -> tuple[float, float]:
     if not isinstance(curvature, (tuple, list)) or len(curvature) != 2:
-        raise TypeError(f"curvature must be two numbers, of attention and memory, got {curvature!r}")
+        raise TypeError(
+            f"curvature must be two numbers, of attention and memory, got {curvature!r}"
+        )
     first, second = (require_number("curvature", c, low=0.0, closed=False) for c in curvature)
     if first + second >= 1.0:
-        raise ValueError(f"curvature must sum to less than 1, else minima are many, got {curvature}")
+        raise ValueError(
+            f"curvature must sum to less than 1, else minima are many, got {curvature}"
+        )
     return first, second
 
 
@@ -237,9 +253,7 @@ def _counted(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
     return ~padding
 
 
-def _allowed(
-    mask: Any, shape: tuple[int, int, int]
-) -> tuple[Tensor | None, Tensor | None]:
+def _allowed(mask: Any, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor | None]:
     """``nn.Transformer``'s mask of pairs as pairs that are allowed and a bias of their scores."""
     batch, tokens, keys = shape
     fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)

@@ -31,6 +31,7 @@ _BELOW_MODELS = (_BELOW_DEQ - {"solvers"}) | {
     "implicit_attn.checkpoint",
     "implicit_attn.data",
     "implicit_attn.deq",
+    "implicit_attn.block",
 }
 MAY_IMPORT = {
     "solvers.core.checks": set[str](),
@@ -52,6 +53,7 @@ MAY_IMPORT = {
     "implicit_attn.energies": _BELOW_ENERGIES,
     "implicit_attn.updates": _BELOW_UPDATES,
     "implicit_attn.deq": _BELOW_DEQ,
+    "implicit_attn.block": _BELOW_DEQ | {"implicit_attn.deq"},
     "implicit_attn.models": _BELOW_MODELS,
     "implicit_attn.training": _GROUND
     | {

@@ -28,7 +28,7 @@ PUBLIC = {
         OPTIONS TorchDEQ register
     """,
     "implicit_attn": """
-        ActivationStep DEQ Energy GradientStep Update __version__
+        ActivationStep DEQ Energy EquilibriumBlock GradientStep Update __version__
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
@@ -36,7 +36,8 @@ PUBLIC = {
         sigmoid_attention sigmoid_attention_hvp
     """,
     "implicit_attn.energies": """
-        AttentionInput BiSoftmaxAttention ClassicalHopfield Couplings DenseAssociative Energy Field
+        AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
+        DenseAssociative Energy EquilibriumEnergy Field
         FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention

@@ -8,6 +8,8 @@ from implicit_attn.energies.attention import (
     RowSoftmaxAttention,
     SigmoidAttention,
 )
+from implicit_attn.energies.context.conditional_attention import ConditionalAttention
+from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
 from implicit_attn.energies.energy import Energy, Scaled, Select, Sum, Weighted
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
@@ -45,9 +47,11 @@ __all__ = [
     "AttentionInput",
     "BiSoftmaxAttention",
     "ClassicalHopfield",
+    "ConditionalAttention",
     "Couplings",
     "DenseAssociative",
     "Energy",
+    "EquilibriumEnergy",
     "Field",
     "FunctionEnergy",
     "GELUFeedForward",

@@ -37,7 +37,6 @@ from implicit_attn.kernels import (
 from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
 
-
 # In place of minus infinity, which a solve does not take among its arguments: its exponential is zero.
 CLOSED = -1e30
 
@@ -169,7 +168,9 @@ class ConditionalAttention(Energy):
         value = project_input(memory, self.value, self.value_bias, heads, seen, name)
         value = self.norm.normalise(value)[0]
         beta = self.temperatures()
-        query = query * (by_head(beta, 3, query).to(query.dtype) if isinstance(beta, Tensor) else beta)
+        query = query * (
+            by_head(beta, 3, query).to(query.dtype) if isinstance(beta, Tensor) else beta
+        )
         return Prepared(self._freeze(query, key, value, read_pairs(x), mask, seen))
 
     def _freeze(
