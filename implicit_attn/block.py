@@ -95,7 +95,7 @@ class EquilibriumBlock(nn.Module):
             source = (dim if memory_dim is None else memory_dim) if attention == "cross" else None
             attends = ConditionalAttention(
                 state, heads, context_dim=dim, memory_dim=source, curvature=self.curvature[0],
-                causal=causal,
+                learned_beta=True, causal=causal,
             )  # fmt: skip
         if hidden:
             bound = (self.curvature[1] / STEEPEST[activation]) ** 0.5
@@ -107,7 +107,7 @@ class EquilibriumBlock(nn.Module):
         self.state_dim = state
         options = {"tolerance": solvers.Tolerance(1e-3)} | (layer or {})
         energy = EquilibriumEnergy(attends, recalls, self.output)
-        self.deq = DEQ(GradientStep(energy), init=self._start, **options)
+        self.deq = DEQ(_UnitStep(energy), init=self._start, **options)
 
     @property
     def energy(self) -> EquilibriumEnergy:
@@ -224,6 +224,12 @@ class EquilibriumBlock(nn.Module):
             f"dim={self.dim}, attention={self.attention!r}, causal={self.causal}, "
             f"curvature={self.curvature}, batch_first={self.batch_first}"
         )
+
+
+class _UnitStep(GradientStep):
+    """The unit gradient step, which is a contraction here: no solver needs the energy's value."""
+
+    monitored = False
 
 
 def _check_curvature(curvature: Any) -> tuple[float, float]:

@@ -153,6 +153,9 @@ class _Multiple(Energy):
         factor = self.factor()
         return value * factor, scale_tree(gradient, factor)
 
+    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        return scale_tree(self.energy.grad(z, x, mask=mask), self.factor())
+
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         return scale_tree(self.energy.hvp(z, v, x, mask=mask), self.factor())
 
@@ -241,6 +244,16 @@ class SummedEnergy(Energy):
             total = add_trees(total, gradient, factor, owned=index > 1)
         return value, total
 
+    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        total: Any = None
+        for index, (term, part) in enumerate(with_parts(self.summands(), x)):
+            factor: float | Tensor = 1.0
+            if isinstance(term, _Multiple):
+                factor, term = term.factor(), term.energy
+            gradient = term.grad(z, part, mask=mask)
+            total = add_trees(total, gradient, factor, owned=index > 1)
+        return total
+
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         total: Any = None
         for index, (term, part) in enumerate(with_parts(self.summands(), x)):
@@ -301,6 +314,9 @@ class Select(Energy):
 
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         return self.energy.value_and_grad(z, self._part(x), mask=mask)
+
+    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        return self.energy.grad(z, self._part(x), mask=mask)
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         return self.energy.hvp(z, v, self._part(x), mask=mask)

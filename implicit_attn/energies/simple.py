@@ -24,9 +24,12 @@ class Quadratic(Energy):
     """
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        check_tokens(z, mask, "Quadratic", features=0)
-        difference = hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
+        difference = self.grad(z, x, mask=mask)
         return 0.5 * sum_squares(difference), difference
+
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        check_tokens(z, mask, "Quadratic", features=0)
+        return hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
 
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         check_tokens(z, mask, "Quadratic", features=0)

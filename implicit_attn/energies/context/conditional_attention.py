@@ -25,6 +25,7 @@ from implicit_attn.energies.projected import (
     SOFT_NORM,
     Projection,
     RMSNorm,
+    check_norm,
     merge_heads,
     split_heads,
 )
@@ -39,6 +40,11 @@ from solvers.core.checks import require_instance, require_positive
 
 # In place of minus infinity, which a solve does not take among its arguments: its exponential is zero.
 CLOSED = -1e30
+
+
+# Of Q, relative to other weights: attention starts out nearly uniform, so that no head settles on the
+# token that the first weights happen to favour.
+START = 0.1
 
 
 class FrozenAttention(NamedTuple):
@@ -94,6 +100,8 @@ class ConditionalAttention(Energy):
             :class:`implicit_attn.energies.heads.heads_energy.HeadsEnergy`.
         curvature: bound on the curvature, finite and > 0.
         norm: of the values of each head.
+        score_norm: norm of each head's queries and keys, or None. It bounds the scores of P0 by
+            ``beta p``, so that no head falls for a single token early in training.
         causal: token i attends to ``j <= i``; self-attention only.
         exclude_self: no token attends to itself; self-attention only.
         pairs, pair_bias: as for :class:`implicit_attn.energies.SoftmaxAttention`.
@@ -122,6 +130,7 @@ class ConditionalAttention(Energy):
         learned_beta: bool = False,
         curvature: float = 0.45,
         norm: RMSNorm = SOFT_NORM,
+        score_norm: RMSNorm | None = SOFT_NORM,
         causal: bool = False,
         exclude_self: bool = False,
         pairs: Tensor | None = None,
@@ -134,6 +143,7 @@ class ConditionalAttention(Energy):
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
         self.cross, self.causal = memory_dim is not None, causal
         self.norm = require_instance("norm", norm, RMSNorm, "RMSNorm(epsilon=...)")
+        self.score_norm = check_norm(score_norm)
         self.curvature = require_positive("curvature", curvature)
         self.tau = self.curvature / self.width
         self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
@@ -141,6 +151,8 @@ class ConditionalAttention(Energy):
         source = context_dim if memory_dim is None else memory_dim
         self.query, self.key = Projection(context_dim, rows), Projection(source, rows)
         self.value = Projection(source, rows)
+        with torch.no_grad():
+            self.query.weight *= START
         self.query_bias = nn.Parameter(torch.zeros(rows))
         self.key_bias = nn.Parameter(torch.zeros(rows))
         self.value_bias = nn.Parameter(torch.zeros(rows))
@@ -167,6 +179,8 @@ class ConditionalAttention(Energy):
         key = project_input(memory, self.key, self.key_bias, heads, seen, name)
         value = project_input(memory, self.value, self.value_bias, heads, seen, name)
         value = self.norm.normalise(value)[0]
+        if self.score_norm is not None:
+            query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
         beta = self.temperatures()
         query = query * (
             by_head(beta, 3, query).to(query.dtype) if isinstance(beta, Tensor) else beta
@@ -228,6 +242,15 @@ class ConditionalAttention(Energy):
         gradient = hide(merge_heads(attended) @ weight, mask).to(z.dtype)
         return sum_samples(lse) / -self.tau, -gradient
 
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        frozen, y, weight = self._evaluate(z, x, mask)
+        if frozen.log_weights is None:
+            attended, _ = self._among_keys(frozen, y)
+        else:
+            attended = self._scores(frozen, y).softmax(-1).to(y.dtype) @ frozen.value
+        attended, _ = _where_attends(attended, None, frozen.attends)
+        return -hide(merge_heads(attended) @ weight, mask).to(z.dtype)
+
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         frozen, y, weight = self._evaluate(z, x, mask)
         check_vector(v, z)
@@ -256,6 +279,12 @@ class ConditionalAttention(Energy):
 
     def _weights(self, frozen: FrozenAttention, y: Tensor) -> Pair:
         """``P`` (B, H, N, M) and ``log sum_j P0_ij exp(tau y_i.v_j)`` (B, H, N)."""
+        scores = self._scores(frozen, y)
+        lse = scores.logsumexp(-1, keepdim=True)
+        return (scores - lse).exp(), lse.squeeze(-1)
+
+    def _scores(self, frozen: FrozenAttention, y: Tensor) -> Tensor:
+        """``log P0_ij + tau y_i.v_j`` (B, H, N, M), float32 or wider."""
         assert frozen.log_weights is not None
         wide, shape = frozen.log_weights.dtype, frozen.log_weights.shape
         scores = torch.baddbmm(
@@ -264,8 +293,7 @@ class ConditionalAttention(Energy):
             frozen.value.to(wide).flatten(0, 1).mT,
             alpha=self.tau,
         )
-        lse = scores.logsumexp(-1, keepdim=True)
-        return (scores - lse).exp().view(shape), lse.view(shape[:3])
+        return scores.view(shape)
 
     def _among_keys(self, frozen: FrozenAttention, y: Tensor) -> Pair:
         """``sum_j P_ij v_j`` and the lse without an N x M matrix: keys are k and tau v, side by side."""

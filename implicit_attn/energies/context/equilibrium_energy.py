@@ -76,6 +76,9 @@ class EquilibriumEnergy(SummedEnergy):
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         return super().value_and_grad(z, self.prepare(x, mask=mask), mask=mask)
 
+    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        return super().grad(z, self.prepare(x, mask=mask), mask=mask)
+
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return super().hvp(z, v, self.prepare(x, mask=mask), mask=mask)
 

@@ -144,6 +144,13 @@ class MemoryEnergy(TokenEnergy):
         value, force = self.value_and_force(raw, mask, gates)
         return value, self._pull_back(force, weight, mask).to(z.dtype)
 
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        if self.norm is not None:
+            return super().grad(z, x, mask=mask)
+        z, weight = self._visible(z, mask), self.weight
+        raw, gates = self._overlaps(z, x, mask, weight)
+        return self._pull_back(self.force(raw, mask, gates), weight, mask).to(z.dtype)
+
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         z, weight = self._visible(z, mask), self.weight
         check_vector(v, z)
