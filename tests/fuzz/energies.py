@@ -29,12 +29,12 @@ EXACT = 1e-9  # of float64, relative to the largest number; curvatures of small 
 def check(draw: Draw) -> None:
     """One energy with random weights and tokens."""
     case: EnergyCase = draw.random.choice(ENERGIES)
-    draw.note("energy", case.id)
     dim = draw.note("d", draw.random.choice((4, 8)))
     count = COUNT if case.placed else draw.random.choice((1, 2, 3, 5, 9))
     width = None if not draw.chance(0.2) else draw.random.choice((1, 3, dim))
     if width is not None:
         case = EnergyCase("memories", _memories(draw, width), True)
+    draw.note("energy", case.id)
     torch_state = torch.get_rng_state()
     torch.manual_seed(draw.number)
     energy = case.factory(dim).double()
