@@ -218,7 +218,7 @@ class SoftmaxAttention(Energy):
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, heads = self._name(), self.heads
-        allowed, bias = read_pairs(x)
+        allowed, bias = read_pairs(x, mask, z)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = key = memory_mask = None
         if self.query_context is not None:

@@ -130,7 +130,7 @@ class HeadsEnergy(ProjectedEnergy):
     ) -> tuple[Features, Pairs | None]:
         """The features at a state, and the pairs among them where that is not all."""
         visible = self._visible(z, mask)
-        context, heads = self._context_of(x, mask), self.heads
+        context, heads = self._context_of(x, mask, z), self.heads
         assert heads is not None
         weight = self.weight if weight is None else weight
         added = None if context is None else context.query
@@ -142,15 +142,15 @@ class HeadsEnergy(ProjectedEnergy):
             pairs = self.pattern((z.shape[0], heads, tokens, tokens), z.device, pairs)
         return Features.of(raw, self.norm, weight), pairs
 
-    def _context_of(self, x: Any, mask: Tensor | None) -> HeadsContext | None:
+    def _context_of(self, x: Any, mask: Tensor | None, z: Tensor) -> HeadsContext | None:
         if isinstance(x, Prepared):
             return x.parts
         ignored = self.context is None and not isinstance(x, AttentionInput)
-        return None if ignored else self._context(x, mask)
+        return None if ignored else self._context(x, mask, z)
 
-    def _context(self, x: Any, mask: Tensor | None) -> HeadsContext:
+    def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, query = type(self).__name__, None
-        allowed, bias = read_pairs(x)
+        allowed, bias = read_pairs(x, mask, z)
         if self.pattern is None and (allowed is not None or bias is not None):
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
         if isinstance(x, AttentionInput):
