@@ -12,17 +12,17 @@ from implicit_attn.energies.attention import (
     RowSoftmaxAttention,
     SigmoidAttention,
 )
+from implicit_attn.energies.context.memory_energy import MemoryEnergy
 from implicit_attn.energies.energy import SummedEnergy
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
     GELUFeedForward,
-    MemoryEnergy,
     ReLUFeedForward,
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
 from implicit_attn.energies.simple import Quadratic
-from solvers.core.checks import require_choice
+from solvers.core.checks import require_choice, require_flag
 
 ATTENTIONS: dict[str, Callable[..., HeadsEnergy]] = {
     "bisoftmax": BiSoftmaxAttention,
@@ -57,6 +57,10 @@ class HyperSETEnergy(SummedEnergy):
     D and the learned weights ``0 < a, b < maximum`` are bounded, and the last term pulls towards the
     input.
 
+    Where the energy sees x in that last term alone, its minimum is a proximal operator of x: a map with
+    a symmetric Jacobian, close to the identity, which cannot move evidence from one direction of x into
+    another. With ``context=True`` the memories see x, too, ``y = norm(D^T z + U x + c)``.
+
     Args:
         dim: features d of a token.
         heads: attention heads.
@@ -68,6 +72,7 @@ class HyperSETEnergy(SummedEnergy):
         bound: bound on the spectral norms of W and D, or None.
         weight: initial a and b.
         maximum: bound on a and b, or None.
+        context: let the memories see x, in hidden biases.
 
     Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool.
 
@@ -87,6 +92,7 @@ class HyperSETEnergy(SummedEnergy):
         bound: float | None = 2.0,
         weight: float = 0.5,
         maximum: float | None = 2.0,
+        context: bool = False,
     ) -> None:
         super().__init__()
         if attention == "softmax":
@@ -96,7 +102,8 @@ class HyperSETEnergy(SummedEnergy):
             )
         options: dict[str, Any] = {"norm": norm, "bound": bound}
         attends = build_attention(attention, dim, heads, head_dim=head_dim, **options)
-        recalls = build_feedforward(feedforward, dim, memories, **options)
+        seen = dim if require_flag("context", context) else None
+        recalls = build_feedforward(feedforward, dim, memories, context_dim=seen, **options)
         self.attention = attends.weighted(weight, maximum)
         self.feedforward = recalls.weighted(weight, maximum)
         self.quadratic = Quadratic()

@@ -94,7 +94,7 @@ class HyperSETEquilibrium(nn.Module):
         iterations: evaluations per sample, an upper bound that a call may change.
         layer: further arguments for ``DEQ`` (solver, tolerance, adjoint, on_failure, ...).
         options: further arguments of ``HyperSETEnergy``: attention, feedforward, head_dim, norm,
-            bound, weight, maximum.
+            bound, weight, maximum, context.
 
     Shapes: tokens (B, N, d) -> (B, N, d), the equilibrium for that input. The attribute ``layer`` is
     the ``DEQ``; ``layer.last`` tells how the latest solve went.

@@ -81,6 +81,20 @@ def _feedforward(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy
     return cls(dim, MEMORIES, **options)
 
 
+def _contextual(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
+    """Hidden biases, gates of x and the memories' own biases, which are zero at first, drawn."""
+    energy = cls(dim, MEMORIES, **options)
+    with torch.no_grad():
+        for name, parameter in energy.named_parameters():
+            if not name.startswith("projection"):
+                parameter.copy_(0.5 * torch.randn(parameter.shape))
+    return energy
+
+
+def _with_context(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
+    return _contextual(cls, dim, context_dim=dim, **options)
+
+
 def _patterns(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
     return cls(torch.randn(5, dim) / dim**0.25, **options)
 
@@ -169,6 +183,30 @@ def _cases() -> list[EnergyCase]:
     for label, cls, options in feedforwards:
         factory = partial(_feedforward, cls, bound=0.7, **options)
         cases.append(EnergyCase(f"{label}-bound", factory, False))
+    return cases + _memories_that_see_the_input(feedforwards)
+
+
+def _memories_that_see_the_input(
+    feedforwards: list[tuple[str, Callable[..., Energy], dict[str, Any]]],
+) -> list[EnergyCase]:
+    cases = [
+        EnergyCase("hyperset-context", partial(_hyperset, context=True), True),
+        EnergyCase("relu-context-bound", partial(_with_context, ReLUFeedForward, bound=0.7), True),
+        EnergyCase(
+            "relu-tiny-context", partial(_with_context, ReLUFeedForward, norm=NORMS["tiny"]), True
+        ),
+        EnergyCase("relu-soft-bias", partial(_contextual, ReLUFeedForward, bias=True), False),
+        EnergyCase(
+            "gelu-none-bias", partial(_contextual, GELUFeedForward, bias=True, norm=None), False
+        ),
+    ]
+    for label, cls, options in feedforwards:
+        for name in ("soft", "none"):
+            factory = partial(_with_context, cls, norm=NORMS[name], **options)
+            cases.append(EnergyCase(f"{label}-{name}-context", factory, True))
+            if cls is not SoftmaxFeedForward:
+                gated = partial(factory, gates=True)
+                cases.append(EnergyCase(f"{label}-{name}-gates", gated, True))
     return cases
 
 

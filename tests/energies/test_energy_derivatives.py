@@ -125,6 +125,11 @@ SECOND_ORDER = (
     "softmax-ff-soft",
     "gated-gelu-soft",
     "relu-bound",
+    "relu-soft-bias",
+    "relu-soft-gates",
+    "softmax-ff-none-context",
+    "gated-gelu-none-gates",
+    "gelu-soft-gates",
 )
 
 
