@@ -296,7 +296,7 @@ class Select(Energy):
             raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
         try:
             named = isinstance(self.key, str) and hasattr(x, "_fields")
-            return getattr(x, self.key) if named else x[self.key]
+            return getattr(x, self.key) if named else x[self.key]  # type: ignore[call-overload]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
             raise ValueError(f"x must hold {self.key!r}, it holds {held}") from error

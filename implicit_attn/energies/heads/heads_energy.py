@@ -87,7 +87,9 @@ class HeadsEnergy(ProjectedEnergy):
     @property
     def beta(self) -> float | Tensor:
         """The inverse temperature, or one a head, (heads,)."""
-        return self.temperatures()
+        temperatures = self.temperatures
+        number = temperatures.number  # the call of a module costs more than a look
+        return temperatures() if number is None else number
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What the features see of ``x``, and its pairs, as a ``Prepared``."""
@@ -95,13 +97,23 @@ class HeadsEnergy(ProjectedEnergy):
         return x if ignored or isinstance(x, Prepared) else Prepared(self._context(x, mask))
 
     def features(
-        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None, x: Any = None
+        self,
+        z: Tensor,
+        x: Any = None,
+        *,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """``norm(z W^T + ...)``, (B, heads, N, p); ``weight`` replaces W."""
         return self._evaluate(z, x, mask, weight)[0].unit
 
     def straight_gradient(
-        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None, x: Any = None
+        self,
+        z: Tensor,
+        x: Any = None,
+        *,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """As ``ProjectedEnergy.straight_gradient``, with the input ``x``."""
         at, pairs = self._evaluate(z, x, mask, weight)

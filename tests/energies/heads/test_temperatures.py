@@ -90,7 +90,8 @@ def test_constant_temperatures_are_no_part_of_the_state(kind: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", "blocks"])
 def test_kernels_are_used_through_rescaled_features(kind: str, backend: str) -> None:
     z, x = state(tokens=70)
-    for options in ({"beta": BETAS}, {"beta": BETAS, "norm": None}, {"learned_beta": True}):
+    choices: list[dict[str, Any]] = [{"beta": BETAS}, {"norm": None, "beta": BETAS}]
+    for options in [*choices, {"learned_beta": True}]:
         exact = make(kind, backend="reference", **options)
         energy = make(kind, backend=backend, **options).float()
         single = (z.float(), x.float())
