@@ -7,8 +7,7 @@ A function of projected features ``norm(z W^T)`` subclasses ``ProjectedEnergy`` 
 it is a sum over tokens) and defines the potential of the features alone. Masked tokens must influence
 nothing: start from ``hide(z, mask)``. What depends on ``x`` alone belongs into ``prepare``, which is
 called once a solve; the other methods then take its result as well as ``x`` itself. Export the class
-in ``energies/__init__.py`` and add a row to ``tests/cases/energies.py``; the tests of derivatives,
-masks and precisions then include it.
+in ``energies/__init__.py`` and add it to ``tests/cases/energies.py``, whose tests then include it.
 """
 
 from __future__ import annotations
@@ -61,6 +60,10 @@ class Energy(nn.Module):
         Called once a solve, for what depends on the input alone; gradients flow through it. An energy
         that overrides it returns a ``Prepared``, and takes both that and ``x`` itself everywhere.
         """
+        return x
+
+    def held(self, x: Any) -> Any:
+        """What a solve keeps of ``x`` for an energy that prepares nothing, beside others that do."""
         return x
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
@@ -144,6 +147,9 @@ class _Multiple(Energy):
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         return self.energy.prepare(x, mask=mask)
+
+    def held(self, x: Any) -> Any:
+        return self.energy.held(x)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, x, mask) * self.factor()
@@ -279,10 +285,7 @@ class Sum(SummedEnergy):
 
 
 class Select(Energy):
-    """An energy whose input is ``x[key]``, the part of a dict, tuple or list, instead of ``x``.
-
-    The key of a named tuple's part may be its name.
-    """
+    """An energy whose input is ``x[key]``, the part of a dict, tuple or list, or of a named tuple."""
 
     def __init__(self, energy: Energy, key: Any) -> None:
         super().__init__()
@@ -295,6 +298,9 @@ class Select(Energy):
         made = self.energy.prepare(part, mask=mask)
         return x if made is part else Prepared(made)
 
+    def held(self, x: Any) -> Any:
+        return Prepared(self.energy.held(self._part(x)))
+
     def _part(self, x: Any) -> Any:
         if isinstance(x, Prepared):
             return x.parts
@@ -302,10 +308,9 @@ class Select(Energy):
             kind = type(x).__name__
             raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
         try:
-            if isinstance(self.key, str) and hasattr(x, "_fields"):  # a named tuple
-                return x[x._fields.index(self.key)]  # type: ignore[union-attr]
-            return x[self.key]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            named = isinstance(self.key, str) and hasattr(x, "_fields")
+            return getattr(x, self.key) if named else x[self.key]  # type: ignore[call-overload]
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
             raise ValueError(f"x must hold {self.key!r}, it holds {held}") from error
 

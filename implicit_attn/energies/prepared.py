@@ -23,11 +23,20 @@ class Preparing(Protocol):
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any: ...
 
+    def held(self, x: Any) -> Any: ...
+
 
 def prepare_each(terms: Iterable[Preparing], x: Any, mask: Tensor | None) -> Any:
-    """What the terms of a sum prepare, ``Prepared((one part a term))``; ``x`` if none does."""
-    parts = tuple(term.prepare(x, mask=mask) for term in terms)
-    return x if all(part is x for part in parts) else Prepared(parts)
+    """What the terms of a sum prepare, ``Prepared((one part a term))``; ``x`` if none does.
+
+    Where some do, the others keep only the part of ``x`` that they look at.
+    """
+    each = list(terms)
+    parts = [term.prepare(x, mask=mask) for term in each]
+    if all(part is x for part in parts):
+        return x
+    pairs = zip(each, parts, strict=True)
+    return Prepared(tuple(term.held(x) if part is x else part for term, part in pairs))
 
 
 def with_parts(terms: Iterable[Any], x: Any) -> Iterable[tuple[Any, Any]]:

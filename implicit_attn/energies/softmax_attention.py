@@ -142,7 +142,9 @@ class SoftmaxAttention(Energy):
     @property
     def beta(self) -> float | Tensor:
         """The inverse temperature, or one a head, (heads,)."""
-        return self.temperatures()
+        temperatures = self.temperatures
+        number = temperatures.number  # the call of a module costs more than a look
+        return temperatures() if number is None else number
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """Keys of cross-attention, and whatever features see of ``x``, as a ``Prepared``."""
@@ -213,12 +215,14 @@ class SoftmaxAttention(Energy):
             raw = project(z, weight, self.key_bias, heads, mask, context.key)
             key = Features.of(raw, self.norm, weight)
         shape = z.shape[0], heads, z.shape[1], key.unit.shape[2]
-        pairs = self.pattern(shape, z.device, context.pairs())
+        pairs = context.pairs()
+        if pairs is not None or self.pattern.own:
+            pairs = self.pattern(shape, z.device, pairs)
         return _Evaluation(query, key, context.mask, pairs)
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, heads = self._name(), self.heads
-        allowed, bias = read_pairs(x)
+        allowed, bias = read_pairs(x, mask, z)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = key = memory_mask = None
         if self.query_context is not None:

@@ -33,12 +33,13 @@ class EnergyTransformerLayer(RecurrentLayer):
         *,
         step_size: float,
         deviation: float | None,
+        memory_bias: bool,
         **attention: Any,
     ) -> None:
         super().__init__()
         self.step_size = require_positive("step_size", step_size)
         self.attention = SoftmaxAttention(dim, heads, norm=None, **attention)
-        self.feedforward = ReLUFeedForward(dim, memories, norm=None)
+        self.feedforward = ReLUFeedForward(dim, memories, norm=None, bias=memory_bias)
         if deviation is not None:
             for module in self.modules():
                 if isinstance(module, Projection):
@@ -71,6 +72,7 @@ class EnergyTransformer(RecurrentBackbone):
         step_size: of the descent, eta; 0.1 is the paper's for images.
         deviation: standard deviation of the initial weights; None: ``d^-1/2``.
         bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, zero at first.
+        memory_bias: a bias of each memory, ``relu(xi_m.g + c_m)``, zero at first.
         beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)`` for heads of width p.
         learned_beta: train one for each head.
         exclude_self: the paper's sum over ``B != C``: no token attends to itself. Its published code
@@ -93,6 +95,7 @@ class EnergyTransformer(RecurrentBackbone):
         step_size: float = 0.1,
         deviation: float | None = None,
         bias: bool = False,
+        memory_bias: bool = False,
         beta: float | Sequence[float] | None = None,
         learned_beta: bool = False,
         exclude_self: bool = False,
@@ -103,6 +106,7 @@ class EnergyTransformer(RecurrentBackbone):
         memories = 4 * dim if memories is None else memories
         options: dict[str, Any] = {"step_size": step_size, "deviation": deviation, "bias": bias}
         options |= {"beta": beta, "learned_beta": learned_beta, "exclude_self": exclude_self}
+        options["memory_bias"] = memory_bias
         number = require_count("layers", layers)
         made = [EnergyTransformerLayer(dim, heads, memories, **options) for _ in range(number)]
         super().__init__(dim, made, iterations, order=order)

@@ -93,7 +93,10 @@ def energy_of_activation(layer: Any, g: Tensor) -> Tensor:
         if attention.query_bias is not None:
             q, k = q + attention.query_bias[rows], k + attention.key_bias[rows]
         value = value - (others * (beta * q @ k.T).exp()).sum(-1).log().sum() / beta
-    hidden = (g @ layer.feedforward.projection.weight.T).clamp_min(0.0)
+    hidden = g @ layer.feedforward.projection.weight.T
+    if layer.feedforward.bias is not None:
+        hidden = hidden + layer.feedforward.bias
+    hidden = hidden.clamp_min(0.0)
     return value - 0.5 * hidden.square().sum()
 
 
@@ -133,6 +136,7 @@ def test_the_step_is_its_papers(name: str) -> None:
         {"beta": [0.2, 0.5, 1.3]},
         {"learned_beta": True, "bias": True},
         {"exclude_self": True},
+        {"memory_bias": True},
     ],
     ids=str,
 )

@@ -87,7 +87,9 @@ class HeadsEnergy(ProjectedEnergy):
     @property
     def beta(self) -> float | Tensor:
         """The inverse temperature, or one a head, (heads,)."""
-        return self.temperatures()
+        temperatures = self.temperatures
+        number = temperatures.number  # the call of a module costs more than a look
+        return temperatures() if number is None else number
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What the features see of ``x``, and its pairs, as a ``Prepared``."""
@@ -95,13 +97,23 @@ class HeadsEnergy(ProjectedEnergy):
         return x if ignored or isinstance(x, Prepared) else Prepared(self._context(x, mask))
 
     def features(
-        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None, x: Any = None
+        self,
+        z: Tensor,
+        x: Any = None,
+        *,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """``norm(z W^T + ...)``, (B, heads, N, p); ``weight`` replaces W."""
         return self._evaluate(z, x, mask, weight)[0].unit
 
     def straight_gradient(
-        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None, x: Any = None
+        self,
+        z: Tensor,
+        x: Any = None,
+        *,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """As ``ProjectedEnergy.straight_gradient``, with the input ``x``."""
         at, pairs = self._evaluate(z, x, mask, weight)
@@ -130,7 +142,7 @@ class HeadsEnergy(ProjectedEnergy):
     ) -> tuple[Features, Pairs | None]:
         """The features at a state, and the pairs among them where that is not all."""
         visible = self._visible(z, mask)
-        context, heads = self._context_of(x, mask), self.heads
+        context, heads = self._context_of(x, mask, z), self.heads
         assert heads is not None
         weight = self.weight if weight is None else weight
         added = None if context is None else context.query
@@ -142,15 +154,15 @@ class HeadsEnergy(ProjectedEnergy):
             pairs = self.pattern((z.shape[0], heads, tokens, tokens), z.device, pairs)
         return Features.of(raw, self.norm, weight), pairs
 
-    def _context_of(self, x: Any, mask: Tensor | None) -> HeadsContext | None:
+    def _context_of(self, x: Any, mask: Tensor | None, z: Tensor) -> HeadsContext | None:
         if isinstance(x, Prepared):
             return x.parts
         ignored = self.context is None and not isinstance(x, AttentionInput)
-        return None if ignored else self._context(x, mask)
+        return None if ignored else self._context(x, mask, z)
 
-    def _context(self, x: Any, mask: Tensor | None) -> HeadsContext:
+    def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, query = type(self).__name__, None
-        allowed, bias = read_pairs(x)
+        allowed, bias = read_pairs(x, mask, z)
         if self.pattern is None and (allowed is not None or bias is not None):
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
         if isinstance(x, AttentionInput):

@@ -141,14 +141,22 @@ def project_input(
         )
     if x.dim() != 3 or x.shape[2] != width:
         raise ValueError(f"{name}: x must have the shape (B, N, {width}), got {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(f"{name}: x must be on {weight.device} like the weights, got {x.device}")
     check_mask(mask, x, f"{name}, x", features=1)
     return project(hide(x, mask), weight, bias, heads, mask)
 
 
-def read_pairs(x: Any) -> tuple[Tensor | None, Tensor | None]:
-    """``pairs`` and ``pair_bias`` of an ``AttentionInput``, as four dimensions; None of other inputs."""
+def read_pairs(
+    x: Any, mask: Tensor | None, z: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """``pairs`` and ``pair_bias`` of an ``AttentionInput``, (B, 1 or H, N, M); None of other inputs.
+
+    Solvers take tensors (B, ...) alone, so a matrix for all samples is expanded, which copies nothing.
+    """
     if not isinstance(x, AttentionInput):
         return None, None
+    batched = [t for t in (z, x.tokens, x.memory, mask) if isinstance(t, Tensor)]
     found = []
     for name, tensor in (("pairs", x.pairs), ("pair_bias", x.pair_bias)):
         if tensor is None:
@@ -163,9 +171,14 @@ def read_pairs(x: Any) -> tuple[Tensor | None, Tensor | None]:
             raise TypeError(
                 f"{name} must be a {kind} tensor (N, M), (B, N, M) or (B, H, N, M), got {got}"
             )
-        if tensor.dim() < 4:
-            tensor = tensor[:, None] if tensor.dim() == 3 else tensor[None, None]
-        found.append(tensor)
+        if tensor.dim() == 2:
+            if not batched:
+                raise ValueError(
+                    f"{name} must be (B, N, M) or (B, H, N, M) where x holds no tokens, got "
+                    f"{tuple(tensor.shape)}; a constant matrix may be given to the energy"
+                )
+            tensor = tensor.expand(batched[0].shape[0], *tensor.shape)
+        found.append(tensor[:, None] if tensor.dim() == 3 else tensor)
     return found[0], found[1]
 
 
@@ -196,7 +209,7 @@ def read_memory(x: Any, width: int, z: Tensor | None, name: str) -> tuple[Tensor
 
 
 def check_added(added: Tensor | None, z: Tensor, name: str) -> None:
-    """What was made of ``x`` must have the samples, tokens and device of the state ``z``."""
+    """What was made of ``x`` must have the samples and tokens of the state ``z``."""
     if added is None:
         return
     if (added.shape[0], added.shape[2]) != tuple(z.shape[:2]):
@@ -204,8 +217,6 @@ def check_added(added: Tensor | None, z: Tensor, name: str) -> None:
             f"{name}: x must have the samples and tokens of z, {tuple(z.shape[:2])}, got "
             f"{(added.shape[0], added.shape[2])}"
         )
-    if added.device != z.device:
-        raise ValueError(f"{name}: x must be on {z.device} like z, got {added.device}")
 
 
 def _check_pattern(name: str, pattern: Tensor | None, heads: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,18 @@ class Temperatures(nn.Module):
             raw = [number + math.log(-math.expm1(-number)) for number in numbers]
             self.raw = nn.Parameter(torch.tensor(raw))
             return
-        self.largest = max(numbers)
+        self.largest, self.numbers = max(numbers), numbers
         if self.number is None:
             # Not part of the state: like a single number it is an argument of the constructor.
             self.register_buffer("values", torch.tensor(numbers), persistent=False)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module, but constants keep their digits in whatever precision comes next."""
+        super()._apply(*args, **kwargs)
+        if self.number is None and not self.learned:
+            dtype = accumulation_dtype(self.values.dtype)
+            self.values = torch.tensor(self.numbers, dtype=dtype, device=self.values.device)
+        return self
 
     def forward(self) -> float | Tensor:
         """The one constant number, or one a head as a tensor (heads,)."""

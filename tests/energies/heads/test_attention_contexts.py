@@ -1,0 +1,274 @@
+"""Attention energies that see the layer's input: values, masks, gradients through a solve, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from cases.deq import EXACT
+from cases.energies import ENERGIES, EnergyCase, build, few_energies, masks, relative_error, tokens
+from implicit_attn import DEQ, Energy
+from implicit_attn.energies import (
+    AttentionInput,
+    BiSoftmaxAttention,
+    LinearAttention,
+    Quadratic,
+    SigmoidAttention,
+    SoftmaxAttention,
+)
+from implicit_attn.energies.prepared import Prepared
+
+DIM, WIDTH, HEADS, B, N, M = 4, 3, 2, 2, 3, 5
+SELF = {
+    "bisoftmax": BiSoftmaxAttention,
+    "sigmoid": SigmoidAttention,
+    "linear": LinearAttention,
+    "inner": SoftmaxAttention,
+    "elastic": lambda *a, **o: SoftmaxAttention(*a, energy="elastic", **o),
+}
+PREPARING = [c.id for c in ENERGIES if "context" in c.id or "pairs" in c.id or "cross" in c.id]
+each_self = pytest.mark.parametrize("kind", SELF)
+
+
+def make(kind: str, **options: Any) -> Any:
+    """An energy whose biases are not zero."""
+    torch.manual_seed(1)
+    energy = SELF[kind](DIM, HEADS, **{"context_dim": WIDTH, **options}).double()
+    with torch.no_grad():
+        for parameter in energy.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_()
+    return energy
+
+
+def state(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """A state, an input of another width, and a memory."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((B, N, DIM), (B, N, WIDTH), (B, M, DIM))
+    z, x, memory = (torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes)
+    return z, x, memory
+
+
+def joined(energy: Any) -> Any:
+    """The energy without input of the states ``(z, x)``, with the weights side by side."""
+    torch.manual_seed(1)
+    cls, options = type(energy), {"bias": True, "head_dim": DIM // HEADS}
+    if isinstance(energy, SoftmaxAttention):
+        other: Any = cls(DIM + WIDTH, HEADS, energy=energy.energy, **options).double()
+        parts = (("query", "query_context"), ("key", "key_context"))
+        other.query_bias, other.key_bias = energy.query_bias, energy.key_bias
+    else:
+        other = cls(DIM + WIDTH, HEADS, **options).double()
+        parts, other.bias = (("projection", "context"),), energy.bias
+    for name, context in parts:
+        both = [getattr(energy, part).weight for part in (name, context)]
+        with torch.no_grad():
+            getattr(other, name).weight.copy_(torch.cat(both, 1))
+    return other
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@each_self
+def test_the_input_is_a_part_of_the_state_that_is_held(kind: str, masked: bool) -> None:
+    """``norm(W z + P x + b)`` are the features of ``(z, x)`` under ``(W, P)``: so are the gradients."""
+    energy, (z, x, _) = make(kind), state()
+    mask = torch.tensor([[True, False, True], [False] * N]) if masked else None
+    both = torch.cat((z, x), -1)
+    v = torch.cat((torch.flip(z, (0, 1)), torch.zeros_like(x)), -1)
+    value, gradient = joined(energy).value_and_grad(both, mask=mask)
+    for form in (x, energy.prepare(x, mask=mask), AttentionInput(tokens=x)):
+        assert relative_error(energy(z, form, mask=mask), value) <= 1e-12
+        assert relative_error(energy.grad(z, form, mask=mask), gradient[..., :DIM]) <= 1e-12
+        product = joined(energy).hvp(both, v, mask=mask)[..., :DIM]
+        assert relative_error(energy.hvp(z, v[..., :DIM], form, mask=mask), product) <= 1e-12
+
+
+@pytest.mark.parametrize("mask_name", masks())
+@few_energies(*PREPARING)
+def test_prepared_input_gives_the_numbers_of_the_input(case: EnergyCase, mask_name: str) -> None:
+    energy = build(case)
+    z, x = tokens(case)
+    v, mask = torch.flip(z, (0, 1)), masks()[mask_name]
+    made = energy.prepare(x, mask=mask)
+    assert isinstance(made, Prepared) == (x is not None) and energy.prepare(made) is made
+    value, gradient = energy.value_and_grad(z, x, mask=mask)
+    found = energy.value_and_grad(z, made, mask=mask)
+    assert torch.equal(found[0], value) and torch.equal(found[1], gradient)
+    assert torch.equal(energy(z, made, mask=mask), energy(z, x, mask=mask))
+    assert torch.equal(energy.hvp(z, v, made, mask=mask), energy.hvp(z, v, x, mask=mask))
+
+
+@each_self
+def test_input_at_masked_tokens_reaches_nothing(kind: str) -> None:
+    """Neither values nor the weights' gradients, through ``prepare``."""
+    energy, (z, x, _) = make(kind), state()
+    mask = torch.tensor([[True, False, True], [False] * N])
+    found = []
+    for filler in (0.0, float("nan")):
+        other = x.masked_fill(~mask.unsqueeze(-1), filler)
+        made = energy.prepare(other, mask=mask)
+        value, gradient = energy.value_and_grad(z, made, mask=mask)
+        loss = value.sum() + gradient.square().sum()
+        found.append([value, gradient, *torch.autograd.grad(loss, list(energy.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][0][1] == 0
+
+
+@each_self
+def test_a_layer_without_context_ignores_the_input_and_prepares_nothing(kind: str) -> None:
+    energy, (z, x, _) = SELF[kind](DIM, HEADS).double(), state()
+    assert energy.prepare(x) is x
+    assert torch.equal(energy.grad(z, x), energy.grad(z))
+    assert torch.equal(energy.grad(z, AttentionInput(tokens=x)), energy.grad(z))
+    assert not any("bias" in name or "context" in name for name in energy.state_dict())
+
+
+@each_self
+def test_derivatives_by_input_and_weights_through_prepare(kind: str) -> None:
+    energy, (z, x, _) = make(kind, learned_beta=True), state()
+    weights = list(energy.parameters())
+
+    def gradient(z: Tensor, x: Tensor, *_: Tensor) -> Tensor:
+        return energy.grad(z, energy.prepare(x))
+
+    inputs = [z.requires_grad_(), x.requires_grad_(), *weights]
+    assert gradcheck(gradient, inputs)
+    assert gradgradcheck(lambda z, x: energy.grad(z, energy.prepare(x)), inputs[:2])
+
+
+def layer_of(attention: Energy) -> DEQ:
+    """The state is as wide as the tokens that the quadratic pulls to, the context is narrower."""
+    pulled = 0.3 * attention.select("attention") + Quadratic().select("pull")
+    return DEQ(pulled, init=lambda x: x["pull"], **EXACT)
+
+
+def problem(kind: str) -> tuple[DEQ, dict[str, Any]]:
+    # With the other seed an elastic energy is a difference of equal parts, whose rounding ends the solve.
+    z, x, memory = state(3 if kind == "elastic" else 2)
+    pairs = torch.tensor([[True, True, False], [True, True, True], [False, True, True]])
+    if kind == "cross":
+        attention = SoftmaxAttention(
+            DIM, HEADS, cross=True, query_context_dim=WIDTH, bound=1.0, bias=True
+        ).double()
+        given = AttentionInput(tokens=x, memory=memory)
+    else:
+        attention = make(kind, bound=1.0)
+        given = AttentionInput(tokens=x)
+        if kind in ("bisoftmax", "inner", "elastic"):
+            given = given._replace(pairs=pairs)
+    return layer_of(attention), {"attention": given, "pull": z}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", [*SELF, "cross"])
+def test_implicit_gradients_are_those_of_dense_algebra(kind: str, masked: bool) -> None:
+    """``u = H^-1 g`` of the dense Hessian, then ``-u^T d(grad)/d(input, weights)``."""
+    layer, x = problem(kind)
+    mask = torch.tensor([[True, False, True], [True] * N]) if masked else None
+    context = x["attention"].tokens
+    assert isinstance(context, Tensor)
+    context.requires_grad_()
+    z = layer(x, mask)
+    g = torch.randn(z.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    g = g if mask is None else g.masked_fill(~mask.unsqueeze(-1), 0.0)
+    inputs = [context, *layer.parameters()]
+    found = torch.autograd.grad(z, inputs, g)
+
+    energy: Any = layer.update.energy  # type: ignore[union-attr]
+    at = z.detach()
+    basis = torch.eye(at.numel(), dtype=at.dtype).view(-1, *at.shape)
+    hessian = torch.stack([energy.hvp(at, e, x, mask=mask).flatten() for e in basis]).detach()
+    if mask is not None:  # masked tokens do not move
+        still = (~mask).unsqueeze(-1).expand(at.shape).flatten()
+        hessian = hessian + torch.diag(still.to(at.dtype))
+    u = torch.linalg.solve(hessian, g.flatten()).view_as(at)
+    expected = torch.autograd.grad(energy.grad(at, x, mask=mask), inputs, -u)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.abs().max() > 0 and relative_error(ours, theirs) <= 1e-8
+
+
+def test_a_solve_prepares_once_and_takes_the_rows_along() -> None:
+    """Samples that finish early leave with their part; one pattern for all samples stays whole."""
+    torch.manual_seed(0)
+    attention = BiSoftmaxAttention(DIM, HEADS, context_dim=WIDTH, bound=1.0).double()
+    layer = layer_of(attention)
+    calls: list[int] = []
+    assert attention.context is not None
+    attention.context.register_forward_hook(lambda *_: calls.append(1))
+    z, x, _ = state()
+    pairs = torch.rand(N, N, generator=torch.Generator().manual_seed(0)) < 0.7
+    parts = [torch.cat([t] * 3)[:N] for t in (z, x)]  # as many samples as tokens
+    one = {"attention": AttentionInput(tokens=parts[1], pairs=pairs), "pull": parts[0]}
+    solution = layer.solve(one)
+    start = solution.value.detach().clone()
+    start[0] += 3.0
+    again = layer.solve(one, z0=start)
+    assert again.evaluations[1:].max() < again.evaluations[0]
+    torch.testing.assert_close(again.value, solution.value)
+    many = AttentionInput(tokens=parts[1], pairs=pairs.expand(N, N, N))
+    torch.testing.assert_close(layer({"attention": many, "pull": parts[0]}), solution.value)
+
+
+def test_the_minimiser_is_no_proximal_operator_of_the_context() -> None:
+    """``dz*/dx`` of a proximal operator is symmetric; that by a context is not."""
+    torch.manual_seed(0)
+    attention = BiSoftmaxAttention(DIM, HEADS, context_dim=DIM).double()
+    z = torch.randn(1, N, DIM, dtype=torch.float64)
+    layer = DEQ(0.5 * attention + Quadratic(), **EXACT)
+    jacobian = torch.autograd.functional.jacobian(layer, z)
+    assert isinstance(jacobian, Tensor)
+    matrix = jacobian.reshape(N * DIM, N * DIM)
+    assert (matrix - matrix.T).norm() > 0.1 * matrix.norm()
+
+
+def test_queries_of_cross_attention_see_their_tokens() -> None:
+    torch.manual_seed(0)
+    energy = SoftmaxAttention(
+        DIM, HEADS, cross=True, context_dim=DIM, query_context_dim=WIDTH, norm=None
+    ).double()
+    z, x, memory = state()
+    assert energy.concave and energy.query_context is not None
+    heads = lambda t: t.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
+    query = heads(z @ energy.query.weight.T + x @ energy.query_context.weight.T)
+    key = heads(memory @ energy.key.weight.T)
+    beta = (DIM / HEADS) ** -0.5
+    expected = -(beta * query @ key.mT).logsumexp(-1).sum((1, 2)) / beta
+    given = AttentionInput(tokens=x, memory=memory)
+    torch.testing.assert_close(energy(z, given), expected)
+    with pytest.raises(TypeError, match="x must be an AttentionInput with tokens and memory"):
+        energy.grad(z, memory)
+
+
+ERRORS: list[tuple[Any, type[Exception], str]] = [
+    (None, TypeError, r"x must hold tokens \(B, N, 3\), got NoneType"),
+    ({"a": torch.zeros(B, N, WIDTH)}, TypeError, r"\.select\(key\)"),
+    (torch.zeros(B, N, DIM), ValueError, r"x must have the shape \(B, N, 3\), got \(2, 3, 4\)"),
+    (torch.zeros(B, N + 1, WIDTH).double(), ValueError, r"tokens of z, \(2, 3\), got \(2, 4\)"),
+    (
+        torch.zeros(B, N, WIDTH, device="meta"),
+        ValueError,
+        r"x must be on cpu like the weights, got meta",
+    ),
+    (AttentionInput(), TypeError, r"x must hold tokens \(B, N, 3\), got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("x", "error", "message"), ERRORS)
+@each_self
+def test_bad_input(kind: str, x: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(kind).grad(state()[0], x)
+
+
+def test_parts_of_a_named_tuple_are_selected_by_name() -> None:
+    z = state()[0]
+    other = torch.flip(z, (0,))
+    given = AttentionInput(tokens=other, pairs=torch.ones(N, N) > 0)
+    energy = Quadratic().select("tokens")
+    assert torch.equal(energy.grad(z, given), Quadratic().grad(z, other))
+    with pytest.raises(ValueError, match="x must hold 'token'"):
+        Quadratic().select("token").grad(z, given)

@@ -1,0 +1,146 @@
+"""Inverse temperatures of heads: constant or learned, one number or one a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from cases.energies import relative_error
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    LinearAttention,
+    RowSoftmaxAttention,
+    SigmoidAttention,
+    SoftmaxAttention,
+)
+
+DIM, BETAS = 8, (0.3, 1.4)
+CLASSES: dict[str, Any] = {
+    "bisoftmax": BiSoftmaxAttention,
+    "sigmoid": SigmoidAttention,
+    "linear": LinearAttention,
+    "inner": SoftmaxAttention,
+    "elastic": lambda *a, **o: SoftmaxAttention(*a, energy="elastic", **o),
+    "cross": lambda *a, **o: SoftmaxAttention(*a, cross=True, **o),
+    "cross-elastic": lambda *a, **o: SoftmaxAttention(*a, cross=True, energy="elastic", **o),
+}
+each_class = pytest.mark.parametrize("kind", CLASSES)
+
+
+def make(kind: str, heads: int = 2, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return CLASSES[kind](DIM, heads, head_dim=3, **options).double()
+
+
+def state(tokens: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    z, x = torch.randn(2, 3, tokens, DIM, generator=generator, dtype=torch.float64)
+    return z, x
+
+
+@each_class
+def test_heads_of_different_temperature_add_up(kind: str) -> None:
+    """The energy is the sum of those of its heads alone, each at its own temperature."""
+    z, x = state()
+    energy = make(kind, beta=BETAS)
+    value, gradient, product = energy(z, x), energy.grad(z, x), energy.hvp(z, x, x)
+    for head, beta in enumerate(BETAS):
+        alone = make(kind, heads=1, beta=beta)
+        with torch.no_grad():
+            for (_, own), (_, both) in zip(
+                alone.named_parameters(), energy.named_parameters(), strict=True
+            ):
+                own.copy_(both[3 * head : 3 * head + 3])
+        value, gradient = value - alone(z, x), gradient - alone.grad(z, x)
+        product = product - alone.hvp(z, x, x)
+    for rest, whole in ((value, energy(z, x)), (gradient, energy.grad(z, x))):
+        assert rest.norm() <= 1e-12 * whole.norm()
+    assert product.norm() <= 1e-12 * energy.hvp(z, x, x).norm()
+
+
+@each_class
+def test_learned_temperatures_begin_as_given_and_stay_positive(kind: str) -> None:
+    z, x = state()
+    for beta in (None, 0.7, BETAS):
+        plain, learned = make(kind, beta=beta), make(kind, beta=beta, learned_beta=True)
+        assert (
+            relative_error(learned.grad(z, x), plain.grad(z, x)) <= 1e-6
+        )  # raw is made in float32
+        assert set(learned.state_dict()) - set(plain.state_dict()) == {"temperatures.raw"}
+    raw = learned.temperatures.raw
+    assert gradcheck(lambda _: (learned(z, x), learned.grad(z, x), learned.hvp(z, x, x)), raw)
+    with torch.no_grad():
+        raw.fill_(-20.0)
+    assert (learned.beta > 0).all() and learned.grad(z, x).isfinite().all()
+
+
+@each_class
+def test_constant_temperatures_are_no_part_of_the_state(kind: str) -> None:
+    assert set(make(kind, beta=BETAS).state_dict()) == set(make(kind).state_dict())
+    assert make(kind, beta=0.5).beta == 0.5
+    assert make(kind, beta=torch.tensor(BETAS)).beta.tolist() == pytest.approx(BETAS)
+    assert "beta=(0.3, 1.4)" in repr(make(kind, beta=BETAS))
+
+
+@pytest.mark.parametrize("kind", ["bisoftmax", "sigmoid"])
+@pytest.mark.parametrize("backend", ["reference", "blocks"])
+def test_kernels_are_used_through_rescaled_features(kind: str, backend: str) -> None:
+    z, x = state(tokens=70)
+    choices: list[dict[str, Any]] = [{"beta": BETAS}, {"norm": None, "beta": BETAS}]
+    for options in [*choices, {"learned_beta": True}]:
+        exact = make(kind, backend="reference", **options)
+        energy = make(kind, backend=backend, **options).float()
+        single = (z.float(), x.float())
+        for ours, theirs in (
+            (energy(single[0]), exact(z)),
+            (energy.grad(single[0]), exact.grad(z)),
+            (energy.hvp(*single), exact.hvp(z, x)),
+        ):
+            assert ours.dtype == torch.float32 and relative_error(ours, theirs) <= 2e-5
+
+
+def test_frozen_keys_of_many_tokens_agree_with_the_dense_formula() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z, v, x = torch.randn(3, 1, 150, DIM, generator=generator, dtype=torch.float64)
+    for kind in ("cross", "cross-elastic"):
+        dense, flash = (make(kind, beta=BETAS, backend=b) for b in ("reference", "flash"))
+        assert relative_error(flash(z, x), dense(z, x)) <= 1e-12
+        assert relative_error(flash.grad(z, x), dense.grad(z, x)) <= 1e-12
+        assert relative_error(flash.hvp(z, v, x), dense.hvp(z, v, x)) <= 1e-11
+
+
+def test_rows_of_different_temperature() -> None:
+    torch.manual_seed(0)
+    energy = RowSoftmaxAttention(DIM, 2, beta=BETAS, norm=None).double()
+    z = state()[0]
+    y = energy.features(z)
+    betas = torch.tensor(BETAS, dtype=torch.float64).view(2, 1, 1)
+    weights = (betas * (y @ y.mT)).softmax(-1)
+    expected = (weights @ y).transpose(1, 2).flatten(2) @ energy.weight
+    assert relative_error(energy.straight_gradient(z), expected) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"beta": (0.3,)},
+            ValueError,
+            r"beta must hold a number for each of 2 heads, got \(0.3,\)",
+        ),
+        ({"beta": (0.3, -1.0)}, ValueError, r"beta must be finite and > 0, got -1"),
+        ({"beta": "cold"}, TypeError, r"beta must be a number, got 'cold'"),
+        ({"learned_beta": 1}, TypeError, r"learned_beta must be True or False, got 1"),
+        ({"bias": None}, TypeError, r"bias must be True or False, got None"),
+        ({"context_dim": 0, "cross": False}, ValueError, r"context_dim must be >= 1, got 0"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bisoftmax", "sigmoid", "linear", "inner"])
+def test_bad_options(kind: str, options: dict[str, Any], error: Any, message: str) -> None:
+    options = {k: v for k, v in options.items() if k != "cross"}
+    with pytest.raises(error, match=message):
+        make(kind, **options)
