@@ -29,7 +29,7 @@ from implicit_attn.energies.differentiation import (
     scale_tree,
     value_and_gradient,
 )
-from implicit_attn.energies.prepared import Prepared, prepare_each, with_parts
+from implicit_attn.energies.prepared import Prepared, part_of, prepare_each, with_parts
 from solvers.core.checks import require_positive
 
 Evaluation = tuple[Tensor, Any]  # the energy (B,) and its gradient, like z
@@ -302,26 +302,13 @@ class Select(Energy):
         return Prepared(self.energy.held(self._part(x)))
 
     def _part(self, x: Any) -> Any:
-        if isinstance(x, Prepared):
-            return x.parts
-        if not isinstance(x, (dict, tuple, list)):
-            kind = type(x).__name__
-            raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
-        try:
-            named = isinstance(self.key, str) and hasattr(x, "_fields")
-            return getattr(x, self.key) if named else x[self.key]  # type: ignore[call-overload]
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
-            raise ValueError(f"x must hold {self.key!r}, it holds {held}") from error
+        return x.parts if isinstance(x, Prepared) else part_of(x, self.key)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, self._part(x), mask)
 
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
         return self.energy.value_and_grad(z, self._part(x), mask=mask)
-
-    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return self.energy.grad(z, self._part(x), mask=mask)
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         return self.energy.hvp(z, v, self._part(x), mask=mask)

@@ -44,3 +44,16 @@ def with_parts(terms: Iterable[Any], x: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(x, Prepared):
         return zip(terms, x.parts, strict=True)
     return ((term, x) for term in terms)
+
+
+def part_of(x: Any, key: Any) -> Any:
+    """``x[key]`` of a dict, tuple or list, or ``x.key``; TypeError, ValueError where there is none."""
+    if not isinstance(x, (dict, tuple, list)):
+        kind = type(x).__name__
+        raise TypeError(f"x must be a dict or a tuple that holds {key!r}, got {kind}")
+    try:
+        named = isinstance(key, str) and hasattr(x, "_fields")
+        return getattr(x, key) if named else x[key]  # type: ignore[call-overload]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
+        raise ValueError(f"x must hold {key!r}, it holds {held}") from error

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     ClassicalHopfield,
+    ConditionalAttention,
     Couplings,
     DenseAssociative,
     Energy,
+    EquilibriumEnergy,
     Field,
     FunctionEnergy,
     GatedFeedForward,
@@ -37,6 +39,7 @@ from implicit_attn.energies import (
     SpinInteraction,
     VectorSpin,
 )
+from implicit_attn.energies.feedforward import MemoryEnergy
 from implicit_attn.energies.heads.inputs import PairPattern
 
 
@@ -183,7 +186,38 @@ def _cases() -> list[EnergyCase]:
     for label, cls, options in feedforwards:
         factory = partial(_feedforward, cls, bound=0.7, **options)
         cases.append(EnergyCase(f"{label}-bound", factory, False))
+    cases += _inside()
     return cases + _memories_that_see_the_input(feedforwards)
+
+
+def _conditional(dim: int, heads: int = 2, **options: Any) -> Energy:
+    energy = ConditionalAttention(dim, heads, **options)
+    with torch.no_grad():  # away from the uniform attention at the start, and from zero biases
+        energy.query.weight *= 10.0
+        for bias in (energy.query_bias, energy.key_bias, energy.value_bias):
+            bias.normal_()
+    return energy
+
+
+def _equilibrium(dim: int, memory: Callable[..., MemoryEnergy], **options: Any) -> Energy:
+    hidden = memory(dim, MEMORIES, context_dim=dim, norm=None, bound=0.6)
+    return EquilibriumEnergy(ConditionalAttention(dim, 2, **options), hidden)
+
+
+def _inside() -> list[EnergyCase]:
+    """Energies that see the input inside attention and hidden units."""
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("conditional", {}),
+        ("conditional-causal", {"causal": True}),
+        ("conditional-others", {"exclude_self": True, "beta": (0.3, 1.2)}),
+        ("conditional-trained", {"learned_beta": True, "score_norm": None, "curvature": 0.9}),
+        ("conditional-head", {"heads": 1, "norm": NORMS["tiny"], "head_dim": 3}),
+    ]
+    cases = [EnergyCase(name, partial(_conditional, **options), True) for name, options in rows]
+    for name, memory in (("relu", ReLUFeedForward), ("gelu", GELUFeedForward)):
+        cases.append(EnergyCase(f"equilibrium-{name}", partial(_equilibrium, memory=memory), True))
+    causal = partial(_equilibrium, memory=ReLUFeedForward, causal=True)
+    return [*cases, EnergyCase("equilibrium-causal", causal, True)]
 
 
 def _memories_that_see_the_input(

@@ -35,7 +35,7 @@ from implicit_attn.kernels import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs, token_pairs
+from implicit_attn.kernels.pairs import Pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
 
 # In place of minus infinity, which a solve does not take among its arguments: its exponential is zero.
@@ -51,8 +51,8 @@ class FrozenAttention(NamedTuple):
     """What ``ConditionalAttention`` prepares: a pytree of tensors (B, ...) and None.
 
     Attributes:
-        log_weights: ``log P0`` (B, H, N, M), ``CLOSED`` at pairs that may not attend; zero in rows
-            without any key. None where no N x M matrix is held.
+        log_weights: ``log P0`` (B, H, N, M), ``CLOSED`` at pairs that may not attend, uniform in
+            rows without any key. None where no N x M matrix is held.
         value: v (B, H, M, p), after the norm.
         attends: (B, H or 1, N), False at queries without any key; None: all have one.
         query, key: q (B, H, N, p) times its inverse temperature, and k (B, H, M, p); where
@@ -185,7 +185,7 @@ class ConditionalAttention(Energy):
         query = query * (
             by_head(beta, 3, query).to(query.dtype) if isinstance(beta, Tensor) else beta
         )
-        return Prepared(self._freeze(query, key, value, read_pairs(x), mask, seen))
+        return Prepared(self._freeze(query, key, value, read_pairs(x, mask), mask, seen))
 
     def _freeze(
         self,
@@ -216,18 +216,16 @@ class ConditionalAttention(Energy):
             allowed = order if allowed is None or order is None else allowed & order
         pairs = Pairs(allowed) if pairs is None else pairs.intersect(allowed)
         scores = query.to(wide) @ key.to(wide).mT
-        if pairs.allowed is None and pairs.bias is None:
-            return FrozenAttention(scores.log_softmax(-1), value)
-        _, lse, attends = softmax_over_pairs(scores, pairs)
         if pairs.bias is not None:
             scores = scores + pairs.bias.to(wide)
-        scores = scores - lse.unsqueeze(-1)
-        if pairs.allowed is not None and attends is not None:
-            closed = pairs.allowed | ~attends.unsqueeze(-1)
-            scores = scores.masked_fill(~closed, CLOSED)
-            scores = scores.masked_fill(~attends.unsqueeze(-1), 0.0)
-            attends = attends.expand(len(query), -1, -1)
-        return FrozenAttention(scores, value, attends)
+        if pairs.allowed is None:
+            return FrozenAttention(scores.log_softmax(-1), value)
+        allowed = pairs.allowed.expand(len(query), *pairs.allowed.shape[-3:][:-2] or (1,), -1, -1)
+        attends = allowed.any(-1)
+        # A row without any key stays open, and its result is emptied.
+        closed = ~(allowed | ~attends.unsqueeze(-1))
+        scores = scores.masked_fill(closed, CLOSED).log_softmax(-1)
+        return FrozenAttention(scores.clamp_min(CLOSED), value, attends)
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         frozen, y, weight = self._evaluate(z, x, mask)

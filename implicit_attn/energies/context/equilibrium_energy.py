@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from implicit_attn.energies.checks import check_mask
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.memory_energy import MemoryEnergy
 from implicit_attn.energies.energy import Evaluation, SummedEnergy
@@ -64,6 +65,8 @@ class EquilibriumEnergy(SummedEnergy):
             return x
         given = x if isinstance(x, AttentionInput) else AttentionInput(tokens=x)
         tokens, parts = given.tokens, [None]
+        if isinstance(tokens, Tensor):
+            check_mask(mask, tokens, type(self).__name__, features=1)
         recalled = None if self.memory is None else self.memory.prepare(tokens, mask=mask)
         if self.attention is not None:
             seen = tokens if self.memory is None else self._context(tokens, recalled, mask)
