@@ -12,6 +12,7 @@ from implicit_attn import DEQ, ActivationStep, Energy, GradientStep
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Couplings,
+    GELUFeedForward,
     IsingLagrangian,
     Quadratic,
     ReLUFeedForward,
@@ -53,6 +54,17 @@ def gradient_layer(**options: Any) -> DEQ:
     return DEQ(energy(), **options)
 
 
+def context_layer(**options: Any) -> DEQ:
+    """Hidden biases and gates from the input, computed once a solve."""
+    sees = GELUFeedForward(DIM, 6, context_dim=DIM, gates=True, norm=None, bound=1.0)
+    with torch.no_grad():
+        for name, weight in sees.named_parameters():
+            if name.startswith("gate."):
+                weight.copy_(0.3 * torch.randn(weight.shape))
+    attention = BiSoftmaxAttention(DIM, 2, bound=1.0).weighted(0.2, 1.0)
+    return DEQ((attention + 0.4 * sees + Quadratic()).double(), **options)
+
+
 def channels_layer(**options: Any) -> DEQ:
     update = GradientStep(energy(), 0.6, channels=DIM, learned=True).double()
     with torch.no_grad():
@@ -89,6 +101,7 @@ def spins_layer(**options: Any) -> DEQ:
 
 LAYERS: dict[str, Callable[..., DEQ]] = {
     "gradient": gradient_layer,
+    "context": context_layer,
     "channels": channels_layer,
     "activation": activation_layer,
     "update": update_layer,

@@ -30,7 +30,8 @@ MASK = torch.tensor([[True, True, False], [True, True, True]])
 
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [(name, None) for name in LAYERS] + [(n, MASK) for n in ("gradient", "channels", "activation")],
+    [(name, None) for name in LAYERS]
+    + [(n, MASK) for n in ("gradient", "context", "channels", "activation")],
 )
 def test_gradcheck(name: str, mask: Tensor | None) -> None:
     layer = make(name, **EXACT)

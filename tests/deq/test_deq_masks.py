@@ -11,7 +11,7 @@ from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, SoftmaxAttention
 from solvers import Anderson, Forward, Implicit, Tolerance
 
-MASKED = ("gradient", "channels", "activation", "softmax_couplings")
+MASKED = ("gradient", "context", "channels", "activation", "softmax_couplings")
 each_layer = pytest.mark.parametrize("name", MASKED)
 TIGHT = {
     "tolerance": Tolerance(rtol=1e-12),

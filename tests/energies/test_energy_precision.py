@@ -27,6 +27,8 @@ SEVERAL = (
     "linear-elu-soft-4",
     "relu-soft",
     "gated-gelu-none",
+    "relu-soft-gates",
+    "hyperset-context",
 )
 
 
@@ -93,7 +95,13 @@ def test_autocast(case: EnergyCase) -> None:
 
 # torch.func.jvp itself still scripts its decompositions.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@few_energies("composition", "softmax-elastic-soft-4", "hopfield-learnable", "bisoftmax-none-1")
+@few_energies(
+    "composition",
+    "softmax-elastic-soft-4",
+    "hopfield-learnable",
+    "bisoftmax-none-1",
+    "hyperset-context",
+)
 def test_function_transforms(case: EnergyCase) -> None:
     energy = build(case)
     z, x = tokens(case)
@@ -104,7 +112,7 @@ def test_function_transforms(case: EnergyCase) -> None:
     torch.testing.assert_close(tangent, energy.hvp(z, v, x))
 
 
-@few_energies("composition")
+@few_energies("composition", "hyperset-context")
 def test_compiled_without_graph_breaks(case: EnergyCase) -> None:
     energy = build(case)
     z, x = tokens(case)

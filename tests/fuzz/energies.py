@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import solvers
-from cases.energies import COUNT, ENERGIES, EnergyCase
+from cases.energies import COUNT, ENERGIES, MEMORIES, NORMS, EnergyCase
 from fuzz.cases import Draw
 from fuzz.invariants import valid
 from implicit_attn import DEQ
-from implicit_attn.energies import Energy, Quadratic
+from implicit_attn.energies import (
+    Energy,
+    GatedFeedForward,
+    GELUFeedForward,
+    Quadratic,
+    ReLUFeedForward,
+    SoftmaxFeedForward,
+)
 
 SAMPLES = 3
 EXACT = 1e-9  # of float64, relative to the largest number; curvatures of small tokens reach 1e5
@@ -21,9 +29,12 @@ EXACT = 1e-9  # of float64, relative to the largest number; curvatures of small 
 def check(draw: Draw) -> None:
     """One energy with random weights and tokens."""
     case: EnergyCase = draw.random.choice(ENERGIES)
-    draw.note("energy", case.id)
     dim = draw.note("d", draw.random.choice((4, 8)))
     count = COUNT if case.placed else draw.random.choice((1, 2, 3, 5, 9))
+    width = None if not draw.chance(0.2) else draw.random.choice((1, 3, dim))
+    if width is not None:
+        case = EnergyCase("memories", _memories(draw, width), True)
+    draw.note("energy", case.id)
     torch_state = torch.get_rng_state()
     torch.manual_seed(draw.number)
     energy = case.factory(dim).double()
@@ -32,6 +43,8 @@ def check(draw: Draw) -> None:
     shape = (draw.note("B", draw.random.randint(1, SAMPLES)), draw.note("N", count), dim)
     z, v = size * draw.normal(*shape), draw.normal(*shape)
     x = draw.normal(*shape) if case.needs_x or draw.chance(0.3) else None
+    if width is not None:
+        x = draw.normal(*shape[:2], width)
     mask = draw.note("mask", draw.mask(*shape[:2])) if draw.chance(0.5) else None
     inputs = (z, v, x, mask, list(energy.parameters()))
     call = valid(draw, lambda: energy.value_and_grad(z, x, mask=mask), inputs)
@@ -41,12 +54,38 @@ def check(draw: Draw) -> None:
     value, gradient = (t.detach() for t in call.result)
     draw.expect_rows(torch.isfinite(value), "finite energy", value=value)
     _check_derivatives(draw, energy, (z, v, x, mask), value, gradient, product.detach())
+    prepared = energy.prepare(x, mask=mask)
+    _close(draw, "prepared", energy.grad(z, prepared, mask=mask).detach(), gradient)
+    _close(draw, "prepared", energy.hvp(z, v, prepared, mask=mask).detach(), product.detach())
     if mask is not None:
-        _check_mask(draw, energy, (z, v, x, mask), value, gradient)
+        _check_mask(draw, case, energy, (z, v, x, mask), value, gradient)
     if not case.placed and "causal" not in case.id:
         _check_order(draw, energy, (z, v, x, mask), value, gradient)
     if draw.chance(0.4):
         _check_descent(draw, energy, z, x, mask)
+
+
+def _memories(draw: Draw, width: int) -> Callable[[int], Energy]:
+    """A feed-forward energy that sees an input of ``width`` features, with drawn options."""
+    cls: Any = draw.random.choice(
+        (ReLUFeedForward, SoftmaxFeedForward, GatedFeedForward, GELUFeedForward)
+    )
+    options: dict[str, Any] = {
+        "gates": cls is not SoftmaxFeedForward and draw.chance(0.5),
+        "norm": NORMS[draw.random.choice(list(NORMS))],
+        "bound": draw.random.choice((None, 0.7)),
+    }
+    draw.note("memories", f"{cls.__name__} {options}")
+
+    def make(dim: int) -> Energy:
+        energy = cls(dim, MEMORIES, context_dim=width, **options)
+        with torch.no_grad():
+            for name, parameter in energy.named_parameters():
+                if not name.startswith("projection"):
+                    parameter.copy_(torch.randn(parameter.shape))
+        return energy
+
+    return make
 
 
 def _close(draw: Draw, name: str, value: Tensor, expected: Tensor, room: float = EXACT) -> None:
@@ -71,7 +110,9 @@ def _check_derivatives(
         _close(draw, "hvp", product, torch.zeros_like(v) if second is None else second, 1e-7)
 
 
-def _check_mask(draw: Draw, energy: Energy, inputs: Any, value: Tensor, gradient: Tensor) -> None:
+def _check_mask(
+    draw: Draw, case: EnergyCase, energy: Energy, inputs: Any, value: Tensor, gradient: Tensor
+) -> None:
     """Masked tokens have no gradient and no influence, NaN included."""
     z, _, x, mask = inputs
     hidden = ~mask[:, :, None]
@@ -79,6 +120,8 @@ def _check_mask(draw: Draw, energy: Energy, inputs: Any, value: Tensor, gradient
         (gradient.masked_select(hidden) == 0).all(), "mask", "masked tokens have a gradient"
     )
     other = torch.where(hidden, torch.nan if draw.chance(0.5) else 7.0, z)
+    if "cross" not in case.id and x is not None:  # an input per token, not a context of its own
+        x = torch.where(hidden, torch.nan if draw.chance(0.5) else 7.0, x)
     again = valid(draw, lambda: energy.value_and_grad(other, x, mask=mask), (other, x)).result
     if again is not None:
         _close(draw, "mask", again[0].detach(), value)
@@ -99,7 +142,10 @@ def _check_order(draw: Draw, energy: Energy, inputs: Any, value: Tensor, gradien
 def _check_descent(draw: Draw, energy: Energy, z: Tensor, x: Tensor | None, mask: Any) -> None:
     """A solve of ``E + Quadratic()``: the energies of accepted states never rise."""
     layer = DEQ(energy + Quadratic(), on_failure="ignore", init="input")
-    given = z if x is None else x
+    given: Any = z if x is None else x
+    if x is not None and x.shape != z.shape:  # of another width: it enters the energy alone
+        layer = DEQ(energy.select("x") + Quadratic().select("z"), on_failure="ignore")
+        given = {"x": x, "z": draw.normal(*z.shape)}
     call = valid(draw, lambda: layer.solve(given, mask, z0=z, record=True), (z, x))
     if call.result is None:
         return

@@ -55,8 +55,12 @@ class HiddenGate(nn.Module):
         return f"context_dim={context_dim}, units={units}"
 
 
-def visible_context(x: Any, mask: Tensor | None, context_dim: int, name: str) -> Tensor:
-    """``x`` (B, ..., k) with zeros at masked tokens; TypeError, ValueError where it does not fit."""
+def visible_context(x: Any, mask: Tensor | None, weight: Tensor, name: str) -> Tensor:
+    """``x`` (B, ..., k) with zeros at masked tokens, for a weight (units, k) of the energy ``name``.
+
+    TypeError, ValueError where it does not fit.
+    """
+    context_dim = weight.shape[1]
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name}: x must be a tensor (B, ..., {context_dim}), the context, got "
@@ -67,6 +71,10 @@ def visible_context(x: Any, mask: Tensor | None, context_dim: int, name: str) ->
     if x.dim() < 2 or x.shape[-1] != context_dim:
         raise ValueError(
             f"{name}: x must have {context_dim} features (context_dim), got shape {tuple(x.shape)}"
+        )
+    if x.device != weight.device:
+        raise ValueError(
+            f"{name}: x must be on {weight.device} like the parameters, got {x.device}"
         )
     if isinstance(mask, Tensor) and x.shape[:2] != mask.shape:
         raise ValueError(

@@ -103,9 +103,9 @@ class MemoryEnergy(TokenEnergy):
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """``Prepared((U x + c, gates or None))``, tensors (B, ..., M); ``x`` without a context."""
-        if self.context is None or self.context_dim is None or isinstance(x, Prepared):
+        if self.context is None or isinstance(x, Prepared):
             return x
-        x = visible_context(x, mask, self.context_dim, type(self).__name__)
+        x = visible_context(x, mask, self.context.weight, type(self).__name__)
         return Prepared((self.context(x, self.bias), None if self.gate is None else self.gate(x)))
 
     def features(
