@@ -137,6 +137,7 @@ class SoftmaxAttention(Energy):
         self.query_bias = nn.Parameter(torch.zeros(rows)) if biased[0] else None
         self.key_bias = nn.Parameter(torch.zeros(rows)) if biased[1] else None
         self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
+        self.pattern.check_backend(backend)
         self.concave = cross and energy == "inner" and norm is None
 
     @property
