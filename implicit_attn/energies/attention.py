@@ -118,9 +118,10 @@ class BiSoftmaxAttention(HeadsEnergy):
 
     def _options(self, mask: Tensor | None, pairs: Pairs | None) -> dict[str, Any]:
         options: dict[str, Any] = {"mask": mask, "causal": self.causal, "limit": self._limit}
+        options["backend"] = self.backend
         if pairs is not None:
             options |= {"pairs": pairs.allowed, "bias": pairs.bias}
-        return options | {"backend": self.backend}
+        return options
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
