@@ -142,12 +142,15 @@ class DEQ(nn.Module):
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         _check_inputs(x, mask, self.update)
         prepared = self.update.prepare(x, mask=mask)
+        start = self._initial(x) if z0 is None else z0
         if prepared is x:  # else the module may serve there, once a solve
             refuse_drawing_modules(self.update, "the update")
+        else:  # the solver will not see x itself
+            _check_batched(x, start)
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
             (_MonitoredMap if self.update.monitored else _Map)(self.update, self),
-            self._initial(x) if z0 is None else z0,
+            start,
             (prepared, mask),
             mask=mask,
             record=record,
@@ -208,6 +211,23 @@ def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
             raise TypeError(
                 f"x must have the dtype of the layer's parameters, {next(iter(wanted))}, got "
                 f"{leaf.dtype}; convert one of them with .to()"
+            )
+
+
+def _check_batched(x: Any, start: Any) -> None:
+    """Tensors of three dimensions or more in ``x`` have one sample for each of the initial state.
+
+    A matrix may be a pattern for all samples, such as pairs (N, N), of which each gets its own.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(start) if isinstance(leaf, Tensor)]
+    if not leaves or leaves[0].dim() == 0:
+        return  # for the solver to say
+    batch = leaves[0].shape[0]
+    for leaf in pytree.tree_leaves(x):
+        if isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[0] != batch:
+            raise ValueError(
+                f"x must be batched along dim 0 like the initial state ({batch} samples), got shape "
+                f"{tuple(leaf.shape)}"
             )
 
 

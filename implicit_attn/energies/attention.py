@@ -46,7 +46,7 @@ class BiSoftmaxAttention(HeadsEnergy):
 
     Shapes and other arguments as for
     :class:`implicit_attn.energies.attention.HeadsEnergy`.
-    A token without any key has ``log 1`` in the place of its sum.
+    A token without any key has energy 0.
 
     Args:
         causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
@@ -84,6 +84,7 @@ class BiSoftmaxAttention(HeadsEnergy):
         self.causal = causal
         self.backend = check_backend(backend)
         self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
+        self.pattern.check_backend(backend)
 
     def potential_and_force(
         self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None
@@ -117,9 +118,10 @@ class BiSoftmaxAttention(HeadsEnergy):
 
     def _options(self, mask: Tensor | None, pairs: Pairs | None) -> dict[str, Any]:
         options: dict[str, Any] = {"mask": mask, "causal": self.causal, "limit": self._limit}
+        options["backend"] = self.backend
         if pairs is not None:
             options |= {"pairs": pairs.allowed, "bias": pairs.bias}
-        return options | {"backend": self.backend}
+        return options
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"

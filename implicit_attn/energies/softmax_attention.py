@@ -25,14 +25,12 @@ from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_hea
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm
 from implicit_attn.energies.tokens import Pair, hide, sum_samples, sum_squares
-from implicit_attn.kernels import (
-    check_frozen_key_backend,
-    explain_frozen_keys,
-    frozen_key_attention,
-)
+from implicit_attn.kernels import frozen_keys
 from implicit_attn.kernels.free_energy import Attended, attend, curvatures, forces
 from implicit_attn.kernels.pairs import Pairs, token_pairs
 from solvers.core.checks import require_choice, require_count, require_flag
+
+_NOTHING = HeadsContext()
 
 
 class _Evaluation(NamedTuple):
@@ -59,8 +57,7 @@ class SoftmaxAttention(Energy):
 
     The features may see the input, too. Self-attention with ``context_dim``:
     ``q = norm(W_q z + Q x + b_q)``, ``k = norm(W_k z + K x + b_k)``. Cross-attention with
-    ``query_context_dim``: ``q = norm(W_q z + Q t + b_q)`` for the tokens t of the input. Then E is no
-    function of ``|z - x|`` alone, and its minimiser no proximal operator of x.
+    ``query_context_dim``: ``q = norm(W_q z + Q t + b_q)`` for the tokens t of the input.
 
     Shapes: ``z`` (B, N, d), ``mask`` (B, N). Self: ``x`` is ignored without ``context_dim``, else
     (B, N, context_dim). Cross: ``x`` (B, M, context_dim), or a pair of it and a mask (B, M) bool, False
@@ -118,12 +115,13 @@ class SoftmaxAttention(Energy):
     ) -> None:
         super().__init__()
         require_choice("energy", energy, ("inner", "elastic"))
-        check_frozen_key_backend(backend)
+        frozen_keys.check_frozen_key_backend(backend)
         check_kind(cross, causal, exclude_self, query_context_dim, backend)
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
         self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
-        self.norm = check_norm(norm)
+        self._number = self.temperatures.number
+        self.norm, self._elastic = check_norm(norm), energy == "elastic"
         if context_dim is not None:
             require_count("context_dim", context_dim)
         self.context_dim = dim if cross and context_dim is None else context_dim
@@ -137,21 +135,19 @@ class SoftmaxAttention(Energy):
         self.query_bias = nn.Parameter(torch.zeros(rows)) if biased[0] else None
         self.key_bias = nn.Parameter(torch.zeros(rows)) if biased[1] else None
         self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
+        self.pattern.check_backend(backend)
         self.concave = cross and energy == "inner" and norm is None
 
     @property
     def beta(self) -> float | Tensor:
         """The inverse temperature, or one a head, (heads,)."""
-        temperatures = self.temperatures
-        number = temperatures.number  # the call of a module costs more than a look
-        return temperatures() if number is None else number
+        # Reading a module and calling it costs more than a look, at every evaluation.
+        return self.temperatures() if self._number is None else self._number
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """Keys of cross-attention, and whatever features see of ``x``, as a ``Prepared``."""
-        ignored = not self.cross and self.query_context is None
-        if isinstance(x, Prepared) or (ignored and not isinstance(x, AttentionInput)):
-            return x
-        return Prepared(self._context(x, mask))
+        ignored = isinstance(x, Prepared) or self._ignores(x)
+        return x if ignored else Prepared(self._context(x, mask))
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at = self._evaluate(z, x, mask)
@@ -175,7 +171,7 @@ class SoftmaxAttention(Energy):
         check_vector(v, z)
         if self.cross:
             arguments, options = self._frozen(at)
-            if explain_frozen_keys(*arguments, **options).backend != "reference":
+            if frozen_keys.explain_frozen_keys(*arguments, **options).backend != "reference":
                 return super().hvp(z, v, x, mask=mask)  # no N x M matrix
         query, key = at.query, at.key
         (raw_query, by_query), (raw_key, by_key) = (side.push(hide(v, mask)) for side in at[:2])
@@ -190,14 +186,16 @@ class SoftmaxAttention(Energy):
         )
         return hide(product, mask).to(z.dtype)
 
-    @property
-    def _elastic(self) -> bool:
-        return self.energy == "elastic"
+    def _ignores(self, x: Any) -> bool:
+        return not (self.cross or isinstance(x, AttentionInput)) and self.query_context is None
 
     def _evaluate(self, z: Tensor, x: Any, mask: Tensor | None) -> _Evaluation:
         name = self._name()
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        context = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
+        if isinstance(x, Prepared):
+            context = x.parts
+        else:
+            context = _NOTHING if self._ignores(x) else self._context(x, mask, z)
         z, heads = hide(z, mask), self.heads
         check_added(context.query, z, name)
         weight = self.query.weight
@@ -294,7 +292,7 @@ class SoftmaxAttention(Energy):
     def _among_frozen_keys(self, at: _Evaluation, mask: Tensor | None) -> tuple[Attended, Tensor]:
         """What attends to what (without weights), and the gradient by the queries (B, H, N, p)."""
         arguments, options = self._frozen(at)
-        mean, lse = frozen_key_attention(*arguments, **options)
+        mean, lse = frozen_keys.frozen_key_attention(*arguments, **options)
         mean = mean[..., : self.width].to(at.query.unit.dtype)
         pairs = self._all_pairs(at, mask) if at.pairs is not None else None
         if pairs is not None and pairs.allowed is not None:

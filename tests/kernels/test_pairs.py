@@ -124,7 +124,8 @@ def test_half_precision_is_accumulated_in_float32(dtype: torch.dtype) -> None:
 
 def test_the_choice_is_explained() -> None:
     z, key, pairs, bias = state()
-    for options in ({"pairs": pairs}, {"bias": bias}, {"pairs": pairs[0, 0]}):
+    choices: list[dict[str, Any]] = [{"pairs": pairs}, {"bias": bias}, {"pairs": pairs[0, 0]}]
+    for options in choices:
         assert explain(z, BETA, **options).backend == "reference"
         assert "pairs" in explain(z, BETA, **options).reason
         assert explain_frozen_keys(z, key, BETA, **options).backend == "reference"

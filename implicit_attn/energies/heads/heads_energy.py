@@ -74,6 +74,7 @@ class HeadsEnergy(ProjectedEnergy):
         super().__init__(dim, heads=heads, norm=norm)
         self.projection = Projection(dim, heads * width, bound)
         self.temperatures = Temperatures(heads, beta, width, learned_beta)
+        self._number = self.temperatures.number
         self.pattern: PairPattern | None = None  # of an energy that knows pairs
         self.context: Projection | None = None
         if context_dim is not None:
@@ -87,9 +88,8 @@ class HeadsEnergy(ProjectedEnergy):
     @property
     def beta(self) -> float | Tensor:
         """The inverse temperature, or one a head, (heads,)."""
-        temperatures = self.temperatures
-        number = temperatures.number  # the call of a module costs more than a look
-        return temperatures() if number is None else number
+        # Reading a module and calling it costs more than a look, at every evaluation.
+        return self.temperatures() if self._number is None else self._number
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What the features see of ``x``, and its pairs, as a ``Prepared``."""
@@ -145,13 +145,15 @@ class HeadsEnergy(ProjectedEnergy):
         context, heads = self._context_of(x, mask, z), self.heads
         assert heads is not None
         weight = self.weight if weight is None else weight
-        added = None if context is None else context.query
-        check_added(added, z, type(self).__name__)
+        added = pairs = None
+        if context is not None:
+            added, pairs = context.query, context.pairs()
+            check_added(added, z, type(self).__name__)
         raw = project(visible, weight, self.bias, heads, mask, added)
-        pairs = None if context is None else context.pairs()
-        if self.pattern is not None and (pairs is not None or self.pattern.own):
+        pattern = self.pattern
+        if pattern is not None and (pairs is not None or pattern.own):
             tokens = z.shape[1]
-            pairs = self.pattern((z.shape[0], heads, tokens, tokens), z.device, pairs)
+            pairs = pattern((z.shape[0], heads, tokens, tokens), z.device, pairs)
         return Features.of(raw, self.norm, weight), pairs
 
     def _context_of(self, x: Any, mask: Tensor | None, z: Tensor) -> HeadsContext | None:

@@ -20,7 +20,7 @@ class AttentionInput(NamedTuple):
 
     ``nn.Transformer``'s boolean masks are True where a pair is excluded; here, as in
     ``scaled_dot_product_attention``, True means that it is allowed. In a sum the other terms find the
-    tokens by ``.select(0)``, as in ``attention + Quadratic().select(0)``.
+    tokens by their name, as in ``attention + Quadratic().select("tokens")``.
 
     Attributes:
         tokens: (B, N, context_dim), what features of the state's tokens see; with ``cross`` of width
@@ -118,6 +118,14 @@ class PairPattern(nn.Module):
         if self.exclude_self:
             pairs = pairs.intersect(~torch.eye(queries, keys, dtype=torch.bool, device=device))
         return pairs if given is None else pairs.merge(given)
+
+    def check_backend(self, backend: str) -> None:
+        """Only the dense formulas, which "auto" then takes, know pairs."""
+        if self.own and backend not in ("auto", "reference"):
+            raise ValueError(
+                'pairs, pair_bias and exclude_self need backend="auto" or "reference", got '
+                f"{backend!r}"
+            )
 
     def extra_repr(self) -> str:
         return f"exclude_self={self.exclude_self}"

@@ -324,6 +324,9 @@ def test_backends_without_pairs_say_so() -> None:
     x = AttentionInput(pairs=torch.ones(N, N) > 0)
     with pytest.raises(ValueError, match='pairs and bias need backend="auto" or "reference"'):
         build("bisoftmax", backend="blocks").grad(state()[0], x)
+    for options in ({"pairs": torch.ones(N, N) > 0}, {"exclude_self": True}):
+        with pytest.raises(ValueError, match=r"exclude_self need backend=.* got 'blocks'"):
+            build("bisoftmax", backend="blocks", **options)
     memory = AttentionInput(memory=state()[2], pairs=torch.ones(N, M) > 0)
     with pytest.raises(ValueError, match='pairs and bias need backend="auto" or "reference"'):
         build("cross", backend="flash").grad(state()[0], memory)
