@@ -134,7 +134,8 @@ class EquilibriumBlock(nn.Module):
             src: (B, N, d), or (N, d) for one sample, or (N, B, d) with ``batch_first=False``.
             src_mask: which pairs are excluded (bool, True) or what is added to their scores (floating,
                 -infinity excludes): (N, M), or (B heads, N, M); M is N, or that of the memory.
-            src_key_padding_mask: (B, N) bool, True at padding, whose tokens come out as they went in.
+            src_key_padding_mask: (B, N) bool, True at padding, or floating, -infinity there and else 0;
+                padding comes out as it went in.
             is_causal: as the option ``causal``, for this call.
             memory: (B, M, memory_dim), for ``attention="cross"``, laid out as ``src``.
             memory_key_padding_mask: (B, M) bool, True at padding of the memory.
@@ -246,17 +247,26 @@ def _check_curvature(curvature: Any) -> tuple[float, float]:
 
 
 def _counted(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
-    """``nn.Transformer``'s padding mask, (B, N) or (N,), as a mask of the tokens that count."""
+    """``nn.Transformer``'s padding mask, (B, N) or (N,), as a mask of the tokens that count.
+
+    A floating one, as ``nn.TransformerEncoder`` makes of every mask, is negative at padding, else zero.
+    """
     if padding is None:
         return None
     expected = tuple(tokens.shape[:2])
-    if not isinstance(padding, Tensor) or padding.dtype != torch.bool:
+    if not isinstance(padding, Tensor) or not (
+        padding.dtype == torch.bool or padding.is_floating_point()
+    ):
         got = padding.dtype if isinstance(padding, Tensor) else type(padding).__name__
-        raise TypeError(f"{name} must be a bool tensor, True at padding, got {got}")
+        raise TypeError(f"{name} must be bool, True at padding, or floating, got {got}")
     padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
     if tuple(padding.shape) != expected:
         raise ValueError(f"{name} must have the shape {expected}, got {tuple(padding.shape)}")
-    return ~padding
+    if padding.dtype == torch.bool:
+        return ~padding
+    if padding.device.type == "cpu" and not bool(((padding == 0) | padding.isneginf()).all()):
+        raise ValueError(f"{name}, where it is floating, must be -infinity at padding and else 0")
+    return padding == 0
 
 
 def _allowed(mask: Any, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor | None]:

@@ -3,11 +3,9 @@
 To write one, subclass :class:`Energy` in a file of this folder and define ``forward(z, x, *, mask)``,
 the value (B,), which is differentiated automatically; or ``value_and_grad(z, x, *, mask)``, value and
 gradient in closed form, from which ``forward`` follows, and optionally ``hvp``.
-A function of projected features ``norm(z W^T)`` subclasses ``ProjectedEnergy`` (``TokenEnergy`` where
-it is a sum over tokens) and defines the potential of the features alone. Masked tokens must influence
-nothing: start from ``hide(z, mask)``. What depends on ``x`` alone belongs into ``prepare``, which is
-called once a solve; the other methods then take its result as well as ``x`` itself. Export the class
-in ``energies/__init__.py`` and add it to ``tests/cases/energies.py``, whose tests then include it.
+A function of features ``norm(z W^T)`` subclasses ``ProjectedEnergy``. Masked tokens must influence
+nothing: start from ``hide(z, mask)``. What depends on ``x`` alone belongs into ``prepare``. Export the
+class in ``energies/__init__.py`` and add it to ``tests/cases/energies.py``, whose tests include it.
 """
 
 from __future__ import annotations

@@ -32,6 +32,11 @@ EXPECTED = {
     "softmax-cross-none-1",
     "softmax-cross-none-4",
     "softmax-cross-trained",
+    "conditional",
+    "conditional-causal",
+    "conditional-others",
+    "conditional-trained",
+    "conditional-head",
 }
 
 

@@ -220,12 +220,12 @@ class ConditionalAttention(Energy):
             scores = scores + pairs.bias.to(wide)
         if pairs.allowed is None:
             return FrozenAttention(scores.log_softmax(-1), value)
-        allowed = pairs.allowed.expand(len(query), *pairs.allowed.shape[-3:][:-2] or (1,), -1, -1)
-        attends = allowed.any(-1)
-        # A row without any key stays open, and its result is emptied.
-        closed = ~(allowed | ~attends.unsqueeze(-1))
-        scores = scores.masked_fill(closed, CLOSED).log_softmax(-1)
-        return FrozenAttention(scores.clamp_min(CLOSED), value, attends)
+        allowed = pairs.allowed
+        allowed = allowed if allowed.dim() == 4 else allowed[None, None]
+        attends = allowed.any(-1).expand(len(query), -1, -1)
+        # A row without any key is uniform, and its result is emptied.
+        scores = scores.masked_fill(~allowed, CLOSED).log_softmax(-1)
+        return FrozenAttention(scores, value, attends)
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         frozen, y, weight = self._evaluate(z, x, mask)
