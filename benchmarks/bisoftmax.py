@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bisoftmax_peers import NOT_SUPPORTED, Contestants, able, contestants
 from benchmarks.bisoftmax_report import FEW_TOKENS, launches, plot, ratios, targets, write
-from benchmarks.device_time import interleaved_on_device
+from benchmarks.device.device_time import interleaved_on_device
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn.command_line import Parser, command, count, device, folder, size, threads
 from implicit_attn.kernels import explain
@@ -50,7 +50,8 @@ def rates(
     if device.type == "cuda":
         seconds = interleaved_on_device({"product": lambda: a @ a}, 9)["product"][1]
         # A long exp over a tensor would measure the memory.
-        return 2.0 * side**3 / seconds, require("benchmarks.exp_rate", extra="gpu").exp_rate(device)
+        exp_rate = require("benchmarks.device.exp_rate", extra="gpu").exp_rate
+        return 2.0 * side**3 / seconds, exp_rate(device)
     work = torch.zeros(2**18)
     runs: Contestants = {"product": lambda: a @ a, "exp": lambda: torch.exp(work, out=work).zero_()}
     times = interleaved(runs, 9, clock)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bisoftmax import DTYPES, four_sizes
-from benchmarks.device_time import interleaved_on_device
+from benchmarks.device.device_time import interleaved_on_device
 from benchmarks.measure import table
 from implicit_attn.command_line import Parser, command, count
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp

@@ -294,6 +294,10 @@ BENCHMARKS = [
     ("bisoftmax", "--dtype", "int7"), ("bisoftmax_layer", "--dim", "7"),
     ("bisoftmax_layer", "--heads", "3"), ("adaptive_tap", "--scales", "nan"),
     ("adaptive_tap", "--site", "cube"), ("adaptive_tap", "--threads", "0"),
+    *[("learning", option, value) for option in ("--epochs", "--workers", "--layers", "--seeds")
+      for value in COUNTS],
+    ("learning", "--limit", "1"), ("learning", "--rates", "0"), ("learning", "--tasks", "imagenet"),
+    ("learning", "--rows", "resnet"), ("learning", "--out", ""),
 ]  # fmt: skip
 
 
@@ -316,7 +320,7 @@ def test_benchmarks(
 
 
 @pytest.mark.defect("C6")
-@pytest.mark.parametrize("name", ["zoo", "step", "layers", "other_problems"])
+@pytest.mark.parametrize("name", ["zoo", "step", "layers", "other_problems", "learning"])
 def test_a_benchmark_takes_no_unknown_option(name: str, tmp_path: Path) -> None:
     """Started as a file, from any folder, with nothing on the path."""
     pytest.importorskip("torchdeq")
