@@ -105,13 +105,18 @@ class EquilibriumBlock(nn.Module):
         if self.output is not None:
             nn.init.normal_(self.output.weight, std=state**-0.5)
         self.state_dim = state
-        options = {"tolerance": solvers.Tolerance(1e-3)} | (layer or {})
+        options: dict[str, Any] = {"tolerance": solvers.Tolerance(1e-3)} | (layer or {})
         energy = EquilibriumEnergy(attends, recalls, self.output)
         self.deq = DEQ(_UnitStep(energy), init=self._start, **options)
 
     @property
     def energy(self) -> EquilibriumEnergy:
         return self.deq.update.energy  # type: ignore[return-value]
+
+    @property
+    def self_attn(self) -> EquilibriumBlock:
+        """The block, which ``nn.TransformerEncoder`` asks for its ``batch_first`` by this name."""
+        return self
 
     @property
     def last(self) -> solvers.Solution | None:

@@ -5,7 +5,7 @@ the value (B,), which is differentiated automatically; or ``value_and_grad(z, x,
 gradient in closed form, from which ``forward`` follows, and optionally ``hvp``.
 A function of features ``norm(z W^T)`` subclasses ``ProjectedEnergy``. Masked tokens must influence
 nothing: start from ``hide(z, mask)``. What depends on ``x`` alone belongs into ``prepare``. Export the
-class in ``energies/__init__.py`` and add it to ``tests/cases/energies.py``, whose tests include it.
+class and add it to ``tests/cases/energies.py``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ EXACT: dict[str, Any] = {"tolerance": solvers.Tolerance(1e-11), "max_steps": 200
 def build(dim: int = 8, heads: int = 2, seed: int = 0, **options: Any) -> EquilibriumBlock:
     """A block in float64 away from its start: no weight is special, no bias zero."""
     torch.manual_seed(seed)
-    block = EquilibriumBlock(dim, heads, **({"layer": EXACT} | options)).double()
+    chosen: dict[str, Any] = {"layer": EXACT} | options
+    block = EquilibriumBlock(dim, heads, **chosen).double()
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -314,7 +315,8 @@ def test_dropout_is_drawn_outside_the_solve() -> None:
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        EquilibriumBlock(**({"dim": 8, "heads": 2} | options))
+        arguments: dict[str, Any] = {"dim": 8, "heads": 2} | options
+        EquilibriumBlock(**arguments)
 
 
 @pytest.mark.parametrize(
