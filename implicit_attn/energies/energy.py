@@ -2,10 +2,9 @@
 
 To write one, subclass :class:`Energy` in a file of this folder and define ``forward(z, x, *, mask)``,
 the value (B,), which is differentiated automatically; or ``value_and_grad(z, x, *, mask)``, value and
-gradient in closed form, from which ``forward`` follows, and optionally ``hvp``.
-A function of features ``norm(z W^T)`` subclasses ``ProjectedEnergy``. Masked tokens must influence
-nothing: start from ``hide(z, mask)``. What depends on ``x`` alone belongs into ``prepare``. Export the
-class and add it to ``tests/cases/energies.py``.
+gradient in closed form, from which ``forward`` follows, and optionally ``hvp``. Functions of features
+``norm(z W^T)`` subclass ``ProjectedEnergy``. Masked tokens must influence nothing: start from
+``hide(z, mask)``. Export it and add it to ``tests/cases/energies.py``.
 """
 
 from __future__ import annotations
