@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import implicit_attn
 import solvers
-from implicit_attn import DEQ
+from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.energies import HyperSETEnergy
 from implicit_attn.models import HyperSET
 from implicit_attn.updates import MeanFieldAttention, SoftmaxCouplingAttention
@@ -121,9 +120,19 @@ def equilibrium(tokens: int, dim: int, heads: int) -> nn.Module:
     return nn.Sequential(UnitSize(), DEQ(HyperSETEnergy(dim, heads, 2 * dim), **SOLVE))
 
 
-def block(**options: Any) -> Callable[[int, int, int], nn.Module]:
-    made: Any = getattr(implicit_attn, "EquilibriumBlock", None)
-    return lambda tokens, dim, heads: made(dim, heads, **options)
+def equilibrium_inside(tokens: int, dim: int, heads: int) -> nn.Module:
+    """The same energy, whose memories and heads see x, too."""
+    energy = HyperSETEnergy(dim, heads, 2 * dim, context=True)
+    return nn.Sequential(UnitSize(), DEQ(energy, **SOLVE))
+
+
+def block(tokens: int, dim: int, heads: int) -> nn.Module:
+    return EquilibriumBlock(dim, heads)
+
+
+def block_alone(tokens: int, dim: int, heads: int) -> nn.Module:
+    """The block without attention, and with hidden units for as many parameters."""
+    return EquilibriumBlock(dim, heads, 4 * dim, attention=None)
 
 
 ROWS: dict[str, Row] = {
@@ -136,10 +145,10 @@ ROWS: dict[str, Row] = {
     "mean-field": Row(mean_field, RATES),
     "couplings": Row(couplings, RATES),
     "equilibrium": Row(equilibrium, RATES),
+    "equilibrium-inside": Row(equilibrium_inside, RATES),
+    "block": Row(block, RATES),
+    "block-no-attention": Row(block_alone, RATES),
 }
-if hasattr(implicit_attn, "EquilibriumBlock"):
-    ROWS["block"] = Row(block(), RATES)
-    ROWS["block-no-attention"] = Row(block(attention=None), RATES)
 
 
 def layers_of(row: str, number: int, tokens: int, dim: int = DIM, heads: int = HEADS) -> nn.Module:

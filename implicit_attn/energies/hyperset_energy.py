@@ -59,7 +59,7 @@ class HyperSETEnergy(SummedEnergy):
 
     Where the energy sees x in that last term alone, its minimum is a proximal operator of x: a map with
     a symmetric Jacobian, close to the identity, which cannot move evidence from one direction of x into
-    another. With ``context=True`` the memories see x, too, ``y = norm(D^T z + U x + c)``.
+    another. With ``context=True`` memories and heads see x, too, ``y = norm(D^T z + U x + c)``.
 
     Args:
         dim: features d of a token.
@@ -72,7 +72,7 @@ class HyperSETEnergy(SummedEnergy):
         bound: bound on the spectral norms of W and D, or None.
         weight: initial a and b.
         maximum: bound on a and b, or None.
-        context: let the memories see x, in hidden biases.
+        context: let the memories and the heads see x, in what is added to their features.
 
     Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool.
 
@@ -101,9 +101,9 @@ class HyperSETEnergy(SummedEnergy):
                 f"'linear'), got {attention!r}"
             )
         options: dict[str, Any] = {"norm": norm, "bound": bound}
+        options["context_dim"] = dim if require_flag("context", context) else None
         attends = build_attention(attention, dim, heads, head_dim=head_dim, **options)
-        seen = dim if require_flag("context", context) else None
-        recalls = build_feedforward(feedforward, dim, memories, context_dim=seen, **options)
+        recalls = build_feedforward(feedforward, dim, memories, **options)
         self.attention = attends.weighted(weight, maximum)
         self.feedforward = recalls.weighted(weight, maximum)
         self.quadratic = Quadratic()
