@@ -107,7 +107,9 @@ class EquilibriumBlock(nn.Module):
         self.state_dim = state
         options: dict[str, Any] = {"tolerance": solvers.Tolerance(1e-3)} | (layer or {})
         energy = EquilibriumEnergy(attends, recalls, self.output)
-        self.deq = DEQ(_UnitStep(energy), init=self._start, **options)
+        solver = options.get("solver")
+        step = GradientStep if getattr(solver, "needs_energy", False) else _UnitStep
+        self.deq = DEQ(step(energy), init=self._start, **options)
 
     @property
     def energy(self) -> EquilibriumEnergy:

@@ -69,7 +69,7 @@ class EquilibriumEnergy(SummedEnergy):
             check_mask(mask, tokens, type(self).__name__, features=1)
         recalled = None if self.memory is None else self.memory.prepare(tokens, mask=mask)
         if self.attention is not None:
-            seen = tokens if self.memory is None else self._context(tokens, recalled, mask)
+            seen = tokens if self.memory is None else self.context(tokens, recalled, mask)
             parts.append(self.attention.prepare(given._replace(tokens=seen), mask=mask))
         return Prepared(tuple(parts if recalled is None else [*parts, recalled]))
 
@@ -85,7 +85,8 @@ class EquilibriumEnergy(SummedEnergy):
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return super().hvp(z, v, self.prepare(x, mask=mask), mask=mask)
 
-    def _context(self, x: Any, recalled: Any, mask: Tensor | None) -> Tensor:
+    def context(self, x: Any, recalled: Any, mask: Tensor | None) -> Tensor:
+        """``c(x)``, like ``x``; ``recalled`` is what the memory prepared."""
         assert self.memory is not None
         origin = x.new_zeros(*x.shape[:-1], self.memory.dim)
         answer = self.memory.grad(origin, recalled, mask=mask)
