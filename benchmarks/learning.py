@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.learns.cost import costs
 from benchmarks.learns.here import Here
 from benchmarks.learns.registry import TASKS, task_of
 from benchmarks.learns.rows import MAIN_ROWS, ROWS
@@ -47,6 +48,7 @@ from implicit_attn.command_line import (
     whole,
 )
 
+ROUNDS = 40
 READOUTS = ("mean", "class", "query")
 
 
@@ -89,6 +91,11 @@ def parser() -> Parser:
     add("--limit", type=whole(2), help="most training samples")
     add("--out", type=folder, default=Path("runs/learning"), help="folder of the CSV file")
     add("--workers", type=whole(1, 256), default=1, help="runs at a time, each of one thread")
+    add(
+        "--cost",
+        action="store_true",
+        help="only print what the block costs beside an encoder layer",
+    )
     add("--table", action="store_true", help="only print the table of what is done")
     return made  # fmt: skip
 
@@ -165,6 +172,9 @@ def main(arguments: list[str] | None = None) -> None:
     with command(reader):
         options = reader.parse_args(arguments)
         torch.set_num_threads(1)
+        if options.cost:
+            print(costs(ROUNDS))
+            return
         with mistakes("--out"):
             make_folder(options.out)
             kept = Table(options.out / "learning.csv")
