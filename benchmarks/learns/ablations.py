@@ -48,7 +48,7 @@ def _solved(options: dict[str, Any]) -> Build:
 
 
 def _one_context(block: EquilibriumBlock) -> None:
-    block.energy.context = lambda x, recalled, mask: x  # type: ignore[method-assign]
+    block.energy.context = lambda x, answer: x  # type: ignore[method-assign]
 
 
 def _peaked_start(block: EquilibriumBlock) -> None:
