@@ -55,7 +55,7 @@ from implicit_attn.training.script import checkpoint_path, claim
 
 # Defaults of the options that depend on the model.
 MODELS: dict[str, dict[str, Any]] = {
-    "equilibrium": {"rate": 4e-3, "dropout": 0.0, "layers": 1},
+    "equilibrium": {"rate": 4e-3, "dropout": 0.1, "layers": 1},
     "hyperset": {"rate": 2e-3, "bound": 2.0, "maximum": 2.0},
 }
 ONLY = {
@@ -80,7 +80,7 @@ def command_line() -> Parser:
     add("--heads", type=size, default=4)
     add("--memories", type=size, default=128, help="hidden units of the feed-forward energy")
     add("--layers", type=whole(1, 100), help="equilibrium blocks (default 1)")
-    add("--dropout", type=share, help="of the blocks and of the encoder layer (default 0)")
+    add("--dropout", type=share, help="of the blocks and of the encoder layer (default 0.1)")
     add("--bound", type=positive, help="hyperset: of the projections' spectral norms (default 2)")
     text = "hyperset: bound on the weights of the energies (default 2)"
     add("--maximum", type=number(0.5, above=True), help=text)

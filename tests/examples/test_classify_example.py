@@ -153,9 +153,10 @@ def test_robustness_and_confidence(finished: tuple[Path, str]) -> None:
         if row["strength"] == 0:
             assert row["accuracy"] == pytest.approx(accuracy[row["model"]])
     rows = table(finished[0], "confidence")
+    own = ("softmax", "energy", "residual", "flatness", "profile", "features")
     assert {(row["model"], row["signal"]) for row in rows} == {
-        ("encoder layer", "softmax"),
-        *(("equilibrium", name) for name in ("softmax", "energy", "residual", "flatness")),
+        *(("equilibrium", name) for name in own),
+        *(("encoder layer", name) for name in ("softmax", "features")),
     }
     for word in ("- Accuracy on", "- Noise: ", "- Occlusion: ", "- Inverted (359 images): "):
         assert word in finished[1]
@@ -187,7 +188,7 @@ def test_the_energy_of_hyperset(tmp_path: Path) -> None:
     assert code == 0, output
     assert "digits, hyperset, tokens readout" in output
     signals = {row["signal"] for row in table(tmp_path, "confidence") if row["model"] == "hyperset"}
-    assert signals == {"softmax", "energy", "residual"}
+    assert signals == {"softmax", "energy", "residual", "profile", "features"}
     assert {path.name for path in tmp_path.iterdir()} == OWN | COMPARED
 
 

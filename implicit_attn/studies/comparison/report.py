@@ -16,6 +16,7 @@ from implicit_attn.studies.tables import Table, format_table, write_table
 
 SAMPLES = 1000  # test images that are harmed and tested for confidence
 ERRORS = 2.0  # standard errors below which a difference counts as none
+OWN = ("energy", "profile")  # signals that only an equilibrium has
 TELLING = 0.02  # of two AUROCs, below which they count as equal
 
 
@@ -49,7 +50,7 @@ def write_comparison(
     images, labels = data.test_images[:SAMPLES], data.test_labels[:SAMPLES]
     compared = {key: every[key][0] for key in every if key in (ENCODER, name)}
     harmed = robustness(compared, images, labels)
-    trust = confidence(compared, images, labels)
+    trust = confidence(compared, images, labels, known=data.train_images[:SAMPLES])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for file, rows in {"comparison": table, "robustness": harmed, "confidence": trust}.items():
@@ -112,23 +113,26 @@ def _on_robustness(table: Table, name: str, number: int) -> list[str]:
 
 
 def _on_confidence(table: Table, name: str) -> list[str]:
-    """For each task the best of the equilibrium's own signals beside the softmax of both models."""
+    """For each task the better of the equilibrium's own signals beside the best of the others."""
     lines: list[str] = []
     for task in dict.fromkeys(row["task"] for row in table):
         rows = [row for row in table if row["task"] == task and row["auroc"] == row["auroc"]]
-        own = {r["signal"]: r["auroc"] for r in rows if r["model"] == name}
-        softmax = own.pop(SOFTMAX, None)
-        if softmax is None or not own:
+        own = [row for row in rows if row["model"] == name and row["signal"] in OWN]
+        usual = [row for row in rows if row["signal"] in (SOFTMAX, "features")]
+        softmax = [
+            row["auroc"] for row in usual if (row["model"], row["signal"]) == (name, SOFTMAX)
+        ]
+        if not own or not softmax:
             continue
-        best = max(own, key=lambda signal: own[signal])
+        best, rival = (max(each, key=lambda row: row["auroc"]) for each in (own, usual))
         verdict = "no better than"
-        if own[best] > softmax + TELLING:
+        if best["auroc"] > rival["auroc"] + TELLING:
             verdict = "better than"
-        elif own[best] < softmax - TELLING:
+        elif best["auroc"] < rival["auroc"] - TELLING:
             verdict = "worse than"
-        count = next(row["positives"] for row in rows if row["model"] == name)
         lines.append(
-            f"{task.capitalize()} ({count} images): its {best} (AUROC {own[best]:.2f}) is {verdict} "
-            f"its softmax ({softmax:.2f})."
+            f"{task.capitalize()} ({best['positives']} images): its {best['signal']} (AUROC "
+            f"{best['auroc']:.2f}) is {verdict} the {rival['signal']} of the {rival['model']} "
+            f"({rival['auroc']:.2f}); its own softmax has {softmax[0]:.2f}."
         )
     return lines

@@ -12,12 +12,19 @@ LABELS = {
     "noise": "deviation of Gaussian noise on pixels in [0, 1]",
     "occlusion": "side of the hidden square, share of the image's",
 }
-MARKS = {"energy": ("o", BLUE), "residual": ("s", GREEN), "flatness": ("^", ORANGE)}
+# Of the model, and of the one that it is compared with; other signals are in the table alone.
+MARKS = {
+    "energy": ("o", BLUE),
+    "profile": ("s", GREEN),
+    "softmax": ("D", ORANGE),
+    "features": ("^", RED),
+}
+CROSSES = {"softmax": "x", "features": "+"}
 SAID = {
     "softmax": "1 - largest softmax",
     "energy": "energy at the equilibrium",
-    "residual": "residual after 2 evaluations",
-    "flatness": "minus smallest curvature",
+    "profile": "distance of energy, residual, curvature",
+    "features": "distance of features",
 }
 
 
@@ -71,12 +78,11 @@ def _draw_confidence(axes: Any, trust: Table, name: str) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in trust))
     shown: dict[str, Any] = {}
     for row in trust:
-        if row["auroc"] != row["auroc"]:  # no mistakes to be told
-            continue
-        marker, color = MARKS.get(row["signal"], ("D", RED))
-        label = f"{SAID.get(row['signal'], row['signal'])}"
-        if row["model"] != name:
-            marker, color, label = "x", GREY, f"{label}, {row['model']}"
+        signal, own = row["signal"], row["model"] == name
+        if row["auroc"] != row["auroc"] or signal not in (MARKS if own else CROSSES):
+            continue  # no mistakes to be told, or too much for a picture
+        marker, color = MARKS[signal] if own else (CROSSES[signal], GREY)
+        label = SAID[signal] if own else f"{SAID[signal]}, {row['model']}"
         place = tasks.index(row["task"])
         shown[label] = axes.scatter(row["auroc"], place, marker=marker, color=color, s=42, zorder=3)
     for place in range(len(tasks)):

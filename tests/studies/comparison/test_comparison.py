@@ -14,6 +14,7 @@ from implicit_attn import DEQ
 from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
 from implicit_attn.studies.comparison.confidence import (
+    Reference,
     auroc,
     confidence,
     foreign_images,
@@ -196,10 +197,36 @@ def test_signals_of_each_kind_of_model() -> None:
         made(images(300))
     energy = solves[0].layer.update.energy
     with torch.no_grad():
-        assert torch.allclose(found["energy"], energy(solves[0].z, solves[0].x.tokens), rtol=1e-4)
+        expected = energy(solves[0].z, solves[0].x.tokens).double()
+    assert torch.allclose(found["energy"], expected, rtol=1e-4)
     other = signals(model("hyperset-equilibrium", weight=0.05), images(3))
     assert set(other) == {"softmax", "energy", "residual"}
-    assert set(signals(Brightness(), images(3))) == {"softmax"}
+    assert set(signals(Brightness(), images(3), images(4, 1))) == {"softmax"}
+
+
+def test_distances_from_known_images() -> None:
+    """Those of the images themselves have a mean of their number of columns; far ones are far."""
+    made, x = model(), images(300)
+    found = signals(made, torch.cat([x, x > 0.5]), x)  # of another contrast
+    assert set(found) - set(signals(made, x)) == {"profile", "features"}
+    for name, size in (("profile", 3), ("features", 8)):
+        known, other = found[name].split(300)
+        # A LayerNorm without weights yet: its outputs sum to zero, so a direction is missing.
+        expected = (size - (name == "features")) * 299 / 300
+        assert known.mean().item() == pytest.approx(expected, rel=1e-2)
+        assert other.mean() > 2 * known.mean()
+
+
+def test_mahalanobis() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    rows = torch.randn(500, 4, generator=generator, dtype=torch.float64) @ mix + 3
+    found = Reference.of(rows).distance(rows)
+    away = rows - rows.mean(0)
+    expected = torch.einsum("ni,ij,nj->n", away, torch.linalg.inv(torch.cov(rows.T)), away)
+    assert torch.allclose(found, expected, rtol=1e-3)
+    flat = Reference.of(torch.zeros(3, 2, dtype=torch.float64))
+    assert flat.precision.isfinite().all()
 
 
 def test_foreign_images() -> None:
@@ -320,13 +347,17 @@ def test_words_on_robustness(own: tuple[float, ...], verdict: str) -> None:
     ("energy", "verdict"), [(0.9, "better"), (0.5, "worse"), (0.71, "no better")]
 )
 def test_words_on_confidence(energy: float, verdict: str) -> None:
+    """The better of its own signals, beside the best that needs no equilibrium, of any model."""
     row = {"task": "noise", "model": "mine", "positives": 7}
-    rows = [
-        {**row, "signal": "softmax", "auroc": 0.7},
-        {**row, "signal": "energy", "auroc": energy},
-    ]
-    (line,) = _on_confidence([*rows, {**rows[1], "task": "none", "auroc": float("nan")}], "mine")
-    assert f"Noise (7 images): its energy (AUROC {energy:.2f}) is {verdict} than" in line
+    scores = {"softmax": 0.6, "energy": energy, "profile": 0.4, "residual": 1.0}
+    rows = [{**row, "signal": name, "auroc": score} for name, score in scores.items()]
+    rows.append({**row, "model": "other", "signal": "features", "auroc": 0.7})
+    none = [{**each, "task": "none", "auroc": float("nan")} for each in rows]
+    (line,) = _on_confidence([*rows, *none], "mine")
+    said = (
+        f"Noise (7 images): its energy (AUROC {energy:.2f}) is {verdict} than the features of the "
+    )
+    assert line.startswith(said + "other (0.70)") and line.endswith("its own softmax has 0.60.")
 
 
 def test_words_on_accuracy() -> None:
