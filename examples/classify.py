@@ -58,6 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "equilibrium": {"rate": 4e-3, "dropout": 0.1, "layers": 1},
     "hyperset": {"rate": 2e-3, "bound": 2.0, "maximum": 2.0},
 }
+EMBEDDING = {"positions": "learned", "embedding_norm": False}
+POSITIONS = 0.5  # standard deviation of their initial values
 ONLY = {
     "dropout": "equilibrium",
     "layers": "equilibrium",
@@ -122,15 +124,21 @@ def specification(options: argparse.Namespace, data: ImageData) -> dict[str, Any
     names = ("dim", "heads", "layers", "dropout")
     backbone = {"name": "equilibrium", **{name: getattr(options, name) for name in names}}
     backbone |= {"width": options.memories, "iterations": options.max_steps}
-    around = {"positions": "learned", **classifier(options, data)}
+    around = {**classifier(options, data), **EMBEDDING}
     return {"kind": "image-classifier", **around, "backbone": backbone}
+
+
+def spread_positions(model: Any) -> nn.Module:
+    """Positions of the size of the embedded patches: a normed token then tells where it is."""
+    nn.init.normal_(model.position, std=POSITIONS)
+    return model
 
 
 def build(options: argparse.Namespace, data: ImageData) -> nn.Module:
     torch.manual_seed(options.seed)
     layer = layer_options(options, tolerance=solvers.Tolerance, adjoint=solvers.Implicit)
     if options.model == "equilibrium":
-        return build_model(specification(options, data), layer=layer)
+        return spread_positions(build_model(specification(options, data), layer=layer))
     names = ("dim", "heads", "memories", "bound", "maximum")
     own = {name: getattr(options, name) for name in names}
     return PatchClassifier(**classifier(options, data), **own, layer=layer)
@@ -141,7 +149,7 @@ def build_baseline(name: str, options: argparse.Namespace, data: ImageData) -> n
     backbone = {"dim": options.dim, "heads": options.heads, "hidden": options.memories}
     if options.model == "equilibrium":
         backbone |= {"layers": options.layers, "dropout": options.dropout}
-    return build_rival(name, backbone, {"positions": "learned", **classifier(options, data)})
+    return spread_positions(build_rival(name, backbone, {**classifier(options, data), **EMBEDDING}))
 
 
 def kept(options: argparse.Namespace, data: ImageData) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def write_report(
         explicit: name and test accuracy of a model without solves, drawn beside the accuracies.
 
     Returns:
-        The convergence and extrapolation tables as text.
+        The convergence and extrapolation tables as text, and how many predictions change.
     """
     model.eval()
     trained = max(1, int(epochs[-1]["evaluations"]))
@@ -75,6 +75,7 @@ def write_report(
         f"\nConvergence in float64 on {solution.status.numel()} test images "
         f"({solution.summary()}):\n{format_table(shown)}\n"
         f"\nAccuracy against evaluations at test time:\n{format_table(extrapolation)}"
+        f"{_on_more_evaluations(extrapolation, trained)}"
     )
 
 
@@ -98,6 +99,17 @@ def _convergence(model: nn.Module, data: ImageData, rtol: float) -> tuple[Table,
         tolerance=solvers.Tolerance(rtol=min(1e-6, rtol)),
         max_steps=100,
         on_failure="ignore",
+    )
+
+
+def _on_more_evaluations(extrapolation: Table, trained: int) -> str:
+    """What the predictions do beyond the evaluations of training, where that is known."""
+    most = extrapolation[-1]
+    if "unchanged" not in most:
+        return ""
+    return (
+        f"\nWith {most['evaluations']} evaluations, {most['evaluations'] / trained:g} times those of "
+        f"training, {100 * most['unchanged']:.2f} % of the predictions are what they were."
     )
 
 

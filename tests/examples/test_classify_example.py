@@ -237,6 +237,10 @@ def test_extrapolation(finished: tuple[Path, str]) -> None:
     assert trained in budgets and 2 * trained in budgets
     assert rows[-1]["residual"] < rows[0]["residual"]
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
+    assert rows[-1]["unchanged"] >= 0.997  # all but one image
+    said = re.search(r"With (\d+) evaluations, 4 times .* ([\d.]+) % of the pred", finished[1])
+    assert said is not None and float(said[1]) == budgets[-1]
+    assert float(said[2]) == pytest.approx(100 * rows[-1]["unchanged"], abs=0.01)
 
 
 @pytest.mark.parametrize(
