@@ -9,8 +9,9 @@
 
 An image becomes tokens, a class token among them. One layer is applied to them repeatedly. A linear
 readout of the class token gives the logits. With ``--model hyperset-equilibrium`` the layer is solved
-for its equilibrium instead, and all tokens are read out. ``--preset paper`` is the recipe of Hyper-SET
-(Hu, Zou, Xu, https://arxiv.org/abs/2502.11646); ``--preset small`` is what two cores can train.
+for its equilibrium instead, and all tokens are read out; ``--model equilibrium`` solves equilibrium
+blocks. ``--preset paper`` is the recipe of Hyper-SET (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646);
+``--preset small`` is what two cores can train.
 """
 
 from __future__ import annotations

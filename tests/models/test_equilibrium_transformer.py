@@ -24,7 +24,8 @@ def tokens(seed: int = 0, batch: int = 3) -> Tensor:
 
 def build(**options: Any) -> Any:
     torch.manual_seed(1)
-    return EquilibriumTransformer(DIM, HEADS, **{"layer": EXACT} | options).double()
+    options.setdefault("layer", EXACT)
+    return EquilibriumTransformer(DIM, HEADS, **options).double()
 
 
 @pytest.mark.parametrize("layers", [1, 3])

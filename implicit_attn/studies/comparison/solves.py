@@ -37,8 +37,8 @@ def watched(model: nn.Module) -> Iterator[list[Solve]]:
     found: list[Solve] = []
 
     def keep(layer: Any, given: tuple[Any, ...], named: dict[str, Any], z: Any) -> None:
-        mask = named.get("mask", given[1] if len(given) > 1 else None)
-        found.append(Solve(layer, named["x"] if "x" in named else given[0], mask, z))
+        arguments = dict(zip(("x", "mask"), given, strict=False)) | named
+        found.append(Solve(layer, arguments["x"], arguments.get("mask"), z))
 
     with ExitStack() as hooks:
         for layer in equilibria(model):

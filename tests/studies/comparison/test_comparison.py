@@ -88,7 +88,8 @@ def test_limits_end_with_the_block() -> None:
     before = [(d.max_steps, d.tolerance, d.on_failure) for d in equilibria(made)]
     with torch.no_grad(), pytest.raises(ZeroDivisionError), limited(made, 2):
         made(x)
-        assert [d.last.evaluations.tolist() for d in equilibria(made)] == [[2] * 12] * 2
+        last: list[Any] = [layer.last for layer in equilibria(made)]
+        assert [each.evaluations.tolist() for each in last] == [[2] * 12] * 2
         raise ZeroDivisionError
     assert [(d.max_steps, d.tolerance, d.on_failure) for d in equilibria(made)] == before
 
@@ -195,7 +196,7 @@ def test_signals_of_each_kind_of_model() -> None:
     assert all(score.shape == (300,) and score.isfinite().all() for score in found.values())
     with torch.no_grad(), watched(made) as solves:
         made(images(300))
-    energy = solves[0].layer.update.energy
+    energy: Any = solves[0].layer.update.energy
     with torch.no_grad():
         expected = energy(solves[0].z, solves[0].x.tokens).double()
     assert torch.allclose(found["energy"], expected, rtol=1e-4)
@@ -299,7 +300,7 @@ def test_the_encoder_has_the_blocks_size() -> None:
 def test_the_table_is_sorted() -> None:
     truth = (images().flatten(1).mean(1) > 0.5).long()
     never = nn.Sequential(Brightness(), nn.Linear(2, 2))
-    nn.init.zeros_(never[1].weight)
+    nn.init.zeros_(never[1].get_parameter("weight"))
     table = comparison({"good": (Brightness(), 1.0), "bad": (never, 2.0)}, images(), truth)
     assert [row["model"] for row in table] == ["bad", "good"]
     assert table[1] == {"model": "good", "accuracy": 1.0, "parameters": 0, "seconds": 1.0}
