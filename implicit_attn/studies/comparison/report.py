@@ -16,6 +16,7 @@ from implicit_attn.studies.tables import Table, format_table, write_table
 
 SAMPLES = 1000  # test images that are harmed and tested for confidence
 ERRORS = 2.0  # standard errors below which a difference counts as none
+FAMILIAR = 0.4  # AUROC of an energy below which it calls what it should not know familiar
 OWN = ("energy", "profile")  # signals that only an equilibrium has
 TELLING = 0.02  # of two AUROCs, below which they count as equal
 
@@ -134,5 +135,14 @@ def _on_confidence(table: Table, name: str) -> list[str]:
             f"{task.capitalize()} ({best['positives']} images): its {best['signal']} (AUROC "
             f"{best['auroc']:.2f}) is {verdict} the {rival['signal']} of the {rival['model']} "
             f"({rival['auroc']:.2f}); its own softmax has {softmax[0]:.2f}."
+            f"{_on_low_energies(own)}"
         )
     return lines
+
+
+def _on_low_energies(own: Table) -> str:
+    for row in own:
+        if row["signal"] == "energy" and row["auroc"] < FAMILIAR:
+            low = f"{row['auroc']:.2f}"
+            return f" Its energy is lower there ({low}): by itself no measure of what is foreign."
+    return ""

@@ -64,7 +64,8 @@ def draw_training(axes: Any, epochs: Table) -> None:
     right.set_ylabel("%")
     lowest = min(*accuracy, *converged)
     right.set_ylim(max(0.0, 5 * ((lowest - 2) // 5)), 100.5)
-    axes.legend(handles=lines, frameon=False, loc="center right")
+    # Between the accuracies, which are above, and the loss, which falls below.
+    axes.legend(handles=lines, frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.63))
 
 
 def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
@@ -123,7 +124,7 @@ def draw_extrapolation(
     axes.set_xticks(named, [str(budget) for budget in named])
     axes.minorticks_off()
     axes.set(
-        xlabel="evaluations per sample at test time",
+        xlabel="evaluations per sample at test time (1: the start of the solve)",
         ylabel="test accuracy, %",
         title="Accuracy against evaluations at test time",
     )
@@ -132,4 +133,4 @@ def draw_extrapolation(
         pairs = zip(budgets, accuracy, strict=True)
         hidden = [f"{budget}: {value:.1f} %" for budget, value in pairs if value < bottom]
         write_in_corner(axes, "below:\n" + "\n".join(hidden))
-    axes.legend(loc="center right")
+    axes.legend(loc="best")

@@ -361,6 +361,13 @@ def test_words_on_confidence(energy: float, verdict: str) -> None:
     assert line.startswith(said + "other (0.70)") and line.endswith("its own softmax has 0.60.")
 
 
+def test_words_on_energies_that_are_lower() -> None:
+    row = {"task": "noise", "model": "mine", "positives": 7}
+    scores = {"softmax": 0.6, "energy": 0.1, "profile": 0.9}
+    (line,) = _on_confidence([{**row, "signal": k, "auroc": v} for k, v in scores.items()], "mine")
+    assert "its profile (AUROC 0.90) is better" in line and "energy is lower there (0.10)" in line
+
+
 def test_words_on_accuracy() -> None:
     rows = [{"model": "mine", "accuracy": 0.99}, {"model": "line", "accuracy": 0.98}]
     (line,) = _on_accuracy(rows, "mine", 400)
