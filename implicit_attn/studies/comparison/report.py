@@ -78,7 +78,7 @@ def _differ(first: float, second: float, number: int) -> str:
 def _on_accuracy(table: Table, name: str, number: int) -> list[str]:
     own = next(row["accuracy"] for row in table if row["model"] == name)
     parts = [
-        f"{100 * (own - row['accuracy']):+.2f} points to the {row['model']}"
+        f"{100 * (own - row['accuracy']):+.2f} points against the {row['model']}"
         for row in table
         if row["model"] != name
     ]

@@ -371,4 +371,4 @@ def test_words_on_energies_that_are_lower() -> None:
 def test_words_on_accuracy() -> None:
     rows = [{"model": "mine", "accuracy": 0.99}, {"model": "line", "accuracy": 0.98}]
     (line,) = _on_accuracy(rows, "mine", 400)
-    assert "+1.00 points to the line" in line and "400 test images" in line
+    assert "+1.00 points against the line" in line and "400 test images" in line
