@@ -160,7 +160,7 @@ class EquilibriumBlock(nn.Module):
             memory: (B, M, memory_dim), for ``attention="cross"``, laid out as ``src``.
             memory_key_padding_mask: (B, M) bool, True at padding of the memory.
         """
-        x, given, mask = self._arguments(
+        x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
         z = self.deq.solve(given, mask, tolerance=self._tolerance(x)).value
@@ -183,7 +183,7 @@ class EquilibriumBlock(nn.Module):
         if twice:
             raise TypeError(f"{twice} are given by position and by name")
         call |= {name: options.pop(name) for name in MASKS if name in options}
-        x, given, mask = self._arguments(src, *(call.get(name) for name in MASKS))
+        x, given, mask = self.arguments(src, *(call.get(name) for name in MASKS))
         chosen: dict[str, Any] = {"tolerance": self._tolerance(x)} | options
         return self.deq.solve(given, mask, **chosen)
 
@@ -194,16 +194,16 @@ class EquilibriumBlock(nn.Module):
             return self.deq.tolerance
         return solvers.Tolerance(1e-3)
 
-    def _arguments(
+    def arguments(
         self,
         src: Tensor,
-        src_mask: Tensor | None,
-        padding: Tensor | None,
-        is_causal: bool | None,
-        memory: Tensor | None,
-        memory_padding: Tensor | None,
+        src_mask: Tensor | None = None,
+        padding: Tensor | None = None,
+        is_causal: bool | None = False,
+        memory: Tensor | None = None,
+        memory_padding: Tensor | None = None,
     ) -> tuple[Tensor, AttentionInput, Tensor | None]:
-        """Tokens (B, N, d), the energy's input, and the mask of tokens that count."""
+        """Tokens (B, N, d), the input of the energy, and the mask of the tokens that count (B, N)."""
         x = self._tokens("src", src, self.dim)
         if memory is None and self.attention == "cross":
             raise ValueError('memory must be given with attention="cross", got None')

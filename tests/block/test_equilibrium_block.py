@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn import EquilibriumBlock
+from implicit_attn.energies import AttentionInput
 from implicit_attn.energies.context.equilibrium_energy import EPSILON
 
 EXACT: dict[str, Any] = {
@@ -131,7 +132,7 @@ def test_gradients_are_those_of_the_minimum() -> None:
 def test_implicit_gradients_are_those_of_a_dense_linear_system() -> None:
     block, x = build(4, 2, hidden=6), inputs(1, 3, 4)
     n = F.rms_norm(x, (4,), eps=1e-5).requires_grad_()
-    z = block.deq.solve(block._arguments(x, None, None, False, None, None)[1]).value.detach()
+    z = block.deq.solve(block.arguments(x)[1]).value.detach()
     energy = block.energy
 
     def slope(flat: Tensor, given: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def test_implicit_gradients_are_those_of_a_dense_linear_system() -> None:
 
     by_state, by_input = torch.autograd.functional.jacobian(slope, (z.flatten(), n.detach()))
     expected = -torch.linalg.solve(by_state, by_input.flatten(1))
-    solved = block.deq(type(block._arguments(x, None, None, False, None, None)[1])(n))
+    solved = block.deq(AttentionInput(n))
     rows = [
         torch.autograd.grad(solved.flatten()[i], n, retain_graph=True)[0].flatten()
         for i in range(12)
@@ -436,7 +437,7 @@ def test_nan_at_padding_reaches_nothing() -> None:
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[1, 3:] = True
     x[padding] = torch.nan
-    given, mask = block._arguments(x, None, padding, False, None, None)[1:]
+    given, mask = block.arguments(x, None, padding)[1:]
     assert given.tokens is not None and mask is not None
     tokens = given.tokens.masked_fill(padding.unsqueeze(-1), torch.nan)
     prepared = block.energy.prepare(given._replace(tokens=tokens), mask=mask)
