@@ -99,7 +99,7 @@ class EquilibriumBlock(nn.Module):
             raise ValueError(f'causal=True needs attention="self", got {attention!r}')
         self.causal, self.batch_first = causal, require_flag("batch_first", batch_first)
         self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
-        self.curvature = _check_curvature(curvature)
+        self.curvature, self.state_dim = _check_curvature(curvature), state
         attends = recalls = None
         if attention is not None:
             source = (dim if memory_dim is None else memory_dim) if attention == "cross" else None
@@ -163,7 +163,7 @@ class EquilibriumBlock(nn.Module):
         x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
-        z = self.deq.solve(given, mask, tolerance=self._tolerance(x)).value
+        z = self.deq(given, mask, tolerance=self._tolerance(x))
         z = self.dropout(z if self.output is None else self.output(z))
         y = x + z
         if src.dim() == 2:
@@ -262,7 +262,7 @@ def _check_layer(layer: Any) -> dict[str, Any]:
     known = set(DEQ_OPTIONS)
     unknown = sorted(set(layer or {}) - known)
     if unknown:
-        raise ValueError(f"layer must hold options of DEQ, {sorted(known)}, got {unknown}")
+        raise TypeError(f"layer must hold options of DEQ, {sorted(known)}, got {unknown}")
     return dict(layer or {})
 
 

@@ -110,9 +110,12 @@ class DEQ(nn.Module):
         """The layer of an update ``function(z)`` or ``function(z, x)``; options of ``DEQ``."""
         return cls(FunctionUpdate(function, symmetric=symmetric), **options)
 
-    def forward(self, x: Any, mask: Tensor | None = None) -> Any:
-        """The fixed point for the input ``x``, of the structure of the initial state."""
-        return self.solve(x, mask).value
+    def forward(self, x: Any, mask: Tensor | None = None, **options: Any) -> Any:
+        """The fixed point for the input ``x``, of the structure of the initial state.
+
+        ``options`` are those of :meth:`solve`.
+        """
+        return self.solve(x, mask, **options).value
 
     @eager
     def solve(

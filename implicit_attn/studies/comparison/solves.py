@@ -13,6 +13,7 @@ import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.studies.subjects import Pool, measure_classes
 from implicit_attn.studies.tables import Table
+from implicit_attn.updates.gradient_step import EnergyStep
 
 OPTIONS = ("max_steps", "tolerance", "on_failure")
 
@@ -32,6 +33,21 @@ def equilibria(model: nn.Module) -> list[DEQ]:
 
 
 @contextmanager
+def _with_energies(model: nn.Module) -> Iterator[None]:
+    """Within, solves keep energies also where they need none."""
+    found = [layer.update for layer in equilibria(model)]
+    steps = [update for update in found if isinstance(update, EnergyStep)]
+    before = [step.monitored for step in steps]
+    try:
+        for step in steps:
+            step.monitored = True
+        yield
+    finally:
+        for step, monitored in zip(steps, before, strict=True):
+            step.monitored = monitored
+
+
+@contextmanager
 def watched(model: nn.Module) -> Iterator[list[Solve]]:
     """Collects what the forward passes within the block solve, in their order."""
     found: list[Solve] = []
@@ -41,6 +57,7 @@ def watched(model: nn.Module) -> Iterator[list[Solve]]:
         found.append(Solve(layer, arguments["x"], arguments.get("mask"), z))
 
     with ExitStack() as hooks:
+        hooks.enter_context(_with_energies(model))
         for layer in equilibria(model):
             handle = layer.register_forward_hook(keep, with_kwargs=True)
             hooks.callback(handle.remove)
@@ -56,7 +73,8 @@ def limited(model: nn.Module, evaluations: int, rtol: float = 0.0) -> Iterator[N
         for layer in layers:
             layer.max_steps, layer.on_failure = evaluations, "ignore"
             layer.tolerance = solvers.Tolerance(rtol=rtol)
-        yield
+        with _with_energies(model):
+            yield
     finally:
         for layer, values in zip(layers, before, strict=True):
             for name, value in zip(OPTIONS, values, strict=True):

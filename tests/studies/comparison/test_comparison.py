@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import solvers
 from cases.studies import specification
 from implicit_attn import DEQ
 from implicit_attn.data import ImageData
@@ -79,8 +80,9 @@ def test_every_solve_is_watched_and_only_within_the_block() -> None:
     with torch.no_grad():
         tokens = made.tokens(x)
         behind = tokens + first.z
-        assert torch.allclose(first.layer(first.x, first.mask), first.z)
-        assert torch.allclose(behind, block(tokens))
+        again = first.layer(first.x, first.mask, tolerance=solvers.Tolerance(1e-3))
+        assert torch.allclose(again, first.z, atol=2e-3)
+        assert torch.allclose(behind, block(tokens), atol=2e-3)
 
 
 def test_limits_end_with_the_block() -> None:
@@ -99,7 +101,7 @@ def test_accuracy_within_a_budget() -> None:
     table = accuracy_within(made, images(), labels(), [1, 2, 4, 40], batch_size=5)
     assert [row["evaluations"] for row in table] == [1, 2, 4, 40]
     residuals = [row["residual"] for row in table]
-    assert residuals[0] == pytest.approx(1.0) and residuals[-1] < 1e-5
+    assert 0.1 < residuals[0] < 1.0 and residuals[-1] < 1e-5
     assert all(b < a for a, b in itertools.pairwise(residuals))
     energies = [row["energy"] for row in table]
     assert all(b <= a + 1e-5 * abs(a) for a, b in itertools.pairwise(energies))
