@@ -32,11 +32,12 @@ class EquilibriumBlock(nn.Module):
         E = 1/2 |z|^2 - tau^-1 sum_hi log sum_j P0_ij(x) exp(tau (W_h z_i).v_j(x))
                       - 1/2 sum_im relu((D z_i + U x_i + c)_m)^2
 
-    Its Hessian has eigenvalues from ``1 - sum(curvature)`` to 1, whatever the weights and the input,
-    because the spectral norms of W and D are bounded. So there is one minimum, every solve converges,
-    mostly within five or six evaluations, and so does the solve for the gradients. The first gradient
-    step from zero is a feed-forward block and attention of the same shapes as those of
-    ``nn.TransformerEncoderLayer``, and with ``hidden = dim_feedforward`` there are as many parameters.
+    Its Hessian has eigenvalues from ``1 - sum(curvature)`` to 1 (to 1.12 with GELU, whose slope may be
+    negative), whatever the weights and the input, as the spectral norms of W and D are bounded. So there
+    is one minimum, every solve converges, mostly within five or six evaluations, and so does the solve
+    for the gradients. The first gradient step from zero is a feed-forward block and attention of the
+    same shapes as those of ``nn.TransformerEncoderLayer``, and with ``hidden = dim_feedforward`` there
+    are as many parameters.
 
     Args:
         dim: features d of a token.

@@ -109,7 +109,7 @@ class ConditionalAttention(Energy):
             for :func:`implicit_attn.kernels.frozen_key_attention`.
 
     Example:
-        >>> energy = ConditionalAttention(64, heads=4) + Quadratic().select("pull")
+        >>> energy = ConditionalAttention(64, heads=4) + Quadratic()  # 1/2 |z - x|^2
 
     Source: the weights P0 are those of Vaswani et al., https://arxiv.org/abs/1706.03762; the free energy
     that of Ren, Ouyang, Tang, Liu, https://arxiv.org/abs/2511.00907, equation 3, with keys that hold
