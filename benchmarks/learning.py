@@ -27,9 +27,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.learns.cost import costs
 from benchmarks.learns.here import Here
 from benchmarks.learns.registry import TASKS, task_of
-from benchmarks.learns.rows import ROWS
+from benchmarks.learns.rows import MAIN_ROWS, ROWS
 from benchmarks.learns.runs import Run, Setting, Table, Wanted, complete
 from benchmarks.learns.summary import lines
 from benchmarks.learns.task import Task
@@ -47,6 +48,7 @@ from implicit_attn.command_line import (
     whole,
 )
 
+ROUNDS = 40
 READOUTS = ("mean", "class", "query")
 
 
@@ -73,10 +75,15 @@ def parser() -> Parser:
     add(
         "--rows",
         nargs="+",
-        choices=list(ROWS),
-        default=list(ROWS),
+        choices=list(MAIN_ROWS),
+        default=list(MAIN_ROWS),
         metavar="ROW",
-        help=f"of {', '.join(ROWS)}; all by default",
+        help=f"of {', '.join(MAIN_ROWS)}; all by default",
+    )
+    add(
+        "--ablations",
+        action="store_true",
+        help="the block with one thing changed, in place of rows",
     )
     add("--seeds", type=whole(1, 1000), default=3, help="number of seeds, 3 by default")
     add("--epochs", type=count, help="instead of the task's own")
@@ -84,6 +91,11 @@ def parser() -> Parser:
     add("--limit", type=whole(2), help="most training samples")
     add("--out", type=folder, default=Path("runs/learning"), help="folder of the CSV file")
     add("--workers", type=whole(1, 256), default=1, help="runs at a time, each of one thread")
+    add(
+        "--cost",
+        action="store_true",
+        help="only print what the block costs beside an encoder layer",
+    )
     add("--table", action="store_true", help="only print the table of what is done")
     return made  # fmt: skip
 
@@ -105,11 +117,17 @@ def plan(options: Any, tasks: dict[str, Task]) -> list[Wanted]:
     for name, task in tasks.items():
         for readout in task.readouts:
             for number in options.layers:
-                for row in options.rows if readout in options.readouts else ():
+                for row in _rows(options) if readout in options.readouts else ():
                     each = _wanted(options, name, task, readout, number, row)
                     if each is not None:
                         found.setdefault(each.setting, each)
     return list(found.values())
+
+
+def _rows(options: Any) -> list[str]:
+    if options.ablations:
+        return [name for name in ROWS if name not in MAIN_ROWS]
+    return options.rows
 
 
 def _wanted(
@@ -154,6 +172,9 @@ def main(arguments: list[str] | None = None) -> None:
     with command(reader):
         options = reader.parse_args(arguments)
         torch.set_num_threads(1)
+        if options.cost:
+            print(costs(ROUNDS))
+            return
         with mistakes("--out"):
             make_folder(options.out)
             kept = Table(options.out / "learning.csv")

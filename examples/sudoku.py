@@ -38,7 +38,7 @@ from implicit_attn.command_line import (
 )
 from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.models import BACKBONES, build_backbone, build_model
-from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
+from implicit_attn.models.registry import CHOICES, SOLVED
 from implicit_attn.training import SudokuCompletion, Training, describe, run_script
 from implicit_attn.training.options import (
     add_model_options,
@@ -73,7 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # The iterations of an equilibrium are the most evaluations of a solve.
-EQUILIBRIA = {EQUILIBRIUM: {"iterations": 50, "random_iterations": None}}
+EQUILIBRIA = {name: {"iterations": 50, "random_iterations": None} for name in SOLVED}
 
 
 def command_line() -> Parser:
@@ -122,7 +122,7 @@ def specification(options: argparse.Namespace) -> dict[str, Any]:
 def build(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(options.seed)
     layer = None
-    if options.model == EQUILIBRIUM:
+    if options.model in SOLVED:
         layer = layer_options(options, tolerance=solvers.Tolerance, adjoint=solvers.Implicit)
     return build_model(specification(options), layer=layer)
 

@@ -9,8 +9,9 @@
 
 An image becomes tokens, a class token among them. One layer is applied to them repeatedly. A linear
 readout of the class token gives the logits. With ``--model hyperset-equilibrium`` the layer is solved
-for its equilibrium instead, and all tokens are read out. ``--preset paper`` is the recipe of Hyper-SET
-(Hu, Zou, Xu, https://arxiv.org/abs/2502.11646); ``--preset small`` is what two cores can train.
+for its equilibrium instead, and all tokens are read out; ``--model equilibrium`` solves equilibrium
+blocks. ``--preset paper`` is the recipe of Hyper-SET (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646);
+``--preset small`` is what two cores can train.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from implicit_attn.data import (
 )
 from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.image_classifier import POSITIONS, READOUTS
-from implicit_attn.models.registry import CHOICES, EQUILIBRIUM
+from implicit_attn.models.registry import BLOCKS, CHOICES, EQUILIBRIUM, SOLVED
 from implicit_attn.training import Training, accuracy, run_script
 from implicit_attn.training.options import (
     add_model_options,
@@ -85,13 +86,13 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "cifar10": PAPER,
     },
 }
-# The iterations of an equilibrium are the most evaluations of a solve, which seldom needs as many. At the
-# minimum of an energy a class token has gathered little of the image: all tokens are read out.
+# The iterations of an equilibrium are the most evaluations of a solve, which seldom needs as many.
+SOLVES: dict[str, Any] = {"iterations": 50, "random_iterations": None, "rtol": 1e-3}
 EQUILIBRIA: dict[str, dict[str, Any]] = {
-    EQUILIBRIUM: {
-        "iterations": 50, "random_iterations": None, "readout": "tokens", "rtol": 1e-3,
-    }
-}  # fmt: skip
+    # At the minimum of its energy a class token has gathered little of the image: all are read out.
+    EQUILIBRIUM: SOLVES | {"readout": "tokens"},
+    BLOCKS: SOLVES,
+}
 AUGMENTS: dict[str, Any] = {
     "digits": None,  # 8x8 pixels are too few for rotations and shifts
     "mnist": RandomAffine(),
@@ -128,8 +129,8 @@ def arguments(
 ) -> argparse.Namespace:
     parser = parser or command_line()
     options = parser.parse_args(words)
-    if options.rtol is not None and options.model != EQUILIBRIUM:
-        parser.error(f"--rtol is for {EQUILIBRIUM}, got --model {options.model}")
+    if options.rtol is not None and options.model not in SOLVED:
+        parser.error(f"--rtol is for {' and '.join(SOLVED)}, got --model {options.model}")
     preset = PRESETS[options.preset][options.data]
     complete(parser, options, preset, build=build_backbone, equilibria=EQUILIBRIA)
     options.out = options.out or Path("runs") / f"{options.data}-{options.model}"
@@ -149,7 +150,7 @@ def specification(options: argparse.Namespace, data: ImageData) -> dict[str, Any
 def build(options: argparse.Namespace, data: ImageData) -> nn.Module:
     torch.manual_seed(options.seed)
     layer = None
-    if options.model == EQUILIBRIUM:
+    if options.model in SOLVED:
         layer = layer_options(options, tolerance=solvers.Tolerance, adjoint=solvers.Implicit)
     return build_model(specification(options, data), layer=layer)
 

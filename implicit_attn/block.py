@@ -108,7 +108,10 @@ class EquilibriumBlock(nn.Module):
         self.state_dim = state
         options: dict[str, Any] = {"tolerance": solvers.Tolerance(1e-3)} | (layer or {})
         energy = EquilibriumEnergy(attends, recalls, self.output)
-        self.deq = DEQ(_UnitStep(energy), init=self._start, **options)
+        solver = options.get("solver")
+        step = _BlockStep(energy)
+        step.monitored = bool(getattr(solver, "needs_energy", False))
+        self.deq = DEQ(step, **options)
 
     @property
     def energy(self) -> EquilibriumEnergy:
@@ -222,10 +225,6 @@ class EquilibriumBlock(nn.Module):
             return tokens.unsqueeze(0)
         return tokens if self.batch_first else tokens.transpose(0, 1)
 
-    def _start(self, x: AttentionInput) -> Tensor:
-        assert x.tokens is not None
-        return x.tokens.new_zeros(*x.tokens.shape[:2], self.state_dim)
-
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, attention={self.attention!r}, causal={self.causal}, "
@@ -233,10 +232,18 @@ class EquilibriumBlock(nn.Module):
         )
 
 
-class _UnitStep(GradientStep):
-    """The unit gradient step, which is a contraction here: no solver needs the energy's value."""
+class _BlockStep(GradientStep):
+    """The unit gradient step. It is a contraction, so most solvers need no value of the energy."""
 
-    monitored = False
+    energy: EquilibriumEnergy
+
+    def start(self, x: AttentionInput, prepared: Any) -> Tensor:
+        """What the hidden units answer to the input at once, which saves an evaluation; else zero."""
+        answer = prepared.parts[1]
+        if answer is not None:
+            return answer
+        assert x.tokens is not None and self.energy.attention is not None
+        return x.tokens.new_zeros(*x.tokens.shape[:2], self.energy.attention.dim)
 
 
 def _check_curvature(curvature: Any) -> tuple[float, float]:

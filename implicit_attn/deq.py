@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
@@ -142,16 +143,17 @@ class DEQ(nn.Module):
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         _check_inputs(x, mask, self.update)
         prepared = self.update.prepare(x, mask=mask)
-        start = self._initial(x) if z0 is None else z0
+        start = self._initial(x, prepared) if z0 is None else z0
         if prepared is x:  # else the module may serve there, once a solve
             refuse_drawing_modules(self.update, "the update")
         else:  # the solver will not see x itself
             _check_batched(x, start)
+        given, spec = _flat(prepared)
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
-            (_MonitoredMap if self.update.monitored else _Map)(self.update, self),
+            (_MonitoredMap if self.update.monitored else _Map)(self.update, self, spec),
             start,
-            (prepared, mask),
+            (given, mask),
             mask=mask,
             record=record,
             callback=callback,
@@ -164,11 +166,13 @@ class DEQ(nn.Module):
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
 
-    def _initial(self, x: Any) -> Any:
+    def _initial(self, x: Any, prepared: Any) -> Any:
         if callable(self.init):
             return self.init(x)
-        if self.init == "input" and type(self.update).initial is not Update.initial:
-            return self.update.initial(x)
+        kind = type(self.update)
+        own = kind.initial is not Update.initial or kind.start is not Update.start
+        if self.init == "input" and own:
+            return self.update.start(x, prepared)
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"x must be a tensor where init={self.init!r}, got {type(x)}; give init a function "
@@ -231,19 +235,35 @@ def _check_batched(x: Any, start: Any) -> None:
             )
 
 
+def _flat(prepared: Any) -> tuple[Any, Any]:
+    """The tensors of what was prepared, through which solvers go often, and how they belong together.
+
+    What is no deep tree stays as it is, with None for the other part.
+    """
+    if not isinstance(prepared, Prepared):
+        return prepared, None
+    leaves, spec = pytree.tree_flatten(prepared)
+    return tuple(leaves), spec
+
+
 class _Map:
     """An update as the function ``f(z, x, mask)`` that ``solvers.fixed_point`` takes."""
 
-    def __init__(self, update: Update, layer: DEQ) -> None:
+    def __init__(self, update: Update, layer: DEQ, spec: Any) -> None:
         self.update, self.symmetric = update, update.symmetric
         self.layer = layer  # named by warnings
+        self.spec = spec
 
     def __call__(self, z: Any, x: Any, mask: Tensor | None) -> Any:
-        return self.update(z, x, mask=mask)
+        return self.update(z, self.whole(x), mask=mask)
+
+    def whole(self, x: Any) -> Any:
+        """What was prepared, from the tensors in it."""
+        return x if self.spec is None else pytree.tree_unflatten(list(x), self.spec)
 
 
 class _MonitoredMap(_Map, solvers.EnergyUpdate):
     """A monitored update as a ``solvers.EnergyUpdate``."""
 
     def joint(self, z: Any, x: Any, mask: Tensor | None) -> tuple[Any, Tensor, Any | None]:  # type: ignore[override]
-        return self.update.joint(z, x, mask=mask)
+        return self.update.joint(z, self.whole(x), mask=mask)

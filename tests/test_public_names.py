@@ -53,7 +53,7 @@ PUBLIC = {
         Update
     """,
     "implicit_attn.models": """
-        BACKBONES CRATE EnergyTransformer HyperSET HyperSETEquilibrium ImageClassifier
+        BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
         PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
         SudokuModel Trajectory ViT build_backbone build_model load_model
     """,

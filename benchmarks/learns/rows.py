@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import solvers
+from benchmarks.learns.ablations import ABLATIONS
 from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.energies import HyperSETEnergy
 from implicit_attn.models import HyperSET
@@ -149,6 +150,9 @@ ROWS: dict[str, Row] = {
     "block": Row(block, RATES),
     "block-no-attention": Row(block_alone, RATES),
 }
+MAIN_ROWS = tuple(ROWS)
+# One rate for all: what is compared is the block with the block.
+ROWS |= {f"block, {name}": Row(build, (6e-3,)) for name, build in ABLATIONS.items()}
 
 
 def layers_of(row: str, number: int, tokens: int, dim: int = DIM, heads: int = HEADS) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
+from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.patch_classifier import PatchClassifier
@@ -17,6 +18,7 @@ __all__ = [
     "BACKBONES",
     "CRATE",
     "EnergyTransformer",
+    "EquilibriumTransformer",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",

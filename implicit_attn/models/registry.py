@@ -14,6 +14,7 @@ from implicit_attn.data.unpacking import damaged
 from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
+from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.recurrent import ORDERS
@@ -24,10 +25,12 @@ from solvers.core.checks import require_choice
 
 MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read from a file
 LEAST_ENTRY = 50  # bytes that a tensor takes in the header of a file
-EQUILIBRIUM = "hyperset-equilibrium"  # the only one that solves, and so takes options of a DEQ
+EQUILIBRIUM, BLOCKS = "hyperset-equilibrium", "equilibrium"
+SOLVED = (EQUILIBRIUM, BLOCKS)  # backbones that solve, and so take options of a DEQ
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "hyperset": HyperSET,
     EQUILIBRIUM: HyperSETEquilibrium,
+    BLOCKS: EquilibriumTransformer,
     "transformer": SharedTransformer,
     "energy-transformer": EnergyTransformer,
     "crate": CRATE,
@@ -51,10 +54,12 @@ def build_backbone(
     """A backbone of ``BACKBONES``: tokens (B, N, d) -> (B, N, d).
 
     Args:
-        name: "hyperset", "hyperset-equilibrium", "transformer", "energy-transformer" or "crate".
+        name: "hyperset", "hyperset-equilibrium", "equilibrium", "transformer",
+            "energy-transformer" or "crate".
         dim, heads: features d of a token, attention heads.
         width: memories of Hyper-SET (None: d) and of the Energy Transformer (None: 4 d), hidden
-            units of the transformer (None: 4 d); CRATE has none.
+            units of the equilibrium blocks (None: 2 d) and of the transformer (None: 4 d); CRATE
+            has none.
         options: further arguments of that backbone, ``iterations`` for example.
 
     Raises:
@@ -81,8 +86,8 @@ def build_model(
         specification: ``kind``, one of ``KINDS``; ``backbone``, the arguments of
             :func:`build_backbone` with ``name`` among them; and the arguments of that kind of model
             (``image_size``, ``channels``, ``classes``, ``patch``, ...).
-        layer: how an equilibrium is solved for, options of ``DEQ``; for that backbone only. It is
-            no part of the specification because it changes no weight.
+        layer: how equilibria are solved for, options of ``DEQ``; for the backbones of ``SOLVED``
+            only. It is no part of the specification because it changes no weight.
 
     Raises:
         ValueError: ``kind`` or ``backbone`` is missing or unknown, or ``layer`` is given for a
@@ -95,7 +100,7 @@ def build_model(
         raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
     options: dict[str, Any] = dict(backbone)
     if layer is not None:
-        if backbone["name"] != EQUILIBRIUM:
+        if backbone["name"] not in SOLVED:
             name = backbone["name"]
             raise ValueError(f"layer must be None for the backbone {name!r}, got {layer}")
         options["layer"] = dict(layer)

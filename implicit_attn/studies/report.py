@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 import solvers
 from implicit_attn.data import ImageData
 from implicit_attn.deq import DEQ
+from implicit_attn.studies.comparison.solves import accuracy_within, watched
 from implicit_attn.studies.evaluations import accuracy_by_evaluations, solve_history
 from implicit_attn.studies.figures.spins import spin_report
 from implicit_attn.studies.figures.training import training_report
@@ -20,34 +21,26 @@ from implicit_attn.studies.tables import Table, format_table, write_table
 CONVERGENCE_IMAGES = 256  # test images whose convergence is drawn
 
 
-class Classifier(Protocol):
-    """A module whose ``layer`` stands between ``tokens`` and ``classify``."""
-
-    layer: DEQ
-
-    def tokens(self, images: Tensor) -> Tensor: ...
-
-    def classify(self, z: Tensor) -> Tensor: ...
-
-    def eval(self) -> Any: ...
-
-
 def write_report(
-    model: Classifier,
+    model: nn.Module,
     data: ImageData,
     epochs: Table,
     folder: str | Path,
     title: str,
     rtol: float,
     couplings: list[Any] | None = None,
+    *,
+    explicit: tuple[str, float] | None = None,
 ) -> str:
     """Convergence and accuracy of a trained model on its test images.
 
-    Writes ``report.png``, ``epochs.csv``, ``convergence.csv`` (of :func:`solve_history`) and
-    ``extrapolation.csv`` (of :func:`accuracy_by_evaluations`).
+    Writes ``report.png``, ``epochs.csv``, ``convergence.csv`` (of :func:`solve_history`, of the first
+    layer) and ``extrapolation.csv``: of :func:`accuracy_by_evaluations` for a model whose ``layer``
+    stands between ``tokens`` and ``classify``, and of ``comparison.solves.accuracy_within`` for others.
 
     Args:
-        model: the trained classifier; it is put into evaluation mode.
+        model: the trained classifier, images (B, C, H, W) -> logits, with ``DEQ`` layers in it; it is
+            put into evaluation mode.
         data: whose test images are used.
         epochs: rows with epoch, loss, test_accuracy, converged (share of training samples) and
             evaluations (median).
@@ -56,29 +49,24 @@ def write_report(
         rtol: tolerance of training.
         couplings: of a spin classifier: (N, N) norms between its sites, before training and after
             every epoch; drawn in place of the energy.
+        explicit: name and test accuracy of a model without solves, drawn beside the accuracies.
 
     Returns:
-        The convergence and extrapolation tables as text.
+        The convergence and extrapolation tables as text, and how many predictions change.
     """
     model.eval()
     trained = max(1, int(epochs[-1]["evaluations"]))
     convergence, solution = _convergence(model, data, rtol)
-    extrapolation = accuracy_by_evaluations(
-        model.layer,
-        model.tokens,
-        model.classify,
-        data.test_images,
-        data.test_labels,
-        budgets_around(trained),
-    )
+    extrapolation = _extrapolation(model, data, budgets_around(trained))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"epochs": epochs, "convergence": convergence, "extrapolation": extrapolation}
     for name, table in tables.items():
         write_table(folder / f"{name}.csv", table)
     path = folder / "report.png"
-    settings = {"rtol": rtol, "trained_evaluations": trained}
+    settings: dict[str, Any] = {"rtol": rtol, "trained_evaluations": trained}
     if couplings is None:
+        settings["explicit"] = explicit
         training_report(path, title, epochs, convergence, extrapolation, **settings)
     else:
         spin_report(path, title, epochs, convergence, extrapolation, couplings, **settings)
@@ -87,20 +75,41 @@ def write_report(
         f"\nConvergence in float64 on {solution.status.numel()} test images "
         f"({solution.summary()}):\n{format_table(shown)}\n"
         f"\nAccuracy against evaluations at test time:\n{format_table(extrapolation)}"
+        f"{_on_more_evaluations(extrapolation, trained)}"
     )
 
 
-def _convergence(model: Classifier, data: ImageData, rtol: float) -> tuple[Table, solvers.Solution]:
-    exact: Any = copy.deepcopy(model)
-    exact.double()  # resolves small differences of energies
-    with torch.no_grad():
-        tokens = exact.tokens(data.test_images[:CONVERGENCE_IMAGES].double())
+def _extrapolation(model: Any, data: ImageData, budgets: list[int]) -> Table:
+    """Accuracy within these numbers of evaluations, for either form of model."""
+    samples = data.test_images, data.test_labels
+    if isinstance(getattr(model, "layer", None), DEQ):
+        return accuracy_by_evaluations(model.layer, model.tokens, model.classify, *samples, budgets)
+    return accuracy_within(model, *samples, budgets)
+
+
+def _convergence(model: nn.Module, data: ImageData, rtol: float) -> tuple[Table, solvers.Solution]:
+    exact = copy.deepcopy(model).double()  # resolves small differences of energies
+    with torch.no_grad(), watched(exact) as solves:
+        exact(data.test_images[:CONVERGENCE_IMAGES].double())
+    first = solves[0]
     return solve_history(
-        exact.layer,
-        tokens,
+        first.layer,
+        first.x,
+        first.mask,
         tolerance=solvers.Tolerance(rtol=min(1e-6, rtol)),
         max_steps=100,
         on_failure="ignore",
+    )
+
+
+def _on_more_evaluations(extrapolation: Table, trained: int) -> str:
+    """What the predictions do beyond the evaluations of training, where that is known."""
+    most = extrapolation[-1]
+    if "unchanged" not in most:
+        return ""
+    return (
+        f"\nWith {most['evaluations']} evaluations, {most['evaluations'] / trained:g} times those of "
+        f"training, {100 * most['unchanged']:.2f} % of the predictions are what they were."
     )
 
 

@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from implicit_attn.block import EquilibriumBlock
 from implicit_attn.command_line import LARGEST_SEED
 from implicit_attn.data import LOADERS, ImageData, board_counts, load, load_sudoku
 from implicit_attn.data.sudoku import SOURCES
 from implicit_attn.data.unpacking import damaged
 from implicit_attn.deq import DEQ
-from implicit_attn.models import RecurrentBackbone, SudokuModel, load_model
+from implicit_attn.energies import AttentionInput
+from implicit_attn.models import (
+    EquilibriumTransformer,
+    RecurrentBackbone,
+    SudokuModel,
+    load_model,
+)
 from implicit_attn.models.energy_transformer import EnergyTransformerLayer
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
@@ -96,6 +103,44 @@ class HeldStep(Update):
         return z
 
 
+class BlockStep(Update):
+    """A step of an equilibrium block's solve, of the tokens behind the block instead of its state.
+
+    ``f(y, x) = x + g(y - x)``, where ``g`` is the update of the block's ``DEQ`` for its input: what is
+    classified depends on ``y = x + z`` alone, and a solve starts at ``y = x``. Residuals are relative
+    to ``|y|``, not to ``|z|`` as in the block itself.
+
+    Args:
+        block: of self-attention or none, with a state of the tokens' width, in evaluation mode.
+
+    Raises:
+        TypeError: the state is mapped to the tokens by a matrix, which has no inverse.
+    """
+
+    def __init__(self, block: EquilibriumBlock) -> None:
+        super().__init__()
+        if block.output is not None:
+            raise TypeError("block must have state_dim=None: its tokens do not tell its state")
+        self.block: Any = block
+        update: Any = block.deq.update
+        self.symmetric, self.monitored = update.symmetric, update.monitored
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        if isinstance(x, tuple):
+            return x
+        tokens = AttentionInput(F.rms_norm(x, (self.block.dim,)))
+        return x, self.block.deq.update.prepare(tokens, mask=mask)
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        tokens, given = self.prepare(x, mask=mask)
+        return tokens + self.block.deq.update(z - tokens, given, mask=mask)
+
+    def joint(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        tokens, given = self.prepare(x, mask=mask)
+        image, energy, gradient = self.block.deq.update.joint(z - tokens, given, mask=mask)
+        return tokens + image, energy, gradient
+
+
 @dataclass(frozen=True)
 class Subject:
     """A trained model with ``tokens`` and ``classify``, and the test samples for the studies.
@@ -135,10 +180,17 @@ class Subject:
 
     @property
     def layer(self) -> DEQ:
-        """The equilibrium layer; of an unrolled model ``DEQ(HeldStep(backbone))``, else TypeError."""
+        """The equilibrium layer: of an unrolled model ``DEQ(HeldStep(backbone))``, of a single
+        equilibrium block ``DEQ(BlockStep(block))``; TypeError for another model."""
         if self.recurrence is not None:
             return DEQ(HeldStep(self.recurrence), on_failure="ignore")
         owner = getattr(self.model, "backbone", self.model)
+        if isinstance(owner, EquilibriumTransformer):
+            if len(owner.blocks) > 1:
+                raise TypeError(f"model must have one equilibrium block, got {len(owner.blocks)}")
+            block = owner.blocks[0]
+            step = BlockStep(block).train(block.training)
+            return DEQ(step, max_steps=block.deq.max_steps, on_failure=block.deq.on_failure)
         layer = getattr(owner, "layer", None)
         if not isinstance(layer, DEQ):
             raise TypeError(

@@ -20,6 +20,12 @@ RESULTS = (
     "convergence.csv",
     "extrapolation.csv",
     "report.png",
+    "baseline-identity.safetensors",
+    "baseline-encoder.safetensors",
+    "comparison.csv",
+    "robustness.csv",
+    "confidence.csv",
+    "comparison.png",
 )
 
 

@@ -38,6 +38,10 @@ class Update(nn.Module):
         """The initial state of a solve, by default the input."""
         return x
 
+    def start(self, x: Any, prepared: Any) -> Any:
+        """The initial state where ``prepare`` has found a better one; by default ``initial(x)``."""
+        return self.initial(x)
+
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What ``forward`` is given in place of ``x`` during a solve: a pytree of tensors (B, ...).
 

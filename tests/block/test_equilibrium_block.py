@@ -274,6 +274,13 @@ def test_every_solve_converges_within_few_evaluations_whatever_the_weights() -> 
         assert bool(last.adjoint.solution.converged.all())
 
 
+@pytest.mark.parametrize("solver", [solvers.LBFGS(), solvers.Forward(), solvers.Newton()])
+def test_any_solver_finds_the_minimum(solver: solvers.Solver) -> None:
+    block, x = build(layer=EXACT | {"solver": solver}), inputs()
+    plain = build()
+    torch.testing.assert_close(block(x), plain(x))
+
+
 def test_a_stack_trains() -> None:
     torch.manual_seed(0)
     stack = nn.Sequential(*(EquilibriumBlock(16, 2) for _ in range(3)), nn.Linear(16, 2))

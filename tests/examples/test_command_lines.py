@@ -117,6 +117,8 @@ VALUES = [
     }),
     *rows(("classify",), {
         "--heads": (*COUNTS, "3"), "--patch": (*COUNTS, "3", "16"), "--memories": COUNTS,
+        "--layers": (*COUNTS, "101"), "--dropout": ("2", "1", "-1", "nan"), "--model": ("vit",),
+        "--baselines": ("some",), "--readout": ("last",),
         "--maximum": (*RATES, "0", "0.5"), "--limit": COUNTS[1:], "--data": ("imagenet",), "--stem": ("x",),
     }),
     *rows(("mnist_spins",), {"--limit": COUNTS, "--data": ("fashion_mnist", "digits")}),
@@ -167,6 +169,10 @@ def test_a_wrong_value(
 
 COMBINATIONS = [
     ("classify", ["--dim", "7"], "--heads"),
+    ("classify", ["--model", "hyperset", "--layers", "2"], "--layers"),
+    ("classify", ["--model", "hyperset", "--readout", "mean"], "--readout"),
+    ("classify", ["--bound", "3"], "--bound"),
+    ("classify", ["--dim", "65536", "--layers", "100"], "--dim"),
     ("vit_images", ["--dim", "7"], "--heads"),
     ("vit_images", ["--dim", "9", "--heads", "3"], "--dim"),
     ("sudoku", ["--dim", "30", "--heads", "4"], "--heads"),
@@ -276,8 +282,9 @@ def test_damaged_weights(
 @pytest.mark.defect("C6")
 @pytest.mark.parametrize(
     ("study", "backbone"),
-    [("trade-off", "hyperset-equilibrium"), ("geometry", "crate"), ("geometry", "transformer")],
-)
+    [("trade-off", "hyperset-equilibrium"), ("trade-off", "equilibrium"), ("geometry", "crate"),
+     ("geometry", "transformer"), ("geometry", "equilibrium")],
+)  # fmt: skip
 def test_a_model_that_the_study_is_not_made_for(
     study: str, backbone: str, refused: Callable[..., str], tmp_path: Path
 ) -> None:

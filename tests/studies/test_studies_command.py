@@ -37,8 +37,13 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("backbone", ["hyperset", "hyperset-equilibrium"])
-@pytest.mark.parametrize("study", RUNS)
+@pytest.mark.parametrize(
+    ("study", "backbone"),
+    [
+        *((study, name) for study in RUNS for name in ("hyperset", "hyperset-equilibrium")),
+        *((study, "equilibrium") for study in RUNS if study != "geometry"),
+    ],
+)
 def test_study(
     study: str, backbone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

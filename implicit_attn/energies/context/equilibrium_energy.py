@@ -60,35 +60,44 @@ class EquilibriumEnergy(SummedEnergy):
         return [term for term in terms if term is not None]
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """What attention and memory prepare, as a ``Prepared``; nothing for ``1/2 |z|^2``."""
+        """What attention and memory prepare, as a ``Prepared``; nothing for ``1/2 |z|^2``.
+
+        Its second part is ``-dE_memory/dz(0; x)``, like z, from where a solve may start; None without a
+        memory. No gradient flows through it.
+        """
         if isinstance(x, Prepared):
             return x
         given = x if isinstance(x, AttentionInput) else AttentionInput(tokens=x)
-        tokens, parts = given.tokens, [None]
+        tokens, parts, answer = given.tokens, [None], None
         if isinstance(tokens, Tensor):
             check_mask(mask, tokens, type(self).__name__, features=1)
         recalled = None if self.memory is None else self.memory.prepare(tokens, mask=mask)
+        if self.memory is not None and tokens is not None:
+            origin = tokens.new_zeros(*tokens.shape[:-1], self.memory.dim)
+            answer = -self.memory.grad(origin, recalled, mask=mask)
         if self.attention is not None:
-            seen = tokens if self.memory is None else self._context(tokens, recalled, mask)
+            seen = tokens if answer is None else self.context(tokens, answer)
             parts.append(self.attention.prepare(given._replace(tokens=seen), mask=mask))
-        return Prepared(tuple(parts if recalled is None else [*parts, recalled]))
+        terms = tuple(parts if recalled is None else [*parts, recalled])
+        return Prepared((Prepared(terms), None if answer is None else answer.detach()))
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().forward(z, self.prepare(x, mask=mask), mask=mask)
+        return super().forward(z, self._terms(x, mask), mask=mask)
 
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
-        return super().value_and_grad(z, self.prepare(x, mask=mask), mask=mask)
+        return super().value_and_grad(z, self._terms(x, mask), mask=mask)
 
     def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return super().grad(z, self.prepare(x, mask=mask), mask=mask)
+        return super().grad(z, self._terms(x, mask), mask=mask)
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().hvp(z, v, self.prepare(x, mask=mask), mask=mask)
+        return super().hvp(z, v, self._terms(x, mask), mask=mask)
 
-    def _context(self, x: Any, recalled: Any, mask: Tensor | None) -> Tensor:
-        assert self.memory is not None
-        origin = x.new_zeros(*x.shape[:-1], self.memory.dim)
-        answer = self.memory.grad(origin, recalled, mask=mask)
+    def _terms(self, x: Any, mask: Tensor | None) -> Prepared:
+        return self.prepare(x, mask=mask).parts[0]
+
+    def context(self, x: Any, answer: Tensor) -> Tensor:
+        """``c(x)``, like ``x``, where the memory's answer at once is ``answer`` (..., s)."""
         if self.output is not None:
             answer = self.output(answer)
         if answer.shape != x.shape:
@@ -96,4 +105,4 @@ class EquilibriumEnergy(SummedEnergy):
                 f"{type(self).__name__}: output must map the state to the width of x, "
                 f"{x.shape[-1]}, got {answer.shape[-1]}"
             )
-        return F.rms_norm(x - answer, (x.shape[-1],))
+        return F.rms_norm(x + answer, (x.shape[-1],))

@@ -28,6 +28,7 @@ def training_report(
     *,
     rtol: float,
     trained_evaluations: float,
+    explicit: tuple[str, float] | None = None,
 ) -> None:
     """Four panels: training, residual, energy, accuracy against test-time evaluations.
 
@@ -38,13 +39,14 @@ def training_report(
         extrapolation: of :func:`implicit_attn.studies.accuracy_by_evaluations`.
         rtol: tolerance of training, drawn as a line.
         trained_evaluations: median evaluations per sample in training, drawn as a line.
+        explicit: name and test accuracy of a model without solves, drawn as a line.
     """
     with drawing(path, title, (11, 7.5), dpi=130) as figure:
         axes = figure.subplots(2, 2)
         draw_training(axes[0, 0], epochs)
         draw_residual(axes[0, 1], convergence, rtol)
         draw_energy(axes[1, 0], convergence)
-        draw_extrapolation(axes[1, 1], extrapolation, trained_evaluations)
+        draw_extrapolation(axes[1, 1], extrapolation, trained_evaluations, explicit)
 
 
 def draw_training(axes: Any, epochs: Table) -> None:
@@ -62,7 +64,8 @@ def draw_training(axes: Any, epochs: Table) -> None:
     right.set_ylabel("%")
     lowest = min(*accuracy, *converged)
     right.set_ylim(max(0.0, 5 * ((lowest - 2) // 5)), 100.5)
-    axes.legend(handles=lines, frameon=False, loc="center right")
+    # Between the accuracies, which are above, and the loss, which falls below.
+    axes.legend(handles=lines, frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.63))
 
 
 def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
@@ -100,11 +103,20 @@ def draw_energy(axes: Any, convergence: Table) -> None:
         axes.set_yscale("log")
 
 
-def draw_extrapolation(axes: Any, extrapolation: Table, trained_evaluations: float) -> None:
+def draw_extrapolation(
+    axes: Any,
+    extrapolation: Table,
+    trained_evaluations: float,
+    explicit: tuple[str, float] | None = None,
+) -> None:
     """Test accuracy against evaluations allowed per sample."""
     budgets = [row["evaluations"] for row in extrapolation]
     accuracy = [100 * row["accuracy"] for row in extrapolation]
     axes.plot(budgets, accuracy, color=ORANGE, marker="o")
+    others: list[float] = []
+    if explicit is not None:
+        others = [100 * explicit[1]]
+        axes.axhline(others[0], color=BLUE, linestyle=":", label=f"{explicit[0]}, no solve")
     axes.axvline(trained_evaluations, color=GREY, linestyle="--", label="median in training")
     axes.set_xscale("log", base=2)
     # Powers of two get a label, and the largest budget; a neighbour of one of them would overlap.
@@ -112,13 +124,13 @@ def draw_extrapolation(axes: Any, extrapolation: Table, trained_evaluations: flo
     axes.set_xticks(named, [str(budget) for budget in named])
     axes.minorticks_off()
     axes.set(
-        xlabel="evaluations per sample at test time",
+        xlabel="evaluations per sample at test time (1: the start of the solve)",
         ylabel="test accuracy, %",
         title="Accuracy against evaluations at test time",
     )
-    bottom = show_best(axes, accuracy)
+    bottom = show_best(axes, [*accuracy, *others], others)
     if bottom is not None:
         pairs = zip(budgets, accuracy, strict=True)
         hidden = [f"{budget}: {value:.1f} %" for budget, value in pairs if value < bottom]
         write_in_corner(axes, "below:\n" + "\n".join(hidden))
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
