@@ -10,13 +10,18 @@ from torch.nn import functional as F
 
 import solvers
 from implicit_attn.deq import DEQ
+from implicit_attn.deq import OPTIONS as DEQ_OPTIONS
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
 from implicit_attn.energies.heads.inputs import AttentionInput
+from implicit_attn.energies.heads.stock_masks import allowed_pairs, counted_tokens
+from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.gradient_step import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
 
+EPSILON = 1e-5  # of the norm of the input
+MASKS = ("src_mask", "src_key_padding_mask", "is_causal", "memory", "memory_key_padding_mask")
 ATTENTIONS = ("self", "cross", None)
 MEMORIES: dict[str, Any] = {"relu": ReLUFeedForward, "gelu": GELUFeedForward}
 # GELU' <= 1.129: the curvature of its integral is by so much greater than that of relu(y)^2 / 2.
@@ -32,12 +37,11 @@ class EquilibriumBlock(nn.Module):
         E = 1/2 |z|^2 - tau^-1 sum_hi log sum_j P0_ij(x) exp(tau (W_h z_i).v_j(x))
                       - 1/2 sum_im relu((D z_i + U x_i + c)_m)^2
 
-    Its Hessian has eigenvalues from ``1 - sum(curvature)`` to 1 (to 1.12 with GELU, whose slope may be
-    negative), whatever the weights and the input, as the spectral norms of W and D are bounded. So there
-    is one minimum, every solve converges, mostly within five or six evaluations, and so does the solve
-    for the gradients. The first gradient step from zero is a feed-forward block and attention of the
-    same shapes as those of ``nn.TransformerEncoderLayer``, and with ``hidden = dim_feedforward`` there
-    are as many parameters.
+    Its Hessian has eigenvalues from ``1 - sum(curvature)`` to 1 (gelu: to ``1 + 0.13 curvature[1]``),
+    whatever the weights and the input, because the spectral norms of W and D are bounded. So there is one
+    minimum, every solve converges, mostly within four or five evaluations, and so does the solve for the
+    gradients. The first gradient step from zero is a feed-forward block and attention of the same shapes
+    as those of ``nn.TransformerEncoderLayer``, with as many parameters for ``hidden = dim_feedforward``.
 
     Args:
         dim: features d of a token.
@@ -47,12 +51,17 @@ class EquilibriumBlock(nn.Module):
         activation: of the hidden units, "relu" or "gelu".
         memory_dim: features of the memory's tokens, with ``attention="cross"``; None: ``dim``.
         state_dim: features s of the state z; None: d. Otherwise the output is ``x + O z*``.
-        causal: token i sees the tokens ``j <= i`` alone; exactly, as keys and values are made of x.
+        causal: token i sees the tokens ``j <= i`` alone, as keys and values are made of x. This holds for
+            the equilibrium; what is computed differs from it within the tolerance, and how often a
+            sample is evaluated depends on all of its tokens. With ``layer={"solver":
+            solvers.Forward(), "tolerance": solvers.Tolerance(0.0), "max_steps": 12,
+            "on_failure": "ignore"}`` it holds for every bit.
         curvature: bounds on the curvature of attention and of the hidden units, > 0, of sum < 1. Small
             ones make the block more explicit: at 0 it would be its first step.
         dropout: of the input of attention and hidden units, and of ``z*``, outside the solve.
         batch_first: tokens are (B, N, d), else (N, B, d) as ``nn.Transformer``'s are by default.
-        layer: options of :class:`implicit_attn.DEQ`; by default a relative tolerance of 1e-3.
+        layer: options of :class:`implicit_attn.DEQ`; the relative tolerance is 1e-3 by default, and what
+            DEQ takes in half precision.
 
     Example:
         >>> block = EquilibriumBlock(64, heads=4)
@@ -79,7 +88,7 @@ class EquilibriumBlock(nn.Module):
         layer: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.dim = require_count("dim", dim)
+        self.dim, self.heads = require_count("dim", dim), require_count("heads", heads)
         hidden = 2 * dim if hidden is None else require_count("hidden", hidden, low=0)
         state = dim if state_dim is None else require_count("state_dim", state_dim)
         self.attention = require_choice("attention", attention, ATTENTIONS)  # type: ignore[arg-type]
@@ -102,20 +111,22 @@ class EquilibriumBlock(nn.Module):
             bound = (self.curvature[1] / STEEPEST[activation]) ** 0.5
             memory = MEMORIES[activation]
             recalls = memory(state, hidden, context_dim=dim, norm=None, bound=bound)
-        self.output = None if state_dim is None else nn.Linear(state, dim, bias=False)
-        if self.output is not None:
-            nn.init.normal_(self.output.weight, std=state**-0.5)
-        self.state_dim = state
-        options: dict[str, Any] = {"tolerance": solvers.Tolerance(1e-3)} | (layer or {})
-        energy = EquilibriumEnergy(attends, recalls, self.output)
-        solver = options.get("solver")
-        step = _BlockStep(energy)
-        step.monitored = bool(getattr(solver, "needs_energy", False))
+        output = None if state_dim is None else nn.Linear(state, dim, bias=False)
+        if output is not None:
+            nn.init.normal_(output.weight, std=state**-0.5)
+        options = _check_layer(layer)
+        step = _BlockStep(EquilibriumEnergy(attends, recalls, output))
+        step.monitored = bool(getattr(options.get("solver"), "needs_energy", False))
         self.deq = DEQ(step, **options)
 
     @property
     def energy(self) -> EquilibriumEnergy:
         return self.deq.update.energy  # type: ignore[return-value]
+
+    @property
+    def output(self) -> nn.Module | None:
+        """The map O of the state to the width of the tokens, where it has another."""
+        return self.energy.output
 
     @property
     def self_attn(self) -> EquilibriumBlock:
@@ -149,10 +160,10 @@ class EquilibriumBlock(nn.Module):
             memory: (B, M, memory_dim), for ``attention="cross"``, laid out as ``src``.
             memory_key_padding_mask: (B, M) bool, True at padding of the memory.
         """
-        x, given, mask = self._arguments(
+        x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
-        z = self.deq(given, mask)
+        z = self.deq.solve(given, mask, tolerance=self._tolerance(x)).value
         z = self.dropout(z if self.output is None else self.output(z))
         y = x + z
         if src.dim() == 2:
@@ -163,52 +174,59 @@ class EquilibriumBlock(nn.Module):
         """The :class:`solvers.Solution` for the state z*; ``masks`` as in ``forward``.
 
         ``options`` are those of :meth:`implicit_attn.DEQ.solve` and the keyword arguments of ``forward``.
+        The state is (B, N, state_dim), however the tokens are laid out.
         """
-        named = (
-            "src_mask",
-            "src_key_padding_mask",
-            "is_causal",
-            "memory",
-            "memory_key_padding_mask",
-        )
-        call = dict(zip(named, masks, strict=False))
-        call |= {name: options.pop(name) for name in named if name in options}
-        _, given, mask = self._arguments(src, *(call.get(name) for name in named))
-        return self.deq.solve(given, mask, **options)
+        if len(masks) >= len(MASKS):
+            raise TypeError(f"solve takes src and {list(MASKS)}, got {1 + len(masks)} arguments")
+        call = dict(zip(MASKS, masks, strict=False))
+        twice = sorted(set(call) & set(options))
+        if twice:
+            raise TypeError(f"{twice} are given by position and by name")
+        call |= {name: options.pop(name) for name in MASKS if name in options}
+        x, given, mask = self.arguments(src, *(call.get(name) for name in MASKS))
+        chosen: dict[str, Any] = {"tolerance": self._tolerance(x)} | options
+        return self.deq.solve(given, mask, **chosen)
 
-    def _arguments(
+    def _tolerance(self, x: Tensor) -> solvers.Tolerance | None:
+        """That of the options, else 1e-3; in half precision what the map can meet (None)."""
+        half = x.dtype in (torch.float16, torch.bfloat16)
+        if self.deq.tolerance is not None or half or torch.is_autocast_enabled(x.device.type):
+            return self.deq.tolerance
+        return solvers.Tolerance(1e-3)
+
+    def arguments(
         self,
         src: Tensor,
-        src_mask: Tensor | None,
-        padding: Tensor | None,
-        is_causal: bool | None,
-        memory: Tensor | None,
-        memory_padding: Tensor | None,
+        src_mask: Tensor | None = None,
+        padding: Tensor | None = None,
+        is_causal: bool | None = False,
+        memory: Tensor | None = None,
+        memory_padding: Tensor | None = None,
     ) -> tuple[Tensor, AttentionInput, Tensor | None]:
-        """Tokens (B, N, d), the energy's input, and the mask of tokens that count."""
+        """Tokens (B, N, d), the input of the energy, and the mask of the tokens that count (B, N)."""
         x = self._tokens("src", src, self.dim)
-        if (memory is None) == (self.attention == "cross"):
-            raise ValueError(
-                f"memory goes with attention='cross', got attention={self.attention!r}"
-            )
+        if memory is None and self.attention == "cross":
+            raise ValueError('memory must be given with attention="cross", got None')
+        if self.attention != "cross" and (memory is not None or memory_padding is not None):
+            raise ValueError(f'memory needs attention="cross", got attention={self.attention!r}')
         pairs = bias = seen = None
         if self.attention is None and (src_mask is not None or is_causal):
             raise ValueError("src_mask and is_causal need attention, got attention=None")
         if memory is not None:
             width = self.energy.attention.key.weight.shape[1]  # type: ignore[union-attr]
             memory = self._tokens("memory", memory, width)
-            seen = _counted("memory_key_padding_mask", memory_padding, memory)
-            memory = F.rms_norm(memory, (width,))
+            seen = counted_tokens("memory_key_padding_mask", memory_padding, memory)
+            memory = _normalised(memory, seen)
         keys = x.shape[1] if memory is None else memory.shape[1]
         if src_mask is not None:
-            pairs, bias = _allowed(src_mask, (x.shape[0], x.shape[1], keys))
+            pairs, bias = allowed_pairs(src_mask, (x.shape[0], self.heads, x.shape[1], keys))
         if is_causal and not self.causal:
             if self.attention == "cross":
                 raise ValueError('is_causal=True needs attention="self", got "cross"')
             order = torch.ones(keys, keys, dtype=torch.bool, device=x.device).tril()
             pairs = order if pairs is None else pairs & order
-        tokens = self.dropout(F.rms_norm(x, (self.dim,)))
-        mask = _counted("src_key_padding_mask", padding, x)
+        mask = counted_tokens("src_key_padding_mask", padding, x)
+        tokens = self.dropout(_normalised(x, mask))
         return x, AttentionInput(tokens, pairs, bias, memory, seen), mask
 
     def _tokens(self, name: str, tokens: Any, width: int) -> Tensor:
@@ -221,6 +239,8 @@ class EquilibriumBlock(nn.Module):
             got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
             layout = f"(B, N, {width})" if self.batch_first else f"(N, B, {width})"
             raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
+        if not tokens.is_floating_point():
+            raise TypeError(f"{name} must be of a floating dtype, got {tokens.dtype}")
         if tokens.dim() == 2:
             return tokens.unsqueeze(0)
         return tokens if self.batch_first else tokens.transpose(0, 1)
@@ -230,6 +250,20 @@ class EquilibriumBlock(nn.Module):
             f"dim={self.dim}, attention={self.attention!r}, causal={self.causal}, "
             f"curvature={self.curvature}, batch_first={self.batch_first}"
         )
+
+
+def _normalised(x: Tensor, mask: Tensor | None) -> Tensor:
+    return F.rms_norm(hide(x, mask), x.shape[-1:], eps=EPSILON)
+
+
+def _check_layer(layer: Any) -> dict[str, Any]:
+    if layer is not None and not isinstance(layer, dict):
+        raise TypeError(f"layer must be a dict of options of DEQ or None, got {layer!r}")
+    known = set(DEQ_OPTIONS)
+    unknown = sorted(set(layer or {}) - known)
+    if unknown:
+        raise ValueError(f"layer must hold options of DEQ, {sorted(known)}, got {unknown}")
+    return dict(layer or {})
 
 
 class _BlockStep(GradientStep):
@@ -257,46 +291,3 @@ def _check_curvature(curvature: Any) -> tuple[float, float]:
             f"curvature must sum to less than 1, else minima are many, got {curvature}"
         )
     return first, second
-
-
-def _counted(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
-    """``nn.Transformer``'s padding mask, (B, N) or (N,), as a mask of the tokens that count.
-
-    A floating one, as ``nn.TransformerEncoder`` makes of every mask, is negative at padding, else zero.
-    """
-    if padding is None:
-        return None
-    expected = tuple(tokens.shape[:2])
-    if not isinstance(padding, Tensor) or not (
-        padding.dtype == torch.bool or padding.is_floating_point()
-    ):
-        got = padding.dtype if isinstance(padding, Tensor) else type(padding).__name__
-        raise TypeError(f"{name} must be bool, True at padding, or floating, got {got}")
-    padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
-    if tuple(padding.shape) != expected:
-        raise ValueError(f"{name} must have the shape {expected}, got {tuple(padding.shape)}")
-    if padding.dtype == torch.bool:
-        return ~padding
-    if padding.device.type == "cpu" and not bool(((padding == 0) | padding.isneginf()).all()):
-        raise ValueError(f"{name}, where it is floating, must be -infinity at padding and else 0")
-    return padding == 0
-
-
-def _allowed(mask: Any, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor | None]:
-    """``nn.Transformer``'s mask of pairs as pairs that are allowed and a bias of their scores."""
-    batch, tokens, keys = shape
-    fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)
-    if fits and mask.dim() == 3 and mask.shape[0] % batch == 0:
-        mask = mask.unflatten(0, (batch, -1))
-    elif not fits or mask.dim() != 2:
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"src_mask must have the shape ({tokens}, {keys}) or ({batch} heads, {tokens}, {keys}), "
-            f"got {got}"
-        )
-    if mask.dtype == torch.bool:
-        return ~mask, None
-    if not mask.is_floating_point():
-        raise TypeError(f"src_mask must be bool or floating, got {mask.dtype}")
-    allowed = mask != -torch.inf
-    return allowed, mask.masked_fill(~allowed, 0.0)

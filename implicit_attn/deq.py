@@ -14,7 +14,7 @@ import solvers
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.simple import FunctionEnergy
-from implicit_attn.updates.gradient_step import GradientStep
+from implicit_attn.updates.gradient_step import EnergyStep, GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
@@ -144,10 +144,10 @@ class DEQ(nn.Module):
         _check_inputs(x, mask, self.update)
         prepared = self.update.prepare(x, mask=mask)
         start = self._initial(x, prepared) if z0 is None else z0
-        if prepared is x:  # else the module may serve there, once a solve
-            refuse_drawing_modules(self.update, "the update")
-        else:  # the solver will not see x itself
+        if prepared is not x:  # the solver will not see x itself
             _check_batched(x, start)
+        elif not _prepares(self.update):  # else the module may serve there, once a solve
+            refuse_drawing_modules(self.update, "the update")
         given, spec = _flat(prepared)
         chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
@@ -179,6 +179,16 @@ class DEQ(nn.Module):
                 "x -> z0"
             )
         return x if self.init == "input" else torch.zeros_like(x)
+
+
+def _prepares(update: nn.Module) -> bool:
+    """Whether a part of the update has a ``prepare`` of its own."""
+    return any(
+        isinstance(part, Update)
+        and not isinstance(part, EnergyStep)  # which asks its energy
+        and type(part).prepare is not Update.prepare
+        for part in update.modules()
+    )
 
 
 def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:

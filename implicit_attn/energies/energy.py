@@ -51,6 +51,10 @@ class Energy(nn.Module):
 
     concave: bool = False
 
+    def __init_subclass__(cls) -> None:
+        if "value_and_grad" in vars(cls) and "grad" not in vars(cls):
+            cls.grad = Energy.grad  # not a parent's, of another energy
+
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What the other methods may be given in place of ``x`` during a solve, by default ``x``.
 
@@ -105,8 +109,7 @@ class Energy(nn.Module):
         return Sum([self, other]) if isinstance(other, Energy) else NotImplemented
 
     def __radd__(self, other: Any) -> Energy:
-        # The builtin sum() starts from 0.
-        return self if isinstance(other, int) and other == 0 else NotImplemented
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # of sum()
 
     def __sub__(self, other: Any) -> Sum:
         return Sum([self, -other]) if isinstance(other, Energy) else NotImplemented
@@ -155,9 +158,6 @@ class _Multiple(Energy):
         value, gradient = self.energy.value_and_grad(z, x, mask=mask)
         factor = self.factor()
         return value * factor, scale_tree(gradient, factor)
-
-    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return scale_tree(self.energy.grad(z, x, mask=mask), self.factor())
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         return scale_tree(self.energy.hvp(z, v, x, mask=mask), self.factor())

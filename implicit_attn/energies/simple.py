@@ -24,10 +24,13 @@ class Quadratic(Energy):
     """
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        difference = self.grad(z, x, mask=mask)
+        difference = self._difference(z, x, mask)
         return 0.5 * sum_squares(difference), difference
 
     def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self._difference(z, x, mask)
+
+    def _difference(self, z: Tensor, x: Any, mask: Tensor | None) -> Tensor:
         check_tokens(z, mask, "Quadratic", features=0)
         return hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
 

@@ -18,7 +18,6 @@ from implicit_attn.data import LOADERS, ImageData, board_counts, load, load_sudo
 from implicit_attn.data.sudoku import SOURCES
 from implicit_attn.data.unpacking import damaged
 from implicit_attn.deq import DEQ
-from implicit_attn.energies import AttentionInput
 from implicit_attn.models import (
     EquilibriumTransformer,
     RecurrentBackbone,
@@ -123,12 +122,12 @@ class BlockStep(Update):
             raise TypeError("block must have state_dim=None: its tokens do not tell its state")
         self.block: Any = block
         update: Any = block.deq.update
-        self.symmetric, self.monitored = update.symmetric, update.monitored
+        self.symmetric, self.monitored = update.symmetric, True
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         if isinstance(x, tuple):
             return x
-        tokens = AttentionInput(F.rms_norm(x, (self.block.dim,)))
+        _, tokens, _ = self.block.arguments(x)
         return x, self.block.deq.update.prepare(tokens, mask=mask)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:

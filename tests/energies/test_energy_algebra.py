@@ -283,3 +283,40 @@ def test_types_of_combinations(parts: list[Energy]) -> None:
         parts[0] * Field()  # type: ignore[operator]
     with pytest.raises(TypeError):
         parts[0] * True  # type: ignore[operator]
+
+
+class _Quartic(Quadratic):
+    """Overrides ``value_and_grad`` of a class that has a ``grad`` of its own."""
+
+    def value_and_grad(
+        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        value, gradient = super().value_and_grad(z, x, mask=mask)
+        return value + 0.25 * z.pow(4).flatten(1).sum(1), gradient + z**3
+
+
+class _Tripled(ReLUFeedForward):
+    def token_value_and_force(
+        self, y: Tensor, gates: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        value, force = super().token_value_and_force(y, gates)
+        return 3.0 * value, 3.0 * force
+
+
+class _Summed(Sum):
+    def value_and_grad(
+        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        value, gradient = super().value_and_grad(z, x, mask=mask)
+        return 2.0 * value, 2.0 * gradient
+
+
+@pytest.mark.parametrize(
+    "energy",
+    [_Quartic(), _Tripled(4, 6, norm=None), _Summed([Quadratic(), Quadratic()])],
+    ids=["quartic", "tripled", "summed"],
+)
+def test_a_subclass_with_another_value_and_gradient_has_that_gradient(energy: Energy) -> None:
+    z = torch.randn(2, 3, 4)
+    _, gradient = energy.value_and_grad(z)
+    torch.testing.assert_close(energy.grad(z), gradient)

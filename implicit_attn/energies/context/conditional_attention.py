@@ -81,7 +81,7 @@ class ConditionalAttention(Energy):
     it is zero at ``z = 0``.
 
     Keys, values and P0 do not depend on z. So E is concave in z, whatever the weights and x, and tokens
-    meet only through x: with ``causal`` the state of token i depends on no token after it. As
+    meet only through x: with ``causal`` token i depends on no token after it. As
     ``|v|^2 < p`` and the spectral norm of W is at most 1, the eigenvalues of the Hessian lie between
     ``-curvature`` and 0, for ``tau = curvature / p``.
 
@@ -109,11 +109,10 @@ class ConditionalAttention(Energy):
             for :func:`implicit_attn.kernels.frozen_key_attention`.
 
     Example:
-        >>> energy = ConditionalAttention(64, heads=4) + Quadratic()  # 1/2 |z - x|^2
+        >>> energy = ConditionalAttention(64, heads=4) + Quadratic().select("tokens")
 
-    Source: the weights P0 are those of Vaswani et al., https://arxiv.org/abs/1706.03762; the free energy
-    that of Ren, Ouyang, Tang, Liu, https://arxiv.org/abs/2511.00907, equation 3, with keys that hold
-    the values besides.
+    Source: Vaswani et al., https://arxiv.org/abs/1706.03762 (P0); Ren, Ouyang, Tang, Liu,
+    https://arxiv.org/abs/2511.00907, equation 3 (the free energy), here of keys beside values.
     """
 
     concave = True
@@ -158,6 +157,9 @@ class ConditionalAttention(Energy):
         self.value_bias = nn.Parameter(torch.zeros(rows))
         self.state = Projection(dim, rows, bound=1.0)
         self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
+        self.pattern.check_backend(backend)
+        if causal and backend == "flash":
+            raise ValueError('causal=True needs backend="auto" or "reference", got "flash"')
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """Weights P0 and values, or queries, keys and values, as a ``Prepared``."""
@@ -173,7 +175,7 @@ class ConditionalAttention(Energy):
                     f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
                 )
         elif isinstance(x, AttentionInput) and x.memory is not None:
-            raise ValueError(f"{name}: x.memory needs memory_dim, got none")
+            raise ValueError(f"{name}: x.memory needs memory_dim")
         else:
             memory, seen = tokens, mask
         key = project_input(memory, self.key, self.key_bias, heads, seen, name)
@@ -196,8 +198,8 @@ class ConditionalAttention(Energy):
         mask: Tensor | None,
         seen: Tensor | None,
     ) -> FrozenAttention:
-        tokens, keys = query.shape[2], key.shape[2]
-        shape = (query.shape[0], self.heads, tokens, keys)
+        tokens = query.shape[2]
+        shape = (query.shape[0], self.heads, tokens, key.shape[2])
         own = None if given == (None, None) else Pairs(*given)
         pairs = self.pattern(shape, query.device, own)
         options: dict[str, Any] = {"mask": seen, "backend": self.backend}
@@ -312,7 +314,6 @@ class ConditionalAttention(Energy):
 def _where_attends(
     attended: Tensor, lse: Tensor | None, attends: Tensor | None
 ) -> tuple[Tensor, Any]:
-    """Zeros for queries without any key."""
     if attends is None:
         return attended, lse
     lse = None if lse is None else lse.masked_fill(~attends, 0.0)

@@ -15,6 +15,11 @@ from implicit_attn.energies.energy import Evaluation, SummedEnergy
 from implicit_attn.energies.heads.inputs import AttentionInput
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.simple import Quadratic
+from implicit_attn.energies.tokens import hide
+
+# Of the mean square of a token and the memory's answer, which is of order 1 mostly: a token of zeros
+# keeps a gradient that does not explode.
+EPSILON = 1e-2
 
 
 class EquilibriumEnergy(SummedEnergy):
@@ -71,6 +76,7 @@ class EquilibriumEnergy(SummedEnergy):
         tokens, parts, answer = given.tokens, [None], None
         if isinstance(tokens, Tensor):
             check_mask(mask, tokens, type(self).__name__, features=1)
+            tokens = hide(tokens, mask)
         recalled = None if self.memory is None else self.memory.prepare(tokens, mask=mask)
         if self.memory is not None and tokens is not None:
             origin = tokens.new_zeros(*tokens.shape[:-1], self.memory.dim)
@@ -105,4 +111,4 @@ class EquilibriumEnergy(SummedEnergy):
                 f"{type(self).__name__}: output must map the state to the width of x, "
                 f"{x.shape[-1]}, got {answer.shape[-1]}"
             )
-        return F.rms_norm(x + answer, (x.shape[-1],))
+        return F.rms_norm(x + answer, (x.shape[-1],), eps=EPSILON)

@@ -43,6 +43,11 @@ class MemoryEnergy(TokenEnergy):
     takes_gates = True
     bias: nn.Parameter | None
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "token_value_and_force" in vars(cls) and "force" not in vars(cls):
+            cls.force = MemoryEnergy.force  # not a parent's, of another energy
+
     def __init__(
         self,
         dim: int,
