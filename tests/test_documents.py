@@ -15,9 +15,8 @@ from implicit_attn import DEQ
 from solvers import SolveWarning, Tolerance
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [
-    *("README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/results.md", "benchmarks/RESULTS.md"),
-]
+PAGES = ["docs/guide.md", "docs/choosing.md"]  # whose snippets run one by one
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, "docs/results.md", "benchmarks/RESULTS.md"]
 FOLDERS = "solvers|implicit_attn|tests|examples|benchmarks|docs"
 PATH = re.compile(rf"(?<![\w/.])(?:{FOLDERS})(?:/[\w.-]+)+/?(?![\w*{{<])")
 DOTTED = re.compile(r"`((?:solvers|implicit_attn)(?:\.\w+)+)[`(]")
@@ -48,12 +47,16 @@ def test_the_snippets_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.defect("D11")
-@pytest.mark.parametrize("number", range(len(snippets("docs/guide.md"))))
-def test_each_snippet_of_the_guide_runs_alone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "number"), [(page, n) for page in PAGES for n in range(len(snippets(page)))]
+)
+def test_each_snippet_of_a_page_runs_alone(
+    page: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page is read in pieces: nothing is left over from another snippet."""
     torch.manual_seed(0)
     monkeypatch.chdir(ROOT)
-    execute(snippets("docs/guide.md")[number], f"docs/guide.md, snippet {number + 1}", {})
+    execute(snippets(page)[number], f"{page}, snippet {number + 1}", {})
 
 
 @pytest.mark.defect("D11")

@@ -31,6 +31,7 @@ from implicit_attn.energies.lagrangians import (
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
+from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import Projection, RMSNorm, SpectralBound
 from implicit_attn.energies.simple import Field, FunctionEnergy, Quadratic
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
@@ -64,6 +65,7 @@ __all__ = [
     "LayerNormLagrangian",
     "LearnedLayerNormLagrangian",
     "LinearAttention",
+    "Prepared",
     "Projection",
     "Quadratic",
     "RMSNorm",
