@@ -347,12 +347,15 @@ def test_hyperset_energy_with_a_context(feedforward: str) -> None:
     prepared = energy.prepare(x)
     assert isinstance(prepared, Prepared)
     expected = 0.5 * (z - x).square().sum((1, 2))
-    expected = expected + energy.attention(z) + energy.feedforward(z, x)
+    expected = expected + energy.attention(z, x) + energy.feedforward(z, x)
     torch.testing.assert_close(energy(z, prepared), expected)
     torch.testing.assert_close(energy(z, x), expected)
     plain = HyperSETEnergy(4, 2, 6, feedforward=feedforward)
     added = set(energy.state_dict()) - set(plain.state_dict())
-    assert added == {"feedforward.energy.context.weight", "feedforward.energy.bias"}
+    parts = ("attention", "feedforward")
+    assert added == {
+        f"{part}.energy.{name}" for part in parts for name in ("context.weight", "bias")
+    }
 
 
 def test_a_layer_with_context_trains() -> None:
