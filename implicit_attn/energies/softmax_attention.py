@@ -149,6 +149,10 @@ class SoftmaxAttention(Energy):
         ignored = isinstance(x, Prepared) or self._ignores(x)
         return x if ignored else Prepared(self._context(x, mask))
 
+    def held(self, x: Any) -> Any:
+        """Nothing, without a context; what looks at ``x`` all the same has to override this."""
+        return None if self._ignores(x) else x
+
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at = self._evaluate(z, x, mask)
         if self.cross:

@@ -96,6 +96,10 @@ class HeadsEnergy(ProjectedEnergy):
         ignored = self.context is None and not isinstance(x, AttentionInput)
         return x if ignored or isinstance(x, Prepared) else Prepared(self._context(x, mask))
 
+    def held(self, x: Any) -> Any:
+        """Nothing, without a context; what looks at ``x`` all the same has to override this."""
+        return None if self.context is None else x
+
     def features(
         self,
         z: Tensor,

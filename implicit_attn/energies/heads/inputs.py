@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.checks import check_mask
 from implicit_attn.energies.heads.features import project
@@ -188,6 +189,27 @@ def read_pairs(
             tensor = tensor.expand(batched[0].shape[0], *tensor.shape)
         found.append(tensor[:, None] if tensor.dim() == 3 else tensor)
     return found[0], found[1]
+
+
+def expand_pairs(x: Any, batch: int) -> Any:
+    """An input with a copy of ``pairs`` and ``pair_bias`` (N, M) for each sample, which copies nothing.
+
+    ``x`` is an ``AttentionInput``, or a pytree that holds some. Solvers take tensors (B, ...) alone.
+    """
+    if isinstance(x, Tensor) or x is None:
+        return x
+
+    def expanded(part: Any) -> Any:
+        if not isinstance(part, AttentionInput):
+            return part
+        wide = {
+            name: tensor.expand(batch, *tensor.shape)
+            for name, tensor in (("pairs", part.pairs), ("pair_bias", part.pair_bias))
+            if isinstance(tensor, Tensor) and tensor.dim() == 2
+        }
+        return part._replace(**wide)
+
+    return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
 
 
 def read_memory(x: Any, width: int, z: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:
