@@ -90,10 +90,7 @@ class BiSoftmaxAttention(HeadsEnergy):
         self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None
     ) -> Pair:
         force, lse = self._bisoftmax(y, mask, pairs)
-        beta = self.beta
-        if isinstance(beta, Tensor):
-            return sum_samples(lse / by_head(beta, 2, lse)), force
-        return sum_samples(lse) / beta, force
+        return self._over_beta(lse), force
 
     def force(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
         return self._bisoftmax(y, mask, pairs)[0]

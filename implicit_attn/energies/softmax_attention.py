@@ -21,10 +21,10 @@ from implicit_attn.energies.heads.inputs import (
     read_memory,
     read_pairs,
 )
-from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_head, describe
+from implicit_attn.energies.heads.temperatures import Beta, HasTemperatures, Temperatures, describe
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm
-from implicit_attn.energies.tokens import Pair, hide, sum_samples, sum_squares
+from implicit_attn.energies.tokens import Pair, hide, sum_squares
 from implicit_attn.kernels import frozen_keys
 from implicit_attn.kernels.free_energy import Attended, attend, curvatures, forces
 from implicit_attn.kernels.pairs import Pairs, token_pairs
@@ -42,7 +42,7 @@ class _Evaluation(NamedTuple):
     pairs: Pairs | None
 
 
-class SoftmaxAttention(Energy):
+class SoftmaxAttention(HasTemperatures, Energy):
     """Helmholtz free energy of every query among the keys, at the temperature ``1 / beta``.
 
     ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``. Gradient by q:
@@ -120,7 +120,7 @@ class SoftmaxAttention(Energy):
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
         self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
-        self._number = self.temperatures.number
+        self._renew()
         self.norm, self._elastic = check_norm(norm), energy == "elastic"
         if context_dim is not None:
             require_count("context_dim", context_dim)
@@ -137,12 +137,6 @@ class SoftmaxAttention(Energy):
         self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
         self.pattern.check_backend(backend)
         self.concave = cross and energy == "inner" and norm is None
-
-    @property
-    def beta(self) -> float | Tensor:
-        """The inverse temperature, or one a head, (heads,)."""
-        # Reading a module and calling it costs more than a look, at every evaluation.
-        return self.temperatures() if self._number is None else self._number
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """Keys of cross-attention, and whatever features see of ``x``, as a ``Prepared``."""
@@ -162,10 +156,7 @@ class SoftmaxAttention(Energy):
             attended = self._attend(at, mask)
             by_query, by_key = forces(at.query.unit, at.key.unit, attended, elastic=self._elastic)
             gradient = add_parts(at.query.pull_back(by_query), at.key.pull_back(by_key))
-        beta, lse = self.beta, attended.lse
-        if isinstance(beta, Tensor):
-            beta, lse = 1.0, lse / by_head(beta, 2, lse)
-        value = sum_samples(lse) / -beta
+        value = -self._over_beta(attended.lse)
         if self._elastic:
             value = value + 0.5 * sum_squares(attended.only(at.query.unit))
         return value, hide(gradient, mask).to(z.dtype)
@@ -275,10 +266,6 @@ class SoftmaxAttention(Energy):
             pairs=self._all_pairs(at, mask),
             limit=limit,
         )
-
-    def _score_beta(self, like: Tensor) -> float | Tensor:
-        beta = self.beta
-        return by_head(beta, 3, like) if isinstance(beta, Tensor) else beta
 
     def _frozen(self, at: _Evaluation) -> tuple[tuple[Tensor, Tensor, float], dict[str, Any]]:
         """Arguments of ``frozen_key_attention``; the elastic scores are products of wider features."""

@@ -17,7 +17,13 @@ from implicit_attn.energies.heads.inputs import (
     project_input,
     read_pairs,
 )
-from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_head, describe
+from implicit_attn.energies.heads.temperatures import (
+    Beta,
+    HasTemperatures,
+    Temperatures,
+    by_head,
+    describe,
+)
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, ProjectedEnergy, Projection, RMSNorm
 from implicit_attn.energies.tokens import Pair, hide
@@ -35,7 +41,7 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
     return dim // heads
 
 
-class HeadsEnergy(ProjectedEnergy):
+class HeadsEnergy(HasTemperatures, ProjectedEnergy):
     """A function of the features ``y = norm(W_h z)`` of each head h, queries and keys in one.
 
     ``projection.weight`` holds the W_h one below the other, (heads p, d). With ``context_dim`` the
@@ -74,22 +80,20 @@ class HeadsEnergy(ProjectedEnergy):
         super().__init__(dim, heads=heads, norm=norm)
         self.projection = Projection(dim, heads * width, bound)
         self.temperatures = Temperatures(heads, beta, width, learned_beta)
-        self._number = self.temperatures.number
         self.pattern: PairPattern | None = None  # of an energy that knows pairs
         self.context: Projection | None = None
         if context_dim is not None:
             self.context = Projection(require_count("context_dim", context_dim), heads * width)
         has_bias = require_flag("bias", bias) or context_dim is not None
         self.bias = nn.Parameter(torch.zeros(heads * width)) if has_bias else None
+        self._renew()
+
+    def _renew(self) -> None:
+        super()._renew()
         largest = self.temperatures.largest
         # |y_i| <= sqrt(p) after the norm.
-        self._limit = None if norm is None or largest is None else largest * width
-
-    @property
-    def beta(self) -> float | Tensor:
-        """The inverse temperature, or one a head, (heads,)."""
-        # Reading a module and calling it costs more than a look, at every evaluation.
-        return self.temperatures() if self._number is None else self._number
+        known = self.norm is not None and largest is not None
+        self._limit = largest * self.temperatures.width if known else None
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What the features see of ``x``, and its pairs, as a ``Prepared``."""
