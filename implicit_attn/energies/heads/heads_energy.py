@@ -104,6 +104,10 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
         """Nothing, without a context; what looks at ``x`` all the same has to override this."""
         return None if self.context is None else x
 
+    def potential(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
+        """The potential of each sample alone, which a subclass may have for less than the force."""
+        return self.potential_and_force(y, mask, **_given(pairs))[0]
+
     def features(
         self,
         z: Tensor,
@@ -131,7 +135,7 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         at, pairs = self._evaluate(z, x, mask)
-        return self.potential_and_force(at.unit, mask, **_given(pairs))[0]
+        return self.potential(at.unit, mask, **_given(pairs))
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at, pairs = self._evaluate(z, x, mask)

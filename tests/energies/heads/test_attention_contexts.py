@@ -21,6 +21,7 @@ from implicit_attn.energies import (
     SoftmaxAttention,
 )
 from implicit_attn.energies.prepared import Prepared
+from implicit_attn.kernels.pairs import Pairs
 
 DIM, WIDTH, HEADS, B, N, M = 4, 3, 2, 2, 3, 5
 SELF = {
@@ -138,6 +139,28 @@ def test_derivatives_by_input_and_weights_through_prepare(kind: str) -> None:
     inputs = [z.requires_grad_(), x.requires_grad_(), *weights]
     assert gradcheck(gradient, inputs)
     assert gradgradcheck(lambda z, x: energy.grad(z, energy.prepare(x)), inputs[:2])
+
+
+@pytest.mark.parametrize("given", ["nothing", "tokens", "pairs"])
+def test_the_potential_of_a_subclass_is_its_value(given: str) -> None:
+    """The value alone may cost less than value and force."""
+
+    class Shifted(BiSoftmaxAttention):
+        def potential(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
+            seen.append(pairs is not None)
+            return super().potential(y, mask, pairs) + 1.0
+
+    z, x, _ = state()
+    width = WIDTH if given == "tokens" else None
+    torch.manual_seed(0)
+    plain = BiSoftmaxAttention(DIM, HEADS, context_dim=width).double()
+    energy = Shifted(DIM, HEADS, context_dim=width).double()
+    energy.load_state_dict(plain.state_dict())
+    pairs = torch.ones(N, N).tril() > 0
+    forms = {"nothing": None, "tokens": x, "pairs": AttentionInput(pairs=pairs)}
+    seen: list[bool] = []
+    assert torch.equal(energy(z, forms[given]), plain(z, forms[given]) + 1.0)
+    assert seen == [given == "pairs"]
 
 
 def layer_of(attention: Energy) -> DEQ:
