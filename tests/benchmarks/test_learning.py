@@ -151,6 +151,21 @@ def command(tmp_path: Path, *more: str) -> None:
         torch.set_num_threads(threads)
 
 
+def test_rows_beside_ablations_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command(tmp_path / "new", "--ablations")
+    assert stop.value.code == 2 and not (tmp_path / "new").exists()
+    assert "--ablations takes the place of --rows" in capsys.readouterr().err
+    reader = learning.parser()
+    rows = {
+        name: learning._rows(reader.parse_args(o))
+        for name, o in (("a", ["--ablations"]), ("b", []))
+    }
+    assert rows["b"] == list(learning.MAIN_ROWS) and not {*rows["a"]} & {*rows["b"]}
+
+
 def test_the_command_goes_on_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
