@@ -17,7 +17,7 @@ from implicit_attn.kernels import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.free_energy import attend, curvatures, forces
+from implicit_attn.kernels.free_energy import attend, curvatures, forces, query_curvature
 from implicit_attn.kernels.pairs import Pairs
 
 B, H, N, P, BETA = 2, 2, 4, 3, 0.7
@@ -170,3 +170,20 @@ def test_cotangents_at_masked_tokens_go_no_further(given: str, causal: bool) -> 
         found.append(torch.autograd.grad(outputs, inputs, [by_gradient, by_lse, by_gradient]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert all(t.abs().max() > 0 for t in found[0])
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("given", [None, "pairs"])
+def test_the_curvature_among_keys_that_stay_is_that_of_both(
+    elastic: bool, given: str | None
+) -> None:
+    query, moved, pairs, bias = state()
+    key = torch.flip(query, (2,)) + 0.3
+    attended = attend(
+        query, key, BETA, elastic=elastic, pairs=Pairs(pairs, bias) if given else None
+    )
+    both = forces(query, key, attended, elastic=elastic)[0]
+    still = torch.zeros_like(key)
+    curved = curvatures(query, key, (moved, still), BETA, attended, elastic=elastic)[0]
+    found = query_curvature(query, key, moved, BETA, attended, elastic=elastic)
+    assert difference(found[0], both) <= 1e-13 and difference(found[1], curved) <= 1e-13
