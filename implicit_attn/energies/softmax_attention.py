@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies.attention import head_width
-from implicit_attn.energies.checks import check_tokens, check_vector
+from implicit_attn.energies.checks import check_dtype, check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads.features import Features, add_parts, project
 from implicit_attn.energies.heads.inputs import (
@@ -17,6 +17,8 @@ from implicit_attn.energies.heads.inputs import (
     PairPattern,
     check_added,
     check_kind,
+    check_parts,
+    masked_key,
     project_input,
     read_memory,
     read_pairs,
@@ -25,8 +27,8 @@ from implicit_attn.energies.heads.temperatures import Beta, HasTemperatures, Tem
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm
 from implicit_attn.energies.tokens import Pair, hide, sum_squares
-from implicit_attn.kernels import frozen_keys
-from implicit_attn.kernels.free_energy import Attended, attend, curvatures, forces
+from implicit_attn.kernels import free_energy, frozen_keys
+from implicit_attn.kernels.free_energy import Attended
 from implicit_attn.kernels.pairs import Pairs, token_pairs
 from solvers.core.checks import require_choice, require_count, require_flag
 
@@ -154,7 +156,8 @@ class SoftmaxAttention(HasTemperatures, Energy):
             gradient = add_parts(at.query.pull_back(by_query), None)
         else:
             attended = self._attend(at, mask)
-            by_query, by_key = forces(at.query.unit, at.key.unit, attended, elastic=self._elastic)
+            units, elastic = (at.query.unit, at.key.unit), self._elastic
+            by_query, by_key = free_energy.forces(*units, attended, elastic=elastic)
             gradient = add_parts(at.query.pull_back(by_query), at.key.pull_back(by_key))
         value = -self._over_beta(attended.lse)
         if self._elastic:
@@ -168,13 +171,18 @@ class SoftmaxAttention(HasTemperatures, Energy):
             arguments, options = self._frozen(at)
             if frozen_keys.explain_frozen_keys(*arguments, **options).backend != "reference":
                 return super().hvp(z, v, x, mask=mask)  # no N x M matrix
-        query, key = at.query, at.key
-        (raw_query, by_query), (raw_key, by_key) = (side.push(hide(v, mask)) for side in at[:2])
-        attended, elastic = self._attend(at, mask), self._elastic
-        first = forces(query.unit, key.unit, attended, elastic=elastic)
-        moved = by_query.to(query.unit.dtype), by_key.to(key.unit.dtype)
-        beta = self._score_beta(query.unit)
-        second = curvatures(query.unit, key.unit, moved, beta, attended, elastic=elastic)
+        query, key, attended = at.query, at.key, self._attend(at, mask)
+        raw_query, by_query = query.push(hide(v, mask))
+        by_query, beta = by_query.to(query.unit.dtype), self._score_beta(query.unit)
+        units, elastic = (query.unit, key.unit), self._elastic
+        if self.cross:  # the keys stay
+            both = free_energy.query_curvature(*units, by_query, beta, attended, elastic=elastic)
+            product = add_parts(query.pull_back_curvature(*both, raw_query), None)
+            return hide(product, mask).to(z.dtype)
+        raw_key, by_key = key.push(hide(v, mask))
+        first = free_energy.forces(*units, attended, elastic=elastic)
+        moved = by_query, by_key.to(key.unit.dtype)
+        second = free_energy.curvatures(*units, moved, beta, attended, elastic=elastic)
         product = add_parts(
             query.pull_back_curvature(first[0], second[0], raw_query),
             key.pull_back_curvature(first[1], second[1], raw_key),
@@ -208,13 +216,17 @@ class SoftmaxAttention(HasTemperatures, Energy):
             raw = project(z, weight, self.key_bias, heads, mask, context.key)
             key = Features.of(raw, self.norm, weight)
         shape = z.shape[0], heads, z.shape[1], key.unit.shape[2]
-        pairs = context.pairs()
+        pairs, seen = context.pairs(), context.mask
         if pairs is not None or self.pattern.own:
             pairs = self.pattern(shape, z.device, pairs)
-        return _Evaluation(query, key, context.mask, pairs)
+        if self.cross and not shape[3]:
+            (unit, seen), pairs = masked_key(key.unit), None
+            key = Features(unit, None, None)
+        return _Evaluation(query, key, seen, pairs)
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, heads = self._name(), self.heads
+        check_parts(x, mask, z, name, self.cross)
         allowed, bias = read_pairs(x, mask, z)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = key = memory_mask = None
@@ -228,10 +240,9 @@ class SoftmaxAttention(HasTemperatures, Energy):
         if self.cross:
             width = self.key.weight.shape[1]
             memory, memory_mask = read_memory(x, width, z, name)
+            check_dtype(memory, self.key.weight, name)
             raw = project(memory, self.key.weight, self.key_bias, heads, memory_mask)
             key = Features.of(raw, self.norm, None).unit
-        elif isinstance(x, AttentionInput) and x.memory is not None:
-            raise ValueError(f"{name}: x.memory needs cross=True, got cross=False")
         elif self.key_context is not None:
             key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
         return HeadsContext(query, key, memory_mask, allowed, bias)
@@ -258,7 +269,7 @@ class SoftmaxAttention(HasTemperatures, Energy):
         largest, limit = self.temperatures.largest, None
         if self.norm is not None and largest is not None:
             limit = 1.5 * largest * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
-        return attend(
+        return free_energy.attend(
             at.query.unit,
             at.key.unit,
             self._score_beta(at.query.unit),

@@ -14,6 +14,7 @@ from implicit_attn.energies.heads.inputs import (
     HeadsContext,
     PairPattern,
     check_added,
+    check_parts,
     project_input,
     read_pairs,
 )
@@ -179,10 +180,8 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
         allowed, bias = read_pairs(x, mask, z)
         if self.pattern is None and (allowed is not None or bias is not None):
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
-        if isinstance(x, AttentionInput):
-            if x.memory is not None:
-                raise ValueError(f"{name} has no cross-attention, got x.memory")
-            x = x.tokens
+        check_parts(x, mask, z, name)
+        x = x.tokens if isinstance(x, AttentionInput) else x
         if self.context is not None:
             assert self.heads is not None
             query = project_input(x, self.context, self.bias, self.heads, mask, name)
