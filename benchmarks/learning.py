@@ -76,7 +76,6 @@ def parser() -> Parser:
         "--rows",
         nargs="+",
         choices=list(MAIN_ROWS),
-        default=list(MAIN_ROWS),
         metavar="ROW",
         help=f"of {', '.join(MAIN_ROWS)}; all by default",
     )
@@ -127,7 +126,7 @@ def plan(options: Any, tasks: dict[str, Task]) -> list[Wanted]:
 def _rows(options: Any) -> list[str]:
     if options.ablations:
         return [name for name in ROWS if name not in MAIN_ROWS]
-    return options.rows
+    return options.rows or list(MAIN_ROWS)
 
 
 def _wanted(
@@ -171,6 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
     reader = parser()
     with command(reader):
         options = reader.parse_args(arguments)
+        if options.ablations and options.rows:
+            reader.error("--ablations takes the place of --rows; give one of them")
         torch.set_num_threads(1)
         if options.cost:
             print(costs(ROUNDS))

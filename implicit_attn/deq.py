@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.heads.inputs import expand_pairs
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import EnergyStep, GradientStep
@@ -144,7 +145,7 @@ class DEQ(nn.Module):
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
-        _check_inputs(x, mask, self.update)
+        x = _check_inputs(x, mask, self.update, z0)
         prepared = self.update.prepare(x, mask=mask)
         start = self._initial(x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
@@ -194,10 +195,13 @@ def _prepares(update: nn.Module) -> bool:
     )
 
 
-def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
+def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None) -> Any:
     """Check shapes, finiteness and, without autocast, the dtype: that of the parameters.
 
     Finiteness is checked on the CPU only: on a GPU the check would wait for the device.
+
+    Returns:
+        ``x``, with a matrix of pairs for all samples expanded to one for each of them.
     """
     if mask is not None and (
         not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2
@@ -212,10 +216,6 @@ def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
                 f"x must have a batch dimension (B, ...) and hold at least one sample, got shape "
                 f"{tuple(leaf.shape)}"
             )
-        if leaf is leaves[0] and mask is not None and mask.shape[0] != leaf.shape[0]:
-            raise ValueError(
-                f"mask must be batched like x, {leaf.shape[0]} samples, got shape {tuple(mask.shape)}"
-            )
         if not leaf.is_floating_point():
             continue
         kind = leaf.device.type
@@ -229,6 +229,26 @@ def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module) -> None:
                 f"x must have the dtype of the layer's parameters, {next(iter(wanted))}, got "
                 f"{leaf.dtype}; convert one of them with .to()"
             )
+    return _batched(x, leaves, mask, z0)
+
+
+def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:
+    """``x`` with a matrix of pairs for all samples expanded to one for each; the mask has as many.
+
+    A tensor of two dimensions may be such a matrix, so the number of samples is that of a deeper one.
+    """
+    starts = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor) and leaf.dim()]
+    deep = [leaf for leaf in leaves if leaf.dim() > 2] or starts
+    if deep:
+        x = expand_pairs(x, deep[0].shape[0])
+    elif mask is not None:
+        x = expand_pairs(x, mask.shape[0])
+        deep = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    if mask is not None and deep and mask.shape[0] != deep[0].shape[0]:
+        raise ValueError(
+            f"mask must be batched like x, {deep[0].shape[0]} samples, got shape {tuple(mask.shape)}"
+        )
+    return x
 
 
 def _check_batched(x: Any, start: Any) -> None:

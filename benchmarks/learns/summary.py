@@ -74,8 +74,12 @@ def _range(results: list[dict[str, Any]]) -> str:
 
 
 def _shares(results: list[dict[str, Any]], name: str) -> str:
-    """The share of all training solves, and in brackets that of the worst epoch of any seed."""
-    if not results or math.isnan(results[0][name]):
+    """The share of all training solves, and in brackets that of the worst epoch of any seed.
+
+    Seeds in which nothing was solved have none.
+    """
+    solved = [each for each in results if not math.isnan(each[name])]
+    if not solved:
         return ""
-    worst = min(each[f"{name}_worst"] for each in results)
-    return f"{100 * _mean(results, name):.2f} ({100 * worst:.2f})"
+    worst = min(each[f"{name}_worst"] for each in solved)
+    return f"{100 * _mean(solved, name):.2f} ({100 * worst:.2f})"

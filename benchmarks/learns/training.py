@@ -169,8 +169,9 @@ class Training:
         self.totals.spent = [a + b for a, b in spent]
         means = self.counts.means()
         for name in ("converged", "adjoint_converged"):
-            worst = min(self.worst.get(f"{name}_worst", 1.0), means[name])
-            self.worst[f"{name}_worst"] = worst
+            if not math.isnan(means[name]):  # NaN where nothing was solved
+                worst = min(self.worst.get(f"{name}_worst", 1.0), means[name])
+                self.worst[f"{name}_worst"] = worst
 
 
 def median_time(work: Callable[[], object]) -> float:

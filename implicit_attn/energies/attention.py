@@ -90,10 +90,7 @@ class BiSoftmaxAttention(HeadsEnergy):
         self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None
     ) -> Pair:
         force, lse = self._bisoftmax(y, mask, pairs)
-        beta = self.beta
-        if isinstance(beta, Tensor):
-            return sum_samples(lse / by_head(beta, 2, lse)), force
-        return sum_samples(lse) / beta, force
+        return self._over_beta(lse), force
 
     def force(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
         return self._bisoftmax(y, mask, pairs)[0]
@@ -135,10 +132,18 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
     gradient of ``beta^-1 log sum_j exp(beta y_i.k_j)`` by ``y_i`` with the keys ``k = y`` constant.
     Such a step descends no energy of all tokens.
 
-    Shapes and arguments as for ``BiSoftmaxAttention``; not causal.
+    Shapes and arguments as for ``BiSoftmaxAttention``, but for ``causal``, which must be False.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646.
     """
+
+    def __init__(self, dim: int, heads: int, **options: Any) -> None:
+        super().__init__(dim, heads, **options)
+        if self.causal:
+            raise ValueError(
+                "causal must be False for a RowSoftmaxAttention, whose step would not be; got "
+                f"{self.causal!r} (pairs may be given)"
+            )
 
     def force(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
         if pairs is not None:

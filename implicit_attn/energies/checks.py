@@ -91,6 +91,15 @@ def check_input(x: Any, z: Tensor, name: str) -> Tensor:
     return x
 
 
+def check_dtype(x: Tensor, weight: Tensor, name: str) -> None:
+    """``x`` must have the dtype of the weight that it is multiplied by, but under autocast."""
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{name}: x must have the dtype of the weights, {weight.dtype}, got {x.dtype}; convert "
+            "one of them with .to()"
+        )
+
+
 def check_vector(v: Any, z: Tensor) -> None:
     """``v`` must be like ``z``."""
     if not isinstance(v, Tensor) or v.shape != z.shape:

@@ -52,8 +52,11 @@ def part_of(x: Any, key: Any) -> Any:
         kind = type(x).__name__
         raise TypeError(f"x must be a dict or a tuple that holds {key!r}, got {kind}")
     try:
-        named = isinstance(key, str) and hasattr(x, "_fields")
-        return getattr(x, key) if named else x[key]  # type: ignore[call-overload]
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        fields = getattr(x, "_fields", None)
+        if isinstance(key, str) and fields is not None:
+            # A tuple has methods, too.
+            return x[fields.index(key)]  # type: ignore[call-overload]
+        return x[key]  # type: ignore[call-overload]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
         raise ValueError(f"x must hold {key!r}, it holds {held}") from error

@@ -98,16 +98,18 @@ class SpectralBound(nn.Module):
         return torch.linalg.matrix_norm(wide, ord=2)
 
     def forward(self, weight: Tensor) -> Tensor:
+        return weight * (self.bound / self.norm_or_bound(weight)).to(weight.dtype)
+
+    def norm_or_bound(self, weight: Tensor) -> Tensor:
+        """``max(sigma, bound)``, smooth at a zero weight, too, in float32 or wider."""
         # sigma^2 as an eigenvalue of the smaller Gram matrix takes half the time of singular values. The
         # entries are divided by a bound on them, so that no square over- or underflows.
         wide = weight.to(accumulation_dtype(weight.dtype))
         size = wide.detach().abs().amax().clamp_min(self.bound)
         wide = wide / size
         gram = wide @ wide.mT if len(wide) < wide.shape[1] else wide.mT @ wide
-        # The root of max(sigma^2, bound^2) is smooth at a zero weight, too.
         least = (self.bound / size).square()
-        sigma = torch.maximum(torch.linalg.eigvalsh(gram)[-1], least).sqrt() * size
-        return weight * (self.bound / sigma).to(weight.dtype)
+        return torch.maximum(torch.linalg.eigvalsh(gram)[-1], least).sqrt() * size
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """An assigned weight is stored as it is; the bound applies where it is read."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies.attention import head_width
-from implicit_attn.energies.checks import check_tokens, check_vector
+from implicit_attn.energies.checks import check_dtype, check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads.features import Features, add_parts, project
 from implicit_attn.energies.heads.inputs import (
@@ -17,16 +17,18 @@ from implicit_attn.energies.heads.inputs import (
     PairPattern,
     check_added,
     check_kind,
+    check_parts,
+    masked_key,
     project_input,
     read_memory,
     read_pairs,
 )
-from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_head, describe
+from implicit_attn.energies.heads.temperatures import Beta, HasTemperatures, Temperatures, describe
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm
-from implicit_attn.energies.tokens import Pair, hide, sum_samples, sum_squares
-from implicit_attn.kernels import frozen_keys
-from implicit_attn.kernels.free_energy import Attended, attend, curvatures, forces
+from implicit_attn.energies.tokens import Pair, hide, sum_squares
+from implicit_attn.kernels import free_energy, frozen_keys
+from implicit_attn.kernels.free_energy import Attended
 from implicit_attn.kernels.pairs import Pairs, token_pairs
 from solvers.core.checks import require_choice, require_count, require_flag
 
@@ -42,7 +44,7 @@ class _Evaluation(NamedTuple):
     pairs: Pairs | None
 
 
-class SoftmaxAttention(Energy):
+class SoftmaxAttention(HasTemperatures, Energy):
     """Helmholtz free energy of every query among the keys, at the temperature ``1 / beta``.
 
     ``energy="inner"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(beta q_i.k_j)``. Gradient by q:
@@ -120,7 +122,7 @@ class SoftmaxAttention(Energy):
         self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
         self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
-        self._number = self.temperatures.number
+        self._renew()
         self.norm, self._elastic = check_norm(norm), energy == "elastic"
         if context_dim is not None:
             require_count("context_dim", context_dim)
@@ -138,16 +140,14 @@ class SoftmaxAttention(Energy):
         self.pattern.check_backend(backend)
         self.concave = cross and energy == "inner" and norm is None
 
-    @property
-    def beta(self) -> float | Tensor:
-        """The inverse temperature, or one a head, (heads,)."""
-        # Reading a module and calling it costs more than a look, at every evaluation.
-        return self.temperatures() if self._number is None else self._number
-
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """Keys of cross-attention, and whatever features see of ``x``, as a ``Prepared``."""
         ignored = isinstance(x, Prepared) or self._ignores(x)
         return x if ignored else Prepared(self._context(x, mask))
+
+    def held(self, x: Any) -> Any:
+        """Nothing, without a context; what looks at ``x`` all the same has to override this."""
+        return None if self._ignores(x) else x
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at = self._evaluate(z, x, mask)
@@ -156,12 +156,10 @@ class SoftmaxAttention(Energy):
             gradient = add_parts(at.query.pull_back(by_query), None)
         else:
             attended = self._attend(at, mask)
-            by_query, by_key = forces(at.query.unit, at.key.unit, attended, elastic=self._elastic)
+            units, elastic = (at.query.unit, at.key.unit), self._elastic
+            by_query, by_key = free_energy.forces(*units, attended, elastic=elastic)
             gradient = add_parts(at.query.pull_back(by_query), at.key.pull_back(by_key))
-        beta, lse = self.beta, attended.lse
-        if isinstance(beta, Tensor):
-            beta, lse = 1.0, lse / by_head(beta, 2, lse)
-        value = sum_samples(lse) / -beta
+        value = -self._over_beta(attended.lse)
         if self._elastic:
             value = value + 0.5 * sum_squares(attended.only(at.query.unit))
         return value, hide(gradient, mask).to(z.dtype)
@@ -173,13 +171,18 @@ class SoftmaxAttention(Energy):
             arguments, options = self._frozen(at)
             if frozen_keys.explain_frozen_keys(*arguments, **options).backend != "reference":
                 return super().hvp(z, v, x, mask=mask)  # no N x M matrix
-        query, key = at.query, at.key
-        (raw_query, by_query), (raw_key, by_key) = (side.push(hide(v, mask)) for side in at[:2])
-        attended, elastic = self._attend(at, mask), self._elastic
-        first = forces(query.unit, key.unit, attended, elastic=elastic)
-        moved = by_query.to(query.unit.dtype), by_key.to(key.unit.dtype)
-        beta = self._score_beta(query.unit)
-        second = curvatures(query.unit, key.unit, moved, beta, attended, elastic=elastic)
+        query, key, attended = at.query, at.key, self._attend(at, mask)
+        raw_query, by_query = query.push(hide(v, mask))
+        by_query, beta = by_query.to(query.unit.dtype), self._score_beta(query.unit)
+        units, elastic = (query.unit, key.unit), self._elastic
+        if self.cross:  # the keys stay
+            both = free_energy.query_curvature(*units, by_query, beta, attended, elastic=elastic)
+            product = add_parts(query.pull_back_curvature(*both, raw_query), None)
+            return hide(product, mask).to(z.dtype)
+        raw_key, by_key = key.push(hide(v, mask))
+        first = free_energy.forces(*units, attended, elastic=elastic)
+        moved = by_query, by_key.to(key.unit.dtype)
+        second = free_energy.curvatures(*units, moved, beta, attended, elastic=elastic)
         product = add_parts(
             query.pull_back_curvature(first[0], second[0], raw_query),
             key.pull_back_curvature(first[1], second[1], raw_key),
@@ -213,13 +216,17 @@ class SoftmaxAttention(Energy):
             raw = project(z, weight, self.key_bias, heads, mask, context.key)
             key = Features.of(raw, self.norm, weight)
         shape = z.shape[0], heads, z.shape[1], key.unit.shape[2]
-        pairs = context.pairs()
+        pairs, seen = context.pairs(), context.mask
         if pairs is not None or self.pattern.own:
             pairs = self.pattern(shape, z.device, pairs)
-        return _Evaluation(query, key, context.mask, pairs)
+        if self.cross and not shape[3]:
+            (unit, seen), pairs = masked_key(key.unit), None
+            key = Features(unit, None, None)
+        return _Evaluation(query, key, seen, pairs)
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, heads = self._name(), self.heads
+        check_parts(x, mask, z, name, self.cross)
         allowed, bias = read_pairs(x, mask, z)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = key = memory_mask = None
@@ -233,10 +240,9 @@ class SoftmaxAttention(Energy):
         if self.cross:
             width = self.key.weight.shape[1]
             memory, memory_mask = read_memory(x, width, z, name)
+            check_dtype(memory, self.key.weight, name)
             raw = project(memory, self.key.weight, self.key_bias, heads, memory_mask)
             key = Features.of(raw, self.norm, None).unit
-        elif isinstance(x, AttentionInput) and x.memory is not None:
-            raise ValueError(f"{name}: x.memory needs cross=True, got cross=False")
         elif self.key_context is not None:
             key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
         return HeadsContext(query, key, memory_mask, allowed, bias)
@@ -263,7 +269,7 @@ class SoftmaxAttention(Energy):
         largest, limit = self.temperatures.largest, None
         if self.norm is not None and largest is not None:
             limit = 1.5 * largest * self.width  # of |scores|: |q|, |k| <= sqrt(p) after the norm
-        return attend(
+        return free_energy.attend(
             at.query.unit,
             at.key.unit,
             self._score_beta(at.query.unit),
@@ -271,10 +277,6 @@ class SoftmaxAttention(Energy):
             pairs=self._all_pairs(at, mask),
             limit=limit,
         )
-
-    def _score_beta(self, like: Tensor) -> float | Tensor:
-        beta = self.beta
-        return by_head(beta, 3, like) if isinstance(beta, Tensor) else beta
 
     def _frozen(self, at: _Evaluation) -> tuple[tuple[Tensor, Tensor, float], dict[str, Any]]:
         """Arguments of ``frozen_key_attention``; the elastic scores are products of wider features."""

@@ -78,6 +78,31 @@ def forces(query: Tensor, key: Tensor, attended: Attended, *, elastic: bool = Fa
 
 
 @without_autocast
+def query_curvature(
+    query: Tensor,
+    key: Tensor,
+    moved: Tensor,
+    beta: float | Tensor,
+    attended: Attended,
+    *,
+    elastic: bool = False,
+) -> Pair:
+    """``dF/dQ``, and its change ``-W K`` as the queries move along ``moved`` among keys that stay.
+
+    ``W`` is the tangent of P, as for ``curvatures``; elastic ``+ Q`` and ``+ dQ``.
+    """
+    dtype, wide = query.dtype, wide_dtype(query)
+    weights = attended.weights
+    force = -(weights.to(dtype) @ key)
+    key, moved = key.to(wide), moved.to(wide)
+    tangent = (moved @ key.mT) * beta
+    curved = -((weights * (tangent - (weights * tangent).sum(-1, keepdim=True))) @ key)
+    if elastic:
+        force, curved = force + attended.only(query), curved + attended.only(moved)
+    return force, curved.to(dtype)
+
+
+@without_autocast
 def curvatures(
     query: Tensor,
     key: Tensor,

@@ -110,4 +110,6 @@ def _check_rows(history: Any, epochs: int, solves: Iterable[str]) -> None:
         if not isinstance(row, dict) or row.get("epoch") != number:
             raise ValueError(f"its history has no epoch {number} in its place")
         for name in names:
-            _number(f"{name} of epoch {number}", row.get(name))
+            # An epoch in which no equilibrium was solved has no share of converged ones.
+            finite = name in ("loss", "seconds")
+            _number(f"{name} of epoch {number}", row.get(name), finite=finite)

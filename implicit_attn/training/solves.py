@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,16 +63,19 @@ class SolveCounts:
         self.sums |= dict(zip(MAXIMA, largest.tolist(), strict=True))
 
     def means(self) -> dict[str, Any]:
-        """Shares and means per solve, the median of the evaluations, the maxima; {} without DEQ."""
+        """Shares and means per solve, the median of the evaluations, the maxima; {} without DEQ.
+
+        What tells of solves or of adjoint solves is NaN where there were none of them.
+        """
         if not self.layers:
             return {}
-        solves, adjoints = max(self.sums["solves"], 1), max(self.sums["adjoint_solves"], 1)
+        solves, adjoints = (self.sums[name] or math.nan for name in ("solves", "adjoint_solves"))
         return {
             "converged": self.sums["converged"] / solves,
             "adjoint_converged": self.sums["adjoint_converged"] / adjoints,
             "adjoint_products": self.sums["adjoint_products"] / adjoints,
-            "evaluations": median_of_counts(self.spent),
-            "adjoint_residual": self.sums["adjoint_residual"],
+            "evaluations": math.nan if math.isnan(solves) else median_of_counts(self.spent),
+            "adjoint_residual": math.nan if math.isnan(adjoints) else self.sums["adjoint_residual"],
             "most_evaluations": int(self.sums["most_evaluations"]),
         }
 
@@ -89,8 +93,9 @@ def median_of_counts(counts: list[int]) -> int:
 def status_of(row: dict[str, Any]) -> str:
     """Loss and, where there are equilibrium layers, their solves (:meth:`SolveCounts.means`), in a line."""
     text = f"loss {row['loss']:.4f}"
-    if "converged" in row:
+    if not math.isnan(row.get("converged", math.nan)):
         text += f"  converged {100 * row['converged']:.1f} %  evaluations {row['evaluations']}"
+    if not math.isnan(row.get("adjoint_converged", math.nan)):
         text += f"  adjoint {row['adjoint_residual']:.0e}"
     return text
 
@@ -98,9 +103,10 @@ def status_of(row: dict[str, Any]) -> str:
 def summary_of(history: list[dict[str, Any]]) -> str:
     """Time, and the worst convergence of all epochs."""
     text = f"training {sum(row['seconds'] for row in history):.0f} s"
-    if "converged" in history[-1]:
-        share = 100 * min(row["converged"] for row in history)
-        spent = max(row["evaluations"] for row in history)
+    solved = [row for row in history if not math.isnan(row.get("converged", math.nan))]
+    if solved:
+        share = 100 * min(row["converged"] for row in solved)
+        spent = max(row["evaluations"] for row in solved)
         text += f"; worst epoch: {share:.2f} % of training samples converged, "
         text += f"median evaluations per sample {spent:g}"
     return text

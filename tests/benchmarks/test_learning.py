@@ -100,6 +100,25 @@ def test_the_worst_epoch_is_kept() -> None:
     assert (told["converged"], told["converged_worst"]) == (0.5, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("row", "blank"),
+    [
+        ("block, first step", ("converged", "adjoint_converged", "evaluations")),
+        ("block, one-step gradient", ("adjoint_converged", "adjoint_products")),
+    ],
+)
+def test_nothing_is_told_of_solves_that_were_none(
+    tmp_path: Path, row: str, blank: tuple[str, ...]
+) -> None:
+    run = dataclasses.replace(RUN, row=row, limit=64, epochs=1)
+    kept = Table(tmp_path / "learning.csv")
+    kept.add(run, perform(run))
+    for found in (kept.done[run], Table(tmp_path / "learning.csv").done[run]):
+        worst = [f"{name}_worst" for name in blank if name.endswith("converged")]
+        assert all(math.isnan(found[name]) for name in (*blank, *worst))
+    assert math.isnan(found["converged_worst"]) == ("converged" in blank)
+
+
 def test_weights_that_grow_beyond_all_bounds_are_told() -> None:
     found = perform(dataclasses.replace(RUN, rate=1e30))
     assert found["status"] == "not finite" and "accuracy" not in found
@@ -130,6 +149,21 @@ def command(tmp_path: Path, *more: str) -> None:
         learning.main([*ARGUMENTS, "--out", str(tmp_path), *more])
     finally:
         torch.set_num_threads(threads)
+
+
+def test_rows_beside_ablations_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command(tmp_path / "new", "--ablations")
+    assert stop.value.code == 2 and not (tmp_path / "new").exists()
+    assert "--ablations takes the place of --rows" in capsys.readouterr().err
+    reader = learning.parser()
+    rows = {
+        name: learning._rows(reader.parse_args(o))
+        for name, o in (("a", ["--ablations"]), ("b", []))
+    }
+    assert rows["b"] == list(learning.MAIN_ROWS) and not {*rows["a"]} & {*rows["b"]}
 
 
 def test_the_command_goes_on_where_it_stopped(

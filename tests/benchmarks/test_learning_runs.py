@@ -123,6 +123,12 @@ def test_the_line_of_the_table() -> None:
     assert (row["rate"], row["seeds"], row["test %"]) == ("0.1!", 2, "60.0")
     assert (row["min to max"], row["training s"]) == ("50.0 to 70.0", "5.5 (busy)")
     assert row["converged % (worst epoch)"] == "99.98 (98.00)"
+    none = {"converged": math.nan, "converged_worst": math.nan}
+    for first, second in (shown, reversed(shown)):  # a seed in which nothing was solved
+        one = done | {first: done[shown[0]] | none, second: done[shown[0]]}
+        assert (line(wanted, one) or {})["converged % (worst epoch)"] == "99.99 (99.00)"
+    both = done | dict.fromkeys(shown, done[shown[0]] | none)
+    assert (line(wanted, both) or {})["converged % (worst epoch)"] == ""
     done[shown[1]] = dict.fromkeys(RESULTS, math.nan) | {"status": "not finite", "parameters": 3}
     row = line(wanted, done) or {}
     assert (row["seeds"], row["test %"]) == ("1 of 2", "50.0")

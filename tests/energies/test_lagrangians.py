@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -129,8 +130,50 @@ def test_learned_gain_and_offset() -> None:
     lagrangian.delta = torch.nn.Parameter(torch.tensor([0.5, 1.0], dtype=torch.float64))
     assert lagrangian(z).item() == pytest.approx(2 * 8.0 + 1.5 - 4.0, rel=1e-12)
     assert lagrangian.activation(z).flatten().tolist() == pytest.approx([2.25, -0.75], rel=1e-12)
-    with pytest.raises(ValueError, match=r"gamma must be > 0, got -1\.0"):
+    with pytest.raises(ValueError, match=r"gamma must be finite and > 0 .*, got -1\.0"):
         lagrangian.gamma = torch.tensor(-1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "value", [2, 0.5, torch.tensor(1.5), torch.nn.Parameter(torch.tensor(3.0))]
+)
+def test_numbers_and_tensors_are_assigned_to_the_gain_and_trained(value: Any, dtype: Any) -> None:
+    lagrangian = LearnedLayerNormLagrangian(3).to(dtype)
+    parameters = [*lagrangian.parameters()]
+    lagrangian.gamma = value
+    number = value.item() if isinstance(value, Tensor) else value
+    shift: Any = torch.full((3,), number) if isinstance(value, Tensor) else value
+    lagrangian.delta = shift
+    assert lagrangian.gamma.item() == pytest.approx(number, rel=1e-6)
+    assert lagrangian.delta.tolist() == [number] * 3
+    now = [*lagrangian.parameters()]
+    assert all(a is b for a, b in zip(parameters, now, strict=True))
+    lagrangian(torch.ones(1, 2, 3, dtype=dtype).cumsum(-1)).sum().backward()
+    assert all(p.dtype == dtype and p.grad is not None and p.grad.abs().sum() > 0 for p in now)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("gamma", 0, ValueError, r"gamma must be finite and > 0 .*, got 0"),
+        ("gamma", float("inf"), ValueError, r"gamma must be finite and > 0 .*, got inf"),
+        ("gamma", float("nan"), ValueError, r"gamma must be finite and > 0 .*, got nan"),
+        ("gamma", torch.ones(2), ValueError, r"gamma must have the shape \(\), got \(2,\)"),
+        ("gamma", "wide", TypeError, "gamma must be a number or a tensor, got str"),
+        ("delta", torch.ones(2), ValueError, r"delta must have the shape \(3,\), got \(2,\)"),
+        ("delta", torch.nn.Parameter(torch.ones(1, 3)), ValueError, r"delta must .* \(1, 3\)"),
+        ("delta", None, TypeError, "delta must be a number or a tensor, got NoneType"),
+    ],
+)
+def test_what_is_no_gain_or_offset_changes_nothing(
+    name: str, value: Any, error: Any, message: str
+) -> None:
+    lagrangian = LearnedLayerNormLagrangian(3)
+    before = {key: tensor.clone() for key, tensor in lagrangian.state_dict().items()}
+    with pytest.raises(error, match=message):
+        setattr(lagrangian, name, value)
+    assert all(torch.equal(t, before[key]) for key, t in lagrangian.state_dict().items())
 
 
 def test_training_keeps_the_gain_positive_and_moves_the_offset() -> None:

@@ -17,7 +17,7 @@ from implicit_attn.kernels import (
     explain_frozen_keys,
     frozen_key_attention,
 )
-from implicit_attn.kernels.free_energy import attend, curvatures, forces
+from implicit_attn.kernels.free_energy import attend, curvatures, forces, query_curvature
 from implicit_attn.kernels.pairs import Pairs
 
 B, H, N, P, BETA = 2, 2, 4, 3, 0.7
@@ -149,3 +149,41 @@ def test_bad_pairs() -> None:
         frozen_key_attention(z, key, BETA, pairs=pairs[0, 0, :3, :3])
     with pytest.raises(ValueError, match=r"bias must have the shape .* got \(4,\)"):
         explain(z, BETA, bias=bias[0, 0, 0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("given", ["none", "pairs", "bias", "both"])
+def test_cotangents_at_masked_tokens_go_no_further(given: str, causal: bool) -> None:
+    """They may be NaN: nothing has to be asked about a token that is not there."""
+    z, v, pairs, bias = state()
+    parts = {"pairs": ("pairs",), "bias": ("bias",), "both": ("pairs", "bias")}.get(given, ())
+    bias.requires_grad_()
+    options: Any = {"mask": MASK, "causal": causal}
+    options |= {name: {"pairs": pairs, "bias": bias}[name] for name in parts}
+    inputs = [z.requires_grad_(), *([bias] if "bias" in parts else [])]
+    found = []
+    for filler in (0.0, float("nan")):
+        by_gradient = v.masked_fill(~MASK[:, None, :, None], filler)
+        by_lse = v[..., 0].masked_fill(~MASK[:, None], filler)
+        results = bisoftmax(z, BETA, **options), bisoftmax_hvp(z, v, BETA, **options)
+        outputs = [*results[0], results[1]]
+        found.append(torch.autograd.grad(outputs, inputs, [by_gradient, by_lse, by_gradient]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(t.abs().max() > 0 for t in found[0])
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("given", [None, "pairs"])
+def test_the_curvature_among_keys_that_stay_is_that_of_both(
+    elastic: bool, given: str | None
+) -> None:
+    query, moved, pairs, bias = state()
+    key = torch.flip(query, (2,)) + 0.3
+    attended = attend(
+        query, key, BETA, elastic=elastic, pairs=Pairs(pairs, bias) if given else None
+    )
+    both = forces(query, key, attended, elastic=elastic)[0]
+    still = torch.zeros_like(key)
+    curved = curvatures(query, key, (moved, still), BETA, attended, elastic=elastic)[0]
+    found = query_curvature(query, key, moved, BETA, attended, elastic=elastic)
+    assert difference(found[0], both) <= 1e-13 and difference(found[1], curved) <= 1e-13

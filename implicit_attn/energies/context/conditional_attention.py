@@ -15,11 +15,13 @@ from implicit_attn.energies.heads.inputs import (
     PairPattern,
     check_added,
     check_kind,
+    check_parts,
+    masked_key,
     project_input,
     read_memory,
     read_pairs,
 )
-from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_head, describe
+from implicit_attn.energies.heads.temperatures import Beta, HasTemperatures, Temperatures, describe
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import (
     SOFT_NORM,
@@ -48,7 +50,7 @@ START = 0.1
 
 
 class FrozenAttention(NamedTuple):
-    """What ``ConditionalAttention`` prepares: a pytree of tensors (B, ...) and None.
+    """What ``ConditionalAttention`` prepares.
 
     Attributes:
         log_weights: ``log P0`` (B, H, N, M), ``CLOSED`` at pairs that may not attend, uniform in
@@ -57,8 +59,7 @@ class FrozenAttention(NamedTuple):
         attends: (B, H or 1, N), False at queries without any key; None: all have one.
         query, key: q (B, H, N, p) times its inverse temperature, and k (B, H, M, p); where
             ``log_weights`` is None.
-        lse: ``log sum_j exp(beta q_i.k_j)``, (B, H, N), with them.
-        mask: (B, M) bool, of the keys, with them.
+        lse, mask: ``log sum_j exp(beta q_i.k_j)``, (B, H, N), and (B, M) of the keys, with them.
     """
 
     log_weights: Tensor | None
@@ -70,7 +71,7 @@ class FrozenAttention(NamedTuple):
     mask: Tensor | None = None
 
 
-class ConditionalAttention(Energy):
+class ConditionalAttention(HasTemperatures, Energy):
     r"""``E = -tau^-1 sum_h sum_i log sum_j P0_ij exp(tau (W_h z_i).v_j)``, attention made of the input.
 
     ``P0_ij = softmax_j(beta q_i.k_j + bias_ij)`` are the weights of ordinary attention among the tokens
@@ -146,6 +147,7 @@ class ConditionalAttention(Energy):
         self.curvature = require_positive("curvature", curvature)
         self.tau = self.curvature / self.width
         self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
+        self._renew()
         rows, context_dim = heads * self.width, dim if context_dim is None else context_dim
         source = context_dim if memory_dim is None else memory_dim
         self.query, self.key = Projection(context_dim, rows), Projection(source, rows)
@@ -166,6 +168,7 @@ class ConditionalAttention(Energy):
         if isinstance(x, Prepared):
             return x
         name, heads = type(self).__name__, self.heads
+        check_parts(x, mask, None, name, self.cross)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
         if self.cross:
@@ -174,8 +177,6 @@ class ConditionalAttention(Energy):
                 raise ValueError(
                     f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
                 )
-        elif isinstance(x, AttentionInput) and x.memory is not None:
-            raise ValueError(f"{name}: x.memory needs memory_dim")
         else:
             memory, seen = tokens, mask
         key = project_input(memory, self.key, self.key_bias, heads, seen, name)
@@ -183,10 +184,9 @@ class ConditionalAttention(Energy):
         value = self.norm.normalise(value)[0]
         if self.score_norm is not None:
             query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
-        beta = self.temperatures()
-        query = query * (
-            by_head(beta, 3, query).to(query.dtype) if isinstance(beta, Tensor) else beta
-        )
+        query = query * torch.as_tensor(self._score_beta(query), dtype=query.dtype)
+        if key.shape[2] == 0:
+            (key, seen), value = masked_key(key), masked_key(value)[0]
         return Prepared(self._freeze(query, key, value, read_pairs(x, mask), mask, seen))
 
     def _freeze(
@@ -278,7 +278,7 @@ class ConditionalAttention(Energy):
         return frozen, split_heads(nn.functional.linear(hide(z, mask), weight), self.heads), weight
 
     def _weights(self, frozen: FrozenAttention, y: Tensor) -> Pair:
-        """``P`` (B, H, N, M) and ``log sum_j P0_ij exp(tau y_i.v_j)`` (B, H, N)."""
+        """``P`` (B, H, N, M), and ``log sum_j P0_ij exp(tau y_i.v_j)``."""
         scores = self._scores(frozen, y)
         lse = scores.logsumexp(-1, keepdim=True)
         return (scores - lse).exp(), lse.squeeze(-1)
@@ -306,7 +306,7 @@ class ConditionalAttention(Energy):
 
     def extra_repr(self) -> str:
         return (
-            f"dim={self.dim}, heads={self.heads}, {describe(self.temperatures())}, "
+            f"dim={self.dim}, heads={self.heads}, {describe(self.beta)}, "
             f"curvature={self.curvature}, cross={self.cross}, causal={self.causal}"
         )
 

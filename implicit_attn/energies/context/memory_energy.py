@@ -113,6 +113,10 @@ class MemoryEnergy(TokenEnergy):
         x = visible_context(x, mask, self.context.weight, type(self).__name__)
         return Prepared((self.context(x, self.bias), None if self.gate is None else self.gate(x)))
 
+    def held(self, x: Any) -> Any:
+        """Nothing, without a context; what looks at ``x`` all the same has to override this."""
+        return None if self.context is None else x
+
     def features(
         self,
         z: Tensor,

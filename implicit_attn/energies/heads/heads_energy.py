@@ -14,10 +14,17 @@ from implicit_attn.energies.heads.inputs import (
     HeadsContext,
     PairPattern,
     check_added,
+    check_parts,
     project_input,
     read_pairs,
 )
-from implicit_attn.energies.heads.temperatures import Beta, Temperatures, by_head, describe
+from implicit_attn.energies.heads.temperatures import (
+    Beta,
+    HasTemperatures,
+    Temperatures,
+    by_head,
+    describe,
+)
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import SOFT_NORM, ProjectedEnergy, Projection, RMSNorm
 from implicit_attn.energies.tokens import Pair, hide
@@ -35,7 +42,7 @@ def head_width(dim: int, heads: int, head_dim: int | None) -> int:
     return dim // heads
 
 
-class HeadsEnergy(ProjectedEnergy):
+class HeadsEnergy(HasTemperatures, ProjectedEnergy):
     """A function of the features ``y = norm(W_h z)`` of each head h, queries and keys in one.
 
     ``projection.weight`` holds the W_h one below the other, (heads p, d). With ``context_dim`` the
@@ -74,27 +81,33 @@ class HeadsEnergy(ProjectedEnergy):
         super().__init__(dim, heads=heads, norm=norm)
         self.projection = Projection(dim, heads * width, bound)
         self.temperatures = Temperatures(heads, beta, width, learned_beta)
-        self._number = self.temperatures.number
         self.pattern: PairPattern | None = None  # of an energy that knows pairs
         self.context: Projection | None = None
         if context_dim is not None:
             self.context = Projection(require_count("context_dim", context_dim), heads * width)
         has_bias = require_flag("bias", bias) or context_dim is not None
         self.bias = nn.Parameter(torch.zeros(heads * width)) if has_bias else None
+        self._renew()
+
+    def _renew(self) -> None:
+        super()._renew()
         largest = self.temperatures.largest
         # |y_i| <= sqrt(p) after the norm.
-        self._limit = None if norm is None or largest is None else largest * width
-
-    @property
-    def beta(self) -> float | Tensor:
-        """The inverse temperature, or one a head, (heads,)."""
-        # Reading a module and calling it costs more than a look, at every evaluation.
-        return self.temperatures() if self._number is None else self._number
+        bounded = self.norm is not None and largest is not None
+        self._limit = largest * self.temperatures.width if bounded else None  # type: ignore[operator]
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """What the features see of ``x``, and its pairs, as a ``Prepared``."""
         ignored = self.context is None and not isinstance(x, AttentionInput)
         return x if ignored or isinstance(x, Prepared) else Prepared(self._context(x, mask))
+
+    def held(self, x: Any) -> Any:
+        """Nothing, without a context; what looks at ``x`` all the same has to override this."""
+        return None if self.context is None else x
+
+    def potential(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
+        """The potential of each sample alone, which a subclass may have for less than the force."""
+        return self.potential_and_force(y, mask, **_given(pairs))[0]
 
     def features(
         self,
@@ -123,7 +136,7 @@ class HeadsEnergy(ProjectedEnergy):
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         at, pairs = self._evaluate(z, x, mask)
-        return self.potential_and_force(at.unit, mask, **_given(pairs))[0]
+        return self.potential(at.unit, mask, **_given(pairs))
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at, pairs = self._evaluate(z, x, mask)
@@ -167,10 +180,8 @@ class HeadsEnergy(ProjectedEnergy):
         allowed, bias = read_pairs(x, mask, z)
         if self.pattern is None and (allowed is not None or bias is not None):
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
-        if isinstance(x, AttentionInput):
-            if x.memory is not None:
-                raise ValueError(f"{name} has no cross-attention, got x.memory")
-            x = x.tokens
+        check_parts(x, mask, z, name)
+        x = x.tokens if isinstance(x, AttentionInput) else x
         if self.context is not None:
             assert self.heads is not None
             query = project_input(x, self.context, self.bias, self.heads, mask, name)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.checks import check_mask
+from implicit_attn.energies.checks import check_dtype, check_mask
 from implicit_attn.energies.heads.features import project
 from implicit_attn.energies.projected import Projection
 from implicit_attn.energies.tokens import hide
@@ -151,6 +152,7 @@ def project_input(
         raise ValueError(f"{name}: x must have the shape (B, N, {width}), got {tuple(x.shape)}")
     if x.device != weight.device:
         raise ValueError(f"{name}: x must be on {weight.device} like the weights, got {x.device}")
+    check_dtype(x, weight, name)
     check_mask(mask, x, f"{name}, x", features=1)
     return project(hide(x, mask), weight, bias, heads, mask)
 
@@ -190,6 +192,27 @@ def read_pairs(
     return found[0], found[1]
 
 
+def expand_pairs(x: Any, batch: int) -> Any:
+    """An input with a copy of ``pairs`` and ``pair_bias`` (N, M) for each sample, which copies nothing.
+
+    ``x`` is an ``AttentionInput``, or a pytree that holds some. Solvers take tensors (B, ...) alone.
+    """
+    if isinstance(x, Tensor) or x is None:
+        return x
+
+    def expanded(part: Any) -> Any:
+        if not isinstance(part, AttentionInput):
+            return part
+        wide = {
+            name: tensor.expand(batch, *tensor.shape)
+            for name, tensor in (("pairs", part.pairs), ("pair_bias", part.pair_bias))
+            if isinstance(tensor, Tensor) and tensor.dim() == 2
+        }
+        return part._replace(**wide)
+
+    return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
+
+
 def read_memory(x: Any, width: int, z: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:
     """The memory (B, M, width) of cross-attention, zero where masked, and its mask.
 
@@ -214,6 +237,34 @@ def read_memory(x: Any, width: int, z: Tensor | None, name: str) -> tuple[Tensor
         raise ValueError(f"{name}: x must be on {z.device} like z, got {memory.device}")
     check_mask(mask, memory, f"{name}, context", features=1)
     return hide(memory, mask), mask
+
+
+def masked_key(key: Tensor) -> tuple[Tensor, Tensor]:
+    """A key (B, H, 1, p) with its mask (B, 1) in place of no key at all, from which nothing comes."""
+    unit = key.new_zeros(*key.shape[:2], 1, key.shape[3])
+    return unit, torch.zeros(len(key), 1, dtype=torch.bool, device=key.device)
+
+
+def check_parts(
+    x: Any, mask: Tensor | None, z: Tensor | None, name: str, cross: bool = False
+) -> None:
+    """Parts of an ``AttentionInput`` that the energy does not look at must make sense, too."""
+    if not isinstance(x, AttentionInput):
+        return
+    for part in ("memory", "memory_mask"):
+        if getattr(x, part) is not None and not cross:
+            raise ValueError(f"{name}: x.{part} needs cross-attention, got it in self-attention")
+    if x.tokens is None:
+        return
+    if not isinstance(x.tokens, Tensor):
+        raise TypeError(
+            f"{name}: x.tokens must be a tensor (B, N, ...), got {type(x.tokens).__name__}"
+        )
+    got = tuple(x.tokens.shape)
+    if x.tokens.dim() != 3 or (z is not None and got[:2] != tuple(z.shape[:2])):
+        shape = "(B, N, ...)" if z is None else f"({z.shape[0]}, {z.shape[1]}, ...)"
+        raise ValueError(f"{name}: x.tokens must have the shape {shape}, got {got}")
+    check_mask(mask, x.tokens, f"{name}, x.tokens", features=1)
 
 
 def check_added(added: Tensor | None, z: Tensor, name: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.tokens import accumulation_dtype
+from implicit_attn.energies.tokens import accumulation_dtype, sum_samples
 from solvers.core.checks import require_flag, require_positive
 
 Beta: TypeAlias = float | Sequence[float] | Tensor | None
@@ -33,19 +33,33 @@ class Temperatures(nn.Module):
     def __init__(self, heads: int, beta: Beta, width: int, learned: bool = False) -> None:
         super().__init__()
         self.heads, self.learned = heads, require_flag("learned_beta", learned)
-        initial = _numbers(heads, width**-0.5 if beta is None else beta)
-        self.number = None if self.learned or isinstance(initial, list) else initial
+        self.width = width
         # A learned one may grow during training.
         self.largest: float | None = None
-        numbers = initial if isinstance(initial, list) else [initial] * heads
+        if self.learned:
+            self.raw = nn.Parameter(torch.zeros(heads))
+        self.set(beta, torch.zeros(()))
+
+    def set(self, beta: Beta, like: Tensor) -> None:
+        """Another ``beta``, as for the constructor, for weights of the dtype and device of ``like``.
+
+        Of learned ones, which keep their parameter, it is the value from which training goes on.
+        """
+        initial = _numbers(self.heads, self.width**-0.5 if beta is None else beta)
+        numbers = initial if isinstance(initial, list) else [initial] * self.heads
+        self.number = None if self.learned or isinstance(initial, list) else initial
         if self.learned:
             raw = [number + math.log(-math.expm1(-number)) for number in numbers]
-            self.raw = nn.Parameter(torch.tensor(raw))
+            with torch.no_grad():
+                self.raw.copy_(torch.tensor(raw, dtype=torch.float64))
             return
         self.largest, self.numbers = max(numbers), numbers
+        self._buffers.pop("values", None)
         if self.number is None:
             # Not part of the state: like a single number it is an argument of the constructor.
-            self.register_buffer("values", torch.tensor(numbers), persistent=False)
+            dtype = accumulation_dtype(like.dtype)
+            values = torch.tensor(numbers, dtype=dtype, device=like.device)
+            self.register_buffer("values", values, persistent=False)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As every module, but constants keep their digits in whatever precision comes next."""
@@ -65,6 +79,43 @@ class Temperatures(nn.Module):
         return describe(self())
 
 
+class HasTemperatures(nn.Module):
+    """A module with ``temperatures``, whose ``beta`` may be read and set."""
+
+    temperatures: Temperatures
+    _number: float | None
+
+    @property
+    def beta(self) -> float | Tensor:
+        """The inverse temperature, or one a head, (heads,). It may be set, as in the constructor.
+
+        What is set takes effect at the next evaluation; learned ones are trained from there.
+        """
+        # Reading a module and calling it costs more than a look, at every evaluation.
+        return self.temperatures() if self._number is None else self._number
+
+    @beta.setter
+    def beta(self, beta: Beta) -> None:
+        self.temperatures.set(beta, next(self.parameters()))
+        self._renew()
+
+    def _renew(self) -> None:
+        """What is derived from the temperatures, after they have changed."""
+        self._number = self.temperatures.number
+
+    def _score_beta(self, like: Tensor) -> float | Tensor:
+        """What products of features (B, H, N, p) are multiplied by."""
+        beta = self.beta
+        return by_head(beta, 3, like) if isinstance(beta, Tensor) else beta
+
+    def _over_beta(self, lse: Tensor) -> Tensor:
+        """``sum_h beta_h^-1 sum_i lse_hi`` of each sample, (B,)."""
+        beta = self.beta
+        if isinstance(beta, Tensor):
+            return sum_samples(lse / by_head(beta, 2, lse))
+        return sum_samples(lse) / beta
+
+
 def describe(beta: float | Tensor) -> str:
     """``beta`` for a module's text."""
     if not isinstance(beta, Tensor):
@@ -80,7 +131,12 @@ def by_head(beta: Tensor, dimensions: int, like: Tensor) -> Tensor:
 
 def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
     if isinstance(beta, Tensor):
-        beta = beta.detach().tolist()
+        if beta.requires_grad:
+            raise TypeError(
+                "beta must be numbers, which are not trained, got a tensor that requires gradients; "
+                "learned_beta=True trains them, from those numbers on"
+            )
+        beta = beta.tolist()
     if isinstance(beta, (list, tuple)):
         if len(beta) != heads:
             raise ValueError(f"beta must hold a number for each of {heads} heads, got {beta!r}")

@@ -193,3 +193,6 @@ class _BoundedMatrix(SpectralBound):
         if self.symmetric:
             return torch.linalg.eigvalsh(wide).abs().amax()
         return torch.linalg.matrix_norm(wide, ord=2)
+
+    def norm_or_bound(self, weight: Tensor) -> Tensor:
+        return self.spectral_norm(weight).clamp_min(self.bound)

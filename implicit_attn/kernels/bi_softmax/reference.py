@@ -33,7 +33,7 @@ def bisoftmax(
         z = zero_masked(z, mask).contiguous()
         weights, lse = _softmax_of_pairs(z, beta, mask, causal, pairs)
         weights = weights.to(z.dtype)
-        return torch.matmul(weights + weights.mT, z), lse
+        return _only_visible(torch.matmul(weights + weights.mT, z), lse, mask)
     blocked = _blocked(z, mask, causal)
     z = zero_masked(z, mask).contiguous()
     if within_exponent(limit) and not causal:
@@ -41,9 +41,7 @@ def bisoftmax(
     else:
         weights, lse = _row_softmax(z, beta, blocked)
         both = weights + weights.mT
-    gradient = zero_masked(torch.matmul(both, z), mask)
-    # Zeros already; no cotangent of theirs, which may be NaN, goes further.
-    return gradient, lse if mask is None else lse.masked_fill(~mask[:, None], 0.0)
+    return _only_visible(torch.matmul(both, z), lse, mask)
 
 
 @without_autocast
@@ -77,6 +75,13 @@ def bisoftmax_hvp(
     tilted = weights * (tangent - mean)
     product = torch.matmul(weights + weights.mT, v) + torch.matmul(tilted + tilted.mT, z)
     return zero_masked(product, mask).to(dtype)
+
+
+def _only_visible(gradient: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both are zero at masked tokens already; no cotangent there, which may be NaN, goes further."""
+    if mask is None:
+        return gradient, lse
+    return zero_masked(gradient, mask), lse.masked_fill(~mask[:, None], 0.0)
 
 
 def _blocked(z: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:

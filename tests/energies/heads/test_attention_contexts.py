@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from cases.deq import EXACT
 from cases.energies import ENERGIES, EnergyCase, build, few_energies, masks, relative_error, tokens
@@ -21,6 +22,7 @@ from implicit_attn.energies import (
     SoftmaxAttention,
 )
 from implicit_attn.energies.prepared import Prepared
+from implicit_attn.kernels.pairs import Pairs
 
 DIM, WIDTH, HEADS, B, N, M = 4, 3, 2, 2, 3, 5
 SELF = {
@@ -138,6 +140,28 @@ def test_derivatives_by_input_and_weights_through_prepare(kind: str) -> None:
     inputs = [z.requires_grad_(), x.requires_grad_(), *weights]
     assert gradcheck(gradient, inputs)
     assert gradgradcheck(lambda z, x: energy.grad(z, energy.prepare(x)), inputs[:2])
+
+
+@pytest.mark.parametrize("given", ["nothing", "tokens", "pairs"])
+def test_the_potential_of_a_subclass_is_its_value(given: str) -> None:
+    """The value alone may cost less than value and force."""
+
+    class Shifted(BiSoftmaxAttention):
+        def potential(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
+            seen.append(pairs is not None)
+            return super().potential(y, mask, pairs) + 1.0
+
+    z, x, _ = state()
+    width = WIDTH if given == "tokens" else None
+    torch.manual_seed(0)
+    plain = BiSoftmaxAttention(DIM, HEADS, context_dim=width).double()
+    energy = Shifted(DIM, HEADS, context_dim=width).double()
+    energy.load_state_dict(plain.state_dict())
+    pairs = torch.ones(N, N).tril() > 0
+    forms = {"nothing": None, "tokens": x, "pairs": AttentionInput(pairs=pairs)}
+    seen: list[bool] = []
+    assert torch.equal(energy(z, forms[given]), plain(z, forms[given]) + 1.0)
+    assert seen == [given == "pairs"]
 
 
 def layer_of(attention: Energy) -> DEQ:
@@ -272,3 +296,118 @@ def test_parts_of_a_named_tuple_are_selected_by_name() -> None:
     assert torch.equal(energy.grad(z, given), Quadratic().grad(z, other))
     with pytest.raises(ValueError, match="x must hold 'token'"):
         Quadratic().select("token").grad(z, given)
+    for method in ("count", "_replace"):  # what every named tuple has besides its fields
+        with pytest.raises(ValueError, match=f"x must hold {method!r}"):
+            Quadratic().select(method).grad(z, given)
+
+
+CROSS: dict[str, Any] = {
+    f"{energy}-{backend}": lambda e=energy, b=backend, **o: SoftmaxAttention(
+        DIM, HEADS, energy=e, cross=True, backend=b, bias=True, **o
+    ).double()
+    for energy in ("inner", "elastic")
+    for backend in ("reference", "flash", "auto")
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", CROSS)
+def test_an_empty_memory_has_energy_zero(name: str, masked: bool) -> None:
+    energy, (z, _, memory) = CROSS[name](), state()
+    mask = torch.tensor([[True, False, True], [False] * N]) if masked else None
+    empty = memory[:, :0]
+    forms: list[Any] = [empty, AttentionInput(memory=empty), energy.prepare(empty, mask=mask)]
+    if not name.endswith("flash"):
+        forms.append(AttentionInput(memory=empty, pairs=torch.ones(N, 0) > 0))
+    for form in forms:
+        value, gradient = energy.value_and_grad(z, form, mask=mask)
+        assert (value == 0).all() and (gradient == 0).all()
+        assert (energy.hvp(z, z, form, mask=mask) == 0).all()
+        total = value.sum() + gradient.square().sum()
+        given = torch.autograd.grad(total, list(energy.parameters()), allow_unused=True)
+        assert all(g is None or (g == 0).all() for g in given)
+    with pytest.raises(ValueError, match=r"pairs must have the shape \(3, 0\)"):
+        energy.grad(z, AttentionInput(memory=empty, pairs=torch.ones(N, M) > 0))
+
+
+@pytest.mark.parametrize("elastic", ["inner", "elastic"])
+def test_the_hessian_of_cross_attention_does_nothing_for_the_keys(elastic: str) -> None:
+    """Scores, force, tangent and its product: four passes over the pairs, three over the weights."""
+    energy, (z, _, memory) = CROSS[f"{elastic}-reference"](), state()
+    made = energy.prepare(memory)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        energy.hvp(z, torch.flip(z, (0,)), made)
+    assert counter.get_total_flops() == 2 * B * N * (4 * M * DIM + 3 * DIM * DIM)
+
+
+def test_a_layer_solves_with_an_empty_memory() -> None:
+    """The quadratic alone is left."""
+    z, _, memory = state()
+    layer = DEQ(
+        CROSS["inner-auto"]() + Quadratic().select("tokens"), init=lambda x: x.tokens, **EXACT
+    )
+    found = layer(AttentionInput(tokens=z, memory=memory[:, :0]))
+    torch.testing.assert_close(found, z)
+
+
+UNSEEN: list[tuple[Any, type[Exception], str]] = [
+    ({"tokens": torch.zeros(N)}, ValueError, r"x.tokens must have the shape .*, got \(3,\)"),
+    (
+        {"tokens": torch.zeros(B, N + 2, 7)},
+        ValueError,
+        r"x.tokens must have the shape \(2, 3, ...\), got \(2, 5, 7\)",
+    ),
+    ({"tokens": "three"}, TypeError, r"x.tokens must be a tensor \(B, N, ...\), got str"),
+]
+
+
+@pytest.mark.parametrize(("parts", "error", "message"), UNSEEN)
+@pytest.mark.parametrize("kind", [*SELF, "cross"])
+def test_tokens_that_no_feature_sees_are_checked_all_the_same(
+    kind: str, parts: Any, error: Any, message: str
+) -> None:
+    z, _, memory = state()
+    if kind == "cross":
+        energy: Any = CROSS["inner-auto"]()
+        parts = parts | {"memory": memory}
+    else:
+        energy = make(kind, context_dim=None)
+    with pytest.raises(error, match=message):
+        energy.grad(z, AttentionInput(**parts))
+    fitting = AttentionInput(**parts | {"tokens": torch.zeros(B, N, 7)})
+    assert energy.grad(z, fitting).isfinite().all()
+    with pytest.raises(ValueError, match=r"mask"):
+        energy.prepare(fitting, mask=torch.ones(B, N + 1) > 0)
+
+
+@pytest.mark.parametrize("part", ["memory", "memory_mask"])
+@each_self
+def test_self_attention_has_no_memory_and_no_mask_of_it(kind: str, part: str) -> None:
+    z, x, memory = state()
+    given = AttentionInput(tokens=x, **{part: memory if part == "memory" else torch.ones(B, M) > 0})
+    for width in (None, WIDTH):
+        with pytest.raises(ValueError, match=rf"x\.{part} needs cross-attention"):
+            make(kind, context_dim=width).grad(z, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("kind", [*SELF, "cross", "cross queries"])
+def test_an_input_of_another_dtype_is_named(kind: str, dtype: torch.dtype) -> None:
+    z, x, memory = state()
+    if "cross" in kind:
+        energy = CROSS["inner-auto"](query_context_dim=WIDTH)
+        narrow = ("memory",) if kind == "cross" else ("tokens",)
+        given: Any = AttentionInput(tokens=x, memory=memory)
+        given = given._replace(**{name: getattr(given, name).to(dtype) for name in narrow})
+    else:
+        energy, given = make(kind), x.to(dtype)
+    message = rf"x must have the dtype of the weights, torch.float64, got {dtype}"
+    with pytest.raises(TypeError, match=message):
+        energy.grad(z, given)
+
+
+@each_self
+def test_autocast_takes_inputs_of_another_dtype(kind: str) -> None:
+    energy, (z, x, _) = make(kind).float(), state()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert energy.grad(z.float(), x.bfloat16()).isfinite().all()

@@ -284,6 +284,12 @@ def test_bad_pairs_of_the_input(kind: str, parts: Any, error: Any, message: str)
         build(kind).grad(state()[0], AttentionInput(**parts))
 
 
+def test_a_step_of_rows_is_not_causal() -> None:
+    with pytest.raises(ValueError, match="causal must be False for a RowSoftmaxAttention"):
+        RowSoftmaxAttention(DIM, HEADS, causal=True)
+    assert not RowSoftmaxAttention(DIM, HEADS, causal=False).causal
+
+
 def test_bad_patterns_of_the_constructor() -> None:
     for options, error, message in (
         ({"pairs": torch.ones(N, N)}, TypeError, r"pairs must be a bool tensor"),
