@@ -12,7 +12,7 @@ from torch import nn
 import solvers
 from implicit_attn.data import ImageData
 from implicit_attn.deq import DEQ
-from implicit_attn.studies.comparison.solves import accuracy_within, watched
+from implicit_attn.studies.comparison.solves import accuracy_within, watched, with_energies
 from implicit_attn.studies.evaluations import accuracy_by_evaluations, solve_history
 from implicit_attn.studies.figures.spins import spin_report
 from implicit_attn.studies.figures.training import training_report
@@ -92,14 +92,15 @@ def _convergence(model: nn.Module, data: ImageData, rtol: float) -> tuple[Table,
     with torch.no_grad(), watched(exact) as solves:
         exact(data.test_images[:CONVERGENCE_IMAGES].double())
     first = solves[0]
-    return solve_history(
-        first.layer,
-        first.x,
-        first.mask,
-        tolerance=solvers.Tolerance(rtol=min(1e-6, rtol)),
-        max_steps=100,
-        on_failure="ignore",
-    )
+    with with_energies(first.layer):
+        return solve_history(
+            first.layer,
+            first.x,
+            first.mask,
+            tolerance=solvers.Tolerance(rtol=min(1e-6, rtol)),
+            max_steps=100,
+            on_failure="ignore",
+        )
 
 
 def _on_more_evaluations(extrapolation: Table, trained: int) -> str:

@@ -33,7 +33,7 @@ def equilibria(model: nn.Module) -> list[DEQ]:
 
 
 @contextmanager
-def _with_energies(model: nn.Module) -> Iterator[None]:
+def with_energies(model: nn.Module) -> Iterator[None]:
     """Within, solves keep energies also where they need none."""
     found = [layer.update for layer in equilibria(model)]
     steps = [update for update in found if isinstance(update, EnergyStep)]
@@ -57,7 +57,7 @@ def watched(model: nn.Module) -> Iterator[list[Solve]]:
         found.append(Solve(layer, arguments["x"], arguments.get("mask"), z))
 
     with ExitStack() as hooks:
-        hooks.enter_context(_with_energies(model))
+        hooks.enter_context(with_energies(model))
         for layer in equilibria(model):
             handle = layer.register_forward_hook(keep, with_kwargs=True)
             hooks.callback(handle.remove)
@@ -73,7 +73,7 @@ def limited(model: nn.Module, evaluations: int, rtol: float = 0.0) -> Iterator[N
         for layer in layers:
             layer.max_steps, layer.on_failure = evaluations, "ignore"
             layer.tolerance = solvers.Tolerance(rtol=rtol)
-        with _with_energies(model):
+        with with_energies(model):
             yield
     finally:
         for layer, values in zip(layers, before, strict=True):
