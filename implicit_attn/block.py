@@ -176,7 +176,7 @@ class EquilibriumBlock(nn.Module):
         ``options`` are those of :meth:`implicit_attn.DEQ.solve` and the keyword arguments of ``forward``.
         The state is (B, N, state_dim), however the tokens are laid out.
         """
-        if len(masks) >= len(MASKS):
+        if len(masks) > len(MASKS):
             raise TypeError(f"solve takes src and {list(MASKS)}, got {1 + len(masks)} arguments")
         call = dict(zip(MASKS, masks, strict=False))
         twice = sorted(set(call) & set(options))

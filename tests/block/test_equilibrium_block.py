@@ -379,6 +379,7 @@ def test_solve_takes_each_mask_once() -> None:
     block, x = EquilibriumBlock(8, 2), inputs().float()
     with pytest.raises(TypeError, match="given by position and by name"):
         block.solve(x, None, src_mask=None)
+    assert block.solve(x, None, None, False, None, None).value.shape == x.shape
     with pytest.raises(TypeError, match="got 7 arguments"):
         block.solve(x, None, None, False, None, None, None)
 

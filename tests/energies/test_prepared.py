@@ -21,7 +21,6 @@ from implicit_attn.energies import (
     RMSNormLagrangian,
     Sum,
 )
-from implicit_attn.energies.context import prepared as context_prepared
 from implicit_attn.energies.energy import SummedEnergy
 from implicit_attn.energies.prepared import Prepared
 from solvers.core.layout import take
@@ -131,10 +130,6 @@ def test_selections_prepare_their_part(key: Any) -> None:
     torch.testing.assert_close(energy.grad(z, prepared), expected)
     with pytest.raises(ValueError, match=r"x must hold 'input', it holds \['other'\]"):
         Steered().select("input").prepare({"other": x})
-
-
-def test_one_type_under_both_paths() -> None:
-    assert context_prepared.Prepared is Prepared
 
 
 def test_what_prepares_nothing_hands_the_input_on() -> None:
