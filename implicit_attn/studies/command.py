@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +26,14 @@ from implicit_attn.command_line import (
     whole,
 )
 from implicit_attn.data import LOADERS, load
-from implicit_attn.optional import require
 from implicit_attn.studies.convergence import (
-    Advance,
     jacobian_eigenvalues,
     solver_costs,
     solver_curves,
     twice_differentiable,
 )
+from implicit_attn.studies.experiments.experiment import Advance, Experiment, Option, progress
+from implicit_attn.studies.experiments.registry import EXPERIMENTS
 from implicit_attn.studies.extrapolation import extrapolate
 from implicit_attn.studies.figures.convergence import convergence_figure
 from implicit_attn.studies.figures.extrapolation import extrapolation_figure
@@ -55,24 +54,10 @@ from implicit_attn.training import Recipe
 
 SHIPPED = Path("examples") / "weights"
 UNROLLED, SOLVED = "digits-hyperset.safetensors", "digits-hyperset-equilibrium.safetensors"
+OUT = Path("runs") / "studies"
 TEST_SAMPLES = 10_000  # of the trained models that trade-off reads
 # Options of trade-off's trainings, where the command line gives none; layers None: all divisors.
 TRAINING = {"depth": 12, "layers": None, "epochs": 6, "rate": 4e-3, "seeds": 1}
-Option = tuple[str, Callable[[str], Any], "int | None", str]  # flag, type, default, help
-
-
-@contextmanager
-def progress(title: str, total: int | None = None) -> Iterator[Advance]:
-    """A progress bar; what is yielded is called with the name of what is computed next."""
-    tqdm: Any = require("tqdm", extra="examples").tqdm
-    with tqdm(total=total, desc=title, leave=False, disable=None) as bar:  # None: silent in a log
-
-        def advance(what: str) -> None:
-            if getattr(bar, "postfix", None):
-                bar.update()
-            bar.set_postfix_str(what)
-
-        yield advance
 
 
 def run_convergence(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
@@ -204,7 +189,7 @@ def parser() -> Parser:
     """The command's options."""
     top = Parser(
         prog="python -m implicit_attn.studies",
-        description="Studies of trained models: a figure and CSV tables each.",
+        description="Studies of trained models and of small systems: a figure and CSV tables each.",
     )
     commands = top.add_subparsers(dest="study", required=True, metavar="STUDY")
 
@@ -213,7 +198,7 @@ def parser() -> Parser:
         weights: Any = {"type": place, "nargs": "+", "metavar": "FILE"}
         add("--weights", help=f"checkpoints (default: {default})", **weights)
         add("--data", choices=sorted(LOADERS), help="default: what the checkpoint was trained on")
-        add("--out", type=folder, default=Path("runs") / "studies", help="folder of the files")
+        add("--out", type=folder, default=OUT, help="folder of the files")
         for flag, kind, value, meaning in options:
             add(flag, type=kind, default=value, help=meaning)
         return add
@@ -232,6 +217,11 @@ def parser() -> Parser:
         ("--seeds", whole(1, 10_000), None, f"trainings of each (default {TRAINING['seeds']})"),
     )
     add("--layers", type=count, nargs="+", help="divisors of the depth (default: all)")
+    for name, experiment in EXPERIMENTS.items():
+        text = experiment.run.__doc__
+        one = commands.add_parser(name, help=text, description=text)
+        one.add_argument("--out", type=folder, default=OUT, help="folder of the files")
+        experiment.add_to(one)
     return top
 
 
@@ -250,9 +240,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(options: argparse.Namespace) -> None:
     if options.study == "trade-off":
         run_trade_off(options)
+        return
+    with mistakes("--out"):
+        make_folder(options.out)
+    if options.study in EXPERIMENTS:
+        _run_experiment(EXPERIMENTS[options.study], options)
     else:
-        with mistakes("--out"):
-            make_folder(options.out)
         study = STUDIES[options.study]
         for path in options.weights or [_shipped(name) for name in study.weights]:
             subject = _open(path, options)
@@ -262,6 +255,12 @@ def _run(options: argparse.Namespace) -> None:
                 result = study.run(subject, options, advance)
             title = f"{subject.title}\n{len(subject.inputs)} test samples"
             result.write(options.out / stem, title)
+
+
+def _run_experiment(experiment: Experiment, options: argparse.Namespace) -> None:
+    with mistakes(), progress(options.study) as advance:
+        result = experiment.run(options, advance)
+    result.write(options.out / options.study, experiment.title)
 
 
 def _complete_trade_off(top: argparse.ArgumentParser, options: argparse.Namespace) -> None:

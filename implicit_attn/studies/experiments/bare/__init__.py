@@ -1,0 +1,1 @@
+"""Bare self-attention: couplings alone, learned by local rules."""

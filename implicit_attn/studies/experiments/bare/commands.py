@@ -1,0 +1,7 @@
+"""The sub-commands about bare self-attention."""
+
+from __future__ import annotations
+
+from implicit_attn.studies.experiments.experiment import Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {}

@@ -1,0 +1,1 @@
+"""Sudoku as a Potts model: its graph and its solutions from solved boards."""

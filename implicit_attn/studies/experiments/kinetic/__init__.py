@@ -1,0 +1,1 @@
+"""Spins in time: kinetic Ising and vector spins, and small pictures of spins."""

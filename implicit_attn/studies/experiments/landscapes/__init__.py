@@ -1,0 +1,1 @@
+"""Energy landscapes of attention: what a step does to queries and tokens."""

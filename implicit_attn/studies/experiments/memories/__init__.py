@@ -1,0 +1,1 @@
+"""Associative memories: capacity, kinds of fixed points, the density of a memory."""

@@ -1,0 +1,1 @@
+"""Potts models: couplings recovered from samples."""

@@ -1,0 +1,1 @@
+"""Mean-field theories: free energies, samplers, spins in many dimensions."""
