@@ -33,7 +33,14 @@ from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
 from solvers.spins.maps import SpinState, starting_state, tap_step
-from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
+from solvers.spins.sites import (
+    GaussianSite,
+    IsingSite,
+    PottsSite,
+    Site,
+    SphericalSite,
+    TorusSite,
+)
 from solvers.spins.solver import AdaptiveTAP
 
 __all__ = [
@@ -71,6 +78,7 @@ __all__ = [
     "SpinState",
     "Status",
     "Tolerance",
+    "TorusSite",
     "Trace",
     "Unrolled",
     "adaptive_tap",

@@ -20,7 +20,7 @@ PUBLIC = {
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
         GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
         Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
-        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
+        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace Unrolled
         adaptive_tap extreme_eigenvalues fixed_point jacobian solve_linear spectral_radius
         spectrum starting_state tap_step
     """,
