@@ -36,7 +36,8 @@ PUBLIC = {
         sigmoid_attention sigmoid_attention_hvp
     """,
     "implicit_attn.energies": """
-        AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
+        AttentionInput BareAttention BiSoftmaxAttention ClassicalHopfield ConditionalAttention
+        ConditionalMixture Couplings
         DenseAssociative Energy EquilibriumEnergy Field
         FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
@@ -47,7 +48,7 @@ PUBLIC = {
         SpinInteraction Sum VectorSpin Weighted
     """,
     "implicit_attn.updates": """
-        ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
+        ActivationStep AdaptiveTAPAttention BareAttentionStep ConditionedStepSizes Couplings FunctionUpdate
         GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention MixerAttention
         OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
         Update

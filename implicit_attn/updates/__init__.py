@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.updates.bare_step import BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
 from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
 from implicit_attn.updates.mean_field import (
@@ -21,6 +22,7 @@ from implicit_attn.updates.update import FunctionUpdate, Update
 __all__ = [
     "ActivationStep",
     "AdaptiveTAPAttention",
+    "BareAttentionStep",
     "ConditionedStepSizes",
     "Couplings",
     "FunctionUpdate",
