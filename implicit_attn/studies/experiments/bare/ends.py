@@ -1,0 +1,150 @@
+"""How runs of the normalised step end: fixed points, cycles, or neither."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import solvers
+from implicit_attn.energies import BareAttention
+from implicit_attn.studies.experiments.experiment import Advance
+from implicit_attn.studies.tables import Table
+from implicit_attn.updates import BareAttentionStep
+
+RETURNED = 1e-9  # a state this near to an earlier one (relative, float64) has come back
+LONGEST_CYCLE = 60
+FIXED, CYCLE, WANDERS = "fixed point", "cycle", "neither"
+
+
+def periods(states: list[Tensor]) -> Tensor:
+    """The least p with ``z(T) = z(T - p)`` up to :data:`RETURNED`, (B,) int64; 0 where there is none.
+
+    ``states`` are those of a run, z(0) to z(T), float64; p is at most :data:`LONGEST_CYCLE`. 1 is a
+    fixed point.
+    """
+    last = states[-1].flatten(1)
+    found = torch.zeros(len(last), dtype=torch.long)
+    for period in range(min(LONGEST_CYCLE, len(states) - 1), 0, -1):
+        gap = (last - states[-1 - period].flatten(1)).norm(dim=1)
+        found[gap <= RETURNED * last.norm(dim=1)] = period
+    return found
+
+
+class Ends(NamedTuple):
+    """What :func:`random_ends` finds."""
+
+    table: Table  # a row for each kind of couplings and gamma
+    residuals: Table  # step, residual and its columns
+
+
+def random_ends(
+    *,
+    sites: int = 5,
+    dim: int = 3,
+    models: int = 8,
+    starts: int = 16,
+    steps: int = 500,
+    seed: int = 0,
+    advance: Advance = lambda what: None,
+) -> Ends:
+    """Runs from random states on unit spheres with random couplings ``N(0, 1)``, float64.
+
+    Returns:
+        ``table``: ``couplings`` (symmetric, free), ``gamma``, shares of runs that end in a
+        ``fixed point``, a ``cycle`` of at most :data:`LONGEST_CYCLE` steps, or ``neither``;
+        ``smallest_residual`` and ``largest_residual`` of the fixed ends, polished by
+        ``solvers.fixed_point``; ``radius`` and ``largest_radius``, the spectral radius of the step at
+        them, median and maximum; ``rises``, the share of steps in which E rises.
+        ``residuals``: the median of ``|z(t) - z(t-1)| / |z(t)|`` of the runs at some steps, with 10 %
+        and 90 % quantiles.
+    """
+    table: Table = []
+    residuals: Table = []
+    for symmetric in (True, False):
+        for gamma in (0.0, 0.5):
+            kind = {"couplings": "symmetric" if symmetric else "free", "gamma": gamma}
+            advance(f"{kind['couplings']} random couplings, gamma {gamma:g}")
+            runs = [
+                _run(sites, dim, symmetric, gamma, starts, steps, seed + number)
+                for number in range(models)
+            ]
+            table.append(kind | _ends(runs))
+            residuals += [kind | row for row in _residuals(runs)]
+    return Ends(table, residuals)
+
+
+class _RandomRun(NamedTuple):
+    step: BareAttentionStep
+    states: list[Tensor]
+
+
+def _run(
+    sites: int, dim: int, symmetric: bool, gamma: float, starts: int, steps: int, seed: int
+) -> _RandomRun:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        energy = BareAttention(sites, dim, symmetric_sites=symmetric).double()
+        torch.nn.init.normal_(energy.couplings.free)
+    start = torch.randn(starts, sites, dim, generator=generator, dtype=torch.float64)
+    start = start / start.norm(dim=-1, keepdim=True)
+    step = BareAttentionStep(energy, gamma=gamma)
+    return _RandomRun(step, step.trajectory(start, steps))
+
+
+def _ends(runs: list[_RandomRun]) -> dict[str, float]:
+    periodic = torch.cat([periods(run.states) for run in runs])
+    row = {
+        FIXED: (periodic == 1).double().mean().item(),
+        CYCLE: (periodic > 1).double().mean().item(),
+        WANDERS: (periodic == 0).double().mean().item(),
+    }
+    residual, radius, rises = [], [], []
+    for run in runs:
+        with torch.no_grad():
+            energies = torch.stack([run.step.energy(state) for state in run.states])
+        rises.append(energies[1:] > energies[:-1] + 1e-12 * energies[:-1].abs())
+        fixed = run.states[-1][periods(run.states) == 1]
+        if len(fixed):
+            found, reached = polish(run.step, fixed)
+            residual.append(reached)
+            radius.append(solvers.spectral_radius(run.step, found))
+    measured = [torch.cat(each) if each else torch.tensor([float("nan")]) for each in (residual, radius)]
+    row["residual"] = measured[0].median().item()
+    row["largest_residual"] = measured[0].max().item()
+    row["radius"] = measured[1].median().item()
+    row["largest_radius"] = measured[1].max().item()
+    row["rises"] = torch.stack(rises).double().mean().item()
+    return row
+
+
+def polish(step: BareAttentionStep, near: Tensor) -> tuple[Tensor, Tensor]:
+    """Fixed points from states near them, by plain iteration, and their relative residuals (B,)."""
+    with torch.no_grad():
+        solution = solvers.fixed_point(
+            step,
+            near,
+            solver=solvers.Forward(),
+            tolerance=solvers.Tolerance(1e-14),
+            max_steps=200,
+            adjoint=None,
+            on_failure="ignore",
+        )
+    return solution.value, solution.residual
+
+
+def _residuals(runs: list[_RandomRun]) -> Table:
+    rows: Table = []
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    last = len(runs[0].states) - 1
+    for step in sorted({*range(1, min(last, 20) + 1), *range(20, last + 1, 20), last}):
+        changes = [
+            (run.states[step] - run.states[step - 1]).flatten(1).norm(dim=1)
+            / run.states[step].flatten(1).norm(dim=1)
+            for run in runs
+        ]
+        low, middle, high = torch.cat(changes).quantile(shares).tolist()
+        rows.append({"step": step, "residual": middle, "residual_10": low, "residual_90": high})
+    return rows
