@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -9,13 +10,16 @@ from torch import Tensor
 
 import solvers
 from implicit_attn.energies import BareAttention
+from implicit_attn.studies.experiments.bare.pipeline import Setup
+from implicit_attn.studies.experiments.bare.transients import Corruption, run
 from implicit_attn.studies.experiments.experiment import Advance
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import BareAttentionStep
 
 RETURNED = 1e-9  # a state this near to an earlier one (relative, float64) has come back
 LONGEST_CYCLE = 60
-FIXED, CYCLE, WANDERS = "fixed point", "cycle", "neither"
+LARGEST_SAMPLE = 16  # of fixed points of one model whose derivative is measured
+FIXED, CYCLE, OTHER = "fixed point", "cycle", "not settled"
 
 
 def periods(states: list[Tensor]) -> Tensor:
@@ -53,7 +57,8 @@ def random_ends(
 
     Returns:
         ``table``: ``couplings`` (symmetric, free), ``gamma``, shares of runs that end in a
-        ``fixed point``, a ``cycle`` of at most :data:`LONGEST_CYCLE` steps, or ``neither``;
+        ``fixed point``, a ``cycle`` of at most :data:`LONGEST_CYCLE` steps, or are
+        ``not settled`` after ``steps``;
         ``smallest_residual`` and ``largest_residual`` of the fixed ends, polished by
         ``solvers.fixed_point``; ``radius`` and ``largest_radius``, the spectral radius of the step at
         them, median and maximum; ``rises``, the share of steps in which E rises.
@@ -75,14 +80,29 @@ def random_ends(
     return Ends(table, residuals)
 
 
-class _RandomRun(NamedTuple):
+def trained_ends(
+    setup: Setup, models: dict[str, BareAttention], *, gamma: float, images: int, steps: int
+) -> Table:
+    """How runs from noisy test images end, float64: a row for each model, columns as for random ones."""
+    table: Table = []
+    how = Corruption(gamma=gamma, steps=steps)
+    for name, model in models.items():
+        double = copy.deepcopy(model).double()
+        found = run(setup, double, setup.test[:images].double(), how)
+        codec = setup.codec
+        step = BareAttentionStep(double, gamma=gamma, radius=setup.radius, circles=codec.values)
+        table.append({"couplings": name, "gamma": gamma} | _ends([_Ended(step, found.states)]))
+    return table
+
+
+class _Ended(NamedTuple):
     step: BareAttentionStep
     states: list[Tensor]
 
 
 def _run(
     sites: int, dim: int, symmetric: bool, gamma: float, starts: int, steps: int, seed: int
-) -> _RandomRun:
+) -> _Ended:
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -91,27 +111,29 @@ def _run(
     start = torch.randn(starts, sites, dim, generator=generator, dtype=torch.float64)
     start = start / start.norm(dim=-1, keepdim=True)
     step = BareAttentionStep(energy, gamma=gamma)
-    return _RandomRun(step, step.trajectory(start, steps))
+    return _Ended(step, step.trajectory(start, steps))
 
 
-def _ends(runs: list[_RandomRun]) -> dict[str, float]:
-    periodic = torch.cat([periods(run.states) for run in runs])
+def _ends(runs: list[_Ended]) -> dict[str, float]:
+    periodic = torch.cat([periods(each.states) for each in runs])
     row = {
         FIXED: (periodic == 1).double().mean().item(),
         CYCLE: (periodic > 1).double().mean().item(),
-        WANDERS: (periodic == 0).double().mean().item(),
+        OTHER: (periodic == 0).double().mean().item(),
     }
     residual, radius, rises = [], [], []
-    for run in runs:
+    for each in runs:
         with torch.no_grad():
-            energies = torch.stack([run.step.energy(state) for state in run.states])
+            energies = torch.stack([each.step.energy(state) for state in each.states])
         rises.append(energies[1:] > energies[:-1] + 1e-12 * energies[:-1].abs())
-        fixed = run.states[-1][periods(run.states) == 1]
+        fixed = each.states[-1][periods(each.states) == 1][:LARGEST_SAMPLE]
         if len(fixed):
-            found, reached = polish(run.step, fixed)
+            found, reached = polish(each.step, fixed)
             residual.append(reached)
-            radius.append(solvers.spectral_radius(run.step, found))
-    measured = [torch.cat(each) if each else torch.tensor([float("nan")]) for each in (residual, radius)]
+            radius.append(solvers.spectral_radius(each.step, found))
+    measured = [
+        torch.cat(each) if each else torch.tensor([float("nan")]) for each in (residual, radius)
+    ]
     row["residual"] = measured[0].median().item()
     row["largest_residual"] = measured[0].max().item()
     row["radius"] = measured[1].median().item()
@@ -135,15 +157,15 @@ def polish(step: BareAttentionStep, near: Tensor) -> tuple[Tensor, Tensor]:
     return solution.value, solution.residual
 
 
-def _residuals(runs: list[_RandomRun]) -> Table:
+def _residuals(runs: list[_Ended]) -> Table:
     rows: Table = []
     shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     last = len(runs[0].states) - 1
     for step in sorted({*range(1, min(last, 20) + 1), *range(20, last + 1, 20), last}):
         changes = [
-            (run.states[step] - run.states[step - 1]).flatten(1).norm(dim=1)
-            / run.states[step].flatten(1).norm(dim=1)
-            for run in runs
+            (each.states[step] - each.states[step - 1]).flatten(1).norm(dim=1)
+            / each.states[step].flatten(1).norm(dim=1)
+            for each in runs
         ]
         low, middle, high = torch.cat(changes).quantile(shares).tolist()
         rows.append({"step": step, "residual": middle, "residual_10": low, "residual_90": high})

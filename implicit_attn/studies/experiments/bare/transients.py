@@ -56,6 +56,15 @@ def run(setup: Setup, model: BareAttention, originals: Tensor, how: Corruption) 
     return Run(originals, step.trajectory(start, how.steps, clamped=~free), free)
 
 
+def iterate_mean(setup: Setup, model: BareAttention, begun: Run, steps: int) -> Run:
+    """The conditional means of the free patches in place of the step, from the start of ``begun``."""
+    states, free = [begun.states[0]], begun.free.unsqueeze(-1)
+    with torch.no_grad():
+        for _ in range(steps):
+            states.append(torch.where(free, model.conditionals(states[-1]).mean(), states[-1]))
+    return Run(begun.originals, states, begun.free)
+
+
 def measure(setup: Setup, model: BareAttention, found: Run, steps: Iterable[int]) -> Table:
     """At each of ``steps``: overlap, pixel error, energy, residual; means over images and free patches.
 
