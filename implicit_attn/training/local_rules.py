@@ -58,20 +58,26 @@ def fit_locally(
 
     Raises:
         TypeError, ValueError: an argument out of range; the rule "source" or "hebb" without ``cap``,
-            since their losses are unbounded below; ``samples`` without a sample.
+            since their losses are unbounded below; ``samples`` without a sample; a ``rate`` at which
+            the couplings leave the range of numbers.
     """
     require_count("steps", steps)
     require_count("batch", batch)
     if cap is not None:
         require_positive("cap", cap)
     elif rule in ("source", "hebb"):
-        raise ValueError(f"cap must be given with rule={rule!r}, whose loss has no minimum, got None")
+        raise ValueError(
+            f"cap must be given with rule={rule!r}, whose loss has no minimum, got None"
+        )
     if len(samples) == 0:
         raise ValueError("samples must hold at least one sample, got none")
     optimizer = torch.optim.Adam(model.parameters(), lr=require_positive("rate", rate))
     for step in range(1, steps + 1):
         chosen = torch.randint(len(samples), (batch,), generator=generator)
-        model.assign_gradient(model.local_gradient(samples[chosen.to(samples.device)], rule))
+        gradient = model.local_gradient(samples[chosen.to(samples.device)], rule)
+        if not bool(gradient.isfinite().all()):
+            raise ValueError(f"rate is too large, got {rate}: step {step} has no finite gradient")
+        model.assign_gradient(gradient)
         optimizer.step()
         if cap is not None:
             model.cap_norms(cap)

@@ -76,5 +76,7 @@ def test_errors_name_what_is_wrong() -> None:
         fit_locally(model, rings(), batch=0, generator=generator)
     with pytest.raises(ValueError, match="rate must be finite"):
         fit_locally(model, rings(), rate=0.0, generator=generator)
+    with pytest.raises(ValueError, match=r"rate is too large, got 1e\+30: step 2 has no"):
+        fit_locally(made(), rings(), rate=1e30, generator=generator)
     with pytest.raises(ValueError, match="cap must be finite"):
         fit_locally(model, rings(), cap=-1.0, generator=generator)

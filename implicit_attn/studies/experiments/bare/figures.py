@@ -22,7 +22,7 @@ COLOURS = (BLUE, ORANGE, GREEN, RED)
 
 def comparison_figure(path: str | Path, title: str, setup: Setup, found: Comparison) -> None:
     """Errors of all predictors, what they make of a few images, and the learned couplings."""
-    with drawing(path, title, (13, 9)) as figure:
+    with drawing(path, title, (13, 9), dpi=90) as figure:
         above, below = figure.subfigures(2, 1, height_ratios=(1.25, 0.8))
         left, right = above.subfigures(1, 2, width_ratios=(1, 1.15))
         _draw_errors(left.subplots(), found.table)
@@ -80,8 +80,7 @@ def _draw_blocks(figure: Any, setup: Setup, model: BareAttention) -> None:
     weight, F = model.couplings.weight.detach(), model.features
     count = STRONGEST if F is None else STRONGEST // 2
     figure.suptitle(
-        f"Strongest blocks J_ij, {EXACT} (components of i down, of j across)"
-        + ("" if F is None else "; below, rows of F as pixels"),
+        f"Strongest blocks J_ij, {EXACT}" + ("" if F is None else "; below, rows of F"),
         fontsize=10,
     )
     panels = figure.subplots(2, 3).ravel()
@@ -121,7 +120,7 @@ def attractors_figure(
     mean_error: float,
 ) -> None:
     """Overlap and error along the steps, residuals and ends, and states on the way."""
-    with drawing(path, title, (13, 10)) as figure:
+    with drawing(path, title, (13, 10), dpi=90) as figure:
         above, below = figure.subfigures(2, 1, height_ratios=(2.1, 1))
         panels = above.subplots(2, 3)
         _draw_lines(panels[0, 0], tables["denoising"], "overlap")
@@ -132,7 +131,7 @@ def attractors_figure(
         _draw_lines(panels[0, 2], tables["masked"], "error")
         panels[0, 2].axhline(mean_error, color=GREY, linestyle=":", label="mean of the site")
         panels[0, 2].set(title="Masked patches, the others held", ylabel="error of their pixels")
-        panels[0, 2].legend(fontsize=7, loc="center right", bbox_to_anchor=(1.0, 0.47))
+        panels[0, 2].legend(fontsize=7, loc="center right", bbox_to_anchor=(1.0, 0.41))
         _draw_residuals(panels[1, 0], tables["residuals"])
         _draw_ends(panels[1, 1], tables["ends"])
         _draw_radii(panels[1, 2], tables["ends"])

@@ -16,7 +16,7 @@ from implicit_attn.data.spherical import (
     random_features,
 )
 from implicit_attn.energies import BareAttention
-from implicit_attn.studies.experiments.bare.predictors import PairSum, ridge
+from implicit_attn.studies.experiments.bare.predictors import PairSum, best_strength, ridge
 from implicit_attn.studies.experiments.experiment import Advance
 from implicit_attn.studies.tables import Table
 from implicit_attn.training.local_rules import fit_locally
@@ -190,7 +190,8 @@ def compare(setup: Setup, advance: Advance) -> Comparison:
     middle = codec.decode_patches(setup.train.mean(0)).expand_as(setup.test_values)
     predictions = {"mean of the site": middle}
     advance("ridge regression")
-    predictions["ridge regression"] = ridge(codec.decode_patches(setup.train), setup.test_values)
+    values = codec.decode_patches(setup.train)
+    predictions["ridge regression"] = ridge(values, setup.test_values, best_strength(values))
     for name, recipe in RECIPES.items():
         advance(name)
         models[name] = setup.fit(recipe)

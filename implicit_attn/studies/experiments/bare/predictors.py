@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from implicit_attn.energies import Couplings
 from solvers import TorusSite
+
+STRENGTHS = (1e-4, 1e-3, 1e-2, 0.1, 1.0)  # of ridge regression, among which it chooses
 
 
 class PairSum(nn.Module):
@@ -72,20 +75,31 @@ def _nothing(field: Tensor) -> Tensor:
     return field.new_zeros(()).expand(*field.shape, field.shape[-1])
 
 
-def ridge(train: Tensor, test: Tensor, strength: float = 0.1) -> Tensor:
+def ridge(train: Tensor, test: Tensor, strength: float) -> Tensor:
     """Linear regression of the values of every patch (M, N, p) on those of all others, with intercept.
 
-    Minimises ``|Y - X W|^2 + strength |W|^2`` about the means, by its dual problem in M unknowns;
+    Minimises ``|Y - X W|^2 / M + strength |W|^2`` about the means, by its dual problem in M unknowns;
     returns (M', N, p) of ``test``, within [0, 1].
     """
     train, test = train.double(), test.double()
     middle = train.mean(0)
     x, new = train - middle, test - middle
     gram, crossed = x.flatten(1) @ x.flatten(1).mT, new.flatten(1) @ x.flatten(1).mT
-    unit = strength * torch.eye(len(x), dtype=x.dtype)
+    unit = len(x) * strength * torch.eye(len(x), dtype=x.dtype)
     predicted = []
     for i in range(x.shape[1]):  # the products without those of the patch itself
         factor = torch.linalg.cholesky(gram - x[:, i] @ x[:, i].mT + unit)
         dual = torch.cholesky_solve(x[:, i], factor)
         predicted.append((crossed - new[:, i] @ x[:, i].mT) @ dual)
     return (torch.stack(predicted, 1) + middle).clamp(0.0, 1.0).float()
+
+
+def best_strength(values: Tensor, choices: Sequence[float] = STRENGTHS, most: int = 600) -> float:
+    """The strength of :func:`ridge` that is best on a third of the first ``most`` samples."""
+    values = values[:most]
+    cut = max(1, 2 * len(values) // 3)
+    errors = [
+        (ridge(values[:cut], values[cut:], strength) - values[cut:]).square().mean().item()
+        for strength in choices
+    ]
+    return choices[errors.index(min(errors))]

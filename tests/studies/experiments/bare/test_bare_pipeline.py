@@ -21,7 +21,7 @@ from implicit_attn.studies.experiments.bare.pipeline import (
     open_setup,
     predict,
 )
-from implicit_attn.studies.experiments.bare.predictors import PairSum, ridge
+from implicit_attn.studies.experiments.bare.predictors import PairSum, best_strength, ridge
 from implicit_attn.studies.experiments.bare.transients import (
     Corruption,
     iterate_mean,
@@ -47,13 +47,24 @@ def test_ridge_is_least_squares() -> None:
     random = torch.Generator().manual_seed(1)
     train, test = (torch.rand(n, 3, 2, generator=random, dtype=F64) for n in (40, 7))
     for data in (train, train[:5]):  # more samples than unknowns, and fewer
-        found = ridge(data, test, 0.3)
+        found = ridge(data, test, 0.3 / len(data))
         x, y = data[:, [0, 2]].flatten(1), data[:, 1]
         ahead = torch.cat([x - x.mean(0), 0.3**0.5 * torch.eye(4, dtype=F64)])
         target = torch.cat([y - y.mean(0), torch.zeros(4, 2, dtype=F64)])
         weights = torch.linalg.lstsq(ahead, target).solution
         expected = (test[:, [0, 2]].flatten(1) - x.mean(0)) @ weights + y.mean(0)
         torch.testing.assert_close(found[:, 1].double(), expected.clamp(0, 1), rtol=0, atol=1e-6)
+
+
+def test_ridge_chooses_a_strength_by_held_out_samples() -> None:
+    """Noise wants a strong penalty, a rule without noise a weak one."""
+    random = torch.Generator().manual_seed(4)
+    noise = torch.rand(60, 3, 8, generator=random)
+    rule = noise.clone()
+    rule[:, 1] = 0.5 * (noise[:, 0] + noise[:, 2])
+    rule[:, 2], rule[:, 0] = rule[:, 1], rule[:, 1]
+    assert best_strength(noise) >= 0.1
+    assert best_strength(rule) <= 1e-3
 
 
 @pytest.mark.parametrize("rows", [None, 3])
