@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from implicit_attn.updates import BareAttentionStep
 F64 = torch.float64
 
 
-def made(sites: int, dim: int, seed: int = 0, **options: bool) -> BareAttention:
+def made(sites: int, dim: int, seed: int = 0, **options: Any) -> BareAttention:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         energy = BareAttention(sites, dim, **options).double()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from implicit_attn.energies import BareAttention
@@ -69,7 +68,7 @@ def _draw_norms(figure: Any, found: Comparison) -> None:
     chosen = {name: model for name, model in found.models.items() if "≤ 2" not in name}
     panels = figure.subplots(1, len(chosen))
     for axes, (name, model) in zip(panels, chosen.items(), strict=True):
-        image = axes.imshow(model.couplings.site_norms().detach(), cmap="magma")
+        image = axes.imshow(model.couplings.site_norms().detach().numpy(), cmap="magma")
         axes.set_title(name.replace(", ", ",\n"), fontsize=8)
         axes.set(xlabel="neighbour j", ylabel="patch i")
         figure.colorbar(image, ax=axes, shrink=0.6)
@@ -89,7 +88,7 @@ def _draw_blocks(figure: Any, setup: Setup, model: BareAttention) -> None:
         i, j = divmod(index, len(weight))
         block = weight[i, j]
         top = block.abs().max().item()
-        axes.imshow(block, cmap="RdBu_r", vmin=-top, vmax=top)
+        axes.imshow(block.numpy(), cmap="RdBu_r", vmin=-top, vmax=top)
         axes.set_title(f"J of patches {i}, {j}; ±{top:.1f}", fontsize=8)
         axes.set(xticks=[], yticks=[])
     if F is None:
@@ -106,9 +105,9 @@ def _draw_blocks(figure: Any, setup: Setup, model: BareAttention) -> None:
 def _show(axes: Any, image: Tensor) -> None:
     """An image (C, H, W) in [0, 1]."""
     if len(image) == 1:
-        axes.imshow(image[0], cmap="gray_r", vmin=0, vmax=1)
+        axes.imshow(image[0].numpy(), cmap="gray_r", vmin=0, vmax=1)
     else:
-        axes.imshow(image.permute(1, 2, 0))
+        axes.imshow(image.permute(1, 2, 0).numpy())
 
 
 def attractors_figure(
@@ -180,11 +179,11 @@ def _names(table: Table) -> list[str]:
 
 
 def _draw_ends(axes: Any, table: Table) -> None:
-    names, left = _names(table), torch.zeros(len(table), dtype=torch.float64)
+    names, left = _names(table), len(table) * [0.0]
     for key, colour in ((FIXED, BLUE), (CYCLE, ORANGE), (OTHER, RED)):
-        values = torch.tensor([row[key] for row in table], dtype=torch.float64)
+        values = [row[key] for row in table]
         axes.barh(names, values, left=left, color=colour, label=key)
-        left = left + values
+        left = [start + value for start, value in zip(left, values, strict=True)]
     axes.tick_params(axis="y", labelsize=7)
     axes.set(title="How the runs end", xlabel="share of the runs", xlim=(0, 1))
     _leave_room(axes, len(table), columns=3)

@@ -79,13 +79,16 @@ class Setup:
                 self.codec.sites, self.dim, features=self.features, site=TorusSite()
             )
 
+    def pair_sum(self) -> PairSum:
+        """Without couplings."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            model = PairSum(self.codec.sites, self.dim, features=self.features)
+            model.couplings.free.zero_()
+        return model
+
     def fit(self, recipe: Recipe) -> BareAttention | PairSum:
         """A trained model."""
-        model = self.bare()
-        if recipe.pairs:
-            model = PairSum(self.codec.sites, self.dim, features=self.features)
-            with torch.no_grad():
-                model.couplings.free.zero_()
+        model = self.pair_sum() if recipe.pairs else self.bare()
         fit_locally(
             model,
             self.train,
@@ -139,7 +142,7 @@ def open_setup(
     _, channels, height, width = loaded.train_images.shape
     codec = CircleTokens(channels, height, width, sizes.patch)
     generator = torch.Generator().manual_seed(seed)
-    parts = []
+    parts: list[Tensor] = []
     for pictures, most in ((loaded.train_images, sizes.train), (loaded.test_images, sizes.test)):
         count = min(len(pictures), most if images is None else images)
         chosen = torch.randperm(len(pictures), generator=generator)[:count]
@@ -153,7 +156,8 @@ def open_setup(
     elif rows:
         matrix = random_features(rows, codec.dim, generator)
     steps = sizes.steps if steps is None else steps
-    return Setup(data, codec, *parts, matrix, steps, sizes.batch, seed)
+    train, test = parts
+    return Setup(data, codec, train, test, matrix, steps, sizes.batch, seed)
 
 
 def predict(model: BareAttention | PairSum, tokens: Tensor, batch: int = 64) -> Tensor:
