@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from energies.bare.test_bare_attention import KEEP, features, made, on_circles, seeded
+from cases.bare import KEEP, features, made, on_circles, seeded
 from implicit_attn.energies import BareAttention
 from solvers import SphericalSite, TorusSite
 
