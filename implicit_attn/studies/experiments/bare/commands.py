@@ -51,10 +51,10 @@ def run_attractors(options: argparse.Namespace, advance: Advance) -> Result:
         models[name] = model
     advance("denoising")
     how = Corruption(sigma=options.noise, gamma=options.gamma, steps=options.moves)
-    denoising, noisy = transients(setup, models, how)
+    denoising, noisy = transients(setup, models, how, SIZES[setup.data].runs)
     advance("masked patches")
     how = Corruption(masked=options.masked, gamma=options.gamma, steps=options.moves)
-    masked, filled = transients(setup, models, how)
+    masked, filled = transients(setup, models, how, SIZES[setup.data].runs)
     mean = iterate_mean(setup, models[EXACT], filled[EXACT], min(MEAN_STEPS, options.moves))
     name = "conditional mean, exact"
     rows = measure(setup, models[EXACT], mean, range(len(mean.states)))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 import solvers
 from implicit_attn.energies import BareAttention
@@ -18,7 +19,7 @@ from implicit_attn.updates import BareAttentionStep
 
 RETURNED = 1e-9  # a state this near to an earlier one (relative, float64) has come back
 LONGEST_CYCLE = 60
-LARGEST_SAMPLE = 16  # of fixed points of one model whose derivative is measured
+LARGEST_SAMPLE = 8  # of fixed points of one model whose derivative is measured
 FIXED, CYCLE, OTHER = "fixed point", "cycle", "not settled"
 
 
@@ -34,6 +35,30 @@ def periods(states: list[Tensor]) -> Tensor:
         gap = (last - states[-1 - period].flatten(1)).norm(dim=1)
         found[gap <= RETURNED * last.norm(dim=1)] = period
     return found
+
+
+class Followed(NamedTuple):
+    """A run of the step, without the states that nobody asks for."""
+
+    step: BareAttentionStep
+    tail: list[Tensor]  # the last states, one more than LONGEST_CYCLE of them or all
+    changes: Tensor  # |z(t) - z(t-1)| / |z(t)|, (steps, B)
+    rises: Tensor  # whether E rose in a step, (steps, B) bool
+
+
+def follow(step: BareAttentionStep, start: Tensor, steps: int) -> Followed:
+    """``steps`` steps from ``start`` (B, N, D)."""
+    tail, changes, rises = [start], [], []
+    with torch.no_grad(), parametrize.cached():
+        energy = step.energy(start)
+        for _ in range(steps):
+            state = step(tail[-1])
+            size = state.flatten(1).norm(dim=1)
+            changes.append((state - tail[-1]).flatten(1).norm(dim=1) / size)
+            before, energy = energy, step.energy(state)
+            rises.append(energy > before + 1e-12 * before.abs())
+            tail = [*tail[-LONGEST_CYCLE:], state]
+    return Followed(step, tail, torch.stack(changes), torch.stack(rises))
 
 
 class Ends(NamedTuple):
@@ -56,14 +81,14 @@ def random_ends(
     """Runs from random states on unit spheres with random couplings ``N(0, 1)``, float64.
 
     Returns:
-        ``table``: ``couplings`` (symmetric, free), ``gamma``, shares of runs that end in a
-        ``fixed point``, a ``cycle`` of at most :data:`LONGEST_CYCLE` steps, or are
-        ``not settled`` after ``steps``;
-        ``smallest_residual`` and ``largest_residual`` of the fixed ends, polished by
-        ``solvers.fixed_point``; ``radius`` and ``largest_radius``, the spectral radius of the step at
-        them, median and maximum; ``rises``, the share of steps in which E rises.
-        ``residuals``: the median of ``|z(t) - z(t-1)| / |z(t)|`` of the runs at some steps, with 10 %
-        and 90 % quantiles.
+        ``table``: ``couplings`` (symmetric, free), ``gamma``; shares of runs that end in a
+        ``fixed point`` or in a ``cycle`` of at most :data:`LONGEST_CYCLE` steps, or are
+        ``not settled`` after ``steps``; of some of the fixed ends, polished by
+        ``solvers.fixed_point``, ``residual`` and ``largest_residual`` and the spectral radius of
+        the step there, ``radius`` and ``largest_radius``, medians and maxima; ``rises``, the share of
+        steps in which E rises.
+        ``residuals``: ``|z(t) - z(t-1)| / |z(t)|`` at some steps, the median of the runs with 10 % and
+        90 % quantiles.
     """
     table: Table = []
     residuals: Table = []
@@ -72,7 +97,7 @@ def random_ends(
             kind = {"couplings": "symmetric" if symmetric else "free", "gamma": gamma}
             advance(f"{kind['couplings']} random couplings, gamma {gamma:g}")
             runs = [
-                _run(sites, dim, symmetric, gamma, starts, steps, seed + number)
+                _random_run(sites, dim, symmetric, gamma, starts, steps, seed + number)
                 for number in range(models)
             ]
             table.append(kind | _ends(runs))
@@ -85,24 +110,20 @@ def trained_ends(
 ) -> Table:
     """How runs from noisy test images end, float64: a row for each model, columns as for random ones."""
     table: Table = []
-    how = Corruption(gamma=gamma, steps=steps)
     for name, model in models.items():
         double = copy.deepcopy(model).double()
-        found = run(setup, double, setup.test[:images].double(), how)
-        codec = setup.codec
-        step = BareAttentionStep(double, gamma=gamma, radius=setup.radius, circles=codec.values)
-        table.append({"couplings": name, "gamma": gamma} | _ends([_Ended(step, found.states)]))
+        corruption = Corruption(gamma=gamma, steps=1)
+        start = run(setup, double, setup.test[:images].double(), corruption).states[0]
+        circles = setup.codec.values
+        step = BareAttentionStep(double, gamma=gamma, radius=setup.radius, circles=circles)
+        found = _ends([follow(step, start, steps)])
+        table.append({"couplings": name, "gamma": gamma} | found)
     return table
 
 
-class _Ended(NamedTuple):
-    step: BareAttentionStep
-    states: list[Tensor]
-
-
-def _run(
+def _random_run(
     sites: int, dim: int, symmetric: bool, gamma: float, starts: int, steps: int, seed: int
-) -> _Ended:
+) -> Followed:
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -110,35 +131,27 @@ def _run(
         torch.nn.init.normal_(energy.couplings.free)
     start = torch.randn(starts, sites, dim, generator=generator, dtype=torch.float64)
     start = start / start.norm(dim=-1, keepdim=True)
-    step = BareAttentionStep(energy, gamma=gamma)
-    return _Ended(step, step.trajectory(start, steps))
+    return follow(BareAttentionStep(energy, gamma=gamma), start, steps)
 
 
-def _ends(runs: list[_Ended]) -> dict[str, float]:
-    periodic = torch.cat([periods(each.states) for each in runs])
+def _ends(runs: list[Followed]) -> dict[str, float]:
+    periodic = torch.cat([periods(each.tail) for each in runs])
     row = {
         FIXED: (periodic == 1).double().mean().item(),
         CYCLE: (periodic > 1).double().mean().item(),
         OTHER: (periodic == 0).double().mean().item(),
     }
-    residual, radius, rises = [], [], []
+    residual, radius = [], []
     for each in runs:
-        with torch.no_grad():
-            energies = torch.stack([each.step.energy(state) for state in each.states])
-        rises.append(energies[1:] > energies[:-1] + 1e-12 * energies[:-1].abs())
-        fixed = each.states[-1][periods(each.states) == 1][:LARGEST_SAMPLE]
+        fixed = each.tail[-1][periods(each.tail) == 1][:LARGEST_SAMPLE]
         if len(fixed):
             found, reached = polish(each.step, fixed)
             residual.append(reached)
             radius.append(solvers.spectral_radius(each.step, found))
-    measured = [
-        torch.cat(each) if each else torch.tensor([float("nan")]) for each in (residual, radius)
-    ]
-    row["residual"] = measured[0].median().item()
-    row["largest_residual"] = measured[0].max().item()
-    row["radius"] = measured[1].median().item()
-    row["largest_radius"] = measured[1].max().item()
-    row["rises"] = torch.stack(rises).double().mean().item()
+    for name, measured in (("residual", residual), ("radius", radius)):
+        values = torch.cat(measured) if measured else torch.tensor([float("nan")])
+        row[name], row[f"largest_{name}"] = values.median().item(), values.max().item()
+    row["rises"] = torch.cat([each.rises for each in runs], 1).double().mean().item()
     return row
 
 
@@ -157,16 +170,12 @@ def polish(step: BareAttentionStep, near: Tensor) -> tuple[Tensor, Tensor]:
     return solution.value, solution.residual
 
 
-def _residuals(runs: list[_Ended]) -> Table:
+def _residuals(runs: list[Followed]) -> Table:
+    changes = torch.cat([each.changes for each in runs], 1)
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=changes.dtype)
+    last = len(changes)
     rows: Table = []
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    last = len(runs[0].states) - 1
     for step in sorted({*range(1, min(last, 20) + 1), *range(20, last + 1, 20), last}):
-        changes = [
-            (each.states[step] - each.states[step - 1]).flatten(1).norm(dim=1)
-            / each.states[step].flatten(1).norm(dim=1)
-            for each in runs
-        ]
-        low, middle, high = torch.cat(changes).quantile(shares).tolist()
+        low, middle, high = changes[step - 1].quantile(shares).tolist()
         rows.append({"step": step, "residual": middle, "residual_10": low, "residual_90": high})
     return rows

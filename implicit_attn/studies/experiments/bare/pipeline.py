@@ -34,11 +34,12 @@ class Sizes(NamedTuple):
     steps: int
     batch: int
     rate: float  # of the rule "exact"
+    runs: int  # images whose states are kept
 
 
 SIZES = {
-    "digits": Sizes(2, 0, 1437, 360, 400, 128, 0.03),
-    "cifar10": Sizes(8, 16, 1000, 300, 60, 32, 0.1),
+    "digits": Sizes(2, 0, 1437, 360, 400, 128, 0.03, 300),
+    "cifar10": Sizes(8, 16, 1000, 300, 60, 32, 0.1, 30),
 }
 KINDS = ("principal", "random")
 

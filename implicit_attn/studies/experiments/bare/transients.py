@@ -97,7 +97,7 @@ def measure(setup: Setup, model: BareAttention, found: Run, steps: Iterable[int]
 
 
 def transients(
-    setup: Setup, models: dict[str, BareAttention], how: Corruption, images: int = 300
+    setup: Setup, models: dict[str, BareAttention], how: Corruption, images: int
 ) -> tuple[Table, dict[str, Run]]:
     """:func:`measure` for each model on training and test images, and the runs on test images.
 
