@@ -1,0 +1,7 @@
+"""Associative memories: binary ones, and the fit of a continuous one to data."""
+
+from __future__ import annotations
+
+from implicit_attn.models.memories.binary_memory import BinaryMemory
+
+__all__ = ["BinaryMemory"]
