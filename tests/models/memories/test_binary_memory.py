@@ -65,14 +65,16 @@ def test_each_update_takes_the_lower_of_two_energies(rule: str | int) -> None:
     memory = BinaryMemory(spins(5, 10), rule)
     s = spins(20, 10, seed=2)
     at_once = memory.retrieve(s, 1, order="synchronous")
+    decided = 0
     for i in range(10):
         up, down = s.clone(), s.clone()
         up[:, i], down[:, i] = 1.0, -1.0
         gap = memory.energy(down) - memory.energy(up)
         clear = gap.abs() > 1e-12 * memory.energy(s).abs()
-        assert clear.any()
+        decided += int(clear.sum())
         assert torch.equal(at_once[clear, i], gap.sign()[clear])
         assert torch.equal(at_once[~clear, i], s[~clear, i]), "a tie leaves the spin"
+    assert decided > 100
 
 
 def test_synchronous_updates_may_cycle() -> None:
@@ -88,7 +90,7 @@ def test_synchronous_updates_may_cycle() -> None:
 @each_rule
 def test_the_energy_of_real_states_agrees_at_the_corners(rule: str | int) -> None:
     patterns = spins(5, 12)
-    memory = BinaryMemory(patterns, rule, rectified=False if isinstance(rule, int) else True)
+    memory = BinaryMemory(patterns, rule, rectified=not isinstance(rule, int))
     energy, offset = memory.continuous()
     s = spins(50, 12, seed=4)
     torch.testing.assert_close(energy(s) + offset, memory.energy(s), rtol=1e-10, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -88,7 +89,7 @@ def half_load(table: Table) -> float:
 
     Linear between the rows, which are sorted by load; NaN where it starts below or stays above.
     """
-    for before, after in zip(table, table[1:], strict=False):
+    for before, after in itertools.pairwise(table):
         if before["exact"] > 0.5 >= after["exact"]:
             part = (before["exact"] - 0.5) / (before["exact"] - after["exact"])
             return before["load"] + part * (after["load"] - before["load"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from itertools import chain
 
 from implicit_attn.command_line import number, seed_number, whole
 from implicit_attn.studies.experiments.experiment import Advance, Experiment
@@ -29,7 +30,7 @@ def run_capacity(options: argparse.Namespace, advance: Advance) -> Result:
         {"rule": rows[0]["rule"], "sites": rows[0]["sites"], "half load": half_load(rows)}
         for rows in (*pairs, *dense)
     ]
-    tables = {"pairs": sum(pairs, []), "dense": sum(dense, [])}
+    tables = {"pairs": list(chain(*pairs)), "dense": list(chain(*dense))}
     return Result(
         tables | {"half": halves},
         ("half",),
