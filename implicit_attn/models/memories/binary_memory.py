@@ -198,7 +198,8 @@ class BinaryMemory(nn.Module):
         """New signs of ``sites`` (B, n) or (B,), like ``old``."""
         assert self.couplings is not None
         rows = self.couplings[sites]
-        noise = NOISE * torch.finfo(s.dtype).eps * rows.abs().sum(-1)
+        # Of all rows: one that should be zero holds nothing but the rounding of the others.
+        noise = NOISE * torch.finfo(s.dtype).eps * self.couplings.abs().sum(-1).amax()
         return _sign((s @ rows.mT).view_as(old), noise, old)
 
     def _dense_sign(self, rest: Tensor, column: Tensor, old: Tensor) -> Tensor:
