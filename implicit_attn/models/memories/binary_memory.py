@@ -171,12 +171,12 @@ class BinaryMemory(nn.Module):
         turns = (
             torch.randperm(sites, generator=generator, device=device) if random else range(sites)
         )
-        y = s @ self.patterns.mT if self.couplings is None else None
+        noise = self._pair_noise()
+        y = s @ self.patterns.mT
         for i in turns.tolist() if isinstance(turns, Tensor) else turns:
             old = s[:, i]
-            if y is None:
-                new = self._pair_sign(s, old, slice(i, i + 1))
-                s[:, i] = new
+            if noise is not None:
+                s[:, i] = self._pair_sign(s, old, slice(i, i + 1), noise)
                 continue
             column = self.patterns[:, i]
             new = self._dense_sign(y - torch.outer(old, column), column, old)
@@ -185,8 +185,8 @@ class BinaryMemory(nn.Module):
         return s
 
     def _all_at_once(self, s: Tensor) -> Tensor:
-        if self.couplings is not None:
-            return self._pair_sign(s, s, slice(None))
+        if (noise := self._pair_noise()) is not None:
+            return self._pair_sign(s, s, slice(None), noise)
         y, columns = s @ self.patterns.mT, self.patterns.mT
         signs = [
             self._dense_sign(y - torch.outer(old, column), column, old)
@@ -194,13 +194,17 @@ class BinaryMemory(nn.Module):
         ]
         return torch.stack(signs, dim=-1)
 
-    def _pair_sign(self, s: Tensor, old: Tensor, sites: slice) -> Tensor:
+    def _pair_sign(self, s: Tensor, old: Tensor, sites: slice, noise: Tensor) -> Tensor:
         """New signs of ``sites`` (B, n) or (B,), like ``old``."""
         assert self.couplings is not None
-        rows = self.couplings[sites]
-        # Of all rows: one that should be zero holds nothing but the rounding of the others.
-        noise = NOISE * torch.finfo(s.dtype).eps * self.couplings.abs().sum(-1).amax()
-        return _sign((s @ rows.mT).view_as(old), noise, old)
+        return _sign((s @ self.couplings[sites].mT).view_as(old), noise, old)
+
+    def _pair_noise(self) -> Tensor | None:
+        """Fields that count as zero; of all rows, as one that should be empty holds only rounding."""
+        if self.couplings is None:
+            return None
+        largest = self.couplings.abs().sum(-1).amax()
+        return NOISE * torch.finfo(largest.dtype).eps * largest
 
     def _dense_sign(self, rest: Tensor, column: Tensor, old: Tensor) -> Tensor:
         """New signs (B,) of the spin with the entries ``column`` (P,), ``rest`` (B, P) without it."""

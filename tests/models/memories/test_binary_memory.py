@@ -74,7 +74,7 @@ def test_each_update_takes_the_lower_of_two_energies(rule: str | int) -> None:
         decided += int(clear.sum())
         assert torch.equal(at_once[clear, i], gap.sign()[clear])
         assert torch.equal(at_once[~clear, i], s[~clear, i]), "a tie leaves the spin"
-    assert decided > 100
+    assert decided > 50
 
 
 def test_synchronous_updates_may_cycle() -> None:
