@@ -37,14 +37,18 @@ PUBLIC = {
     """,
     "implicit_attn.energies": """
         AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
-        DenseAssociative Energy EquilibriumEnergy Field
-        FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
+        DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field
+        FunctionEnergy GELUFeedForward GatedFeedForward HiddenPrior Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
         Prepared Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
         RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
         SpinInteraction Sum VectorSpin Weighted
+    """,
+    "implicit_attn.energies.effective": """
+        BinaryPrior ConstantPrior EffectiveRBM ExponentialPrior HiddenPrior IsingPrior LaplacePrior
+        NormalPrior OneHotPrior PRIORS PoissonPrior ScalarPrior
     """,
     "implicit_attn.updates": """
         ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
@@ -56,6 +60,9 @@ PUBLIC = {
         BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
         PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
         SudokuModel Trajectory ViT build_backbone build_model load_model
+    """,
+    "implicit_attn.models.memories": """
+        BinaryMemory Fit fit_patterns
     """,
     "implicit_attn.data": """
         Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

@@ -10,6 +10,8 @@ from implicit_attn.energies.attention import (
 )
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
+from implicit_attn.energies.effective.prior import HiddenPrior
+from implicit_attn.energies.effective.rbm import EffectiveRBM
 from implicit_attn.energies.energy import Energy, Scaled, Select, Sum, Weighted
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
@@ -51,12 +53,14 @@ __all__ = [
     "ConditionalAttention",
     "Couplings",
     "DenseAssociative",
+    "EffectiveRBM",
     "Energy",
     "EquilibriumEnergy",
     "Field",
     "FunctionEnergy",
     "GELUFeedForward",
     "GatedFeedForward",
+    "HiddenPrior",
     "Hopfield",
     "HyperSETEnergy",
     "IdentityLagrangian",

@@ -17,6 +17,7 @@ from implicit_attn.energies import (
     ConditionalAttention,
     Couplings,
     DenseAssociative,
+    EffectiveRBM,
     Energy,
     EquilibriumEnergy,
     Field,
@@ -41,6 +42,7 @@ from implicit_attn.energies import (
 )
 from implicit_attn.energies.feedforward import MemoryEnergy
 from implicit_attn.energies.heads.inputs import PairPattern
+from solvers import SphericalSite
 
 
 class EnergyCase(NamedTuple):
@@ -106,6 +108,12 @@ def _classical(dim: int) -> Energy:
     return ClassicalHopfield(torch.randn(5, dim) / dim**0.5, bias=torch.randn(dim), learnable=True)
 
 
+def _machine(hidden: Any, dim: int, units: tuple[int, ...] = (6,), **options: Any) -> Energy:
+    """Weights so small that the fields of random tokens stay where every law has its moments."""
+    bias = torch.randn(dim) if options.get("learnable") else None
+    return EffectiveRBM(0.05 * torch.randn(*units, dim), hidden, bias=bias, **options)
+
+
 def _spins(site: Lagrangian, dim: int, **options: Any) -> Energy:
     return VectorSpin(Couplings(COUNT, dim, **options), site)
 
@@ -151,6 +159,19 @@ def _cases() -> list[EnergyCase]:
     ]
     for name, site, options in sites:
         cases.append(EnergyCase(f"spins-{name}", partial(_spins, site, **options), True, True))
+    laws: list[tuple[str, Any, dict[str, Any]]] = [
+        ("normal", "normal", {"learnable": True, "visible": "normal"}),
+        ("poisson", "poisson", {}),
+        ("ising", "ising", {"learnable": True, "visible": "ising"}),
+        ("binary", "binary", {"visible": "normal"}),
+        ("exponential", "exponential", {"learnable": True, "visible": "normal"}),
+        ("laplace", "laplace", {"visible": "normal"}),
+        ("one-hot", "one-hot", {"units": (2, 3), "visible": "normal"}),
+        ("constant", "constant", {}),
+        ("sphere", SphericalSite(), {"units": (2, 3), "visible": "normal"}),
+    ]
+    for name, law, options in laws:
+        cases.append(EnergyCase(f"rbm-{name}", partial(_machine, law, **options), False))
     attentions: list[tuple[str, Callable[..., Energy], dict[str, Any], bool]] = [
         ("bisoftmax", BiSoftmaxAttention, {}, False),
         ("bisoftmax-causal", BiSoftmaxAttention, {"causal": True}, False),
