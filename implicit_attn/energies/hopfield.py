@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -170,8 +172,9 @@ class Hopfield(PatternEnergy):
         patterns = self.patterns.to(accumulation_dtype(self.patterns.dtype))
         if cooling == 1:
             return 0.5 * self.beta * patterns.square().sum(-1), patterns
-        indices = torch.arange(count, device=patterns.device)
-        members = torch.combinations(indices, cooling, with_replacement=True)  # sorted
+        multisets = itertools.combinations_with_replacement(range(count), cooling)  # each sorted
+        flat = np.fromiter(itertools.chain.from_iterable(multisets), np.int64, size * cooling)
+        members = torch.from_numpy(flat).view(size, cooling).to(patterns.device)
         centers = patterns[members].mean(1)
         # cooling! / prod_mu n_mu! orders of a multiset: the product of each member's rank in its run.
         rank = torch.ones_like(members[:, 0])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy.optimize import brentq
-from scipy.special import logsumexp, wrightomega
+from scipy.special import wrightomega
 from torch import Tensor
 
 from implicit_attn.energies import Hopfield
 from solvers.core.checks import require_count, require_nonnegative, require_positive
+
+_root: Any = brentq  # whose annotations allow for a second result
 
 
 class Fit(NamedTuple):
@@ -126,12 +128,12 @@ def _maximise(shares: Tensor, beta: float) -> Tensor:
         return 0.5 * (logarithm - np.log(wrightomega(logarithm - 2 * level)))
 
     def log_total(level: float) -> float:
-        return float(logsumexp(log_weight(level)))
+        return float(np.logaddexp.reduce(log_weight(level)))
 
     count = len(double)
     ends = -math.log(count) - 0.5 * double * count**2  # the levels at which each w is 1 / M
     low, high = float(ends.min()) - 1e-6, float(ends.max()) + 1e-6
-    level = float(brentq(log_total, low, high, xtol=1e-14, rtol=1e-15))
+    level = _root(log_total, low, high, xtol=1e-14)
     weight = torch.from_numpy(np.exp(log_weight(level))).to(shares)
     return shares / weight.unsqueeze(1)
 
