@@ -200,7 +200,7 @@ class BinaryMemory(nn.Module):
         return _sign((s @ self.couplings[sites].mT).view_as(old), noise, old)
 
     def _pair_noise(self) -> Tensor | None:
-        """Fields that count as zero; of all rows, as one that should be empty holds only rounding."""
+        """Fields that count as zero."""
         if self.couplings is None:
             return None
         largest = self.couplings.abs().sum(-1).amax()

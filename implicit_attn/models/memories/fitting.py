@@ -84,7 +84,8 @@ def fit_patterns(
     require_count("steps", steps)
     require_nonnegative("tolerance", tolerance)
     if start is None:
-        order = torch.randperm(len(data), generator=generator)[:count]
+        device = "cpu" if generator is None else generator.device
+        order = torch.randperm(len(data), generator=generator, device=device)[:count]
         start = data[order.to(data.device)]
     wide = data.detach().double()  # differences of 1e-10 decide when to stop
     patterns, values, converged = start.detach().to(wide), list[float](), False

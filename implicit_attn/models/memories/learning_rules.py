@@ -19,12 +19,16 @@ def hebb(patterns: Tensor) -> Tensor:
 def pseudo_inverse(patterns: Tensor) -> Tensor:
     """``J = X^+ X``, the projection onto the span of the patterns, without its diagonal, (N, N).
 
+    From N independent patterns on it is the identity: J = 0 then, and no spin ever changes.
+
     Source: Personnaz, Guyon, Dreyfus (1985), https://doi.org/10.1051/jphyslet:01985004608035900.
     """
-    _, values, basis = torch.linalg.svd(patterns, full_matrices=False)
-    least = values[0] * max(patterns.shape) * torch.finfo(values.dtype).eps
-    basis = basis[values > least]
-    return _without_diagonal(basis.mT @ basis)
+    _, values, basis = torch.linalg.svd(patterns.double(), full_matrices=False)
+    rounding = max(patterns.shape) * torch.finfo(values.dtype).eps
+    basis = basis[values > values[0] * rounding]
+    couplings = _without_diagonal(basis.mT @ basis)
+    # The diagonal was of order 1; what is left of a row that should be empty would set signs.
+    return couplings.masked_fill(couplings.abs() <= 4 * rounding, 0.0).to(patterns.dtype)
 
 
 def pseudo_likelihood(patterns: Tensor, steps: int = STEPS, rate: float = RATE) -> Tensor:

@@ -114,6 +114,17 @@ def test_pseudo_inverse_takes_the_same_pattern_twice() -> None:
     torch.testing.assert_close(pseudo_inverse(twice), pseudo_inverse(patterns))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pseudo_inverse_of_as_many_patterns_as_spins_changes_nothing(dtype: torch.dtype) -> None:
+    """The projection onto everything is the identity, of which nothing is left but rounding."""
+    patterns = spins(40, 30).to(dtype)
+    assert torch.linalg.matrix_rank(patterns) == 30
+    memory = BinaryMemory(patterns, "pseudo-inverse")
+    assert memory.couplings is not None and not memory.couplings.any()
+    start = spins(9, 30, seed=1).to(dtype)
+    assert torch.equal(memory.retrieve(start), start)
+
+
 def test_pseudo_likelihood_follows_the_gradient_that_autograd_finds() -> None:
     patterns = spins(30, 8)  # too many to be separable: the likelihood has a maximum
     couplings = pseudo_likelihood(patterns, steps=1000, rate=0.005).requires_grad_()

@@ -35,7 +35,7 @@ def density_figure(
     best: float,
 ) -> None:
     """Densities at two temperatures, the denoising step, and the likelihood during two fits."""
-    with drawing(path, title, (11, 9)) as figure:
+    with drawing(path, title, (9.5, 8)) as figure:
         panels = figure.subplots(2, 2)
         for axes, found in zip(panels[0], maps, strict=True):
             _draw_density(axes, memory, found)

@@ -18,7 +18,7 @@ COLORS = (BLUE, ORANGE, GREEN, RED)
 
 def capacity_figure(path: str | Path, title: str, pairs: Table, dense: Table) -> None:
     """Overlap and exact share against the load; pair rules above, dense ones below."""
-    with drawing(path, title, (11, 7.5)) as figure:
+    with drawing(path, title, (10, 6.5)) as figure:
         panels = figure.subplots(2, 2, sharex="row", sharey=True)
         for row, table in zip(panels, (pairs, dense), strict=True):
             sites = table[0]["sites"]
@@ -70,7 +70,7 @@ def kinds_figure(
             image = torch.stack(columns, dim=1)
             shown = image.masked_fill(image == 0, torch.nan)
             mesh = axes.pcolormesh(
-                _borders(betas), edges, shown, vmin=0, vmax=100, cmap="viridis_r"
+                _borders(betas), edges.numpy(), shown.numpy(), vmin=0, vmax=100, cmap="viridis_r"
             )
             meanings = ("one pattern", "a whole cluster")[: len(sizes) - 1]
             for size, meaning in zip(sizes, (*meanings, "all patterns"), strict=True):
