@@ -43,8 +43,9 @@ def test_few_patterns_come_back_from_damaged_copies(rule: str | int) -> None:
     [(rule, True) for rule in RULES] + [(rule, False) for rule in RULES if isinstance(rule, int)],
 )
 def test_no_sweep_raises_the_energy(rule: str | int, order: str, rectified: bool) -> None:
-    """Far above capacity, where starts end anywhere; every end is a fixed point."""
-    memory = BinaryMemory(spins(40, 24), rule, rectified=rectified)
+    """Above capacity, where starts end anywhere; every end is a fixed point."""
+    count = 16 if rule == "pseudo-inverse" else 40  # below the 24 at which J vanishes
+    memory = BinaryMemory(spins(count, 24), rule, rectified=rectified)
     generator = torch.Generator().manual_seed(3)
     s = spins(30, 24, seed=5)
     changed = False
