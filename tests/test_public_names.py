@@ -28,7 +28,7 @@ PUBLIC = {
         OPTIONS TorchDEQ register
     """,
     "implicit_attn": """
-        ActivationStep DEQ Energy EquilibriumBlock GradientStep Update __version__
+        ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
@@ -38,10 +38,10 @@ PUBLIC = {
     "implicit_attn.energies": """
         AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
         DenseAssociative Energy EquilibriumEnergy Field
-        FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
+        FunctionEnergy GELUFeedForward GatedFeedForward HeadwiseEnergy Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
-        Prepared Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
+        Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
         RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
         SpinInteraction Sum VectorSpin Weighted
@@ -49,13 +49,13 @@ PUBLIC = {
     "implicit_attn.updates": """
         ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
         GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention MixerAttention
-        OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
+        OnsagerNetwork PlainStepSizes QueryDescent SoftmaxCouplingAttention StepSize StepSizes TokenMixer
         Update
     """,
     "implicit_attn.models": """
-        BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
-        PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
-        SudokuModel Trajectory ViT build_backbone build_model load_model
+        BACKBONES CRATE EnergyAttention EnergyTransformer EquilibriumTransformer HyperSET
+        HyperSETEquilibrium ImageClassifier PatchClassifier QueryTrajectory RecurrentBackbone
+        RecurrentLayer SharedTransformer SpinClassifier SudokuModel Trajectory ViT build_backbone build_model load_model
     """,
     "implicit_attn.data": """
         Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from implicit_attn.models.attention.energy_attention import EnergyAttention, QueryTrajectory
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
@@ -17,12 +18,14 @@ from implicit_attn.models.transformer import SharedTransformer
 __all__ = [
     "BACKBONES",
     "CRATE",
+    "EnergyAttention",
     "EnergyTransformer",
     "EquilibriumTransformer",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
     "PatchClassifier",
+    "QueryTrajectory",
     "RecurrentBackbone",
     "RecurrentLayer",
     "SharedTransformer",
