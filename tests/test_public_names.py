@@ -55,7 +55,8 @@ PUBLIC = {
     "implicit_attn.models": """
         BACKBONES CRATE EnergyAttention EnergyTransformer EquilibriumTransformer HyperSET
         HyperSETEquilibrium ImageClassifier PatchClassifier QueryTrajectory RecurrentBackbone
-        RecurrentLayer SharedTransformer SpinClassifier SudokuModel Trajectory ViT build_backbone build_model load_model
+        RecurrentLayer SharedTransformer SpinClassifier SudokuModel Trajectory ViT build_backbone
+        build_model load_model
     """,
     "implicit_attn.data": """
         Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

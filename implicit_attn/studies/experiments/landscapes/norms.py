@@ -23,8 +23,9 @@ def step_norms(
 ) -> Table:
     r"""``|x - softmax(beta x x^T) x|_F`` for ``x`` (tokens, d) ~ N(0, I), ``beta = c / sqrt d``.
 
-    Where it is small, every token attends to itself alone and the step does nothing. Float64: in
-    float32 the norm is exactly 0 beyond d of about 600.
+    Where it is small, every token attends to itself alone and the step does nothing. It is computed as
+    ``sum_j w_ij (x_i - x_j)``: the difference as it stands is lost in rounding where it is below 1e-16
+    of x, in float32 for c = 1 beyond d of about 600.
 
     Args:
         dimensions: values of d, each >= 1.
@@ -35,7 +36,8 @@ def step_norms(
 
     Returns:
         A row for each (d, c): ``dimension``, ``scale``, ``norm`` (the median of the draws),
-        ``smallest`` and ``largest``.
+        ``smallest``, ``largest``, and ``expected``, the root mean square by :func:`large_dimension_rms`,
+        NaN where that does not exist.
 
     Raises:
         ValueError: for a number below its bound.
@@ -51,8 +53,51 @@ def step_norms(
         for scale in scales:
             if not 0 < scale < math.inf:
                 raise ValueError(f"scales must be > 0 and finite, got {scale}")
-            moved = x - torch.softmax(scale / math.sqrt(dim) * overlaps, dim=-1) @ x
+            weights = torch.softmax(scale / math.sqrt(dim) * overlaps, dim=-1)
+            # x_i minus its weighted mean, without the digits that cancel where w_ii is nearly 1.
+            weights.diagonal(dim1=-2, dim2=-1).zero_()
+            moved = weights.sum(-1, keepdim=True) * x - weights @ x
             norms = moved.flatten(1).norm(dim=1).sort().values
             row = {"dimension": dim, "scale": scale, "norm": norms.median().item()}
-            table.append(row | {"smallest": norms[0].item(), "largest": norms[-1].item()})
+            row |= {"smallest": norms[0].item(), "largest": norms[-1].item()}
+            table.append(row | {"expected": large_dimension_rms(dim, scale, tokens)})
     return table
+
+
+def large_dimension_rms(dim: int, scale: float, tokens: int) -> float:
+    r"""The root mean square of that norm where the weights of other tokens are small.
+
+    Then ``w_ij = exp(beta x_i.(x_j - x_i))``, and the mean of ``sum_i |sum_j w_ij (x_j - x_i)|^2`` is a
+    sum of Gaussian integrals, over pairs (j = k) and over triples::
+
+        N (N-1) d [ 2 (1 + 4 beta - 4 beta^2)^(-d/2 - 1)
+                    + (N-2) (1 - beta)^2 (1 + 4 beta - 2 beta^2)^(-d/2 - 1) ],   beta = c / sqrt d
+
+    It holds for large d. Single draws lie mostly below it, since few large weights make the mean.
+
+    Returns:
+        The root, or NaN where the integral over pairs does not exist, ``beta >= 1.2071``.
+    """
+    beta = scale / math.sqrt(dim)
+    pairs, triples = 1 + 4 * beta - 4 * beta**2, 1 + 4 * beta - 2 * beta**2
+    if pairs <= 0:
+        return math.nan
+    power = -dim / 2 - 1
+    both = 2 * pairs**power + (tokens - 2) * (1 - beta) ** 2 * triples**power
+    return math.sqrt(tokens * (tokens - 1) * dim * both)
+
+
+def spaced_dimensions(count: int, low: int = 2, high: int = 1024) -> list[int]:
+    """``count`` different integers from ``low`` to ``high``, as even as can be in their logarithm.
+
+    Raises:
+        ValueError: for fewer than 2, or more than there are.
+    """
+    require_count("count", count, low=2)
+    if count > high - low + 1:
+        raise ValueError(f"count must be at most {high - low + 1}, got {count}")
+    found = [low]
+    for left in range(count - 1, 0, -1):
+        step = (high / found[-1]) ** (1 / left)
+        found.append(min(max(found[-1] + 1, round(found[-1] * step)), high - left + 1))
+    return found
