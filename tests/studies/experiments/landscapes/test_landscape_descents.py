@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from implicit_attn.studies.experiments.landscapes.descents import (
 )
 
 
-def found(seed: int = 2, **options: int) -> dict[str, Landscape]:
+def found(seed: int = 2, **options: Any) -> dict[str, Landscape]:
     return {each.picture.name: each for each in landscapes(seed=seed, **options)}
 
 
@@ -92,6 +93,6 @@ def test_tables() -> None:
 @pytest.mark.parametrize(
     "options", [{"states": 0}, {"patterns": 0}, {"points": 1}], ids=lambda each: next(iter(each))
 )
-def test_errors(options: dict[str, int]) -> None:
+def test_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
         landscapes(**options)
