@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies import Hopfield
+from implicit_attn.energies import FunctionEnergy, Hopfield, SoftmaxAttention
 from implicit_attn.models import EnergyAttention, QueryTrajectory
 from solvers import Implicit, Status, Tolerance
 
@@ -197,6 +197,25 @@ def test_equilibrium_reports_each_sample() -> None:
     assert (model.equilibrium.last.status == Status.CONVERGED).all()
     limit = build(8, heads=2, steps=400)
     torch.testing.assert_close(y, limit(x), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["pairs", "heads", "floating"])
+@pytest.mark.parametrize("given", [False, True])
+def test_equilibrium_among_pairs_is_the_limit_of_the_steps(given: bool, name: str) -> None:
+    """For samples that end after different numbers of evaluations, whatever the energy."""
+    options: Any = {"beta": 0.3}
+    if given:
+        attention = SoftmaxAttention(2, 1, cross=True, beta=0.3, norm=None)
+        torch.nn.init.eye_(attention.query.weight)
+        torch.nn.init.eye_(attention.key.weight)
+        origin = FunctionEnergy(lambda z: 0.5 * z.square().flatten(1).sum(1))
+        options = {"energy": attention + origin}
+    x, mask = draw(2, 6, 16) * torch.tensor([0.2, 1.0]).view(2, 1, 1), masks(6)[name]
+    solved = build(16, heads=8, steps=None, **options, **TIGHT)
+    limit = build(16, heads=8, steps=200, beta=0.3)
+    torch.testing.assert_close(solved(x, mask=mask), limit(x, mask=mask), rtol=1e-9, atol=1e-9)
+    assert solved.equilibrium is not None and solved.equilibrium.last is not None
+    assert solved.equilibrium.last.evaluations.unique().numel() > 1
 
 
 def test_live_keys_are_the_queries() -> None:

@@ -24,8 +24,8 @@ def step_norms(
     r"""``|x - softmax(beta x x^T) x|_F`` for ``x`` (tokens, d) ~ N(0, I), ``beta = c / sqrt d``.
 
     Where it is small, every token attends to itself alone and the step does nothing. It is computed as
-    ``sum_j w_ij (x_i - x_j)``: the difference as it stands is lost in rounding where it is below 1e-16
-    of x, in float32 for c = 1 beyond d of about 600.
+    ``sum_j w_ij (x_i - x_j)``: the difference as it stands loses its digits to rounding where it is
+    below 1e-16 of x (1e-7 in float32).
 
     Args:
         dimensions: values of d, each >= 1.
