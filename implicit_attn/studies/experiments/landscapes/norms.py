@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -87,17 +88,19 @@ def large_dimension_rms(dim: int, scale: float, tokens: int) -> float:
     return math.sqrt(tokens * (tokens - 1) * dim * both)
 
 
-def spaced_dimensions(count: int, low: int = 2, high: int = 1024) -> list[int]:
-    """``count`` different integers from ``low`` to ``high``, as even as can be in their logarithm.
+def spaced_dimensions(count: int) -> list[int]:
+    """``count`` different integers from 2 to 1024: powers of 2, then numbers between, widest gap first.
 
     Raises:
         ValueError: for fewer than 2, or more than there are.
     """
-    require_count("count", count, low=2)
-    if count > high - low + 1:
-        raise ValueError(f"count must be at most {high - low + 1}, got {count}")
-    found = [low]
-    for left in range(count - 1, 0, -1):
-        step = (high / found[-1]) ** (1 / left)
-        found.append(min(max(found[-1] + 1, round(found[-1] * step)), high - left + 1))
+    if require_count("count", count, low=2) > 1023:
+        raise ValueError(f"count must be at most 1023, got {count}")
+    first = min(count, 10)
+    found = [2 ** round(1 + 9 * k / (first - 1)) for k in range(first)]
+    while len(found) < count:
+        gaps = [(b / a, i) for i, (a, b) in enumerate(pairwise(found)) if b > a + 1]
+        i = max(gaps)[1]
+        low, high = found[i : i + 2]
+        found.insert(i + 1, min(max(round(math.sqrt(low * high)), low + 1), high - 1))
     return found

@@ -52,7 +52,7 @@ def draw_ratios(axes: Any, table: Table) -> None:
             place = row["order"], row["limit"]
             axes.annotate(note, place, (0, 7), textcoords="offset points", fontsize=8, ha="center")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="order ν", ylabel="ratio", xlim=(0.8, 700), ylim=(0, 1.05))
+    axes.set(xlabel="order ν", ylabel="ratio", xlim=(0.55, 900), ylim=(0, 1.05))
     axes.set_title(
         "Bessel ratio $I_{ν+1}(x) / I_ν(x)$ and its limit for large ν\n"
         "(numbers: relative error of the limit at x = ν)",
