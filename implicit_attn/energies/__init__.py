@@ -20,6 +20,7 @@ from implicit_attn.energies.feedforward import (
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.heads.inputs import AttentionInput
+from implicit_attn.energies.heads.query_energy import HeadwiseEnergy, QueryEnergy
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.energies.lagrangians import (
@@ -60,6 +61,7 @@ __all__ = [
     "FunctionEnergy",
     "GELUFeedForward",
     "GatedFeedForward",
+    "HeadwiseEnergy",
     "HiddenPrior",
     "Hopfield",
     "HyperSETEnergy",
@@ -72,6 +74,7 @@ __all__ = [
     "Prepared",
     "Projection",
     "Quadratic",
+    "QueryEnergy",
     "RMSNorm",
     "RMSNormLagrangian",
     "ReLUFeedForward",

@@ -24,12 +24,14 @@ from implicit_attn.energies import (
     FunctionEnergy,
     GatedFeedForward,
     GELUFeedForward,
+    HeadwiseEnergy,
     Hopfield,
     HyperSETEnergy,
     IsingLagrangian,
     Lagrangian,
     LinearAttention,
     Quadratic,
+    QueryEnergy,
     ReLUFeedForward,
     RMSNorm,
     SigmoidAttention,
@@ -149,6 +151,8 @@ def _cases() -> list[EnergyCase]:
         EnergyCase("dense-3", partial(_patterns, DenseAssociative), False),
         EnergyCase("dense-exp", partial(_patterns, DenseAssociative, power="exp"), False),
         EnergyCase("classical", _classical, False),
+        EnergyCase("headwise", lambda dim: HeadwiseEnergy(_patterns(Hopfield, dim // 2), 2), False),
+        EnergyCase("queries-cross", partial(_attention, QueryEnergy, heads=2, beta=(0.4, 2)), True),
         EnergyCase("spins", lambda dim: SpinInteraction(Couplings(COUNT, dim)), False, True),
     ]
     sites: list[tuple[str, Lagrangian, dict[str, Any]]] = [
