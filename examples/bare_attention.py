@@ -27,10 +27,9 @@ from implicit_attn.command_line import (
     seed_number,
     threads,
 )
-from implicit_attn.data import load_digits
-from implicit_attn.data.spherical import CircleTokens
+from implicit_attn.data import CircleTokens, load_digits
 from implicit_attn.energies import BareAttention
-from implicit_attn.training.local_rules import fit_locally
+from implicit_attn.training import fit_locally
 from implicit_attn.updates import BareAttentionStep
 from solvers import TorusSite
 

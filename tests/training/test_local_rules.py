@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.energies import BareAttention
-from implicit_attn.training.local_rules import fit_locally
+from implicit_attn.training import fit_locally
 from solvers import TorusSite
 
 

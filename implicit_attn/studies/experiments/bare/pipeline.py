@@ -9,17 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_attn.data import load
-from implicit_attn.data.spherical import (
-    CircleTokens,
-    principal_features,
-    random_features,
-)
+from implicit_attn.data import CircleTokens, load, principal_features, random_features
 from implicit_attn.energies import BareAttention
 from implicit_attn.studies.experiments.bare.predictors import PairSum, best_strength, ridge
 from implicit_attn.studies.experiments.experiment import Advance
 from implicit_attn.studies.tables import Table
-from implicit_attn.training.local_rules import fit_locally
+from implicit_attn.training import fit_locally
 from solvers import TorusSite
 from solvers.core.checks import require_choice
 
