@@ -73,8 +73,8 @@ PUBLIC = {
         reveal solve_sudoku stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment Classification CsvLog Interrupted LocallyTrained Log NonFiniteLoss NotClaimed PRECISIONS
-        Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
+        ACCELERATORS Augment Classification CsvLog Interrupted LocallyTrained Log NonFiniteLoss
+        NotClaimed PRECISIONS Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
         compile_step describe fit_locally median_of_counts run_script start_processes
     """,
     "implicit_attn.studies": """

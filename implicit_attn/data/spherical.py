@@ -86,7 +86,8 @@ class CircleTokens:
     def patches(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, p), any values."""
         size = self.patch
-        tiles = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, C, rows, s, columns, s)
+        # (B, C, rows, s, columns, s)
+        tiles = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
         return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def images(self, patches: Tensor) -> Tensor:
