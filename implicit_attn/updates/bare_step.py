@@ -22,6 +22,9 @@ class BareAttentionStep(Update):
     residual form ``z_i + sum_j alpha_ij J_ij z_j``. Without the normalisation the states shrink to
     zero or grow without bound.
 
+    As a layer, ``DEQ(BareAttentionStep(energy), solver=solvers.Forward())``: from states far from a fixed
+    point plain iteration runs to an attractor where Anderson's mixing may stall.
+
     Args:
         energy: a :class:`BareAttention`.
         gamma: share of the old state, in [0, 1).

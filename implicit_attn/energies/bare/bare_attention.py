@@ -36,7 +36,11 @@ class BareAttention(Energy):
     (:meth:`conditionals`, :meth:`log_prob`). These laws do not come from one joint distribution.
     ``E`` alone, without the second term, has no minimum in J. For small lam all neighbours weigh
     the same and E is a pair model with the couplings ``J / (N - 1)``; for large lam only the best
-    neighbour speaks.
+    neighbour speaks. It learns by products of pairs of tokens, and then fills in tokens::
+
+        energy = BareAttention(16, 8, site=solvers.TorusSite())
+        fit_locally(energy, tokens, generator=torch.Generator())  # of implicit_attn.training
+        energy.conditionals(tokens).mean()  # each token from all others
 
     Args:
         sites: N.
