@@ -32,6 +32,8 @@ from solvers.methods.gradient import GradientDescent
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
+from solvers.spins.kinetic.maps import kinetic_map
+from solvers.spins.kinetic.step import kinetic_step, kinetic_trajectory, steady_state
 from solvers.spins.maps import SpinState, starting_state, tap_step
 from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
 from solvers.spins.solver import AdaptiveTAP
@@ -77,9 +79,13 @@ __all__ = [
     "extreme_eigenvalues",
     "fixed_point",
     "jacobian",
+    "kinetic_map",
+    "kinetic_step",
+    "kinetic_trajectory",
     "solve_linear",
     "spectral_radius",
     "spectrum",
     "starting_state",
+    "steady_state",
     "tap_step",
 ]
