@@ -30,7 +30,7 @@ class SpinTransformer(nn.Module):
             scale, self_coupling, causal.
 
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
-    their input and influence no other token. How the latest solves went is in ``modules_[k].last``.
+    their input and influence no other token. How the latest solves went is in ``steady[k].last``.
 
     Raises:
         TypeError: for an option that the attention does not have.

@@ -14,7 +14,7 @@ def drive(couplings: Tensor, mean: Tensor) -> Tensor:
     """``sum_j J_ij m_j`` (B, N, d) of ``mean`` (B, N, d)."""
     if couplings.dim() == 4:
         return torch.einsum("ijab,njb->nia", couplings, mean)
-    return couplings @ mean
+    return _times(couplings, mean)
 
 
 def noise_matrix(couplings: Tensor, covariance: Tensor) -> Tensor:
@@ -22,12 +22,19 @@ def noise_matrix(couplings: Tensor, covariance: Tensor) -> Tensor:
     if couplings.dim() == 4:
         half = torch.einsum("ijab,njbc->nijac", couplings, covariance)
         return torch.einsum("nijac,ijdc->niad", half, couplings)
-    return (couplings.square() @ covariance.flatten(2)).view_as(covariance)
+    return _times(couplings.square(), covariance.flatten(2)).unflatten(-1, covariance.shape[-2:])
 
 
 def noise_strength(couplings: Tensor, scatter: Tensor) -> Tensor:
     """``sum_j J_ij^2 s_j`` (B, N, 1) of ``scatter`` (B, N, 1), for couplings that are numbers."""
-    return couplings.square() @ scatter
+    return _times(couplings.square(), scatter)
+
+
+def _times(couplings: Tensor, values: Tensor) -> Tensor:
+    """``J v`` of ``values`` (B, N, k); couplings that samples share in one product of two matrices."""
+    if couplings.dim() == 2:
+        return (values.mT @ couplings.mT).mT
+    return couplings @ values
 
 
 def check_network(mean: Any, field: Any, couplings: Any, mask: Any) -> None:

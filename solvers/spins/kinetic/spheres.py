@@ -70,9 +70,7 @@ class LargeSphereLaw(Law):
         """In many dimensions noise only lengthens the field: ``|h + e|^2 = |h|^2 + noise``."""
         return self.slope(field.square().sum(-1, keepdim=True) + noise) * field
 
-    def reaction(
-        self, distance: Tensor, mean: Tensor, trace: Tensor, product: Tensor
-    ) -> Tensor:
+    def reaction(self, distance: Tensor, mean: Tensor, trace: Tensor, product: Tensor) -> Tensor:
         """``1/2 C^-1 T:(v v^T + B)`` of ``v = distance``, with ``tr B`` (B, N, 1) and ``B m``."""
         slope, root = self.response(mean)
         along = (mean * distance).sum(-1, keepdim=True)

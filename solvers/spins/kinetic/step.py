@@ -75,30 +75,23 @@ def kinetic_step(
     Bal, https://github.com/mcbal/spin-model-transformers, for spheres.
     """
     if closure not in REACTING:
-        return kinetic_map(
-            mean, field, couplings, site=site, closure=closure, mask=mask
-        )
+        return kinetic_map(mean, field, couplings, site=site, closure=closure, mask=mask)
     check_network(mean, field, couplings, mask)
     check_closure(site, closure)
     require_count("max_steps", max_steps)
 
-    def reacted(now: Tensor, mean: Tensor, field: Tensor, own: Any, mask: Any) -> Tensor:
-        shared = as_wide(couplings) if own is None else own
-        return closed(mean, field, shared, site, closure, mask)(now)
-
     with without_autocast(mean.device.type):
         before, x, j = as_wide(mean), as_wide(field), as_wide(couplings)
-        own = j if j.dim() == 3 else None
-        args = (before, x, own, mask)
         guess = closed(before, x, j, site, "naive", mask)(before)
+        # The rule holds tensors of all samples, so that what depends on the past is computed once.
         solution = fixed_point(
-            reacted,
+            closed(before, x, j, site, closure, mask),
             guess.detach(),
-            args,
             tolerance=Tolerance(rtol=INNER[x.dtype]),
             max_steps=max_steps,
             mask=mask,
             on_failure=on_failure,
+            compact=False,
         )
     after = solution.value.to(mean.dtype)
     return after if mask is None else torch.where(mask.unsqueeze(-1), after, mean)
