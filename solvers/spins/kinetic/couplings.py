@@ -33,7 +33,8 @@ def noise_strength(couplings: Tensor, scatter: Tensor) -> Tensor:
 def _times(couplings: Tensor, values: Tensor) -> Tensor:
     """``J v`` of ``values`` (B, N, k); couplings that samples share in one product of two matrices."""
     if couplings.dim() == 2:
-        return (values.mT @ couplings.mT).mT
+        rows = values.mT.reshape(-1, values.shape[1]) @ couplings.mT
+        return rows.view(len(values), -1, values.shape[1]).mT
     return couplings @ values
 
 

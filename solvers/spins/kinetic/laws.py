@@ -41,11 +41,11 @@ class Law:
 
     def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
         """The mean over fields ``h + e``, e Gaussian with covariance of trace ``noise`` (B, N, 1)."""
-        raise self._unknown("the average over a noisy field", "naive or tap")
+        raise self._unknown("the average over a noisy field", "tap")
 
     def _unknown(self, what: str, instead: str) -> ValueError:
         return ValueError(
-            f"closure: {what} of {type(self.site).__name__} is not known; use closure {instead!r}"
+            f"closure must be {instead!r} for {type(self.site).__name__}: {what} is not known"
         )
 
 
