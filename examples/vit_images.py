@@ -10,8 +10,8 @@
 An image becomes tokens, a class token among them. One layer is applied to them repeatedly. A linear
 readout of the class token gives the logits. With ``--model hyperset-equilibrium`` the layer is solved
 for its equilibrium instead, and all tokens are read out; ``--model equilibrium`` solves equilibrium
-blocks, ``--model spin-transformer`` steady states of spins. ``--preset paper`` is the recipe of Hyper-SET (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646);
-``--preset small`` is what two cores can train.
+blocks, ``--model spin-transformer`` steady states of spins. ``--preset paper`` is the recipe of Hyper-SET
+(Hu, Zou, Xu, https://arxiv.org/abs/2502.11646); ``--preset small`` is what two cores can train.
 """
 
 from __future__ import annotations

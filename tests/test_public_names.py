@@ -18,11 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "solvers": """
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
-        GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
+        GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
+        OneStep
         Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
         SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
-        adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
-        spectrum starting_state tap_step
+        adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map
+        kinetic_step kinetic_trajectory solve_linear spectral_radius
+        spectrum starting_state steady_state tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
@@ -48,14 +50,14 @@ PUBLIC = {
     """,
     "implicit_attn.updates": """
         ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
-        GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention MixerAttention
-        OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
+        GradientStep HyperSETLayer HyperSETStep KineticAttention LowRankDeltas MeanFieldAttention
+        MixerAttention OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
         Update
     """,
     "implicit_attn.models": """
         BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
         PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
-        SudokuModel Trajectory ViT build_backbone build_model load_model
+        SpinTransformer SudokuModel Trajectory ViT build_backbone build_model load_model
     """,
     "implicit_attn.data": """
         Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

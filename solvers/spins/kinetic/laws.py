@@ -21,6 +21,11 @@ from solvers.spins.sites.site import Site
 STEP, REACH = 0.25, 8.0
 
 
+def trace(matrix: Tensor) -> Tensor:
+    """(..., d, d) -> (..., 1)."""
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+
+
 class Law:
     """Any site: its mean without noise, which is all that the naive closure needs."""
 
@@ -35,9 +40,13 @@ class Law:
         """The covariance (B, N, d, d) of a site that has this mean (B, N, d)."""
         raise self._unknown("the covariance as a function of the mean", "naive")
 
+    def fluctuation(self, mean: Tensor) -> Tensor:
+        """The covariance of the noise that the site makes, where a law knows it better."""
+        return self.covariance(mean)
+
     def scatter(self, mean: Tensor) -> Tensor:
-        """Its trace (B, N, 1)."""
-        return self.covariance(mean).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+        """The trace (B, N, 1) of :meth:`fluctuation`."""
+        return trace(self.fluctuation(mean))
 
     def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
         """The mean over fields ``h + e``, e Gaussian with covariance of trace ``noise`` (B, N, 1)."""

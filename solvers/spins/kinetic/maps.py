@@ -16,7 +16,7 @@ from solvers.spins.kinetic.couplings import (
     noise_matrix,
     noise_strength,
 )
-from solvers.spins.kinetic.laws import LAWS, Law
+from solvers.spins.kinetic.laws import LAWS, Law, trace
 from solvers.spins.kinetic.spheres import LargeSphereLaw, SphereLaw
 from solvers.spins.sites.discrete import IsingSite, PottsSite
 from solvers.spins.sites.site import Site
@@ -88,8 +88,7 @@ def noise_trace(law: Law, mean: Tensor, couplings: Tensor, mask: Tensor | None) 
     """``tr B_i`` (B, N, 1), the variance of the field at site i that the spins before make."""
     if couplings.dim() < 4:
         return noise_strength(couplings, zero_masked(law.scatter(mean), mask))
-    matrix = noise_matrix(couplings, zero_masked(law.covariance(mean), mask))
-    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    return trace(noise_matrix(couplings, zero_masked(law.fluctuation(mean), mask)))
 
 
 def check_closure(site: object, closure: str) -> None:
@@ -112,28 +111,29 @@ def _plefka(
     law: LargeSphereLaw, theta: Tensor, mean: Tensor, couplings: Tensor, mask: Tensor | None
 ) -> Rule:
     """``h <- theta + 1/2 C^-1 T:(v v^T + B)``, ``v = theta - h``, at the field h of the means now."""
-    trace = noise_trace(law, mean, couplings, mask)
-    multiply = _noise_product(law, mean, couplings, mask)
+    multiply, spread = _noise_product(law, mean, couplings, mask)
 
     def reacted(now: Tensor) -> Tensor:
         distance = theta - now / law.response(now).slope
-        return law.mean(theta + law.reaction(distance, now, trace, multiply(now)))
+        return law.mean(theta + law.reaction(distance, now, spread, multiply(now)))
 
     return reacted
 
 
 def _noise_product(
     law: LargeSphereLaw, mean: Tensor, couplings: Tensor, mask: Tensor | None
-) -> Rule:
-    """``m -> B m``; where the couplings are numbers, without the matrices ``B_i``."""
+) -> tuple[Rule, Tensor]:
+    """``m -> B m`` and ``tr B``; where the couplings are numbers, without the matrices ``B_i``."""
     if couplings.dim() == 4:
         matrix = noise_matrix(couplings, zero_masked(law.covariance(mean), mask))
-        return lambda now: (matrix @ now.unsqueeze(-1)).squeeze(-1)
+        return lambda now: (matrix @ now.unsqueeze(-1)).squeeze(-1), trace(matrix)
     slope, root = law.response(mean)
     isotropic = noise_strength(couplings, zero_masked(slope, mask))
+    outer = 2 / root * mean.square().sum(-1, keepdim=True)
+    spread = law.dim * isotropic - noise_strength(couplings, zero_masked(outer, mask))
     pulled, squared = zero_masked(2 / root * mean, mask), couplings.square()
 
     def multiply(now: Tensor) -> Tensor:
         return isotropic * now - (squared * (now @ mean.mT)) @ pulled
 
-    return multiply
+    return multiply, spread

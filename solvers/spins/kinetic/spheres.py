@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solvers.spins.kinetic.laws import Law
+from solvers.spins.kinetic.laws import Law, trace
 from solvers.spins.maps import no_variance
 from solvers.spins.sites.spherical import SphericalSite
 
@@ -62,19 +62,27 @@ class LargeSphereLaw(Law):
         outer = mean.unsqueeze(-1) * mean.unsqueeze(-2)
         return slope.unsqueeze(-1) * unit - (2 / root).unsqueeze(-1) * outer
 
+    def fluctuation(self, mean: Tensor) -> Tensor:
+        """C, to which is added in all directions what its trace lacks of :meth:`scatter`."""
+        covariance = self.covariance(mean)
+        missing = (self.scatter(mean) - trace(covariance)) / self.dim
+        unit = torch.eye(self.dim, dtype=mean.dtype, device=mean.device)
+        return covariance + missing.unsqueeze(-1) * unit
+
     def scatter(self, mean: Tensor) -> Tensor:
-        """``R^2 - |m|^2``, on every sphere the trace of the covariance."""
+        """``R^2 - |m|^2``, on every sphere the trace of the covariance; that of C only nearly is."""
         return (self.squared_radius - mean.square().sum(-1, keepdim=True)).clamp_min(0.0)
 
     def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
         """In many dimensions noise only lengthens the field: ``|h + e|^2 = |h|^2 + noise``."""
         return self.slope(field.square().sum(-1, keepdim=True) + noise) * field
 
-    def reaction(self, distance: Tensor, mean: Tensor, trace: Tensor, product: Tensor) -> Tensor:
-        """``1/2 C^-1 T:(v v^T + B)`` of ``v = distance``, with ``tr B`` (B, N, 1) and ``B m``."""
+    def reaction(self, distance: Tensor, mean: Tensor, spread: Tensor, product: Tensor) -> Tensor:
+        """``1/2 C^-1 T:(v v^T + B)`` of ``v = distance``, with ``spread = tr B`` (B, N, 1) and
+        ``product = B m``."""
         slope, root = self.response(mean)
         along = (mean * distance).sum(-1, keepdim=True)
-        total = trace + distance.square().sum(-1, keepdim=True)
+        total = spread + distance.square().sum(-1, keepdim=True)
         vector = product + along * distance  # A m
         inner = (mean * vector).sum(-1, keepdim=True)  # m^T A m
         cubic = 8 / root.square() + 8 * self.squared_radius / (slope * root**3)
