@@ -72,7 +72,12 @@ def test_the_default_models_are_what_they_were(model: str, monkeypatch: pytest.M
         "backbone": backbone,
     }  # fmt: skip
     own = own and {**own, "step_size": "conditioned-input"}
-    backbone = {"name": model, "dim": 128, "heads": 4, "width": None if model in WITHOUT_WIDTH else 512}
+    backbone = {
+        "name": model,
+        "dim": 128,
+        "heads": 4,
+        "width": None if model in WITHOUT_WIDTH else 512,
+    }
     backbone |= {"iterations": 50 if solved else 16, **own}
     assert wanted("sudoku", ["--model", model], monkeypatch) == {
         "kind": "sudoku", "start": "units", "dropout": 0.0, "backbone": backbone,

@@ -86,15 +86,17 @@ def test_one_module_is_a_layer_for_the_studies() -> None:
     first = exact.layer.solve(x).value
     second = exact.layer.solve(x, z0=torch.zeros_like(x)).value
     torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-3)
-    for options in ({"layers": 2}, {"layers": 1, "residual": True}):
+    several: list[dict[str, Any]] = [{"layers": 2}, {"layers": 1, "residual": True}]
+    for options in several:
         with pytest.raises(TypeError, match="one spin module without residual"):
             _ = SpinTransformer(DIM, HEADS, **options).layer
 
 
 def test_mistakes() -> None:
-    for options, message in (({"layers": 0}, "layers"), ({"iterations": 0}, "iterations")):
-        with pytest.raises(ValueError, match=message):
-            SpinTransformer(DIM, HEADS, **options)
+    for name in ("layers", "iterations"):
+        wrong: dict[str, Any] = {name: 0}
+        with pytest.raises(ValueError, match=name):
+            SpinTransformer(DIM, HEADS, **wrong)
     with pytest.raises(TypeError, match="residual"):
         SpinTransformer(DIM, HEADS, residual=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="SpinTransformer"):

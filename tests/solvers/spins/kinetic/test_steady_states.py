@@ -66,7 +66,7 @@ def test_a_step_leaves_it_as_it_is(site: Site, dim: int, closure: str, apart: bo
 )
 def test_implicit_gradients(site: Site, dim: int, closure: str, apart: bool) -> None:
     field, j = (tensor.requires_grad_() for tensor in network(dim, apart))
-    options = TIGHT | {"adjoint": Implicit(tolerance=Tolerance(rtol=1e-11))}
+    options: dict[str, Any] = TIGHT | {"adjoint": Implicit(tolerance=Tolerance(rtol=1e-11))}
 
     def solved(field: Tensor, j: Tensor) -> Tensor:
         return steady_state(field, j, site=site, closure=closure, **options).value
