@@ -57,7 +57,7 @@ def run_kinetic_ising(options: argparse.Namespace, advance: Advance) -> Result:
         spins=options.sweep_spins,
         draws=options.draws,
         steps=options.steps - 1,
-        generator=generator,
+        generator=torch.Generator().manual_seed(options.seed),  # the same whatever was simulated
         advance=advance,
     )
     turns = [
