@@ -95,7 +95,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         (
             ("--spins", whole(2, 10_000), 512, "spins N"),
             ("--steps", whole(2, 10_000), 128, "time steps"),
-            ("--chains", whole(2, 100_000), 2000, "simulated at each of three temperatures"),
+            ("--chains", whole(2, 100_000), 1500, "simulated at each of three temperatures"),
             ("--starts", whole(2, 10_000), 24, "starts at each of them"),
             ("--betas", whole(3, 1000), 20, "temperatures between 0.25 and 2 beta_c"),
             ("--draws", whole(1, 1000), 12, "random models at each of them"),

@@ -41,7 +41,7 @@ def ising_figure(
     critical: float,
 ) -> None:
     """Every spin in time, the mean of each closure, many starts, and the mean against beta."""
-    with drawing(path, title, (12, 9)) as figure:
+    with drawing(path, title, (11, 8.2), dpi=92) as figure:
         panels = figure.subplots(2, 2)
         _draw_spins(figure, panels[0, 0], histories["gaussian"])
         _draw_means(panels[0, 1], histories, errors)

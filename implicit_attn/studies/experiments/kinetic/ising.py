@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -130,10 +129,10 @@ def sweep(
 
 
 def turning_point(rows: Table) -> float:
-    """Where the median of a sweep rises fastest, between two values of beta."""
+    """The beta of a sweep around which its median rises fastest, by central differences."""
 
-    def rise(pair: tuple[dict[str, float], dict[str, float]]) -> float:
-        return (pair[1]["mean"] - pair[0]["mean"]) / (pair[1]["beta"] - pair[0]["beta"])
+    def rise(around: tuple[dict[str, float], ...]) -> float:
+        before, _, after = around
+        return (after["mean"] - before["mean"]) / (after["beta"] - before["beta"])
 
-    first, second = max(pairwise(rows), key=rise)
-    return (first["beta"] + second["beta"]) / 2
+    return max(zip(rows, rows[1:], rows[2:], strict=False), key=rise)[1]["beta"]
