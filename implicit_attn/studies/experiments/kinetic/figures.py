@@ -16,7 +16,6 @@ from implicit_attn.studies.figures.canvas import (
     draw_band,
     drawing,
     legend_below,
-    write_in_corner,
 )
 from implicit_attn.studies.tables import Table
 
@@ -75,7 +74,7 @@ def _draw_means(axes: Any, histories: dict[str, Tensor], errors: Table) -> None:
     note = "\n".join(
         ["r.m.s. error of the sites at the end", *rows, f"noise: {errors[0]['noise']:.3f}"]
     )
-    write_in_corner(axes, note)
+    axes.text(0.97, 0.62, note, fontsize=9, transform=axes.transAxes, ha="right", va="top")
 
 
 def _draw_starts(axes: Any, starts: dict[float, Tensor]) -> None:
@@ -99,9 +98,9 @@ def _draw_sweep(axes: Any, sweep: Table, critical: float) -> None:
         draw_band(axes, rows, "scaled", "mean", COLORS[closure], NAMES[closure], **style)
     axes.axvline(1, color=RED, linewidth=1, label=f"formula: β_c = {critical:.4f}")
     axes.set(
-        title="the transition: |mean| at the end over random models",
+        title="the transition, over random models",
         xlabel="β / β_c",
-        ylabel="|mean|, median and middle 80 %",
+        ylabel="|mean| at the end, median and middle 80 %",
     )
     axes.legend(loc="lower right", fontsize=9)
 
