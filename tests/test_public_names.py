@@ -30,7 +30,7 @@ PUBLIC = {
         OPTIONS TorchDEQ register
     """,
     "implicit_attn": """
-        ActivationStep DEQ Energy EquilibriumBlock GradientStep Update __version__
+        ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
@@ -39,25 +39,33 @@ PUBLIC = {
     """,
     "implicit_attn.energies": """
         AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
-        DenseAssociative Energy EquilibriumEnergy Field
-        FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
+        DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field
+        FunctionEnergy GELUFeedForward GatedFeedForward HeadwiseEnergy HiddenPrior Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
-        Prepared Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
+        Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
         RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
         SpinInteraction Sum VectorSpin Weighted
     """,
+    "implicit_attn.energies.effective": """
+        BinaryPrior ConstantPrior EffectiveRBM ExponentialPrior HiddenPrior IsingPrior LaplacePrior
+        NormalPrior OneHotPrior PRIORS PoissonPrior ScalarPrior
+    """,
     "implicit_attn.updates": """
         ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
         GradientStep HyperSETLayer HyperSETStep KineticAttention LowRankDeltas MeanFieldAttention
-        MixerAttention OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
-        Update
+        MixerAttention OnsagerNetwork PlainStepSizes QueryDescent SoftmaxCouplingAttention StepSize
+        StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
-        BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
-        PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
-        SpinTransformer SudokuModel Trajectory ViT build_backbone build_model load_model
+        BACKBONES BinaryMemory CRATE EnergyAttention EnergyTransformer EquilibriumTransformer HyperSET
+        HyperSETEquilibrium ImageClassifier PatchClassifier QueryTrajectory RecurrentBackbone
+        RecurrentLayer SharedTransformer SpinClassifier SpinTransformer SudokuModel Trajectory ViT
+        build_backbone build_model fit_patterns load_model
+    """,
+    "implicit_attn.models.memories": """
+        BinaryMemory Fit fit_patterns
     """,
     "implicit_attn.data": """
         Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

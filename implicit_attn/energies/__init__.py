@@ -10,6 +10,8 @@ from implicit_attn.energies.attention import (
 )
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
+from implicit_attn.energies.effective.prior import HiddenPrior
+from implicit_attn.energies.effective.rbm import EffectiveRBM
 from implicit_attn.energies.energy import Energy, Scaled, Select, Sum, Weighted
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
@@ -18,6 +20,7 @@ from implicit_attn.energies.feedforward import (
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.heads.inputs import AttentionInput
+from implicit_attn.energies.heads.query_energy import HeadwiseEnergy, QueryEnergy
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.energies.lagrangians import (
@@ -51,12 +54,15 @@ __all__ = [
     "ConditionalAttention",
     "Couplings",
     "DenseAssociative",
+    "EffectiveRBM",
     "Energy",
     "EquilibriumEnergy",
     "Field",
     "FunctionEnergy",
     "GELUFeedForward",
     "GatedFeedForward",
+    "HeadwiseEnergy",
+    "HiddenPrior",
     "Hopfield",
     "HyperSETEnergy",
     "IdentityLagrangian",
@@ -68,6 +74,7 @@ __all__ = [
     "Prepared",
     "Projection",
     "Quadratic",
+    "QueryEnergy",
     "RMSNorm",
     "RMSNormLagrangian",
     "ReLUFeedForward",

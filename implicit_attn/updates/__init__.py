@@ -11,6 +11,7 @@ from implicit_attn.updates.mean_field import (
     MeanFieldAttention,
     OnsagerNetwork,
 )
+from implicit_attn.updates.query_descent import QueryDescent
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
@@ -34,6 +35,7 @@ __all__ = [
     "MixerAttention",
     "OnsagerNetwork",
     "PlainStepSizes",
+    "QueryDescent",
     "SoftmaxCouplingAttention",
     "StepSize",
     "StepSizes",

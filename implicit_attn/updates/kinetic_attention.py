@@ -57,9 +57,9 @@ class KineticAttention(Update):
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument.
 
-    Source: Bal, "Spin-model transformers", https://github.com/mcbal/spin-model-transformers, there with
+    Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/, there with
     the closure "plefka", and with p - 2 for p in the radius; the Gaussian closure of Mezard and
-    Sakellariou (2011), https://doi.org/10.1088/1742-5468/2011/07/L07001, for spheres in many dimensions.
+    Sakellariou (2011), https://arxiv.org/abs/1103.3433, for spheres in many dimensions.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class SpinTransformer(nn.Module):
         TypeError: for an option that the attention does not have.
         ValueError: for a value that does not fit, naming the argument.
 
-    Source: Bal, "Spin-model transformers", https://github.com/mcbal/spin-model-transformers.
+    Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/.
 
     Example, a vision transformer of two modules:
         >>> ImageClassifier(SpinTransformer(64, 4, layers=2), 8, 1, 10, patch=2, readout="tokens")

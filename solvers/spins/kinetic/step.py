@@ -71,8 +71,8 @@ def kinetic_step(
 
     Source: Aguilera, Moosavi, Shimazaki, "A unifying framework for mean-field theories of asymmetric
     kinetic Ising systems" (2021), https://doi.org/10.1038/s41467-021-20890-5, for Ising spins; Mezard
-    and Sakellariou (2011), https://doi.org/10.1088/1742-5468/2011/07/L07001, for the Gaussian closure;
-    Bal, https://github.com/mcbal/spin-model-transformers, for spheres.
+    and Sakellariou (2011), https://arxiv.org/abs/1103.3433, for the Gaussian closure;
+    Bal, https://mcbal.github.io/post/spin-model-transformers/, for spheres.
     """
     if closure not in REACTING:
         return kinetic_map(mean, field, couplings, site=site, closure=closure, mask=mask)
