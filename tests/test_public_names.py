@@ -18,11 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "solvers": """
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
-        GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
+        GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
+        OneStep
         Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
-        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace Unrolled
-        adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
-        spectrum starting_state tap_step
+        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace
+        Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map
+        kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum starting_state
+        steady_state tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
@@ -52,16 +54,16 @@ PUBLIC = {
         NormalPrior OneHotPrior PRIORS PoissonPrior ScalarPrior
     """,
     "implicit_attn.updates": """
-        ActivationStep AdaptiveTAPAttention BareAttentionStep ConditionedStepSizes Couplings FunctionUpdate
-        GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention MixerAttention
-        OnsagerNetwork PlainStepSizes QueryDescent SoftmaxCouplingAttention StepSize StepSizes TokenMixer
-        Update
+        ActivationStep AdaptiveTAPAttention BareAttentionStep ConditionedStepSizes Couplings
+        FunctionUpdate GradientStep HyperSETLayer HyperSETStep KineticAttention LowRankDeltas
+        MeanFieldAttention MixerAttention OnsagerNetwork PlainStepSizes QueryDescent
+        SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
         BACKBONES BinaryMemory CRATE EnergyAttention EnergyTransformer EquilibriumTransformer HyperSET
         HyperSETEquilibrium ImageClassifier PatchClassifier QueryTrajectory RecurrentBackbone
-        RecurrentLayer SharedTransformer SpinClassifier SudokuModel Trajectory ViT build_backbone
-        build_model fit_patterns load_model
+        RecurrentLayer SharedTransformer SpinClassifier SpinTransformer SudokuModel Trajectory ViT
+        build_backbone build_model fit_patterns load_model
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns

@@ -13,6 +13,7 @@ from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
 from implicit_attn.models.spin_classifier import SpinClassifier
+from implicit_attn.models.spins.spin_transformer import SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
 
@@ -32,6 +33,7 @@ __all__ = [
     "RecurrentLayer",
     "SharedTransformer",
     "SpinClassifier",
+    "SpinTransformer",
     "SudokuModel",
     "Trajectory",
     "ViT",
