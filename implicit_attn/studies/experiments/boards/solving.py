@@ -15,7 +15,7 @@ from implicit_attn.studies.experiments.boards.singles import solve_by_singles
 from implicit_attn.studies.experiments.experiment import Advance
 from implicit_attn.studies.tables import Table
 
-L2 = 1e-3  # sets the scale of the factored couplings
+L2 = 1e-4  # sets the scale of the factored couplings
 LEARNED, POTTS, RULES = "learned, factored", "learned, Potts", "the rules"
 SINGLES = "naked and hidden singles"
 
