@@ -45,7 +45,8 @@ def run_graph(options: argparse.Namespace, advance: Advance) -> Result:
     number = max(options.train, *options.boards)
     name, boards = solved_boards(number, options.source, options.seed)
     steps, strengths = graph_by_steps(boards, options.steps, seed=options.seed, advance=advance)
-    few = graph_by_boards(boards, sorted(options.boards), seed=options.seed, advance=advance)
+    numbers = sorted(set(options.boards))
+    few = graph_by_boards(boards, numbers, options.few_steps, seed=options.seed, advance=advance)
     draw = partial(graph_figure, steps=steps, boards=few, strengths=strengths)
     return Result({"steps": steps, "boards": few}, ("steps", "boards"), draw, f" ({name})")
 
@@ -77,10 +78,14 @@ EXPERIMENTS: dict[str, Experiment] = {
                 (5, 10, 20, 40, 80, 160, 1000),
                 "numbers of boards of the fits without symmetries",
             ),
+            ("--few-steps", whole(1, 100_000), 150, "of the fits without symmetries"),
             SOURCE,
             ("--seed", seed_number, 0, "of the boards, the fits and the symmetries"),
         ),
-        quick=("--steps", "4", "--train", "20", "--boards", "5", "--source", "generated"),
+        quick=(
+            "--steps", "4", "--train", "20", "--boards", "5", "--few-steps", "5",
+            "--source", "generated",
+        ),
     ),
     "sudoku-potts": Experiment(
         run_solving,
