@@ -59,10 +59,13 @@ def run_solving(options: argparse.Namespace, advance: Advance) -> Result:
     couplings = train_couplings(boards.train, options.steps, options.seed, advance)
     ways = methods(couplings, options.anneal)
     table = compare(boards.test, ways, advance)
-    shown = str(clues[len(clues) // 2 - 1])
+    there = [number for number in clues if str(number) in boards.test]
+    missing = [str(number) for number in clues if number not in there]
+    shown = str(there[(len(there) - 1) // 2])
     example = one_solved(boards.test[shown], ways[f"{LEARNED}, annealed"])
     draw = partial(solving_figure, table=table, example=example, clues=shown)
-    return Result({"table": table}, ("table",), draw, f" ({boards.name})")
+    note = f"; none with {', '.join(missing)} clues" if missing else ""
+    return Result({"table": table}, ("table",), draw, f" ({boards.name}{note})")
 
 
 EXPERIMENTS: dict[str, Experiment] = {
