@@ -62,8 +62,10 @@ PUBLIC = {
     "implicit_attn.models": """
         BACKBONES BinaryMemory CRATE EnergyAttention EnergyTransformer EquilibriumTransformer HyperSET
         HyperSETEquilibrium ImageClassifier PatchClassifier QueryTrajectory RecurrentBackbone
-        RecurrentLayer SharedTransformer SpinClassifier SpinTransformer SudokuModel Trajectory ViT
-        build_backbone build_model fit_patterns load_model
+        BoardStatus ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit RecurrentLayer
+        SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
+        Trajectory ViT build_backbone build_model fit_patterns fit_pseudolikelihood load_model
+        random_symmetries sudoku_pairs
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns

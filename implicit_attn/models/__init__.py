@@ -10,6 +10,16 @@ from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Traject
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.memories import BinaryMemory, fit_patterns
 from implicit_attn.models.patch_classifier import PatchClassifier
+from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
+from implicit_attn.models.potts.conditional import ConditionalModel
+from implicit_attn.models.potts.factored import FactoredAttention
+from implicit_attn.models.potts.fitting import PseudoLikelihoodFit, fit_pseudolikelihood
+from implicit_attn.models.potts.potts_model import PottsModel
+from implicit_attn.models.potts.sudoku_potts import (
+    SudokuPotts,
+    random_symmetries,
+    sudoku_pairs,
+)
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
 from implicit_attn.models.spin_classifier import SpinClassifier
@@ -21,24 +31,34 @@ __all__ = [
     "BACKBONES",
     "CRATE",
     "BinaryMemory",
+    "BoardStatus",
+    "ConditionalModel",
     "EnergyAttention",
     "EnergyTransformer",
     "EquilibriumTransformer",
+    "FactoredAttention",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
     "PatchClassifier",
+    "PottsModel",
+    "PseudoLikelihoodFit",
     "QueryTrajectory",
     "RecurrentBackbone",
     "RecurrentLayer",
     "SharedTransformer",
     "SpinClassifier",
     "SpinTransformer",
+    "SudokuAnswer",
     "SudokuModel",
+    "SudokuPotts",
     "Trajectory",
     "ViT",
     "build_backbone",
     "build_model",
     "fit_patterns",
+    "fit_pseudolikelihood",
     "load_model",
+    "random_symmetries",
+    "sudoku_pairs",
 ]
