@@ -32,6 +32,7 @@ from solvers.methods.gradient import GradientDescent
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
+from solvers.spins.free_energy import tap_log_partition
 from solvers.spins.gibbs import gibbs
 from solvers.spins.maps import SpinState, starting_state, tap_step
 from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
@@ -83,5 +84,6 @@ __all__ = [
     "spectral_radius",
     "spectrum",
     "starting_state",
+    "tap_log_partition",
     "tap_step",
 ]

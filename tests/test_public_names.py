@@ -22,7 +22,7 @@ PUBLIC = {
         Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
         SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
         adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
-        spectrum starting_state tap_step
+        spectrum starting_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register

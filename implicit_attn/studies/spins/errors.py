@@ -150,7 +150,8 @@ def _adaptive_tap(model: SpinModel, options: Any) -> tuple[solvers.Solution, Ten
         (gradient,) = torch.autograd.grad(components.sum(), field)
     backward = solution.adjoint.solution
     failed = backward is None or not bool(backward.converged.all())
-    solution.value = type(solution.value)(*(tensor.detach() for tensor in solution.value))
+    detached = (None if tensor is None else tensor.detach() for tensor in solution.value)
+    solution.value = type(solution.value)(*detached)
     return solution, torch.full_like(gradient, math.nan) if failed else gradient.flatten(1)
 
 
