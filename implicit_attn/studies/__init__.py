@@ -34,6 +34,7 @@ from implicit_attn.studies.paths import (
 )
 from implicit_attn.studies.report import write_report
 from implicit_attn.studies.spins.errors import error_against_coupling
+from implicit_attn.studies.spins.graphs import graph_potts
 from implicit_attn.studies.spins.models import (
     SpinModel,
     exact_moments,
@@ -61,6 +62,7 @@ __all__ = [
     "extrapolate",
     "format_table",
     "geometry",
+    "graph_potts",
     "jacobian_eigenvalues",
     "layers_of_depth",
     "open_subject",
