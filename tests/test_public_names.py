@@ -72,8 +72,8 @@ PUBLIC = {
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations
         adaptive_stopping average_angle effective_rank error_against_coupling
         evaluations_to_reach exact_moments extrapolate format_table geometry graph_potts
-        jacobian_eigenvalues layers_of_depth open_subject path_independence paths_of_layer
-        paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
+        jacobian_eigenvalues layers_of_depth log_partition_errors open_subject path_independence
+        paths_of_layer paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
         solve_history solver_choices solver_costs solver_curves stopping_times train_trade_off
         write_report write_table
     """,

@@ -77,7 +77,7 @@ def error_against_coupling(
         measured = [
             _measure(draw(strength, generator), tolerance, max_steps) for _ in range(models)
         ]
-        table.append({"strength": strength} | _summary(measured))
+        table.append({"strength": strength} | quantiles_of(measured))
     return table
 
 
@@ -163,7 +163,7 @@ def _pair_error(covariance: Tensor, exact: ExactMoments) -> float:
     return (difference / (exact.covariance * others).norm()).item()
 
 
-def _summary(measured: list[dict[str, float | bool]]) -> dict[str, float]:
+def quantiles_of(measured: list[dict[str, float | bool]]) -> dict[str, float]:
     """Shares of booleans; quantiles of numbers, not interpolated because some are infinite."""
     row: dict[str, float] = {}
     for name, first in measured[0].items():
