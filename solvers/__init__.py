@@ -35,6 +35,7 @@ from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
 from solvers.spins.free_energy import tap_log_partition
 from solvers.spins.gibbs import gibbs
 from solvers.spins.maps import SpinState, starting_state, tap_step
+from solvers.spins.saddle import SaddleSolution, spherical_saddle
 from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
 from solvers.spins.solver import AdaptiveTAP
 
@@ -61,6 +62,7 @@ __all__ = [
     "Phantom",
     "PottsSite",
     "Progress",
+    "SaddleSolution",
     "Site",
     "Solution",
     "SolveError",
@@ -83,6 +85,7 @@ __all__ = [
     "solve_linear",
     "spectral_radius",
     "spectrum",
+    "spherical_saddle",
     "starting_state",
     "tap_log_partition",
     "tap_step",

@@ -19,10 +19,10 @@ PUBLIC = {
     "solvers": """
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
         GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
-        Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
+        Phantom PottsSite Progress SaddleSolution Site Solution SolveError SolveWarning Solver Spectrum
         SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
         adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
-        spectrum starting_state tap_log_partition tap_step
+        spectrum spherical_saddle starting_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register

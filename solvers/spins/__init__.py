@@ -7,6 +7,7 @@
 - ``inputs``: checks and forms of couplings, fields and masks
 - ``maps``: the mean-field maps that are solved, and where a solve starts
 - ``response``: the response ``chi``, the cavity variances, their derivatives
+- ``saddle``: :func:`solvers.spherical_saddle`, O(d) spins in many dimensions
 - ``theories``: the fixed points of the naive, second-order and adaptive theories
 - ``solver``: :class:`solvers.AdaptiveTAP`, damped Anderson acceleration
 - ``sites``: the distributions of a single site
