@@ -67,9 +67,11 @@ MAY_IMPORT = {
     | {"implicit_attn.command_line", "implicit_attn.models", "implicit_attn.training", "solvers"},
     "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
 }
-# An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver.
+# An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver
+# of fixed points. A saddle point with Newton steps of its own is no fixed point of an update.
 _SPINS = {"Site", "SphericalSite", "SpinState", "starting_state", "tap_log_partition", "tap_step"}
-SOLVERS_NAMES_FOR_UPDATES = {"EnergyUpdate"} | _SPINS
+_SADDLE = {"SaddleSolution", "spherical_saddle"}
+SOLVERS_NAMES_FOR_UPDATES = {"EnergyUpdate"} | _SPINS | _SADDLE
 CORE_DEPENDENCIES = {"torch", "numpy", "scipy"}
 
 

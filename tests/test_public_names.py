@@ -49,7 +49,7 @@ PUBLIC = {
     "implicit_attn.updates": """
         ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
         GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention MixerAttention
-        OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
+        OnsagerNetwork PlainStepSizes SaddleAttention SoftmaxCouplingAttention StepSize StepSizes TokenMixer
         Update
     """,
     "implicit_attn.models": """

@@ -10,6 +10,7 @@ from implicit_attn.updates.mean_field import (
     MeanFieldAttention,
     OnsagerNetwork,
 )
+from implicit_attn.updates.saddle_attention import SaddleAttention
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
@@ -32,6 +33,7 @@ __all__ = [
     "MixerAttention",
     "OnsagerNetwork",
     "PlainStepSizes",
+    "SaddleAttention",
     "SoftmaxCouplingAttention",
     "StepSize",
     "StepSizes",

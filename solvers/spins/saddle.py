@@ -246,12 +246,8 @@ class _Search:
             32 * torch.finfo(value.dtype).eps * (self.sites + whole.abs().sum(1) + log_det.abs())
         )
         flat = (value - self.value).abs() <= noise
-        good = (
-            active
-            & (failed == 0)
-            & value.isfinite()
-            & (fallen | (flat & (residual < self.residual)))
-        )
+        better = torch.where(flat, residual < self.residual, fallen)
+        good = active & (failed == 0) & value.isfinite() & better
         self.evaluations += active
         chosen = good.unsqueeze(1)
         self.multiplier = torch.where(chosen, self.trial, self.multiplier)
