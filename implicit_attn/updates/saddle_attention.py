@@ -53,6 +53,8 @@ class SaddleAttention(nn.Module):
     ``beta sqrt d`` times the field of that code, m is ``sqrt d`` times its magnetisation.
     """
 
+    pairs: Tensor
+
     def __init__(
         self,
         sites: int,

@@ -22,7 +22,12 @@ from solvers.core.device import maybe_any
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
-from solvers.spins.inputs import as_wide, zero_masked
+from solvers.spins.inputs import (
+    as_wide,
+    check_scalar_inputs,
+    with_scalar_symmetries,
+    zero_masked,
+)
 
 _RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}  # half precision: 1e-2
 ENOUGH = 1e-4  # share of the decrease that the slope promises, which a step must keep
@@ -118,11 +123,11 @@ def spherical_saddle(
     require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance", optional=True)
     require_count("max_steps", max_steps)
     check_on_failure(on_failure)
-    _check(couplings, field, mask)
+    check_scalar_inputs(couplings, field, mask)
     rtol = _RTOL.get(field.dtype, 1e-2) if tolerance is None else tolerance.rtol
     with without_autocast(field.device.type):
         x = zero_masked(as_wide(field), mask)
-        k = _with_symmetries(as_wide(couplings), mask).expand(len(x), -1, -1)
+        k = with_scalar_symmetries(as_wide(couplings), mask).expand(len(x), -1, -1)
         search = _Search(k.detach(), x.detach(), per_site, rtol)
         search.run(max_steps)
         multiplier = _Multiplier.apply(k, x, search.multiplier, per_site)
@@ -266,47 +271,3 @@ class _Search:
         shorter = torch.where(active, self.share / 2, self.share)
         self.share = torch.where(good, share, shorter)
         self.trial = self.multiplier + self.share.unsqueeze(1) * self.step
-
-
-def _with_symmetries(couplings: Tensor, mask: Tensor | None) -> Tensor:
-    """(B or 1, N, N): the gradient keeps symmetry and zeros; masked sites are uncoupled."""
-    k = couplings if couplings.dim() == 3 else couplings.unsqueeze(0)
-    outside = 1 - torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    k = (k + k.mT) / 2 * outside
-    if mask is None:
-        return k
-    return torch.where(mask.unsqueeze(1) & mask.unsqueeze(2), k, 0.0)
-
-
-def _check(couplings: Any, field: Any, mask: Any) -> None:
-    for name, value in (("couplings", couplings), ("field", field)):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            what = value.dtype if isinstance(value, Tensor) else type(value)
-            raise TypeError(f"{name} must be a floating tensor, got {what}")
-    shape = tuple(field.shape)
-    if len(shape) != 3 or 0 in shape:
-        raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
-    batch, sites, _ = shape
-    if tuple(couplings.shape) not in ((sites, sites), (batch, sites, sites)):
-        raise ValueError(
-            f"couplings must have the shape {(sites, sites)} or {(batch, sites, sites)} to go with field "
-            f"{shape}, got {tuple(couplings.shape)}"
-        )
-    if couplings.dtype != field.dtype or couplings.device != field.device:
-        raise TypeError(
-            f"couplings must be like field, {field.dtype} on {field.device}, got {couplings.dtype} on "
-            f"{couplings.device}"
-        )
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
-        raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
-    if mask is not None and mask.shape != shape[:2]:
-        raise ValueError(f"mask must have the shape {shape[:2]}, got {tuple(mask.shape)}")
-    k, x = couplings.detach(), field.detach()
-    for name, value in (("field", x), ("couplings", k)):
-        if not bool(value.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got NaN or infinity")
-    if bool(k.diagonal(dim1=-2, dim2=-1).any()):
-        raise ValueError("couplings must have a zero diagonal (no site couples to itself)")
-    allowed = 32 * torch.finfo(k.dtype).eps * k.abs().max()
-    if bool((k - k.mT).abs().max() > allowed):
-        raise ValueError("couplings must be symmetric; use (K + K.mT) / 2")
