@@ -63,7 +63,8 @@ def test_curves_are_derivatives_and_end_at_the_solved_root(beta: float) -> None:
     model = saddle_model()
     root = model.solve(beta, per_site=False).multiplier.item() / (2 * beta)
     step = 1e-4
-    low, at, high = curves(model, beta, torch.tensor([root - step, root, root + step]).double())
+    around = torch.tensor([root - step, root, root + step], dtype=torch.float64)
+    low, at, high = curves(model, beta, around)
     assert abs(at["slope"]) < 1e-9 and at["curvature"] > 0
     assert (high["phi"] - low["phi"]) / (2 * step) == pytest.approx(0.0, abs=1e-6)
     assert (high["slope"] - low["slope"]) / (2 * step) == pytest.approx(at["curvature"], rel=1e-5)
