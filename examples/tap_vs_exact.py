@@ -33,7 +33,6 @@ from implicit_attn.command_line import (
 from implicit_attn.studies import (
     error_against_coupling,
     format_table,
-    log_partition_errors,
     random_ising,
     random_potts,
     write_table,
@@ -50,8 +49,8 @@ PRINTED = {
     "tap_pairs": "TAP chi",
     "derivative_pairs": "TAP dm/dx",
     "naive_log_partition": "log Z: naive",
-    "second_log_partition": "second",
-    "adaptive_log_partition": "TAP log Z",
+    "second_log_partition": "second order",
+    "tap_log_partition": "TAP log Z",
     "tap_better": "TAP better",
     "tap_consistent": "consistent",
     "tap_stable": "stable",
@@ -105,11 +104,7 @@ def run(options: argparse.Namespace) -> None:
     tables = {}
     for name, (title, draw) in families.items():
         strengths = tqdm(sorted(options.strengths), desc=title, unit="strength", leave=False)
-        table = [
-            error_against_coupling(draw, [strength], options.models, seed=options.seed)[0]
-            | log_partition_errors(draw, [strength], options.models, seed=options.seed)[0]
-            for strength in strengths
-        ]
+        table = error_against_coupling(draw, strengths, options.models, seed=options.seed)
         tables[title] = table
         write_table(options.out / f"{name}.csv", table)
         short = [{PRINTED[key]: row[key] for key in PRINTED} for row in table]

@@ -85,7 +85,7 @@ def _check_solution(
     for name, part in value._asdict().items():
         if part is not None:
             draw.expect_rows(
-                torch.isfinite(part).view(len(part), -1).all(1), f"finite {name}", status=status
+                torch.isfinite(part).reshape(len(part), -1).all(1), f"finite {name}", status=status
             )
     near = NEAR[x.dtype]
     mean, covariance = value.mean.double(), value.covariance.double()

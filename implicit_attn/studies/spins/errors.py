@@ -50,6 +50,8 @@ def error_against_coupling(
         Rows with the strength and, each as its median with ``_10`` and ``_90`` for the quantiles:
 
         - ``naive_mean``, ``tap_mean``: errors of the means;
+        - ``naive_log_partition``, ``second_log_partition``, ``tap_log_partition``: ``|log Z - exact|``,
+          also of the second-order TAP equations;
         - ``naive_pairs``, ``tap_pairs``: of the correlations, by ``chi = (Lambda - J)^-1``;
           ``derivative_pairs``: by ``dm/dx``, the derivative of the TAP solution;
         - ``naive_eigenvalue``, ``tap_eigenvalue``: of :func:`consistency`;
@@ -109,12 +111,22 @@ def _measure(
         raise ValueError(f"draw must return models with one sample, got {len(model.field)}")
     exact = exact_moments(model)
     options: Any = {"site": model.site, "tolerance": tolerance, "max_steps": max_steps}
-    options |= {"response": True, "on_failure": "ignore"}
+    options |= {"response": True, "log_partition": True, "on_failure": "ignore"}
     tap, derivative = _adaptive_tap(model, options)
     naive = solvers.adaptive_tap(
         model.couplings, model.field, onsager=False, damping=0.5, adjoint=None, **options
     )
+    second = solvers.adaptive_tap(
+        model.couplings,
+        model.field,
+        order="second",
+        adjoint=None,
+        **(options | {"response": False}),
+    )
     row: dict[str, float | bool] = {}
+    for name, solution in (("naive", naive), ("second", second), ("tap", tap)):
+        of_log = (solution.value.log_partition[0] - exact.log_partition[0]).abs().item()
+        row[f"{name}_log_partition"] = of_log if bool(solution.converged[0]) else math.inf
     for name, solution in (("naive", naive), ("tap", tap)):
         value = solution.value
         consistent = bool(solution.converged[0])
