@@ -36,7 +36,14 @@ from solvers.spins.free_energy import tap_log_partition
 from solvers.spins.gibbs import gibbs
 from solvers.spins.maps import SpinState, starting_state, tap_step
 from solvers.spins.saddle import SaddleSolution, spherical_saddle
-from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
+from solvers.spins.sites import (
+    GaussianSite,
+    IsingSite,
+    PottsSite,
+    Site,
+    SphericalSite,
+    TorusSite,
+)
 from solvers.spins.solver import AdaptiveTAP
 
 __all__ = [
@@ -75,6 +82,7 @@ __all__ = [
     "SpinState",
     "Status",
     "Tolerance",
+    "TorusSite",
     "Trace",
     "Unrolled",
     "adaptive_tap",

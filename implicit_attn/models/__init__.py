@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from implicit_attn.models.attention.energy_attention import EnergyAttention, QueryTrajectory
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
+from implicit_attn.models.memories import BinaryMemory, fit_patterns
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
@@ -17,12 +19,15 @@ from implicit_attn.models.transformer import SharedTransformer
 __all__ = [
     "BACKBONES",
     "CRATE",
+    "BinaryMemory",
+    "EnergyAttention",
     "EnergyTransformer",
     "EquilibriumTransformer",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
     "PatchClassifier",
+    "QueryTrajectory",
     "RecurrentBackbone",
     "RecurrentLayer",
     "SharedTransformer",
@@ -32,5 +37,6 @@ __all__ = [
     "ViT",
     "build_backbone",
     "build_model",
+    "fit_patterns",
     "load_model",
 ]

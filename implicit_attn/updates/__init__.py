@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.updates.bare_step import BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
 from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
 from implicit_attn.updates.mean_field import (
@@ -10,6 +11,7 @@ from implicit_attn.updates.mean_field import (
     MeanFieldAttention,
     OnsagerNetwork,
 )
+from implicit_attn.updates.query_descent import QueryDescent
 from implicit_attn.updates.saddle_attention import SaddleAttention
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
@@ -22,6 +24,7 @@ from implicit_attn.updates.update import FunctionUpdate, Update
 __all__ = [
     "ActivationStep",
     "AdaptiveTAPAttention",
+    "BareAttentionStep",
     "ConditionedStepSizes",
     "Couplings",
     "FunctionUpdate",
@@ -33,6 +36,7 @@ __all__ = [
     "MixerAttention",
     "OnsagerNetwork",
     "PlainStepSizes",
+    "QueryDescent",
     "SaddleAttention",
     "SoftmaxCouplingAttention",
     "StepSize",
