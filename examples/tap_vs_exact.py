@@ -1,6 +1,6 @@
 """How good are mean-field theories of spins, and where do they stop making sense?
 
-    python examples/tap_vs_exact.py               # writes runs/tap-vs-exact/report.png, under a minute
+    python examples/tap_vs_exact.py               # writes runs/tap-vs-exact/report.png, about a minute
     python examples/tap_vs_exact.py --models 10   # a quick look
 
 Random Ising and Potts models, so small that every configuration can be visited, tell the exact means
