@@ -19,12 +19,11 @@ PUBLIC = {
     "solvers": """
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
         GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
-        OneStep
-        Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
-        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace
-        Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map
-        kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum starting_state
-        steady_state tap_step
+        OneStep Phantom PottsSite Progress SaddleSolution Site Solution SolveError SolveWarning
+        Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance
+        TorusSite Trace Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian
+        kinetic_map kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum
+        spherical_saddle starting_state steady_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
@@ -56,7 +55,7 @@ PUBLIC = {
     "implicit_attn.updates": """
         ActivationStep AdaptiveTAPAttention BareAttentionStep ConditionedStepSizes Couplings
         FunctionUpdate GradientStep HyperSETLayer HyperSETStep KineticAttention LowRankDeltas
-        MeanFieldAttention MixerAttention OnsagerNetwork PlainStepSizes QueryDescent
+        MeanFieldAttention MixerAttention OnsagerNetwork PlainStepSizes QueryDescent SaddleAttention
         SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
@@ -84,9 +83,9 @@ PUBLIC = {
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations
         adaptive_stopping average_angle effective_rank error_against_coupling
-        evaluations_to_reach exact_moments extrapolate format_table geometry
-        jacobian_eigenvalues layers_of_depth open_subject path_independence paths_of_layer
-        paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
+        evaluations_to_reach exact_moments extrapolate format_table geometry graph_potts
+        jacobian_eigenvalues layers_of_depth log_partition_errors open_subject path_independence
+        paths_of_layer paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
         solve_history solver_choices solver_costs solver_curves stopping_times train_trade_off
         write_report write_table
     """,

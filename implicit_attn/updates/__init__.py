@@ -13,6 +13,7 @@ from implicit_attn.updates.mean_field import (
     OnsagerNetwork,
 )
 from implicit_attn.updates.query_descent import QueryDescent
+from implicit_attn.updates.saddle_attention import SaddleAttention
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
@@ -38,6 +39,7 @@ __all__ = [
     "OnsagerNetwork",
     "PlainStepSizes",
     "QueryDescent",
+    "SaddleAttention",
     "SoftmaxCouplingAttention",
     "StepSize",
     "StepSizes",
