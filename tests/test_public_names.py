@@ -64,9 +64,11 @@ PUBLIC = {
         stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment Classification CsvLog Interrupted Log NonFiniteLoss NotClaimed PRECISIONS
+        ACCELERATORS Augment BoltzmannFit Classification CsvLog Interrupted Log MaskedTokens
+        NonFiniteLoss NotClaimed PRECISIONS
         Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
-        compile_step describe median_of_counts run_script start_processes
+        compile_step contrastive_divergence describe exact_likelihood fit_exact_likelihood
+        median_of_counts run_script start_processes
     """,
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations
