@@ -21,7 +21,7 @@ PUBLIC = {
         GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
         Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
         SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
-        adaptive_tap extreme_eigenvalues fixed_point jacobian solve_linear spectral_radius
+        adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
         spectrum starting_state tap_step
     """,
     "solvers.torchdeq_bridge": """
