@@ -56,6 +56,7 @@ PUBLIC = {
         BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
         PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
         SudokuModel Trajectory ViT build_backbone build_model load_model
+        ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit fit_pseudolikelihood
     """,
     "implicit_attn.data": """
         Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

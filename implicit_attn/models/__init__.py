@@ -8,6 +8,10 @@ from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.patch_classifier import PatchClassifier
+from implicit_attn.models.potts.conditional import ConditionalModel
+from implicit_attn.models.potts.factored import FactoredAttention
+from implicit_attn.models.potts.fitting import PseudoLikelihoodFit, fit_pseudolikelihood
+from implicit_attn.models.potts.potts_model import PottsModel
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
 from implicit_attn.models.spin_classifier import SpinClassifier
@@ -17,12 +21,16 @@ from implicit_attn.models.transformer import SharedTransformer
 __all__ = [
     "BACKBONES",
     "CRATE",
+    "ConditionalModel",
     "EnergyTransformer",
     "EquilibriumTransformer",
+    "FactoredAttention",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
     "PatchClassifier",
+    "PottsModel",
+    "PseudoLikelihoodFit",
     "RecurrentBackbone",
     "RecurrentLayer",
     "SharedTransformer",
@@ -32,5 +40,6 @@ __all__ = [
     "ViT",
     "build_backbone",
     "build_model",
+    "fit_pseudolikelihood",
     "load_model",
 ]
