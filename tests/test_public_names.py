@@ -54,7 +54,7 @@ PUBLIC = {
     """,
     "implicit_attn.models": """
         BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
-        PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
+        MaskedTransformer PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
         SudokuModel Trajectory ViT build_backbone build_model load_model
         ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit fit_pseudolikelihood
     """,

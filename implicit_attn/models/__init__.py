@@ -11,6 +11,7 @@ from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.potts.conditional import ConditionalModel
 from implicit_attn.models.potts.factored import FactoredAttention
 from implicit_attn.models.potts.fitting import PseudoLikelihoodFit, fit_pseudolikelihood
+from implicit_attn.models.potts.masked_transformer import MaskedTransformer
 from implicit_attn.models.potts.potts_model import PottsModel
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
@@ -28,6 +29,7 @@ __all__ = [
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
+    "MaskedTransformer",
     "PatchClassifier",
     "PottsModel",
     "PseudoLikelihoodFit",

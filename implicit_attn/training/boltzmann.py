@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from solvers.core.checks import (
 )
 
 MOST_CONFIGURATIONS = 2**20
+
+Watch = Callable[[int, float], None]
 
 
 class PairModel(Protocol):
@@ -68,11 +71,11 @@ def contrastive_divergence(
     sweeps: int = 1,
     persistent: bool = False,
     chains: int | None = None,
-    steps: int = 100,
-    batch: int | None = None,
+    steps: int = 500,
+    batch: int = 2000,
     rate: float = 0.1,
     seed: int = 0,
-    watch: Any = None,
+    watch: Watch | None = None,
 ) -> BoltzmannFit:
     r"""Raise the likelihood of data by Gibbs samples of the model (CD-k, or PCD-k).
 
@@ -94,7 +97,7 @@ def contrastive_divergence(
         chains: how many are kept, started at samples of the data; None: as many as a batch has. Only
             with ``persistent``.
         steps: of Adam.
-        batch: samples of a step, drawn with the generator; None: all.
+        batch: samples of a step, drawn with repetition; all of them where there are no more.
         rate: the first learning rate.
         seed: of batches and chains.
         watch: ``watch(step, gradient norm)`` after every step, or None.
@@ -117,7 +120,7 @@ def contrastive_divergence(
     require_positive("rate", rate)
     require_callable("watch", watch, optional=True)
     _check_states(model, data)
-    size = len(data) if batch is None else min(require_count("batch", batch), len(data))
+    size = min(require_count("batch", batch), len(data))
     if chains is not None and not require_flag("persistent", persistent):
         raise ValueError(f"chains must be None without persistent chains, got {chains}")
     generator = torch.Generator(data.device).manual_seed(seed)
@@ -175,7 +178,7 @@ def fit_exact_likelihood(
     values: Tensor | None = None,
     l2: float = 0.0,
     steps: int = 100,
-    tolerance: float = 1e-6,
+    tolerance: float = 1e-5,
 ) -> BoltzmannFit:
     """Maximise :func:`exact_likelihood` of a small model, less ``l2 / 2 sum J^2``, by L-BFGS.
 
@@ -185,7 +188,7 @@ def fit_exact_likelihood(
     Args:
         model: changed in place.
         data, values: as for :func:`exact_likelihood`.
-        l2: weight of the penalty, >= 0; with it the model needs ``couplings.free`` or ``couplings.weight``.
+        l2: weight of the penalty, >= 0.
         steps: evaluations of the likelihood, at most (a line search may end a few beyond).
         tolerance: on the largest entry of the gradient.
     """
