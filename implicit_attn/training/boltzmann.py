@@ -34,7 +34,9 @@ class PairModel(Protocol):
     """
 
     couplings: Any
-    field: Tensor
+
+    @property
+    def field(self) -> Tensor: ...
 
     def energy(self, s: Tensor, /) -> Tensor: ...
 

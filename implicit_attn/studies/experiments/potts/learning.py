@@ -44,8 +44,8 @@ def _divergence(sweeps: int, persistent: bool) -> Callable[..., object]:
             persistent=persistent,
             chains=CHAINS if persistent else None,
             steps=steps,
-            batch=len(states) if persistent else BATCH,
-            rate=0.12,
+            batch=4000 if persistent else 2000,
+            rate=0.1,
             seed=seed,
             watch=watch,
         )
@@ -85,7 +85,7 @@ def compare_rules(
     colours: int = 3,
     scale: float = 0.8,
     seeds: int = 3,
-    steps: int = 600,
+    steps: int = 800,
     advance: Advance = lambda what: None,
 ) -> tuple[Table, Table]:
     """Errors of the couplings against the number of samples, and against the steps of sampling rules.
