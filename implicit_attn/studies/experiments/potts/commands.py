@@ -41,7 +41,7 @@ def run_recovery(options: argparse.Namespace, advance: Advance) -> Result:
     sizes = {"sites": options.sites, "colours": options.colours}
     test = min(options.samples, 1000)
     data = draw_data(options.data, options.samples, test, seed=options.seed, **sizes)
-    effort = Effort(steps=options.steps, masked=options.masked, batch=128, dim=32)
+    effort = Effort(steps=options.steps, masked=options.masked, batch=128, dim=32, tested=300)
     few = [number for number in options.few if number < options.samples] + [options.samples]
     recovery = compare_methods(
         data, options.methods, effort, few=few, seed=options.seed, advance=advance
@@ -84,10 +84,10 @@ EXPERIMENTS = {
                 "such as linear, sink-long, softmax-16, potts, vanilla, vanilla-3, fixed, recycled",
             ),
             ("--few", count, (200, 1000), "numbers of samples of further fits"),
-            ("--steps", count, 200, "of factored attention"),
-            ("--masked", count, 300, "steps of transformers"),
-            ("--sites", whole(9, 1000), 20, "N"),
-            ("--colours", whole(2, 100), 10, "d"),
+            ("--steps", count, 500, "of factored attention"),
+            ("--masked", count, 400, "steps of transformers"),
+            ("--sites", whole(9, 1000), 12, "N"),
+            ("--colours", whole(2, 100), 5, "d"),
             ("--seed", seed_number, 0, "of the model, its samples and the fits"),
         ),
         quick=(

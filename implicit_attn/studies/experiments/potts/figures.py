@@ -32,9 +32,10 @@ def recovery_figure(path: str | Path, title: str, recovery: Recovery) -> None:
     with drawing(path, title, (13, 8)) as figure:
         panels = figure.subplots(2, 3)
         _draw_norms(figure, panels[0], recovery)
-        _draw_few(panels[1, 0], recovery)
-        _draw_roc(panels[1, 1], recovery)
-        _draw_recycles(panels[1, 2], recovery)
+        looks = _looks(recovery)
+        _draw_few(panels[1, 0], recovery, looks)
+        _draw_roc(panels[1, 1], recovery, looks)
+        _draw_recycles(panels[1, 2], recovery, looks)
 
 
 def learning_figure(path: str | Path, title: str, by_samples: Table, by_step: Table) -> None:
@@ -61,11 +62,21 @@ def _names(table: Table, key: str) -> list[str]:
     return list(dict.fromkeys(row[key] for row in table))
 
 
+def _looks(recovery: Recovery) -> dict[str, dict[str, Any]]:
+    """Colour and line of every method, the same in all panels."""
+    tables = (recovery.rows, recovery.few)
+    names = list(dict.fromkeys(row["method"] for table in tables for row in table))
+    return {
+        name: {"color": COLORS[n % len(COLORS)], "linestyle": STYLES[n % len(STYLES)]}
+        for n, name in enumerate(names)
+    }
+
+
 def _shown(recovery: Recovery) -> Sequence[Recovered]:
     """The method with the least error, and the one with the largest."""
     errors = torch.tensor([row["coupling_error"] for row in recovery.rows])
     order = errors.argsort().tolist()
-    return [recovery.found[order[0]], recovery.found[order[-1]]][: len(order)]
+    return [recovery.found[number] for number in dict.fromkeys((order[0], order[-1]))]
 
 
 def _draw_norms(figure: Any, panels: Any, recovery: Recovery) -> None:
@@ -76,58 +87,62 @@ def _draw_norms(figure: Any, panels: Any, recovery: Recovery) -> None:
     for each in _shown(recovery):
         label = describe_method(each.method)
         pictures.append((f"{label}\nerror {errors[label]:.2f}", contact_scores(each.couplings)))
+    meshes = []
     for axes, (label, norms) in zip(panels, pictures, strict=False):
-        mesh = axes.imshow(norms.numpy(), vmin=0, vmax=float(true.max()), cmap="viridis")
+        meshes.append(axes.imshow(norms.numpy(), vmin=0, vmax=float(true.max()), cmap="viridis"))
         axes.set_title(label, fontsize=10)
         axes.set(xlabel="site j", ylabel="site i")
-    figure.colorbar(mesh, ax=list(panels), label="norm of the block of sites i and j")
+        axes.locator_params(integer=True)
+    figure.colorbar(meshes[0], ax=list(panels), label="strength of a pair: norm of its block")
     for axes in panels[len(pictures) :]:
         leave_empty(axes, "one method only")
 
 
-def _draw_few(axes: Any, recovery: Recovery) -> None:
+def _draw_few(axes: Any, recovery: Recovery, looks: dict[str, Any]) -> None:
     if not recovery.few:
-        leave_empty(axes, "no fits to fewer samples (--few)")
+        leave_empty(axes, "no fits to fewer samples")
         return
-    for number, method in enumerate(_names(recovery.few, "method")):
+    samples = sorted({row["samples"] for row in recovery.few})
+    for method in _names(recovery.few, "method"):
         rows = [row for row in recovery.few if row["method"] == method]
-        samples = [row["samples"] for row in rows]
-        color = COLORS[number]
-        errors = [row["coupling_error"] for row in rows]
+        color = looks[method]["color"]
+        errors, precision = ([row[k] for row in rows] for k in ("coupling_error", "precision"))
         axes.plot(samples, errors, color=color, marker="o", label=f"{method}: error")
-        precision = [row["precision"] for row in rows]
-        axes.plot(samples, precision, color=color, marker="s", linestyle=":", label="precision")
+        axes.plot(
+            samples, precision, color=color, marker="s", linestyle=":", label="precision of pairs"
+        )
     axes.set(xscale="log", xlabel="training samples", ylim=(0, None))
+    axes.set_xticks(samples, [str(number) for number in samples])
+    axes.minorticks_off()
     axes.set_title("error of the couplings, precision of the pairs", fontsize=10)
     axes.legend(fontsize=8)
 
 
-def _draw_roc(axes: Any, recovery: Recovery) -> None:
-    for number, method in enumerate(_names(recovery.curves, "method")):
+def _draw_roc(axes: Any, recovery: Recovery, looks: dict[str, Any]) -> None:
+    for method in _names(recovery.curves, "method"):
         rows = [row for row in recovery.curves if row["method"] == method]
         false_share, true_share = ([row[k] for row in rows] for k in ("false_share", "true_share"))
-        style = {"color": COLORS[number % len(COLORS)], "linestyle": STYLES[number % len(STYLES)]}
-        axes.plot(false_share, true_share, label=method, linewidth=2, **style)
+        axes.plot(false_share, true_share, label=method, linewidth=2, **looks[method])
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
     axes.set(xlabel="share of false pairs found", ylabel="share of true pairs found")
-    axes.set_title("ROC of the pairs by their block norm", fontsize=10)
+    axes.set_title("ROC of the pairs, ranked by strength", fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
 
 
-def _draw_recycles(axes: Any, recovery: Recovery) -> None:
+def _draw_recycles(axes: Any, recovery: Recovery, looks: dict[str, Any]) -> None:
     """Recycled models as curves, the others as lines."""
     if not recovery.recycles:
         leave_empty(axes, "no recycled transformer among the methods")
         return
     curves = _names(recovery.recycles, "method")
-    for number, method in enumerate(curves):
+    for method in curves:
         rows = [row for row in recovery.recycles if row["method"] == method]
-        points = [row["recycles"] for row in rows], [row["excess"] for row in rows]
-        axes.plot(*points, marker="o", color=COLORS[number], label=method)
-    others = [row for row in recovery.rows if row["method"] not in curves]
-    for number, row in enumerate(others, start=len(curves)):
-        color, style = COLORS[number % len(COLORS)], STYLES[1 + number % 3]
-        axes.axhline(row["excess"], color=color, linestyle=style, label=row["method"])
+        points = [row["recycles"] for row in rows], [max(row["excess"], 1e-4) for row in rows]
+        axes.plot(*points, marker="o", color=looks[method]["color"], label=method)
+    for row in recovery.rows:
+        if row["method"] not in curves:
+            look = {**looks[row["method"]], "label": row["method"]}
+            axes.axhline(max(row["excess"], 1e-4), **look)
     axes.set(xlabel="recycles T of the layer", ylabel="loss above that of the truth (nats a site)")
     axes.set(yscale="log")
     axes.set_title("loss of masked sites against recycles", fontsize=10)

@@ -14,11 +14,9 @@ from implicit_attn.studies.tables import Table
 from implicit_attn.training import MaskedTokens, Recipe
 from solvers.core.checks import require_count
 
-TESTED = 1000  # test samples, each with every site masked in its turn
 
-
-def masked_task(data: PottsData, tested: int = TESTED) -> MaskedTokens:
-    """One masked token a sequence: the expected loss is the pseudo-likelihood."""
+def masked_task(data: PottsData, tested: int) -> MaskedTokens:
+    """One masked token a sequence, measured on the first ``tested`` test sequences."""
     return MaskedTokens(data.train, data.test[:tested], data.colours)
 
 
@@ -55,7 +53,7 @@ def masked_loss(model: nn.Module, task: MaskedTokens, iterations: int | None = N
 
 
 def loss_by_recycles(
-    name: str, model: nn.Module, data: PottsData, recycles: Sequence[int], tested: int = TESTED
+    name: str, model: nn.Module, data: PottsData, recycles: Sequence[int], tested: int
 ) -> Table:
     """Rows with ``method``, ``recycles`` and ``excess``, the loss above that of the true conditionals."""
     task, bayes = masked_task(data, tested), data.bayes(tested)

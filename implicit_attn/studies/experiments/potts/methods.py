@@ -14,7 +14,6 @@ from implicit_attn.models import FactoredAttention, PottsModel, fit_pseudolikeli
 from implicit_attn.models.potts.factored import ROWS
 from implicit_attn.studies.experiments.potts.data import PottsData, seeded
 from implicit_attn.studies.experiments.potts.masked import (
-    TESTED,
     make_transformer,
     masked_loss,
     masked_task,
@@ -46,14 +45,16 @@ class Effort:
         l2: weight of its penalty, on the loss per site.
         masked: steps of transformers (Adam, rate 3e-3), each on ``batch`` sequences.
         batch, dim: of transformers.
+        tested: test sequences of transformers, each with every site masked in its turn.
     """
 
     steps: int = 500
     evaluations: int = 40
-    l2: float = 1e-4
+    l2: float = 2e-5
     masked: int = 800
     batch: int = 512
     dim: int = 48
+    tested: int = 1000
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,14 @@ def _by_masking(method: str, data: PottsData, effort: Effort, seed: int) -> Reco
     )
     if method == "recycled":
         recipe = replace(recipe, iterations=RANDOM)
-    task = masked_task(data)
+    task = masked_task(data, effort.tested)
     train_masked(model, task, recipe, effort.masked)
     read = data.test[:SEQUENCES]
     couplings = categorical_jacobian(model, read, data.colours, mask=data.colours)
     loss = masked_loss(model, task)
-    return Recovered(method, _count(model), couplings, loss, loss - data.bayes(TESTED), model)
+    return Recovered(
+        method, _count(model), couplings, loss, loss - data.bayes(effort.tested), model
+    )
 
 
 def _count(model: nn.Module) -> int:

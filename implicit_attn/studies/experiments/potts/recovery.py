@@ -23,7 +23,15 @@ from implicit_attn.studies.experiments.potts.methods import (
 from implicit_attn.studies.spins.measures import contact_scores, roc_curve
 from implicit_attn.studies.tables import Table
 
-RECYCLES = (1, 2, 3, 4, 5, 6, 8)
+# Methods worth comparing on each model: linear heads cover all but "er-general", whose edges have each
+# their own block; softmax heads need equal degrees and one sign.
+USUAL = {
+    "er-kron": ("linear", "softmax", "softmax-4", "potts", "vanilla", "recycled"),
+    "er-general": ("linear", "linear-16", "linear-64", "softmax-16", "potts"),
+    "tree": ("linear", "softmax", "sink", "sink-long", "softmax-4", "potts", "vanilla"),
+    "ring4": ("linear", "softmax", "softmax-4", "potts"),
+}
+RECYCLES = (1, 2, 3, 4, 6, 8)
 
 
 class Recovery(NamedTuple):
@@ -99,7 +107,7 @@ def compare_methods(
         if each.method in TRANSFORMERS and each.method not in ("vanilla", "vanilla-3"):
             advance(f"{data.kind}: {describe_method(each.method)}, other numbers of recycles")
             label = describe_method(each.method)
-            recycles += loss_by_recycles(label, each.model, data, RECYCLES)
+            recycles += loss_by_recycles(label, each.model, data, RECYCLES, effort.tested)
     rows = [each.row(data) for each in found]
     return Recovery(data, found, rows, table, recycles, _curves(found, data.edges))
 
