@@ -57,6 +57,7 @@ PUBLIC = {
         MaskedTransformer PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
         SudokuModel Trajectory ViT build_backbone build_model load_model
         ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit fit_pseudolikelihood
+        BoardStatus SudokuAnswer SudokuPotts random_symmetries sudoku_pairs
     """,
     "implicit_attn.data": """
         Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

@@ -8,11 +8,17 @@ from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.patch_classifier import PatchClassifier
+from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
 from implicit_attn.models.potts.conditional import ConditionalModel
 from implicit_attn.models.potts.factored import FactoredAttention
 from implicit_attn.models.potts.fitting import PseudoLikelihoodFit, fit_pseudolikelihood
 from implicit_attn.models.potts.masked_transformer import MaskedTransformer
 from implicit_attn.models.potts.potts_model import PottsModel
+from implicit_attn.models.potts.sudoku_potts import (
+    SudokuPotts,
+    random_symmetries,
+    sudoku_pairs,
+)
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
 from implicit_attn.models.spin_classifier import SpinClassifier
@@ -22,6 +28,7 @@ from implicit_attn.models.transformer import SharedTransformer
 __all__ = [
     "BACKBONES",
     "CRATE",
+    "BoardStatus",
     "ConditionalModel",
     "EnergyTransformer",
     "EquilibriumTransformer",
@@ -37,11 +44,15 @@ __all__ = [
     "RecurrentLayer",
     "SharedTransformer",
     "SpinClassifier",
+    "SudokuAnswer",
     "SudokuModel",
+    "SudokuPotts",
     "Trajectory",
     "ViT",
     "build_backbone",
     "build_model",
     "fit_pseudolikelihood",
     "load_model",
+    "random_symmetries",
+    "sudoku_pairs",
 ]

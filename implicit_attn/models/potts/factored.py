@@ -35,8 +35,7 @@ class FactoredAttention(ConditionalModel):
     The terms with j = k act between pairs. These are conditionals of every site, learned each for
     itself; as in attention J is not tied, ``zero_sum`` of the measures averages both directions.
 
-    The last factor (V, or W with ``power=2``) starts at 0 and the others at random: all sites start
-    independent.
+    The last factor (V, or W with ``power=2``) starts at 0: all sites start independent.
 
     Args:
         sites: N.
@@ -75,10 +74,11 @@ class FactoredAttention(ConditionalModel):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the scores; values (or, with ``power=2``, the outputs) and fields are 0."""
-        # Linear scores are the weights themselves: about as large as those of a softmax.
-        scale = 1.0 / self.sites if self.rows == "linear" else 0.1
-        nn.init.normal_(self.scores, std=scale)
+        """Scores of one head are 0 and of several N(0, 1), or N(0, 1/N^2) of linear rows."""
+        # Linear scores are the weights themselves: about as large as those of a softmax. Several heads
+        # must differ from the start, a single one learns the graph from fewer samples from even rows.
+        many = 0.0 if self.heads == 1 else 1.0
+        nn.init.normal_(self.scores, std=1.0 / self.sites if self.rows == "linear" else many)
         nn.init.zeros_(self.field)
         if self.output is None:
             nn.init.zeros_(self.values)

@@ -51,11 +51,11 @@ def coupling_error(couplings: Tensor, truth: Tensor) -> float:
         raise ValueError(
             f"couplings {tuple(couplings.shape)} and truth {tuple(truth.shape)} differ"
         )
-    true = zero_sum(truth.detach())
+    true = zero_sum(truth.detach().double())  # a norm of many small numbers
     size = float(true.norm())
     if not size > 0:
         raise ValueError("truth must have couplings that are not 0 in the zero-sum gauge")
-    return float((zero_sum(couplings.detach()).to(true) - true).norm()) / size
+    return float((zero_sum(couplings.detach().to(true)) - true).norm()) / size
 
 
 def contact_precision(scores: Tensor, edges: Tensor, number: int | None = None) -> float:
