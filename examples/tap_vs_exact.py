@@ -7,6 +7,7 @@ Random Ising and Potts models, so small that every configuration can be visited,
 and correlations. Naive mean field and adaptive TAP are compared with them against the strength of
 the couplings, together with the criterion that each theory must meet to be consistent with itself:
 the matrix ``Lambda - J``, whose inverse is the estimate of the correlations, is positive definite.
+A panel shows the errors of their free energies, and of the second-order theory between them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from implicit_attn.command_line import (
 from implicit_attn.studies import (
     error_against_coupling,
     format_table,
+    log_partition_errors,
     random_ising,
     random_potts,
     write_table,
@@ -47,6 +49,9 @@ PRINTED = {
     "naive_pairs": "pairs: naive",
     "tap_pairs": "TAP chi",
     "derivative_pairs": "TAP dm/dx",
+    "naive_log_partition": "log Z: naive",
+    "second_log_partition": "second",
+    "adaptive_log_partition": "TAP log Z",
     "tap_better": "TAP better",
     "tap_consistent": "consistent",
     "tap_stable": "stable",
@@ -100,7 +105,11 @@ def run(options: argparse.Namespace) -> None:
     tables = {}
     for name, (title, draw) in families.items():
         strengths = tqdm(sorted(options.strengths), desc=title, unit="strength", leave=False)
-        table = error_against_coupling(draw, strengths, options.models, seed=options.seed)
+        table = [
+            error_against_coupling(draw, [strength], options.models, seed=options.seed)[0]
+            | log_partition_errors(draw, [strength], options.models, seed=options.seed)[0]
+            for strength in strengths
+        ]
         tables[title] = table
         write_table(options.out / f"{name}.csv", table)
         short = [{PRINTED[key]: row[key] for key in PRINTED} for row in table]

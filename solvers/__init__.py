@@ -32,8 +32,10 @@ from solvers.methods.gradient import GradientDescent
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
+from solvers.spins.free_energy import tap_log_partition
 from solvers.spins.gibbs import gibbs
 from solvers.spins.maps import SpinState, starting_state, tap_step
+from solvers.spins.saddle import SaddleSolution, spherical_saddle
 from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
 from solvers.spins.solver import AdaptiveTAP
 
@@ -60,6 +62,7 @@ __all__ = [
     "Phantom",
     "PottsSite",
     "Progress",
+    "SaddleSolution",
     "Site",
     "Solution",
     "SolveError",
@@ -82,6 +85,8 @@ __all__ = [
     "solve_linear",
     "spectral_radius",
     "spectrum",
+    "spherical_saddle",
     "starting_state",
+    "tap_log_partition",
     "tap_step",
 ]

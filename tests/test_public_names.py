@@ -19,10 +19,10 @@ PUBLIC = {
     "solvers": """
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
         GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
-        Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
+        Phantom PottsSite Progress SaddleSolution Site Solution SolveError SolveWarning Solver Spectrum
         SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
         adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
-        spectrum starting_state tap_step
+        spectrum spherical_saddle starting_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
@@ -76,8 +76,8 @@ PUBLIC = {
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations
         adaptive_stopping average_angle effective_rank error_against_coupling
         evaluations_to_reach exact_moments extrapolate format_table geometry graph_potts
-        jacobian_eigenvalues layers_of_depth open_subject path_independence paths_of_layer
-        paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
+        jacobian_eigenvalues layers_of_depth log_partition_errors open_subject path_independence
+        paths_of_layer paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
         solve_history solver_choices solver_costs solver_curves stopping_times train_trade_off
         write_report write_table
     """,

@@ -34,6 +34,7 @@ from implicit_attn.studies.paths import (
 )
 from implicit_attn.studies.report import write_report
 from implicit_attn.studies.spins.errors import error_against_coupling
+from implicit_attn.studies.spins.free_energies import log_partition_errors
 from implicit_attn.studies.spins.graphs import graph_potts
 from implicit_attn.studies.spins.models import (
     SpinModel,
@@ -65,6 +66,7 @@ __all__ = [
     "graph_potts",
     "jacobian_eigenvalues",
     "layers_of_depth",
+    "log_partition_errors",
     "open_subject",
     "path_independence",
     "paths_of_layer",

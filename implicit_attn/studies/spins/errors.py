@@ -77,7 +77,7 @@ def error_against_coupling(
         measured = [
             _measure(draw(strength, generator), tolerance, max_steps) for _ in range(models)
         ]
-        table.append({"strength": strength} | _summary(measured))
+        table.append({"strength": strength} | quantiles_of(measured))
     return table
 
 
@@ -150,7 +150,8 @@ def _adaptive_tap(model: SpinModel, options: Any) -> tuple[solvers.Solution, Ten
         (gradient,) = torch.autograd.grad(components.sum(), field)
     backward = solution.adjoint.solution
     failed = backward is None or not bool(backward.converged.all())
-    solution.value = type(solution.value)(*(tensor.detach() for tensor in solution.value))
+    detached = (None if tensor is None else tensor.detach() for tensor in solution.value)
+    solution.value = type(solution.value)(*detached)
     return solution, torch.full_like(gradient, math.nan) if failed else gradient.flatten(1)
 
 
@@ -162,7 +163,7 @@ def _pair_error(covariance: Tensor, exact: ExactMoments) -> float:
     return (difference / (exact.covariance * others).norm()).item()
 
 
-def _summary(measured: list[dict[str, float | bool]]) -> dict[str, float]:
+def quantiles_of(measured: list[dict[str, float | bool]]) -> dict[str, float]:
     """Shares of booleans; quantiles of numbers, not interpolated because some are infinite."""
     row: dict[str, float] = {}
     for name, first in measured[0].items():
