@@ -76,7 +76,7 @@ EXPERIMENTS = {
         "Couplings of a Potts model from samples",
         (
             ("--data", graph_name, "er-kron", f"the model: {', '.join(GRAPHS)}"),
-            ("--samples", count, 5000, "for training; at most 1000 more for the test"),
+            ("--samples", whole(1, 10_000_000), 5000, "for training; at most 1000 more for the test"),
             (
                 "--methods",
                 method_name,
