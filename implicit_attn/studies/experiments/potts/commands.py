@@ -76,7 +76,12 @@ EXPERIMENTS = {
         "Couplings of a Potts model from samples",
         (
             ("--data", graph_name, "er-kron", f"the model: {', '.join(GRAPHS)}"),
-            ("--samples", whole(1, 10_000_000), 5000, "for training; at most 1000 more for the test"),
+            (
+                "--samples",
+                whole(1, 10_000_000),
+                5000,
+                "for training; at most 1000 more for the test",
+            ),
             (
                 "--methods",
                 method_name,
@@ -99,7 +104,7 @@ EXPERIMENTS = {
         run_learning,
         "Rules that learn the couplings of small Potts models",
         (
-            ("--samples", count, (300, 2000, 20_000), "numbers of samples"),
+            ("--samples", count, (300, 1000, 5000, 20_000), "numbers of samples"),
             ("--sites", whole(2, 12), 6, "N"),
             ("--colours", whole(2, 8), 3, "d; there must be at most 2^20 configurations"),
             ("--seeds", whole(1, 100), 3, "models, each with samples of its own"),

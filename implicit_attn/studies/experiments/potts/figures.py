@@ -24,6 +24,7 @@ from implicit_attn.studies.spins.measures import contact_scores
 from implicit_attn.studies.tables import Table
 
 COLORS = (BLUE, ORANGE, GREEN, RED, "#7b4fa3", "#8c6d46", GREY)
+MARKERS = "os^D"
 STYLES = ("-", "--", ":", "-.")
 
 
@@ -44,7 +45,11 @@ def learning_figure(path: str | Path, title: str, by_samples: Table, by_step: Ta
         left, right = figure.subplots(1, 2, sharey=True)
         for number, rule in enumerate(_names(by_samples, "rule")):
             rows = [row for row in by_samples if row["rule"] == rule]
-            look: Any = {"marker": "o", "linestyle": STYLES[number % len(STYLES)], "alpha": 0.12}
+            look: Any = {
+                "marker": MARKERS[number],
+                "linestyle": STYLES[number % len(STYLES)],
+                "alpha": 0.12,
+            }
             draw_band(left, rows, "samples", "error", COLORS[number], rule, **look)
             trace = [row for row in by_step if row["rule"] == rule]
             if trace:
@@ -53,7 +58,9 @@ def learning_figure(path: str | Path, title: str, by_samples: Table, by_step: Ta
                 right.axhline(rows[-1]["error"], color=COLORS[number], linestyle="--", label=rule)
         left.set(xscale="log", yscale="log", xlabel="samples", ylabel="error of the couplings")
         most = max(row["samples"] for row in by_samples)
-        right.set(xlabel=f"steps of Gibbs sampling, {most} samples", title="learning by sampling")
+        right.set(
+            xlabel=f"steps of Gibbs sampling, {most} samples", title="rules that learn by sampling"
+        )
         left.set_title("median over models, 10 to 90 %")
         left.legend(frameon=False)
 
@@ -111,11 +118,12 @@ def _draw_few(axes: Any, recovery: Recovery, looks: dict[str, Any]) -> None:
         axes.plot(
             samples, precision, color=color, marker="s", linestyle=":", label="precision of pairs"
         )
-    axes.set(xscale="log", xlabel="training samples", ylim=(0, None))
+    highest = max(1.0, *(row["coupling_error"] for row in recovery.few))
+    axes.set(xscale="log", xlabel="training samples", ylim=(0, 1.35 * highest))
     axes.set_xticks(samples, [str(number) for number in samples])
     axes.minorticks_off()
     axes.set_title("error of the couplings, precision of the pairs", fontsize=10)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7, loc="upper center", ncols=2)
 
 
 def _draw_roc(axes: Any, recovery: Recovery, looks: dict[str, Any]) -> None:

@@ -92,7 +92,9 @@ def compare_methods(
     names = [read_method(name) for name in methods]
     for number in few:
         if not 0 < number <= len(data.train):
-            raise ValueError(f"few must be within 1 and the {len(data.train)} samples, got {number}")
+            raise ValueError(
+                f"few must be within 1 and the {len(data.train)} samples, got {number}"
+            )
     parts = [data.first(number) for number in sorted(set(few))]
     found: list[Recovered] = []
     for name in names:

@@ -31,8 +31,10 @@ def test_all_rules_come_near_the_exact_likelihood() -> None:
     assert len(rules) == 4
     exact = errors["exact likelihood", 8000]
     assert exact < 0.15
-    for rule in rules:
+    for rule in ("exact likelihood", "pseudo-likelihood"):
         assert errors[rule, 8000] < errors[rule, 200]
+    assert len(errors) == 6  # rules that sample see all samples
+    for rule in rules:
         assert abs(errors[rule, 8000] - exact) < 0.04, rule
     assert {row["rule"] for row in by_step} == {"CD-1", "PCD-1"}
     first, *_, last = [row["error"] for row in by_step if row["rule"] == "CD-1"]
