@@ -90,7 +90,8 @@ def compare_rules(
 ) -> tuple[Table, Table]:
     """Errors of the couplings against the number of samples, and against the steps of sampling rules.
 
-    Rules that learn by sampling take seconds and are run with the largest number of samples alone. The true couplings of all pairs are ``N(0, scale^2)``, without fields; samples are drawn exactly.
+    Rules that learn by sampling take seconds and see the largest number of samples alone. The true
+    couplings of all pairs are ``N(0, scale^2)``, without fields; samples are drawn exactly.
 
     Args:
         samples: their numbers, each at least 1.
