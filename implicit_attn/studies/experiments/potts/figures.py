@@ -114,16 +114,14 @@ def _draw_few(axes: Any, recovery: Recovery, looks: dict[str, Any]) -> None:
         rows = [row for row in recovery.few if row["method"] == method]
         color = looks[method]["color"]
         errors, precision = ([row[k] for row in rows] for k in ("coupling_error", "precision"))
-        axes.plot(samples, errors, color=color, marker="o", label=f"{method}: error")
-        axes.plot(
-            samples, precision, color=color, marker="s", linestyle=":", label="precision of pairs"
-        )
+        axes.plot(samples, errors, color=color, marker="o", label=method)
+        axes.plot(samples, precision, color=color, marker="s", linestyle=":")
     highest = max(1.0, *(row["coupling_error"] for row in recovery.few))
-    axes.set(xscale="log", xlabel="training samples", ylim=(0, 1.35 * highest))
+    axes.set(xscale="log", xlabel="training samples", ylim=(0, 1.3 * highest))
     axes.set_xticks(samples, [str(number) for number in samples])
     axes.minorticks_off()
-    axes.set_title("error of the couplings, precision of the pairs", fontsize=10)
-    axes.legend(fontsize=7, loc="upper center", ncols=2)
+    axes.set_title("error of the couplings ●, precision of the pairs ■", fontsize=10)
+    axes.legend(fontsize=8, loc="upper center")
 
 
 def _draw_roc(axes: Any, recovery: Recovery, looks: dict[str, Any]) -> None:

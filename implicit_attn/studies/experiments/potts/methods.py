@@ -40,7 +40,7 @@ class Effort:
     """How long the methods are trained.
 
     Attributes:
-        steps: of factored attention (Adam, rate 0.05, linear heads 0.1, batches of 2000).
+        steps: of factored attention (Adam, rate 0.1, batches of 2000).
         evaluations: L-BFGS steps of the Potts model.
         l2: weight of its penalty, on the loss per site.
         masked: steps of transformers (Adam, rate 3e-3), each on ``batch`` sequences.
@@ -134,7 +134,7 @@ def recover(method: str, data: PottsData, effort: Effort, *, seed: int = 0) -> R
     else:
         shape = (data.sites, data.colours, int(match[3] or 1), match[1])
         model = seeded(partial(FactoredAttention, *shape), seed)
-        options: Any = {"rate": 0.1 if match[1] == "linear" else 0.05, "steps": effort.steps}
+        options: Any = {"rate": 0.1, "steps": effort.steps}
         if match[4]:  # heads with a sink converge slowly
             options = {"rate": 0.2, "batch": 1000, "steps": 5 * effort.steps // 2}
         fit_pseudolikelihood(model, data.train, solver="adam", seed=seed, **options)
