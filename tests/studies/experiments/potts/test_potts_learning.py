@@ -25,7 +25,7 @@ def test_samples_have_the_exact_moments() -> None:
 
 
 def test_all_rules_come_near_the_exact_likelihood() -> None:
-    by_samples, by_step = compare_rules((200, 8000), sites=3, seeds=1, steps=150)
+    by_samples, by_step = compare_rules((200, 8000), sites=3, seeds=1, steps=120)
     errors = {(row["rule"], row["samples"]): row["error"] for row in by_samples}
     rules = {rule for rule, _ in errors}
     assert len(rules) == 4
