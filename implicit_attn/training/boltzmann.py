@@ -49,10 +49,12 @@ class BoltzmannFit:
 
     Attributes:
         status: "converged" (the gradient met the tolerance), "max_steps" (all steps were made),
-            "stalled" (no step along the search direction raised the likelihood) or "nonfinite" (a
-            gradient was not finite; the parameters are those before it).
+            "stalled" (no step along the search direction raised the likelihood, as near the limit of
+            float32) or "nonfinite" (a gradient was not finite; the parameters are those of sampling
+            before it, those of exact likelihood the first ones).
         steps: made; of exact likelihood, evaluations of the likelihood.
-        gradients: after each step, the norm of the (estimated) gradient of the likelihood per sample.
+        gradients: the norm of the (estimated) gradient of the likelihood per sample, at each step; of
+            exact likelihood also at the start and at the end.
     """
 
     status: str
@@ -201,6 +203,7 @@ def fit_exact_likelihood(
     states = data.to(model.field.dtype)
     moments = _configurations(model, values)
     norms: list[float] = []
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.LBFGS(
         model.parameters(),
         max_iter=steps,
@@ -219,16 +222,21 @@ def fit_exact_likelihood(
         norms.append(_gradient_norm(model))
         return loss
 
-    optimizer.step(evaluate)  # type: ignore[arg-type]
     evaluate()
+    if math.isfinite(norms[0]):
+        optimizer.step(evaluate)  # type: ignore[arg-type]
+        evaluate()
     largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
     if not math.isfinite(largest):
         status = "nonfinite"
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), kept, strict=True):
+                parameter.copy_(value)
     elif largest <= tolerance:
         status = "converged"
     else:
-        status = "max_steps" if len(norms) > steps else "stalled"
-    return BoltzmannFit(status, len(norms) - 1, tuple(norms))
+        status = "max_steps" if len(norms) > steps + 1 else "stalled"
+    return BoltzmannFit(status, max(0, len(norms) - 2), tuple(norms))
 
 
 def _configurations(model: PairModel, values: Tensor | None) -> Tensor:
@@ -254,6 +262,8 @@ def _check_states(model: PairModel, data: Tensor) -> None:
     if not isinstance(data, Tensor) or data.dim() != 3 or data.shape[1:] != shape or len(data) == 0:
         found = tuple(data.shape) if isinstance(data, Tensor) else type(data).__name__
         raise ValueError(f"data must be states (M, N, d) with (N, d) = {shape}, got {found}")
+    if not bool(data.isfinite().all()):
+        raise ValueError("data must be finite, got NaN or infinity")
 
 
 def _draw(data: Tensor, number: int, generator: torch.Generator) -> Tensor:
