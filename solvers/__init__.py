@@ -34,9 +34,19 @@ from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
 from solvers.spins.free_energy import tap_log_partition
 from solvers.spins.gibbs import gibbs
+from solvers.spins.kinetic.maps import kinetic_map
+from solvers.spins.kinetic.simulation import GlauberRun, glauber
+from solvers.spins.kinetic.step import kinetic_step, kinetic_trajectory, steady_state
 from solvers.spins.maps import SpinState, starting_state, tap_step
 from solvers.spins.saddle import SaddleSolution, spherical_saddle
-from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
+from solvers.spins.sites import (
+    GaussianSite,
+    IsingSite,
+    PottsSite,
+    Site,
+    SphericalSite,
+    TorusSite,
+)
 from solvers.spins.solver import AdaptiveTAP
 
 __all__ = [
@@ -53,6 +63,7 @@ __all__ = [
     "EnergyUpdate",
     "Forward",
     "GaussianSite",
+    "GlauberRun",
     "GradientDescent",
     "Implicit",
     "IsingSite",
@@ -75,18 +86,24 @@ __all__ = [
     "SpinState",
     "Status",
     "Tolerance",
+    "TorusSite",
     "Trace",
     "Unrolled",
     "adaptive_tap",
     "extreme_eigenvalues",
     "fixed_point",
     "gibbs",
+    "glauber",
     "jacobian",
+    "kinetic_map",
+    "kinetic_step",
+    "kinetic_trajectory",
     "solve_linear",
     "spectral_radius",
     "spectrum",
     "spherical_saddle",
     "starting_state",
+    "steady_state",
     "tap_log_partition",
     "tap_step",
 ]

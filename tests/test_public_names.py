@@ -18,17 +18,20 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "solvers": """
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
-        GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
-        Phantom PottsSite Progress SaddleSolution Site Solution SolveError SolveWarning Solver Spectrum
-        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
-        adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
-        spectrum spherical_saddle starting_state tap_log_partition tap_step
+        GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
+        OneStep
+        Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
+        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace
+        Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map
+        kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum starting_state
+        steady_state tap_step
+        SaddleSolution spherical_saddle tap_log_partition
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
     """,
     "implicit_attn": """
-        ActivationStep DEQ Energy EquilibriumBlock GradientStep Update __version__
+        ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
@@ -36,41 +39,49 @@ PUBLIC = {
         sigmoid_attention sigmoid_attention_hvp
     """,
     "implicit_attn.energies": """
-        AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
-        DenseAssociative Energy EquilibriumEnergy Field
-        FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
+        AttentionInput BareAttention BiSoftmaxAttention ClassicalHopfield ConditionalAttention
+        ConditionalMixture Couplings
+        DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field
+        FunctionEnergy GELUFeedForward GatedFeedForward HeadwiseEnergy HiddenPrior Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
-        Prepared Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
+        Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
         RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
         SpinInteraction Sum VectorSpin Weighted
     """,
+    "implicit_attn.energies.effective": """
+        BinaryPrior ConstantPrior EffectiveRBM ExponentialPrior HiddenPrior IsingPrior LaplacePrior
+        NormalPrior OneHotPrior PRIORS PoissonPrior ScalarPrior
+    """,
     "implicit_attn.updates": """
-        ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
-        GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention MixerAttention
-        OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
-        Update
+        ActivationStep AdaptiveTAPAttention BareAttentionStep ConditionedStepSizes Couplings
+        FunctionUpdate GradientStep HyperSETLayer HyperSETStep KineticAttention LowRankDeltas
+        MeanFieldAttention MixerAttention OnsagerNetwork PlainStepSizes QueryDescent
+        SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
-        BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
-        MaskedTransformer PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
-        SudokuModel Trajectory ViT build_backbone build_model load_model
-        ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit fit_pseudolikelihood
-        BoardStatus SudokuAnswer SudokuPotts random_symmetries sudoku_pairs
+        BACKBONES BinaryMemory CRATE EnergyAttention EnergyTransformer EquilibriumTransformer HyperSET
+        HyperSETEquilibrium ImageClassifier MaskedTransformer PatchClassifier QueryTrajectory
+        BoardStatus ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit RecurrentBackbone
+        RecurrentLayer SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel
+        SudokuPotts Trajectory ViT build_backbone build_model fit_patterns fit_pseudolikelihood
+        load_model random_symmetries sudoku_pairs
+    """,
+    "implicit_attn.models.memories": """
+        BinaryMemory Fit fit_patterns
     """,
     "implicit_attn.data": """
-        Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries
+        CircleTokens Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries
         batches board_counts epoch_generator load load_cifar10 load_digits load_fashion_mnist
-        load_mnist load_sudoku read_idx read_list resolve_source reveal solve_sudoku
-        stratified_holdout unique_puzzles
+        load_mnist load_sudoku principal_features random_features read_idx read_list resolve_source
+        reveal solve_sudoku stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment BoltzmannFit Classification CsvLog Interrupted Log MaskedTokens
-        NonFiniteLoss NotClaimed PRECISIONS
-        Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
-        compile_step contrastive_divergence describe exact_likelihood fit_exact_likelihood
-        median_of_counts run_script start_processes
+        ACCELERATORS Augment Classification CsvLog Interrupted LocallyTrained Log NonFiniteLoss
+        NotClaimed PRECISIONS Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
+        compile_step describe fit_locally median_of_counts run_script start_processes
+        BoltzmannFit MaskedTokens contrastive_divergence exact_likelihood fit_exact_likelihood
     """,
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations

@@ -8,6 +8,11 @@ from implicit_attn.data.digits import load_digits
 from implicit_attn.data.images import ImageData, batches, epoch_generator, stratified_holdout
 from implicit_attn.data.mnist import load_fashion_mnist, load_mnist, read_idx
 from implicit_attn.data.registry import LOADERS, load
+from implicit_attn.data.spherical import (
+    CircleTokens,
+    principal_features,
+    random_features,
+)
 from implicit_attn.data.sudoku import SudokuData, load_sudoku, read_list, resolve_source, reveal
 from implicit_attn.data.sudoku_boards import (
     SudokuSymmetries,
@@ -18,6 +23,7 @@ from implicit_attn.data.sudoku_boards import (
 
 __all__ = [
     "LOADERS",
+    "CircleTokens",
     "Compose",
     "ImageData",
     "RandomAffine",
@@ -34,6 +40,8 @@ __all__ = [
     "load_fashion_mnist",
     "load_mnist",
     "load_sudoku",
+    "principal_features",
+    "random_features",
     "read_idx",
     "read_list",
     "resolve_source",

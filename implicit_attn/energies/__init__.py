@@ -8,8 +8,12 @@ from implicit_attn.energies.attention import (
     RowSoftmaxAttention,
     SigmoidAttention,
 )
+from implicit_attn.energies.bare.bare_attention import BareAttention
+from implicit_attn.energies.bare.mixture import ConditionalMixture
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
+from implicit_attn.energies.effective.prior import HiddenPrior
+from implicit_attn.energies.effective.rbm import EffectiveRBM
 from implicit_attn.energies.energy import Energy, Scaled, Select, Sum, Weighted
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
@@ -18,6 +22,7 @@ from implicit_attn.energies.feedforward import (
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.heads.inputs import AttentionInput
+from implicit_attn.energies.heads.query_energy import HeadwiseEnergy, QueryEnergy
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.energies.lagrangians import (
@@ -46,17 +51,22 @@ from implicit_attn.energies.spins.energies import (
 
 __all__ = [
     "AttentionInput",
+    "BareAttention",
     "BiSoftmaxAttention",
     "ClassicalHopfield",
     "ConditionalAttention",
+    "ConditionalMixture",
     "Couplings",
     "DenseAssociative",
+    "EffectiveRBM",
     "Energy",
     "EquilibriumEnergy",
     "Field",
     "FunctionEnergy",
     "GELUFeedForward",
     "GatedFeedForward",
+    "HeadwiseEnergy",
+    "HiddenPrior",
     "Hopfield",
     "HyperSETEnergy",
     "IdentityLagrangian",
@@ -68,6 +78,7 @@ __all__ = [
     "Prepared",
     "Projection",
     "Quadratic",
+    "QueryEnergy",
     "RMSNorm",
     "RMSNormLagrangian",
     "ReLUFeedForward",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from implicit_attn.models.attention.energy_attention import EnergyAttention, QueryTrajectory
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
+from implicit_attn.models.memories import BinaryMemory, fit_patterns
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
 from implicit_attn.models.potts.conditional import ConditionalModel
@@ -22,14 +24,17 @@ from implicit_attn.models.potts.sudoku_potts import (
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
 from implicit_attn.models.spin_classifier import SpinClassifier
+from implicit_attn.models.spins.spin_transformer import SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
 
 __all__ = [
     "BACKBONES",
     "CRATE",
+    "BinaryMemory",
     "BoardStatus",
     "ConditionalModel",
+    "EnergyAttention",
     "EnergyTransformer",
     "EquilibriumTransformer",
     "FactoredAttention",
@@ -40,10 +45,12 @@ __all__ = [
     "PatchClassifier",
     "PottsModel",
     "PseudoLikelihoodFit",
+    "QueryTrajectory",
     "RecurrentBackbone",
     "RecurrentLayer",
     "SharedTransformer",
     "SpinClassifier",
+    "SpinTransformer",
     "SudokuAnswer",
     "SudokuModel",
     "SudokuPotts",
@@ -51,6 +58,7 @@ __all__ = [
     "ViT",
     "build_backbone",
     "build_model",
+    "fit_patterns",
     "fit_pseudolikelihood",
     "load_model",
     "random_symmetries",

@@ -10,6 +10,7 @@ from implicit_attn.training.boltzmann import (
 )
 from implicit_attn.training.claims import NotClaimed
 from implicit_attn.training.finite import NonFiniteLoss
+from implicit_attn.training.local_rules import LocallyTrained, fit_locally
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
 from implicit_attn.training.loop import Interrupted, Training
 from implicit_attn.training.processes import (
@@ -40,6 +41,7 @@ __all__ = [
     "Classification",
     "CsvLog",
     "Interrupted",
+    "LocallyTrained",
     "Log",
     "MaskedTokens",
     "NonFiniteLoss",
@@ -56,6 +58,7 @@ __all__ = [
     "describe",
     "exact_likelihood",
     "fit_exact_likelihood",
+    "fit_locally",
     "median_of_counts",
     "run_script",
     "start_processes",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.updates.bare_step import BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
 from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
+from implicit_attn.updates.kinetic_attention import KineticAttention
 from implicit_attn.updates.mean_field import (
     AdaptiveTAPAttention,
     MeanFieldAttention,
     OnsagerNetwork,
 )
+from implicit_attn.updates.query_descent import QueryDescent
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
@@ -21,17 +24,20 @@ from implicit_attn.updates.update import FunctionUpdate, Update
 __all__ = [
     "ActivationStep",
     "AdaptiveTAPAttention",
+    "BareAttentionStep",
     "ConditionedStepSizes",
     "Couplings",
     "FunctionUpdate",
     "GradientStep",
     "HyperSETLayer",
     "HyperSETStep",
+    "KineticAttention",
     "LowRankDeltas",
     "MeanFieldAttention",
     "MixerAttention",
     "OnsagerNetwork",
     "PlainStepSizes",
+    "QueryDescent",
     "SoftmaxCouplingAttention",
     "StepSize",
     "StepSizes",

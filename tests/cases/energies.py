@@ -12,23 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies import (
+    BareAttention,
     BiSoftmaxAttention,
     ClassicalHopfield,
     ConditionalAttention,
     Couplings,
     DenseAssociative,
+    EffectiveRBM,
     Energy,
     EquilibriumEnergy,
     Field,
     FunctionEnergy,
     GatedFeedForward,
     GELUFeedForward,
+    HeadwiseEnergy,
     Hopfield,
     HyperSETEnergy,
     IsingLagrangian,
     Lagrangian,
     LinearAttention,
     Quadratic,
+    QueryEnergy,
     ReLUFeedForward,
     RMSNorm,
     SigmoidAttention,
@@ -41,6 +45,7 @@ from implicit_attn.energies import (
 )
 from implicit_attn.energies.feedforward import MemoryEnergy
 from implicit_attn.energies.heads.inputs import PairPattern
+from solvers import SphericalSite
 
 
 class EnergyCase(NamedTuple):
@@ -106,8 +111,18 @@ def _classical(dim: int) -> Energy:
     return ClassicalHopfield(torch.randn(5, dim) / dim**0.5, bias=torch.randn(dim), learnable=True)
 
 
+def _machine(hidden: Any, dim: int, units: tuple[int, ...] = (6,), **options: Any) -> Energy:
+    """Weights so small that the fields of random tokens stay where every law has its moments."""
+    bias = torch.randn(dim) if options.get("learnable") else None
+    return EffectiveRBM(0.05 * torch.randn(*units, dim), hidden, bias=bias, **options)
+
+
 def _spins(site: Lagrangian, dim: int, **options: Any) -> Energy:
     return VectorSpin(Couplings(COUNT, dim, **options), site)
+
+
+def _bare_features(dim: int) -> Energy:
+    return BareAttention(COUNT, 3, features=torch.randn(3, dim) / dim**0.5, symmetric_sites=True)
 
 
 def _double_well(z: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -141,7 +156,13 @@ def _cases() -> list[EnergyCase]:
         EnergyCase("dense-3", partial(_patterns, DenseAssociative), False),
         EnergyCase("dense-exp", partial(_patterns, DenseAssociative, power="exp"), False),
         EnergyCase("classical", _classical, False),
+        EnergyCase("headwise", lambda dim: HeadwiseEnergy(_patterns(Hopfield, dim // 2), 2), False),
+        EnergyCase("queries-cross", partial(_attention, QueryEnergy, heads=2, beta=(0.4, 2)), True),
         EnergyCase("spins", lambda dim: SpinInteraction(Couplings(COUNT, dim)), False, True),
+    ]
+    cases += [
+        EnergyCase("bare", lambda dim: BareAttention(COUNT, dim, lam=1.5), False, True),
+        EnergyCase("bare-features", _bare_features, False, True),
     ]
     sites: list[tuple[str, Lagrangian, dict[str, Any]]] = [
         ("ising", IsingLagrangian(), {}),
@@ -151,6 +172,19 @@ def _cases() -> list[EnergyCase]:
     ]
     for name, site, options in sites:
         cases.append(EnergyCase(f"spins-{name}", partial(_spins, site, **options), True, True))
+    laws: list[tuple[str, Any, dict[str, Any]]] = [
+        ("normal", "normal", {"learnable": True, "visible": "normal"}),
+        ("poisson", "poisson", {}),
+        ("ising", "ising", {"learnable": True, "visible": "ising"}),
+        ("binary", "binary", {"visible": "normal"}),
+        ("exponential", "exponential", {"learnable": True, "visible": "normal"}),
+        ("laplace", "laplace", {"visible": "normal"}),
+        ("one-hot", "one-hot", {"units": (2, 3), "visible": "normal"}),
+        ("constant", "constant", {}),
+        ("sphere", SphericalSite(), {"units": (2, 3), "visible": "normal"}),
+    ]
+    for name, law, options in laws:
+        cases.append(EnergyCase(f"rbm-{name}", partial(_machine, law, **options), False))
     attentions: list[tuple[str, Callable[..., Energy], dict[str, Any], bool]] = [
         ("bisoftmax", BiSoftmaxAttention, {}, False),
         ("bisoftmax-causal", BiSoftmaxAttention, {"causal": True}, False),
@@ -319,7 +353,10 @@ def keep_places(energy: Energy, keep: Tensor) -> Energy:
     assert isinstance(couplings, Couplings)
     weight = couplings.weight.detach()[keep][:, keep]
     fewer = Couplings(
-        len(weight), couplings.dim, symmetric_internal=couplings.symmetric_internal
+        len(weight),
+        couplings.dim,
+        symmetric_sites=couplings.symmetric_sites,
+        symmetric_internal=couplings.symmetric_internal,
     ).to(weight.dtype)
     fewer.weight = weight
     energy.couplings = fewer
