@@ -45,7 +45,8 @@ def run_graph(options: argparse.Namespace, advance: Advance) -> Result:
     number = max(options.train, *options.boards)
     name, boards = solved_boards(number, options.source, options.seed)
     steps, strengths = graph_by_steps(boards, options.steps, seed=options.seed, advance=advance)
-    few = graph_by_boards(boards, sorted(options.boards), seed=options.seed, advance=advance)
+    numbers = sorted(set(options.boards))
+    few = graph_by_boards(boards, numbers, options.few_steps, seed=options.seed, advance=advance)
     draw = partial(graph_figure, steps=steps, boards=few, strengths=strengths)
     return Result({"steps": steps, "boards": few}, ("steps", "boards"), draw, f" ({name})")
 
@@ -58,10 +59,13 @@ def run_solving(options: argparse.Namespace, advance: Advance) -> Result:
     couplings = train_couplings(boards.train, options.steps, options.seed, advance)
     ways = methods(couplings, options.anneal)
     table = compare(boards.test, ways, advance)
-    shown = str(clues[len(clues) // 2 - 1])
+    there = [number for number in clues if str(number) in boards.test]
+    missing = [str(number) for number in clues if number not in there]
+    shown = str(there[(len(there) - 1) // 2])
     example = one_solved(boards.test[shown], ways[f"{LEARNED}, annealed"])
     draw = partial(solving_figure, table=table, example=example, clues=shown)
-    return Result({"table": table}, ("table",), draw, f" ({boards.name})")
+    note = f"; none with {', '.join(missing)} clues" if missing else ""
+    return Result({"table": table}, ("table",), draw, f" ({boards.name}{note})")
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -77,10 +81,14 @@ EXPERIMENTS: dict[str, Experiment] = {
                 (5, 10, 20, 40, 80, 160, 1000),
                 "numbers of boards of the fits without symmetries",
             ),
+            ("--few-steps", whole(1, 100_000), 150, "of the fits without symmetries"),
             SOURCE,
             ("--seed", seed_number, 0, "of the boards, the fits and the symmetries"),
         ),
-        quick=("--steps", "4", "--train", "20", "--boards", "5", "--source", "generated"),
+        quick=(
+            "--steps", "4", "--train", "20", "--boards", "5", "--few-steps", "5",
+            "--source", "generated",
+        ),
     ),
     "sudoku-potts": Experiment(
         run_solving,

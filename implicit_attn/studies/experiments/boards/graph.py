@@ -22,7 +22,7 @@ from solvers.core.checks import require_count
 
 CELLS, DIGITS = 81, 9
 BATCH = 128
-FEW_BATCH, FEW_STEPS = 32, 150  # of the fits to a few boards, without symmetries
+FEW_BATCH = 32  # of the fits to a few boards, without symmetries
 
 
 class Recipe(NamedTuple):
@@ -118,6 +118,7 @@ def graph_by_steps(
 def graph_by_boards(
     boards: Tensor,
     numbers: Sequence[int],
+    steps: int = 150,
     *,
     seed: int = 0,
     advance: Advance = lambda what: None,
@@ -130,6 +131,7 @@ def graph_by_boards(
     Args:
         boards: (N, 81) in 1 .. 9.
         numbers: of boards, each at most N.
+        steps: of Adam, at a constant rate.
 
     Returns:
         Rows ``model``, ``boards``, ``precision``.
@@ -144,7 +146,7 @@ def graph_by_boards(
             advance(f"{name}, {number} boards")
             model = build(recipe, seed)
             fit_pseudolikelihood(
-                model, few - 1, solver="adam", steps=FEW_STEPS, rate=recipe.rate,
+                model, few - 1, solver="adam", steps=steps, rate=recipe.rate,
                 schedule="constant", batch=FEW_BATCH, seed=seed,
             )  # fmt: skip
             found[name] = contact_precision(scores_of(model), pairs)

@@ -55,11 +55,12 @@ def boards_and_puzzles(
     """Boards to learn from, and ``test`` puzzles for each number of clues.
 
     Puzzles get further cells of their solutions until they have so many clues. Minimal puzzles that
-    have more to begin with are left out: generated ones have about 24. ``mixed`` adds puzzles like
+    have more to begin with are left out: generated ones have about 24, so that there are none of 17,
+    and the result has no set of that number. ``mixed`` adds puzzles like
     those of :func:`implicit_attn.data.load_sudoku`, of the list with 17 to 34 clues.
 
     Raises:
-        ValueError: no puzzle has so few clues.
+        ValueError: no puzzle has so few clues, at any of the numbers.
     """
     require_count("train", train)
     found = resolve_source(source)
@@ -71,10 +72,12 @@ def boards_and_puzzles(
     for number in clues:
         few = (minimal.test_puzzles != 0).sum(1) <= number
         if not bool(few.any()):
-            least = int((minimal.test_puzzles != 0).sum(1).min())
-            raise ValueError(f"clues must be >= {least} for {minimal.name}, got {number}")
+            continue
         puzzles, solutions = minimal.test_puzzles[few], minimal.test_solutions[few]
         sets[str(number)] = Puzzles(reveal_to(puzzles, solutions, number, generator), solutions)
+    if not sets:
+        least = int((minimal.test_puzzles != 0).sum(1).min())
+        raise ValueError(f"clues must be >= {least} for {minimal.name}, got {clues}")
     if mixed:
         puzzles, solutions = minimal.test_puzzles, minimal.test_solutions
         sets[MIXED] = Puzzles(reveal(puzzles, solutions, MORE[found], generator), solutions)

@@ -41,6 +41,8 @@ def test_puzzles_have_the_clues_asked_for(sets: dict[str, Puzzles]) -> None:
 def test_too_few_clues_are_refused() -> None:
     with pytest.raises(ValueError, match=r"clues must be >= 2\d"):
         boards_and_puzzles(2, 2, [17], "generated", seed=0)
+    some = boards_and_puzzles(2, 2, [17, 40], "generated", seed=0, mixed=False)
+    assert set(some.test) == {"40"}
 
 
 def test_solved_boards_differ() -> None:
