@@ -62,6 +62,7 @@ MAY_IMPORT = {
         "implicit_attn.data",
         "implicit_attn.deq",
         "implicit_attn.optional",
+        "solvers",
     },
     "implicit_attn.studies": _BELOW_MODELS
     | {"implicit_attn.command_line", "implicit_attn.models", "implicit_attn.training", "solvers"},

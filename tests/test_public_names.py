@@ -60,11 +60,11 @@ PUBLIC = {
     """,
     "implicit_attn.models": """
         BACKBONES BinaryMemory CRATE EnergyAttention EnergyTransformer EquilibriumTransformer HyperSET
-        HyperSETEquilibrium ImageClassifier PatchClassifier QueryTrajectory RecurrentBackbone
-        BoardStatus ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit RecurrentLayer
-        SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
-        Trajectory ViT build_backbone build_model fit_patterns fit_pseudolikelihood load_model
-        random_symmetries sudoku_pairs
+        HyperSETEquilibrium ImageClassifier MaskedTransformer PatchClassifier QueryTrajectory
+        BoardStatus ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit RecurrentBackbone
+        RecurrentLayer SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel
+        SudokuPotts Trajectory ViT build_backbone build_model fit_patterns fit_pseudolikelihood
+        load_model random_symmetries sudoku_pairs
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns
@@ -79,6 +79,7 @@ PUBLIC = {
         ACCELERATORS Augment Classification CsvLog Interrupted LocallyTrained Log NonFiniteLoss
         NotClaimed PRECISIONS Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
         compile_step describe fit_locally median_of_counts run_script start_processes
+        BoltzmannFit MaskedTokens contrastive_divergence exact_likelihood fit_exact_likelihood
     """,
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations
