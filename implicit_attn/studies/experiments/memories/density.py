@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from solvers.core.checks import require_count
 
 REACH, GRID = 3.2, 241  # half the width of the picture, points on a side
 RATE = 0.2  # of the ascent
-MARGIN = 2.0  # further out, for the integral
+MARGIN, SPACING = 9.0, 0.5  # of the grid of the integral, in standard deviations
 
 
 class DensityMap(NamedTuple):
@@ -49,11 +50,17 @@ def density_map(
 
 def temperatures(memory: Hopfield, coolings: Sequence[int]) -> Table:
     """A row for each cooling k: ``temperature``, ``log_partition`` and ``integral`` of the density by the
-    trapezoidal rule, with its distance from 1 as ``error``."""
-    line = torch.linspace(-REACH - MARGIN, REACH + MARGIN, 2 * GRID, dtype=torch.float64)
-    points, area = torch.cartesian_prod(line, line), (line[1] - line[0]).item() ** 2
+    trapezoidal rule, with its distance from 1 as ``error``.
+
+    The grid follows the width ``1 / sqrt(k beta)`` of the Gaussians: at half a width the rule is exact
+    to rounding, and 9 widths beyond the patterns nothing is left."""
     table: Table = []
     for cooling in coolings:
+        width = (cooling * memory.beta) ** -0.5
+        reach = memory.patterns.abs().max().item() + MARGIN * width
+        count = 1 + math.ceil(2 * reach / (SPACING * width))
+        line = torch.linspace(-reach, reach, count, dtype=torch.float64)
+        points, area = torch.cartesian_prod(line, line), (line[1] - line[0]).item() ** 2
         integral = memory.log_prob(points, cooling).exp().sum().item() * area
         row = {"cooling": cooling, "temperature": 1 / (cooling * memory.beta)}
         row |= {"log_partition": memory.log_partition(cooling).item(), "integral": integral}

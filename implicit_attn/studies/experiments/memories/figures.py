@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def kinds_figure(
         for axes, (heading, (table, sizes)) in zip(every, panels.items(), strict=True):
             betas = list(dict.fromkeys(row["beta"] for row in table))
             most = max(sizes)
-            edges = torch.logspace(-0.06, torch.tensor(1.25 * most).log10().item(), 46)
+            edges = _centred_edges(sizes)
             columns = []
             for beta in betas:
                 numbers = torch.tensor([row["effective"] for row in table if row["beta"] == beta])
@@ -92,6 +93,20 @@ def kinds_figure(
             axes.minorticks_off()
         every[0].set_ylabel("effective number of patterns at the fixed point")
         figure.colorbar(mesh, ax=list(every), label="share of the starts, %")
+
+
+def _centred_edges(sizes: tuple[int, ...]) -> torch.Tensor:
+    """Edges of bins, equal on a logarithmic scale, in the middle of whose bins the sizes lie: the first
+    is 1, the last the largest; of 40 to 60 steps between them the number that fits the others best."""
+    most = max(*sizes, 2)
+
+    def misfit(steps: int) -> float:
+        places = [steps * math.log(size) / math.log(most) for size in sizes]
+        return max(abs(place - round(place)) for place in places)
+
+    steps = min(range(40, 61), key=misfit)
+    half = 0.5 / steps
+    return torch.tensor(most, dtype=torch.float64) ** torch.linspace(-half, 1 + half, steps + 2)
 
 
 def _borders(values: list[float]) -> list[float]:
