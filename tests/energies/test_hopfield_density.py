@@ -138,7 +138,7 @@ def test_many_patterns_behind_one_mean_cost_as_much_as_many_means() -> None:
     one = Hopfield(draw(1, 2), beta=BETA)
     peak = one.log_prob(one.patterns, 20_000).item()
     assert peak == pytest.approx(math.log(20_000 * BETA / (2 * math.pi)), rel=1e-9)
-    with pytest.raises(ValueError, match="cooling=2000 with 2 patterns .* 2001 Gaussians"):
+    with pytest.raises(ValueError, match=r"cooling=2000 with 2 patterns .* 2001 Gaussians"):
         Hopfield(draw(2, 2)).log_partition(2000)
 
 

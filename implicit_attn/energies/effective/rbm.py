@@ -181,7 +181,9 @@ class EffectiveRBM(PatternEnergy):
         _check_generator(generator)
         low = {"ising": -1, "binary": 0}.get(self.visible or "")
         if low is not None and not bool(((v == low) | (v == 1)).all()):
-            raise ValueError(f"v must have the entries {low} and 1 only, as visible={self.visible!r}")
+            raise ValueError(
+                f"v must have the entries {low} and 1 only, as visible={self.visible!r}"
+            )
         if not bool(v.isfinite().all()):
             raise ValueError("v must be finite, got NaN or infinity")
 
@@ -230,7 +232,9 @@ def _check_units(name: str, units: object, shape: tuple[int, ...], weights: Tens
     if not isinstance(units, Tensor):
         raise TypeError(f"{name} must be a tensor ({wanted}), got {type(units).__name__}")
     if units.dtype != weights.dtype:
-        raise TypeError(f"{name} must be of the dtype of the weights, {weights.dtype}, got {units.dtype}")
+        raise TypeError(
+            f"{name} must be of the dtype of the weights, {weights.dtype}, got {units.dtype}"
+        )
     if tuple(units.shape[-len(shape) :]) != shape:
         raise ValueError(f"{name} must have the shape ({wanted}), got {tuple(units.shape)}")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies import ClassicalHopfield, DenseAssociative, Energy
-from implicit_attn.models.memories.learning_rules import PAIR_RULES
 from implicit_attn.energies.tokens import accumulation_dtype
+from implicit_attn.models.memories.learning_rules import PAIR_RULES
 from solvers.core.checks import require_choice, require_count, require_flag, require_instance
 
 ORDERS = ("asynchronous", "random", "synchronous")
@@ -125,7 +125,9 @@ class BinaryMemory(nn.Module):
         self._check(s)
         require_count("sweeps", sweeps)
         require_choice("order", order, ORDERS)
-        require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
+        require_instance(
+            "generator", generator, torch.Generator, "a torch.Generator", optional=True
+        )
         dtype, moving = s.dtype, s.to(accumulation_dtype(s.dtype))
         found, rows = moving.clone(), torch.arange(len(s), device=s.device)
         for _ in range(sweeps):

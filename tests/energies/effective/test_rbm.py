@@ -186,7 +186,11 @@ def test_mistakes_of_samples() -> None:
     ising = EffectiveRBM(weights, visible="ising")
     for bad, error, message in (
         (lambda: ising.gibbs(spins * math.nan, 1), ValueError, r"v must have the entries -1 and 1"),
-        (lambda: ising.gibbs(0.5 * spins, 1), ValueError, "entries -1 and 1 only, as visible='ising'"),
+        (
+            lambda: ising.gibbs(0.5 * spins, 1),
+            ValueError,
+            "entries -1 and 1 only, as visible='ising'",
+        ),
         (lambda: ising.sample_hidden(0 * spins), ValueError, "entries -1 and 1 only"),
         (
             lambda: EffectiveRBM(weights, visible="binary").gibbs(-spins, 1),
@@ -202,7 +206,11 @@ def test_mistakes_of_samples() -> None:
         (lambda: ising.gibbs(spins.float(), 1), TypeError, "v must be of the dtype of the weights"),
         (lambda: ising.gibbs([1.0], 1), TypeError, r"v must be a tensor \(\.\.\., 4\), got list"),  # type: ignore[arg-type]
         (lambda: ising.gibbs(spins, 1, 3), TypeError, "generator must be a torch.Generator"),  # type: ignore[arg-type]
-        (lambda: ising.sample_visible(h[:, :2]), ValueError, r"h must have the shape \(\.\.\., 3\)"),
+        (
+            lambda: ising.sample_visible(h[:, :2]),
+            ValueError,
+            r"h must have the shape \(\.\.\., 3\)",
+        ),
         (lambda: ising.sample_visible(h * math.nan), ValueError, "h must be finite"),
         (lambda: ising.sample_visible(h.half()), TypeError, "h must be of the dtype"),
         (

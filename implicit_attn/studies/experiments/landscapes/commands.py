@@ -109,7 +109,7 @@ EXPERIMENTS = {
             ("--dimensions", whole(2, 1000), 40, "values of d between 2 and 1024"),
             ("--scales", whole(2, 1000), 19, "values of c between 0.2 and 2"),
             ("--tokens", whole(2, 1000), 32, "tokens of a draw"),
-            ("--draws", whole(1, 1000), 10, "independent draws at each point"),
+            ("--draws", whole(1, 1000), 50, "independent draws at each point"),
             ("--seed", seed_number, 0, "of the draws"),
         ),
         quick=("--dimensions", "3", "--scales", "3", "--draws", "2"),
