@@ -87,12 +87,21 @@ class BareAttentionStep(Update):
             mask: (B, N) bool, as for a step: masked tokens act on none and keep their state.
 
         Raises:
-            TypeError, ValueError: an argument of another type, shape or dtype.
+            TypeError, ValueError: an argument of another type, shape or dtype, ``steps`` below 1.
         """
         name = f"{type(self).__name__}.trajectory"
         check_tokens(z, mask, name, dim=self.energy.width, tokens=True)
-        if clamped is not None:
-            check_tokens(z, clamped, f"{name}, clamped", tokens=True)
+        if clamped is not None and (
+            not isinstance(clamped, Tensor)
+            or clamped.dtype != torch.bool
+            or clamped.shape != z.shape[:2]
+        ):
+            kind = type(clamped).__name__
+            if isinstance(clamped, Tensor):
+                kind = f"{clamped.dtype} {tuple(clamped.shape)}"
+            raise ValueError(
+                f"clamped must be a bool tensor (B, N) = {tuple(z.shape[:2])}, got {kind}"
+            )
         states = [z.detach()]
         with torch.no_grad(), parametrize.cached():
             for _ in range(require_count("steps", steps)):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from implicit_attn.energies import BareAttention
-from implicit_attn.studies.experiments.bare.ends import CYCLE, FIXED, OTHER
+from implicit_attn.studies.experiments.bare.ends import CYCLE, FIXED, LONGEST_CYCLE, OTHER
 from implicit_attn.studies.experiments.bare.pipeline import EXACT, Comparison, Setup
 from implicit_attn.studies.experiments.bare.transients import Run
 from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED, drawing
@@ -64,7 +64,9 @@ def _draw_predictions(figure: Any, setup: Setup, found: Comparison) -> None:
 
 
 def _draw_norms(figure: Any, found: Comparison) -> None:
-    figure.suptitle("Strength of the couplings between patches, |J_ij|", fontsize=10)
+    figure.suptitle(
+        "Strength of the couplings between patches, |J_ij|, each on a scale of its own", fontsize=10
+    )
     chosen = {name: model for name, model in found.models.items() if "≤ 2" not in name}
     panels = figure.subplots(1, len(chosen))
     for axes, (name, model) in zip(panels, chosen.items(), strict=True):
@@ -79,7 +81,8 @@ def _draw_blocks(figure: Any, setup: Setup, model: BareAttention) -> None:
     weight, F = model.couplings.weight.detach(), model.features
     count = STRONGEST if F is None else STRONGEST // 2
     figure.suptitle(
-        f"Strongest blocks J_ij, {EXACT}" + ("" if F is None else "; below, rows of F"),
+        f"Strongest blocks J_ij, {EXACT}"
+        + ("" if F is None else "; below, rows of F (factors of the cosines)"),
         fontsize=10,
     )
     panels = figure.subplots(2, 3).ravel()
@@ -123,6 +126,10 @@ def attractors_figure(
         above, below = figure.subfigures(2, 1, height_ratios=(2.1, 1))
         panels = above.subplots(2, 3)
         _draw_lines(panels[0, 0], tables["denoising"], "overlap")
+        for row, style in zip(tables["baselines"], (":", "-."), strict=True):
+            panels[0, 0].axhline(
+                row["overlap"], color=GREY, linestyle=style, linewidth=1.3, label=row["predictor"]
+            )
         panels[0, 0].set(title="Denoising: overlap with the original", ylabel="overlap (1: equal)")
         panels[0, 0].legend(fontsize=7)
         _draw_lines(panels[0, 1], tables["denoising"], "energy")
@@ -165,6 +172,14 @@ def _draw_residuals(axes: Any, table: Table) -> None:
         high = [max(row["residual_90"], 1e-17) for row in rows]
         axes.plot(steps, high, ":", color=colour, linewidth=1)
     axes.axhline(1e-13, color=GREY, linewidth=0.8)
+    axes.text(
+        0.02,
+        1.4e-13,
+        "1e-13: at rest",
+        color=GREY,
+        fontsize=7,
+        transform=axes.get_yaxis_transform(),
+    )
     axes.set_yscale("log")
     axes.set(
         title="Random couplings, N = 5, d = 3: residual",
@@ -185,7 +200,11 @@ def _draw_ends(axes: Any, table: Table) -> None:
         axes.barh(names, values, left=left, color=colour, label=key)
         left = [start + value for start, value in zip(left, values, strict=True)]
     axes.tick_params(axis="y", labelsize=7)
-    axes.set(title="How the runs end", xlabel="share of the runs", xlim=(0, 1))
+    axes.set(
+        title="How the runs end",
+        xlabel=f"share of the runs (not settled: no return within {LONGEST_CYCLE} steps)",
+        xlim=(0, 1),
+    )
     _leave_room(axes, len(table), columns=3)
 
 
