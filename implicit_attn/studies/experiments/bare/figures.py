@@ -81,8 +81,7 @@ def _draw_blocks(figure: Any, setup: Setup, model: BareAttention) -> None:
     weight, F = model.couplings.weight.detach(), model.features
     count = STRONGEST if F is None else STRONGEST // 2
     figure.suptitle(
-        f"Strongest blocks J_ij, {EXACT}"
-        + ("" if F is None else "; below, rows of F (factors of the cosines)"),
+        f"Strongest blocks J_ij, {EXACT}" + ("" if F is None else "; below, rows of F"),
         fontsize=10,
     )
     panels = figure.subplots(2, 3).ravel()
@@ -101,7 +100,7 @@ def _draw_blocks(figure: Any, setup: Setup, model: BareAttention) -> None:
         row = F[number].unflatten(0, (-1, 2))[:, 0]  # what multiplies the cosines
         picture = row.view(setup.codec.channels, size, size)
         _show(axes, 0.5 + 0.5 * picture / picture.abs().max())
-        axes.set_title(f"F, row {number}", fontsize=8)
+        axes.set_title(f"F, row {number}, its cosines", fontsize=8)
         axes.set(xticks=[], yticks=[])
 
 
@@ -126,12 +125,9 @@ def attractors_figure(
         above, below = figure.subfigures(2, 1, height_ratios=(2.1, 1))
         panels = above.subplots(2, 3)
         _draw_lines(panels[0, 0], tables["denoising"], "overlap")
-        for row, style in zip(tables["baselines"], (":", "-."), strict=True):
-            panels[0, 0].axhline(
-                row["overlap"], color=GREY, linestyle=style, linewidth=1.3, label=row["predictor"]
-            )
+        _draw_baselines(panels[0, 0], tables["baselines"])
         panels[0, 0].set(title="Denoising: overlap with the original", ylabel="overlap (1: equal)")
-        panels[0, 0].legend(fontsize=7)
+        panels[0, 0].legend(fontsize=7, loc="lower right")
         _draw_lines(panels[0, 1], tables["denoising"], "energy")
         panels[0, 1].set(title="Denoising: energy E of an image", ylabel="mean of the images")
         _draw_lines(panels[0, 2], tables["masked"], "error")
@@ -142,6 +138,15 @@ def attractors_figure(
         _draw_ends(panels[1, 1], tables["ends"])
         _draw_radii(panels[1, 2], tables["ends"])
         _draw_states(below, setup, runs)
+
+
+def _draw_baselines(axes: Any, table: Table) -> None:
+    """Overlaps that need no couplings, and room for the legend below."""
+    for row, style in zip(table, (":", "-."), strict=True):
+        name = f"{row['predictor']} (test)"
+        axes.axhline(row["overlap"], color=GREY, linestyle=style, linewidth=1.3, label=name)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - 0.75 * (high - low), high)
 
 
 def _draw_lines(axes: Any, table: Table, key: str) -> None:
@@ -173,11 +178,10 @@ def _draw_residuals(axes: Any, table: Table) -> None:
         axes.plot(steps, high, ":", color=colour, linewidth=1)
     axes.axhline(1e-13, color=GREY, linewidth=0.8)
     axes.text(
-        0.02,
-        1.4e-13,
-        "1e-13: at rest",
+        *(0.98, 1.6e-13, "1e-13: at rest"),
         color=GREY,
         fontsize=7,
+        ha="right",
         transform=axes.get_yaxis_transform(),
     )
     axes.set_yscale("log")

@@ -14,7 +14,7 @@ from implicit_attn.studies.tables import Table
 from implicit_attn.updates import BareAttentionStep
 from solvers.core.checks import require_count, require_nonnegative, require_number
 
-FOLDED, MEAN = "noise folded, no model", "mean of each pixel"
+FOLDED, MEAN = "noise folded, no model", "mean direction of each pixel"
 
 
 @dataclass(frozen=True)

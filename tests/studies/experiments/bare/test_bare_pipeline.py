@@ -121,7 +121,7 @@ def test_digits_are_opened_with_features() -> None:
             open_setup("digits", images=20, kind=kind)
     for name, value in (("images", -1), ("steps", 0), ("features", -1)):
         with pytest.raises(ValueError, match=f"{name} must be >="):
-            open_setup("digits", **{name: value})
+            open_setup("digits", **{name: value})  # type: ignore[arg-type]
 
 
 def test_runs_start_where_they_should(setup: Setup) -> None:
@@ -145,7 +145,7 @@ def test_runs_start_where_they_should(setup: Setup) -> None:
 def test_corruptions_out_of_range_are_named(setup: Setup) -> None:
     for name, value in (("masked", -3), ("sigma", math.nan), ("gamma", 2.0), ("steps", 0)):
         with pytest.raises(ValueError, match=f"^{name} must be"):
-            Corruption(**{name: value})
+            Corruption(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="masked must be at most the 8 patches of an image, got 9"):
         run(setup, setup.bare(), setup.test[:2], Corruption(masked=9))
 
