@@ -32,13 +32,14 @@ PUBLIC = {
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
-        check_sigmoid_backend explain explain_frozen_keys explain_sigmoid frozen_key_attention
+        check_sigmoid_backend covariance_product explain explain_frozen_keys explain_sigmoid
+        frozen_key_attention helmholtz_free_energy running_products running_states running_sums
         sigmoid_attention sigmoid_attention_hvp
     """,
     "implicit_attn.energies": """
         AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
         DenseAssociative Energy EquilibriumEnergy Field
-        FunctionEnergy GELUFeedForward GatedFeedForward Hopfield HyperSETEnergy
+        FunctionEnergy GELUFeedForward GatedFeedForward GatedLinearAttention Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
         Prepared Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian

@@ -31,6 +31,7 @@ from implicit_attn.energies.lagrangians import (
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
+from implicit_attn.energies.linear.gated_attention import GatedLinearAttention
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import Projection, RMSNorm, SpectralBound
 from implicit_attn.energies.simple import Field, FunctionEnergy, Quadratic
@@ -57,6 +58,7 @@ __all__ = [
     "FunctionEnergy",
     "GELUFeedForward",
     "GatedFeedForward",
+    "GatedLinearAttention",
     "Hopfield",
     "HyperSETEnergy",
     "IdentityLagrangian",

@@ -37,6 +37,7 @@ EXPECTED = {
     "conditional-others",
     "conditional-trained",
     "conditional-head",
+    "gated-cross-none",
 }
 
 
