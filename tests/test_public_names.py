@@ -48,10 +48,10 @@ PUBLIC = {
         SpinInteraction Sum VectorSpin Weighted
     """,
     "implicit_attn.updates": """
-        ActivationStep AdaptiveTAPAttention ConditionedStepSizes Couplings FunctionUpdate
-        GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention MixerAttention
-        OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention StepSize StepSizes TokenMixer
-        Update
+        ActivationStep AdaptiveTAPAttention AttentionStep ConditionedStepSizes Couplings DescentStep
+        FunctionUpdate GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention
+        MixerAttention MomentumStep OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention
+        StepSize StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
         BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier

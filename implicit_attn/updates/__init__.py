@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.updates.attention_step import AttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
 from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
 from implicit_attn.updates.mean_field import (
@@ -10,6 +11,7 @@ from implicit_attn.updates.mean_field import (
     MeanFieldAttention,
     OnsagerNetwork,
 )
+from implicit_attn.updates.momentum import DescentStep, MomentumStep
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
@@ -21,8 +23,10 @@ from implicit_attn.updates.update import FunctionUpdate, Update
 __all__ = [
     "ActivationStep",
     "AdaptiveTAPAttention",
+    "AttentionStep",
     "ConditionedStepSizes",
     "Couplings",
+    "DescentStep",
     "FunctionUpdate",
     "GradientStep",
     "HyperSETLayer",
@@ -30,6 +34,7 @@ __all__ = [
     "LowRankDeltas",
     "MeanFieldAttention",
     "MixerAttention",
+    "MomentumStep",
     "OnsagerNetwork",
     "PlainStepSizes",
     "SoftmaxCouplingAttention",
