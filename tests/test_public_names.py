@@ -54,9 +54,10 @@ PUBLIC = {
         StepSize StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
-        BACKBONES CRATE EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
-        PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
-        SudokuModel Trajectory ViT build_backbone build_model load_model
+        ATTENTION_FORMS AttentionForm BACKBONES CRATE CausalAttention
+        EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
+        LightNewtonAttention NewtonAttention PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
+        SudokuModel Trajectory ViT build_attention_form build_backbone build_model load_model
     """,
     "implicit_attn.data": """
         Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

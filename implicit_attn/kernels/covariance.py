@@ -19,6 +19,7 @@ def covariance_product(
     values: Tensor,
     vector: Tensor,
     *,
+    mean: Tensor | None = None,
     causal: bool = False,
     backend: str = "reference",
     rows: int = STRIP_ROWS,
@@ -33,6 +34,7 @@ def covariance_product(
             (B, H, M, p)), for ``P = softmax_j(q_i.k_j)``, the temperature multiplied in already.
         values: v, (B, H, M, r).
         vector: w, (B, H, N, r).
+        mean: with P, the means m (B, H, N, r) where they are known; None: they are computed.
         causal: with a pair, query i sees the keys ``j <= i``, of which there are as many.
         backend: "reference" (dense) or, with a pair, "strips": strips of rows that are computed
             again for derivatives, so that only one of them is held at a time.
@@ -51,14 +53,19 @@ def covariance_product(
     require_count("rows", rows)
     require_flag("causal", causal)
     _check(weights, values, vector)
+    if mean is not None and mean.shape != vector.shape:
+        raise ValueError(
+            f"mean must be like vector, {tuple(vector.shape)}, got {tuple(mean.shape)}"
+        )
     with without_autocast(values.device.type):
-        return _compute(weights, values, vector, causal, backend, rows)
+        return _compute(weights, values, vector, mean, causal, backend, rows)
 
 
 def _compute(
     weights: Tensor | tuple[Tensor, Tensor],
     values: Tensor,
     vector: Tensor,
+    mean: Tensor | None,
     causal: bool,
     backend: str,
     rows: int,
@@ -70,7 +77,10 @@ def _compute(
             raise ValueError(
                 'causal=True and backend="strips" need a pair (query, key), got the weights'
             )
-        return _product(weights.to(wide), values, moved).to(vector.dtype)
+        mean = None if mean is None else mean.to(wide)
+        return _product(weights.to(wide), values, moved, mean).to(vector.dtype)
+    if mean is not None:
+        raise ValueError("mean needs the weights, got a pair (query, key)")
     query, key = (part.to(wide) for part in weights)
     if causal and query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -97,8 +107,8 @@ def _strip(
     return _product(scores.softmax(-1), values, vector)
 
 
-def _product(weights: Tensor, values: Tensor, vector: Tensor) -> Tensor:
-    mean = weights @ values
+def _product(weights: Tensor, values: Tensor, vector: Tensor, mean: Tensor | None = None) -> Tensor:
+    mean = weights @ values if mean is None else mean
     along = vector @ values.mT - (vector * mean).sum(-1, keepdim=True)
     # sum_j P_ij (v_j - m_i).w_i = 0, so the second mean drops out.
     return (weights * along) @ values

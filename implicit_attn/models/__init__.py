@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from implicit_attn.models.attention.causal import AttentionForm, CausalAttention
+from implicit_attn.models.attention.forms import ATTENTION_FORMS, build_attention_form
+from implicit_attn.models.attention.light import LightNewtonAttention
+from implicit_attn.models.attention.newton import NewtonAttention
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
@@ -15,13 +19,18 @@ from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
 
 __all__ = [
+    "ATTENTION_FORMS",
     "BACKBONES",
     "CRATE",
+    "AttentionForm",
+    "CausalAttention",
     "EnergyTransformer",
     "EquilibriumTransformer",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
+    "LightNewtonAttention",
+    "NewtonAttention",
     "PatchClassifier",
     "RecurrentBackbone",
     "RecurrentLayer",
@@ -30,6 +39,7 @@ __all__ = [
     "SudokuModel",
     "Trajectory",
     "ViT",
+    "build_attention_form",
     "build_backbone",
     "build_model",
     "load_model",

@@ -110,8 +110,8 @@ class DescentStep(nn.Module):
             at = z - (eta * carried if self.lookahead == "scaled" else carried)
         both = {"memory": z} if self.lookahead == "queries" else {}
         pull = self.branch(at, *args, **both)
-        p = -pull if carried is None else carried - pull
-        return z - eta * p, p
+        moved = -pull if carried is None else carried - pull
+        return z - eta * moved, moved
 
     def extra_repr(self) -> str:
         return f"method={self.method}, lookahead={self.lookahead}"

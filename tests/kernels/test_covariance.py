@@ -37,6 +37,8 @@ def test_it_is_the_sum_over_the_deviations() -> None:
     expected = by_definition(weights, key, vector)
     assert relative_error(covariance_product(weights, key, vector), expected) <= 1e-12
     assert relative_error(covariance_product((query, key), key, vector), expected) <= 1e-12
+    known = covariance_product(weights, key, vector, mean=weights @ key)
+    assert relative_error(known, expected) <= 1e-12
 
 
 @pytest.mark.parametrize("backend", ["reference", "strips"])
@@ -121,5 +123,9 @@ def test_mistakes() -> None:
         covariance_product(weights[0], key, vector)
     with pytest.raises(TypeError, match="weights must be a tensor or a pair"):
         covariance_product("weights", key, vector)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mean needs the weights"):
+        covariance_product((query, key), key, vector, mean=vector)
+    with pytest.raises(ValueError, match="mean must be like vector"):
+        covariance_product(weights, key, vector, mean=key)
     with pytest.raises(ValueError, match="backend must be one of"):
         covariance_product(weights, key, vector, backend="blocks")

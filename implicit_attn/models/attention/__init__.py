@@ -1,0 +1,1 @@
+"""Attention layers that descend the energy of their queries."""
