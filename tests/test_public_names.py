@@ -56,18 +56,19 @@ PUBLIC = {
     "implicit_attn.models": """
         ATTENTION_FORMS AttentionForm BACKBONES CRATE CausalAttention
         EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
-        LightNewtonAttention NewtonAttention PatchClassifier RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
-        SudokuModel Trajectory ViT build_attention_form build_backbone build_model load_model
+        LightNewtonAttention NewtonAttention PatchClassifier RecurrentBackbone RecurrentLayer
+        SharedTransformer SpinClassifier SudokuModel Trajectory ViT build_attention_form
+        build_backbone build_model load_model
     """,
     "implicit_attn.data": """
-        Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries
-        batches board_counts epoch_generator load load_cifar10 load_digits load_fashion_mnist
-        load_mnist load_sudoku read_idx read_list resolve_source reveal solve_sudoku
+        Compose HELP ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries
+        TextData batches board_counts epoch_generator load load_cifar10 load_digits load_fashion_mnist
+        load_mnist load_sudoku load_text ngram_loss read_idx read_list resolve_source reveal solve_sudoku
         stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment Classification CsvLog Interrupted Log NonFiniteLoss NotClaimed PRECISIONS
-        Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
+        ACCELERATORS Augment Classification CsvLog Interrupted Log NextToken NonFiniteLoss NotClaimed
+        PRECISIONS Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
         compile_step describe median_of_counts run_script start_processes
     """,
     "implicit_attn.studies": """

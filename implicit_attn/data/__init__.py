@@ -15,8 +15,10 @@ from implicit_attn.data.sudoku_boards import (
     solve_sudoku,
     unique_puzzles,
 )
+from implicit_attn.data.text import HELP, TextData, load_text, ngram_loss
 
 __all__ = [
+    "HELP",
     "LOADERS",
     "Compose",
     "ImageData",
@@ -25,6 +27,7 @@ __all__ = [
     "RandomFlip",
     "SudokuData",
     "SudokuSymmetries",
+    "TextData",
     "batches",
     "board_counts",
     "epoch_generator",
@@ -34,6 +37,8 @@ __all__ = [
     "load_fashion_mnist",
     "load_mnist",
     "load_sudoku",
+    "load_text",
+    "ngram_loss",
     "read_idx",
     "read_list",
     "resolve_source",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from implicit_attn.training.claims import NotClaimed
 from implicit_attn.training.finite import NonFiniteLoss
+from implicit_attn.training.language import NextToken
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
 from implicit_attn.training.loop import Interrupted, Training
 from implicit_attn.training.processes import (
@@ -33,6 +34,7 @@ __all__ = [
     "CsvLog",
     "Interrupted",
     "Log",
+    "NextToken",
     "NonFiniteLoss",
     "NotClaimed",
     "Recipe",
