@@ -54,11 +54,12 @@ PUBLIC = {
         StepSize StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
-        ATTENTION_FORMS AttentionForm BACKBONES CRATE CausalAttention
-        EnergyTransformer EquilibriumTransformer HyperSET HyperSETEquilibrium ImageClassifier
-        LightNewtonAttention NewtonAttention PatchClassifier RecurrentBackbone RecurrentLayer
+        ATTENTION_FORMS AttentionForm BACKBONES CRATE CausalAttention CausalBlock
+        EnergyTransformer EquilibriumLanguageModel EquilibriumTransformer HyperSET
+        HyperSETEquilibrium ImageClassifier LanguageModel LightNewtonAttention NewtonAttention
+        PatchClassifier RecurrentBackbone RecurrentLayer
         SharedTransformer SpinClassifier SudokuModel Trajectory ViT build_attention_form
-        build_backbone build_model load_model
+        build_backbone build_model generate load_model
     """,
     "implicit_attn.data": """
         Compose HELP ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

@@ -11,6 +11,9 @@ from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
+from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLanguageModel
+from implicit_attn.models.language.language_model import LanguageModel
+from implicit_attn.models.language.sampling import generate
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
@@ -24,11 +27,14 @@ __all__ = [
     "CRATE",
     "AttentionForm",
     "CausalAttention",
+    "CausalBlock",
     "EnergyTransformer",
+    "EquilibriumLanguageModel",
     "EquilibriumTransformer",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
+    "LanguageModel",
     "LightNewtonAttention",
     "NewtonAttention",
     "PatchClassifier",
@@ -42,5 +48,6 @@ __all__ = [
     "build_attention_form",
     "build_backbone",
     "build_model",
+    "generate",
     "load_model",
 ]

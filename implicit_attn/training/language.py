@@ -18,15 +18,16 @@ class NextToken:
     """Prediction of each next symbol, measured by the loss in nats a symbol on fixed windows.
 
     The model maps numbers of symbols (B, n) to logits (B, n, V) of the symbols that follow each. An
-    epoch is about one pass over the training text: as many windows as there are disjoint ones, each
-    beginning at a random place, drawn anew for every batch. The validation windows are spread evenly
-    over the validation text.
+    epoch is about one pass over the training text: as many windows as there are disjoint ones, or
+    ``samples``, each beginning at a random place, drawn anew for every batch. The validation windows
+    are spread evenly over the validation text.
 
     Attributes:
         data: the text.
         length: n, symbols that a window shows.
         windows: number of validation windows; where the text holds fewer disjoint ones they overlap.
         batch: windows at once in the evaluation.
+        samples: training windows of an epoch; None: as many as there are disjoint ones.
 
     Raises:
         ValueError: a part of the text is shorter than ``length + 1``.
@@ -36,10 +37,13 @@ class NextToken:
     length: int
     windows: int = 256
     batch: int = 64
+    samples: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("length", "windows", "batch"):
             require_count(name, getattr(self, name))
+        if self.samples is not None:
+            require_count("samples", self.samples)
         for part in ("train", "validation"):
             held = len(getattr(self.data, part))
             if held <= self.length:
@@ -50,7 +54,8 @@ class NextToken:
     @property
     def inputs(self) -> Tensor:
         """Numbers (N,) of the windows of an epoch; :meth:`augmented` draws where they begin."""
-        return torch.arange(max(1, (len(self.data.train) - 1) // self.length))
+        number = self.samples or max(1, (len(self.data.train) - 1) // self.length)
+        return torch.arange(number, device=self.data.train.device)
 
     @property
     def targets(self) -> Tensor:

@@ -102,8 +102,8 @@ class CausalAttention(AttentionForm):
 
     Args:
         dim, heads, causal: as for ``AttentionForm``.
-        fused: use torch's fused attention; else the dense formula, which is what the other forms
-            begin with.
+        fused: use torch's fused attention, which has no second derivatives; else the dense formula,
+            which is what the other forms begin with.
 
     Source: Vaswani et al. (2017), https://arxiv.org/abs/1706.03762; as a gradient step Ren, Ouyang,
     Tang, Liu, "Transformers as Intrinsic Optimizers", https://arxiv.org/abs/2511.00907, theorem 3.
