@@ -32,6 +32,7 @@ from solvers.methods.gradient import GradientDescent
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
+from solvers.spins.gibbs import gibbs
 from solvers.spins.maps import SpinState, starting_state, tap_step
 from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
 from solvers.spins.solver import AdaptiveTAP
@@ -76,6 +77,7 @@ __all__ = [
     "adaptive_tap",
     "extreme_eigenvalues",
     "fixed_point",
+    "gibbs",
     "jacobian",
     "solve_linear",
     "spectral_radius",

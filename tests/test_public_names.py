@@ -21,14 +21,14 @@ PUBLIC = {
         GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
         Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
         SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
-        adaptive_tap extreme_eigenvalues fixed_point jacobian solve_linear spectral_radius
+        adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
         spectrum starting_state tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
     """,
     "implicit_attn": """
-        ActivationStep DEQ Energy EquilibriumBlock GradientStep Update __version__
+        ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
@@ -38,28 +38,36 @@ PUBLIC = {
     """,
     "implicit_attn.energies": """
         AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
-        DenseAssociative Energy EquilibriumEnergy Field
-        FunctionEnergy GELUFeedForward GatedFeedForward GatedLinearAttention Hopfield HyperSETEnergy
+        DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field FunctionEnergy
+        GELUFeedForward GatedFeedForward GatedLinearAttention HeadwiseEnergy HiddenPrior Hopfield
+        HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
-        Prepared Projection Quadratic RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
+        Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
         RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
         SpinInteraction Sum VectorSpin Weighted
     """,
+    "implicit_attn.energies.effective": """
+        BinaryPrior ConstantPrior EffectiveRBM ExponentialPrior HiddenPrior IsingPrior LaplacePrior
+        NormalPrior OneHotPrior PRIORS PoissonPrior ScalarPrior
+    """,
     "implicit_attn.updates": """
-        ActivationStep AdaptiveTAPAttention AttentionStep ConditionedStepSizes Couplings DescentStep
-        FunctionUpdate GradientStep HyperSETLayer HyperSETStep LowRankDeltas MeanFieldAttention
-        MixerAttention MomentumStep OnsagerNetwork PlainStepSizes SoftmaxCouplingAttention
-        StepSize StepSizes TokenMixer Update
+        ActivationStep AdaptiveTAPAttention AttentionStep ConditionedStepSizes Couplings
+        DescentStep FunctionUpdate GradientStep HyperSETLayer HyperSETStep LowRankDeltas
+        MeanFieldAttention MixerAttention MomentumStep OnsagerNetwork PlainStepSizes QueryDescent
+        SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
-        ATTENTION_FORMS AttentionForm BACKBONES CRATE CausalAttention CausalBlock
-        EnergyTransformer EquilibriumLanguageModel EquilibriumTransformer HyperSET
+        ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory CRATE CausalAttention CausalBlock
+        EnergyAttention EnergyTransformer EquilibriumLanguageModel EquilibriumTransformer HyperSET
         HyperSETEquilibrium ImageClassifier LanguageModel LightNewtonAttention NewtonAttention
-        PatchClassifier RecurrentBackbone RecurrentLayer
-        SharedTransformer SpinClassifier SudokuModel Trajectory ViT build_attention_form
-        build_backbone build_model generate load_model
+        PatchClassifier QueryTrajectory RecurrentBackbone RecurrentLayer SharedTransformer
+        SpinClassifier SudokuModel Trajectory ViT build_attention_form build_backbone build_model
+        fit_patterns generate load_model
+    """,
+    "implicit_attn.models.memories": """
+        BinaryMemory Fit fit_patterns
     """,
     "implicit_attn.data": """
         Compose HELP ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries

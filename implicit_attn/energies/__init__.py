@@ -10,6 +10,8 @@ from implicit_attn.energies.attention import (
 )
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
+from implicit_attn.energies.effective.prior import HiddenPrior
+from implicit_attn.energies.effective.rbm import EffectiveRBM
 from implicit_attn.energies.energy import Energy, Scaled, Select, Sum, Weighted
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
@@ -18,6 +20,7 @@ from implicit_attn.energies.feedforward import (
     SoftmaxFeedForward,
 )
 from implicit_attn.energies.heads.inputs import AttentionInput
+from implicit_attn.energies.heads.query_energy import HeadwiseEnergy, QueryEnergy
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.energies.lagrangians import (
@@ -52,6 +55,7 @@ __all__ = [
     "ConditionalAttention",
     "Couplings",
     "DenseAssociative",
+    "EffectiveRBM",
     "Energy",
     "EquilibriumEnergy",
     "Field",
@@ -59,6 +63,8 @@ __all__ = [
     "GELUFeedForward",
     "GatedFeedForward",
     "GatedLinearAttention",
+    "HeadwiseEnergy",
+    "HiddenPrior",
     "Hopfield",
     "HyperSETEnergy",
     "IdentityLagrangian",
@@ -70,6 +76,7 @@ __all__ = [
     "Prepared",
     "Projection",
     "Quadratic",
+    "QueryEnergy",
     "RMSNorm",
     "RMSNormLagrangian",
     "ReLUFeedForward",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.projected import TokenEnergy
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples, sum_squares
-from solvers.core.checks import require_positive
+from solvers.core.checks import require_count, require_positive
+
+LARGEST_MIXTURE = 1_000_000  # components of a density at a lower temperature
 
 
 class PatternEnergy(TokenEnergy):
@@ -55,13 +61,26 @@ class Hopfield(PatternEnergy):
     Gradient ``z - X^T softmax(beta X z)``. A unit step is softmax attention with the patterns as keys
     and values, and never raises the energy.
 
+    At temperature 1 / beta the energy of one token is a density, a mixture of Gaussians around the
+    patterns, in which long patterns weigh more::
+
+        p(z) = exp(-beta E(z)) / Z = sum_mu w_mu N(z; x_mu, I / beta),   w = softmax_mu(beta |x_mu|^2 / 2)
+        log Z = d/2 log(2 pi / beta) + log sum_mu exp(beta |x_mu|^2 / 2)
+
+    The unit step is the mean of the pattern that z came from, given z: the best denoiser of
+    ``x_mu + N(0, I / beta)`` (Tweedie's formula, ``z + beta^-1 d log p / dz``). At ``1 / (k beta)``, k an
+    integer (``cooling``), the density is a mixture over the means of k patterns, each of k from all;
+    other temperatures have no closed form.
+
     Shapes and other arguments as for ``PatternEnergy``.
 
     Args:
         beta: inverse temperature, > 0.
 
     Source: Ramsauer et al., "Hopfield Networks is All You Need", https://arxiv.org/abs/2008.02217,
-    equations 2 and 3, without the constant.
+    equations 2 and 3, without the constant; Bal, "An Energy-Based Perspective on Attention Mechanisms
+    in Transformers" (2020), https://mcbal.github.io/post/an-energy-based-perspective-on-attention-mechanisms-in-transformers/,
+    for the mixture.
     """
 
     def __init__(self, patterns: Tensor, *, beta: float = 1.0, learnable: bool = False) -> None:
@@ -83,6 +102,87 @@ class Hopfield(PatternEnergy):
     def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
         share = (y * self.beta).softmax(-1)
         return -share, share * ((share * v).sum(-1, keepdim=True) - v) * self.beta
+
+    def log_partition(self, cooling: int = 1) -> Tensor:
+        """``log Z`` of one token at temperature ``1 / (cooling beta)``, a scalar, differentiable.
+
+        Args:
+            cooling: an integer k >= 1; ``Z`` is then a sum over all multisets of k patterns.
+
+        Raises:
+            ValueError: there are more than a million of these.
+        """
+        logits, _ = self._mixture(cooling)
+        volume = 0.5 * self.dim * math.log(2 * math.pi / (cooling * self.beta))
+        return logits.logsumexp(0) + volume
+
+    def log_prob(self, z: Tensor, cooling: int = 1) -> Tensor:
+        """``log p(z)`` at temperature ``1 / (cooling beta)``, differentiable by z and the patterns.
+
+        Args:
+            z: (..., d), each token on its own.
+            cooling: as for :meth:`log_partition`.
+
+        Returns:
+            (...), in float32 or wider.
+        """
+        if not isinstance(z, Tensor) or not z.is_floating_point() or z.shape[-1:] != (self.dim,):
+            got = (z.dtype, tuple(z.shape)) if isinstance(z, Tensor) else type(z).__name__
+            raise ValueError(f"z must be a floating tensor (..., {self.dim}), got {got}")
+        log_partition = self.log_partition(cooling)
+        wide, patterns = (t.to(log_partition.dtype) for t in (z, self.patterns))
+        attention = (self.beta * wide @ patterns.mT).logsumexp(-1)
+        return cooling * (attention - 0.5 * self.beta * wide.square().sum(-1)) - log_partition
+
+    @torch.no_grad()
+    def sample(
+        self, count: int, generator: torch.Generator | None = None, cooling: int = 1
+    ) -> Tensor:
+        """Independent draws from ``p`` at temperature ``1 / (cooling beta)``; no gradients.
+
+        Args:
+            count: number of draws n.
+            generator: on the device of the patterns; None: PyTorch's own.
+            cooling: as for :meth:`log_partition`.
+
+        Returns:
+            (n, d), dtype of the patterns.
+        """
+        require_count("count", count)
+        logits, centers = self._mixture(cooling)
+        # Not multinomial, which takes no more than 2^24 categories and rounds in float32.
+        shares = logits.double().softmax(0).cumsum(0)
+        draws = torch.rand(count, generator=generator, device=logits.device, dtype=torch.float64)
+        chosen = torch.searchsorted(shares, draws * shares[-1]).clamp_max(len(shares) - 1)
+        centers = centers[chosen]
+        noise = torch.randn(
+            centers.shape, generator=generator, device=centers.device, dtype=centers.dtype
+        )
+        return (centers + noise / math.sqrt(cooling * self.beta)).to(self.patterns.dtype)
+
+    def _mixture(self, cooling: int) -> Pair:
+        """Unnormalised log weights (T,) and centres (T, d) of the Gaussians, in float32 or wider."""
+        count = len(self.patterns)
+        size = math.comb(count + require_count("cooling", cooling) - 1, cooling)
+        if size > LARGEST_MIXTURE:
+            raise ValueError(
+                f"cooling={cooling} with {count} patterns makes a mixture of {size} Gaussians, more "
+                f"than {LARGEST_MIXTURE}"
+            )
+        patterns = self.patterns.to(accumulation_dtype(self.patterns.dtype))
+        if cooling == 1:
+            return 0.5 * self.beta * patterns.square().sum(-1), patterns
+        multisets = itertools.combinations_with_replacement(range(count), cooling)  # each sorted
+        flat = np.fromiter(itertools.chain.from_iterable(multisets), np.int64, size * cooling)
+        members = torch.from_numpy(flat).view(size, cooling).to(patterns.device)
+        centers = patterns[members].mean(1)
+        # cooling! / prod_mu n_mu! orders of a multiset: the product of each member's rank in its run.
+        rank = torch.ones_like(members[:, 0])
+        orders = torch.full_like(centers[:, 0], math.lgamma(cooling + 1))
+        for before, after in zip(members.mT, members.mT[1:], strict=False):
+            rank = torch.where(before == after, rank + 1, 1)
+            orders = orders - rank.to(orders.dtype).log()
+        return orders + 0.5 * cooling * self.beta * centers.square().sum(-1), centers
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, beta={self.beta:.4g}"

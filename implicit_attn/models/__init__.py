@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from implicit_attn.models.attention.causal import AttentionForm, CausalAttention
+from implicit_attn.models.attention.energy_attention import EnergyAttention, QueryTrajectory
 from implicit_attn.models.attention.forms import ATTENTION_FORMS, build_attention_form
 from implicit_attn.models.attention.light import LightNewtonAttention
 from implicit_attn.models.attention.newton import NewtonAttention
@@ -14,6 +15,7 @@ from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.language.sampling import generate
+from implicit_attn.models.memories import BinaryMemory, fit_patterns
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
@@ -26,8 +28,10 @@ __all__ = [
     "BACKBONES",
     "CRATE",
     "AttentionForm",
+    "BinaryMemory",
     "CausalAttention",
     "CausalBlock",
+    "EnergyAttention",
     "EnergyTransformer",
     "EquilibriumLanguageModel",
     "EquilibriumTransformer",
@@ -38,6 +42,7 @@ __all__ = [
     "LightNewtonAttention",
     "NewtonAttention",
     "PatchClassifier",
+    "QueryTrajectory",
     "RecurrentBackbone",
     "RecurrentLayer",
     "SharedTransformer",
@@ -48,6 +53,7 @@ __all__ = [
     "build_attention_form",
     "build_backbone",
     "build_model",
+    "fit_patterns",
     "generate",
     "load_model",
 ]

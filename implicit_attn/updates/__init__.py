@@ -12,6 +12,7 @@ from implicit_attn.updates.mean_field import (
     OnsagerNetwork,
 )
 from implicit_attn.updates.momentum import DescentStep, MomentumStep
+from implicit_attn.updates.query_descent import QueryDescent
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
@@ -37,6 +38,7 @@ __all__ = [
     "MomentumStep",
     "OnsagerNetwork",
     "PlainStepSizes",
+    "QueryDescent",
     "SoftmaxCouplingAttention",
     "StepSize",
     "StepSizes",

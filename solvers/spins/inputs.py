@@ -84,3 +84,38 @@ def _check_values(couplings: Tensor, field: Tensor) -> None:
             f"{float(apart.max())} between couplings[{first}, {second}] and the transpose of "
             f"couplings[{second}, {first}]; use (J + J.permute(1, 0, 3, 2)) / 2"
         )
+
+
+def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of clamped sites (B, N, d), zero elsewhere, and where they are clamped, (B, N) bool.
+
+    ``given`` is a pair of values (N, d) or (B, N, d) and of bools (N,) or (B, N); ``field`` (B, N, d).
+    Gradients flow to the values.
+    """
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise TypeError(f"given must be a pair (values, clamped) of tensors, got {type(given)}")
+    shape, (values, clamped) = field.shape, given
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        what = values.dtype if isinstance(values, Tensor) else type(values)
+        raise TypeError(f"given must hold values of a floating dtype first, got {what}")
+    if not isinstance(clamped, Tensor) or clamped.dtype != torch.bool:
+        what = clamped.dtype if isinstance(clamped, Tensor) else type(clamped)
+        raise TypeError(f"given must hold a bool tensor (B, N) second, got {what}")
+    if values.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"given must hold values of the shape {tuple(shape)}, got {tuple(values.shape)}"
+        )
+    if clamped.shape not in (shape[:2], shape[1:2]):
+        raise ValueError(
+            f"given must hold bools of the shape {tuple(shape[:2])}, got {tuple(clamped.shape)}"
+        )
+    if values.device != field.device or clamped.device != field.device:
+        raise TypeError(
+            f"given must be on {field.device}, got {values.device} and {clamped.device}"
+        )
+    clamped = clamped.expand(shape[:2])
+    # Values of free sites, NaN for example, take no part in anything.
+    values = torch.where(clamped.unsqueeze(-1), values.to(field.dtype), 0.0)
+    if not bool(torch.isfinite(values.detach()).all()):
+        raise ValueError("given must hold finite values at the clamped sites")
+    return values, clamped

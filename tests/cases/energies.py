@@ -17,6 +17,7 @@ from implicit_attn.energies import (
     ConditionalAttention,
     Couplings,
     DenseAssociative,
+    EffectiveRBM,
     Energy,
     EquilibriumEnergy,
     Field,
@@ -24,12 +25,14 @@ from implicit_attn.energies import (
     GatedFeedForward,
     GatedLinearAttention,
     GELUFeedForward,
+    HeadwiseEnergy,
     Hopfield,
     HyperSETEnergy,
     IsingLagrangian,
     Lagrangian,
     LinearAttention,
     Quadratic,
+    QueryEnergy,
     ReLUFeedForward,
     RMSNorm,
     SigmoidAttention,
@@ -42,6 +45,7 @@ from implicit_attn.energies import (
 )
 from implicit_attn.energies.feedforward import MemoryEnergy
 from implicit_attn.energies.heads.inputs import PairPattern
+from solvers import SphericalSite
 
 
 class EnergyCase(NamedTuple):
@@ -107,6 +111,12 @@ def _classical(dim: int) -> Energy:
     return ClassicalHopfield(torch.randn(5, dim) / dim**0.5, bias=torch.randn(dim), learnable=True)
 
 
+def _machine(hidden: Any, dim: int, units: tuple[int, ...] = (6,), **options: Any) -> Energy:
+    """Weights so small that the fields of random tokens stay where every law has its moments."""
+    bias = torch.randn(dim) if options.get("learnable") else None
+    return EffectiveRBM(0.05 * torch.randn(*units, dim), hidden, bias=bias, **options)
+
+
 def _spins(site: Lagrangian, dim: int, **options: Any) -> Energy:
     return VectorSpin(Couplings(COUNT, dim, **options), site)
 
@@ -142,6 +152,8 @@ def _cases() -> list[EnergyCase]:
         EnergyCase("dense-3", partial(_patterns, DenseAssociative), False),
         EnergyCase("dense-exp", partial(_patterns, DenseAssociative, power="exp"), False),
         EnergyCase("classical", _classical, False),
+        EnergyCase("headwise", lambda dim: HeadwiseEnergy(_patterns(Hopfield, dim // 2), 2), False),
+        EnergyCase("queries-cross", partial(_attention, QueryEnergy, heads=2, beta=(0.4, 2)), True),
         EnergyCase("spins", lambda dim: SpinInteraction(Couplings(COUNT, dim)), False, True),
     ]
     sites: list[tuple[str, Lagrangian, dict[str, Any]]] = [
@@ -152,6 +164,19 @@ def _cases() -> list[EnergyCase]:
     ]
     for name, site, options in sites:
         cases.append(EnergyCase(f"spins-{name}", partial(_spins, site, **options), True, True))
+    laws: list[tuple[str, Any, dict[str, Any]]] = [
+        ("normal", "normal", {"learnable": True, "visible": "normal"}),
+        ("poisson", "poisson", {}),
+        ("ising", "ising", {"learnable": True, "visible": "ising"}),
+        ("binary", "binary", {"visible": "normal"}),
+        ("exponential", "exponential", {"learnable": True, "visible": "normal"}),
+        ("laplace", "laplace", {"visible": "normal"}),
+        ("one-hot", "one-hot", {"units": (2, 3), "visible": "normal"}),
+        ("constant", "constant", {}),
+        ("sphere", SphericalSite(), {"units": (2, 3), "visible": "normal"}),
+    ]
+    for name, law, options in laws:
+        cases.append(EnergyCase(f"rbm-{name}", partial(_machine, law, **options), False))
     attentions: list[tuple[str, Callable[..., Energy], dict[str, Any], bool]] = [
         ("bisoftmax", BiSoftmaxAttention, {}, False),
         ("bisoftmax-causal", BiSoftmaxAttention, {"causal": True}, False),

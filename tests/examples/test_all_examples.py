@@ -31,7 +31,11 @@ ARGUMENTS: dict[str, list[str]] = {
     ],
     "wrap_your_energy.py": ["--steps", "40"],
 }  # fmt: skip
-ELSEWHERE = {"language_model.py", "mnist_spins.py"}  # run by tests of their own
+ELSEWHERE = {
+    "hopfield_density.py",
+    "language_model.py",
+    "mnist_spins.py",
+}  # run by tests of their own
 NEEDS = {
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
     "sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -96,7 +97,8 @@ class HasTemperatures(nn.Module):
 
     @beta.setter
     def beta(self, beta: Beta) -> None:
-        self.temperatures.set(beta, next(self.parameters()))
+        like = next(chain(self.parameters(), self.buffers()), torch.zeros(()))
+        self.temperatures.set(beta, like)
         self._renew()
 
     def _renew(self) -> None:

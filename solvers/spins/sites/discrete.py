@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from solvers.core.modes import without_autocast
+from solvers.spins.inputs import as_wide
 from solvers.spins.sites.site import Site
 
 
@@ -38,6 +40,19 @@ class IsingSite(Site):
         # 4 sigma(2h) sigma(-2h) keeps its digits where tanh h is 1 to rounding.
         return (4 * torch.sigmoid(2 * field) * torch.sigmoid(-2 * field)).unsqueeze(-1)
 
+    @torch.no_grad()
+    def sample(
+        self,
+        field: Tensor,
+        generator: torch.Generator | None = None,
+        variance: Tensor | None = None,
+    ) -> Tensor:
+        """``+1`` with probability ``1 / (1 + exp(-2h))``; V drops out."""
+        _check_scalar(field)
+        up = torch.sigmoid(2 * as_wide(field))
+        drawn = torch.rand(up.shape, generator=generator, dtype=up.dtype, device=up.device)
+        return torch.where(drawn < up, 1.0, -1.0).to(field.dtype)
+
 
 class PottsSite(Site):
     """One of d states, one-hot, with equal prior weights::
@@ -62,6 +77,34 @@ class PottsSite(Site):
         outside = products * (1 - unit)
         # m_a (1 - m_a) as a sum over the other states: exact also where m_a is 1 to rounding.
         return mean, torch.diag_embed(outside.sum(-1)) - outside
+
+    @torch.no_grad()
+    def sample(
+        self,
+        field: Tensor,
+        generator: torch.Generator | None = None,
+        variance: Tensor | None = None,
+    ) -> Tensor:
+        """State a with probability ``softmax(h + diag(V)/2)_a``, one-hot."""
+        with without_autocast(field.device.type):
+            logits = as_wide(field)
+            if variance is not None:
+                logits = _logits(logits, as_wide(variance))
+            states = draw_states(logits.movedim(-1, 0), generator)
+        return F.one_hot(states, field.shape[-1]).to(field.dtype)
+
+
+def draw_states(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    """States (...) with probabilities ``softmax(logits)`` over dim 0 of (d, ...), by inversion.
+
+    One uniform number a draw. The states lie along dim 0 so that every operation runs over the draws.
+    """
+    reached = (logits - logits.amax(0)).exp_().cumsum(0)
+    drawn = torch.rand(
+        logits.shape[1:], generator=generator, dtype=logits.dtype, device=logits.device
+    )
+    # "<=" and a last state that is not compared: a state without weight is never drawn.
+    return (reached[:-1] <= drawn * reached[-1]).sum(0)
 
 
 def _logits(field: Tensor, variance: Tensor) -> Tensor:

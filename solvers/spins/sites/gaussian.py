@@ -7,6 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from solvers.core.modes import without_autocast
+from solvers.spins.inputs import as_wide
 from solvers.spins.sites.site import Site
 
 
@@ -55,6 +57,31 @@ class GaussianSite(Site):
     def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         covariance = self.covariance(field, variance)
         return (covariance @ field.unsqueeze(-1)).squeeze(-1), covariance
+
+    @torch.no_grad()
+    def sample(
+        self,
+        field: Tensor,
+        generator: torch.Generator | None = None,
+        variance: Tensor | None = None,
+    ) -> Tensor:
+        """``mean + A (I - A^T V A)^-T/2 e``, e standard normal; NaN where the site does not exist."""
+        with without_autocast(field.device.type):
+            h = as_wide(field)
+            drawn = torch.randn(h.shape, generator=generator, dtype=h.dtype, device=h.device)
+            zero = h.new_zeros(h.shape[-2], h.shape[-1], h.shape[-1])
+            half, factor = self._factors(h, zero if variance is None else as_wide(variance))
+            inner, drawn = half.mT @ h.unsqueeze(-1), drawn.unsqueeze(-1)
+            if variance is None:
+                inner = inner + drawn
+            else:  # the covariance is A F^-T F^-1 A^T with F F^T = I - A^T V A
+                inner = torch.linalg.solve_triangular(factor, inner, upper=False) + drawn
+                inner = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
+            return (half @ inner).squeeze(-1).to(field.dtype)
+
+    def at(self, index: int) -> GaussianSite:
+        """The Gaussian of site ``index`` alone."""
+        return self if self.sigma.dim() == 2 else GaussianSite(self.sigma[index].detach())
 
     def _factors(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """``A`` and the Cholesky factor of ``I - A^T V A``, NaN where that is indefinite."""

@@ -18,6 +18,7 @@ class Site(nn.Module):
 
     A subclass must define ``log_partition`` alone; mean and covariance then come by automatic
     differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
+    :func:`solvers.gibbs` also asks for ``sample`` and, where the sites differ, for ``at``.
 
     Class attributes:
         field_dependent: the covariance depends on the field; only Gaussian sites say False, and are
@@ -50,6 +51,34 @@ class Site(nn.Module):
             return self.mean(field, variance), self.covariance(field, variance)
         mean, covariance = self._derivatives(field, variance, 2)
         return mean, covariance
+
+    def sample(
+        self,
+        field: Tensor,
+        generator: torch.Generator | None = None,
+        variance: Tensor | None = None,
+    ) -> Tensor:
+        """One independent draw of every site from ``rho(S) exp(h.S + 1/2 S^T V S)``; no gradients.
+
+        Args:
+            field: ``h`` (..., N, d).
+            generator: of the draws, on the device of ``field``; None: the global one.
+            variance: ``V`` (..., N, d, d); None: 0.
+
+        Returns:
+            (..., N, d), dtype of ``field``.
+
+        Raises:
+            NotImplementedError: where the site, or the site at this ``variance``, has no sampler.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot draw samples: it must define sample(field, generator, "
+            "variance=None)"
+        )
+
+    def at(self, index: int) -> Site:
+        """The distribution of site ``index`` alone; itself, unless the sites differ."""
+        return self
 
     def _derivatives(self, field: Tensor, variance: Tensor, order: int) -> list[Tensor]:
         """Mean, and covariance for ``order`` 2, by autograd; NaN where log Z is not finite."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from solvers.core.checks import require_flag, require_positive
+from solvers.core.modes import without_autocast
+from solvers.spins.inputs import as_wide
 from solvers.spins.sites.bingham import LogPartition, Moments, eigen, saddle_point
+from solvers.spins.sites.directions import draw_directions
 from solvers.spins.sites.site import Site
 
 
@@ -58,6 +63,32 @@ class SphericalSite(Site):
         if self.large_dimension:
             return _saddle(field, variance, self._rho(field))[1:]
         return Moments.apply(field, _unless_zero(variance), self._rho(field))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        field: Tensor,
+        generator: torch.Generator | None = None,
+        variance: Tensor | None = None,
+    ) -> Tensor:
+        """A draw from the sphere itself (also with ``large_dimension``), by Wood's rejection.
+
+        Raises:
+            NotImplementedError: for a V that is not zero.
+
+        Source: Wood (1994), "Simulation of the von Mises Fisher distribution",
+        https://doi.org/10.1080/03610919408813161.
+        """
+        if variance is not None and bool(variance.any()):
+            raise NotImplementedError(
+                "SphericalSite draws samples at variance 0 only (von Mises and Fisher), got a variance "
+                "that is not zero"
+            )
+        radius = math.sqrt(self._rho(field))
+        with without_autocast(field.device.type):
+            flat = as_wide(field).reshape(-1, field.shape[-1])
+            drawn = radius * draw_directions(radius * flat, generator)
+        return drawn.view_as(field).to(field.dtype)
 
     def _rho(self, field: Tensor) -> float:
         """``radius^2``."""

@@ -1,0 +1,221 @@
+"""Gibbs sampling of coupled sites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from solvers.core.checks import require_count, require_instance
+from solvers.core.modes import without_autocast
+from solvers.spins.inputs import as_matrix, as_wide, check_inputs, read_given
+from solvers.spins.response import is_definite
+from solvers.spins.sites.discrete import PottsSite, draw_states
+from solvers.spins.sites.site import Site
+
+# Costs by which a way of computing a Potts site's field is chosen, in units of one number that is
+# looked up and added: a number multiplied in a matrix product, the call of an operation.
+PRODUCT, CALL = 0.08, 12_000
+
+
+@torch.no_grad()
+def gibbs(
+    couplings: Tensor,
+    field: Tensor,
+    *,
+    site: Site,
+    sweeps: int,
+    chains: int | None = None,
+    generator: torch.Generator | None = None,
+    start: Tensor | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    r"""Samples of coupled sites by Gibbs sampling, in many independent chains at once.
+
+    For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)``, one sweep draws every
+    site in its turn from its distribution under the current field of the others::
+
+        S_i ~ rho(S_i) exp(h_i.S_i),   h_i = x_i + sum_j J_ij S_j
+
+    The law of the chains approaches P with the number of sweeps; how many it takes depends on the
+    couplings. Compare the mean energy after one, two and four times as many.
+
+    Args:
+        couplings: ``J`` (N, N, d, d), zero blocks ``J_ii``, ``J_ij^{ab} = J_ji^{ba}``.
+        field: ``x`` (N, d) of all chains, or (chains, N, d) or (1, N, d), like ``couplings``.
+        site: distribution of a single site; it must be able to ``sample``.
+        sweeps: number of times that every site is drawn.
+        chains: number of independent chains; None: that of ``start``, else of ``field``.
+        generator: of the draws, on the device of ``field``; None: the global one.
+        start: (chains, N, d) or (1, N, d) states; None: draws of the sites without couplings.
+        given: a pair of values (N, d) or (chains, N, d) and of bools (N,) or (chains, N): where True,
+            the site is clamped to its value. The chains then sample the others, given these.
+
+    Returns:
+        The last states (chains, N, d), without gradients. Where the couplings of many Potts chains are
+        few, it takes time proportional to the number of coupled pairs.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, naming the argument; for Gaussian sites
+            whose couplings are too strong for a model to exist.
+        NotImplementedError: the site cannot draw samples.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> samples = gibbs(J, x, site=IsingSite(), sweeps=100, chains=1000, generator=generator)
+        >>> samples.mean(0)  # <S_i> (N, d)
+
+    Source: S. Geman, D. Geman (1984), "Stochastic relaxation, Gibbs distributions, and the Bayesian
+    restoration of images", https://doi.org/10.1109/TPAMI.1984.4767596.
+    """
+    require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
+    require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
+    require_count("sweeps", sweeps)
+    shape, field = _shape(couplings, field, chains, start)
+    check_inputs(couplings, field, None)
+    _check_exists(couplings, field, site)
+    clamped = None
+    with without_autocast(field.device.type):
+        x = as_wide(field)
+        state = site.sample(x.expand(shape), generator)
+        if start is not None:
+            state = _read_start(start, x, shape, site)
+        if given is not None:
+            values, clamped = read_given(given, x.expand(shape))
+            _check_colours("given", values[clamped], site)
+            state = torch.where(clamped.unsqueeze(-1), values, state)
+        matrix = as_matrix(couplings)
+        sweep = _look_up if _is_sparse(matrix, shape, site) else _multiply
+        return sweep(state, x, matrix, site, sweeps, generator, clamped).to(field.dtype)
+
+
+def _multiply(
+    state: Tensor,
+    field: Tensor,
+    matrix: Tensor,
+    site: Site,
+    sweeps: int,
+    generator: torch.Generator | None,
+    clamped: Tensor | None,
+) -> Tensor:
+    """Sweeps for any site: the field of the others by a matrix product."""
+    chains, sites, dim = state.shape
+    flat = state.flatten(1).clone()
+    alone = [site.at(i) for i in range(sites)]
+    free = _free(clamped, sites)
+    for _ in range(sweeps):
+        for i in free:
+            own = slice(i * dim, (i + 1) * dim)
+            h = field[:, i] + flat @ matrix[:, own]
+            drawn = alone[i].sample(h.unsqueeze(1), generator).view(chains, dim)
+            if clamped is not None:
+                drawn = torch.where(clamped[:, i, None], flat[:, own], drawn)
+            flat[:, own] = drawn
+    return flat.view_as(state)
+
+
+def _look_up(
+    state: Tensor,
+    field: Tensor,
+    matrix: Tensor,
+    site: Site,
+    sweeps: int,
+    generator: torch.Generator | None,
+    clamped: Tensor | None,
+) -> Tensor:
+    """Sweeps for Potts sites: states are numbers, which select columns of the coupled sites' blocks."""
+    chains, sites, dim = state.shape
+    blocks = matrix.view(sites, dim, sites, dim).transpose(1, 2)
+    neighbours = [torch.nonzero(row).flatten().tolist() for row in _coupled(matrix, sites)]
+    columns = [[blocks[i, j].contiguous() for j in row] for i, row in enumerate(neighbours)]
+    x = field.permute(1, 2, 0)  # (N, d, chains): operations run over the chains
+    colours = state.argmax(-1).T.contiguous()
+    free = _free(clamped, sites)
+    for _ in range(sweeps):
+        for i in free:
+            h = x[i].expand(dim, chains).clone()
+            for block, j in zip(columns[i], neighbours[i], strict=True):
+                h += block.index_select(1, colours[j])
+            drawn = draw_states(h, generator)
+            colours[i] = drawn if clamped is None else torch.where(clamped[:, i], colours[i], drawn)
+    return F.one_hot(colours.T, dim)
+
+
+def _free(clamped: Tensor | None, sites: int) -> list[int]:
+    """Sites that are drawn in some chain."""
+    if clamped is None:
+        return list(range(sites))
+    return torch.nonzero(~clamped.all(0)).flatten().tolist()
+
+
+def _coupled(matrix: Tensor, sites: int) -> Tensor:
+    """(N, N) bool: the block is not zero."""
+    dim = len(matrix) // sites
+    return (matrix != 0).view(sites, dim, sites, dim).transpose(1, 2).flatten(2).any(2)
+
+
+def _is_sparse(matrix: Tensor, shape: tuple[int, int, int], site: Site) -> bool:
+    """Whether looking up the neighbours' columns costs less than a matrix product."""
+    chains, sites, dim = shape
+    if type(site) is not PottsSite:
+        return False
+    neighbours = float(_coupled(matrix, sites).sum()) / sites
+    return neighbours * (chains * dim + CALL) < PRODUCT * sites * dim * chains * dim
+
+
+def _check_exists(couplings: Tensor, field: Tensor, site: Site) -> None:
+    """Gaussian sites: the joint distribution can be normalised."""
+    if site.field_dependent:
+        return
+    zero = as_wide(field[:1])
+    variance = zero.new_zeros(*zero.shape, zero.shape[-1])
+    if not bool(is_definite(site.covariance(zero, variance), variance, as_matrix(couplings)).all()):
+        raise ValueError(
+            "couplings are too strong: the inverse covariance of the sites minus the couplings must be "
+            "positive definite"
+        )
+
+
+def _shape(
+    couplings: Tensor, field: Tensor, chains: int | None, start: Tensor | None
+) -> tuple[tuple[int, int, int], Tensor]:
+    """(chains, N, d), and the field as (1 or chains, N, d)."""
+    for name, value in (("couplings", couplings), ("field", field)):
+        require_instance(name, value, Tensor, "a tensor")
+    if field.dim() not in (2, 3) or 0 in field.shape:
+        raise ValueError(
+            f"field must have the shape (N, d) or (chains, N, d), none of them 0, got "
+            f"{tuple(field.shape)}"
+        )
+    field = field.unsqueeze(0) if field.dim() == 2 else field
+    if chains is None:
+        many = start if isinstance(start, Tensor) and start.dim() == 3 else field
+        chains = max(many.shape[0], field.shape[0])
+    shape = (require_count("chains", chains), field.shape[1], field.shape[2])
+    if len(field) not in (1, chains):
+        raise ValueError(f"field must be one for all or for {chains} chains, got {len(field)}")
+    return shape, field
+
+
+def _read_start(start: Any, field: Tensor, shape: tuple[int, int, int], site: Site) -> Tensor:
+    """States that broadcast to (chains, N, d): finite, one-hot for Potts sites."""
+    require_instance("start", start, Tensor, "a tensor", optional=False)
+    if start.dim() != 3 or start.shape not in (shape, (1, *shape[1:])):
+        raise ValueError(f"start must have the shape {shape}, got {tuple(start.shape)}")
+    if start.device != field.device:
+        raise TypeError(f"start must be on {field.device}, got {start.device}")
+    states = start.to(field.dtype)
+    if not bool(states.isfinite().all()):
+        raise ValueError("start must be finite, got NaN or infinity")
+    _check_colours("start", states, site)
+    return states.expand(shape)
+
+
+def _check_colours(name: str, states: Tensor, site: Site) -> None:
+    """Potts sites are in one state each; ``states`` (..., d)."""
+    if isinstance(site, PottsSite):
+        one_hot = ((states == 0) | (states == 1)).all(-1) & (states.sum(-1) == 1)
+        if not bool(one_hot.all()):
+            raise ValueError(f"{name} must be one-hot for Potts sites")

@@ -1,0 +1,228 @@
+"""Draws from single sites and Gibbs sampling of coupled ones, against exact moments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.spin_models import (
+    as_matrix,
+    couplings,
+    enumerate_moments,
+    fields,
+    generator,
+    ising_states,
+    potts_states,
+)
+from solvers import GaussianSite, IsingSite, PottsSite, Site, SphericalSite, gibbs
+
+F64 = torch.float64
+CHAINS = 8_000
+ERRORS = 4.5  # standard errors of a mean that are allowed
+
+
+class OtherPotts(PottsSite):
+    """Potts sites that are sampled by matrix products."""
+
+
+def assert_moments(samples: Tensor, mean: Tensor, covariance: Tensor) -> None:
+    """Mean (n,) and covariance (n, n) of samples (K, n), each within its own standard errors."""
+    assert samples.isfinite().all()
+    around = samples - mean
+    products = around.unsqueeze(-1) * around.unsqueeze(-2)
+    for got, wanted in ((samples, mean), (products, covariance)):
+        error = (got.mean(0) - wanted).abs()
+        allowed = ERRORS * got.std(0) / math.sqrt(len(samples)) + 1e-6
+        assert (error <= allowed).all(), (error / allowed).max()
+
+
+def gaussian(dim: int, sites: int | None = None) -> GaussianSite:
+    shape = (dim, dim) if sites is None else (sites, dim, dim)
+    half = torch.randn(*shape, generator=generator(5), dtype=F64)
+    return GaussianSite(half @ half.mT / dim + 0.5 * torch.eye(dim, dtype=F64))
+
+
+SITES: list[tuple[str, Site, int, bool]] = [
+    ("ising", IsingSite(), 1, True),
+    ("potts", PottsSite(), 3, True),
+    ("gaussian", gaussian(3), 3, True),
+    ("gaussian each", gaussian(2, 3), 2, True),
+    ("sphere", SphericalSite(), 3, False),
+    ("circle of radius 1.3", SphericalSite(1.3), 2, False),
+    ("sphere in 20 dimensions", SphericalSite(), 20, False),
+    ("large dimension", SphericalSite(large_dimension=True), 4, False),
+]
+CASES = pytest.mark.parametrize(
+    ("site", "dim", "varies"), [case[1:] for case in SITES], ids=[case[0] for case in SITES]
+)
+
+
+@CASES
+def test_draws_have_the_moments_of_the_site(site: Site, dim: int, varies: bool) -> None:
+    field = torch.randn(3, dim, generator=generator(1), dtype=F64)
+    field[1] *= 3.0
+    raw = 0.2 * torch.randn(3, dim, dim, generator=generator(2), dtype=F64)
+    variance = (raw + raw.mT) / 2 if varies else torch.zeros_like(raw)
+    exact = SphericalSite(site.radius) if isinstance(site, SphericalSite) else site
+    mean, covariance = exact.moments(field[None], variance[None])
+    many = field.expand(CHAINS, 3, dim)
+    for given in (variance.expand(CHAINS, 3, dim, dim), None):
+        if given is None:
+            mean, covariance = exact.moments(field[None], 0 * variance[None])
+        drawn = site.sample(many, generator(3), given)
+        assert drawn.shape == many.shape and drawn.dtype == F64 and not drawn.requires_grad
+        for i in range(3):
+            assert_moments(drawn[:, i], mean[0, i], covariance[0, i])
+
+
+@pytest.mark.parametrize("dim", [2, 3, 30])
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e3, 1e9])
+def test_points_lie_on_the_sphere_in_any_field(dim: int, size: float) -> None:
+    field = torch.full((5, 1, dim), size / math.sqrt(dim), dtype=torch.float32)
+    drawn = SphericalSite(2.0).sample(field, generator(0))
+    torch.testing.assert_close(drawn.norm(dim=-1), torch.full((5, 1), 2.0))
+    if size > 1e6:
+        torch.testing.assert_close(drawn, 2 * field / size, rtol=1e-2, atol=0)
+    else:
+        assert (drawn[0] - drawn[1]).norm() > 1e-3
+
+
+def test_a_state_without_weight_is_never_drawn() -> None:
+    field = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).expand(CHAINS, 1, 5)
+    counts = PottsSite().sample(field, generator(0)).sum((0, 1))
+    assert counts[[0, 2, 4]].tolist() == [0, 0, 0] and (counts[[1, 3]] > 0.45 * CHAINS).all()
+
+
+def test_a_site_without_sampler_says_so() -> None:
+    class Bare(Site):
+        def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+            return field.square().sum(-1)
+
+    with pytest.raises(NotImplementedError, match="Bare cannot draw samples"):
+        gibbs(
+            couplings(2, 2, 0.1, generator(0)), torch.zeros(2, 2, dtype=F64), site=Bare(), sweeps=1
+        )
+    tilted = torch.ones(1, 1, 3, 3)
+    with pytest.raises(NotImplementedError, match="variance 0 only"):
+        SphericalSite().sample(torch.zeros(1, 1, 3), generator(0), tilted)
+
+
+# --- coupled sites ---------------------------------------------------------------------------------
+
+
+def sample(blocks: Tensor, field: Tensor, site: Site, seed: int = 0, **options: Any) -> Tensor:
+    options = {"sweeps": 20, "chains": CHAINS} | options
+    return gibbs(blocks, field, site=site, generator=generator(seed), **options)
+
+
+@pytest.mark.parametrize("site", [PottsSite(), OtherPotts()], ids=["looked up", "multiplied"])
+def test_potts_sites_against_enumeration(site: Site) -> None:
+    blocks = couplings(4, 3, 0.8, generator(0))
+    blocks[0, 3] = blocks[3, 0] = 0.0  # not all pairs are coupled
+    field = fields(1, 4, 3, generator(1))[0]
+    exact = enumerate_moments(potts_states(4, 3), blocks, field)
+    assert_moments(sample(blocks, field, site).flatten(1), *exact)
+
+
+def test_ising_sites_against_enumeration() -> None:
+    blocks, field = couplings(5, 1, 0.6, generator(0)), fields(1, 5, 1, generator(1))[0]
+    exact = enumerate_moments(ising_states(5), blocks, field)
+    assert_moments(sample(blocks, field, IsingSite()).flatten(1), *exact)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_gaussian_sites_against_the_inverse(each: bool) -> None:
+    site = gaussian(2, 3 if each else None)
+    blocks, field = couplings(3, 2, 0.2, generator(0)), fields(1, 3, 2, generator(1))[0]
+    precision = torch.block_diag(*torch.linalg.inv(site.sigma).expand(3, 2, 2))
+    covariance = torch.linalg.inv(precision - as_matrix(blocks))
+    mean = covariance @ field.flatten()
+    assert_moments(sample(blocks, field, site).flatten(1), mean, covariance)
+    with pytest.raises(ValueError, match="couplings are too strong"):
+        sample(20 * blocks, field, site)
+
+
+def test_two_coupled_spheres() -> None:
+    blocks = torch.zeros(2, 2, 3, 3, dtype=F64)
+    blocks[0, 1] = blocks[1, 0] = 0.5 * torch.eye(3, dtype=F64)
+    spins = sample(blocks, torch.zeros(2, 3, dtype=F64), SphericalSite(), sweeps=40)
+    cosine = (spins[:, 0] * spins[:, 1]).sum(-1) / 3
+    wanted = 1 / math.tanh(1.5) - 1 / 1.5  # Langevin's function of K |S|^2
+    assert (cosine.mean() - wanted).abs() < ERRORS * cosine.std() / math.sqrt(CHAINS)
+
+
+@pytest.mark.parametrize("site", [PottsSite(), OtherPotts()], ids=["looked up", "multiplied"])
+def test_clamped_sites_keep_their_values_and_act_on_the_others(site: Site) -> None:
+    blocks = couplings(4, 3, 0.8, generator(0))
+    field = fields(1, 4, 3, generator(1))[0]
+    states = potts_states(4, 3)
+    values = torch.full((CHAINS, 4, 3), torch.nan, dtype=F64)
+    clamped = torch.zeros(CHAINS, 4, dtype=torch.bool)
+    half = CHAINS // 2  # other sites at other values in the second half of the chains
+    clues = ((slice(0, half), 1, 2), (slice(half, CHAINS), 3, 0))
+    for part, place, colour in clues:
+        values[part, place] = torch.eye(3, dtype=F64)[colour]
+        clamped[part, place] = True
+    spins = sample(blocks, field, site, given=(values, clamped))
+    for part, place, colour in clues:
+        allowed = states[states[:, 3 * place + colour] == 1]
+        assert_moments(spins[part].flatten(1), *enumerate_moments(allowed, blocks, field))
+
+
+def test_chains_go_on_from_a_start_and_have_fields_of_their_own() -> None:
+    blocks = torch.zeros(3, 3, 1, 1, dtype=F64)
+    blocks[0, 1] = blocks[1, 0] = blocks[1, 2] = blocks[2, 1] = 50.0
+    start = torch.tensor([1.0, -1.0]).double().view(2, 1, 1).expand(2, 3, 1)
+    again = sample(blocks, torch.zeros(3, 1, dtype=F64), IsingSite(), chains=None, start=start)
+    assert torch.equal(again, start)
+    field = 50 * start
+    assert torch.equal(sample(0 * blocks, field, IsingSite(), chains=None), start)
+
+
+def test_draws_come_from_the_generator_alone() -> None:
+    blocks, field = couplings(3, 2, 0.5, generator(0)), fields(1, 3, 2, generator(1))
+    state = torch.random.get_rng_state()
+    first, second, other = (
+        sample(blocks, field, PottsSite(), seed, chains=9) for seed in (4, 4, 5)
+    )
+    assert torch.equal(first, second) and not torch.equal(first, other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    single = sample(blocks.float(), field.float(), PottsSite(), chains=9)
+    assert single.dtype == torch.float32
+
+
+J, X = torch.zeros(3, 3, 2, 2), torch.zeros(3, 2)
+VALUES, CLAMPED = torch.full((3, 2), 0.5), torch.tensor([True, False, False])
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"site": "potts"}, TypeError, "site must be"),
+    ({"sweeps": 0}, ValueError, "sweeps must be >= 1"),
+    ({"chains": 0}, ValueError, "chains must be >= 1"),
+    ({"generator": 3}, TypeError, "generator must be"),
+    ({"field": X[:2]}, ValueError, "couplings must have the shape"),
+    ({"field": X.expand(4, 3, 2)}, ValueError, "field must be one for all or for 2 chains"),
+    ({"couplings": J + 1}, ValueError, "zero diagonal blocks"),
+    ({"start": X}, ValueError, r"start must have the shape \(2, 3, 2\)"),
+    ({"start": X.expand(2, 3, 2)}, ValueError, "start must be one-hot"),
+    ({"start": X.expand(2, 3, 2) + math.nan}, ValueError, "start must be finite"),
+    ({"given": VALUES}, TypeError, "given must be a pair"),
+    ({"given": (VALUES, CLAMPED)}, ValueError, "given must be one-hot"),
+    ({"given": (VALUES, CLAMPED.float())}, TypeError, "given must hold a bool tensor"),
+    ({"given": (VALUES[:2], CLAMPED)}, ValueError, "given must hold values of the shape"),
+    ({"given": (VALUES, CLAMPED[:2])}, ValueError, "given must hold bools of the shape"),
+    ({"given": (VALUES * math.nan, CLAMPED)}, ValueError, "given must hold finite values"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), BAD)
+def test_errors_name_what_is_wrong(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    options: dict[str, Any] = {"couplings": J, "field": X, "site": PottsSite()}
+    call: Callable[..., Tensor] = gibbs
+    with pytest.raises(error, match=words):
+        call(**({"sweeps": 1, "chains": 2} | options | change))
