@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from implicit_attn.deq import DEQ
 from implicit_attn.models.attention.forms import build_attention_form
@@ -52,11 +53,15 @@ class CausalBlock(Update):
 class EquilibriumLanguageModel(SymbolModel):
     r"""A language model of one shared block at its fixed point, ``z* = x + u(z*) + v(x + u(z*))``.
 
-    It has the parameters of a ``LanguageModel`` of one layer. The block is evaluated a fixed number of
-    times, ``z <- f(z, x)`` from ``z = x``, for a reason: a stopping rule or a mixture of iterates
-    that looks at a whole sample, as Anderson's, would carry information from later symbols to earlier
-    ones. So logits depend on no later symbol, bit by bit, and how well the equation is solved is
-    reported instead: ``last.residual`` after each call.
+    x are the tokens after a LayerNorm without weights: from small ones the LayerNorms of the block would
+    be steep. It has the parameters of a ``LanguageModel`` of one layer. Nothing keeps the block a
+    contraction during training: watch ``last.residual``, or the share of converged samples in a log of
+    the training, and lower the learning rate where it rises.
+
+    The block is evaluated a fixed number of times, ``z <- f(z, x)`` from ``z = x``, for a reason: a
+    stopping rule or a mixture of iterates that looks at a whole sample, as Anderson's, would carry
+    information from later symbols to earlier ones. So logits depend on no later symbol, bit by bit, and
+    how well the equation is solved is reported instead: ``last.residual`` after each call.
 
     Args:
         vocabulary, dim, length: as for ``SymbolModel``.
@@ -117,6 +122,7 @@ class EquilibriumLanguageModel(SymbolModel):
 
     def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:
         count = self.iterations if iterations is None else iterations
+        tokens = F.layer_norm(tokens, (self.dim,))
         if self.gradient == "unrolled":
             return self._iterate(tokens, count)
         if count < 2:
