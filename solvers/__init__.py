@@ -34,7 +34,14 @@ from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
 from solvers.spins.gibbs import gibbs
 from solvers.spins.maps import SpinState, starting_state, tap_step
-from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, Site, SphericalSite
+from solvers.spins.sites import (
+    GaussianSite,
+    IsingSite,
+    PottsSite,
+    Site,
+    SphericalSite,
+    TorusSite,
+)
 from solvers.spins.solver import AdaptiveTAP
 
 __all__ = [
@@ -72,6 +79,7 @@ __all__ = [
     "SpinState",
     "Status",
     "Tolerance",
+    "TorusSite",
     "Trace",
     "Unrolled",
     "adaptive_tap",

@@ -20,7 +20,7 @@ PUBLIC = {
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
         GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
         Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
-        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance Trace Unrolled
+        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace Unrolled
         adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
         spectrum starting_state tap_step
     """,
@@ -37,10 +37,10 @@ PUBLIC = {
         sigmoid_attention sigmoid_attention_hvp
     """,
     "implicit_attn.energies": """
-        AttentionInput BiSoftmaxAttention ClassicalHopfield ConditionalAttention Couplings
-        DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field FunctionEnergy
-        GELUFeedForward GatedFeedForward GatedLinearAttention HeadwiseEnergy HiddenPrior Hopfield
-        HyperSETEnergy
+        AttentionInput BareAttention BiSoftmaxAttention ClassicalHopfield ConditionalAttention
+        ConditionalMixture Couplings DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field
+        FunctionEnergy GELUFeedForward GatedFeedForward GatedLinearAttention HeadwiseEnergy
+        HiddenPrior Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
         Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
@@ -53,8 +53,8 @@ PUBLIC = {
         NormalPrior OneHotPrior PRIORS PoissonPrior ScalarPrior
     """,
     "implicit_attn.updates": """
-        ActivationStep AdaptiveTAPAttention AttentionStep ConditionedStepSizes Couplings
-        DescentStep FunctionUpdate GradientStep HyperSETLayer HyperSETStep LowRankDeltas
+        ActivationStep AdaptiveTAPAttention AttentionStep BareAttentionStep ConditionedStepSizes
+        Couplings DescentStep FunctionUpdate GradientStep HyperSETLayer HyperSETStep LowRankDeltas
         MeanFieldAttention MixerAttention MomentumStep OnsagerNetwork PlainStepSizes QueryDescent
         SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
     """,
@@ -70,15 +70,17 @@ PUBLIC = {
         BinaryMemory Fit fit_patterns
     """,
     "implicit_attn.data": """
-        Compose HELP ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries
-        TextData batches board_counts epoch_generator load load_cifar10 load_digits load_fashion_mnist
-        load_mnist load_sudoku load_text ngram_loss read_idx read_list resolve_source reveal solve_sudoku
+        CircleTokens Compose HELP ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData
+        SudokuSymmetries TextData batches board_counts epoch_generator load load_cifar10
+        load_digits load_fashion_mnist load_mnist load_sudoku load_text ngram_loss
+        principal_features random_features read_idx read_list resolve_source reveal solve_sudoku
         stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment Classification CsvLog Interrupted Log NextToken NonFiniteLoss NotClaimed
-        PRECISIONS Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
-        compile_step describe median_of_counts run_script start_processes
+        ACCELERATORS Augment Classification CsvLog Interrupted LocallyTrained Log NextToken
+        NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer SudokuCompletion Task
+        TensorBoardLog Training accuracy compile_step describe fit_locally median_of_counts
+        run_script start_processes
     """,
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations

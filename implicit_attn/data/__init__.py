@@ -8,6 +8,11 @@ from implicit_attn.data.digits import load_digits
 from implicit_attn.data.images import ImageData, batches, epoch_generator, stratified_holdout
 from implicit_attn.data.mnist import load_fashion_mnist, load_mnist, read_idx
 from implicit_attn.data.registry import LOADERS, load
+from implicit_attn.data.spherical import (
+    CircleTokens,
+    principal_features,
+    random_features,
+)
 from implicit_attn.data.sudoku import SudokuData, load_sudoku, read_list, resolve_source, reveal
 from implicit_attn.data.sudoku_boards import (
     SudokuSymmetries,
@@ -20,6 +25,7 @@ from implicit_attn.data.text import HELP, TextData, load_text, ngram_loss
 __all__ = [
     "HELP",
     "LOADERS",
+    "CircleTokens",
     "Compose",
     "ImageData",
     "RandomAffine",
@@ -39,6 +45,8 @@ __all__ = [
     "load_sudoku",
     "load_text",
     "ngram_loss",
+    "principal_features",
+    "random_features",
     "read_idx",
     "read_list",
     "resolve_source",

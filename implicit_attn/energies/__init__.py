@@ -8,6 +8,8 @@ from implicit_attn.energies.attention import (
     RowSoftmaxAttention,
     SigmoidAttention,
 )
+from implicit_attn.energies.bare.bare_attention import BareAttention
+from implicit_attn.energies.bare.mixture import ConditionalMixture
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
 from implicit_attn.energies.effective.prior import HiddenPrior
@@ -50,9 +52,11 @@ from implicit_attn.energies.spins.energies import (
 
 __all__ = [
     "AttentionInput",
+    "BareAttention",
     "BiSoftmaxAttention",
     "ClassicalHopfield",
     "ConditionalAttention",
+    "ConditionalMixture",
     "Couplings",
     "DenseAssociative",
     "EffectiveRBM",

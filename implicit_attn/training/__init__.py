@@ -5,6 +5,7 @@ from __future__ import annotations
 from implicit_attn.training.claims import NotClaimed
 from implicit_attn.training.finite import NonFiniteLoss
 from implicit_attn.training.language import NextToken
+from implicit_attn.training.local_rules import LocallyTrained, fit_locally
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
 from implicit_attn.training.loop import Interrupted, Training
 from implicit_attn.training.processes import (
@@ -33,6 +34,7 @@ __all__ = [
     "Classification",
     "CsvLog",
     "Interrupted",
+    "LocallyTrained",
     "Log",
     "NextToken",
     "NonFiniteLoss",
@@ -46,6 +48,7 @@ __all__ = [
     "accuracy",
     "compile_step",
     "describe",
+    "fit_locally",
     "median_of_counts",
     "run_script",
     "start_processes",

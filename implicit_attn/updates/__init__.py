@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from implicit_attn.energies.spins.couplings import Couplings
 from implicit_attn.updates.attention_step import AttentionStep
+from implicit_attn.updates.bare_step import BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
 from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
 from implicit_attn.updates.mean_field import (
@@ -25,6 +26,7 @@ __all__ = [
     "ActivationStep",
     "AdaptiveTAPAttention",
     "AttentionStep",
+    "BareAttentionStep",
     "ConditionedStepSizes",
     "Couplings",
     "DescentStep",

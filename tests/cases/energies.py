@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies import (
+    BareAttention,
     BiSoftmaxAttention,
     ClassicalHopfield,
     ConditionalAttention,
@@ -121,6 +122,10 @@ def _spins(site: Lagrangian, dim: int, **options: Any) -> Energy:
     return VectorSpin(Couplings(COUNT, dim, **options), site)
 
 
+def _bare_features(dim: int) -> Energy:
+    return BareAttention(COUNT, 3, features=torch.randn(3, dim) / dim**0.5, symmetric_sites=True)
+
+
 def _double_well(z: Tensor, *, mask: Tensor | None = None) -> Tensor:
     if mask is not None:
         z = torch.where(mask.unsqueeze(-1), z, 0.0)
@@ -155,6 +160,10 @@ def _cases() -> list[EnergyCase]:
         EnergyCase("headwise", lambda dim: HeadwiseEnergy(_patterns(Hopfield, dim // 2), 2), False),
         EnergyCase("queries-cross", partial(_attention, QueryEnergy, heads=2, beta=(0.4, 2)), True),
         EnergyCase("spins", lambda dim: SpinInteraction(Couplings(COUNT, dim)), False, True),
+    ]
+    cases += [
+        EnergyCase("bare", lambda dim: BareAttention(COUNT, dim, lam=1.5), False, True),
+        EnergyCase("bare-features", _bare_features, False, True),
     ]
     sites: list[tuple[str, Lagrangian, dict[str, Any]]] = [
         ("ising", IsingLagrangian(), {}),
@@ -359,7 +368,10 @@ def keep_places(energy: Energy, keep: Tensor) -> Energy:
     assert isinstance(couplings, Couplings)
     weight = couplings.weight.detach()[keep][:, keep]
     fewer = Couplings(
-        len(weight), couplings.dim, symmetric_internal=couplings.symmetric_internal
+        len(weight),
+        couplings.dim,
+        symmetric_sites=couplings.symmetric_sites,
+        symmetric_internal=couplings.symmetric_internal,
     ).to(weight.dtype)
     fewer.weight = weight
     energy.couplings = fewer

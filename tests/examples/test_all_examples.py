@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # How to run each example in a few seconds; {out} is an empty folder.
 ARGUMENTS: dict[str, list[str]] = {
+    "bare_attention.py": ["--steps", "40", "--rate", "0.1", "--batch", "32", "--limit", "300"],
     "classify.py": [
         "--limit", "64", "--epochs", "1", "--dim", "8", "--heads", "2", "--memories", "8",
         "--patch", "4", "--readout", "class", "--out", "{out}",
@@ -37,6 +40,7 @@ ELSEWHERE = {
     "mnist_spins.py",
 }  # run by tests of their own
 NEEDS = {
+    "bare_attention.py": ("sklearn", "tqdm"),
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
     "sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
     "tap_vs_exact.py": ("matplotlib", "tqdm"),
@@ -115,6 +119,23 @@ def test_wrap_your_energy(tmp_path: Path) -> None:
     for _, _, _, converged, before, after in rows:
         assert converged == 100
         assert after < before
+
+
+def test_bare_attention(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hidden patch is guessed better than by its mean, and the overlap has a maximum on the way."""
+    for module in NEEDS["bare_attention.py"]:
+        pytest.importorskip(module, reason="the example needs the extra [examples]")
+    monkeypatch.setattr(sys, "argv", ["bare_attention.py", *ARGUMENTS["bare_attention.py"]])
+    with torch.random.fork_rng(devices=[]):
+        runpy.run_path(str(ROOT / "examples/bare_attention.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    guess, mean = (float(value) for value in re.findall(r": +error ([\d.]+)", output)[:2])
+    assert guess < 0.95 * mean
+    overlaps = [float(value) for value in re.findall(r"overlap .* ([\d.]+)", output)]
+    assert len(overlaps) == 8
+    assert max(overlaps[1:4]) > max(overlaps[0], overlaps[-1])
 
 
 def test_examples_are_short_and_public() -> None:

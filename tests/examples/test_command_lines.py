@@ -35,7 +35,10 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
     pytest.importorskip(module, reason="the examples need the extra [examples]")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SCRIPTS = ("classify", "mnist_spins", "sudoku", "tap_vs_exact", "vit_images", "wrap_your_energy")
+SCRIPTS = (
+    "bare_attention", "classify", "mnist_spins", "sudoku", "tap_vs_exact", "vit_images",
+    "wrap_your_energy",
+)  # fmt: skip
 TRAINING = ("classify", "mnist_spins", "sudoku", "vit_images")
 RECURRENT = ("sudoku", "vit_images")
 STUDIES = ("convergence", "extrapolation", "paths", "geometry", "trade-off")
@@ -131,6 +134,10 @@ VALUES = [
         "--states": (*COUNTS, "1", "1000"), "--strengths": (*RATES, "0"),
         "--seed": ("-1", str(2**70)), "--out": ("", "a\0b"),
     }),
+    *rows(("bare_attention",), {
+        "--rule": ("oja",), "--cap": (*RATES, "0"), "--steps": COUNTS, "--batch": COUNTS, "--limit": COUNTS,
+        "--rate": (*RATES, "0"), "--seed": ("-1", str(2**70)), "--threads": ("0", "x"),
+    }),
     *rows(("wrap_your_energy",), {"--steps": ("-1", "nan", HUGE)}),
     *rows(STUDIES, {
         "--samples": COUNTS, "--data": ("imagenet",), "--out": ("", "a\0b", 5000 * "a"),
@@ -162,7 +169,7 @@ def named(option: str, line: str) -> bool:
 def test_a_wrong_value(
     name: str, option: str, value: str, refused: Callable[..., str], tmp_path: Path
 ) -> None:
-    out = [] if name == "wrap_your_energy" else ["--out", tmp_path / "out"]
+    out = [] if name in ("bare_attention", "wrap_your_energy") else ["--out", tmp_path / "out"]
     assert named(option, refused(name, *out, option, value))
     assert not (tmp_path / "out" / "checkpoint.safetensors").exists()
 

@@ -1,0 +1,97 @@
+"""The step of bare self-attention: each token by its own energy, then back to its sphere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from implicit_attn.energies.bare.bare_attention import BareAttention
+from implicit_attn.energies.tokens import accumulation_dtype
+from implicit_attn.updates.update import Update
+from solvers.core.checks import require_count, require_instance, require_number, require_positive
+
+
+class BareAttentionStep(Update):
+    r"""``f(z)_i = normalise((1 - gamma) sum_j alpha_ij J_ij z_j + gamma z_i)``, all tokens at once.
+
+    ``sum_j alpha_ij J_ij z_j = -de_i/dz_i`` descends the token's *own* term of the energy, with
+    all others held; the sum of the terms may rise, so no energy is monitored. ``gamma = 1/2`` is the
+    residual form ``z_i + sum_j alpha_ij J_ij z_j``. Without the normalisation the states shrink to
+    zero or grow without bound.
+
+    As a layer, ``DEQ(BareAttentionStep(energy), solver=solvers.Forward())``: from states far from a fixed
+    point plain iteration runs to an attractor where Anderson's mixing may stall.
+
+    Args:
+        energy: a :class:`BareAttention`.
+        gamma: share of the old state, in [0, 1).
+        radius: of a token's sphere, finite, > 0; None: no normalisation.
+        circles: the token is cut into this many equal parts, each normalised to
+            ``radius / sqrt(circles)``: 1 for the sphere of the whole token, D / 2 for pixels that are
+            points on circles of their own.
+
+    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool. Masked tokens, tokens without
+    neighbours and parts that would become 0 keep their state.
+
+    Source: D'Amico and Negri (2024), https://arxiv.org/abs/2409.16112.
+    """
+
+    def __init__(
+        self,
+        energy: BareAttention,
+        *,
+        gamma: float = 0.0,
+        radius: float | None = 1.0,
+        circles: int = 1,
+    ) -> None:
+        super().__init__()
+        self.energy = require_instance("energy", energy, BareAttention, "a BareAttention")
+        self.gamma = require_number("gamma", gamma, low=0.0, high=1.0)
+        if gamma == 1.0:
+            raise ValueError("gamma must be below 1, got 1.0: nothing would move")
+        self.radius = None if radius is None else require_positive("radius", radius)
+        self.circles = require_count("circles", circles)
+        if energy.width % circles:
+            raise ValueError(f"circles must divide the {energy.width} components, got {circles}")
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        pull = self.energy.pull(z, mask=mask)
+        lonely = (pull == 0).all(-1, keepdim=True)
+        moved = torch.where(lonely, z, (1 - self.gamma) * pull + self.gamma * z)
+        if self.radius is not None:
+            moved = self._normalised(moved, z)
+        return moved if mask is None else torch.where(mask.unsqueeze(-1), moved, z)
+
+    def trajectory(self, z: Tensor, steps: int, *, clamped: Tensor | None = None) -> list[Tensor]:
+        """The states after 0, 1, ..., ``steps`` steps; no gradients.
+
+        Args:
+            z: start (B, N, D).
+            steps: >= 1.
+            clamped: (B, N) bool, tokens that act on the others and keep their state.
+        """
+        states = [z.detach()]
+        with torch.no_grad(), parametrize.cached():
+            for _ in range(require_count("steps", steps)):
+                moved = self(states[-1])
+                if clamped is not None:
+                    moved = torch.where(clamped.unsqueeze(-1), states[0], moved)
+                states.append(moved)
+        return states
+
+    def _normalised(self, moved: Tensor, z: Tensor) -> Tensor:
+        """Each part of ``moved`` at its radius; a part of norm 0 is that of ``z``."""
+        assert self.radius is not None
+        wide = accumulation_dtype(z.dtype)
+        parts = moved.to(wide).unflatten(-1, (self.circles, -1))
+        square = parts.square().sum(-1, keepdim=True)
+        scale = self.radius / self.circles**0.5
+        unit = parts * (scale * square.clamp_min(torch.finfo(wide).tiny).rsqrt())
+        kept = z.to(wide).unflatten(-1, (self.circles, -1))
+        return torch.where(square > 0, unit, kept).flatten(-2).to(z.dtype)
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}, radius={self.radius}, circles={self.circles}"

@@ -1,0 +1,151 @@
+"""The step of bare attention: its fixed points, its spheres, and that it descends no energy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from implicit_attn import DEQ
+from implicit_attn.energies import BareAttention, Quadratic
+from implicit_attn.updates import BareAttentionStep
+
+F64 = torch.float64
+
+
+def made(sites: int, dim: int, seed: int = 0, **options: Any) -> BareAttention:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        energy = BareAttention(sites, dim, **options).double()
+        nn.init.normal_(energy.couplings.free)
+    return energy
+
+
+def start(batch: int, sites: int, dim: int, seed: int = 1) -> Tensor:
+    z = torch.randn(batch, sites, dim, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return z / z.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_the_step_is_attention_and_a_normalisation(gamma: float) -> None:
+    energy, z = made(5, 4), start(3, 5, 4)
+    mixed = (1 - gamma) * energy.pull(z) + gamma * z
+    step = BareAttentionStep(energy, gamma=gamma, radius=2.0)
+    torch.testing.assert_close(step(z), 2 * mixed / mixed.norm(dim=-1, keepdim=True))
+    circles = BareAttentionStep(energy, gamma=gamma, radius=2**0.5, circles=2)(z)
+    pairs = mixed.unflatten(-1, (2, 2))
+    torch.testing.assert_close(circles, (pairs / pairs.norm(dim=-1, keepdim=True)).flatten(-2))
+    free = BareAttentionStep(energy, gamma=gamma, radius=None)
+    torch.testing.assert_close(free(z), mixed)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_symmetric_couplings_reach_a_fixed_point(gamma: float) -> None:
+    """N = 5, d = 3: a residual below 1e-13, and the derivative there says how fast."""
+    step = BareAttentionStep(made(5, 3, symmetric_sites=True), gamma=gamma)
+    states = step.trajectory(start(4, 5, 3), 1000)
+    residual = (step(states[-1]) - states[-1]).flatten(1).norm(dim=1)
+    assert residual.max() < 1e-13
+    radius = solvers.spectral_radius(step, states[-1])
+    assert (radius < 1).all()
+
+
+def test_without_normalisation_the_state_vanishes_or_explodes() -> None:
+    z = start(1, 5, 3)
+    for size, outcome in ((0.1, 1e-6), (10.0, 1e6)):
+        energy = made(5, 3)
+        with torch.no_grad():
+            energy.couplings.free.mul_(size)
+        end = BareAttentionStep(energy, radius=None).trajectory(z, 12)[-1].norm()
+        assert end < outcome if size < 1 else end > outcome
+
+
+def test_the_energy_rises_in_many_steps() -> None:
+    energy = made(5, 3)
+    step = BareAttentionStep(energy, gamma=0.5)
+    states = step.trajectory(start(20, 5, 3), 40)
+    with torch.no_grad():
+        energies = torch.stack([energy(z) for z in states])
+    rises = (energies[1:] > energies[:-1] + 1e-9).float().mean().item()
+    assert rises > 0.1
+    assert not step.monitored
+
+
+def test_masked_lonely_and_clamped_tokens_keep_their_state() -> None:
+    energy, z = made(4, 3), start(2, 4, 3)
+    mask = torch.tensor([[True, True, False, True], [False, True, False, False]])
+    garbage = z.masked_fill(~mask.unsqueeze(-1), torch.nan)
+    step = BareAttentionStep(energy)
+    moved = step(garbage, mask=mask)
+    assert torch.equal(moved[mask].isfinite(), torch.ones(4, 3, dtype=torch.bool))
+    assert moved[~mask].isnan().all()
+    torch.testing.assert_close(moved[1, 1], z[1, 1])  # without neighbours
+    assert not torch.allclose(moved[0, 0], z[0, 0])
+    clamped = torch.tensor([[True, False, False, False]] * 2)
+    states = step.trajectory(z, 3, clamped=clamped)
+    assert len(states) == 4 and torch.equal(states[0], z)
+    assert all(torch.equal(state[:, 0], z[:, 0]) for state in states)
+    assert not torch.allclose(states[1][:, 1:], z[:, 1:])
+
+
+def test_as_a_layer_with_implicit_gradients() -> None:
+    """From a state near a fixed point; gradients reach the couplings."""
+    energy = made(5, 3, symmetric_sites=True)
+    near = BareAttentionStep(energy, gamma=0.5).trajectory(start(2, 5, 3), 100)[-1]
+    weights = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(3), dtype=F64)
+
+    def value(energy: BareAttention) -> Tensor:
+        options = {"solver": solvers.Forward(), "tolerance": solvers.Tolerance(1e-12)}
+        solution = DEQ(BareAttentionStep(energy, gamma=0.5), **options).solve(near, max_steps=400)
+        assert solution.converged.all()
+        return (weights * solution.value).sum()
+
+    (slope,) = torch.autograd.grad(value(energy), energy.couplings.free)
+    change = torch.randn(slope.shape, generator=torch.Generator().manual_seed(4), dtype=F64)
+    values = []
+    for eps in (1e-5, -1e-5):
+        moved = made(5, 3, symmetric_sites=True)
+        with torch.no_grad():
+            moved.couplings.free.add_(eps * change)
+            values.append(value(moved).item())
+    expected = (values[0] - values[1]) / 2e-5
+    assert (slope * change).sum().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_part_of_norm_zero_stays_and_has_finite_derivatives() -> None:
+    energy = made(3, 4)
+    with torch.no_grad():
+        energy.couplings.free.zero_()
+    z = start(1, 3, 4).requires_grad_()
+    moved = BareAttentionStep(energy)(z)
+    torch.testing.assert_close(moved, z)
+    (slope,) = torch.autograd.grad(moved.sum(), z)
+    assert slope.isfinite().all()
+
+
+def test_half_precision_stays_on_the_sphere() -> None:
+    energy = made(5, 8).to(torch.bfloat16)
+    moved = BareAttentionStep(energy, radius=3.0)(start(2, 5, 8).to(torch.bfloat16))
+    assert moved.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        moved.float().norm(dim=-1), torch.full((2, 5), 3.0), rtol=1e-2, atol=0
+    )
+
+
+def test_errors_name_what_is_wrong() -> None:
+    energy = made(3, 4)
+    with pytest.raises(TypeError, match="energy must be a BareAttention"):
+        BareAttentionStep(Quadratic())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gamma must be in"):
+        BareAttentionStep(energy, gamma=-0.1)
+    with pytest.raises(ValueError, match="gamma must be below 1"):
+        BareAttentionStep(energy, gamma=1.0)
+    with pytest.raises(ValueError, match="radius must be finite"):
+        BareAttentionStep(energy, radius=0.0)
+    with pytest.raises(ValueError, match="circles must divide the 4 components, got 3"):
+        BareAttentionStep(energy, circles=3)
+    with pytest.raises(ValueError, match="steps must be >= 1"):
+        BareAttentionStep(energy).trajectory(start(1, 3, 4), 0)
