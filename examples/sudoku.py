@@ -38,7 +38,7 @@ from implicit_attn.command_line import (
 )
 from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.models import BACKBONES, build_backbone, build_model
-from implicit_attn.models.registry import CHOICES, SOLVED
+from implicit_attn.models.registry import CHOICES, SOLVED, WITHOUT_WIDTH
 from implicit_attn.training import SudokuCompletion, Training, describe, run_script
 from implicit_attn.training.options import (
     add_model_options,
@@ -113,7 +113,7 @@ def arguments(
 def specification(options: argparse.Namespace) -> dict[str, Any]:
     """From which ``build_model`` builds the model, and ``load_model`` builds it again."""
     backbone = backbone_specification(options, step_size="conditioned-input")
-    if options.model == "crate":
+    if options.model in WITHOUT_WIDTH:
         backbone["width"] = None  # it takes none, the presets have one
     cells = {"start": options.start, "dropout": options.dropout}
     return {"kind": "sudoku", **cells, "backbone": backbone}

@@ -10,8 +10,8 @@
 An image becomes tokens, a class token among them. One layer is applied to them repeatedly. A linear
 readout of the class token gives the logits. With ``--model hyperset-equilibrium`` the layer is solved
 for its equilibrium instead, and all tokens are read out; ``--model equilibrium`` solves equilibrium
-blocks. ``--preset paper`` is the recipe of Hyper-SET (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646);
-``--preset small`` is what two cores can train.
+blocks, ``--model spin-transformer`` steady states of spins. ``--preset paper`` is the recipe of Hyper-SET
+(Hu, Zou, Xu, https://arxiv.org/abs/2502.11646); ``--preset small`` is what two cores can train.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from implicit_attn.data import (
 )
 from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.image_classifier import POSITIONS, READOUTS
-from implicit_attn.models.registry import BLOCKS, CHOICES, EQUILIBRIUM, SOLVED
+from implicit_attn.models.registry import BLOCKS, CHOICES, EQUILIBRIUM, SOLVED, SPINS
 from implicit_attn.training import Training, accuracy, run_script
 from implicit_attn.training.options import (
     add_model_options,
@@ -92,6 +92,7 @@ EQUILIBRIA: dict[str, dict[str, Any]] = {
     # At the minimum of its energy a class token has gathered little of the image: all are read out.
     EQUILIBRIUM: SOLVES | {"readout": "tokens"},
     BLOCKS: SOLVES,
+    SPINS: SOLVES,
 }
 AUGMENTS: dict[str, Any] = {
     "digits": None,  # 8x8 pixels are too few for rotations and shifts

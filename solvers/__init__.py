@@ -33,6 +33,9 @@ from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
 from solvers.spins.gibbs import gibbs
+from solvers.spins.kinetic.maps import kinetic_map
+from solvers.spins.kinetic.simulation import GlauberRun, glauber
+from solvers.spins.kinetic.step import kinetic_step, kinetic_trajectory, steady_state
 from solvers.spins.maps import SpinState, starting_state, tap_step
 from solvers.spins.sites import (
     GaussianSite,
@@ -58,6 +61,7 @@ __all__ = [
     "EnergyUpdate",
     "Forward",
     "GaussianSite",
+    "GlauberRun",
     "GradientDescent",
     "Implicit",
     "IsingSite",
@@ -86,10 +90,15 @@ __all__ = [
     "extreme_eigenvalues",
     "fixed_point",
     "gibbs",
+    "glauber",
     "jacobian",
+    "kinetic_map",
+    "kinetic_step",
+    "kinetic_trajectory",
     "solve_linear",
     "spectral_radius",
     "spectrum",
     "starting_state",
+    "steady_state",
     "tap_step",
 ]

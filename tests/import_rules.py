@@ -68,7 +68,8 @@ MAY_IMPORT = {
     "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
 }
 # An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver.
-_SPINS = {"Site", "SphericalSite", "SpinState", "starting_state", "tap_step"}
+# kinetic_map is one evaluation of a closure; kinetic_step would solve an equation within the update.
+_SPINS = {"Site", "SphericalSite", "SpinState", "kinetic_map", "starting_state", "tap_step"}
 SOLVERS_NAMES_FOR_UPDATES = {"EnergyUpdate"} | _SPINS
 CORE_DEPENDENCIES = {"torch", "numpy", "scipy"}
 

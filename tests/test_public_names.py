@@ -18,11 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "solvers": """
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
-        GaussianSite GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton OneStep
+        GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
+        OneStep
         Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
-        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace Unrolled
-        adaptive_tap extreme_eigenvalues fixed_point gibbs jacobian solve_linear spectral_radius
-        spectrum starting_state tap_step
+        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace
+        Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map
+        kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum starting_state
+        steady_state tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
@@ -54,17 +56,19 @@ PUBLIC = {
     """,
     "implicit_attn.updates": """
         ActivationStep AdaptiveTAPAttention AttentionStep BareAttentionStep ConditionedStepSizes
-        Couplings DescentStep FunctionUpdate GradientStep HyperSETLayer HyperSETStep LowRankDeltas
-        MeanFieldAttention MixerAttention MomentumStep OnsagerNetwork PlainStepSizes QueryDescent
-        SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
+        Couplings DescentStep FunctionUpdate GradientStep HyperSETLayer HyperSETStep
+        KineticAttention LowRankDeltas MeanFieldAttention MixerAttention MomentumStep OnsagerNetwork
+        PlainStepSizes QueryDescent SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
     """,
     "implicit_attn.models": """
-        ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory CRATE CausalAttention CausalBlock
-        EnergyAttention EnergyTransformer EquilibriumLanguageModel EquilibriumTransformer HyperSET
-        HyperSETEquilibrium ImageClassifier LanguageModel LightNewtonAttention NewtonAttention
-        PatchClassifier QueryTrajectory RecurrentBackbone RecurrentLayer SharedTransformer
-        SpinClassifier SudokuModel Trajectory ViT build_attention_form build_backbone build_model
-        fit_patterns generate load_model
+        ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardStatus CRATE CausalAttention
+        CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
+        EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
+        LanguageModel LightNewtonAttention NewtonAttention PatchClassifier PottsModel
+        PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer SharedTransformer
+        SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts Trajectory ViT
+        build_attention_form build_backbone build_model fit_patterns fit_pseudolikelihood generate
+        load_model random_symmetries sudoku_pairs
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns

@@ -17,9 +17,20 @@ from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.language.sampling import generate
 from implicit_attn.models.memories import BinaryMemory, fit_patterns
 from implicit_attn.models.patch_classifier import PatchClassifier
+from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
+from implicit_attn.models.potts.conditional import ConditionalModel
+from implicit_attn.models.potts.factored import FactoredAttention
+from implicit_attn.models.potts.fitting import PseudoLikelihoodFit, fit_pseudolikelihood
+from implicit_attn.models.potts.potts_model import PottsModel
+from implicit_attn.models.potts.sudoku_potts import (
+    SudokuPotts,
+    random_symmetries,
+    sudoku_pairs,
+)
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from implicit_attn.models.registry import BACKBONES, build_backbone, build_model, load_model
 from implicit_attn.models.spin_classifier import SpinClassifier
+from implicit_attn.models.spins.spin_transformer import SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
 
@@ -29,12 +40,15 @@ __all__ = [
     "CRATE",
     "AttentionForm",
     "BinaryMemory",
+    "BoardStatus",
     "CausalAttention",
     "CausalBlock",
+    "ConditionalModel",
     "EnergyAttention",
     "EnergyTransformer",
     "EquilibriumLanguageModel",
     "EquilibriumTransformer",
+    "FactoredAttention",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
@@ -42,18 +56,26 @@ __all__ = [
     "LightNewtonAttention",
     "NewtonAttention",
     "PatchClassifier",
+    "PottsModel",
+    "PseudoLikelihoodFit",
     "QueryTrajectory",
     "RecurrentBackbone",
     "RecurrentLayer",
     "SharedTransformer",
     "SpinClassifier",
+    "SpinTransformer",
+    "SudokuAnswer",
     "SudokuModel",
+    "SudokuPotts",
     "Trajectory",
     "ViT",
     "build_attention_form",
     "build_backbone",
     "build_model",
     "fit_patterns",
+    "fit_pseudolikelihood",
     "generate",
     "load_model",
+    "random_symmetries",
+    "sudoku_pairs",
 ]

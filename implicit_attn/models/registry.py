@@ -20,6 +20,7 @@ from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.language.equilibrium import EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.recurrent import ORDERS
+from implicit_attn.models.spins.spin_transformer import SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
 from implicit_attn.updates.step_sizes import STEP_SIZES
@@ -27,9 +28,11 @@ from solvers.core.checks import require_choice
 
 MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read from a file
 LEAST_ENTRY = 50  # bytes that a tensor takes in the header of a file
-EQUILIBRIUM, BLOCKS = "hyperset-equilibrium", "equilibrium"
-SOLVED = (EQUILIBRIUM, BLOCKS)  # backbones that solve, and so take options of a DEQ
+EQUILIBRIUM, BLOCKS, SPINS = "hyperset-equilibrium", "equilibrium", "spin-transformer"
+SOLVED = (EQUILIBRIUM, BLOCKS, SPINS)  # backbones that solve, and so take options of a DEQ
 EQUILIBRIUM_LANGUAGE = "equilibrium-language-model"
+# Backbones without a feed-forward part, and what they have in its place.
+WITHOUT_WIDTH = {"crate": "whose dictionary is d x d", SPINS: "which has no hidden units"}
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "hyperset": HyperSET,
     EQUILIBRIUM: HyperSETEquilibrium,
@@ -37,6 +40,7 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "transformer": SharedTransformer,
     "energy-transformer": EnergyTransformer,
     "crate": CRATE,
+    SPINS: SpinTransformer,
 }
 # What some options of a backbone may be; not every backbone takes each, or each of its values.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -63,23 +67,21 @@ def build_backbone(
 
     Args:
         name: "hyperset", "hyperset-equilibrium", "equilibrium", "transformer",
-            "energy-transformer" or "crate".
+            "energy-transformer", "crate" or "spin-transformer".
         dim, heads: features d of a token, attention heads.
         width: memories of Hyper-SET (None: d) and of the Energy Transformer (None: 4 d), hidden
             units of the equilibrium blocks (None: 2 d) and of the transformer (None: 4 d); CRATE
-            has none.
+            and the spin transformer have none.
         options: further arguments of that backbone, ``iterations`` for example.
 
     Raises:
-        ValueError: for an unknown name, or a width for CRATE.
+        ValueError: for an unknown name, or a width for a backbone that has none.
         TypeError: for an option that the backbone does not have.
     """
-    if require_choice("name", name, BACKBONES) == "crate":
+    if require_choice("name", name, BACKBONES) in WITHOUT_WIDTH:
         if width is not None:
-            raise ValueError(
-                f"width must be None for 'crate', whose dictionary is d x d, got {width}"
-            )
-        return CRATE(dim, heads, **options)
+            raise ValueError(f"width must be None for {name!r}, {WITHOUT_WIDTH[name]}, got {width}")
+        return BACKBONES[name](dim, heads, **options)
     if name.startswith("hyperset"):
         width = dim if width is None else width
     return BACKBONES[name](dim, heads, width, **options)

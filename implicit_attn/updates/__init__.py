@@ -7,6 +7,7 @@ from implicit_attn.updates.attention_step import AttentionStep
 from implicit_attn.updates.bare_step import BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
 from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
+from implicit_attn.updates.kinetic_attention import KineticAttention
 from implicit_attn.updates.mean_field import (
     AdaptiveTAPAttention,
     MeanFieldAttention,
@@ -34,6 +35,7 @@ __all__ = [
     "GradientStep",
     "HyperSETLayer",
     "HyperSETStep",
+    "KineticAttention",
     "LowRankDeltas",
     "MeanFieldAttention",
     "MixerAttention",

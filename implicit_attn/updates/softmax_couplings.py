@@ -76,14 +76,9 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         query = F.linear(x, self.query.weight).view(shape).transpose(1, 2)
         key = F.linear(x, self.key.weight).view(shape).transpose(1, 2)
         scores = (query * self.width**-0.5) @ key.mT
-        open_pairs = self._open_pairs(x, mask)
-        wide = scores.to(accumulation_dtype(scores.dtype))
-        if open_pairs is None:
-            return (wide.softmax(-1) * self.strength).to(scores.dtype)
-        # A row without keys is computed over all keys and then emptied: no NaN arises.
-        empty = ~open_pairs.any(-1, keepdim=True)
-        weights = wide.masked_fill(~(open_pairs | empty), -torch.inf).softmax(-1)
-        return (weights * self.strength).masked_fill(~open_pairs, 0.0).to(scores.dtype)
+        pairs = open_pairs(x, mask, self_coupling=self.self_coupling)
+        wide = row_softmax(scores.to(accumulation_dtype(scores.dtype)), pairs)
+        return (wide * self.strength).to(scores.dtype)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``(x, J)``, so that a solve computes the couplings once."""
@@ -104,19 +99,33 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
             field = x + (couplings @ slices).transpose(1, 2).reshape(z.shape)
         return self.corrected(field, z, mask)
 
-    def _open_pairs(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Which pairs may couple, (B or 1, 1, N, N) bool; None: all."""
-        pairs = None if mask is None else mask[:, None, :, None] & mask[:, None, None, :]
-        if self.self_coupling:
-            return pairs
-        others = ~torch.eye(x.shape[1], dtype=torch.bool, device=x.device)[None, None]
-        return others if pairs is None else pairs & others
-
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, heads={self.heads}, strength={self.strength:.4g}, "
             f"self_coupling={self.self_coupling}"
         )
+
+
+def open_pairs(
+    x: Tensor, mask: Tensor | None, *, self_coupling: bool = True, causal: bool = False
+) -> Tensor | None:
+    """Which tokens of ``x`` (B, N, d) may couple, (B or 1, 1, N, N) bool; None: all."""
+    pairs = None if mask is None else mask[:, None, :, None] & mask[:, None, None, :]
+    if self_coupling and not causal:
+        return pairs
+    every = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+    every = every.tril(0 if self_coupling else -1) if causal else ~every.tril().triu()
+    return every[None, None] if pairs is None else pairs & every
+
+
+def row_softmax(scores: Tensor, pairs: Tensor | None) -> Tensor:
+    """The softmax of each row over its open pairs; a row without any is zero."""
+    if pairs is None:
+        return scores.softmax(-1)
+    # A row without keys is computed over all keys and then emptied: no NaN arises.
+    empty = ~pairs.any(-1, keepdim=True)
+    weights = scores.masked_fill(~(pairs | empty), -torch.inf).softmax(-1)
+    return weights.masked_fill(~pairs, 0.0)
 
 
 class TokenMixer(NormedMLP):

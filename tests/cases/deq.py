@@ -20,7 +20,12 @@ from implicit_attn.energies import (
     SoftmaxAttention,
     SpinInteraction,
 )
-from implicit_attn.updates import MeanFieldAttention, MixerAttention, SoftmaxCouplingAttention
+from implicit_attn.updates import (
+    KineticAttention,
+    MeanFieldAttention,
+    MixerAttention,
+    SoftmaxCouplingAttention,
+)
 from solvers import Implicit, Tolerance
 
 DIM, COUNT = 4, 3
@@ -90,6 +95,10 @@ def softmax_couplings_layer(**options: Any) -> DEQ:
     return DEQ(SoftmaxCouplingAttention(DIM, 2, hidden=6).double(), **options)
 
 
+def kinetic_layer(**options: Any) -> DEQ:
+    return DEQ(KineticAttention(DIM, 2).double(), **options)
+
+
 def mixer_layer(**options: Any) -> DEQ:
     return DEQ(MixerAttention(COUNT, DIM, 5, correction_hidden=6).double(), **options)
 
@@ -107,6 +116,7 @@ LAYERS: dict[str, Callable[..., DEQ]] = {
     "update": update_layer,
     "mean_field": mean_field_layer,
     "softmax_couplings": softmax_couplings_layer,
+    "kinetic": kinetic_layer,
     "mixer": mixer_layer,
     "spins": spins_layer,
 }

@@ -25,6 +25,10 @@ ARGUMENTS: dict[str, list[str]] = {
         "--source", "generated", "--train", "8", "--test", "4", "--epochs", "1", "--dim", "8",
         "--heads", "2", "--width", "16", "--iterations", "2", "--save-every", "1", "--out", "{out}",
     ],
+    "sudoku_potts.py": [
+        "--source", "generated", "--train", "8", "--test", "4", "--steps", "20", "--anneal", "100",
+        "--out", "{out}",
+    ],
     "tap_vs_exact.py": [
         "--models", "2", "--ising", "5", "--potts", "3", "--strengths", "1.5", "0.5", "--out", "{out}",
     ],
@@ -43,6 +47,7 @@ NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
     "sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
+    "sudoku_potts.py": ("safetensors",),
     "tap_vs_exact.py": ("matplotlib", "tqdm"),
     "vit_images.py": ("sklearn", "safetensors", "tqdm", "lightning_fabric"),
 }
@@ -69,6 +74,16 @@ def test_class_token_readout(tmp_path: Path) -> None:
     output = run("classify.py", tmp_path / "new" / "folder")
     assert "class readout" in output
     assert (tmp_path / "new" / "folder" / "report.png").exists()
+
+
+def test_sudoku_potts(tmp_path: Path) -> None:
+    """Eight boards under symmetries show the graph; a board is printed; weights are read again."""
+    for module in NEEDS["sudoku_potts.py"]:
+        pytest.importorskip(module, reason="the example needs the extra [examples]")
+    output = run("sudoku_potts.py", tmp_path / "new")
+    assert "100.0% of the 810 strongest pairs" in output
+    assert len(re.findall(r"^(?:[\d.][ |]+){9} +(?:\d[ |]*){9}$", output, re.MULTILINE)) == 9
+    assert (tmp_path / "new" / "weights.safetensors").exists()
 
 
 def test_tap_vs_exact(tmp_path: Path) -> None:

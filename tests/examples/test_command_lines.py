@@ -36,7 +36,7 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = (
-    "bare_attention", "classify", "mnist_spins", "sudoku", "tap_vs_exact", "vit_images",
+    "bare_attention", "classify", "mnist_spins", "sudoku", "sudoku_potts", "tap_vs_exact", "vit_images",
     "wrap_your_energy",
 )  # fmt: skip
 TRAINING = ("classify", "mnist_spins", "sudoku", "vit_images")
@@ -128,6 +128,11 @@ VALUES = [
     *rows(("vit_images",), {"--limit": COUNTS, "--patch": (*COUNTS, "3")}),
     *rows(("sudoku",), {
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--dropout": ("2", "1", "-1", "nan"),
+    }),
+    *rows(("sudoku_potts",), {
+        "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--steps": COUNTS, "--anneal": COUNTS,
+        "--source": ("none",), "--seed": ("-1", str(2**70)), "--out": ("", "a\0b"),
+        "--weights": ("", "a\0b", "missing.safetensors"),
     }),
     *rows(("tap_vs_exact",), {
         "--models": COUNTS, "--ising": (*COUNTS, "30"), "--potts": COUNTS,

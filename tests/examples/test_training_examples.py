@@ -19,6 +19,7 @@ import torch.distributed as dist
 from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
 from implicit_attn.data import ImageData, SudokuSymmetries, load_sudoku, unique_puzzles
 from implicit_attn.models import BACKBONES, build_model
+from implicit_attn.models.registry import SOLVED, WITHOUT_WIDTH
 from implicit_attn.studies import open_subject
 from implicit_attn.training.options import build_recipe
 
@@ -60,7 +61,7 @@ def wanted(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("model", BACKBONES)
 def test_the_default_models_are_what_they_were(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Word for word, or runs that were started before could not be continued."""
-    solved = model in ("hyperset-equilibrium", "equilibrium")
+    solved = model in SOLVED
     own = {"step_size": "conditioned-state", "initial_step": 0.1} if model == "hyperset" else {}
     backbone = {"name": model, "dim": 64, "heads": 4, "width": None}
     backbone |= {"iterations": 50 if solved else 12, **own}
@@ -71,7 +72,12 @@ def test_the_default_models_are_what_they_were(model: str, monkeypatch: pytest.M
         "backbone": backbone,
     }  # fmt: skip
     own = own and {**own, "step_size": "conditioned-input"}
-    backbone = {"name": model, "dim": 128, "heads": 4, "width": None if model == "crate" else 512}
+    backbone = {
+        "name": model,
+        "dim": 128,
+        "heads": 4,
+        "width": None if model in WITHOUT_WIDTH else 512,
+    }
     backbone |= {"iterations": 50 if solved else 16, **own}
     assert wanted("sudoku", ["--model", model], monkeypatch) == {
         "kind": "sudoku", "start": "units", "dropout": 0.0, "backbone": backbone,
@@ -138,6 +144,8 @@ BOTH = [
     (["--model", "transformer", "--lora-rank", "1"], "--lora-rank 1 .* transformer"),
     (["--model", "transformer", "--initial-step", "0.1"], r"--initial-step 0\.1 .* transformer"),
     (["--model", "crate", "--width", "16"], "--width 16 .* crate"),
+    (["--model", "spin-transformer", "--width", "16"], "--width 16 .* spin-transformer"),
+    (["--model", "spin-transformer", "--order", "cyclic"], "--order cyclic .* spin-transformer"),
     (
         ["--model", "hyperset-equilibrium", "--random-iterations", "2", "4"],
         "--random-iterations .* hyperset-equilibrium",

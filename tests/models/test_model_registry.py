@@ -19,8 +19,8 @@ from implicit_attn.models import (
     build_model,
     load_model,
 )
+from implicit_attn.models.registry import SOLVED
 
-SOLVED = ("hyperset-equilibrium", "equilibrium")
 pytest.importorskip("safetensors", reason="checkpoints need it")
 
 
@@ -67,6 +67,10 @@ def test_options_of_the_solve() -> None:
     )
     assert [block.deq.max_steps for block in blocks.backbone.blocks] == [7, 7]
     assert {block.deq.on_failure for block in blocks.backbone.blocks} == {"ignore"}
+    spins: Any = build_model(
+        specification("spin-transformer", layers=2), layer={"on_failure": "ignore", "max_steps": 7}
+    )
+    assert [layer.max_steps for layer in spins.backbone.steady] == [7, 7]
     with pytest.raises(ValueError, match="layer must be None"):
         build_model(specification("crate"), layer={"max_steps": 3})
 

@@ -9,6 +9,7 @@ import torch
 
 import solvers
 from implicit_attn.models import BACKBONES, HyperSET, SudokuModel, build_backbone
+from implicit_attn.models.registry import SOLVED
 
 PUZZLES = torch.randint(0, 10, (3, 81), generator=torch.Generator().manual_seed(0))
 
@@ -17,7 +18,7 @@ PUZZLES = torch.randint(0, 10, (3, 81), generator=torch.Generator().manual_seed(
 def test_every_backbone_gives_logits_and_gradients(name: str) -> None:
     torch.manual_seed(0)
     silent = {"on_failure": "ignore", "adjoint": solvers.Implicit(on_failure="ignore")}
-    options: dict[str, Any] = {"layer": silent} if name.endswith("equilibrium") else {}
+    options: dict[str, Any] = {"layer": silent} if name in SOLVED else {}
     model = SudokuModel(build_backbone(name, 8, 2, iterations=2, **options))
     logits = model(PUZZLES, iterations=3)
     assert logits.shape == (3, 81, 9)

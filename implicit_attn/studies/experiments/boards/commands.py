@@ -2,6 +2,109 @@
 
 from __future__ import annotations
 
-from implicit_attn.studies.experiments.experiment import Experiment
+import argparse
+from functools import partial
 
-EXPERIMENTS: dict[str, Experiment] = {}
+from implicit_attn.command_line import seed_number, whole
+from implicit_attn.studies.experiments.boards.figures import graph_figure, solving_figure
+from implicit_attn.studies.experiments.boards.graph import graph_by_boards, graph_by_steps
+from implicit_attn.studies.experiments.boards.puzzles import boards_and_puzzles, solved_boards
+from implicit_attn.studies.experiments.boards.solving import (
+    LEARNED,
+    compare,
+    methods,
+    one_solved,
+    train_couplings,
+)
+from implicit_attn.studies.experiments.experiment import Advance, Experiment, Option
+from implicit_attn.studies.tables import Result
+
+SOURCES = ("auto", "list", "generated")
+FEWEST, MOST = 17, 80  # clues of a puzzle
+MOST_BOARDS = 40_000
+
+
+def source(text: str) -> str:
+    """``type=`` of an option: where boards come from."""
+    if text not in SOURCES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(SOURCES)}, got {text!r}")
+    return text
+
+
+SOURCE: Option = (
+    "--source",
+    source,
+    "auto",
+    "list (sudoku17.npz), generated, or auto: the list where it is found",
+)
+
+
+def run_graph(options: argparse.Namespace, advance: Advance) -> Result:
+    """which cells constrain each other, learned from solved boards: against steps and boards"""
+    advance("boards")
+    number = max(options.train, *options.boards)
+    name, boards = solved_boards(number, options.source, options.seed)
+    steps, strengths = graph_by_steps(boards, options.steps, seed=options.seed, advance=advance)
+    numbers = sorted(set(options.boards))
+    few = graph_by_boards(boards, numbers, options.few_steps, seed=options.seed, advance=advance)
+    draw = partial(graph_figure, steps=steps, boards=few, strengths=strengths)
+    return Result({"steps": steps, "boards": few}, ("steps", "boards"), draw, f" ({name})")
+
+
+def run_solving(options: argparse.Namespace, advance: Advance) -> Result:
+    """solved puzzles by couplings learned from solved boards, against the rules and logic"""
+    advance("boards")
+    clues = sorted(set(options.clues))
+    boards = boards_and_puzzles(options.train, options.boards, clues, options.source, options.seed)
+    couplings = train_couplings(boards.train, options.steps, options.seed, advance)
+    ways = methods(couplings, options.anneal)
+    table = compare(boards.test, ways, advance)
+    there = [number for number in clues if str(number) in boards.test]
+    missing = [str(number) for number in clues if number not in there]
+    shown = str(there[(len(there) - 1) // 2])
+    example = one_solved(boards.test[shown], ways[f"{LEARNED}, annealed"])
+    draw = partial(solving_figure, table=table, example=example, clues=shown)
+    note = f"; none with {', '.join(missing)} clues" if missing else ""
+    return Result({"table": table}, ("table",), draw, f" ({boards.name}{note})")
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "sudoku-graph": Experiment(
+        run_graph,
+        "The graph of Sudoku, learned from solved boards by pseudo-likelihood",
+        (
+            ("--steps", whole(1, 100_000), 100, "of the fits to boards under symmetries"),
+            ("--train", whole(1, MOST_BOARDS), 5000, "boards for them"),
+            (
+                "--boards",
+                whole(1, MOST_BOARDS),
+                (5, 10, 20, 40, 80, 160, 1000),
+                "numbers of boards of the fits without symmetries",
+            ),
+            ("--few-steps", whole(1, 100_000), 150, "of the fits without symmetries"),
+            SOURCE,
+            ("--seed", seed_number, 0, "of the boards, the fits and the symmetries"),
+        ),
+        quick=(
+            "--steps", "4", "--train", "20", "--boards", "5", "--few-steps", "5",
+            "--source", "generated",
+        ),
+    ),
+    "sudoku-potts": Experiment(
+        run_solving,
+        "Sudoku solved by a Potts model learned from solved boards",
+        (
+            ("--clues", whole(FEWEST, MOST), (17, 25, 30, 36), "numbers of clues"),
+            ("--boards", whole(1, 10_000), 100, "puzzles of each"),
+            ("--steps", whole(1, 100_000), 300, "of training"),
+            ("--train", whole(1, MOST_BOARDS), 5000, "solved boards to learn from"),
+            ("--anneal", whole(1, 100_000), 600, "steps of an annealing at most"),
+            SOURCE,
+            ("--seed", seed_number, 0, "of the boards, the fits and the symmetries"),
+        ),
+        quick=(
+            "--clues", "50", "--boards", "3", "--steps", "10", "--train", "20", "--anneal", "60",
+            "--source", "generated",
+        ),
+    ),
+}  # fmt: skip

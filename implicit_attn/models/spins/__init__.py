@@ -1,0 +1,3 @@
+"""Models of spins."""
+
+from __future__ import annotations

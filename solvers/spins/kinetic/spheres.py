@@ -1,0 +1,130 @@
+r"""Spheres as the closures need them.
+
+On a sphere of radius R in d dimensions, for large d, with ``q = sqrt(d^2 + 4 R^2 |h|^2)``::
+
+    m = a h,   a = 2 R^2 / (d + q) = (R^2 - |m|^2) / d,   C = a I - (2 / q) m m^T,
+    C^-1 u = u / a + 2 m (m.u) / (a^2 d),
+    T:A = (8 / q^2 + 8 R^2 / (a q^3)) (m^T A m) m - (2 a / q) (tr(A) m + 2 A m)
+
+T is the third cumulant. All of it is a function of the mean alone, as ``q = 2 R^2 / a - d``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from solvers.spins.kinetic.laws import Law, trace
+from solvers.spins.maps import no_variance
+from solvers.spins.sites.spherical import SphericalSite
+
+INVERSION_STEPS = 6  # Newton's for the field of a mean, from the one of large d
+INSIDE = 8  # in units of rounding: how far from the sphere a mean is taken to be
+
+
+class Response(NamedTuple):
+    """``a`` and ``q``, each (B, N, 1)."""
+
+    slope: Tensor
+    root: Tensor
+
+
+class LargeSphereLaw(Law):
+    """A sphere in many dimensions, in closed form."""
+
+    def __init__(self, site: SphericalSite, dim: int) -> None:
+        super().__init__(site)
+        if dim < 2:
+            raise ValueError(f"SphericalSite needs d >= 2, got d = {dim}; use IsingSite")
+        self.dim = dim
+        self.squared_radius = float(dim) if site.radius is None else float(site.radius) ** 2
+
+    def mean(self, field: Tensor) -> Tensor:
+        return self.slope(field.square().sum(-1, keepdim=True)) * field
+
+    def slope(self, squared_field: Tensor) -> Tensor:
+        """``a = |m| / |h|`` (B, N, 1) of ``|h|^2``."""
+        rho = self.squared_radius
+        return 2 * rho / (self.dim + (self.dim**2 + 4 * rho * squared_field).sqrt())
+
+    def response(self, mean: Tensor) -> Response:
+        """At the field that has this mean; a mean outside counts as one at the sphere."""
+        slope = self.scatter(mean) / self.dim
+        least = INSIDE * torch.finfo(mean.dtype).eps * self.squared_radius / self.dim
+        slope = slope.clamp_min(least)
+        return Response(slope, 2 * self.squared_radius / slope - self.dim)
+
+    def covariance(self, mean: Tensor) -> Tensor:
+        slope, root = self.response(mean)
+        unit = torch.eye(self.dim, dtype=mean.dtype, device=mean.device)
+        outer = mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return slope.unsqueeze(-1) * unit - (2 / root).unsqueeze(-1) * outer
+
+    def fluctuation(self, mean: Tensor) -> Tensor:
+        """C, to which is added in all directions what its trace lacks of :meth:`scatter`."""
+        covariance = self.covariance(mean)
+        missing = (self.scatter(mean) - trace(covariance)) / self.dim
+        unit = torch.eye(self.dim, dtype=mean.dtype, device=mean.device)
+        return covariance + missing.unsqueeze(-1) * unit
+
+    def scatter(self, mean: Tensor) -> Tensor:
+        """``R^2 - |m|^2``, on every sphere the trace of the covariance; that of C only nearly is."""
+        return (self.squared_radius - mean.square().sum(-1, keepdim=True)).clamp_min(0.0)
+
+    def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
+        """In many dimensions noise only lengthens the field: ``|h + e|^2 = |h|^2 + noise``."""
+        return self.slope(field.square().sum(-1, keepdim=True) + noise) * field
+
+    def reaction(self, distance: Tensor, mean: Tensor, spread: Tensor, product: Tensor) -> Tensor:
+        """``1/2 C^-1 T:(v v^T + B)`` of ``v = distance``, with ``spread = tr B`` (B, N, 1) and
+        ``product = B m``."""
+        slope, root = self.response(mean)
+        along = (mean * distance).sum(-1, keepdim=True)
+        total = spread + distance.square().sum(-1, keepdim=True)
+        vector = product + along * distance  # A m
+        inner = (mean * vector).sum(-1, keepdim=True)  # m^T A m
+        cubic = 8 / root.square() + 8 * self.squared_radius / (slope * root**3)
+        third = cubic * inner * mean - (2 * slope / root) * (total * mean + 2 * vector)
+        share = (mean * third).sum(-1, keepdim=True)
+        return (third / slope + 2 * share / (slope.square() * self.dim) * mean) / 2
+
+
+class SphereLaw(LargeSphereLaw):
+    """A sphere in any dimension, by the quadrature of its site."""
+
+    def mean(self, field: Tensor) -> Tensor:
+        return self.site.mean(field, no_variance(field))
+
+    def slope(self, squared_field: Tensor) -> Tensor:
+        tiny = torch.finfo(squared_field.dtype).tiny
+        size = squared_field.clamp_min(tiny).sqrt()
+        probe = torch.cat([size, size.new_zeros(*size.shape[:-1], self.dim - 1)], dim=-1)
+        return self.mean(probe)[..., :1] / size
+
+    def response(self, mean: Tensor) -> Response:
+        """By Newton's method along the mean: ``|m(h)|`` has the slope ``a d / q`` in ``|h|``, with
+        ``q`` such that C has the trace ``R^2 - |m|^2``."""
+        size = mean.square().sum(-1, keepdim=True)
+        with torch.no_grad():
+            ratio = 1 / super().response(mean).slope  # |h| / |m|
+            for _ in range(INVERSION_STEPS):
+                ratio = self._closer(ratio, size)
+        if torch.is_grad_enabled():  # a step at the solution carries its derivative
+            ratio = self._closer(ratio, size)
+        slope = 1 / ratio
+        return Response(slope, self._root(slope, size))
+
+    def _closer(self, ratio: Tensor, size: Tensor) -> Tensor:
+        slope = self.slope(ratio.square() * size)
+        reached = slope * ratio  # |m(h)| / |m|
+        stretch = slope - 2 * reached.square() * size / self._root(slope, reached.square() * size)
+        return ratio + (1 - reached) / stretch
+
+    def _root(self, slope: Tensor, size: Tensor) -> Tensor:
+        """``q`` with ``d a - 2 |m|^2 / q = R^2 - |m|^2``; where m = 0 that of the limit."""
+        excess = self.dim * slope - (self.squared_radius - size)
+        limit = (self.dim + 2) * torch.ones_like(size)
+        small = size <= torch.finfo(size.dtype).eps ** 0.5 * self.squared_radius
+        return torch.where(small, limit, 2 * size / torch.where(small, 1.0, excess))

@@ -1,0 +1,331 @@
+"""Closures of spins in time: formulas written out, exact averages, orders of the error, masks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.spin_models import generator
+from solvers import (
+    GaussianSite,
+    IsingSite,
+    PottsSite,
+    Site,
+    SolveError,
+    SphericalSite,
+    kinetic_map,
+    kinetic_step,
+    kinetic_trajectory,
+)
+from solvers.spins.kinetic.maps import law_of
+
+F64 = torch.float64
+SPHERE, LARGE = SphericalSite(1.4), SphericalSite(1.4, large_dimension=True)
+GAUSSIAN = GaussianSite(torch.diag(torch.tensor([0.4, 0.7, 0.3], dtype=F64)))
+# Site, dimensions, closures
+KINDS: list[tuple[Site, int, tuple[str, ...]]] = [
+    (IsingSite(), 1, ("naive", "gaussian", "tap", "plefka")),
+    (PottsSite(), 3, ("naive", "tap", "plefka")),
+    (GAUSSIAN, 3, ("naive", "gaussian", "tap")),
+    (SPHERE, 3, ("naive", "gaussian", "tap")),
+    (LARGE, 3, ("naive", "gaussian", "tap", "plefka")),
+]
+EACH = [(site, dim, closure) for site, dim, closures in KINDS for closure in closures]
+each_kind = pytest.mark.parametrize(
+    ("site", "dim"), [kind[:2] for kind in KINDS], ids=lambda value: str(value)
+)
+each = pytest.mark.parametrize(("site", "dim", "closure"), EACH, ids=lambda value: str(value))
+
+
+def means_and_fields(site: Site, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Means that such sites can have, and fields, (2, 4, d)."""
+    before, field = torch.randn(2, 2, 4, dim, generator=generator(seed), dtype=F64)
+    return site.mean(before, before.new_zeros(2, 4, dim, dim)), field
+
+
+def couplings(dim: int, form: str, seed: int = 1, scale: float = 0.3) -> Tensor:
+    """Asymmetric, with a diagonal: numbers, numbers for each of two samples, or matrices."""
+    shape = {"numbers": (4, 4), "samples": (2, 4, 4), "matrices": (4, 4, dim, dim)}[form]
+    return scale * torch.randn(shape, generator=generator(seed), dtype=F64)
+
+
+@each_kind
+def test_the_covariance_of_a_mean(site: Site, dim: int) -> None:
+    """It is the derivative of the mean by the field, at the field that has this mean."""
+    field = torch.randn(2, 4, dim, generator=generator(0), dtype=F64)
+    law, none = law_of(site, dim), field.new_zeros(2, 4, dim, dim)
+    mean = law.mean(field)
+    torch.testing.assert_close(mean, site.mean(field, none))
+    expected = site.covariance(field, none)
+    torch.testing.assert_close(law.covariance(mean), expected, rtol=1e-9, atol=1e-9)
+    trace = law.fluctuation(mean).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    torch.testing.assert_close(law.scatter(mean), trace)
+    if site is not LARGE:
+        torch.testing.assert_close(law.fluctuation(mean), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_covariance_of_a_vanishing_mean() -> None:
+    mean = torch.zeros(1, 1, 3, dtype=F64)
+    for site in (SPHERE, LARGE):
+        expected = 1.4**2 / 3 * torch.eye(3, dtype=F64)
+        torch.testing.assert_close(law_of(site, 3).covariance(mean)[0, 0], expected)
+
+
+def test_the_reaction_of_spheres_by_automatic_differentiation() -> None:
+    """``1/2 C^-1 T:A`` with the third derivatives of log Z, ``A = v v^T + B``."""
+    dim, law = 4, law_of(LARGE, 4)
+    field, distance = torch.randn(2, dim, generator=generator(0), dtype=F64)
+    half = torch.randn(dim, dim, generator=generator(1), dtype=F64)
+    noise = half @ half.T
+
+    def mean(h: Tensor) -> Tensor:
+        return law.mean(h.view(1, 1, dim))[0, 0]
+
+    def contracted(h: Tensor) -> Tensor:
+        covariance: Any = torch.autograd.functional.jacobian(mean, h, create_graph=True)
+        return (covariance * (torch.outer(distance, distance) + noise)).sum()
+
+    covariance: Any = torch.autograd.functional.jacobian(mean, field)
+    third: Any = torch.autograd.functional.jacobian(contracted, field)
+    expected = torch.linalg.solve(covariance, third) / 2
+    m: Tensor = mean(field)
+    found = law.reaction(  # pyright: ignore[reportAttributeAccessIssue]
+        distance, m, noise.trace().view(1), noise @ m
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("form", ["numbers", "samples", "matrices"])
+@each
+def test_the_equation_of_a_step(site: Site, dim: int, closure: str, form: str) -> None:
+    """Sums over j written out in loops; the result of "tap" and "plefka" solves its equation."""
+    mean, field = means_and_fields(site, dim)
+    j, law = couplings(dim, form), law_of(site, dim)
+    after = kinetic_step(mean, field, j, site=site, closure=closure)
+    covariance, unit = law.covariance(mean), torch.eye(dim, dtype=F64)
+    theta, noise = field.clone(), torch.zeros_like(covariance)
+    for n, i, k in itertools.product(range(2), range(4), range(4)):
+        block = j[i, k] if form == "matrices" else (j[n] if form == "samples" else j)[i, k] * unit
+        theta[n, i] += block @ mean[n, k]
+        noise[n, i] += block @ covariance[n, k] @ block.T
+    none, trace = torch.zeros_like(noise), noise.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    pull = (noise @ after.unsqueeze(-1)).squeeze(-1)
+    if closure == "naive" or site is GAUSSIAN:
+        expected = site.mean(theta, none)
+    elif closure == "gaussian":
+        extra = law.scatter(mean) - covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+        squares = j.square().sum((2, 3)) / dim if form == "matrices" else j.square()
+        expected = law.averaged(theta, trace + squares @ extra)
+    elif closure == "plefka" and site is LARGE:
+        distance = theta - after / law.response(after).slope  # pyright: ignore
+        h = theta + law.reaction(distance, after, trace, pull)  # pyright: ignore
+        expected = site.mean(h, none)
+    else:
+        expected = site.mean(theta - pull, noise)
+    torch.testing.assert_close(after, expected, rtol=1e-7, atol=1e-8)
+    at_itself = kinetic_map(mean, field, j, site=site, closure=closure)
+    if closure in ("naive", "gaussian"):
+        torch.testing.assert_close(at_itself, after)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6, 0.3, 4.0])
+def test_the_gaussian_average_of_ising_spins(noise: float) -> None:
+    field = torch.tensor([0.0, 0.4, -2.0], dtype=F64).view(1, 3, 1)
+    nodes = torch.linspace(-12, 12, 20001, dtype=F64)
+    weights = torch.softmax(-nodes.square() / 2, dim=0)
+    expected = torch.tanh(field + noise**0.5 * nodes) @ weights
+    found = law_of(IsingSite(), 1).averaged(field, torch.full_like(field, noise))
+    torch.testing.assert_close(found[..., 0], expected, rtol=1e-7, atol=1e-7)
+
+
+def test_a_sphere_under_noise() -> None:
+    """The mean over Gaussian fields of a sphere in many dimensions, by sampling the fields."""
+    dim, noise = 200, 90.0
+    site = SphericalSite(10.0, large_dimension=True)
+    field = torch.randn(1, 1, dim, generator=generator(0), dtype=F64)
+    draws = torch.randn(1, 4000, dim, generator=generator(1), dtype=F64) * (noise / dim) ** 0.5
+    sampled = law_of(site, dim).mean(field + draws).mean(1)
+    found = law_of(site, dim).averaged(field, torch.full((1, 1, 1), noise, dtype=F64))[:, 0]
+    assert (found - sampled).norm() < 0.02 * sampled.norm()
+    assert (law_of(site, dim).mean(field)[:, 0] - sampled).norm() > 0.05 * sampled.norm()
+
+
+@pytest.mark.parametrize("closure", ["naive", "gaussian", "tap"])
+def test_orders_of_the_error(closure: str) -> None:
+    """One step of Ising spins from independent ones, enumerated: halving J divides the error of the
+    naive closure by 4, of the others by 8."""
+    mean, field = means_and_fields(IsingSite(), 1)
+    states = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=4)), dtype=F64)
+    weights = ((1 + states.unsqueeze(1) * mean[..., 0]) / 2).prod(-1)  # (16, 2)
+
+    def error(scale: float) -> float:
+        j = couplings(1, "numbers", scale=scale)
+        fields = field[..., 0] + (states @ j.T).unsqueeze(1)
+        exact = (weights.unsqueeze(-1) * torch.tanh(fields)).sum(0)
+        found = kinetic_step(mean, field, j, site=IsingSite(), closure=closure)[..., 0]
+        return (found - exact).norm().item()
+
+    ratio = error(0.02) / error(0.01)
+    assert ratio == pytest.approx(4 if closure == "naive" else 8, rel=0.1)
+
+
+@pytest.mark.parametrize("closure", ["naive", "tap"])
+def test_two_colours_are_ising_spins(closure: str) -> None:
+    """``S`` one-hot with ``s = S_1 - S_2``, ``J = J s s'``, ``x = x s``."""
+    mean, field = means_and_fields(IsingSite(), 1)
+    j = couplings(1, "numbers")
+    sign = torch.tensor([1.0, -1.0], dtype=F64)
+    colours = kinetic_step(
+        (1 + mean * sign) / 2,
+        field * sign,
+        j[:, :, None, None] * torch.outer(sign, sign),
+        site=PottsSite(),
+        closure=closure,
+    )
+    after = kinetic_step(mean, field, j, site=IsingSite(), closure=closure)
+    torch.testing.assert_close(colours @ sign, after[..., 0])
+
+
+def test_ising_tap_as_it_is_written_for_ising_spins() -> None:
+    """``m = tanh(x + J m' - m sum_j J_ij^2 (1 - m'_j^2))``."""
+    mean, field = means_and_fields(IsingSite(), 1)
+    j = couplings(1, "numbers")
+    after = kinetic_step(mean, field, j, site=IsingSite(), closure="tap")
+    reaction = after * (j.square() @ (1 - mean.square()))
+    torch.testing.assert_close(after, torch.tanh(field + j @ mean - reaction))
+
+
+@each
+def test_masked_sites_keep_their_mean_and_act_on_none(site: Site, dim: int, closure: str) -> None:
+    mean, field = means_and_fields(site, dim)
+    j, mask = couplings(dim, "numbers"), torch.tensor([[True, True, False, True], [True] * 4])
+    options: dict[str, Any] = {"site": site, "closure": closure}
+    after = kinetic_step(mean, field, j, mask=mask, **options)
+    assert torch.equal(after[0, 2], mean[0, 2])
+    open_sites = torch.tensor([0, 1, 3])
+    alone = kinetic_step(
+        mean[:1, open_sites], field[:1, open_sites], j[open_sites][:, open_sites], **options
+    )
+    torch.testing.assert_close(after[:1, open_sites], alone)
+    free = kinetic_step(mean[1:], field[1:], j, **options)
+    torch.testing.assert_close(after[1:], free)
+
+
+@pytest.mark.parametrize(
+    ("site", "dim", "closure"),
+    [
+        (IsingSite(), 1, "gaussian"),
+        (IsingSite(), 1, "tap"),
+        (SPHERE, 2, "gaussian"),
+        (LARGE, 2, "gaussian"),
+        (LARGE, 2, "plefka"),
+    ],
+)
+def test_gradients_of_a_step(site: Site, dim: int, closure: str) -> None:
+    mean, field = (t[:1, :2].clone().requires_grad_() for t in means_and_fields(site, dim))
+    j = couplings(dim, "numbers")[:2, :2].clone().requires_grad_()
+
+    def step(*inputs: Tensor) -> Tensor:
+        return kinetic_step(*inputs, site=site, closure=closure)
+
+    assert torch.autograd.gradcheck(step, (mean, field, j), atol=1e-6, rtol=1e-4)
+
+
+def test_no_noise_has_a_gradient() -> None:
+    """Known spins make no noise; the root of its variance has no derivative there."""
+    spins, field = torch.ones(1, 2, 1, requires_grad=True), torch.zeros(1, 2, 1)
+    j = torch.full((2, 2), 0.5)
+    kinetic_step(spins, field, j, site=IsingSite()).sum().backward()
+    assert spins.grad is not None and bool(spins.grad.isfinite().all())
+
+
+def test_a_mean_outside_the_sphere_stays_finite() -> None:
+    """Solvers extrapolate; the closures must not answer with NaN."""
+    outside = torch.full((1, 3, 2), 2.0)
+    j = torch.full((3, 3), 0.3)
+    for closure in ("naive", "gaussian", "plefka"):
+        found = kinetic_map(outside, outside, j, site=LARGE, closure=closure)
+        assert bool(found.isfinite().all()) and bool((found.norm(dim=-1) <= 1.4 + 1e-6).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    mean, field = means_and_fields(LARGE, 3)
+    j = couplings(3, "numbers")
+    exact = kinetic_step(mean, field, j, site=LARGE)
+    found = kinetic_step(mean.to(dtype), field.to(dtype), j.to(dtype), site=LARGE)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_a_trajectory_is_its_steps() -> None:
+    mean, field = means_and_fields(LARGE, 3)
+    j = couplings(3, "numbers")
+    means = kinetic_trajectory(mean, field, j, steps=3, site=LARGE)
+    assert means.shape == (4, 2, 4, 3) and torch.equal(means[0], mean)
+    for before, after in itertools.pairwise(means):
+        torch.testing.assert_close(kinetic_step(before, field, j, site=LARGE), after)
+
+
+class Other(Site):
+    """A site that the closures do not know."""
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        return field.square().sum(-1) / 2
+
+
+def test_a_site_of_ones_own_has_the_naive_closure() -> None:
+    mean, field = means_and_fields(LARGE, 3)
+    j = couplings(3, "numbers")
+    torch.testing.assert_close(
+        kinetic_step(mean, field, j, site=Other(), closure="naive"), field + j @ mean
+    )
+    for closure in ("gaussian", "tap"):
+        with pytest.raises(ValueError, match=r"closure must be .* for Other"):
+            kinetic_step(mean, field, j, site=Other(), closure=closure)
+
+
+def test_an_equation_without_solution_is_told() -> None:
+    """Plefka's expansion in strong couplings."""
+    mean, field = means_and_fields(LARGE, 3)
+    j = couplings(3, "numbers", scale=4.0)
+    options: dict[str, Any] = {"site": LARGE, "closure": "plefka", "max_steps": 3}
+    with pytest.raises(SolveError):
+        kinetic_step(mean, field, j, on_failure="raise", **options)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"mean": torch.zeros(2, 4)}, ValueError, "mean must have the shape of field"),
+    ({"mean": None}, TypeError, "mean must be a floating tensor, got NoneType"),
+    ({"field": torch.zeros(4, 3)}, ValueError, r"field must have the shape \(B, N, d\)"),
+    ({"couplings": torch.zeros(3, 3)}, ValueError, r"couplings must have one of .*got \(3, 3\)"),
+    ({"couplings": torch.zeros(4, 4, dtype=F64)}, TypeError, "couplings must be like field"),
+    (
+        {"mask": torch.ones(2, 3, dtype=torch.bool)},
+        ValueError,
+        r"mask must have the shape \(2, 4\)",
+    ),
+    ({"mask": torch.ones(2, 4)}, TypeError, "mask must be a bool tensor"),
+    ({"site": "ising"}, TypeError, "site must be a solvers.Site"),
+    ({"closure": "exact"}, ValueError, "closure must be one of"),
+    ({"site": PottsSite()}, ValueError, "closure must be 'tap' for PottsSite"),
+    ({"site": SPHERE, "closure": "plefka"}, ValueError, "'plefka' is for .*use closure 'tap'"),
+    ({"site": LARGE, "closure": "tap", "max_steps": 0}, ValueError, "max_steps"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG)
+def test_mistakes(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {
+        "mean": torch.zeros(2, 4, 3),
+        "field": torch.zeros(2, 4, 3),
+        "couplings": torch.zeros(4, 4),
+        "site": LARGE,
+    } | changes
+    with pytest.raises(error, match=message):
+        kinetic_step(given.pop("mean"), given.pop("field"), given.pop("couplings"), **given)

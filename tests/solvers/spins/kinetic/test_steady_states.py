@@ -1,0 +1,168 @@
+"""Steady states of spins in time, and the dynamics themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.spin_models import generator
+from solvers import (
+    Implicit,
+    IsingSite,
+    PottsSite,
+    Site,
+    SolveWarning,
+    SphericalSite,
+    Tolerance,
+    glauber,
+    kinetic_step,
+    kinetic_trajectory,
+    steady_state,
+)
+
+F64 = torch.float64
+LARGE = SphericalSite(1.4, large_dimension=True)
+TIGHT: dict[str, Any] = {"tolerance": Tolerance(rtol=1e-11), "max_steps": 200}
+
+
+def network(dim: int, apart: bool = False, scale: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Fields (2, 3, d), and couplings that samples share or have apart."""
+    field = torch.randn(2, 3, dim, generator=generator(0), dtype=F64)
+    shape = (2, 3, 3) if apart else (3, 3)
+    return field, scale * torch.randn(shape, generator=generator(1), dtype=F64)
+
+
+CASES = [
+    (IsingSite(), 1, "gaussian"),
+    (IsingSite(), 1, "tap"),
+    (PottsSite(), 3, "tap"),
+    (LARGE, 3, "naive"),
+    (LARGE, 3, "gaussian"),
+    (LARGE, 3, "plefka"),
+]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("site", "dim", "closure"), CASES)
+def test_a_step_leaves_it_as_it_is(site: Site, dim: int, closure: str, apart: bool) -> None:
+    """And the trajectory from elsewhere ends there."""
+    field, j = network(dim, apart)
+    found = steady_state(field, j, site=site, closure=closure, **TIGHT)
+    assert bool(found.converged.all())
+    after = kinetic_step(found.value, field, j, site=site, closure=closure)
+    torch.testing.assert_close(after, found.value, rtol=1e-8, atol=1e-8)
+    start = torch.full_like(field, 1 / dim)
+    last = kinetic_trajectory(start, field, j, steps=20, site=site, closure=closure)[-1]
+    torch.testing.assert_close(last, found.value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("site", "dim", "closure"), [CASES[0], CASES[1], (LARGE, 2, "gaussian"), (LARGE, 2, "plefka")]
+)
+def test_implicit_gradients(site: Site, dim: int, closure: str, apart: bool) -> None:
+    field, j = (tensor.requires_grad_() for tensor in network(dim, apart))
+    options: dict[str, Any] = TIGHT | {"adjoint": Implicit(tolerance=Tolerance(rtol=1e-11))}
+
+    def solved(field: Tensor, j: Tensor) -> Tensor:
+        return steady_state(field, j, site=site, closure=closure, **options).value
+
+    assert torch.autograd.gradcheck(solved, (field, j), atol=1e-6, rtol=1e-4)
+
+
+def test_samples_are_apart_and_masks_count() -> None:
+    field, j = network(3, apart=True)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    start = torch.full_like(field, 0.1)
+    options: dict[str, Any] = {"site": LARGE, "start": start, **TIGHT}
+    found = steady_state(field, j, mask=mask, **options).value
+    assert torch.equal(found[0, 2], start[0, 2])
+    small = steady_state(field[:1, :2], j[:1, :2, :2], site=LARGE, **TIGHT).value
+    torch.testing.assert_close(found[:1, :2], small)
+    alone = steady_state(field[1:], j[1:], site=LARGE, **TIGHT).value
+    torch.testing.assert_close(found[1:], alone)
+
+
+def test_what_does_not_converge_is_told() -> None:
+    field, j = network(3)
+    with pytest.warns(SolveWarning):
+        steady_state(field, j, site=LARGE, max_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("site", "dim"), [(IsingSite(), 1), (PottsSite(), 3), (SphericalSite(1.4), 3)]
+)
+def test_the_first_step_of_the_dynamics(site: Site, dim: int) -> None:
+    """From known spins the means after a step are exact: the simulation is within 4 standard errors."""
+    chains = 4000
+    field = torch.randn(3, dim, generator=generator(0))
+    j = torch.randn(3, 3, generator=generator(1))
+    spins = site.sample(field, generator(2))
+    run = glauber(
+        spins.expand(chains, -1, -1), field, j, steps=1, site=site, generator=generator(3)
+    )
+    exact = kinetic_step(spins[None], field[None], j, site=site, closure="naive")[0]
+    error = (run.spins.var(0) / chains).sqrt()
+    assert torch.equal(run.means[0], spins.expand(chains, -1, -1).mean(0))
+    assert bool(((run.means[1] - exact).abs() <= 4 * error + 1e-6).all())
+    assert torch.equal(run.means[-1], run.spins.mean(0))
+
+
+def test_the_gaussian_closure_is_the_best_for_vector_spins() -> None:
+    """Against simulated chains, at beta = 2, where Plefka's expansion is worse than the naive one."""
+    spins, dim, chains = 24, 24, 400
+    radius = math.sqrt(dim / 2)
+    j = 2 / math.sqrt(spins) * torch.randn(spins, spins, generator=generator(0))
+    field = torch.randn(1, spins, dim, generator=generator(1))
+    field = 2 * radius * field / field.norm(dim=-1, keepdim=True)
+    start = torch.full_like(field, 1 / math.sqrt(dim))
+    exact, large = SphericalSite(radius), SphericalSite(radius, large_dimension=True)
+    run = glauber(
+        start.expand(chains, -1, -1), field[0], j, steps=5, site=exact, generator=generator(2)
+    )
+    errors = {}
+    for closure in ("naive", "plefka", "gaussian"):
+        means = kinetic_trajectory(
+            start, field, j, steps=5, site=large, closure=closure, on_failure="ignore"
+        )
+        errors[closure] = (means[-1, 0] - run.means[-1]).norm().item()
+    assert 2 * errors["gaussian"] < errors["naive"] < errors["plefka"]
+
+
+def test_a_seed_gives_the_same_dynamics_again() -> None:
+    spins, field, j = torch.ones(5, 3, 1), torch.zeros(3, 1), torch.zeros(3, 3)
+    state = torch.random.get_rng_state()
+    first, again = (
+        glauber(spins, field, j, steps=4, site=IsingSite(), generator=generator(0))
+        for _ in range(2)
+    )
+    assert torch.equal(first.spins, again.spins) and torch.equal(first.means, again.means)
+    assert first.means.shape == (5, 3, 1) and first.spins.shape == (5, 3, 1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"spins": torch.ones(3, 1)}, ValueError, r"spins must have the shape \(chains, N, d\)"),
+    ({"field": torch.ones(5, 3, 1)}, ValueError, r"field must have the shape \(N, d\)"),
+    ({"couplings": torch.zeros(5, 3, 3)}, ValueError, "couplings must be the same for all chains"),
+    ({"couplings": torch.zeros(2, 2)}, ValueError, "couplings must have one of the shapes"),
+    ({"steps": 0}, ValueError, "steps must be >= 1, got 0"),
+    ({"site": None}, TypeError, "site must be a solvers.Site"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG)
+def test_mistakes(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {
+        "spins": torch.ones(5, 3, 1),
+        "field": torch.zeros(3, 1),
+        "couplings": torch.zeros(3, 3),
+        "steps": 1,
+        "site": IsingSite(),
+    } | changes
+    with pytest.raises(error, match=message):
+        glauber(given.pop("spins"), given.pop("field"), given.pop("couplings"), **given)
