@@ -54,29 +54,32 @@ def run_local_learning(options: argparse.Namespace, advance: Advance) -> Result:
     by_text: Table = []
     for rule in RULES:
         by_text += learn_text(text, rule, loops, advance=advance)
-    # With W1 the identity the local rule leaves the token that is read, shrunk: which W1 it is matters.
+    # Which weights are learned matters: with W1 the identity the order is another one.
     plain = TextSettings(steps=options.steps, seed=options.seed, query=False)
     by_keys: Table = []
     for rule in (FIXED, LOCAL):
         by_keys += learn_text(text, rule, plain, advance=advance)
+    alone = TextSettings(steps=options.steps, seed=options.seed, loops=0)
+    by_token = learn_text(text, FIXED, alone, advance=advance)
     inner = DigitSettings(epochs=options.inner, records=options.inner, kind="inner")
     diverging = learn_digits(digits, LOCAL, inner, advance=advance)
     ends = [
         *({"task": "digits", **_last(by_digits, rule, "test_accuracy")} for rule in RULES),
         *({"task": "text", **_last(by_text, rule, "loss")} for rule in RULES),
         *({"task": "text, W1 = I", **_last(by_keys, rule, "loss")} for rule in (FIXED, LOCAL)),
+        {"task": "text, no attention", **_last(by_token, FIXED, "loss")},
         {"task": "digits, inner energy", **_last(diverging, LOCAL, "test_accuracy")},
     ]
     floors = (
         OwnEnergy("elastic", settings.temperature).floor(16),
         OwnEnergy("elastic", loops.temperature, causal=True).floor(loops.length),
     )
-    bars = {"counts of symbols": ngram_loss(text, 1), "counts of pairs": ngram_loss(text, 2)}
+    bars = {"without attention": ends[-2]["value"], "counts of pairs": ngram_loss(text, 2)}
     draw = partial(
         learning_figure, digits=by_digits, text=by_text, floors=floors, bars=bars, name=text.name
     )
     tables = {"ends": ends, "digits": by_digits, "text": by_text}
-    tables |= {"text-keys": by_keys, "inner": diverging}
+    tables |= {"text-keys": by_keys, "text-token": by_token, "inner": diverging}
     return Result(tables, ("ends",), draw)
 
 

@@ -89,15 +89,23 @@ def learning_figure(
                 axes[row, column].set_xlabel(unit)
             axes[row, 0].axhline(floor, color=GREY, linestyle=":", label="lower bound")
             axes[row, 0].set_title(f"{('digits', name)[row]}: mean free energy")
-            axes[row, 1].set_yscale("log")
             axes[row, 1].set_title("spread of the states")
-            axes[row, 0].legend(fontsize=9)
+        lines, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(lines, labels, loc="outside lower center", ncols=4, frameon=False)
+        axes[0, 1].set_yscale("log")
         axes[0, 2].axhline(0.1, color=GREY, linestyle=":")
         axes[0, 2].set(title="test accuracy (dotted: chance)", ylim=(0, 1))
         axes[1, 2].set_title("validation loss, nats a symbol")
-        for style, (label, value) in zip((":", "--"), bars.items(), strict=True):
-            axes[1, 2].axhline(value, color=ORANGE, linestyle=style, label=label)
-        axes[1, 2].legend(fontsize=9)
+        styles = zip((":", "--"), bars.values(), strict=True)
+        bounds = [
+            axes[1, 2].axhline(value, color=ORANGE, linestyle=style) for style, value in styles
+        ]
+        axes[1, 2].legend(bounds, list(bars), fontsize=9)
+        # The untrained start would hide the differences at the end.
+        trained = [row["loss"] for row in text if row["step"] > 0]
+        axes[1, 2].set_ylim(
+            min(*trained, *bars.values()) - 0.1, max(*trained, *bars.values()) + 0.1
+        )
 
 
 def _draw_rules(axes: Any, table: Table, step: str, measure: str) -> None:

@@ -31,7 +31,7 @@ class TextSettings:
 
     Attributes:
         dim, length: d of tokens, and tokens of a window.
-        loops: K, steps of all tokens.
+        loops: K, steps of all tokens; 0 leaves the readout the embedding of the one token.
         temperature, step_size: of the elastic energy and its steps.
         steps, batch: of the training, and its windows a step.
         rate: of the gradient steps on W by the local rule.
@@ -59,7 +59,8 @@ class TextSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("dim", "length", "loops", "steps", "batch", "windows", "records"):
+        require_count("loops", self.loops, low=0)
+        for name in ("dim", "length", "steps", "batch", "windows", "records"):
             require_count(name, getattr(self, name))
         for name in ("temperature", "step_size", "rate", "readout_rate", "weight_rate"):
             require_positive(name, getattr(self, name))
