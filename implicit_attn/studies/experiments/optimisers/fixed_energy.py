@@ -226,7 +226,7 @@ def compare_methods(
 
 def curvatures_at_minima(energy: Elastic, query: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the largest curvature at the minima that the queries run to, (B, 1, 1, 1) each."""
-    for _ in range(2000):  # mean shift, which always descends
+    for _ in range(500):  # mean shift, which always descends
         query = query - energy.direction(query)
     found = energy.curvatures(query)
     low, high = found.amin((-2, -1), keepdim=True), found.amax((-2, -1), keepdim=True)
