@@ -32,11 +32,13 @@ from solvers.methods.gradient import GradientDescent
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
+from solvers.spins.free_energy import tap_log_partition
 from solvers.spins.gibbs import gibbs
 from solvers.spins.kinetic.maps import kinetic_map
 from solvers.spins.kinetic.simulation import GlauberRun, glauber
 from solvers.spins.kinetic.step import kinetic_step, kinetic_trajectory, steady_state
 from solvers.spins.maps import SpinState, starting_state, tap_step
+from solvers.spins.saddle import SaddleSolution, spherical_saddle
 from solvers.spins.sites import (
     GaussianSite,
     IsingSite,
@@ -71,6 +73,7 @@ __all__ = [
     "Phantom",
     "PottsSite",
     "Progress",
+    "SaddleSolution",
     "Site",
     "Solution",
     "SolveError",
@@ -98,7 +101,9 @@ __all__ = [
     "solve_linear",
     "spectral_radius",
     "spectrum",
+    "spherical_saddle",
     "starting_state",
     "steady_state",
+    "tap_log_partition",
     "tap_step",
 ]

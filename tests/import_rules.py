@@ -62,15 +62,18 @@ MAY_IMPORT = {
         "implicit_attn.data",
         "implicit_attn.deq",
         "implicit_attn.optional",
+        "solvers",
     },
     "implicit_attn.studies": _BELOW_MODELS
     | {"implicit_attn.command_line", "implicit_attn.models", "implicit_attn.training", "solvers"},
     "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
 }
-# An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver.
+# An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver
+# of fixed points. A saddle point with Newton steps of its own is no fixed point of an update, and
 # kinetic_map is one evaluation of a closure; kinetic_step would solve an equation within the update.
-_SPINS = {"Site", "SphericalSite", "SpinState", "kinetic_map", "starting_state", "tap_step"}
-SOLVERS_NAMES_FOR_UPDATES = {"EnergyUpdate"} | _SPINS
+_SPINS = {"Site", "SphericalSite", "SpinState", "starting_state", "tap_log_partition", "tap_step"}
+_OWN = {"SaddleSolution", "kinetic_map", "spherical_saddle"}
+SOLVERS_NAMES_FOR_UPDATES = {"EnergyUpdate"} | _SPINS | _OWN
 CORE_DEPENDENCIES = {"torch", "numpy", "scipy"}
 
 

@@ -19,12 +19,11 @@ PUBLIC = {
     "solvers": """
         AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
         GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
-        OneStep
-        Phantom PottsSite Progress Site Solution SolveError SolveWarning Solver Spectrum
-        SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance TorusSite Trace
-        Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map
-        kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum starting_state
-        steady_state tap_step
+        OneStep Phantom PottsSite Progress SaddleSolution Site Solution SolveError SolveWarning
+        Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance
+        TorusSite Trace Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian
+        kinetic_map kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum
+        spherical_saddle starting_state steady_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
@@ -58,17 +57,18 @@ PUBLIC = {
         ActivationStep AdaptiveTAPAttention AttentionStep BareAttentionStep ConditionedStepSizes
         Couplings DescentStep FunctionUpdate GradientStep HyperSETLayer HyperSETStep
         KineticAttention LowRankDeltas MeanFieldAttention MixerAttention MomentumStep OnsagerNetwork
-        PlainStepSizes QueryDescent SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
+        PlainStepSizes QueryDescent SaddleAttention SoftmaxCouplingAttention StepSize StepSizes
+        TokenMixer Update
     """,
     "implicit_attn.models": """
         ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardStatus CRATE CausalAttention
         CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
         EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
-        LanguageModel LightNewtonAttention NewtonAttention PatchClassifier PottsModel
-        PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer SharedTransformer
-        SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts Trajectory ViT
-        build_attention_form build_backbone build_model fit_patterns fit_pseudolikelihood generate
-        load_model random_symmetries sudoku_pairs
+        LanguageModel LightNewtonAttention MaskedTransformer NewtonAttention PatchClassifier
+        PottsModel PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer
+        SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
+        Trajectory ViT build_attention_form build_backbone build_model fit_patterns
+        fit_pseudolikelihood generate load_model random_symmetries sudoku_pairs
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns
@@ -81,17 +81,18 @@ PUBLIC = {
         stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment Classification CsvLog Interrupted LocallyTrained Log NextToken
-        NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer SudokuCompletion Task
-        TensorBoardLog Training accuracy compile_step describe fit_locally median_of_counts
-        run_script start_processes
+        ACCELERATORS Augment BoltzmannFit Classification CsvLog Interrupted LocallyTrained Log
+        MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer
+        SudokuCompletion Task TensorBoardLog Training accuracy compile_step contrastive_divergence
+        describe exact_likelihood fit_exact_likelihood fit_locally median_of_counts run_script
+        start_processes
     """,
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations
         adaptive_stopping average_angle effective_rank error_against_coupling
-        evaluations_to_reach exact_moments extrapolate format_table geometry
-        jacobian_eigenvalues layers_of_depth open_subject path_independence paths_of_layer
-        paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
+        evaluations_to_reach exact_moments extrapolate format_table geometry graph_potts
+        jacobian_eigenvalues layers_of_depth log_partition_errors open_subject path_independence
+        paths_of_layer paths_of_recurrence random_ising random_potts read_trade_off returned_within run_from
         solve_history solver_choices solver_costs solver_curves stopping_times train_trade_off
         write_report write_table
     """,

@@ -34,6 +34,8 @@ from implicit_attn.studies.paths import (
 )
 from implicit_attn.studies.report import write_report
 from implicit_attn.studies.spins.errors import error_against_coupling
+from implicit_attn.studies.spins.free_energies import log_partition_errors
+from implicit_attn.studies.spins.graphs import graph_potts
 from implicit_attn.studies.spins.models import (
     SpinModel,
     exact_moments,
@@ -61,8 +63,10 @@ __all__ = [
     "extrapolate",
     "format_table",
     "geometry",
+    "graph_potts",
     "jacobian_eigenvalues",
     "layers_of_depth",
+    "log_partition_errors",
     "open_subject",
     "path_independence",
     "paths_of_layer",

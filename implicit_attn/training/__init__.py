@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from implicit_attn.training.boltzmann import (
+    BoltzmannFit,
+    contrastive_divergence,
+    exact_likelihood,
+    fit_exact_likelihood,
+)
 from implicit_attn.training.claims import NotClaimed
 from implicit_attn.training.finite import NonFiniteLoss
 from implicit_attn.training.language import NextToken
@@ -21,6 +27,7 @@ from implicit_attn.training.solves import median_of_counts
 from implicit_attn.training.tasks import (
     Augment,
     Classification,
+    MaskedTokens,
     SudokuCompletion,
     Task,
     accuracy,
@@ -31,11 +38,13 @@ __all__ = [
     "ACCELERATORS",
     "PRECISIONS",
     "Augment",
+    "BoltzmannFit",
     "Classification",
     "CsvLog",
     "Interrupted",
     "LocallyTrained",
     "Log",
+    "MaskedTokens",
     "NextToken",
     "NonFiniteLoss",
     "NotClaimed",
@@ -47,7 +56,10 @@ __all__ = [
     "Training",
     "accuracy",
     "compile_step",
+    "contrastive_divergence",
     "describe",
+    "exact_likelihood",
+    "fit_exact_likelihood",
     "fit_locally",
     "median_of_counts",
     "run_script",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.data import ImageData, SudokuData, SudokuSymmetries, board_counts
+from solvers.core.checks import require_count
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 Measures = dict[str, tuple[float, float]]  # sum and number
@@ -152,6 +153,100 @@ class SudokuCompletion:
             "cell_accuracy": (cells, known),
             "solved_boards": (solved, len(puzzles)),
         }
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """Masked modelling: some tokens of a sequence are hidden and predicted from the others.
+
+    The model maps tokens (B, N), integers in [0, d] where d stands for a hidden token, to logits
+    (B, N, d). The loss is the cross-entropy of the hidden tokens. With one hidden token, drawn uniformly,
+    its expectation is the negative log pseudo-likelihood per site,
+    ``-1/N sum_i E log p(s_i | all other sites)``, whose minimum are the conditionals of the
+    distribution. With several it is another objective: each is predicted from fewer sites.
+
+    Measures, whatever ``masks``: loss and accuracy with every site of every test sample hidden in its
+    turn, so ``test_loss`` is the negative log pseudo-likelihood per site.
+
+    Attributes:
+        train: (M, N) training sequences, integers in [0, d).
+        test: (K, N) test sequences.
+        colours: d.
+        masks: hidden tokens of a training sequence, at most N.
+        batch: sequences of a batch of the evaluation; N of them are made of each test sequence.
+
+    Raises:
+        TypeError: sequences that are no integers, or a number that is none.
+        ValueError: shapes, tokens or numbers out of range.
+
+    Source: Devlin et al., "BERT" (https://arxiv.org/abs/1810.04805), for the task; Rende et al.
+    (https://arxiv.org/abs/2304.07235) for its reading as a pseudo-likelihood.
+    """
+
+    train: Tensor
+    test: Tensor
+    colours: int
+    masks: int = 1
+    batch: int = 4000
+
+    def __post_init__(self) -> None:
+        for name in ("colours", "masks", "batch"):
+            require_count(name, getattr(self, name))
+        for name, tokens in (("train", self.train), ("test", self.test)):
+            if tokens.dtype != torch.int64:
+                raise TypeError(f"{name} must be of int64, got {tokens.dtype}")
+            if tokens.dim() != 2 or 0 in tokens.shape:
+                raise ValueError(f"{name} must have the shape (M, N), got {tuple(tokens.shape)}")
+            if tokens.min() < 0 or tokens.max() >= self.colours:
+                raise ValueError(f"{name} must hold integers in [0, {self.colours})")
+        sites = self.train.shape[1]
+        if self.test.shape[1] != sites:
+            raise ValueError(f"test must have {sites} sites as train, got {self.test.shape[1]}")
+        if self.masks > sites:
+            raise ValueError(f"masks must be at most the {sites} sites, got {self.masks}")
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.train
+
+    @property
+    def targets(self) -> Tensor:
+        return self.train
+
+    def to(self, device: torch.device) -> MaskedTokens:
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    def augmented(
+        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        order = torch.rand(inputs.shape, generator=generator)
+        hidden = order.topk(self.masks, dim=1).indices.to(inputs.device)
+        return inputs.scatter(1, hidden, self.colours), targets
+
+    def terms(self, inputs: Tensor, targets: Tensor) -> int:
+        return self.masks * len(inputs)
+
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = inputs == self.colours
+        return F.cross_entropy(outputs[hidden], targets[hidden], reduction="sum")
+
+    def evaluate(
+        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
+    ) -> Measures:
+        test = self.test[rank::world]
+        sites = test.shape[1]
+        each = torch.eye(sites, dtype=torch.bool, device=test.device)
+        loss, right = 0.0, 0
+        for part in test.split(max(1, self.batch // sites)):
+            answers = part.repeat_interleave(sites, dim=0)  # (B N, N), site after site of a sample
+            inputs = answers.masked_fill(each.repeat(len(part), 1), self.colours)
+            for outputs, hidden, wanted in _outputs(
+                model, inputs, answers, len(inputs), iterations
+            ):
+                loss += self.loss(outputs, hidden, wanted).item()
+                guessed = (outputs.argmax(-1) == wanted) & (hidden == self.colours)
+                right += int(guessed.sum())
+        return {"test_loss": (loss, test.numel()), "token_accuracy": (right, test.numel())}
 
 
 def describe(name: str, value: float) -> str:

@@ -15,6 +15,7 @@ from implicit_attn.updates.mean_field import (
 )
 from implicit_attn.updates.momentum import DescentStep, MomentumStep
 from implicit_attn.updates.query_descent import QueryDescent
+from implicit_attn.updates.saddle_attention import SaddleAttention
 from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
     SoftmaxCouplingAttention,
@@ -43,6 +44,7 @@ __all__ = [
     "OnsagerNetwork",
     "PlainStepSizes",
     "QueryDescent",
+    "SaddleAttention",
     "SoftmaxCouplingAttention",
     "StepSize",
     "StepSizes",

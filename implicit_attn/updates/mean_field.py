@@ -14,7 +14,14 @@ from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.spins.couplings import Couplings
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.update import Update
-from solvers import Site, SphericalSite, SpinState, starting_state, tap_step
+from solvers import (
+    Site,
+    SphericalSite,
+    SpinState,
+    starting_state,
+    tap_log_partition,
+    tap_step,
+)
 from solvers.core.checks import require_count, require_instance, require_positive
 
 
@@ -177,6 +184,10 @@ class AdaptiveTAPAttention(Update):
     the couplings and the input. The solver keeps ``Lambda - J`` of every sample positive definite; a
     sample without such a solution ends as ``Status.INDEFINITE``.
 
+    The free energy is an output and a loss, ``-log Z`` of every sample::
+
+        loss = -layer.update.log_partition(layer(x), x).mean()
+
     Args:
         sites: N.
         dim: d.
@@ -236,6 +247,20 @@ class AdaptiveTAPAttention(Update):
         name = type(self).__name__
         field = torch.zeros_like(mean) if x is None else check_input(x, mean, name)
         return tap_step(SpinState(*z), field, self.couplings.weight, self.site, mask)
+
+    def log_partition(
+        self, z: SpinState, x: Tensor | None = None, *, mask: Tensor | None = None
+    ) -> Tensor:
+        """``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`.
+
+        Its gradients by input, couplings and the site's parameters need no adjoint solve, and are right
+        also where z was computed without gradients; ``d log Z / dx`` is ``z.mean``.
+        """
+        mean = z[0]
+        self.couplings.check(mean, mask)
+        name = type(self).__name__
+        field = torch.zeros_like(mean) if x is None else check_input(x, mean, name)
+        return tap_log_partition(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
 
 def make_correction(

@@ -1,10 +1,14 @@
-"""Adaptive TAP mean-field theory of coupled vector spins.
+"""Mean-field theories of coupled vector spins, and samples of them.
 
 - ``adaptive_tap``: :func:`solvers.adaptive_tap`, means, covariances and response of coupled sites
+- ``clamped``: sites that keep a given value
+- ``free_energy``: :func:`solvers.tap_log_partition`, the theories' log partition functions
 - ``gibbs``: :func:`solvers.gibbs`, samples of coupled sites
 - ``inputs``: checks and forms of couplings, fields and masks
 - ``maps``: the mean-field maps that are solved, and where a solve starts
 - ``response``: the response ``chi``, the cavity variances, their derivatives
+- ``saddle``: :func:`solvers.spherical_saddle`, O(d) spins in many dimensions
+- ``theories``: the fixed points of the naive, second-order and adaptive theories
 - ``solver``: :class:`solvers.AdaptiveTAP`, damped Anderson acceleration
 - ``sites``: the distributions of a single site
 """

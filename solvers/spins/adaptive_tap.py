@@ -6,27 +6,34 @@ is ``V_i``, the *cavity field* is ``h_i``. A *masked* site is one whose entry in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit
-from solvers.core.checks import require_flag, require_instance
+from solvers.core.checks import require_choice, require_flag, require_instance
 from solvers.core.device import maybe_any
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
-from solvers.fixed_points import fixed_point
+from solvers.spins.clamped import ClampedSites
+from solvers.spins.free_energy import ORDERS, free_energy
 from solvers.spins.inputs import as_matrix, as_wide, check_inputs, with_symmetries, zero_masked
-from solvers.spins.maps import SpinState, cavity_field, no_variance, starting_state, tap_step
-from solvers.spins.response import differentiable_response, is_definite, times_blocks
+from solvers.spins.maps import SpinState, cavity_field
+from solvers.spins.response import change_of_response, differentiable_response, is_definite
 from solvers.spins.sites.site import Site
 from solvers.spins.solver import AdaptiveTAP
+from solvers.spins.theories import CoupledSites
 
 _DEFAULT_ADJOINT = Implicit()
+_WHAT = {
+    "adaptive": "adaptive TAP solve",
+    "second": "second-order TAP solve",
+    "naive": "mean-field solve",
+}
 _RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}  # half precision: 1e-2
 
 
@@ -38,6 +45,7 @@ class SpinMarginals(NamedTuple):
         covariance: (B, N, d, d) of each site.
         cavity_variance: (B, N, d, d) ``V``; zero for the naive mean field.
         response: (B, N, d, N, d) ``chi``, or None where it was not asked for.
+        log_partition: (B,) ``log Z``, at least float32, or None where it was not asked for.
 
     For a site whose covariance does not depend on the field, ``covariance``, ``cavity_variance`` and
     ``response`` are one sample's, expanded.
@@ -47,6 +55,7 @@ class SpinMarginals(NamedTuple):
     covariance: Tensor
     cavity_variance: Tensor
     response: Tensor | None = None
+    log_partition: Tensor | None = None
 
 
 @eager
@@ -55,34 +64,45 @@ def adaptive_tap(
     field: Tensor,
     *,
     site: Site,
+    order: str | None = None,
     damping: float | None = None,
     tolerance: Tolerance | None = None,
     max_steps: int = 200,
     adjoint: Adjoint | None = _DEFAULT_ADJOINT,
     mask: Tensor | None = None,
-    onsager: bool = True,
+    given: tuple[Tensor, Tensor] | None = None,
+    start: SpinState | SpinMarginals | None = None,
+    inverse_temperature: float | Sequence[float] = 1.0,
+    onsager: bool | None = None,
     response: bool = False,
+    log_partition: bool = False,
     record: bool = False,
     on_failure: str = "warn",
 ) -> Solution:
-    r"""Means and covariances of coupled sites by the adaptive TAP (mean-field) equations.
+    r"""Means, covariances and free energies of coupled sites by mean-field theories.
 
     For ``P(S) ~ prod_i rho(S_i) exp(1/2 sum_ij S_i^T J_ij S_j + sum_i x_i.S_i)`` find, sample by
     sample, means m and cavity variances V with::
 
         h_i = x_i + sum_j J_ij m_j - V_i m_i,   m_i = site mean,  C_i = site covariance at (h_i, V_i)
-        Lambda_i = V_i + C_i^-1,   chi = (Lambda - J)^-1,   [chi]_ii = C_i
 
-    They are exact for Gaussian sites. The joint fixed point of m and V (:func:`solvers.tap_step`) is
-    found by :func:`solvers.fixed_point` with :class:`solvers.AdaptiveTAP`; ``chi`` is positive definite
-    at every iterate, the first included. Gradients reach couplings, field and the parameters of the
-    site by implicit differentiation.
+        order "adaptive":  Lambda_i = V_i + C_i^-1,   chi = (Lambda - J)^-1,   [chi]_ii = C_i
+        order "second":    V_i = sum_j J_ij C_j J_ji
+        order "naive":     V_i = 0
+
+    The adaptive TAP equations are exact for Gaussian sites. Their joint fixed point of m and V
+    (:func:`solvers.tap_step`) is found by :func:`solvers.fixed_point` with
+    :class:`solvers.AdaptiveTAP`; ``chi`` is positive definite at every iterate, the first included.
+    Gradients reach couplings, field, ``given`` values and the parameters of the site by implicit
+    differentiation.
 
     Args:
         couplings: ``J`` (N, N, d, d), zero blocks ``J_ii``, ``J_ij^{ab} = J_ji^{ba}``. Its gradient has
             the same symmetry and the same zeros.
         field: ``x`` (B, N, d), dtype and device like ``couplings``.
         site: distribution of a single site, for example ``IsingSite()``.
+        order: "adaptive" (the default), "second" (the TAP equations in second order of the couplings)
+            or "naive" (mean field).
         damping: None: Anderson acceleration with automatic damping; a number in (0, 1]: damped
             iteration ``z + damping (f(z) - z)``.
         tolerance: of the joint fixed point; None: rtol 1e-10 in float64, 1e-5 in float32.
@@ -91,22 +111,38 @@ def adaptive_tap(
         adjoint: as for :func:`solvers.fixed_point`; None: no gradients. ``Unrolled`` takes ``chi C^-1``
             for constant at each step: its gradient is the solution's up to the size of the residual.
         mask: (B, N) bool, False for masked sites: they influence no other, their results are zero.
-        onsager: False: the naive mean field, V = 0.
+        given: a pair of values (B, N, d) and of bools (B, N): where True, the site is clamped. It keeps
+            its value, acts on the others, and has no covariance. Free sites may hold any value, also
+            NaN. A site that is masked, too, is masked.
+        start: warm start, means and variances of an earlier solution, taken as constants. Where its
+            ``chi`` is not positive definite, a sample starts as usual.
+        inverse_temperature: ``beta`` > 0 that multiplies couplings and fields. Several are a schedule
+            of annealing: a solve at each, in that order, which starts from the solution before it. The
+            results and the gradients are those of the last, ``steps`` and ``evaluations`` of all;
+            ``max_steps`` holds for each.
+        onsager: earlier name: True is ``order="adaptive"``, False ``order="naive"``.
         response: return ``chi`` too, the linear-response estimate of the correlations
             ``<S_i S_j> - <S_i><S_j>``. It is ``dm_i/dx_j`` at fixed V; autograd gives the derivative
-            of the solution, in which V changes too. With ``onsager=False`` both are the same. The
-            naive means may converge where ``chi`` is indefinite, which is checked only here.
+            of the solution, in which V changes too. With ``order="naive"`` both are the same. Naive or
+            second-order means may converge where ``chi`` is indefinite, which is checked only here.
+        log_partition: return ``log Z`` too, for priors of weight 1 (:mod:`solvers.spins.free_energy`
+            has the formulas); with ``given``, the sum over the free sites alone. Its gradient is that
+            of the model at the solution, ``d log Z / dx = m``, at no adjoint solve and for every
+            ``adjoint`` but None. For ``SphericalSite(large_dimension=True)``, which is no
+            distribution, it is the derivative of ``log Z`` up to O(1/d), except in order "naive".
         record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
         A :class:`Solution` whose ``value`` is a :class:`SpinMarginals`, without NaN. Where a sample has
         not converged, its means are those of its sites at the cavity fields of the best iterate, which
-        itself may lie outside of the sites' domain; ``residual`` is the iterate's.
+        itself may lie outside of the sites' domain; ``residual`` is the iterate's. ``log Z`` is then
+        the formula's value there, no estimate that can be relied on.
         ``Status.INDEFINITE``: no further iterate with a positive definite ``chi`` was found, because
         the model does not exist (Gaussian sites, ``Sigma^-1 - J`` indefinite) or the couplings are too
         strong. Then the last iterate with one is returned; where there is none, the starting point,
-        with an infinite residual and, as ``response``, the covariances of uncoupled sites.
+        with an infinite residual and, as ``response``, the covariances of uncoupled sites; ``log Z``
+        lacks its determinant.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument.
@@ -115,9 +151,10 @@ def adaptive_tap(
     Source: Opper and Winther (2001), "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
     theory for probabilistic modeling", https://doi.org/10.1103/PhysRevE.64.056131.
     """
-    require_flag("onsager", onsager)
     require_flag("response", response)
+    require_flag("log_partition", log_partition)
     require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
+    order, betas = _read_order(order, onsager), _read_betas(inverse_temperature)
     check_inputs(couplings, field, mask)
     check_on_failure(on_failure)
     options = {
@@ -128,120 +165,79 @@ def adaptive_tap(
         "record": record,
         "on_failure": "ignore",
     }
-    model = _Model(with_symmetries(couplings), field, site, mask, options)
-    if not onsager:
-        solution = model.solve_naive()
-    elif site.field_dependent or mask is not None:
-        solution = model.solve()
-    else:
-        solution = model.solve_shared()
-    with torch.set_grad_enabled(adjoint is not None and torch.is_grad_enabled()):
-        model.complete(solution, response)
-    what = "adaptive TAP solve" if onsager else "mean-field solve"
-    apply_policy(solution, on_failure, what)
+    tracked = adjoint is not None and torch.is_grad_enabled()
+    with torch.set_grad_enabled(tracked):
+        model = CoupledSites(with_symmetries(couplings), field, site, mask, options)
+        clamped = None if given is None else ClampedSites.of(given, model)
+        model = model if clamped is None else clamped.free(model)
+        solution = _solve(model, order, _read_start(start, field), betas)
+        _complete(solution, model.at(betas[-1]), order, response, log_partition)
+        if clamped is not None:
+            solution.value = clamped.joined(solution.value, betas[-1])
+    apply_policy(solution, on_failure, _WHAT[order])
     return solution
 
 
-@dataclass(frozen=True)
-class _Model:
-    """Coupled sites in their fields, and the options of :func:`solvers.fixed_point`."""
-
-    couplings: Tensor
-    field: Tensor
-    site: Site
-    mask: Tensor | None
-    options: dict[str, Any]
-
-    def _fixed_point(self, step: Callable[..., Any], start: Any) -> Solution:
-        return fixed_point(step, start, (self.field, self.mask), mask=self.mask, **self.options)
-
-    def solve(self) -> Solution:
-        """The joint fixed point of every sample."""
-
-        def step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
-            return tap_step(state, field, self.couplings, self.site, mask)
-
-        start = starting_state(self.field, self.couplings, self.site, self.mask)
-        return self._fixed_point(step, start)
-
-    def solve_naive(self) -> Solution:
-        """The fixed point of the means at V = 0: mean field without Onsager term."""
-
-        def step(mean: Tensor, field: Tensor, mask: Tensor | None) -> Tensor:
-            with without_autocast(mean.device.type):
-                m, x, j = as_wide(mean), as_wide(field), as_matrix(self.couplings)
-                h = cavity_field(m, None, x, j, mask)
-                return self.site.mean(h, no_variance(m)).to(mean.dtype)
-
-        start = torch.zeros_like(self.field)
-        solution = self._fixed_point(step, start)
-        solution.value = SpinState(solution.value, no_variance(start))
-        return solution
-
-    def solve_shared(self) -> Solution:
-        """Cavity variances once for all samples, then the means, which depend on them linearly."""
-        alone = replace(self, field=self.field.new_zeros(1, *self.field.shape[1:]))
-        first = alone.solve()
-        variance = first.value.cavity_variance
-        exists = bool(torch.isfinite(first.residual).all())
-        with torch.no_grad(), without_autocast(self.field.device.type):
-            wide = as_wide(variance)
-            covariance = self.site.covariance(as_wide(alone.field), wide)
-            newton = _newton_matrix(covariance, wide, as_matrix(self.couplings))
-
-        def step(mean: Tensor, field: Tensor, mask: None) -> Tensor:
-            if not exists:  # stay at the starting point
-                return 0.0 * (mean + field)
-            with without_autocast(mean.device.type):
-                m, x, j = as_wide(mean), as_wide(field), as_matrix(self.couplings)
-                v = as_wide(variance)
-                residual = self.site.mean(cavity_field(m, v, x, j, mask), v) - m
-                return (m + (residual.flatten(1) @ newton).view_as(m)).to(mean.dtype)
-
-        solution = self._fixed_point(step, torch.zeros_like(self.field))
-        solution.status = torch.where(first.converged, solution.status, first.status)
-        solution.residual = torch.maximum(solution.residual, first.residual)
-        solution.residual_norm = torch.maximum(solution.residual_norm, first.residual_norm)
-        solution.steps = solution.steps + first.steps
-        solution.evaluations = solution.evaluations + first.evaluations
-        solution.value = SpinState(solution.value, variance)
-        return solution
-
-    def complete(self, solution: Solution, response: bool) -> None:
-        """Replace the solved state by :class:`SpinMarginals`."""
-        with without_autocast(self.field.device.type):
-            mean, variance = (as_wide(t) for t in solution.value)
-            matrix = as_matrix(self.couplings)
-            field = cavity_field(mean, variance, as_wide(self.field), matrix, self.mask)
-            if self.site.field_dependent and maybe_any(~solution.converged):
-                own, covariance = self.site.moments(field, variance)
-                mean = _within_domain(mean, own, solution)
-            else:
-                covariance = self.site.covariance(field, variance)
-            covariance = zero_masked(covariance, self.mask)
-            results = [zero_masked(mean, self.mask), covariance, zero_masked(variance, self.mask)]
-            if response:
-                results.append(self._response(solution, covariance, variance, matrix))
-        solution.value = SpinMarginals(
-            *(t.expand(len(mean), *t.shape[1:]).to(self.field.dtype) for t in results)
-        )
-
-    def _response(
-        self, solution: Solution, covariance: Tensor, variance: Tensor, matrix: Tensor
-    ) -> Tensor:
-        """``C + C Q C`` (B, N, d, N, d), ``C`` alone where chi is not positive definite."""
-        sites, dim = covariance.shape[1:3]
-        variance = variance.expand_as(covariance)
+def _solve(
+    model: CoupledSites, order: str, start: SpinState | None, betas: tuple[float, ...]
+) -> Solution:
+    """The solution at the last inverse temperature, after those at the earlier ones."""
+    steps = evaluations = 0
+    for beta in betas[:-1]:
         with torch.no_grad():
-            definite = is_definite(covariance, variance, matrix)
-        solution.status = torch.where(definite, solution.status, int(Status.INDEFINITE))
-        unit = torch.eye(sites, dtype=covariance.dtype, device=covariance.device)
-        response = covariance.unsqueeze(3) * unit[:, None, :, None]
-        rows = torch.nonzero(definite).flatten()
-        part = covariance[rows]
-        amputated, _ = differentiable_response(part, variance[rows], matrix)
-        right = times_blocks(amputated, part).view(len(rows), sites, dim, sites * dim)
-        return response.index_add(0, rows, (part @ right).view(len(rows), *response.shape[1:]))
+            earlier = model.at(beta).solve(order, start)
+        start = SpinState(*(t.expand(len(model.field), *t.shape[1:]) for t in earlier.value))
+        steps, evaluations = steps + earlier.steps, evaluations + earlier.evaluations
+    solution = model.at(betas[-1]).solve(order, start)
+    solution.steps, solution.evaluations = (
+        solution.steps + steps,
+        solution.evaluations + evaluations,
+    )
+    return solution
+
+
+def _complete(
+    solution: Solution, model: CoupledSites, order: str, response: bool, log_partition: bool
+) -> None:
+    """Replace the solved state by :class:`SpinMarginals`."""
+    site, mask, dtype = model.site, model.mask, model.field.dtype
+    with without_autocast(model.field.device.type):
+        mean, variance = (as_wide(t) for t in solution.value)
+        matrix, x = as_matrix(model.couplings), as_wide(model.field)
+        field = cavity_field(mean, variance, x, matrix, mask)
+        if site.field_dependent and maybe_any(~solution.converged):
+            own, covariance = site.moments(field, variance)
+            mean = _within_domain(mean, own, solution)
+        else:
+            covariance = site.covariance(field, variance)
+        results = [zero_masked(t, mask) for t in (mean, covariance, variance)]
+        whole = _response(solution, results[1], results[2], matrix) if response else None
+        log_z = None
+        if log_partition:
+            state = (results[0], results[2], results[1])
+            log_z, exists = free_energy(order, state, x, matrix, site, mask)
+            solution.status = torch.where(exists, solution.status, int(Status.INDEFINITE))
+    results = [t.expand(len(mean), *t.shape[1:]).to(dtype) for t in results]
+    if whole is not None:
+        whole = whole.expand(len(mean), *whole.shape[1:]).to(dtype)
+    solution.value = SpinMarginals(results[0], results[1], results[2], whole, log_z)
+
+
+def _response(solution: Solution, covariance: Tensor, variance: Tensor, matrix: Tensor) -> Tensor:
+    """``C + C Q C`` (B, N, d, N, d), ``C`` alone where chi is not positive definite."""
+    sites = covariance.shape[1]
+    variance = variance.expand_as(covariance)
+    with torch.no_grad():
+        definite = is_definite(covariance, variance, matrix)
+    solution.status = torch.where(definite, solution.status, int(Status.INDEFINITE))
+    unit = torch.eye(sites, dtype=covariance.dtype, device=covariance.device)
+    response = covariance.unsqueeze(3) * unit[:, None, :, None]
+    rows = torch.nonzero(definite).flatten()
+    part = covariance[rows]
+    amputated, _ = differentiable_response(part, variance[rows], matrix)
+    return response.index_add(
+        0, rows, change_of_response(amputated, part).view(-1, *response.shape[1:])
+    )
 
 
 def _within_domain(mean: Tensor, own: Tensor, solution: Solution) -> Tensor:
@@ -255,10 +251,43 @@ def _within_domain(mean: Tensor, own: Tensor, solution: Solution) -> Tensor:
     return mean + change.detach()
 
 
-def _newton_matrix(covariance: Tensor, variance: Tensor, matrix: Tensor) -> Tensor:
-    """``F = C^-1 chi`` of a single sample (n, n), the unit matrix where chi is not positive definite."""
-    unit = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
-    if not bool(is_definite(covariance, variance, matrix)):
-        return unit
-    amputated, _ = differentiable_response(covariance, variance, matrix)
-    return unit + times_blocks(amputated, covariance)[0]
+def _read_order(order: str | None, onsager: bool | None) -> str:
+    """The theory; ``onsager`` is its earlier name."""
+    if order is not None:
+        require_choice("order", order, ORDERS)
+    if onsager is None:
+        return order or "adaptive"
+    named = "adaptive" if require_flag("onsager", onsager) else "naive"
+    if order not in (None, named):
+        raise ValueError(f"onsager={onsager} is order={named!r}, got order={order!r} too")
+    return named
+
+
+def _read_betas(given: float | Sequence[float]) -> tuple[float, ...]:
+    """One or several inverse temperatures, finite and > 0."""
+    betas = tuple(given) if isinstance(given, Sequence) else (given,)
+    for beta in betas:
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+            raise TypeError(f"inverse_temperature must be a number or several, got {given!r}")
+        if not 0 < beta < math.inf:
+            raise ValueError(f"inverse_temperature must be > 0 and finite, got {given!r}")
+    if not betas:
+        raise ValueError("inverse_temperature must hold at least one number, got none")
+    return betas
+
+
+def _read_start(start: Any, field: Tensor) -> SpinState | None:
+    """A warm start like ``field``, detached, or None."""
+    if start is None:
+        return None
+    require_instance("start", start, (SpinState, SpinMarginals), "a SpinState or SpinMarginals")
+    shapes = (tuple(field.shape), (*field.shape, field.shape[-1]))
+    parts = (start.mean, start.cavity_variance)
+    for name, part, shape in zip(("mean", "cavity_variance"), parts, shapes, strict=True):
+        if tuple(part.shape) != shape:
+            raise ValueError(f"start.{name} must have the shape {shape}, got {tuple(part.shape)}")
+        if part.device != field.device:
+            raise TypeError(f"start.{name} must be on {field.device}, got {part.device}")
+        if not bool(part.isfinite().all()):
+            raise ValueError(f"start.{name} must be finite, got NaN or infinity")
+    return SpinState(*(part.detach().to(field.dtype) for part in parts))

@@ -35,6 +35,19 @@ def as_wide(tensor: Tensor) -> Tensor:
 
 def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
     """Couplings (N, N, d, d), a field (B, N, d) like them, a mask (B, N) bool or None."""
+    shape = _check_field(couplings, field)
+    _, sites, dim = shape
+    if tuple(couplings.shape) != (sites, sites, dim, dim):
+        raise ValueError(
+            f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)} to go with field "
+            f"{shape}, got {tuple(couplings.shape)}"
+        )
+    _check_alike(couplings, field, mask)
+    _check_values(couplings.detach(), field.detach())
+
+
+def _check_field(couplings: Any, field: Any) -> tuple[int, ...]:
+    """Both floating tensors; the shape of the field, (B, N, d)."""
     for name, value in (("couplings", couplings), ("field", field)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             what = value.dtype if isinstance(value, Tensor) else type(value)
@@ -42,12 +55,12 @@ def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
     shape = tuple(field.shape)
     if len(shape) != 3 or 0 in shape:
         raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
-    _, sites, dim = shape
-    if tuple(couplings.shape) != (sites, sites, dim, dim):
-        raise ValueError(
-            f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)} to go with field "
-            f"{shape}, got {tuple(couplings.shape)}"
-        )
+    return shape
+
+
+def _check_alike(couplings: Tensor, field: Tensor, mask: Any) -> None:
+    """Couplings of the field's dtype and device, a mask (B, N) bool or None."""
+    shape = tuple(field.shape)
     if couplings.dtype != field.dtype or couplings.device != field.device:
         raise TypeError(
             f"couplings must be like field, {field.dtype} on {field.device}, got {couplings.dtype} on "
@@ -57,7 +70,6 @@ def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
         raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
     if mask is not None and mask.shape != shape[:2]:
         raise ValueError(f"mask must have the shape {shape[:2]}, got {tuple(mask.shape)}")
-    _check_values(couplings.detach(), field.detach())
 
 
 def _check_values(couplings: Tensor, field: Tensor) -> None:
@@ -119,3 +131,34 @@ def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(values.detach()).all()):
         raise ValueError("given must hold finite values at the clamped sites")
     return values, clamped
+
+
+def with_scalar_symmetries(couplings: Tensor, mask: Tensor | None) -> Tensor:
+    """(B or 1, N, N): the gradient keeps symmetry and zeros; masked sites are uncoupled."""
+    k = couplings if couplings.dim() == 3 else couplings.unsqueeze(0)
+    outside = 1 - torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    k = (k + k.mT) / 2 * outside
+    if mask is None:
+        return k
+    return torch.where(mask.unsqueeze(1) & mask.unsqueeze(2), k, 0.0)
+
+
+def check_scalar_inputs(couplings: Any, field: Any, mask: Any) -> None:
+    """Couplings (N, N) or (B, N, N), a field (B, N, d) like them, a mask (B, N) bool or None."""
+    shape = _check_field(couplings, field)
+    batch, sites, _ = shape
+    if tuple(couplings.shape) not in ((sites, sites), (batch, sites, sites)):
+        raise ValueError(
+            f"couplings must have the shape {(sites, sites)} or {(batch, sites, sites)} to go with field "
+            f"{shape}, got {tuple(couplings.shape)}"
+        )
+    _check_alike(couplings, field, mask)
+    k, x = couplings.detach(), field.detach()
+    for name, value in (("field", x), ("couplings", k)):
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got NaN or infinity")
+    if bool(k.diagonal(dim1=-2, dim2=-1).any()):
+        raise ValueError("couplings must have a zero diagonal (no site couples to itself)")
+    allowed = 32 * torch.finfo(k.dtype).eps * k.abs().max()
+    if bool((k - k.mT).abs().max() > allowed):
+        raise ValueError("couplings must be symmetric; use (K + K.mT) / 2")

@@ -77,6 +77,35 @@ def tap_step(
     return SpinState(mean.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
 
 
+def second_order_step(
+    state: SpinState, field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
+) -> SpinState:
+    r"""One step of the second-order (TAP) equations, ``m_i <- mu_i``, ``V_i <- sum_j J_ij C_j J_ji``.
+
+    ``mu_i`` and ``C_i`` are the site's mean and covariance at ``(h_i, V_i)``, as for :func:`tap_step`,
+    which has the same arguments. Exact to second order in the couplings.
+
+    Source: Thouless, Anderson, Palmer (1977), "Solution of 'Solvable model of a spin glass'",
+    https://doi.org/10.1080/14786437708235992.
+    """
+    with without_autocast(state.mean.device.type):
+        x, j = as_wide(field), as_matrix(couplings)
+        m, v = as_wide(state.mean), as_wide(state.cavity_variance)
+        mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
+        variance = onsager_variance(zero_masked(covariance, mask), j).expand_as(v)
+    return SpinState(mu.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
+
+
+def onsager_variance(covariance: Tensor, matrix: Tensor) -> Tensor:
+    """``sum_j J_ij C_j J_ji``, (B, N, d, d), J as a matrix (n, n)."""
+    batch, sites, dim = covariance.shape[:3]
+    rows = matrix.view(sites, dim, sites, dim).permute(0, 2, 1, 3).reshape(-1, sites, dim, dim)
+    pulled = rows @ covariance.unsqueeze(1)  # J_ij C_j, (B, N, N, d, d)
+    left = pulled.permute(0, 1, 3, 2, 4).reshape(batch, sites, dim, sites * dim)
+    right = matrix.view(sites, dim, sites * dim)  # J_ij again: J_ji is its transpose
+    return left @ right.mT
+
+
 def starting_state(
     field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
 ) -> SpinState:

@@ -235,3 +235,37 @@ def _inverse(shift: Tensor, inverse_shift: Tensor) -> Tensor:
     for _ in range(2 if torch.is_grad_enabled() else 0):
         guess = guess @ (2 * unit - (unit + shift) @ guess)
     return guess
+
+
+def log_det(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
+    """``log det(I + C W)`` (B,), with derivatives of any order; ``chi`` must be positive definite.
+
+    ``d log det(I + C W) = tr(chi dW) - tr(Q dC)``.
+    """
+    return _LogDet.apply(covariance, variance, couplings)
+
+
+class _LogDet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
+        factor = _factors(covariance, variance, couplings)[2]
+        ctx.save_for_backward(covariance, variance, couplings)
+        return 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (cotangent,) = cotangents
+        covariance, variance, couplings = ctx.saved_tensors
+        sites = covariance.shape[1]
+        amputated, _ = differentiable_response(covariance, variance, couplings)
+        change, weight = change_of_response(amputated, covariance), cotangent[:, None, None]
+        of_covariance = -(weight.unsqueeze(-1) * blocks(amputated, sites))
+        of_variance = weight.unsqueeze(-1) * (covariance + blocks(change, sites))
+        return of_covariance, of_variance, -without_blocks((weight * change).sum(0), sites)
+
+
+def change_of_response(amputated: Tensor, covariance: Tensor) -> Tensor:
+    """``C Q C = chi - C``, (B, n, n)."""
+    batch, sites, dim = covariance.shape[:3]
+    right = times_blocks(amputated, covariance).view(batch, sites, dim, sites * dim)
+    return (covariance @ right).view_as(amputated)

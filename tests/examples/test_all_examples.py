@@ -21,6 +21,11 @@ ARGUMENTS: dict[str, list[str]] = {
         "--limit", "64", "--epochs", "1", "--dim", "8", "--heads", "2", "--memories", "8",
         "--patch", "4", "--readout", "class", "--out", "{out}",
     ],
+    "potts_recovery.py": [
+        "--data", "tree", "--sites", "5", "--colours", "3", "--samples", "400", "--test", "100",
+        "--methods", "linear", "softmax", "recycled", "--steps", "150", "--masked", "3",
+        "--few", "50", "--out", "{out}",
+    ],
     "sudoku.py": [
         "--source", "generated", "--train", "8", "--test", "4", "--epochs", "1", "--dim", "8",
         "--heads", "2", "--width", "16", "--iterations", "2", "--save-every", "1", "--out", "{out}",
@@ -46,6 +51,7 @@ ELSEWHERE = {
 NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
+    "potts_recovery.py": ("matplotlib", "tqdm"),
     "sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
     "sudoku_potts.py": ("safetensors",),
     "tap_vs_exact.py": ("matplotlib", "tqdm"),
@@ -84,6 +90,18 @@ def test_sudoku_potts(tmp_path: Path) -> None:
     assert "100.0% of the 810 strongest pairs" in output
     assert len(re.findall(r"^(?:[\d.][ |]+){9} +(?:\d[ |]*){9}$", output, re.MULTILINE)) == 9
     assert (tmp_path / "new" / "weights.safetensors").exists()
+
+
+def test_potts_recovery(tmp_path: Path) -> None:
+    """The table is printed and written; the head without softmax is nearer to the tree."""
+    for module in NEEDS["potts_recovery.py"]:
+        pytest.importorskip(module, reason="the example needs the extra [examples]")
+    output = run("potts_recovery.py", tmp_path / "new")
+    assert "5 sites, 3 colours, 400 samples" in output
+    assert (tmp_path / "new" / "tree-0.png").exists()
+    with (tmp_path / "new" / "tree-0-methods.csv").open(newline="") as file:
+        linear, softmax, _ = list(csv.DictReader(file))
+    assert float(linear["coupling_error"]) < float(softmax["coupling_error"])
 
 
 def test_tap_vs_exact(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = (
-    "bare_attention", "classify", "mnist_spins", "sudoku", "sudoku_potts", "tap_vs_exact", "vit_images",
+    "bare_attention", "classify", "mnist_spins", "potts_recovery", "sudoku", "sudoku_potts", "tap_vs_exact",
+    "vit_images",
     "wrap_your_energy",
 )  # fmt: skip
 TRAINING = ("classify", "mnist_spins", "sudoku", "vit_images")
@@ -133,6 +134,10 @@ VALUES = [
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--steps": COUNTS, "--anneal": COUNTS,
         "--source": ("none",), "--seed": ("-1", str(2**70)), "--out": ("", "a\0b"),
         "--weights": ("", "a\0b", "missing.safetensors"),
+    }),
+    *rows(("potts_recovery",), {
+        "--samples": COUNTS, "--steps": COUNTS, "--sites": (*COUNTS, "1"), "--methods": ("cubic", "sink-0"),
+        "--data": ("grid",), "--few": ("0", "30000"), "--seeds": ("-1",), "--out": ("", "a\0b"),
     }),
     *rows(("tap_vs_exact",), {
         "--models": COUNTS, "--ising": (*COUNTS, "30"), "--potts": COUNTS,

@@ -42,7 +42,8 @@ def check(draw: Draw) -> None:
     options: dict[str, Any] = {
         "max_steps": draw.note("max_steps", draw.random.choice((1, 2, 5, 200))),
         "mask": mask,
-        "onsager": draw.note("onsager", draw.chance(0.8)),
+        "order": draw.choose("order", ("adaptive", "naive", "second"), (8, 2, 1)),
+        "log_partition": draw.note("log_partition", draw.chance(0.3)),
         "response": draw.note("response", draw.chance(0.4)),
         "record": draw.chance(0.2),
         "damping": draw.note("damping", draw.random.choice((None, None, 0.3, 1.0))),
@@ -84,7 +85,7 @@ def _check_solution(
     for name, part in value._asdict().items():
         if part is not None:
             draw.expect_rows(
-                torch.isfinite(part).flatten(1).all(1), f"finite {name}", status=status
+                torch.isfinite(part).reshape(len(part), -1).all(1), f"finite {name}", status=status
             )
     near = NEAR[x.dtype]
     mean, covariance = value.mean.double(), value.covariance.double()
@@ -94,7 +95,7 @@ def _check_solution(
     _check_domain(draw, site, mean, mask, status, near)
     lowest = torch.linalg.eigvalsh((covariance + covariance.mT) / 2).flatten(1).amin(1)
     draw.expect_rows((lowest >= -near) | ~converged, "covariance", lowest=lowest, status=status)
-    if isinstance(site, solvers.GaussianSite) and options["onsager"]:
+    if isinstance(site, solvers.GaussianSite) and options["order"] == "adaptive":
         _check_gaussian(draw, solution, model, mask, near)
     if value.response is not None:
         response = value.response.double().flatten(3).flatten(1, 2)
@@ -160,7 +161,8 @@ def _refuse(draw: Draw, j: Tensor, x: Tensor, site: solvers.Site) -> None:
         "site": (None, solvers.IsingSite, "ising"),
         "mask": ("mask", x, x[..., 0] > 0, torch.ones(1, len(j) + 1, dtype=torch.bool))[:2],
         "max_steps": BAD_COUNTS,
-        "onsager": BAD_FLAGS,
+        "onsager": (1, 0, "yes"),
+        "order": ("", "third", 2),
         "response": BAD_FLAGS,
         "record": BAD_FLAGS,
         "damping": (0.0, 1.5, "1"),

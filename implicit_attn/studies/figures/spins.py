@@ -24,6 +24,14 @@ PAIRS: Bands = (
     ("tap_pairs", BLUE, "TAP, $\\chi = (\\Lambda - J)^{-1}$"),
     ("derivative_pairs", GREEN, "TAP, derivative $\\partial m/\\partial x$"),
 )
+ORDER_COLOURS = {
+    "naive": (ORANGE, "naive mean field"),
+    "second": (GREEN, "second order (TAP)"),
+    "adaptive": (BLUE, "adaptive TAP"),
+}
+LOG_PARTITIONS: Bands = tuple((f"{o}_log_partition", *look) for o, look in ORDER_COLOURS.items())
+FREE_ENERGIES: Bands = (*LOG_PARTITIONS[:2], ("tap_log_partition", BLUE, "adaptive TAP"))
+ORDER_MEANS: Bands = tuple((f"{o}_mean", *look) for o, look in ORDER_COLOURS.items())
 EIGENVALUES: Bands = (
     ("tap_eigenvalue", BLUE, "TAP, at its solution"),
     ("naive_eigenvalue", ORANGE, "naive, at its solution"),
@@ -110,20 +118,21 @@ def mean_field_report(path: str | Path, title: str, tables: Mapping[str, Table])
         tables: name of a family of models -> table of
             :func:`implicit_attn.studies.error_against_coupling`.
     """
-    with drawing(path, title, (16.5, 1.3 + 4.0 * len(tables)), dpi=120) as figure:
-        axes = figure.subplots(len(tables), 4, squeeze=False, sharex="col")
-        for (means, pairs, eigenvalues, shares), (name, table) in zip(
-            axes, tables.items(), strict=True
-        ):
+    with drawing(path, title, (20.0, 1.3 + 4.0 * len(tables)), dpi=120) as figure:
+        axes = figure.subplots(len(tables), 5, squeeze=False, sharex="col")
+        for row, (name, table) in zip(axes, tables.items(), strict=True):
+            means, pairs, logs, eigenvalues, shares = row
             draw_errors(means, table, MEANS)
             means.set(ylabel=f"{name}\n\nrelative error", title="Means $\\langle S_i\\rangle$")
             draw_errors(pairs, table, PAIRS)
             pairs.axhline(1.0, color=GREY, linestyle="--", label='"nothing is correlated"')
             of_pairs = "$\\langle S_i S_j\\rangle - \\langle S_i\\rangle\\langle S_j\\rangle$"
             pairs.set(ylabel="relative error", title=f"Correlations {of_pairs}")
+            draw_errors(logs, table, FREE_ENERGIES)
+            logs.set(ylabel="$|\\log Z - $ exact$|$", title="Free energy of the model")
             draw_eigenvalues(eigenvalues, table)
             draw_shares(shares, table)
-            for panel in (means, pairs):
+            for panel in (means, pairs, logs):
                 panel.legend(frameon=False, loc="lower right")
             for panel in (eigenvalues, shares):
                 panel.legend(frameon=False, loc="upper right")

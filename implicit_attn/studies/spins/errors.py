@@ -50,6 +50,8 @@ def error_against_coupling(
         Rows with the strength and, each as its median with ``_10`` and ``_90`` for the quantiles:
 
         - ``naive_mean``, ``tap_mean``: errors of the means;
+        - ``naive_log_partition``, ``second_log_partition``, ``tap_log_partition``: ``|log Z - exact|``,
+          also of the second-order TAP equations;
         - ``naive_pairs``, ``tap_pairs``: of the correlations, by ``chi = (Lambda - J)^-1``;
           ``derivative_pairs``: by ``dm/dx``, the derivative of the TAP solution;
         - ``naive_eigenvalue``, ``tap_eigenvalue``: of :func:`consistency`;
@@ -77,7 +79,7 @@ def error_against_coupling(
         measured = [
             _measure(draw(strength, generator), tolerance, max_steps) for _ in range(models)
         ]
-        table.append({"strength": strength} | _summary(measured))
+        table.append({"strength": strength} | quantiles_of(measured))
     return table
 
 
@@ -114,7 +116,24 @@ def _measure(
     naive = solvers.adaptive_tap(
         model.couplings, model.field, onsager=False, damping=0.5, adjoint=None, **options
     )
+    second = solvers.adaptive_tap(
+        model.couplings,
+        model.field,
+        order="second",
+        adjoint=None,
+        **(options | {"response": False}),
+    )
     row: dict[str, float | bool] = {}
+    for name, solution in (("naive", naive), ("second", second), ("tap", tap)):
+        found = solution.value
+        state = solvers.SpinState(found.mean[:1], found.cavity_variance[:1])
+        order = "adaptive" if name == "tap" else name
+        with torch.no_grad():
+            log_z = solvers.tap_log_partition(
+                state, model.field, model.couplings, model.site, order=order
+            )
+        of_log = (log_z - exact.log_partition).abs().item()
+        row[f"{name}_log_partition"] = of_log if bool(solution.converged[0]) else math.inf
     for name, solution in (("naive", naive), ("tap", tap)):
         value = solution.value
         consistent = bool(solution.converged[0])
@@ -150,7 +169,8 @@ def _adaptive_tap(model: SpinModel, options: Any) -> tuple[solvers.Solution, Ten
         (gradient,) = torch.autograd.grad(components.sum(), field)
     backward = solution.adjoint.solution
     failed = backward is None or not bool(backward.converged.all())
-    solution.value = type(solution.value)(*(tensor.detach() for tensor in solution.value))
+    detached = (None if tensor is None else tensor.detach() for tensor in solution.value)
+    solution.value = type(solution.value)(*detached)
     return solution, torch.full_like(gradient, math.nan) if failed else gradient.flatten(1)
 
 
@@ -162,7 +182,7 @@ def _pair_error(covariance: Tensor, exact: ExactMoments) -> float:
     return (difference / (exact.covariance * others).norm()).item()
 
 
-def _summary(measured: list[dict[str, float | bool]]) -> dict[str, float]:
+def quantiles_of(measured: list[dict[str, float | bool]]) -> dict[str, float]:
     """Shares of booleans; quantiles of numbers, not interpolated because some are infinite."""
     row: dict[str, float] = {}
     for name, first in measured[0].items():

@@ -18,7 +18,8 @@ class Site(nn.Module):
 
     A subclass must define ``log_partition`` alone; mean and covariance then come by automatic
     differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
-    :func:`solvers.gibbs` also asks for ``sample`` and, where the sites differ, for ``at``.
+    :func:`solvers.gibbs` also asks for ``sample`` and, where the sites differ, for ``at``. The free
+    energies of coupled sites need ``log Z`` with all that depends on V, also what no moment shows.
 
     Class attributes:
         field_dependent: the covariance depends on the field; only Gaussian sites say False, and are

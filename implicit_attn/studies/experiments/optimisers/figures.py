@@ -100,7 +100,7 @@ def learning_figure(
         bounds = [
             axes[1, 2].axhline(value, color=ORANGE, linestyle=style) for style, value in styles
         ]
-        axes[1, 2].legend(bounds, list(bars), fontsize=9)
+        axes[1, 2].legend(bounds, list(bars), fontsize=9, loc="upper right")
         # The untrained start would hide the differences at the end.
         trained = [row["loss"] for row in text if row["step"] > 0]
         axes[1, 2].set_ylim(

@@ -1,0 +1,212 @@
+r"""Log partition functions of coupled sites, by the three mean-field theories, and their derivatives.
+
+With means m, cavity variances V, covariances C, couplings J, and the cavity fields
+``h_i = x_i + sum_j J_ij m_j - V_i m_i``, all theories share::
+
+    F(m, V) = sum_i log Z_i(h_i, V_i) + 1/2 sum_i m_i^T V_i m_i - 1/2 sum_ij m_i^T J_ij m_j
+
+    naive      log Z = F(m, 0)
+    second     log Z = F(m, V) - 1/2 sum_i tr(C_i V_i) + 1/4 sum_ij tr(J_ij C_j J_ji C_i)
+    adaptive   log Z = F(m, V) - 1/2 log det(I + C (V - J))
+
+Each is stationary in m, V and C at the solution of its theory. Its derivative along anything else is
+therefore the partial one, which takes no adjoint solve::
+
+    d log Z / dx_i = m_i,   d log Z / dJ_ij = m_i m_j^T + { 0 | C_i J_ij C_j | chi_ij }
+
+"second" is the expansion of Plefka for sites of which V changes the weights alone (Ising, Potts), and agrees
+with it to second order in J for others.
+
+Source: Opper and Winther (2001), "Adaptive and self-averaging Thouless-Anderson-Palmer mean-field
+theory for probabilistic modeling", https://doi.org/10.1103/PhysRevE.64.056131; Plefka (1982),
+"Convergence condition of the TAP equation for the infinite-ranged Ising spin glass model",
+https://doi.org/10.1088/0305-4470/15/6/035.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from solvers.adjoints.capture import Recorder
+from solvers.core.checks import require_choice, require_instance
+from solvers.core.jacobian import gradients
+from solvers.core.layout import Layout
+from solvers.core.modes import without_autocast
+from solvers.spins.inputs import as_matrix, as_wide, check_inputs, with_symmetries, zero_masked
+from solvers.spins.maps import SpinState, cavity_field, no_variance, onsager_variance
+from solvers.spins.response import is_definite, log_det
+from solvers.spins.sites.site import Site
+
+ORDERS = ("naive", "second", "adaptive")
+State = tuple[Tensor, Tensor, Tensor]  # means, cavity variances, covariances
+
+
+def tap_log_partition(
+    state: SpinState,
+    field: Tensor,
+    couplings: Tensor,
+    site: Site,
+    mask: Tensor | None = None,
+    *,
+    order: str = "adaptive",
+) -> Tensor:
+    """``log Z`` of coupled sites at the solution of a mean-field theory, differentiable.
+
+    The theory's free energy is stationary at its solution, so a gradient costs no adjoint solve:
+    ``d log Z / dx = m``. It reaches field, couplings and the parameters of the site, and is right also
+    where ``state`` was computed without gradients. Second derivatives go through ``state``.
+
+    Args:
+        state: the solution of the theory, means (B, N, d) and cavity variances (B, N, d, d). Elsewhere
+            neither the value nor its gradient means anything.
+        field: ``x`` (B, N, d).
+        couplings: ``J`` (N, N, d, d), as for :func:`solvers.adaptive_tap`.
+        site: the sites' distribution.
+        mask: (B, N) bool, False for masked sites, which are left out.
+        order: the theory, "naive", "second" or "adaptive".
+
+    Returns:
+        (B,), at least float32. The prior of a site counts with weight 1: without couplings and fields
+        ``log Z = 0``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, naming the argument.
+
+    Source: :mod:`solvers.spins.free_energy`.
+    """
+    require_choice("order", order, ORDERS)
+    require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
+    check_inputs(couplings, field, mask)
+    with without_autocast(field.device.type):
+        mean, variance = (as_wide(t) for t in state)
+        matrix = as_matrix(with_symmetries(couplings))
+        h = cavity_field(mean, variance, as_wide(field), matrix, mask)
+        covariance = zero_masked(site.covariance(h, variance), mask)
+        results = (zero_masked(mean, mask), zero_masked(variance, mask), covariance)
+        return free_energy(order, results, as_wide(field), matrix, site, mask)[0]
+
+
+def free_energy(
+    order: str, state: State, field: Tensor, matrix: Tensor, site: Site, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``log Z`` (B,) and where it exists (B,) bool; elsewhere it lacks the term with the determinant.
+
+    ``state`` is zero at masked sites; ``matrix`` (n, n).
+    """
+    mean, variance, covariance = (t.expand(len(field), *t.shape[1:]) for t in state)
+    definite = torch.ones(len(field), dtype=torch.bool, device=field.device)
+    if order == "adaptive":
+        with torch.no_grad():
+            definite = is_definite(covariance, variance, matrix)
+    functional = _Functional((field, matrix), order, site, mask, definite)
+    whole = (mean, variance, covariance)
+    if not torch.is_grad_enabled():
+        return functional(whole), definite
+    functional.layout = Layout.of(whole)
+    z = functional.layout.vector(whole)
+    recorder = Recorder(cast("Any", functional))  # of which it only asks the fields below
+    record = _Record(recorder, *recorder.record(z))
+    return _StationaryValue.apply(record, z, *recorder.inputs), definite
+
+
+@dataclass
+class _Functional:
+    """``log Z`` as a function of the state, with the arguments that a recorder replaces."""
+
+    args: tuple[Tensor, Tensor]
+    order: str
+    site: Site
+    mask: Tensor | None
+    definite: Tensor
+    layout: Layout | None = None
+
+    def masked_map(self, z: Tensor) -> Tensor:
+        """From the state as a matrix (B, D); all of it, also masked sites, where it is zero."""
+        assert self.layout is not None
+        return self(self.layout.tree(z))
+
+    def __call__(self, state: State) -> Tensor:
+        mean, variance, covariance = state
+        field, matrix = self.args
+        flat = mean.flatten(1)
+        if self.order == "naive":
+            variance = no_variance(mean)
+        h = cavity_field(mean, variance, field, matrix, None)
+        own = zero_masked(self.site.log_partition(h, variance), self.mask).sum(1)
+        value = own - (flat * (flat @ matrix)).sum(1) / 2
+        if self.order == "naive":
+            return value
+        value = value + (mean * (variance @ mean.unsqueeze(-1)).squeeze(-1)).flatten(1).sum(1) / 2
+        if self.order == "second":
+            onsager = onsager_variance(covariance, matrix)
+            return value + (covariance * (onsager / 4 - variance / 2)).flatten(1).sum(1)
+        rows = torch.nonzero(self.definite).flatten()
+        found = log_det(covariance[rows], variance[rows], matrix)
+        return value.index_add(0, rows, found, alpha=-0.5)
+
+
+@dataclass
+class _Record:
+    """A recorded evaluation of ``log Z``: ``output`` (B,) at ``point`` (B, D)."""
+
+    recorder: Recorder
+    point: Tensor
+    output: Tensor
+
+
+class _StationaryValue(torch.autograd.Function):
+    """(state, inputs) -> log Z, whose derivative by the state is zero and is not computed."""
+
+    @staticmethod
+    def forward(ctx: Any, record: _Record, z: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.record = record
+        ctx.save_for_backward(z, *inputs)
+        return record.output.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        (cotangent,) = cotangents
+        record: _Record = ctx.record
+        z, *inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            results: Any = _PartialGradient.apply(record, cotangent, z, *inputs)
+        else:
+            results = gradients(record.output, record.recorder.aliases, cotangent)
+        return (None, None, *results)
+
+
+class _PartialGradient(torch.autograd.Function):
+    """(cotangent, state, inputs) -> gradients of the inputs; its derivative goes through the state too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, record: _Record, cotangent: Tensor, z: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.record = record
+        ctx.save_for_backward(cotangent, z, *inputs)
+        results = gradients(record.output, record.recorder.aliases, cotangent)
+        pairs = zip(results, inputs, strict=True)
+        return tuple(torch.zeros_like(t) if g is None else g for g, t in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        record: _Record = ctx.record
+        variables = [record.point, *record.recorder.aliases]
+        with torch.enable_grad():
+            weight = ctx.saved_tensors[0].detach().requires_grad_()
+            images = gradients(record.output, variables[1:], weight, create_graph=True)
+            terms = [
+                (image * cotangent).sum()
+                for image, cotangent in zip(images, cotangents, strict=True)
+                if image is not None and image.requires_grad
+            ]
+            if not terms:
+                return (None,) * (len(variables) + 2)
+            results = gradients(sum(terms[1:], terms[0]), [weight, *variables])
+        return (None, *results)

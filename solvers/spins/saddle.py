@@ -1,0 +1,273 @@
+r"""Spins on spheres in many dimensions: the saddle point of their Lagrange multipliers.
+
+For vectors of length ``sqrt d`` with scalar couplings K, the constraints ``|S_i|^2 = d`` written as Gaussian
+integrals over multipliers ``Lambda_i`` leave, for large d, the minimum of a strictly convex function::
+
+    Phi(Lambda) = d/2 (sum_i Lambda_i - log det(Lambda - K) - N) + 1/2 sum_a x_a^T (Lambda - K)^-1 x_a
+
+on ``Lambda - K > 0``. With ``X = (Lambda - K)^-1`` and the means ``m = X x`` its gradient is
+``d/2 (1 - X_ii - |m_i|^2 / d)`` and its Hessian ``d (X * X / 2 + X * m m^T / d)``, elementwise products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solvers.core.checks import require_count, require_flag, require_instance
+from solvers.core.device import maybe_any
+from solvers.core.modes import eager, without_autocast
+from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
+from solvers.core.tolerance import Tolerance
+from solvers.spins.inputs import (
+    as_wide,
+    check_scalar_inputs,
+    with_scalar_symmetries,
+    zero_masked,
+)
+
+_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}  # half precision: 1e-2
+ENOUGH = 1e-4  # share of the decrease that the slope promises, which a step must keep
+SHORT = 0.5  # of the way to the border of the domain: below it Newton's step is made whole
+SHORTEST = 2.0**-40  # share of Newton's step below which nothing is gained
+
+
+@dataclass(frozen=True)
+class SaddleSolution:
+    """What :func:`spherical_saddle` finds, B models of N spins in d dimensions.
+
+    Attributes:
+        multiplier: (B, N) ``Lambda``, or (B, 1) where all sites share one.
+        mean: (B, N, d) ``<S_i> = X x``.
+        response: (B, N, N) ``X = (Lambda - K)^-1``: ``<S_i.S_j> - <S_i>.<S_j> = d X_ij``.
+        log_partition: (B,) ``log Z``, at least float32; 0 without couplings and fields.
+        internal_energy: (B,) ``-<1/2 sum_ij K_ij S_i.S_j + sum_i x_i.S_i>``, at least float32.
+        status: (B,) int64, values of :class:`solvers.Status`.
+        residual: (B,) largest ``|<|S_i|^2> / d - 1|``, of the mean over the sites where they share a
+            multiplier.
+        evaluations: (B,) int64, factorisations of ``Lambda - K``.
+    """
+
+    multiplier: Tensor
+    mean: Tensor
+    response: Tensor
+    log_partition: Tensor
+    internal_energy: Tensor
+    status: Tensor
+    residual: Tensor
+    evaluations: Tensor
+
+    @property
+    def converged(self) -> Tensor:
+        """(B,) bool."""
+        return self.status == Status.CONVERGED
+
+
+@eager
+def spherical_saddle(
+    couplings: Tensor,
+    field: Tensor,
+    *,
+    per_site: bool = True,
+    mask: Tensor | None = None,
+    tolerance: Tolerance | None = None,
+    max_steps: int = 100,
+    on_failure: str = "warn",
+) -> SaddleSolution:
+    r"""Means, correlations and free energies of O(d) spins with scalar couplings, exact for large d.
+
+    For ``P(S) ~ exp(1/2 sum_ij K_ij S_i.S_j + sum_i x_i.S_i)``, spins uniform on ``|S_i|^2 = d``, minimise
+    ``Phi`` over the multipliers ``Lambda`` (:mod:`solvers.spins.saddle`); then ``log Z = Phi`` and::
+
+        <S_i> = m_i,   <S_i.S_j> - m_i.m_j = d X_ij,
+        d log Z / dx_i = m_i,   d log Z / dK_ij = m_i.m_j + d X_ij
+
+    The relative error is O(1/d) at a fixed N. It is what adaptive TAP finds with
+    ``SphericalSite(large_dimension=True)`` up to O(1/d), at a cost of O(N^3 + N^2 d) in place of
+    O(N^3 d^3). ``Phi`` is strictly convex, so there is one solution; damped Newton steps find it within
+    the domain ``Lambda - K > 0``. Gradients of any order reach couplings and field.
+
+    Args:
+        couplings: ``K`` (N, N), or (B, N, N) for a model of each sample; symmetric, zero diagonal. The
+            gradient has the same symmetry and the same zeros.
+        field: ``x`` (B, N, d), dtype and device like ``couplings``.
+        per_site: False: one multiplier for all sites, the spherical model, which fixes
+            ``sum_i |S_i|^2 = N d`` alone.
+        mask: (B, N) bool, False for masked sites: they influence no other, their results are zero
+            (their multipliers 1).
+        tolerance: of the constraints, ``|<|S_i|^2> / d - 1| <= rtol``; None: 1e-10 in float64, 1e-5 in
+            float32.
+        max_steps: factorisations per sample, an upper bound.
+        on_failure: "warn", "raise" or "ignore" about samples that did not converge.
+
+    Returns:
+        A :class:`SaddleSolution`. A sample that did not converge returns its best multipliers, with
+        ``Status.MAX_STEPS``, or ``Status.STALLED`` where rounding forbids a further step.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, naming the argument.
+        SolveError: if ``on_failure="raise"`` and a sample did not converge.
+
+    Example:
+        >>> solution = spherical_saddle(K, x)
+        >>> solution.mean, solution.log_partition  # (B, N, d), (B,)
+
+    Source: H. E. Stanley (1968), "Spherical model as the limit of infinite spin dimensionality",
+    https://doi.org/10.1103/PhysRev.176.718; M. Bal, afem, https://github.com/mcbal/afem, for the use as
+    a layer.
+    """
+    require_flag("per_site", per_site)
+    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance", optional=True)
+    require_count("max_steps", max_steps)
+    check_on_failure(on_failure)
+    check_scalar_inputs(couplings, field, mask)
+    rtol = _RTOL.get(field.dtype, 1e-2) if tolerance is None else tolerance.rtol
+    with without_autocast(field.device.type):
+        x = zero_masked(as_wide(field), mask)
+        k = with_scalar_symmetries(as_wide(couplings), mask).expand(len(x), -1, -1)
+        search = _Search(k.detach(), x.detach(), per_site, rtol)
+        search.run(max_steps)
+        multiplier = _Multiplier.apply(k, x, search.multiplier, per_site)
+        found = _moments(multiplier, k, x, mask, field.dtype)
+    status, residual, count = search.status(), search.residual, search.evaluations
+    solution = SaddleSolution(multiplier.to(field.dtype), *found, status, residual, count)
+    report = Solution(solution, status, residual, residual, count, count)
+    apply_policy(report, on_failure, "saddle point of O(d) spins")
+    return solution
+
+
+def _moments(
+    multiplier: Tensor, k: Tensor, x: Tensor, mask: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, response, log Z and internal energy at the saddle, differentiable."""
+    _, sites, dim = x.shape
+    factor, response = _inverse(multiplier.expand(-1, sites), k)
+    mean = response @ x
+    log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+    size = multiplier.expand(-1, sites).sum(1) - log_det - sites
+    aligned = (x * mean).flatten(1).sum(1)
+    log_z = dim / 2 * size + aligned / 2
+    products = mean @ mean.mT + dim * response
+    energy = -((k * products).flatten(1).sum(1) / 2 + aligned)
+    if mask is not None:
+        response = zero_masked(zero_masked(response, mask).mT, mask)
+    return mean.to(dtype), response.to(dtype), log_z, energy
+
+
+def _inverse(multiplier: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Cholesky factor of ``Lambda - K`` and ``X``; (B, N, N) both."""
+    factor, _ = torch.linalg.cholesky_ex(torch.diag_embed(multiplier) - k)
+    unit = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    return factor, torch.cholesky_solve(unit.expand_as(k), factor)
+
+
+def _hessian(response: Tensor, overlaps: Tensor, per_site: bool) -> Tensor:
+    """Hessian of ``Phi / d`` by the multipliers, (B, N, N) or (B, 1, 1); overlaps are ``m m^T / d``."""
+    whole = response * (response / 2 + overlaps)
+    return whole if per_site else whole.sum((1, 2), keepdim=True)
+
+
+class _Multiplier(torch.autograd.Function):
+    """(K, x) -> the multipliers of the saddle, which were found before; derivatives of any order.
+
+    Along a change of K and x the gradient of ``Phi`` stays zero: ``H dLambda = -d(grad Phi)``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, x: Tensor, multiplier: Tensor, per_site: bool) -> Tensor:
+        result = multiplier.clone()
+        ctx.per_site = per_site
+        ctx.save_for_backward(k, x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (cotangent,) = cotangents
+        k, x, multiplier = ctx.saved_tensors
+        _, sites, dim = x.shape
+        _, response = _inverse(multiplier.expand(-1, sites), k)
+        mean = response @ x
+        hessian = _hessian(response, mean @ mean.mT / dim, ctx.per_site)
+        weight = torch.linalg.solve(hessian, cotangent.unsqueeze(-1)).expand(-1, sites, 1)
+        pulled = response @ (weight * mean)
+        of_k = response @ (weight * response) / 2 + pulled @ mean.mT / dim
+        return (of_k + of_k.mT) / 2, pulled / dim, None, None
+
+
+class _Search:
+    """Damped Newton steps to the minimum of ``Phi / d``, every sample for itself.
+
+    Each evaluation is at a trial point ``Lambda + t p``: where it lies in the domain and ``Phi`` has
+    fallen enough, it becomes the sample's point, with a new Newton step p; elsewhere t is halved.
+    """
+
+    def __init__(self, k: Tensor, x: Tensor, per_site: bool, rtol: float) -> None:
+        batch, self.sites, dim = x.shape
+        self.k, self.per_site, self.rtol = k, per_site, rtol
+        self.gram = x @ x.mT / dim  # all that is needed of the fields
+        square = self.gram.diagonal(dim1=1, dim2=2)
+        # Uncoupled spins have Lambda = (1 + sqrt(1 + 4 |x|^2 / d)) / 2; the rows of K make it dominant.
+        start = 0.5 + (0.25 + square).sqrt() + k.abs().sum(2)
+        self.multiplier = start if per_site else start.amax(1, keepdim=True)
+        self.trial, self.step = self.multiplier, torch.zeros_like(self.multiplier)
+        self.share = x.new_ones(batch)
+        self.value, self.slope = x.new_full((batch,), torch.inf), x.new_zeros(batch)
+        self.residual = x.new_full((batch,), torch.inf)
+        self.evaluations = torch.zeros(batch, dtype=torch.long, device=x.device)
+
+    def run(self, max_steps: int) -> None:
+        for _ in range(max_steps):
+            active = self.active()
+            if not maybe_any(active):
+                return
+            self.evaluate(active)
+
+    def active(self) -> Tensor:
+        """(B,) bool: neither converged nor stalled."""
+        return (self.residual > self.rtol) & (self.share > SHORTEST)
+
+    def status(self) -> Tensor:
+        stalled = torch.where(self.share > SHORTEST, int(Status.MAX_STEPS), int(Status.STALLED))
+        return torch.where(self.residual <= self.rtol, int(Status.CONVERGED), stalled)
+
+    def evaluate(self, active: Tensor) -> None:
+        """``Phi / d``, its gradient and Newton's step at the trial points."""
+        whole = self.trial.expand(-1, self.sites)
+        factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(whole) - self.k)
+        response = torch.cholesky_inverse(factor)
+        overlaps = response @ self.gram @ response
+        log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+        size = whole.sum(1) - log_det - self.sites
+        value = (size + (response * self.gram).flatten(1).sum(1)) / 2
+        spare = 1 - (response + overlaps).diagonal(dim1=1, dim2=2)  # of |S_i|^2 / d
+        gradient = spare / 2 if self.per_site else spare.sum(1, keepdim=True) / 2
+        residual = spare.abs().amax(1) if self.per_site else spare.mean(1).abs()
+        fallen = value <= self.value + ENOUGH * self.share * self.slope
+        # Where Phi is the same to rounding, the gradient says whether the step was good.
+        noise = (
+            32 * torch.finfo(value.dtype).eps * (self.sites + whole.abs().sum(1) + log_det.abs())
+        )
+        flat = (value - self.value).abs() <= noise
+        better = torch.where(flat, residual < self.residual, fallen)
+        good = active & (failed == 0) & value.isfinite() & better
+        self.evaluations += active
+        chosen = good.unsqueeze(1)
+        self.multiplier = torch.where(chosen, self.trial, self.multiplier)
+        self.value = torch.where(good, value, self.value)
+        self.residual = torch.where(good, residual, self.residual)
+        hessian = _hessian(response, overlaps, self.per_site)
+        newton, singular = torch.linalg.cholesky_ex(hessian)
+        step = -torch.cholesky_solve(gradient.unsqueeze(-1), newton).squeeze(-1)
+        step = torch.where((singular == 0).unsqueeze(1), step, -gradient)
+        self.step = torch.where(chosen, step, self.step)
+        slope = (gradient * step).sum(1)
+        self.slope = torch.where(good, slope, self.slope)
+        # How far the step goes towards the border of the domain, were there no couplings.
+        size = -(step * response.diagonal(dim1=1, dim2=2)).amin(1)
+        share = torch.where(size < SHORT, 1.0, 1 / (1 + size))
+        shorter = torch.where(active, self.share / 2, self.share)
+        self.share = torch.where(good, share, shorter)
+        self.trial = self.multiplier + self.share.unsqueeze(1) * self.step

@@ -1,0 +1,347 @@
+"""Log partition functions of the mean-field theories, warm starts, clamped sites, annealing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.spin_models import (
+    as_matrix,
+    couplings,
+    fields,
+    generator,
+    ising_states,
+    potts_states,
+    symmetric,
+)
+from solvers import (
+    GaussianSite,
+    Implicit,
+    IsingSite,
+    PottsSite,
+    Site,
+    SolveWarning,
+    SphericalSite,
+    SpinState,
+    Status,
+    Tolerance,
+    adaptive_tap,
+    tap_log_partition,
+)
+
+F64 = torch.float64
+ORDERS = pytest.mark.parametrize("order", ["naive", "second", "adaptive"])
+TIGHT: dict[str, Any] = {"tolerance": Tolerance(1e-13), "max_steps": 400}
+SITES: dict[str, tuple[Site, int]] = {
+    "ising": (IsingSite(), 1),
+    "potts": (PottsSite(), 3),
+    "sphere": (SphericalSite(), 3),
+    "gaussian": (GaussianSite(0.5 * torch.eye(2, dtype=F64)), 2),
+    "gaussian each": (GaussianSite(torch.diag_embed(torch.rand(4, 2, dtype=F64) + 0.1)), 2),
+    "saddle point": (SphericalSite(large_dimension=True), 4),
+}
+MASK = torch.tensor([[True, True, False, True], [True] * 4])
+
+
+def model(dim: int, scale: float = 0.3, sites: int = 4) -> tuple[Tensor, Tensor]:
+    random = generator(3)
+    blocks = couplings(sites, dim, scale / dim**0.5, random)
+    return blocks, fields(2, sites, dim, random)
+
+
+def exact_log_partition(states: Tensor, blocks: Tensor, field: Tensor) -> Tensor:
+    """By enumeration, priors of weight 1; ``field`` (N, d)."""
+    energy = 0.5 * ((states @ as_matrix(blocks)) * states).sum(1) + states @ field.flatten()
+    return torch.logsumexp(energy, 0) - math.log(len(states))
+
+
+@ORDERS
+@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "masked"])
+def test_the_slope_of_log_z_is_the_mean(name: str, order: str, mask: Tensor | None) -> None:
+    site, dim = SITES[name]
+    blocks, x = model(dim)
+    x.requires_grad_()
+    solution = adaptive_tap(
+        blocks, x, site=site, order=order, mask=mask, log_partition=True, **TIGHT
+    )
+    value = solution.value
+    (slope,) = torch.autograd.grad(value.log_partition.sum(), x)
+    torch.testing.assert_close(slope, value.mean, rtol=0, atol=1e-10)
+    adjoint = solution.adjoint.solution
+    assert adjoint is None or not adjoint.evaluations.any()
+    if name == "saddle point" and order != "naive":
+        return  # no distribution: only up to O(1/d)
+    step, along = 1e-4, fields(2, 4, dim, generator(8), 1.0)
+    there, back = (
+        adaptive_tap(
+            blocks,
+            x.detach() + sign * step * along,
+            site=site,
+            order=order,
+            mask=mask,
+            log_partition=True,
+            **TIGHT,
+        ).value.log_partition
+        for sign in (1, -1)
+    )
+    wanted = (slope * along).flatten(1).sum(1)
+    torch.testing.assert_close((there - back) / (2 * step), wanted, rtol=1e-6, atol=1e-8)
+
+
+@ORDERS
+@pytest.mark.parametrize("name", ["ising", "potts", "sphere", "gaussian"])
+def test_the_slope_along_the_couplings(name: str, order: str) -> None:
+    site, dim = SITES[name]
+    blocks, x = model(dim)
+    blocks.requires_grad_()
+    options: dict[str, Any] = {"response": True, "log_partition": True}
+    value = adaptive_tap(blocks, x[:1], site=site, order=order, **options, **TIGHT).value
+    (slope,) = torch.autograd.grad(value.log_partition.sum(), blocks)
+    mean, covariance = value.mean[0], value.covariance[0]
+    pairs = {
+        "naive": torch.zeros_like(blocks),
+        "second": covariance[:, None] @ blocks @ covariance[None],
+        "adaptive": value.response[0].transpose(1, 2),
+    }[order]
+    wanted = pairs + mean[:, None, :, None] * mean[None, :, None, :]
+    torch.testing.assert_close(2 * slope, symmetric(2 * wanted) / 2, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "states"), [("ising", ising_states(5)), ("potts", None)])
+def test_log_z_against_enumeration(name: str, states: Tensor | None) -> None:
+    site, dim = SITES[name]
+    states = potts_states(5, 3) if states is None else states
+    found: dict[str, list[float]] = {}
+    for seed in range(8):
+        random = generator(seed)
+        blocks, x = couplings(5, dim, 0.4 / 5**0.5, random), fields(1, 5, dim, random)
+        exact = exact_log_partition(states, blocks, x[0])
+        for order in ("naive", "second", "adaptive"):
+            value = adaptive_tap(blocks, x, site=site, order=order, log_partition=True).value
+            error = (value.log_partition[0] - exact).abs().item()
+            found.setdefault(order, []).append(error)
+    median = {order: torch.tensor(errors).median().item() for order, errors in found.items()}
+    assert median["second"] < 0.1 * median["naive"]
+    assert median["adaptive"] < 0.1 * median["naive"]
+    assert median["adaptive"] < 2e-3
+
+
+def test_gaussian_sites_are_exact() -> None:
+    blocks, x = model(2)
+    sigma = 0.5 * torch.eye(2, dtype=F64)
+    value = adaptive_tap(blocks, x, site=GaussianSite(sigma), log_partition=True).value
+    inverse = torch.block_diag(*[torch.linalg.inv(sigma)] * 4)
+    precision = inverse - as_matrix(blocks)
+    flat = x.flatten(1)
+    wanted = (flat * torch.linalg.solve(precision, flat.mT).mT).sum(1) / 2
+    wanted = wanted + (torch.logdet(inverse) - torch.logdet(precision)) / 2
+    torch.testing.assert_close(value.log_partition, wanted, rtol=1e-10, atol=0)
+
+
+def test_second_order_is_plefkas_expansion() -> None:
+    """Ising sites: ``m = tanh(theta)`` with the reaction term, and the free energy of their V = 0 fields."""
+    blocks, x = model(1, 0.5)
+    value = adaptive_tap(blocks, x, site=IsingSite(), order="second", log_partition=True).value
+    m, j = value.mean[..., 0], blocks[..., 0, 0]
+    theta = x[..., 0] + m @ j - m * ((1 - m**2) @ j**2)
+    torch.testing.assert_close(m, theta.tanh(), rtol=0, atol=1e-9)
+    own = theta.cosh().log() - theta * m + x[..., 0] * m
+    pairs = ((1 - m**2) @ j**2 * (1 - m**2)).sum(1) / 4 + (m @ j * m).sum(1) / 2
+    torch.testing.assert_close(value.log_partition, own.sum(1) + pairs, rtol=0, atol=1e-9)
+
+
+def test_the_gradient_takes_a_state_without_gradients_and_its_curvature_the_state() -> None:
+    blocks, x = model(3)
+    blocks.requires_grad_()
+    x.requires_grad_()
+    value = adaptive_tap(blocks, x, site=PottsSite(), log_partition=True, **TIGHT).value
+    state = SpinState(value.mean, value.cavity_variance)
+    other = tap_log_partition(state, x, blocks, PottsSite())
+    torch.testing.assert_close(other, value.log_partition)
+    for first, second in (
+        (value.log_partition, other),
+        (
+            value.log_partition,
+            tap_log_partition(SpinState(*(t.detach() for t in state)), x, blocks, PottsSite()),
+        ),
+    ):
+        wanted = torch.autograd.grad(first.sum(), (x, blocks), retain_graph=True)
+        got = torch.autograd.grad(second.sum(), (x, blocks), retain_graph=True)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    # d^2 log Z / dx dx = dm / dx
+    (slope,) = torch.autograd.grad(other.sum(), x, create_graph=True)
+    along = torch.randn(slope.shape, generator=generator(0), dtype=F64)
+    (curvature,) = torch.autograd.grad((slope * along).sum(), x, retain_graph=True)
+    (wanted,) = torch.autograd.grad((value.mean * along).sum(), x)
+    torch.testing.assert_close(curvature, wanted, rtol=0, atol=1e-9)
+
+
+def test_samples_without_a_response_have_a_finite_log_z_and_a_status() -> None:
+    blocks, x = model(2, 8.0)
+    solution = adaptive_tap(
+        blocks,
+        x,
+        site=GaussianSite(torch.eye(2, dtype=F64)),
+        log_partition=True,
+        on_failure="ignore",
+    )
+    assert (solution.status == Status.INDEFINITE).all()
+    assert solution.value.log_partition.isfinite().all()
+
+
+@ORDERS
+def test_half_precision_is_summed_in_single(order: str) -> None:
+    blocks, x = (t.bfloat16() for t in model(3))
+    options: dict[str, Any] = {"site": PottsSite(), "order": order, "log_partition": True}
+    got = adaptive_tap(blocks, x, **options).value.log_partition
+    wanted = adaptive_tap(blocks.double(), x.double(), **options).value.log_partition
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), wanted, rtol=5e-3, atol=5e-3)
+
+
+# --- warm starts, clamped sites, annealing ---------------------------------------------------------
+
+
+@ORDERS
+@pytest.mark.parametrize("name", ["ising", "potts", "gaussian"])
+def test_a_warm_start_saves_evaluations(name: str, order: str) -> None:
+    site, dim = SITES[name]
+    blocks, x = model(dim, 0.5)
+    cold = adaptive_tap(blocks, x, site=site, order=order)
+    near = adaptive_tap(blocks, x + 1e-4, site=site, order=order).value
+    for start in (near, SpinState(near.mean, near.cavity_variance)):
+        warm = adaptive_tap(blocks, x, site=site, order=order, start=start)
+        assert warm.converged.all()
+        if site.field_dependent or order != "adaptive":  # else one Newton step, from anywhere
+            assert (warm.evaluations < cold.evaluations).all()
+        torch.testing.assert_close(warm.value.mean, cold.value.mean, rtol=0, atol=1e-8)
+
+
+def test_a_start_without_positive_response_is_replaced_sample_by_sample() -> None:
+    blocks, x = model(1, 1.5)
+    start = adaptive_tap(blocks, x, site=IsingSite()).value
+    bad = start.cavity_variance.clone()
+    bad[1] -= 5.0
+    cold = adaptive_tap(blocks, x, site=IsingSite())
+    warm = adaptive_tap(blocks, x, site=IsingSite(), start=SpinState(start.mean, bad))
+    assert warm.converged.all()
+    assert warm.evaluations[0] < cold.evaluations[0] and warm.evaluations[1] == cold.evaluations[1]
+
+
+@ORDERS
+def test_annealing_ends_at_the_last_temperature_and_counts_all(order: str) -> None:
+    blocks, x = model(3, 0.5)
+    options: dict[str, Any] = {"site": PottsSite(), "order": order, "log_partition": True}
+    x.requires_grad_()
+    wanted = adaptive_tap(2.0 * blocks, 2.0 * x, **options, **TIGHT)
+    got = adaptive_tap(blocks, x, inverse_temperature=(0.5, 1.0, 2.0), **options, **TIGHT)
+    hot = adaptive_tap(blocks, x, inverse_temperature=0.5, **options, **TIGHT)
+    for first, second in zip(got.value, wanted.value, strict=True):
+        if first is not None:
+            torch.testing.assert_close(first, second, rtol=0, atol=1e-9)
+    (slope,) = torch.autograd.grad(got.value.log_partition.sum(), x)
+    torch.testing.assert_close(slope, 2 * got.value.mean, rtol=0, atol=1e-9)
+    assert (got.evaluations > wanted.evaluations).all()
+    assert (got.evaluations > hot.evaluations).all()
+
+
+def test_annealing_forgets_its_start_and_follows_the_field() -> None:
+    """A ferromagnet below its critical temperature keeps a start against the field, above it does not."""
+    sites = 6
+    blocks = (torch.ones(sites, sites, dtype=F64) - torch.eye(sites, dtype=F64))[..., None, None]
+    x = torch.full((1, sites, 1), 1e-3, dtype=F64)
+    start = SpinState(-0.9 * torch.ones_like(x), torch.zeros(1, sites, 1, 1, dtype=F64))
+    options: dict[str, Any] = {"site": IsingSite(), "order": "naive", "damping": 0.5}
+    options |= {"start": start, "max_steps": 1000}
+    down = adaptive_tap(0.5 * blocks, x, **options).value.mean
+    up = adaptive_tap(0.5 * blocks, x, inverse_temperature=(0.1, 1.0), **options).value.mean
+    assert (down < -0.9).all() and (up > 0.9).all()
+
+
+@ORDERS
+@pytest.mark.parametrize("name", ["ising", "potts", "gaussian"])
+def test_clamped_sites_act_as_fields(name: str, order: str) -> None:
+    site, dim = SITES[name]
+    blocks, x = model(dim)
+    values = torch.full((2, 4, dim), torch.nan, dtype=F64)
+    values[:, 1] = torch.eye(max(dim, 2), dtype=F64)[0, :dim]
+    clamped = torch.tensor([[False, True, False, False]] * 2)
+    options: dict[str, Any] = {"site": site, "order": order, "log_partition": True}
+    got = adaptive_tap(blocks, x, given=(values, clamped), response=True, **options, **TIGHT).value
+    kept = torch.tensor([0, 2, 3])
+    pull = torch.einsum("iab,sb->sia", blocks[kept, 1], values[:, 1])
+    rest = adaptive_tap(blocks[kept][:, kept], x[:, kept] + pull, **options, **TIGHT).value
+    torch.testing.assert_close(got.mean[:, kept], rest.mean, rtol=0, atol=1e-9)
+    torch.testing.assert_close(got.mean[:, 1], values[:, 1])
+    assert not got.covariance[:, 1].any() and not got.response[:, 1].any()
+    energy = (x[:, 1] * values[:, 1]).sum(1)
+    wanted = rest.log_partition + energy
+    torch.testing.assert_close(got.log_partition, wanted, rtol=0, atol=1e-9)
+
+
+def test_gradients_of_clamped_models() -> None:
+    blocks, x = model(2)
+    raw, x = blocks[:, :, :2, :2].clone().requires_grad_(), x.requires_grad_()
+    values = torch.rand(2, 4, 2, generator=generator(4), dtype=F64).requires_grad_()
+    clamped = torch.tensor([[True, False, False, True], [False, True, True, False]])
+    mask = torch.tensor([[True] * 4, [True, True, False, True]])
+
+    def solve(raw: Tensor, x: Tensor, values: Tensor) -> Tensor:
+        value = adaptive_tap(
+            symmetric(raw),
+            x,
+            site=PottsSite(),
+            given=(values, clamped),
+            mask=mask,
+            log_partition=True,
+            inverse_temperature=(0.7, 1.3),
+            adjoint=Implicit(tolerance=Tolerance(1e-12)),
+            **TIGHT,
+        ).value
+        return value.log_partition.sum() + value.mean.square().sum()
+
+    assert torch.autograd.gradcheck(solve, (raw, x, values), fast_mode=True)
+    assert torch.autograd.gradgradcheck(solve, (raw, x, values), fast_mode=True, atol=1e-4)
+
+
+def test_conditional_log_z_is_the_likelihood_of_what_is_given() -> None:
+    """Weak couplings: the sum over all values of a site gives the whole back."""
+    blocks, x = model(3, 0.05)
+    options: dict[str, Any] = {"site": PottsSite(), "log_partition": True}
+    whole = adaptive_tap(blocks, x, **options).value
+    clamped = torch.tensor([True, False, False, False])
+    parts = [
+        adaptive_tap(blocks, x, given=(value.expand(4, 3), clamped), **options).value.log_partition
+        for value in torch.eye(3, dtype=F64)
+    ]
+    stacked = torch.stack(parts)
+    wanted = torch.logsumexp(stacked, 0) - math.log(3)
+    torch.testing.assert_close(wanted, whole.log_partition, rtol=0, atol=1e-6)
+    chances = torch.softmax(stacked, 0).mT
+    torch.testing.assert_close(chances, whole.mean[:, 0], rtol=0, atol=1e-5)
+
+
+def test_all_sites_may_be_clamped() -> None:
+    blocks, x = model(1)
+    values = torch.ones(4, 1, dtype=F64)
+    solution = adaptive_tap(
+        blocks,
+        x,
+        site=IsingSite(),
+        given=(values, torch.ones(4, dtype=torch.bool)),
+        log_partition=True,
+    )
+    energy = x.flatten(1).sum(1) + blocks.sum() / 2
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value.log_partition, energy)
+
+
+def test_a_warning_says_which_theory_failed() -> None:
+    blocks, x = model(1, 3.0)
+    with pytest.warns(SolveWarning, match="second-order TAP solve"):
+        adaptive_tap(blocks, x, site=IsingSite(), order="second", max_steps=2)
