@@ -103,9 +103,8 @@ def learning_figure(
         axes[1, 2].legend(bounds, list(bars), fontsize=9, loc="upper right")
         # The untrained start would hide the differences at the end.
         trained = [row["loss"] for row in text if row["step"] > 0]
-        axes[1, 2].set_ylim(
-            min(*trained, *bars.values()) - 0.1, max(*trained, *bars.values()) + 0.1
-        )
+        heights = [*trained, *bars.values()]
+        axes[1, 2].set_ylim(min(heights) - 0.1, max(heights) + 0.3)
 
 
 def _draw_rules(axes: Any, table: Table, step: str, measure: str) -> None:
