@@ -10,7 +10,6 @@ from implicit_attn.training.boltzmann import (
 )
 from implicit_attn.training.claims import NotClaimed
 from implicit_attn.training.finite import NonFiniteLoss
-from implicit_attn.training.language import NextToken
 from implicit_attn.training.local_rules import LocallyTrained, fit_locally
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
 from implicit_attn.training.loop import Interrupted, Training
@@ -33,6 +32,7 @@ from implicit_attn.training.tasks import (
     accuracy,
     describe,
 )
+from implicit_attn.training.text.next_token import NextToken
 
 __all__ = [
     "ACCELERATORS",
