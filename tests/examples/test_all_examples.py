@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
 import runpy
@@ -55,8 +56,8 @@ NEEDS = {
 }
 
 
-def run(name: str, out: Path) -> str:
-    arguments = [argument.replace("{out}", str(out)) for argument in ARGUMENTS[name]]
+def run(name: str, out: Path, *more: str) -> str:
+    arguments = [argument.replace("{out}", str(out)) for argument in ARGUMENTS[name]] + [*more]
     result = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", f"examples/{name}", *arguments],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -85,7 +86,13 @@ def test_sudoku_potts(tmp_path: Path) -> None:
     output = run("sudoku_potts.py", tmp_path / "new")
     assert "100.0% of the 810 strongest pairs" in output
     assert len(re.findall(r"^(?:[\d.][ |]+){9} +(?:\d[ |]*){9}$", output, re.MULTILINE)) == 9
-    assert (tmp_path / "new" / "weights.safetensors").exists()
+    losses = [float(each) for each in re.findall(r"pseudo-likelihood (\S+) nats", output)]
+    assert losses[-1] < losses[0] < math.log(9)
+    weights = tmp_path / "new" / "weights.safetensors"
+    again = run("sudoku_potts.py", tmp_path / "other", "--weights", str(weights))
+    assert "nats" not in again and not (tmp_path / "other").exists()
+    graph = "100.0% of the 810 strongest pairs"
+    assert output[output.index(graph) :] == again[again.index(graph) :]
 
 
 def test_potts_recovery(tmp_path: Path) -> None:
