@@ -69,11 +69,12 @@ def run_solving(options: argparse.Namespace, advance: Advance) -> Result:
     ways = methods(learned.couplings, options.anneal)
     table = compare(boards.test, ways, advance)
     there = [number for number in clues if str(number) in boards.test]
-    missing = [str(number) for number in clues if number not in there]
     shown = str(there[(len(there) - 1) // 2])
     example = one_solved(boards.test[shown], ways[f"{LEARNED}, annealed"])
     draw = partial(solving_figure, table=table, example=example, clues=shown)
-    note = f"; none with {', '.join(missing)} clues" if missing else ""
+    counts = {number: len(boards.test[str(number)].puzzles) for number in there}
+    few = [number for number in clues if counts.get(number, 0) < options.boards]
+    note = "".join(f"; {counts.get(number, 'none')} with {number} clues" for number in few)
     tables = {"table": table, "fits": learned.fits}
     return Result(tables, ("table", "fits"), draw, f" ({boards.name}{note})")
 
@@ -105,7 +106,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Sudoku solved by a Potts model learned from solved boards",
         (
             ("--clues", whole(FEWEST, MOST), (17, 25, 30, 36), "numbers of clues"),
-            ("--boards", whole(1, 10_000), 100, "puzzles of each"),
+            ("--boards", whole(1, 10_000), 100, "puzzles of each; fewer may have so few clues"),
             ("--steps", whole(1, 100_000), 300, "of training"),
             ("--train", whole(1, MOST_BOARDS), 5000, "solved boards to learn from"),
             (
