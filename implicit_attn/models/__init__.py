@@ -20,7 +20,8 @@ from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
 from implicit_attn.models.potts.conditional import ConditionalModel
 from implicit_attn.models.potts.factored import FactoredAttention
-from implicit_attn.models.potts.fitting import PseudoLikelihoodFit, fit_pseudolikelihood
+from implicit_attn.models.potts.fit_runs import PseudoLikelihoodFit
+from implicit_attn.models.potts.fitting import fit_pseudolikelihood
 from implicit_attn.models.potts.masked_transformer import MaskedTransformer
 from implicit_attn.models.potts.potts_model import PottsModel
 from implicit_attn.models.potts.sudoku_potts import (
