@@ -90,7 +90,7 @@ def test_one_module_is_a_layer_for_the_studies() -> None:
     torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-3)
     several: list[dict[str, Any]] = [{"layers": 2}, {"layers": 1, "residual": True}]
     for options in several:
-        with pytest.raises(TypeError, match="one spin module without residual.*--layers 1"):
+        with pytest.raises(TypeError, match=r"one spin module without residual.*--layers 1"):
             _ = SpinTransformer(DIM, HEADS, **options).layer
 
 

@@ -147,7 +147,8 @@ def _draw_errors(axes: Any, rows: Table, steps: int) -> None:
         places = [index + (offset - (len(closures) - 1) / 2) * width for index in range(len(betas))]
         pale: Any = {"hatch": "//", "alpha": 0.6} if closure == "tap" else {}
         bars = axes.bar(places, [r["error"] for r in found], width, color=COLORS[closure], **pale)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+        labels = [f"{r['error']:.2f}{'*' * bool(r['unsolved'])}" for r in found]
+        axes.bar_label(bars, labels, fontsize=7)
         if closure == "tap":
             axes.plot(
                 [], [], color=COLORS["tap"], linewidth=5, alpha=0.5, label="TAP of the exact sphere"
@@ -156,13 +157,14 @@ def _draw_errors(axes: Any, rows: Table, steps: int) -> None:
     noise = [max(r["noise"] for r in rows if r["beta"] == beta) for beta in betas]
     for index, level in enumerate(noise):
         axes.plot([index - 0.42, index + 0.42], [level, level], color="black", linestyle="--")
-    if steps == 1:
-        what = "one step, exact sphere\n(TAP of Plefka: many dimensions;"
-    else:
-        what = f"{steps} steps\n(closures of many dimensions;"
+    what = "one step" if steps == 1 else f"{steps} steps"
+    of = "exact sphere; Plefka: many dimensions" if steps == 1 else "closures of many dimensions"
+    star = "; *: not solved" if any(row["unsolved"] for row in rows) else ""
     axes.set(
         xticks=range(len(betas)),
         xticklabels=[f"β = {beta:g}" for beta in betas],
-        title=f"relative error after {what}\ndashed: noise of the simulation)",
+    )
+    axes.set_title(
+        f"relative error after {what}\n{of}\ndashed: noise of the simulation{star}", fontsize=10
     )
     axes.margins(y=0.2)

@@ -172,10 +172,10 @@ def test_weak_and_strong_noise_in_one_call() -> None:
 
 
 def test_strong_couplings_of_ising_spins_beside_a_simulation() -> None:
-    """Noise of standard deviation 20, where the mean is nearly a step smoothed by that noise."""
+    """Noise of standard deviation 100, where the mean is nearly a step smoothed by that noise."""
     spins, chains = 100, 2000
-    j = 20 / spins**0.5 * torch.randn(spins, spins, generator=generator(0), dtype=F64)
-    field = 20 * torch.randn(1, spins, 1, generator=generator(1), dtype=F64)
+    j = 100 / spins**0.5 * torch.randn(spins, spins, generator=generator(0), dtype=F64)
+    field = 100 * torch.randn(1, spins, 1, generator=generator(1), dtype=F64)
     drawn = torch.rand(chains, spins, generator=generator(2), dtype=F64).round() * 2 - 1
     sampled = torch.tanh(field[0, :, 0] + drawn @ j.T)
     found = kinetic_step(torch.zeros_like(field), field, j, site=IsingSite())[0, :, 0]
