@@ -165,6 +165,6 @@ def _draw_errors(axes: Any, rows: Table, steps: int) -> None:
         xticklabels=[f"β = {beta:g}" for beta in betas],
     )
     axes.set_title(
-        f"relative error after {what}\n{of}\ndashed: noise of the simulation{star}", fontsize=10
+        f"relative error after {what}\n{of}\ndashed: simulation noise{star}", fontsize=10
     )
     axes.margins(y=0.2)
