@@ -49,7 +49,8 @@ def test_study(
     study: str, backbone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert set(RUNS) == set(STUDIES)
-    weights = write_weights(tmp_path / "tiny.safetensors", backbone)
+    single: dict[str, Any] = {"layers": 1} if backbone == "spin-transformer" else {}
+    weights = write_weights(tmp_path / "tiny.safetensors", backbone, **single)
     options, tables = RUNS[study]
     out = tmp_path / "out"
     main([study, "--weights", str(weights), "--out", str(out), *options])
