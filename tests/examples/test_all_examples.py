@@ -43,7 +43,11 @@ ARGUMENTS: dict[str, list[str]] = {
     ],
     "wrap_your_energy.py": ["--steps", "40"],
 }  # fmt: skip
-ELSEWHERE = {"mnist_spins.py", "hopfield_density.py"}  # run by tests of their own
+ELSEWHERE = {
+    "hopfield_density.py",
+    "language_model.py",
+    "mnist_spins.py",
+}  # run by tests of their own
 NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
