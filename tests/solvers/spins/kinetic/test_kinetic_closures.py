@@ -224,7 +224,7 @@ def test_nan_at_masked_sites_reaches_no_other(site: Site, dim: int, closure: str
     slopes = torch.autograd.grad(expected[mask].square().sum(), clean)
     nan = torch.where(mask.unsqueeze(-1), 0.0, float("nan"))
     spoilt = [(tensor + nan).detach().requires_grad_() for tensor in clean]
-    found = kinetic_step(*spoilt, j, on_failure="raise", **options)
+    found = kinetic_step(spoilt[0], spoilt[1], j, on_failure="raise", **options)
     torch.testing.assert_close(found[mask], expected[mask])
     assert bool(found[~mask].isnan().all())
     gradients = torch.autograd.grad(found[mask].square().sum(), spoilt)
