@@ -46,7 +46,7 @@ def kinetic_step(
     - "gaussian": the average of mu over a Gaussian field with mean theta_i and covariance B_i, for
       Ising spins by quadrature, for spheres with ``|h|^2`` replaced by ``|theta_i|^2 + tr B_i``. It is
       exact for many weak random couplings, and spheres of many dimensions. On spheres of few
-      dimensions its error is of first order in J: with few neighbours too prefer "tap" there;
+      dimensions it is right to first order in J only, as "naive" is: with few neighbours prefer "tap";
     - "tap": ``m_i(t) = mu(theta_i - B_i m_i(t), B_i)``, an equation that is solved in each sample. For
       Ising and Potts spins this is Plefka's expansion to second order;
     - "plefka": that expansion for other sites too, with their third cumulant T:

@@ -263,6 +263,24 @@ def test_orders_of_the_error(closure: str) -> None:
     assert ratio == pytest.approx(4 if closure == "naive" else 8, rel=0.1)
 
 
+@pytest.mark.parametrize(("closure", "ratio"), [("naive", 4), ("gaussian", 4), ("tap", 8)])
+def test_orders_of_the_error_on_the_circle(closure: str, ratio: int) -> None:
+    """One neighbour, its angles enumerated: only "tap" is right to second order in J."""
+    angles = torch.arange(400, dtype=F64) * (torch.pi / 200)
+    points = 1.4 * torch.stack([angles.cos(), angles.sin()], dim=-1)
+    before, field = torch.tensor([[0.7, 0.2], [0.5, -0.9]], dtype=F64)
+    weights = torch.softmax(points @ before, dim=0)
+    mean, none = (weights @ points).view(1, 1, 2), torch.zeros(1, 400, 2, 2, dtype=F64)
+
+    def error(scale: float) -> float:
+        exact = weights @ SPHERE.mean((field + scale * points)[None], none)[0]
+        j = torch.full((1, 1), scale, dtype=F64)
+        found = kinetic_step(mean, field.view(1, 1, 2), j, site=SPHERE, closure=closure)
+        return (found[0, 0] - exact).norm().item()
+
+    assert error(0.04) / error(0.02) == pytest.approx(ratio, rel=0.1)
+
+
 @pytest.mark.parametrize("closure", ["naive", "tap"])
 def test_two_colours_are_ising_spins(closure: str) -> None:
     """``S`` one-hot with ``s = S_1 - S_2``, ``J = J s s'``, ``x = x s``."""
