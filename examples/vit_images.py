@@ -9,8 +9,9 @@
 
 An image becomes tokens, a class token among them. One layer is applied to them repeatedly. A linear
 readout of the class token gives the logits. With ``--model hyperset-equilibrium`` the layer is solved
-for its equilibrium instead, and all tokens are read out; ``--model equilibrium`` solves equilibrium
-blocks, ``--model spin-transformer`` steady states of spins. ``--preset paper`` is the recipe of Hyper-SET
+for its equilibrium instead, and all tokens are read out. ``--model equilibrium`` solves equilibrium
+blocks and ``--model spin-transformer`` steady states of spins: ``--layers`` of them one after the
+other with weights of their own, each solved once. ``--preset paper`` is the recipe of Hyper-SET
 (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646); ``--preset small`` is what two cores can train.
 """
 

@@ -62,6 +62,7 @@ TRAINING = {"depth": 12, "layers": None, "epochs": 6, "rate": 4e-3, "seeds": 1}
 
 def run_convergence(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
     """every solver on the layer: residual, energy, steps, time, eigenvalues at the end"""
+    _require_layer(subject)
     rtol = subject.rtol if options.rtol is None else options.rtol
     exact, tight = subject.exact(), solvers.Tolerance(rtol=1e-8)
     with torch.no_grad():
@@ -85,6 +86,7 @@ def run_convergence(subject: Subject, options: argparse.Namespace, advance: Adva
 
 def run_extrapolation(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
     """accuracy, loss, energy, residual against test-time iterations; adaptive stopping"""
+    _require_layer(subject)
     found = extrapolate(subject, options.factor, advance)
     draw = partial(extrapolation_figure, found=found, trained=subject.trained)
     return Result(vars(found), ("reach", "adaptive"), draw)
@@ -92,6 +94,7 @@ def run_extrapolation(subject: Subject, options: argparse.Namespace, advance: Ad
 
 def run_paths(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:
     """distances of the ends from the input, from zero and from random starts"""
+    _require_layer(subject)
     exact = subject.exact()
     runs: dict[str, tuple[Table, Table]] = {}
     if exact.recurrence is None:
@@ -107,6 +110,13 @@ def run_paths(subject: Subject, options: argparse.Namespace, advance: Advance) -
         for number, table in enumerate(("summary", "samples"))
     }
     return Result(tables, ("summary",), partial(paths_figure, runs=runs))
+
+
+def _require_layer(subject: Subject) -> None:
+    """A model whose iterations are those of one equilibrium layer, or unrolled."""
+    with mistakes("--weights"):
+        if subject.recurrence is None:
+            _ = subject.layer
 
 
 def run_geometry(subject: Subject, options: argparse.Namespace, advance: Advance) -> Result:

@@ -186,7 +186,10 @@ class Subject:
         owner = getattr(self.model, "backbone", self.model)
         if isinstance(owner, EquilibriumTransformer):
             if len(owner.blocks) > 1:
-                raise TypeError(f"model must have one equilibrium block, got {len(owner.blocks)}")
+                raise TypeError(
+                    f"model must have one equilibrium block, got {len(owner.blocks)}; "
+                    "train with --layers 1"
+                )
             block = owner.blocks[0]
             step = BlockStep(block).train(block.training)
             return DEQ(step, max_steps=block.deq.max_steps, on_failure=block.deq.on_failure)

@@ -107,6 +107,6 @@ def summary_of(history: list[dict[str, Any]]) -> str:
     if solved:
         share = 100 * min(row["converged"] for row in solved)
         spent = max(row["evaluations"] for row in solved)
-        text += f"; worst epoch: {share:.2f} % of training samples converged, "
-        text += f"median evaluations per sample {spent:g}"
+        text += f"; worst epoch: {share:.2f} % of solves converged, "
+        text += f"median evaluations per solve {spent:g}"
     return text

@@ -1,10 +1,11 @@
-"""Mean-field theories of coupled vector spins, and samples of them.
+"""Coupled vector spins: mean-field theories, free energies, samples, and spins in time.
 
 - ``adaptive_tap``: :func:`solvers.adaptive_tap`, means, covariances and response of coupled sites
 - ``clamped``: sites that keep a given value
 - ``free_energy``: :func:`solvers.tap_log_partition`, the theories' log partition functions
 - ``gibbs``: :func:`solvers.gibbs`, samples of coupled sites
 - ``inputs``: checks and forms of couplings, fields and masks
+- ``kinetic``: :func:`solvers.kinetic_step` and the like, spins that change in time
 - ``maps``: the mean-field maps that are solved, and where a solve starts
 - ``response``: the response ``chi``, the cavity variances, their derivatives
 - ``saddle``: :func:`solvers.spherical_saddle`, O(d) spins in many dimensions

@@ -123,7 +123,7 @@ def test_report_and_tables(finished: tuple[Path, str]) -> None:
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in folder.iterdir()} == OWN | COMPARED
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    for text in ("test accuracy", "Accuracy against evaluations", "training samples converged"):
+    for text in ("test accuracy", "Accuracy against evaluations", "solves converged"):
         assert text in output
 
 

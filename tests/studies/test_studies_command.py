@@ -42,13 +42,15 @@ RUNS = {
     [
         *((study, name) for study in RUNS for name in ("hyperset", "hyperset-equilibrium")),
         *((study, "equilibrium") for study in RUNS if study != "geometry"),
+        *((study, "spin-transformer") for study in RUNS if study != "geometry"),
     ],
 )
 def test_study(
     study: str, backbone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert set(RUNS) == set(STUDIES)
-    weights = write_weights(tmp_path / "tiny.safetensors", backbone)
+    single: dict[str, Any] = {"layers": 1} if backbone == "spin-transformer" else {}
+    weights = write_weights(tmp_path / "tiny.safetensors", backbone, **single)
     options, tables = RUNS[study]
     out = tmp_path / "out"
     main([study, "--weights", str(weights), "--out", str(out), *options])
@@ -58,6 +60,19 @@ def test_study(
         with (out / f"{study}-tiny-{name}.csv").open(newline="") as file:
             assert len(list(csv.DictReader(file))) >= 1
     assert str(out / f"{study}-tiny.png") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("study", [name for name in RUNS if name != "geometry"])
+@pytest.mark.parametrize("backbone", ["spin-transformer", "equilibrium"])
+def test_several_modules_have_no_one_state(
+    study: str, backbone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = write_weights(tmp_path / "tiny.safetensors", backbone, layers=2)
+    with pytest.raises(SystemExit) as error:
+        main([study, "--weights", str(weights), "--out", str(tmp_path), *RUNS[study][0]])
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and "argument --weights: model must have one" in said
+    assert "got 2" in said and "train with --layers 1" in said
 
 
 @pytest.mark.defect("C6")

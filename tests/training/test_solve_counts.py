@@ -53,5 +53,5 @@ def test_where_nothing_was_solved_nothing_is_told() -> None:
     assert "converged" not in summary_of([unsolved])
     solved = unsolved | {"epoch": 2, "converged": 0.5, "evaluations": 7}
     for history in ([unsolved, solved], [solved, unsolved]):
-        assert "50.00 %" in summary_of(history) and "sample 7" in summary_of(history)
+        assert "50.00 %" in summary_of(history) and "solve 7" in summary_of(history)
     progress._check_rows([unsolved, solved], 2, ["solves"])  # a run of these can be resumed

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from implicit_attn.deq import DEQ
 from implicit_attn.energies.checks import check_mask, check_state
 from implicit_attn.updates.kinetic_attention import KineticAttention
-from solvers.core.checks import require_count, require_flag
+from solvers.core.checks import require_count, require_flag, require_instance
 
 
 class SpinTransformer(nn.Module):
@@ -25,7 +25,8 @@ class SpinTransformer(nn.Module):
         layers: number of modules, each with weights of its own.
         iterations: evaluations per sample and module, an upper bound that a call may change.
         residual: whether the modules add to their input.
-        layer: further options of the modules' ``DEQ`` (solver, tolerance, adjoint, on_failure, ...).
+        layer: further options of the modules' ``DEQ`` (solver, tolerance, adjoint, on_failure, ...);
+            a ``max_steps`` among them is ``iterations``.
         options: further arguments of :class:`implicit_attn.updates.KineticAttention`: beta, closure,
             scale, self_coupling, causal.
 
@@ -33,7 +34,7 @@ class SpinTransformer(nn.Module):
     their input and influence no other token. How the latest solves went is in ``steady[k].last``.
 
     Raises:
-        TypeError: for an option that the attention does not have.
+        TypeError: for an option that the attention does not have, or a ``layer`` that is no dict.
         ValueError: for a value that does not fit, naming the argument.
 
     Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/.
@@ -55,8 +56,10 @@ class SpinTransformer(nn.Module):
     ) -> None:
         super().__init__()
         number = require_count("layers", layers)
-        self.dim, self.iterations = dim, require_count("iterations", iterations)
-        settings: dict[str, Any] = {"max_steps": iterations} | (layer or {})
+        require_instance("layer", layer, dict, "a dict of options", optional=True)
+        limit = {"max_steps": require_count("iterations", iterations)}
+        settings: dict[str, Any] = limit | (layer or {})
+        self.dim, self.iterations = dim, settings["max_steps"]
         made = [DEQ(KineticAttention(dim, heads, **options), **settings) for _ in range(number)]
         self.steady: Any = nn.ModuleList(made)
         self.outputs: Any = None
@@ -68,7 +71,9 @@ class SpinTransformer(nn.Module):
         """The only module of a model whose output is its state; TypeError for another model."""
         if len(self.steady) > 1 or self.outputs is not None:
             what = f"{len(self.steady)} modules, residual={self.outputs is not None}"
-            raise TypeError(f"model must have one spin module without residual, got {what}")
+            raise TypeError(
+                f"model must have one spin module without residual, got {what}; train with --layers 1"
+            )
         return self.steady[0]
 
     def forward(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solvers.spins.inputs import zero_masked
+
 FORMS = "(N, N), (B, N, N) or (N, N, d, d)"
 
 
@@ -38,9 +40,21 @@ def _times(couplings: Tensor, values: Tensor) -> Tensor:
     return couplings @ values
 
 
-def check_network(mean: Any, field: Any, couplings: Any, mask: Any) -> None:
-    """``mean`` and ``field`` (B, N, d), couplings of one of ``FORMS``, a mask (B, N) bool or None."""
-    for name, value in (("mean", mean), ("field", field), ("couplings", couplings)):
+def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
+    """ValueError that names the first of ``tensors`` with NaN or infinity, (B, N, d) where not masked;
+    not on a GPU, where asking would wait for the device."""
+    for name, value in tensors.items():
+        if value.device.type != "cpu" or bool(value.detach().sum().isfinite()):
+            continue
+        known = zero_masked(value.detach(), None if name == "couplings" else mask)
+        if not bool(known.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got NaN or infinity")
+
+
+def check_network(mean: Any, field: Any, couplings: Any, mask: Any, start: str = "mean") -> None:
+    """``mean`` (in errors ``start``) and ``field`` (B, N, d), couplings of one of ``FORMS``, a mask
+    (B, N) bool or None."""
+    for name, value in ((start, mean), ("field", field), ("couplings", couplings)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             what = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{name} must be a floating tensor, got {what}")
@@ -53,7 +67,7 @@ def check_network(mean: Any, field: Any, couplings: Any, mask: Any) -> None:
     if len(shape) != 3 or 0 in shape:
         raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
     if mean.shape != field.shape:
-        raise ValueError(f"mean must have the shape of field, {shape}, got {tuple(mean.shape)}")
+        raise ValueError(f"{start} must have the shape of field, {shape}, got {tuple(mean.shape)}")
     batch, sites, dim = shape
     allowed = ((sites, sites), (batch, sites, sites), (sites, sites, dim, dim))
     if tuple(couplings.shape) not in allowed:

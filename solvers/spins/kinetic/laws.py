@@ -11,14 +11,17 @@ import math
 import torch
 from torch import Tensor
 
+from solvers.core.device import maybe_any
 from solvers.spins.maps import no_variance
 from solvers.spins.sites.discrete import IsingSite, PottsSite
 from solvers.spins.sites.gaussian import GaussianSite
 from solvers.spins.sites.site import Site
 
-# Trapezoidal rule of the Gaussian average. For tanh, whose poles lie at i pi / 2, its error is
-# exp(-pi^2 / (STEP s)) in noise of standard deviation s, and exp(-REACH^2 / 2) from the cut.
-STEP, REACH = 0.25, 8.0
+# Trapezoidal rules of the Gaussian average. Over the noise: for tanh, whose poles lie at i pi / 2, the
+# error is exp(-pi^2 / (STEP s)) in noise of standard deviation s, and exp(-REACH^2 / 2) from the cut,
+# so that it is for s <= WIDE only. For wider noise the integral by parts, over the spin's own width:
+# exp(-pi^2 / STEP) times exp(pi^2 / (8 s^2)), and rounding from the cut.
+STEP, REACH, WIDE = 0.25, 8.0, 1.0
 
 
 def trace(matrix: Tensor) -> Tensor:
@@ -59,7 +62,8 @@ class Law:
 
 
 class IsingLaw(Law):
-    """``C = 1 - m^2``; the average by quadrature, ``int tanh(h + sqrt(noise) u) N(u; 0, 1) du``."""
+    """``C = 1 - m^2``; the average by quadrature, ``int tanh(h + s u) N(u; 0, 1) du`` in weak noise,
+    by parts ``1/2 int sech^2(v) erf((h - v) / (s sqrt 2)) dv`` in strong, ``s^2 = noise``."""
 
     def covariance(self, mean: Tensor) -> Tensor:
         return self.scatter(mean).unsqueeze(-1)
@@ -68,12 +72,27 @@ class IsingLaw(Law):
         return (1 - mean.square()).clamp_min(0.0)
 
     def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
-        nodes = torch.arange(-REACH, REACH + STEP, STEP, dtype=field.dtype, device=field.device)
-        weights = torch.exp(-nodes.square() / 2) * (STEP / math.sqrt(2 * math.pi))
         # The root has no derivative at 0; a noise of the size of rounding changes nothing else.
         width = (noise + torch.finfo(noise.dtype).eps).sqrt()
-        fields = field.unsqueeze(-1) + width.unsqueeze(-1) * nodes
-        return torch.tanh(fields) @ weights
+        wide = width > WIDE
+        # Each rule sees widths of its own only: what is not chosen must not have NaN gradients.
+        mean = _over_noise(field, width.clamp_max(WIDE))
+        if not maybe_any(wide):
+            return mean
+        return torch.where(wide, _by_parts(field, width.clamp_min(WIDE)), mean)
+
+
+def _over_noise(field: Tensor, width: Tensor) -> Tensor:
+    nodes = torch.arange(-REACH, REACH + STEP, STEP, dtype=field.dtype, device=field.device)
+    weights = torch.exp(-nodes.square() / 2) * (STEP / math.sqrt(2 * math.pi))
+    return torch.tanh(field.unsqueeze(-1) + width.unsqueeze(-1) * nodes) @ weights
+
+
+def _by_parts(field: Tensor, width: Tensor) -> Tensor:
+    count = math.ceil((2 - math.log(torch.finfo(field.dtype).eps) / 2) / STEP)
+    nodes = STEP * torch.arange(-count, count + 1, dtype=field.dtype, device=field.device)
+    weights = STEP / 2 / torch.cosh(nodes).square()
+    return torch.erf((field.unsqueeze(-1) - nodes) / (math.sqrt(2) * width.unsqueeze(-1))) @ weights
 
 
 class PottsLaw(Law):

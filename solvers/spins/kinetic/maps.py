@@ -59,7 +59,9 @@ def closed(
 ) -> Rule:
     """``m -> F(m, mean)`` for the means before; with "naive" and "gaussian" it is constant."""
     law = law_of(site, field.shape[-1])
-    theta = field + drive(couplings, zero_masked(mean, mask))
+    # What stands at masked sites, NaN for example, takes no part in anything, gradients included.
+    mean, field = zero_masked(mean, mask), zero_masked(field, mask)
+    theta = field + drive(couplings, mean)
     if closure == "naive":
         return _constant(law.mean(theta))
     if closure == "gaussian":
@@ -77,7 +79,9 @@ def closed(
 
 
 def law_of(site: Site, dim: int) -> Law:
-    """What the closures know of a site."""
+    """What the closures know of a site; ValueError for spins of a dimension that it cannot have."""
+    if isinstance(site, IsingSite) and dim != 1:
+        raise ValueError(f"IsingSite takes spins of one component, d = 1, got d = {dim}")
     if isinstance(site, SphericalSite):
         return (LargeSphereLaw if site.large_dimension else SphereLaw)(site, dim)
     found = [law for kind, law in LAWS.items() if isinstance(site, kind)]

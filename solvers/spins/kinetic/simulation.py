@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.checks import require_count, require_instance
-from solvers.spins.kinetic.couplings import check_network, drive
+from solvers.spins.kinetic.couplings import check_finite, check_network, drive
 from solvers.spins.sites.site import Site
 
 
@@ -67,7 +67,8 @@ def glauber(
             f"couplings must be the same for all chains, (N, N) or (N, N, d, d), got "
             f"{tuple(couplings.shape)}"
         )
-    check_network(spins, field.expand_as(spins), couplings, None)
+    check_network(spins, field.expand_as(spins), couplings, None, start="spins")
+    check_finite(spins=spins, field=field, couplings=couplings)
     with torch.no_grad():
         means = [spins.mean(0)]
         for _ in range(require_count("steps", steps)):

@@ -104,11 +104,13 @@ class SphereLaw(LargeSphereLaw):
         return self.mean(probe)[..., :1] / size
 
     def response(self, mean: Tensor) -> Response:
-        """By Newton's method along the mean: ``|m(h)|`` has the slope ``a d / q`` in ``|h|``, with
-        ``q`` such that C has the trace ``R^2 - |m|^2``."""
+        """By Newton's method along the mean, and ``q`` such that C has the trace ``R^2 - |m|^2``."""
         size = mean.square().sum(-1, keepdim=True)
+        rho = self.squared_radius
         with torch.no_grad():
-            ratio = 1 / super().response(mean).slope  # |h| / |m|
+            # |h| / |m|: right at m = 0, and on the sphere, where R^2 - |m|^2 nears (d - 1) R / |h|.
+            inside = super().response(mean).slope * self.dim
+            ratio = (self.dim - size.clamp_max(rho) / rho) / inside
             for _ in range(INVERSION_STEPS):
                 ratio = self._closer(ratio, size)
         if torch.is_grad_enabled():  # a step at the solution carries its derivative
@@ -119,12 +121,20 @@ class SphereLaw(LargeSphereLaw):
     def _closer(self, ratio: Tensor, size: Tensor) -> Tensor:
         slope = self.slope(ratio.square() * size)
         reached = slope * ratio  # |m(h)| / |m|
-        stretch = slope - 2 * reached.square() * size / self._root(slope, reached.square() * size)
-        return ratio + (1 - reached) / stretch
+        step = (1 - reached) / self._stretch(slope, reached.square() * size)
+        # A mean within rounding of the sphere hardly tells its field: no step may lead far away.
+        return torch.clamp(ratio + step, ratio / 2, 2 * ratio)
+
+    def _stretch(self, slope: Tensor, size: Tensor) -> Tensor:
+        """The slope of ``|m|`` in ``|h|``, the variance along m. The others are all ``a`` and sum with
+        it to ``R^2 - |m|^2``, a difference that rounding may turn negative; it is never below
+        ``a^2 (d - 1) / (2 R^2)``, its limit for strong fields."""
+        along = self.squared_radius - size - (self.dim - 1) * slope
+        return torch.maximum(along, slope.square() * ((self.dim - 1) / (2 * self.squared_radius)))
 
     def _root(self, slope: Tensor, size: Tensor) -> Tensor:
-        """``q`` with ``d a - 2 |m|^2 / q = R^2 - |m|^2``; where m = 0 that of the limit."""
-        excess = self.dim * slope - (self.squared_radius - size)
+        """``q`` with ``a - 2 |m|^2 / q`` the variance along m; where m = 0 that of the limit."""
+        excess = slope - self._stretch(slope, size)
         limit = (self.dim + 2) * torch.ones_like(size)
         small = size <= torch.finfo(size.dtype).eps ** 0.5 * self.squared_radius
         return torch.where(small, limit, 2 * size / torch.where(small, 1.0, excess))

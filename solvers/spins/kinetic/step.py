@@ -10,11 +10,11 @@ from torch import Tensor
 
 from solvers.core.checks import require_count
 from solvers.core.modes import without_autocast
-from solvers.core.solution import Solution
+from solvers.core.solution import Solution, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
-from solvers.spins.inputs import as_wide
-from solvers.spins.kinetic.couplings import check_network
+from solvers.spins.inputs import as_wide, zero_masked
+from solvers.spins.kinetic.couplings import check_finite, check_network
 from solvers.spins.kinetic.maps import REACTING, check_closure, closed, kinetic_map, law_of
 from solvers.spins.sites.site import Site
 
@@ -45,7 +45,8 @@ def kinetic_step(
     - "naive": ``m_i(t) = mu(theta_i, 0)``;
     - "gaussian": the average of mu over a Gaussian field with mean theta_i and covariance B_i, for
       Ising spins by quadrature, for spheres with ``|h|^2`` replaced by ``|theta_i|^2 + tr B_i``. It is
-      exact for many weak random couplings, and spheres of many dimensions;
+      exact for many weak random couplings, and spheres of many dimensions. On spheres of few
+      dimensions it is right to first order in J only, as "naive" is: with few neighbours prefer "tap";
     - "tap": ``m_i(t) = mu(theta_i - B_i m_i(t), B_i)``, an equation that is solved in each sample. For
       Ising and Potts spins this is Plefka's expansion to second order;
     - "plefka": that expansion for other sites too, with their third cumulant T:
@@ -66,7 +67,8 @@ def kinetic_step(
         m(t), (B, N, d). Gradients flow to mean, field and couplings, and to the site's parameters.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, or a closure that the site does not have.
+        TypeError, ValueError: for arguments that do not fit, or a closure that the site does not have;
+            with "tap" and "plefka" for NaN or infinity outside masked sites, on the CPU.
         SolveError: with ``on_failure="raise"``, where "tap" or "plefka" has no solution.
 
     Source: Aguilera, Moosavi, Shimazaki, "A unifying framework for mean-field theories of asymmetric
@@ -74,14 +76,17 @@ def kinetic_step(
     and Sakellariou (2011), https://arxiv.org/abs/1103.3433, for the Gaussian closure;
     Bal, https://mcbal.github.io/post/spin-model-transformers/, for spheres.
     """
+    require_count("max_steps", max_steps)
+    check_on_failure(on_failure)
     if closure not in REACTING:
         return kinetic_map(mean, field, couplings, site=site, closure=closure, mask=mask)
     check_network(mean, field, couplings, mask)
     check_closure(site, closure)
-    require_count("max_steps", max_steps)
+    check_finite(mask, mean=mean, field=field, couplings=couplings)
 
     with without_autocast(mean.device.type):
-        before, x, j = as_wide(mean), as_wide(field), as_wide(couplings)
+        before, x = (as_wide(zero_masked(tensor, mask)) for tensor in (mean, field))
+        j = as_wide(couplings)
         guess = closed(before, x, j, site, "naive", mask)(before)
         # The rule holds tensors of all samples, so that what depends on the past is computed once.
         solution = fixed_point(
@@ -147,12 +152,17 @@ def steady_state(
     Raises:
         TypeError, ValueError, SolveError: as for :func:`kinetic_step` and :func:`fixed_point`.
     """
-    check_network(field if start is None else start, field, couplings, mask)
+    check_network(field if start is None else start, field, couplings, mask, start="start")
     check_closure(site, closure)
+    check_finite(mask, field=field, couplings=couplings)
     if start is None:
         with torch.no_grad(), without_autocast(field.device.type):
             law = law_of(site, field.shape[-1])
-            start = law.mean(as_wide(field.detach())).to(field.dtype)
+            known = torch.where(field.isfinite(), field.detach(), 0.0)  # else at a masked site
+            start = law.mean(as_wide(known)).to(field.dtype)
+    else:
+        check_finite(start=start)
+    field = zero_masked(field, mask)
     apart = couplings.dim() == 3
     rule = partial(_steady_map, shared=None if apart else couplings, site=site, closure=closure)
     args = (field, couplings if apart else None, mask)

@@ -59,6 +59,8 @@ def test_iterations_limit_every_module() -> None:
     model(tokens(), iterations=2)
     assert all(int(steady.last.steps.max()) <= 2 for steady in model.steady)
     assert SpinTransformer(DIM, HEADS, iterations=7).steady[0].max_steps == 7
+    limited = SpinTransformer(DIM, HEADS, iterations=50, layer={"max_steps": 7})
+    assert limited.iterations == 7 and limited.steady[1].max_steps == 7
 
 
 def test_options_reach_the_attention() -> None:
@@ -88,7 +90,7 @@ def test_one_module_is_a_layer_for_the_studies() -> None:
     torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-3)
     several: list[dict[str, Any]] = [{"layers": 2}, {"layers": 1, "residual": True}]
     for options in several:
-        with pytest.raises(TypeError, match="one spin module without residual"):
+        with pytest.raises(TypeError, match=r"one spin module without residual.*--layers 1"):
             _ = SpinTransformer(DIM, HEADS, **options).layer
 
 
@@ -99,6 +101,8 @@ def test_mistakes() -> None:
             SpinTransformer(DIM, HEADS, **wrong)
     with pytest.raises(TypeError, match="residual"):
         SpinTransformer(DIM, HEADS, residual=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="layer must be a dict of options or None, got 'x'"):
+        SpinTransformer(DIM, HEADS, layer="x")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="SpinTransformer"):
         build()(tokens()[..., :5])
 

@@ -72,6 +72,7 @@ def run_kinetic_ising(options: argparse.Namespace, advance: Advance) -> Result:
         starts=starts,
         sweep=table,
         critical=critical,
+        models=f"{options.draws} other models of {options.sweep_spins} spins",
     )
     tables = {"errors": errors, "turns": turns, "sweep": table}
     return Result(tables, ("errors", "turns"), draw)

@@ -29,6 +29,9 @@ NAMES = {
 }
 
 
+CRITICAL = "$β_c$"
+
+
 def ising_figure(
     path: str | Path,
     title: str,
@@ -38,14 +41,17 @@ def ising_figure(
     starts: dict[float, Tensor],
     sweep: Table,
     critical: float,
+    models: str,
 ) -> None:
-    """Every spin in time, the mean of each closure, many starts, and the mean against beta."""
+    """Every spin in time, the mean of each closure, many starts, and the mean against beta over
+    ``models``."""
     with drawing(path, title, (11, 8.2), dpi=92) as figure:
         panels = figure.subplots(2, 2)
         _draw_spins(figure, panels[0, 0], histories["gaussian"])
         _draw_means(panels[0, 1], histories, errors)
         _draw_starts(panels[1, 0], starts)
         _draw_sweep(panels[1, 1], sweep, critical)
+        panels[1, 1].set_title(f"the transition: closures only,\n{models}")
 
 
 def _draw_spins(figure: Any, axes: Any, means: Tensor) -> None:
@@ -80,7 +86,7 @@ def _draw_means(axes: Any, histories: dict[str, Tensor], errors: Table) -> None:
 def _draw_starts(axes: Any, starts: dict[float, Tensor]) -> None:
     for (factor, means), color in zip(starts.items(), (GREY, ORANGE, BLUE), strict=True):
         lines = axes.plot(means, color=color, linewidth=0.7, alpha=0.8)
-        lines[0].set_label(f"β = {factor:g} β_c")
+        lines[0].set_label(f"β = {factor:g} {CRITICAL}")
     axes.set(
         title="many starts, Gaussian closure", xlabel="time step", ylabel="mean over all spins"
     )
@@ -96,10 +102,9 @@ def _draw_sweep(axes: Any, sweep: Table, critical: float) -> None:
         ]
         style: Any = {"linestyle": "--"} if closure == "gaussian" else {}
         draw_band(axes, rows, "scaled", "mean", COLORS[closure], NAMES[closure], **style)
-    axes.axvline(1, color=RED, linewidth=1, label=f"formula: β_c = {critical:.4f}")
+    axes.axvline(1, color=RED, linewidth=1, label=f"formula: {CRITICAL} = {critical:.4f}")
     axes.set(
-        title="the transition, over random models",
-        xlabel="β / β_c",
+        xlabel=f"β / {CRITICAL}",
         ylabel="|mean| at the end, median and middle 80 %",
     )
     axes.legend(loc="lower right", fontsize=9)
@@ -125,7 +130,7 @@ def vectors_figure(path: str | Path, title: str, *, histories: Table, errors: Ta
             above.set(title=setting.replace("beta", "β"), ylim=(-0.2, 1.05))
             below.set(xlabel="time step", ylim=(0, 0.75))
         panels[0, 0].set_ylabel("cosine with the field (solid),\nwith the step before (dotted)")
-        panels[1, 0].set_ylabel("length of the mean / radius")
+        panels[1, 0].set_ylabel("length of the mean / radius\n(bands: middle 80 % of the spins)")
         for axes, steps in zip(
             panels[:, -1], sorted({row["steps"] for row in errors}), strict=True
         ):
@@ -142,7 +147,8 @@ def _draw_errors(axes: Any, rows: Table, steps: int) -> None:
         places = [index + (offset - (len(closures) - 1) / 2) * width for index in range(len(betas))]
         pale: Any = {"hatch": "//", "alpha": 0.6} if closure == "tap" else {}
         bars = axes.bar(places, [r["error"] for r in found], width, color=COLORS[closure], **pale)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+        labels = [f"{r['error']:.2f}{'*' * bool(r['unsolved'])}" for r in found]
+        axes.bar_label(bars, labels, fontsize=7)
         if closure == "tap":
             axes.plot(
                 [], [], color=COLORS["tap"], linewidth=5, alpha=0.5, label="TAP of the exact sphere"
@@ -151,10 +157,14 @@ def _draw_errors(axes: Any, rows: Table, steps: int) -> None:
     noise = [max(r["noise"] for r in rows if r["beta"] == beta) for beta in betas]
     for index, level in enumerate(noise):
         axes.plot([index - 0.42, index + 0.42], [level, level], color="black", linestyle="--")
-    count = "one step" if steps == 1 else f"{steps} steps"
+    what = "one step" if steps == 1 else f"{steps} steps"
+    of = "exact sphere; Plefka: many dimensions" if steps == 1 else "closures of many dimensions"
+    star = "; *: not solved" if any(row["unsolved"] for row in rows) else ""
     axes.set(
         xticks=range(len(betas)),
         xticklabels=[f"β = {beta:g}" for beta in betas],
-        title=f"relative error after {count}\n(dashed: noise of the simulation)",
+    )
+    axes.set_title(
+        f"relative error after {what}\n{of}\ndashed: simulation noise{star}", fontsize=10
     )
     axes.margins(y=0.2)

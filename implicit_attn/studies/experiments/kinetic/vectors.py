@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 from implicit_attn.studies.experiments.experiment import Advance
 from implicit_attn.studies.tables import Table
-from solvers import SphericalSite, glauber, kinetic_step, kinetic_trajectory
+from solvers import GlauberRun, Site, SolveError, SphericalSite, glauber, kinetic_step
 
 CLOSURES = ("naive", "plefka", "gaussian")
 LEVELS = (0.1, 0.9)
@@ -29,8 +29,15 @@ class Setting(NamedTuple):
 SETTINGS = (
     Setting(1.0, None, 1.0, "beta = 1"),
     Setting(2.0, None, 1.0, "beta = 2"),
-    Setting(1.0, 1.0, 2.0, "weak fields, J doubled"),
+    Setting(1.0, 1.0, 2.0, "beta = 1, weak fields, J doubled"),
 )
+
+
+class Followed(NamedTuple):
+    """Means (steps + 1, N, d) of a closure, and at which steps its equation was not solved."""
+
+    means: Tensor
+    unsolved: list[int]
 
 
 class Network(NamedTuple):
@@ -44,6 +51,26 @@ class Network(NamedTuple):
     def large(self) -> SphericalSite:
         """The sites in the limit of many dimensions, where all closures have closed forms."""
         return SphericalSite(self.radius, large_dimension=True)
+
+    def follow(self, start: Tensor, closure: str, steps: int, site: Site) -> Followed:
+        """From the means ``start`` (1, N, d); an equation without solution goes on from the best point
+        that was found."""
+        means, unsolved = [start], []
+        for step in range(1, steps + 1):
+            try:
+                mean = kinetic_step(
+                    means[-1],
+                    self.field,
+                    self.couplings,
+                    site=site,
+                    closure=closure,
+                    on_failure="raise",
+                )
+            except SolveError as error:
+                mean = error.solution.value
+                unsolved.append(step)
+            means.append(mean)
+        return Followed(torch.cat(means), unsolved)
 
 
 def vector_network(spins: int, dim: int, setting: Setting, generator: torch.Generator) -> Network:
@@ -68,7 +95,8 @@ def vector_histories(
 
     A row for each step: ``length`` is ``|m| / R``, ``to_field``, ``to_start`` and ``to_previous`` are the
     cosines with the field, the start and the step before; means over the spins, with the middle 80 %
-    as ``_10`` and ``_90``. The start is ``(1, ..., 1) / sqrt d``.
+    as ``_10`` and ``_90``. ``unsolved`` is 1 where the closure is an equation and was not solved at this
+    step. The start is ``(1, ..., 1) / sqrt d``.
     """
     table: Table = []
     for setting in SETTINGS:
@@ -76,22 +104,15 @@ def vector_histories(
         start = torch.full_like(network.field, 1 / math.sqrt(dim))
         for closure in CLOSURES:
             advance(f"{setting.title}, {closure}")
-            means = kinetic_trajectory(
-                start,
-                network.field,
-                network.couplings,
-                steps=steps,
-                site=network.large,
-                closure=closure,
-                on_failure="ignore",
-            )[:, 0]
-            table += _rows(means, network, setting.title, closure)
+            found = network.follow(start, closure, steps, network.large)
+            table += _rows(found, network, setting.title, closure)
     return table
 
 
-def _rows(means: Tensor, network: Network, setting: str, closure: str) -> Table:
+def _rows(found: Followed, network: Network, setting: str, closure: str) -> Table:
     field, rows = network.field[0], []
     levels = torch.tensor(LEVELS)
+    means = found.means
     for step, mean in enumerate(means):
         values = {
             "length": mean.norm(dim=-1) / network.radius,
@@ -100,6 +121,7 @@ def _rows(means: Tensor, network: Network, setting: str, closure: str) -> Table:
             "to_previous": cosine_similarity(mean, means[max(step - 1, 0)], dim=-1),
         }
         row = {"setting": setting, "closure": closure, "step": step}
+        row["unsolved"] = int(step in found.unsolved)
         for name, value in values.items():
             low, high = value.quantile(levels).tolist()
             row |= {name: value.mean().item(), f"{name}_10": low, f"{name}_90": high}
@@ -113,7 +135,8 @@ def errors_after_steps(
     """Relative errors of the means after ``steps`` of the dynamics, against simulated chains.
 
     ``error`` is ``|m - exact| / |exact|``, in which the simulation's own ``noise`` is contained;
-    ``corrected`` is the root of the difference of their squares.
+    ``corrected`` is the root of the difference of their squares; ``unsolved`` counts the steps whose
+    equation was not solved. The closures are those of many dimensions, the simulation's sphere is exact.
     """
     table: Table = []
     for setting in SETTINGS[:2]:
@@ -131,19 +154,16 @@ def errors_after_steps(
             generator=generator,
         )
         for closure in CLOSURES:
-            means = kinetic_trajectory(
-                start, network.field, network.couplings, steps=steps, site=network.large,
-                closure=closure, on_failure="ignore",
-            )  # fmt: skip
-            row = {"steps": steps, "beta": setting.beta, "closure": closure}
-            table.append(row | _error(means[-1, 0], run.means[-1], run.spins))
+            found = network.follow(start, closure, steps, network.large)
+            table.append(_error(found, setting.beta, closure, run))
     return table
 
 
 def errors_after_one_step(
     *, spins: int = 48, dim: int = 16, chains: int, seed: int, advance: Advance
 ) -> Table:
-    """The same for one step from independent random spins, with the exact sphere's closures too."""
+    """The same for one step from independent random spins, with the closures of the exact sphere but
+    for "plefka", which is for many dimensions."""
     table: Table = []
     for setting in SETTINGS[:2]:
         advance(f"one step, {setting.title}")
@@ -164,22 +184,23 @@ def errors_after_one_step(
             (network.large, "plefka"),
             (exact, "gaussian"),
         ):
-            after = kinetic_step(
-                mean,
-                network.field,
-                network.couplings,
-                site=site,
-                closure=closure,
-                on_failure="ignore",
-            )
-            row = {"steps": 1, "beta": setting.beta, "closure": closure}
-            table.append(row | _error(after[0], run.means[-1], run.spins))
+            found = network.follow(mean, closure, 1, site)
+            table.append(_error(found, setting.beta, closure, run))
     return table
 
 
-def _error(mean: Tensor, exact: Tensor, spins: Tensor) -> dict[str, float]:
-    """``error``, ``noise`` and ``corrected`` against an average over chains (C, N, d)."""
+def _error(found: Followed, beta: float, closure: str, run: GlauberRun) -> dict[str, Any]:
+    """A row of the last means against the averages over chains."""
+    exact, spins = run.means[-1], run.spins
     size = exact.norm()
-    error = ((mean - exact).norm() / size).item()
+    error = ((found.means[-1] - exact).norm() / size).item()
     noise = (spins.var(0).sum().sqrt() / math.sqrt(len(spins)) / size).item()
-    return {"error": error, "noise": noise, "corrected": math.sqrt(max(error**2 - noise**2, 0.0))}
+    return {
+        "steps": len(found.means) - 1,
+        "beta": beta,
+        "closure": closure,
+        "error": error,
+        "noise": noise,
+        "corrected": math.sqrt(max(error**2 - noise**2, 0.0)),
+        "unsolved": len(found.unsolved),
+    }

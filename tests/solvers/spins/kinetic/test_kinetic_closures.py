@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -142,6 +143,95 @@ def test_the_gaussian_average_of_ising_spins(noise: float) -> None:
     torch.testing.assert_close(found[..., 0], expected, rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("noise", [0.9, 1.1, 4.0, 36.0, 1e2, 1e4])
+def test_the_gaussian_average_in_strong_noise(noise: float) -> None:
+    """Value and slopes beside a rule of 40,001 nodes; the slope by the variance is half the average of
+    the second derivative, ``-2 tanh (1 - tanh^2)``."""
+    field = torch.tensor([0.0, 0.4, -3.0, 60.0], dtype=F64).view(1, 4, 1).requires_grad_()
+    variance = torch.full((1, 4, 1), noise, dtype=F64, requires_grad=True)
+    found = law_of(IsingSite(), 1).averaged(field, variance)
+    slopes = torch.autograd.grad(found.sum(), (field, variance))
+    nodes = torch.linspace(-12, 12, 40001, dtype=F64)
+    weights = torch.softmax(-nodes.square() / 2, dim=0)
+    mean = torch.tanh(field.detach() + noise**0.5 * nodes)
+    slope = 1 - mean.square()
+    expected = (mean, slope, -mean * slope)
+    for value, table in zip((found, *slopes), expected, strict=True):
+        torch.testing.assert_close(value[..., 0], table @ weights, rtol=1e-9, atol=1e-12)
+
+
+def test_weak_and_strong_noise_in_one_call() -> None:
+    """The rule that is not chosen leaves no NaN in the gradients."""
+    field = torch.tensor([0.3, -0.4, 2.0, 5.0], dtype=F64).view(1, 4, 1).requires_grad_()
+    noise = torch.tensor([0.0, 1.0, 50.0, 1e12], dtype=F64).view(1, 4, 1).requires_grad_()
+    found = law_of(IsingSite(), 1).averaged(field, noise)
+    for one in range(4):
+        alone = law_of(IsingSite(), 1).averaged(field[:, one : one + 1], noise[:, one : one + 1])
+        torch.testing.assert_close(alone, found[:, one : one + 1], rtol=1e-12, atol=1e-14)
+    assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), (field, noise)))
+
+
+def test_strong_couplings_of_ising_spins_beside_a_simulation() -> None:
+    """Noise of standard deviation 100, where the mean is nearly a step smoothed by that noise."""
+    spins, chains = 100, 2000
+    j = 100 / spins**0.5 * torch.randn(spins, spins, generator=generator(0), dtype=F64)
+    field = 100 * torch.randn(1, spins, 1, generator=generator(1), dtype=F64)
+    drawn = torch.rand(chains, spins, generator=generator(2), dtype=F64).round() * 2 - 1
+    sampled = torch.tanh(field[0, :, 0] + drawn @ j.T)
+    found = kinetic_step(torch.zeros_like(field), field, j, site=IsingSite())[0, :, 0]
+    error = (found - sampled.mean(0)).square().mean().sqrt()
+    assert error < 1.5 * (sampled.var(0) / chains).mean().sqrt()
+
+
+@pytest.mark.parametrize("dim", [2, 3, 8, 64])
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_spheres_in_strong_fields(dtype: torch.dtype, dim: int) -> None:
+    """The field is read off a mean near the sphere up to what rounding leaves of ``R^2 - |m|^2``."""
+    radius = (dim / 2) ** 0.5
+    site, law = SphericalSite(radius), law_of(SphericalSite(radius), dim)
+    strength = torch.logspace(-2, 5, 50, dtype=dtype)  # R |h|
+    field = torch.zeros(1, 50, dim, dtype=dtype)
+    field[0, :, 0] = strength / radius
+    mean = law.mean(field)
+    slope = mean[0, :, 0] / field[0, :, 0]
+    found = law.response(mean).slope[0, :, 0]  # pyright: ignore[reportAttributeAccessIssue]
+    allowed = (40 * strength * torch.finfo(dtype).eps).clamp_min(1e-12 if dtype == F64 else 1e-5)
+    assert bool(((found / slope - 1).abs() <= allowed).all())
+    covariance = law.covariance(mean)
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    assert bool((variances > 0).all())
+    exact = site.covariance(field.double(), torch.zeros(1, 50, dim, dim, dtype=F64))
+    torch.testing.assert_close(
+        covariance.double(), exact, rtol=0, atol=(1e-12 if dtype == F64 else 1e-4) * radius**2
+    )
+
+
+def test_the_gradient_of_a_covariance_near_the_circle() -> None:
+    """Strong fields on the circle: ``da / d|m|`` by finite differences of the field, not of the mean."""
+    law = law_of(SPHERE, 2)
+    strong = torch.tensor([[[20.0, 5.0]]], dtype=F64)
+    mean = law.mean(strong).requires_grad_()
+    assert torch.autograd.gradcheck(law.covariance, mean, eps=1e-7, atol=1e-6, rtol=1e-4)
+
+
+@each
+def test_nan_at_masked_sites_reaches_no_other(site: Site, dim: int, closure: str) -> None:
+    mean, field = means_and_fields(site, dim)
+    j, mask = couplings(dim, "numbers"), torch.tensor([[True, True, False, True], [True] * 4])
+    clean = [mean.requires_grad_(), field.requires_grad_()]
+    options: dict[str, Any] = {"site": site, "closure": closure, "mask": mask}
+    expected = kinetic_step(mean, field, j, **options)
+    slopes = torch.autograd.grad(expected[mask].square().sum(), clean)
+    nan = torch.where(mask.unsqueeze(-1), 0.0, float("nan"))
+    spoilt = [(tensor + nan).detach().requires_grad_() for tensor in clean]
+    found = kinetic_step(spoilt[0], spoilt[1], j, on_failure="raise", **options)
+    torch.testing.assert_close(found[mask], expected[mask])
+    assert bool(found[~mask].isnan().all())
+    gradients = torch.autograd.grad(found[mask].square().sum(), spoilt)
+    for gradient, slope in zip(gradients, slopes, strict=True):
+        torch.testing.assert_close(gradient, slope)
+
+
 def test_a_sphere_under_noise() -> None:
     """The mean over Gaussian fields of a sphere in many dimensions, by sampling the fields."""
     dim, noise = 200, 90.0
@@ -171,6 +261,24 @@ def test_orders_of_the_error(closure: str) -> None:
 
     ratio = error(0.02) / error(0.01)
     assert ratio == pytest.approx(4 if closure == "naive" else 8, rel=0.1)
+
+
+@pytest.mark.parametrize(("closure", "ratio"), [("naive", 4), ("gaussian", 4), ("tap", 8)])
+def test_orders_of_the_error_on_the_circle(closure: str, ratio: int) -> None:
+    """One neighbour, its angles enumerated: only "tap" is right to second order in J."""
+    angles = torch.arange(400, dtype=F64) * (torch.pi / 200)
+    points = 1.4 * torch.stack([angles.cos(), angles.sin()], dim=-1)
+    before, field = torch.tensor([[0.7, 0.2], [0.5, -0.9]], dtype=F64)
+    weights = torch.softmax(points @ before, dim=0)
+    mean, none = (weights @ points).view(1, 1, 2), torch.zeros(1, 400, 2, 2, dtype=F64)
+
+    def error(scale: float) -> float:
+        exact = weights @ SPHERE.mean((field + scale * points)[None], none)[0]
+        j = torch.full((1, 1), scale, dtype=F64)
+        found = kinetic_step(mean, field.view(1, 1, 2), j, site=SPHERE, closure=closure)
+        return (found[0, 0] - exact).norm().item()
+
+    assert error(0.04) / error(0.02) == pytest.approx(ratio, rel=0.1)
 
 
 @pytest.mark.parametrize("closure", ["naive", "tap"])
@@ -316,6 +424,17 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"site": PottsSite()}, ValueError, "closure must be 'tap' for PottsSite"),
     ({"site": SPHERE, "closure": "plefka"}, ValueError, "'plefka' is for .*use closure 'tap'"),
     ({"site": LARGE, "closure": "tap", "max_steps": 0}, ValueError, "max_steps"),
+    ({"max_steps": -5}, ValueError, "max_steps must be >= 1, got -5"),
+    ({"on_failure": "bogus"}, ValueError, "on_failure must be one of"),
+    ({"site": IsingSite()}, ValueError, "IsingSite takes spins of one component, d = 1, got d = 3"),
+    *(
+        (
+            {"closure": "tap", name: torch.full(shape, math.nan)},
+            ValueError,
+            f"{name} must be finite",
+        )
+        for name, shape in (("mean", (2, 4, 3)), ("field", (2, 4, 3)), ("couplings", (4, 4)))
+    ),
 ]
 
 

@@ -87,6 +87,24 @@ def test_samples_are_apart_and_masks_count() -> None:
     torch.testing.assert_close(found[1:], alone)
 
 
+def test_nan_is_told_by_its_name_unless_masked() -> None:
+    field, j = network(3)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    nan = torch.where(mask.unsqueeze(-1), 0.0, math.nan)
+    found = steady_state(field + nan, j, site=LARGE, mask=mask, **TIGHT)
+    clean = steady_state(field, j, site=LARGE, mask=mask, **TIGHT)
+    assert bool(found.converged.all())
+    torch.testing.assert_close(found.value[mask], clean.value[mask])
+    for name, value in (
+        ("field", field + nan),
+        ("couplings", j * math.nan),
+        ("start", field + nan),
+    ):
+        given: dict[str, Any] = {"field": field, "couplings": j, "site": LARGE} | {name: value}
+        with pytest.raises(ValueError, match=f"^{name} must be finite"):
+            steady_state(given.pop("field"), given.pop("couplings"), **given)
+
+
 def test_what_does_not_converge_is_told() -> None:
     field, j = network(3)
     with pytest.warns(SolveWarning):
@@ -152,6 +170,15 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"couplings": torch.zeros(2, 2)}, ValueError, "couplings must have one of the shapes"),
     ({"steps": 0}, ValueError, "steps must be >= 1, got 0"),
     ({"site": None}, TypeError, "site must be a solvers.Site"),
+    (
+        {"spins": torch.ones(5, 3, 1, dtype=torch.int64)},
+        TypeError,
+        "spins must be a floating tensor",
+    ),
+    *(
+        ({name: torch.full(shape, math.nan)}, ValueError, f"{name} must be finite")
+        for name, shape in (("spins", (5, 3, 1)), ("field", (3, 1)), ("couplings", (3, 3)))
+    ),
 ]
 
 
