@@ -87,7 +87,8 @@ def spherical_saddle(
         <S_i> = m_i,   <S_i.S_j> - m_i.m_j = d X_ij,
         d log Z / dx_i = m_i,   d log Z / dK_ij = m_i.m_j + d X_ij
 
-    The relative error is O(1/d) at a fixed N. It is what adaptive TAP finds with
+    ``couplings.grad[i, j]`` holds half of ``d log Z / dK_ij``, for a pair counts once and has two
+    entries. The relative error is O(1/d) at a fixed N. It is what adaptive TAP finds with
     ``SphericalSite(large_dimension=True)`` up to O(1/d), at a cost of O(N^3 + N^2 d) in place of
     O(N^3 d^3). ``Phi`` is strictly convex, so there is one solution; damped Newton steps find it within
     the domain ``Lambda - K > 0``. Gradients of any order reach couplings and field.
@@ -102,8 +103,9 @@ def spherical_saddle(
             (their multipliers 1).
         tolerance: of the constraints, ``|<|S_i|^2> / d - 1| <= rtol``; None: 1e-10 in float64, 1e-5 in
             float32.
-        max_steps: factorisations per sample, an upper bound. About ten do, but couplings of a size of
-            1e6 with weak fields can take several hundred.
+        max_steps: factorisations per sample, an upper bound. Couplings of order 1 take about ten, those
+            of a size of 1e4 with weak fields up to several hundred; from 1e6 on rounding in float64
+            forbids the default tolerance.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
