@@ -49,7 +49,8 @@ def gibbs(
         sweeps: number of times that every site is drawn.
         chains: number of independent chains; None: that of ``start``, else of ``field``.
         generator: of the draws, on the device of ``field``; None: the global one.
-        start: (chains, N, d) or (1, N, d) states, values that the sites can take; None: draws of the sites without couplings.
+        start: (chains, N, d) or (1, N, d) states, values that the sites can take; None: draws of the sites
+            without couplings.
         given: a pair of values (N, d) or (chains, N, d) and of bools (N,) or (chains, N): where True,
             the site is clamped to its value, one that it can take. The chains then sample the others,
             given these.
