@@ -74,8 +74,8 @@ def tap_log_partition(
 
     Returns:
         (B,), at least float32. The prior of a site counts with weight 1: without couplings and fields
-        ``log Z = 0``. Of order "adaptive" it is NaN in samples whose ``chi`` is not positive definite, as that
-        of a solution always is; these samples add nothing to gradients.
+        ``log Z = 0``. Of order "adaptive" it is NaN in samples whose ``chi`` is not positive definite, as
+        that of a solution always is; these samples add nothing to gradients.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument.
