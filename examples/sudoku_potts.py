@@ -94,8 +94,11 @@ def train(model: FactoredAttention, data: SudokuData, options: argparse.Namespac
         make_folder(options.out)
 
     def show(step: int, loss: float) -> None:
+        # What is minimised is this with the penalty, which would say nothing about the boards.
         if step in (1, options.steps) or step % 50 == 0:
-            print(f"step {step:5d}  loss {loss:.3f} nats a cell", flush=True)
+            with torch.no_grad():
+                found = model.pseudo_likelihood(data.train_solutions[:BATCH] - 1).item()
+            print(f"step {step:5d}  pseudo-likelihood {found:.3f} nats a cell", flush=True)
 
     # Digits 1 .. 9 are the colours 0 .. 8. Every batch is seen through random symmetries. The penalty
     # keeps the couplings from growing for ever.

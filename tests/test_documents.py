@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from implicit_attn import DEQ
+from implicit_attn.studies.command import STUDIES
+from implicit_attn.studies.experiments.registry import EXPERIMENTS
 from solvers import SolveWarning, Tolerance
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["docs/guide.md", "docs/choosing.md"]  # whose snippets run one by one
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, "docs/results.md", "benchmarks/RESULTS.md"]
+PAGES = ["docs/guide.md", "docs/choosing.md", "docs/spins.md"]  # whose snippets run one by one
+LISTS = ["docs/gallery.md", "docs/systems.md", "docs/results.md", "benchmarks/RESULTS.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, *LISTS]
 FOLDERS = "solvers|implicit_attn|tests|examples|benchmarks|docs"
 PATH = re.compile(rf"(?<![\w/.])(?:{FOLDERS})(?:/[\w.-]+)+/?(?![\w*{{<])")
 DOTTED = re.compile(r"`((?:solvers|implicit_attn)(?:\.\w+)+)[`(]")
@@ -105,3 +108,17 @@ def test_the_names_in_it_can_be_imported(document: str) -> None:
         if found is None:
             missing.append(dotted)
     assert missing == []
+
+
+def test_the_gallery_shows_every_experiment_and_every_picture() -> None:
+    text = text_of("docs/gallery.md")
+    commands = set(re.findall(r"python -m implicit_attn\.studies ([\w-]+)", text))
+    assert set(EXPERIMENTS) <= commands
+    pictures = {path.name for path in (ROOT / "docs/gallery").glob("*.png")}
+    assert set(re.findall(r"\(gallery/([\w-]+\.png)\)", text)) == pictures
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_its_commands_exist(document: str) -> None:
+    named = set(re.findall(r"python -m implicit_attn\.studies ([a-z][\w-]+)", text_of(document)))
+    assert named <= {*EXPERIMENTS, *STUDIES, "trade-off"}

@@ -33,14 +33,15 @@ PUBLIC = {
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
-        check_sigmoid_backend explain explain_frozen_keys explain_sigmoid frozen_key_attention
+        check_sigmoid_backend covariance_product explain explain_frozen_keys explain_sigmoid
+        frozen_key_attention helmholtz_free_energy running_products running_states running_sums
         sigmoid_attention sigmoid_attention_hvp
     """,
     "implicit_attn.energies": """
         AttentionInput BareAttention BiSoftmaxAttention ClassicalHopfield ConditionalAttention
-        ConditionalMixture Couplings
-        DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field
-        FunctionEnergy GELUFeedForward GatedFeedForward HeadwiseEnergy HiddenPrior Hopfield HyperSETEnergy
+        ConditionalMixture Couplings DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field
+        FunctionEnergy GELUFeedForward GatedFeedForward GatedLinearAttention HeadwiseEnergy
+        HiddenPrior Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
         Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
@@ -53,33 +54,38 @@ PUBLIC = {
         NormalPrior OneHotPrior PRIORS PoissonPrior ScalarPrior
     """,
     "implicit_attn.updates": """
-        ActivationStep AdaptiveTAPAttention BareAttentionStep ConditionedStepSizes Couplings
-        FunctionUpdate GradientStep HyperSETLayer HyperSETStep KineticAttention LowRankDeltas
-        MeanFieldAttention MixerAttention OnsagerNetwork PlainStepSizes QueryDescent SaddleAttention
-        SoftmaxCouplingAttention StepSize StepSizes TokenMixer Update
+        ActivationStep AdaptiveTAPAttention AttentionStep BareAttentionStep ConditionedStepSizes
+        Couplings DescentStep FunctionUpdate GradientStep HyperSETLayer HyperSETStep
+        KineticAttention LowRankDeltas MeanFieldAttention MixerAttention MomentumStep OnsagerNetwork
+        PlainStepSizes QueryDescent SaddleAttention SoftmaxCouplingAttention StepSize StepSizes
+        TokenMixer Update
     """,
     "implicit_attn.models": """
-        BACKBONES BinaryMemory CRATE EnergyAttention EnergyTransformer EquilibriumTransformer HyperSET
-        HyperSETEquilibrium ImageClassifier MaskedTransformer PatchClassifier QueryTrajectory
-        BoardStatus ConditionalModel FactoredAttention PottsModel PseudoLikelihoodFit RecurrentBackbone
-        RecurrentLayer SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel
-        SudokuPotts Trajectory ViT build_backbone build_model fit_patterns fit_pseudolikelihood
-        load_model random_symmetries sudoku_pairs
+        ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardStatus CRATE CausalAttention
+        CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
+        EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
+        LanguageModel LightNewtonAttention MaskedTransformer NewtonAttention PatchClassifier
+        PottsModel PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer
+        SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
+        Trajectory ViT build_attention_form build_backbone build_model fit_patterns
+        fit_pseudolikelihood generate load_model random_symmetries sudoku_pairs
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns
     """,
     "implicit_attn.data": """
-        CircleTokens Compose ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData SudokuSymmetries
-        batches board_counts epoch_generator load load_cifar10 load_digits load_fashion_mnist
-        load_mnist load_sudoku principal_features random_features read_idx read_list resolve_source
-        reveal solve_sudoku stratified_holdout unique_puzzles
+        CircleTokens Compose HELP ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData
+        SudokuSymmetries TextData batches board_counts epoch_generator load load_cifar10
+        load_digits load_fashion_mnist load_mnist load_sudoku load_text ngram_loss
+        principal_features random_features read_idx read_list resolve_source reveal solve_sudoku
+        stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment Classification CsvLog Interrupted LocallyTrained Log NonFiniteLoss
-        NotClaimed PRECISIONS Recipe SettingsDiffer SudokuCompletion Task TensorBoardLog Training accuracy
-        compile_step describe fit_locally median_of_counts run_script start_processes
-        BoltzmannFit MaskedTokens contrastive_divergence exact_likelihood fit_exact_likelihood
+        ACCELERATORS Augment BoltzmannFit Classification CsvLog Interrupted LocallyTrained Log
+        MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer
+        SudokuCompletion Task TensorBoardLog Training accuracy compile_step contrastive_divergence
+        describe exact_likelihood fit_exact_likelihood fit_locally median_of_counts run_script
+        start_processes
     """,
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations

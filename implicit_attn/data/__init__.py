@@ -20,8 +20,10 @@ from implicit_attn.data.sudoku_boards import (
     solve_sudoku,
     unique_puzzles,
 )
+from implicit_attn.data.text import HELP, TextData, load_text, ngram_loss
 
 __all__ = [
+    "HELP",
     "LOADERS",
     "CircleTokens",
     "Compose",
@@ -31,6 +33,7 @@ __all__ = [
     "RandomFlip",
     "SudokuData",
     "SudokuSymmetries",
+    "TextData",
     "batches",
     "board_counts",
     "epoch_generator",
@@ -40,6 +43,8 @@ __all__ = [
     "load_fashion_mnist",
     "load_mnist",
     "load_sudoku",
+    "load_text",
+    "ngram_loss",
     "principal_features",
     "random_features",
     "read_idx",

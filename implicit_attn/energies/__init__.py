@@ -36,6 +36,7 @@ from implicit_attn.energies.lagrangians import (
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
+from implicit_attn.energies.linear.gated_attention import GatedLinearAttention
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import Projection, RMSNorm, SpectralBound
 from implicit_attn.energies.simple import Field, FunctionEnergy, Quadratic
@@ -65,6 +66,7 @@ __all__ = [
     "FunctionEnergy",
     "GELUFeedForward",
     "GatedFeedForward",
+    "GatedLinearAttention",
     "HeadwiseEnergy",
     "HiddenPrior",
     "Hopfield",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.projected import TokenEnergy
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples, sum_squares
-from solvers.core.checks import require_count, require_positive
+from solvers.core.checks import require_count, require_number, require_positive
 
-LARGEST_MIXTURE = 1_000_000  # components of a density at a lower temperature
+LARGEST_MIXTURE = 2_000_000  # members of all multisets of a density at a lower temperature
 
 
 class PatternEnergy(TokenEnergy):
@@ -110,8 +110,11 @@ class Hopfield(PatternEnergy):
             cooling: an integer k >= 1; ``Z`` is then a sum over all multisets of k patterns.
 
         Raises:
-            ValueError: there are more than a million of these.
+            ValueError: these have more than two million members together.
         """
+        return self._log_partition(cooling).to(accumulation_dtype(self.patterns.dtype))
+
+    def _log_partition(self, cooling: int) -> Tensor:
         logits, _ = self._mixture(cooling)
         volume = 0.5 * self.dim * math.log(2 * math.pi / (cooling * self.beta))
         return logits.logsumexp(0) + volume
@@ -124,15 +127,17 @@ class Hopfield(PatternEnergy):
             cooling: as for :meth:`log_partition`.
 
         Returns:
-            (...), in float32 or wider.
+            (...), in the widest dtype of z, the patterns and float32; computed in float64, as large
+            norms cancel.
         """
         if not isinstance(z, Tensor) or not z.is_floating_point() or z.shape[-1:] != (self.dim,):
             got = (z.dtype, tuple(z.shape)) if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(f"z must be a floating tensor (..., {self.dim}), got {got}")
-        log_partition = self.log_partition(cooling)
-        wide, patterns = (t.to(log_partition.dtype) for t in (z, self.patterns))
-        attention = (self.beta * wide @ patterns.mT).logsumexp(-1)
-        return cooling * (attention - 0.5 * self.beta * wide.square().sum(-1)) - log_partition
+        wide = z.double()
+        attention = (self.beta * wide @ self.patterns.double().mT).logsumexp(-1)
+        level = attention - 0.5 * self.beta * wide.square().sum(-1)
+        found = cooling * level - self._log_partition(cooling)
+        return found.to(accumulation_dtype(torch.promote_types(z.dtype, self.patterns.dtype)))
 
     @torch.no_grad()
     def sample(
@@ -151,7 +156,7 @@ class Hopfield(PatternEnergy):
         require_count("count", count)
         logits, centers = self._mixture(cooling)
         # Not multinomial, which takes no more than 2^24 categories and rounds in float32.
-        shares = logits.double().softmax(0).cumsum(0)
+        shares = logits.softmax(0).cumsum(0)
         draws = torch.rand(count, generator=generator, device=logits.device, dtype=torch.float64)
         chosen = torch.searchsorted(shares, draws * shares[-1]).clamp_max(len(shares) - 1)
         centers = centers[chosen]
@@ -161,21 +166,23 @@ class Hopfield(PatternEnergy):
         return (centers + noise / math.sqrt(cooling * self.beta)).to(self.patterns.dtype)
 
     def _mixture(self, cooling: int) -> Pair:
-        """Unnormalised log weights (T,) and centres (T, d) of the Gaussians, in float32 or wider."""
+        """Unnormalised log weights (T,) and centres (T, d) of the Gaussians, in float64."""
         count = len(self.patterns)
         size = math.comb(count + require_count("cooling", cooling) - 1, cooling)
-        if size > LARGEST_MIXTURE:
+        patterns = self.patterns.double()
+        if 1 in (cooling, count):
+            return 0.5 * cooling * self.beta * patterns.square().sum(-1), patterns
+        if size * cooling > LARGEST_MIXTURE:
             raise ValueError(
-                f"cooling={cooling} with {count} patterns makes a mixture of {size} Gaussians, more "
-                f"than {LARGEST_MIXTURE}"
+                f"cooling={cooling} with {count} patterns makes a mixture of {size} Gaussians at the "
+                f"means of {cooling} patterns, more than {LARGEST_MIXTURE} members in all"
             )
-        patterns = self.patterns.to(accumulation_dtype(self.patterns.dtype))
-        if cooling == 1:
-            return 0.5 * self.beta * patterns.square().sum(-1), patterns
         multisets = itertools.combinations_with_replacement(range(count), cooling)  # each sorted
         flat = np.fromiter(itertools.chain.from_iterable(multisets), np.int64, size * cooling)
         members = torch.from_numpy(flat).view(size, cooling).to(patterns.device)
-        centers = patterns[members].mean(1)
+        centers = torch.zeros_like(patterns[members[:, 0]])
+        for member in members.mT:  # one by one: all at once would be cooling times as large
+            centers = centers + patterns[member] / cooling
         # cooling! / prod_mu n_mu! orders of a multiset: the product of each member's rank in its run.
         rank = torch.ones_like(members[:, 0])
         orders = torch.full_like(centers[:, 0], math.lgamma(cooling + 1))
@@ -189,7 +196,7 @@ class Hopfield(PatternEnergy):
 
 
 class DenseAssociative(PatternEnergy):
-    """``E = -sum_mu F(x_mu.z)`` per token, ``F(y) = y^power`` or ``exp(y)``.
+    """``E = -sum_mu F(x_mu.z)`` per token, ``F(y) = y^power`` or ``exp(y - shift)``.
 
     Gradient ``-sum_mu F'(x_mu.z) x_mu``. Unbounded below: add it to an energy that grows faster, or
     apply it to a bounded activation. Concave in z for even powers and the exponential.
@@ -198,22 +205,32 @@ class DenseAssociative(PatternEnergy):
 
     Args:
         power: an integer >= 2, or ``"exp"``.
+        shift: of the exponential, such as the squared norm of a pattern, at which F is 1 then.
 
     Source: Krotov and Hopfield (2016), https://arxiv.org/abs/1606.01164; for the exponential
     Demircigil et al. (2017), https://arxiv.org/abs/1702.01929.
     """
 
-    def __init__(self, patterns: Tensor, *, power: int | str = 3, learnable: bool = False) -> None:
+    def __init__(
+        self,
+        patterns: Tensor,
+        *,
+        power: int | str = 3,
+        shift: float = 0.0,
+        learnable: bool = False,
+    ) -> None:
         super().__init__(patterns, learnable=learnable)
         number = isinstance(power, int) and not isinstance(power, bool) and power >= 2
         if not number and power != "exp":
             raise ValueError(f"power must be an integer >= 2 or 'exp', got {power!r}")
-        self.power = power
+        self.power, self.shift = power, require_number("shift", shift)
+        if shift and number:
+            raise ValueError(f"shift needs power='exp', got shift={shift} and power={power!r}")
         self.concave = isinstance(power, str) or power % 2 == 0
 
     def token_value_and_force(self, y: Tensor) -> Pair:
         wide = y.to(accumulation_dtype(y.dtype))
-        powers = wide.exp() if isinstance(self.power, str) else wide.pow(self.power)
+        powers = self._exp(wide) if isinstance(self.power, str) else wide.pow(self.power)
         return -powers.sum(-1), self._token_force(y)
 
     def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
@@ -224,8 +241,11 @@ class DenseAssociative(PatternEnergy):
 
     def _token_force(self, y: Tensor) -> Tensor:
         if isinstance(self.power, str):
-            return -y.exp()
+            return -self._exp(y)
         return -self.power * y.pow(self.power - 1)
+
+    def _exp(self, y: Tensor) -> Tensor:
+        return (y - self.shift).exp() if self.shift else y.exp()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, power={self.power!r}"

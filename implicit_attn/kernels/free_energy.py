@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.special import xlogy
 
 from implicit_attn.kernels.arguments import wide_dtype, within_exponent, without_autocast
 from implicit_attn.kernels.pairs import Pairs, softmax_over_pairs
+from solvers.core.checks import require_positive
 
 Pair = tuple[Tensor, Tensor]
 
@@ -136,3 +138,33 @@ def curvatures(
 def _flat(beta: float | Tensor) -> float | Tensor:
     """``beta`` for numbers (B, H, M)."""
     return beta.squeeze(-1) if isinstance(beta, Tensor) else beta
+
+
+def helmholtz_free_energy(weights: Tensor, energies: Tensor, temperature: float | Tensor) -> Tensor:
+    """The free energy of attention weights, ``F(P) = sum_j P_j E_j + T sum_j P_j log P_j``.
+
+    It is strictly convex in P on the simplex. Its minimum is ``F* = -T log sum_j exp(-E_j / T)``, at
+    ``P* = softmax(-E / T)``, and ``F(P) - F* = T KL(P || P*)`` for every P.
+
+    Args:
+        weights: P, (..., M), >= 0, of which each row sums to 1; ``0 log 0 = 0``.
+        energies: E, (..., M), finite.
+        temperature: T > 0, a number or a tensor that broadcasts to (...).
+
+    Returns:
+        F, (...).
+
+    Raises:
+        ValueError: the shapes do not broadcast, or the temperature is a number that is not > 0.
+
+    Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
+    https://arxiv.org/abs/2511.00907, lemma 1.
+    """
+    if weights.shape[-1:] != energies.shape[-1:]:
+        raise ValueError(
+            f"energies must have as many entries as weights, {tuple(weights.shape)}, got "
+            f"{tuple(energies.shape)}"
+        )
+    if not isinstance(temperature, Tensor):
+        require_positive("temperature", temperature)
+    return (weights * energies).sum(-1) + temperature * xlogy(weights, weights).sum(-1)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from implicit_attn.models.attention.causal import AttentionForm, CausalAttention
 from implicit_attn.models.attention.energy_attention import EnergyAttention, QueryTrajectory
+from implicit_attn.models.attention.forms import ATTENTION_FORMS, build_attention_form
+from implicit_attn.models.attention.light import LightNewtonAttention
+from implicit_attn.models.attention.newton import NewtonAttention
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
+from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLanguageModel
+from implicit_attn.models.language.language_model import LanguageModel
+from implicit_attn.models.language.sampling import generate
 from implicit_attn.models.memories import BinaryMemory, fit_patterns
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
 from implicit_attn.models.potts.conditional import ConditionalModel
 from implicit_attn.models.potts.factored import FactoredAttention
-from implicit_attn.models.potts.fitting import PseudoLikelihoodFit, fit_pseudolikelihood
+from implicit_attn.models.potts.fit_runs import PseudoLikelihoodFit
+from implicit_attn.models.potts.fitting import fit_pseudolikelihood
 from implicit_attn.models.potts.masked_transformer import MaskedTransformer
 from implicit_attn.models.potts.potts_model import PottsModel
 from implicit_attn.models.potts.sudoku_potts import (
@@ -29,19 +37,27 @@ from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
 
 __all__ = [
+    "ATTENTION_FORMS",
     "BACKBONES",
     "CRATE",
+    "AttentionForm",
     "BinaryMemory",
     "BoardStatus",
+    "CausalAttention",
+    "CausalBlock",
     "ConditionalModel",
     "EnergyAttention",
     "EnergyTransformer",
+    "EquilibriumLanguageModel",
     "EquilibriumTransformer",
     "FactoredAttention",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
+    "LanguageModel",
+    "LightNewtonAttention",
     "MaskedTransformer",
+    "NewtonAttention",
     "PatchClassifier",
     "PottsModel",
     "PseudoLikelihoodFit",
@@ -56,10 +72,12 @@ __all__ = [
     "SudokuPotts",
     "Trajectory",
     "ViT",
+    "build_attention_form",
     "build_backbone",
     "build_model",
     "fit_patterns",
     "fit_pseudolikelihood",
+    "generate",
     "load_model",
     "random_symmetries",
     "sudoku_pairs",

@@ -17,6 +17,8 @@ from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
+from implicit_attn.models.language.equilibrium import EquilibriumLanguageModel
+from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.spins.spin_transformer import SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
@@ -28,6 +30,7 @@ MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read fro
 LEAST_ENTRY = 50  # bytes that a tensor takes in the header of a file
 EQUILIBRIUM, BLOCKS, SPINS = "hyperset-equilibrium", "equilibrium", "spin-transformer"
 SOLVED = (EQUILIBRIUM, BLOCKS, SPINS)  # backbones that solve, and so take options of a DEQ
+EQUILIBRIUM_LANGUAGE = "equilibrium-language-model"
 # Backbones without a feed-forward part, and what they have in its place.
 WITHOUT_WIDTH = {"crate": "whose dictionary is d x d", SPINS: "which has no hidden units"}
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
@@ -49,6 +52,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,
     "sudoku": SudokuModel,
+}
+# Kinds without a backbone.
+WHOLE: dict[str, Callable[..., nn.Module]] = {
+    "language-model": LanguageModel,
+    EQUILIBRIUM_LANGUAGE: EquilibriumLanguageModel,
 }
 
 
@@ -87,7 +95,8 @@ def build_model(
     Args:
         specification: ``kind``, one of ``KINDS``; ``backbone``, the arguments of
             :func:`build_backbone` with ``name`` among them; and the arguments of that kind of model
-            (``image_size``, ``channels``, ``classes``, ``patch``, ...).
+            (``image_size``, ``channels``, ``classes``, ``patch``, ...). The kinds of ``WHOLE``,
+            language models, have no backbone.
         layer: how equilibria are solved for, options of ``DEQ``; for the backbones of ``SOLVED``
             only. It is no part of the specification because it changes no weight.
 
@@ -96,7 +105,13 @@ def build_model(
             backbone that solves nothing. Errors of the model and the backbone pass through.
     """
     settings = dict(specification)
-    kind = require_choice("kind", settings.pop("kind", None), KINDS)
+    kind = require_choice("kind", settings.pop("kind", None), (*KINDS, *WHOLE))
+    if kind in WHOLE:
+        if layer is not None:
+            if kind != EQUILIBRIUM_LANGUAGE:
+                raise ValueError(f"layer must be None for the kind {kind!r}, got {layer}")
+            settings["layer"] = dict(layer)
+        return WHOLE[kind](**settings)
     backbone = settings.pop("backbone", None)
     if not isinstance(backbone, Mapping) or "name" not in backbone:
         raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")

@@ -32,6 +32,7 @@ from implicit_attn.training.tasks import (
     accuracy,
     describe,
 )
+from implicit_attn.training.text.next_token import NextToken
 
 __all__ = [
     "ACCELERATORS",
@@ -44,6 +45,7 @@ __all__ = [
     "LocallyTrained",
     "Log",
     "MaskedTokens",
+    "NextToken",
     "NonFiniteLoss",
     "NotClaimed",
     "Recipe",

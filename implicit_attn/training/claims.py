@@ -17,6 +17,7 @@ RESULTS = (
     "weights.safetensors",
     "epochs.csv",
     "steps.csv",
+    "evaluations.csv",
     "convergence.csv",
     "extrapolation.csv",
     "report.png",

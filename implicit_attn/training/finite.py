@@ -55,3 +55,13 @@ def check_parameters(model: nn.Module, steps: int, path: Path) -> None:
         f"the parameter {wrong} is not finite after {steps} steps; nothing was saved, and {path} "
         "is as it was before"
     )
+
+
+def check_step(training: Any, name: str, value: float) -> None:
+    """Save and raise before the optimiser's step, with the state before the batch."""
+    if not math.isfinite(value):
+        training.save()
+        raise NonFiniteLoss(
+            f"the {name} is {value} in epoch {training.epoch + 1}, batch {training.batch + 1}; the "
+            f"state before that batch is in {training.path}"
+        )

@@ -27,12 +27,15 @@ class Log(Protocol):
     def epoch(self, step: int, values: dict[str, Any]) -> None:
         """The numbers of an epoch."""
 
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        """The measures after so many steps; called only of a training with ``evaluate_every``."""
+
     def close(self) -> None:
         """End the log."""
 
 
 class CsvLog:
-    """``steps.csv`` and ``epochs.csv`` in a folder, up to date while the training runs.
+    """``steps.csv``, ``epochs.csv`` and ``evaluations.csv`` in a folder, up to date while training runs.
 
     A run that was killed and resumed leaves the same rows as one that was not.
 
@@ -46,7 +49,8 @@ class CsvLog:
 
     def start(self, step: int, epochs: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        _keep_rows(self.folder / "steps.csv", {"step": step})
+        for name in ("steps.csv", "evaluations.csv"):
+            _keep_rows(self.folder / name, {"step": step})
         _keep_rows(self.folder / "epochs.csv", {"step": step, "epoch": epochs})
 
     def step(self, step: int, values: dict[str, Any]) -> None:
@@ -55,6 +59,9 @@ class CsvLog:
 
     def epoch(self, step: int, values: dict[str, Any]) -> None:
         _append(self.folder / "epochs.csv", {"step": step} | values)
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        _append(self.folder / "evaluations.csv", {"step": step} | values)
 
     def close(self) -> None:
         """Every row is in its file already."""
@@ -117,6 +124,9 @@ class TensorBoardLog:
 
     def epoch(self, step: int, values: dict[str, Any]) -> None:
         self._write("epoch", step, values)
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        self._write("evaluation", step, values)
 
     def close(self) -> None:
         if self.writer is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,11 +17,12 @@ from implicit_attn.command_line import Stopped
 from implicit_attn.data import ImageData, epoch_generator
 from implicit_attn.optional import require
 from implicit_attn.training.claims import check_place, in_first, locked
-from implicit_attn.training.finite import NonFiniteLoss, check_parameters, clip_gradients
+from implicit_attn.training.finite import check_parameters, check_step, clip_gradients
 from implicit_attn.training.logs import Log
 from implicit_attn.training.processes import (
     compile_step,
     first_interrupt,
+    mean_measures,
     reduce_over,
     seed_generators,
     share,
@@ -61,6 +61,7 @@ class Training:
             (JSON) is kept in ``observations``.
         fabric: from :func:`start_processes`; None: one process on the CPU.
         save_every: a checkpoint every so many steps, besides that after each epoch.
+        evaluate_every: measures on the test samples every so many steps, kept in ``evaluations``.
         logs: where the numbers of steps and epochs are written.
         compile: compile the model's repeated layers, or the whole model (:func:`compile_step`).
 
@@ -68,11 +69,12 @@ class Training:
         history: a row an epoch: loss, seconds, the task's measures on the test samples, and for
             models with :class:`DEQ` layers how these were solved: share of converged samples
             forward and adjoint, evaluations (median), adjoint products, worst adjoint residual.
+        evaluations: a row every ``evaluate_every`` steps: the step, the task's measures.
         observations: what ``observe`` returned: before training, and an entry an epoch.
 
     Raises:
-        TypeError: ``augment`` is given with a task, or ``save_every`` is no integer.
-        ValueError: ``save_every`` is below 1.
+        TypeError: ``augment`` is given with a task, or a number of steps is no integer.
+        ValueError: ``save_every`` or ``evaluate_every`` is below 1.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Training:
         observe: Callable[[Any], Any] | None = None,
         fabric: Any = None,
         save_every: int | None = None,
+        evaluate_every: int | None = None,
         logs: Sequence[Log] = (),
         compile: bool = False,
     ) -> None:
@@ -94,8 +97,9 @@ class Training:
             task = Classification(task, augment)
         elif augment is not None:
             raise TypeError(f"augment goes with image data; {type(task).__name__} has its own")
-        if save_every is not None:
-            require_count("save_every", save_every)
+        for name, every in (("save_every", save_every), ("evaluate_every", evaluate_every)):
+            if every is not None:
+                require_count(name, every)
         self.fabric = start_processes(accelerator="cpu") if fabric is None else fabric
         self._reduce = partial(reduce_over, self.fabric)
         self.model: Any = model
@@ -105,10 +109,11 @@ class Training:
         self.forward, self.stepper = self.fabric.setup(forward, self.optimizer)
         self.task: Task = task.to(self.fabric.device)
         self.settings, self.save_every, self.logs = settings or {}, save_every, tuple(logs)
-        self.observe = observe
+        self.evaluate_every, self.observe = evaluate_every, observe
         self.solves = SolveCounts(model)
         self.batches = -(-len(self.task.inputs) // recipe.batch)  # of an epoch
         self.history: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
         self.observations: list[Any] = [] if observe is None else [observe(model)]
         self.stopping = False
         self.owner = False  # whether the checkpoint at ``path`` is of this run
@@ -130,7 +135,9 @@ class Training:
         self.seconds = 0.0  # of training in this epoch
         self.solves.reset()
 
-    KEPT = ("epoch", "batch", "sums", "seconds", "history", "observations", "settings")
+    KEPT = (
+        "epoch", "batch", "sums", "seconds", "history", "observations", "settings", "evaluations"
+    )  # fmt: skip
 
     def save(self) -> None:
         """Write the checkpoint, from the first process; the others wait for it.
@@ -161,6 +168,7 @@ class Training:
         if not self.path.is_file():
             raise FileNotFoundError(f"nothing to resume: there is no {self.path}")
         progress = load_checkpoint(self.path, self.model, self.optimizer, check=self._check)
+        progress.setdefault("evaluations", [])  # of a checkpoint from before there were any
         for name in self.KEPT:
             setattr(self, name, progress[name])
         solves = progress["solves"]
@@ -231,6 +239,11 @@ class Training:
             bar.set_postfix_str(self.status())
             for log in logs:
                 log.step(self.steps, row)
+            if self.evaluate_every is not None and self.steps % self.evaluate_every == 0:
+                self.evaluations.append({"step": self.steps, **self.evaluate()})
+                for log in logs:
+                    log.evaluation(self.steps, self.evaluations[-1])
+                start = time.perf_counter() - self.seconds
             # All processes must stop after the same batch, whichever of them got Ctrl-C.
             if self._reduce(torch.tensor([float(self.stopping)]), "max").item():
                 bar.close()
@@ -261,9 +274,7 @@ class Training:
         with self.fabric.autocast():
             rank, world = self.fabric.global_rank, self.fabric.world_size
             found = self.task.evaluate(self.model, rank, world, iterations)
-        pairs = torch.tensor(list(found.values()), dtype=torch.float64)
-        sums = self._reduce(pairs, "sum").tolist()
-        return {name: top / below for name, (top, below) in zip(found, sums, strict=True)}
+        return mean_measures(self.fabric, found)
 
     def step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
         """One optimiser step on this process's share of a batch; returns the row for the logs."""
@@ -284,25 +295,16 @@ class Training:
         # The processes' gradients are averaged, so each counts its terms world times.
         loss = total * (world / terms)
         value = self._reduce(total.detach().double().reshape(1), "sum").item() / terms
-        self._check_finite("loss", value)
+        check_step(self, "loss", value)
         self.optimizer.zero_grad()
         self.fabric.backward(loss)
         norm = clip_gradients(self.fabric, self.forward, self.stepper, self.recipe.clip)
-        self._check_finite("gradient's norm", norm)
+        check_step(self, "gradient's norm", norm)
         self.stepper.step()
         self.sums["loss"] += value * terms
         self.sums["terms"] += terms
         self.solves.add(self._reduce, own)
         return {"epoch": self.epoch + 1, "loss": value, "rate": rate, **options}
-
-    def _check_finite(self, name: str, value: float) -> None:
-        """Save and raise before the optimiser's step, with the state before the batch."""
-        if not math.isfinite(value):
-            self.save()
-            raise NonFiniteLoss(
-                f"the {name} is {value} in epoch {self.epoch + 1}, batch {self.batch + 1}; the "
-                f"state before that batch is in {self.path}"
-            )
 
     def means(self) -> dict[str, Any]:
         """Means of the epoch so far: the loss, and how the equilibria were solved."""

@@ -29,7 +29,8 @@ from implicit_attn.training.recipe import Recipe
 VARIANTS = ("attention", "feedforward", "step_size", "layers", "order", "lora_rank")
 # How a run is carried out, not what it computes: may change when it is resumed.
 RUNNING = (
-    "out", "resume", "overwrite", "devices", "accelerator", "save_every", "log_every", "tensorboard"
+    "out", "resume", "overwrite", "devices", "accelerator", "save_every", "log_every", "tensorboard",
+    "evaluate_every",
 )  # fmt: skip
 
 

@@ -105,6 +105,13 @@ def reduce_over(fabric: Any, values: Tensor, how: str) -> Tensor:
     return fabric.all_reduce(values.to(fabric.device), reduce_op=how).cpu()
 
 
+def mean_measures(fabric: Any, measures: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """The means of measures, pairs of a sum and a number, over all processes."""
+    pairs = torch.tensor(list(measures.values()), dtype=torch.float64)
+    sums = reduce_over(fabric, pairs, "sum").tolist()
+    return {name: top / below for name, (top, below) in zip(measures, sums, strict=True)}
+
+
 def step_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
     """The seed, below 2^64, of what a model draws by itself in a training step (dropout)."""
     return hash_seed((2,), seed=seed, epoch=epoch, batch=batch, rank=rank)

@@ -51,6 +51,9 @@ def check_progress(
         _check_values(progress, epochs, batches, observed)
         _check_solves(progress["solves"], solves)
         _check_rows(progress["history"], progress["epoch"], solves["sums"])
+        _check_evaluations(
+            progress.get("evaluations", []), progress["epoch"] * batches + progress["batch"]
+        )
         if stateless and progress["epoch"] + progress["batch"] > 0:
             raise ValueError("it holds no optimizer state of the steps that were made")
     except ValueError as error:
@@ -113,3 +116,14 @@ def _check_rows(history: Any, epochs: int, solves: Iterable[str]) -> None:
             # An epoch in which no equilibrium was solved has no share of converged ones.
             finite = name in ("loss", "seconds")
             _number(f"{name} of epoch {number}", row.get(name), finite=finite)
+
+
+def _check_evaluations(evaluations: Any, steps: int) -> None:
+    """Rows of increasing steps, none of them after the last."""
+    if not isinstance(evaluations, list) or not all(isinstance(row, dict) for row in evaluations):
+        raise ValueError("its evaluations must be a list of rows")
+    for row in evaluations:
+        _integer("step of an evaluation", row.get("step"), steps)
+    made = [row["step"] for row in evaluations]
+    if made != sorted(set(made)):
+        raise ValueError(f"its evaluations must be of increasing steps, got {made}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,11 +12,13 @@ from torch import nn
 from solvers.core.checks import require_choice, require_count, require_nonnegative
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+DECAYS = ("cosine", "linear")
+DECAYED = ("all", "matrices")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hyperparameters of a training: Adam or AdamW, linear warm-up, cosine decay, clipping.
+    """Hyperparameters of a training: Adam or AdamW, linear warm-up, cosine or linear decay, clipping.
 
     Attributes:
         epochs: passes over the training samples.
@@ -30,6 +33,10 @@ class Recipe:
         betas: decay rates of the optimiser's two moving averages.
         iterations: of a recurrent model: a number, a pair (least, most) from which each batch draws
             one, or None for a model that is not asked for any.
+        decay: how the learning rate falls to the floor: "cosine" over the whole training, times the
+            warm-up; "linear" from the end of the warm-up on.
+        decayed: what the weight decay acts on: "all" parameters, or "matrices", those of two
+            dimensions or more, which leaves out biases, norms and single numbers.
 
     Raises:
         TypeError: a number of epochs, samples or iterations is no integer.
@@ -47,6 +54,8 @@ class Recipe:
     optimizer: str = "adamw"
     betas: tuple[float, float] = (0.9, 0.999)
     iterations: int | tuple[int, int] | None = None
+    decay: str = "cosine"
+    decayed: str = "all"
 
     def __post_init__(self) -> None:
         require_count("epochs", self.epochs)
@@ -59,6 +68,8 @@ class Recipe:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be > 0 or None, got {self.clip!r}")
         require_choice("optimizer", self.optimizer, OPTIMIZERS)
+        require_choice("decay", self.decay, DECAYS)
+        require_choice("decayed", self.decayed, DECAYED)
         if isinstance(self.iterations, tuple):
             least, most = self.iterations
             require_count("iterations[0]", least)
@@ -71,13 +82,24 @@ class Recipe:
     def rate_at(self, progress: float) -> float:
         """Learning rate where ``progress`` in [0, 1) of the training is done."""
         rise = min(1.0, progress / self.warmup) if self.warmup > 0 else 1.0
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        return self.rate * rise * (self.floor + (1 - self.floor) * cosine)
+        if self.decay == "linear":
+            left = min(1.0, (1 - progress) / (1 - self.warmup)) if self.warmup < 1 else 1.0
+        else:
+            left = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.rate * rise * (self.floor + (1 - self.floor) * left)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser of all parameters of ``model``."""
         options = {"lr": self.rate, "betas": self.betas, "weight_decay": self.weight_decay}
-        return OPTIMIZERS[self.optimizer](model.parameters(), **options)
+        if self.decayed == "all":
+            return OPTIMIZERS[self.optimizer](model.parameters(), **options)
+        parameters = list(model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() > 1]},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        return OPTIMIZERS[self.optimizer](groups, **options)
 
     def draw_iterations(self, generator: torch.Generator) -> int | None:
         """Iterations of one batch; draws from ``generator`` only where they are random."""

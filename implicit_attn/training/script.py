@@ -116,6 +116,7 @@ def build_training(
         augment=augment,
         fabric=fabric,
         save_every=options.save_every,
+        evaluate_every=getattr(options, "evaluate_every", None),
         logs=logs,
         compile=options.compile,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from implicit_attn.energies.spins.couplings import Couplings
+from implicit_attn.updates.attention_step import AttentionStep
 from implicit_attn.updates.bare_step import BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
 from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
@@ -12,6 +13,7 @@ from implicit_attn.updates.mean_field import (
     MeanFieldAttention,
     OnsagerNetwork,
 )
+from implicit_attn.updates.momentum import DescentStep, MomentumStep
 from implicit_attn.updates.query_descent import QueryDescent
 from implicit_attn.updates.saddle_attention import SaddleAttention
 from implicit_attn.updates.softmax_couplings import (
@@ -25,9 +27,11 @@ from implicit_attn.updates.update import FunctionUpdate, Update
 __all__ = [
     "ActivationStep",
     "AdaptiveTAPAttention",
+    "AttentionStep",
     "BareAttentionStep",
     "ConditionedStepSizes",
     "Couplings",
+    "DescentStep",
     "FunctionUpdate",
     "GradientStep",
     "HyperSETLayer",
@@ -36,6 +40,7 @@ __all__ = [
     "LowRankDeltas",
     "MeanFieldAttention",
     "MixerAttention",
+    "MomentumStep",
     "OnsagerNetwork",
     "PlainStepSizes",
     "QueryDescent",

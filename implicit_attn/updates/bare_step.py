@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from implicit_attn.energies.bare.bare_attention import BareAttention
-from implicit_attn.energies.tokens import accumulation_dtype
+from implicit_attn.energies.checks import check_tokens
+from implicit_attn.energies.tokens import accumulation_dtype, hide
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_count, require_instance, require_number, require_positive
 
@@ -33,8 +34,9 @@ class BareAttentionStep(Update):
             ``radius / sqrt(circles)``: 1 for the sphere of the whole token, D / 2 for pixels that are
             points on circles of their own.
 
-    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool. Masked tokens, tokens without
-    neighbours and parts that would become 0 keep their state.
+    Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool. Masked tokens and tokens without
+    neighbours keep their state, whatever its norm, and so do parts that would become 0 and have no
+    direction.
 
     Source: D'Amico and Negri (2024), https://arxiv.org/abs/2409.16112.
     """
@@ -59,24 +61,51 @@ class BareAttentionStep(Update):
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         pull = self.energy.pull(z, mask=mask)
-        lonely = (pull == 0).all(-1, keepdim=True)
-        moved = torch.where(lonely, z, (1 - self.gamma) * pull + self.gamma * z)
+        seen = hide(z, mask)
+        moved = (1 - self.gamma) * pull + self.gamma * seen
         if self.radius is not None:
-            moved = self._normalised(moved, z)
-        return moved if mask is None else torch.where(mask.unsqueeze(-1), moved, z)
+            moved = self._normalised(moved, seen)
+        if mask is None:
+            return moved if z.shape[1] > 1 else z.clone()
+        hears = mask & (mask.sum(-1, keepdim=True) > 1)
+        return torch.where(hears.unsqueeze(-1), moved, z)
 
-    def trajectory(self, z: Tensor, steps: int, *, clamped: Tensor | None = None) -> list[Tensor]:
+    def trajectory(
+        self,
+        z: Tensor,
+        steps: int,
+        *,
+        clamped: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> list[Tensor]:
         """The states after 0, 1, ..., ``steps`` steps; no gradients.
 
         Args:
             z: start (B, N, D).
             steps: >= 1.
             clamped: (B, N) bool, tokens that act on the others and keep their state.
+            mask: (B, N) bool, as for a step: masked tokens act on none and keep their state.
+
+        Raises:
+            TypeError, ValueError: an argument of another type, shape or dtype, ``steps`` below 1.
         """
+        name = f"{type(self).__name__}.trajectory"
+        check_tokens(z, mask, name, dim=self.energy.width, tokens=True)
+        if clamped is not None and (
+            not isinstance(clamped, Tensor)
+            or clamped.dtype != torch.bool
+            or clamped.shape != z.shape[:2]
+        ):
+            kind = type(clamped).__name__
+            if isinstance(clamped, Tensor):
+                kind = f"{clamped.dtype} {tuple(clamped.shape)}"
+            raise ValueError(
+                f"clamped must be a bool tensor (B, N) = {tuple(z.shape[:2])}, got {kind}"
+            )
         states = [z.detach()]
         with torch.no_grad(), parametrize.cached():
             for _ in range(require_count("steps", steps)):
-                moved = self(states[-1])
+                moved = self(states[-1], mask=mask)
                 if clamped is not None:
                     moved = torch.where(clamped.unsqueeze(-1), states[0], moved)
                 states.append(moved)
@@ -87,11 +116,13 @@ class BareAttentionStep(Update):
         assert self.radius is not None
         wide = accumulation_dtype(z.dtype)
         parts = moved.to(wide).unflatten(-1, (self.circles, -1))
-        square = parts.square().sum(-1, keepdim=True)
+        largest = parts.detach().abs().amax(-1, keepdim=True)  # else squares leave the range
+        lives = largest != 0  # NaN stays NaN
+        parts = torch.where(lives, parts / torch.where(lives, largest, 1.0), 1.0)
         scale = self.radius / self.circles**0.5
-        unit = parts * (scale * square.clamp_min(torch.finfo(wide).tiny).rsqrt())
+        unit = parts * (scale * parts.square().sum(-1, keepdim=True).rsqrt())
         kept = z.to(wide).unflatten(-1, (self.circles, -1))
-        return torch.where(square > 0, unit, kept).flatten(-2).to(z.dtype)
+        return torch.where(lives, unit, kept).flatten(-2).to(z.dtype)
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}, radius={self.radius}, circles={self.circles}"

@@ -25,7 +25,8 @@ class QueryDescent(GradientStep):
     ``context="frozen"``: the keys are given and stay. ``context="live"``, for self-attention: the keys
     are the queries as they stand at each step, ``q <- q - eta dE/dq`` at ``k_j = q_j``; what moves the
     keys is left out, so that this descends no energy. With the default energy and ``eta = 1`` all
-    tokens then shrink to one point.
+    tokens then shrink to one point. Every point is one where they may meet: there is no single fixed
+    point, and no implicit gradient.
 
     Shapes: ``z`` (B, N, d), the queries, each head a slice of ``p = d / heads`` features. ``x`` frozen:
     the keys (B, M, d), a pair of them and a mask (B, M), or an ``AttentionInput`` with such a memory,

@@ -24,6 +24,7 @@ from implicit_attn.energies import (
     Field,
     FunctionEnergy,
     GatedFeedForward,
+    GatedLinearAttention,
     GELUFeedForward,
     HeadwiseEnergy,
     Hopfield,
@@ -220,7 +221,7 @@ def _cases() -> list[EnergyCase]:
     for label, cls, options in feedforwards:
         factory = partial(_feedforward, cls, bound=0.7, **options)
         cases.append(EnergyCase(f"{label}-bound", factory, False))
-    cases += _inside()
+    cases += _inside() + _linear()
     return cases + _memories_that_see_the_input(feedforwards)
 
 
@@ -252,6 +253,20 @@ def _inside() -> list[EnergyCase]:
         cases.append(EnergyCase(f"equilibrium-{name}", partial(_equilibrium, memory=memory), True))
     causal = partial(_equilibrium, memory=ReLUFeedForward, causal=True)
     return [*cases, EnergyCase("equilibrium-causal", causal, True)]
+
+
+def _linear() -> list[EnergyCase]:
+    """Linear attention among frozen keys; causal keys are tokens of the same places."""
+    elu = {"feature_map": "elu"}
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("gated-cross-none", {"norm": NORMS["none"]}),
+        ("gated-cross-keys", {"gate": "keys", "feature_map": "relu", "learned_beta": True}),
+        ("gated-cross-normalised", {"normalised": True, "gate": "keys", **elu}),
+        ("gated-causal", {"causal": True, "gate": "decay", "beta": (0.3, 1.2), **elu}),
+        ("gated-causal-normalised", {"causal": True, "normalised": True, "gate": "decay", **elu}),
+    ]
+    each = partial(_attention, GatedLinearAttention, heads=2)
+    return [EnergyCase(name, partial(each, **options), True) for name, options in rows]
 
 
 def _memories_that_see_the_input(

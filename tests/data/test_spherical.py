@@ -79,6 +79,36 @@ def test_features_are_orthonormal_and_the_principal_ones_keep_most() -> None:
     torch.testing.assert_close(tokens @ whole.mT @ whole, tokens, rtol=0, atol=1e-5)
 
 
+def test_values_stay_in_their_range_at_the_branch_of_the_angle() -> None:
+    """A sine of -0.0 beside a negative cosine is the angle -pi; a pair (0, 0) has no direction."""
+    codec = CircleTokens(1, 1, 3, 1)
+    tokens = torch.tensor([[[-1.0, -0.0], [0.0, 0.0], [-0.0, -0.0]]])
+    values = codec.decode(tokens).flatten()
+    assert values[0] == 1 and values.min() >= 0 and values.max() <= 1
+    assert values[1] == 0
+
+
+def test_wrong_tensors_are_named() -> None:
+    tokens = CODEC.encode(pictures(2))
+    with pytest.raises(TypeError, match="images must be a floating tensor, got list"):
+        CODEC.encode([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"images must be a floating tensor, got torch\.uint8"):
+        CODEC.encode(torch.zeros(2, 3, 4, 6, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="images must have the shape"):
+        CODEC.patches(torch.zeros(3, 4, 6))
+    with pytest.raises(ValueError, match=r"patches must have the shape \(B, 6, 12\)"):
+        CODEC.images(torch.zeros(2, 5, 12))
+    with pytest.raises(ValueError, match=r"tokens must have the shape \(B, 6, 24\)"):
+        CODEC.decode(tokens[:, :5])
+    with pytest.raises(TypeError, match="tokens must be a floating tensor"):
+        CODEC.decode_patches(None)  # type: ignore[arg-type]
+    for sigma in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="sigma must be finite and >= 0"):
+            CODEC.noisy(tokens, sigma, torch.Generator())
+    with pytest.raises(ValueError, match="tokens must have 24 components"):
+        CODEC.noisy(tokens[..., :23], 0.1, torch.Generator())
+
+
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="patch must divide the image of 4 x 6, got 4"):
         CircleTokens(1, 4, 6, 4)

@@ -24,7 +24,8 @@ METHODS: dict[str, solvers.Solver] = {
 # They may end otherwise than CONVERGED: kinks at the minimisers (a tiny epsilon, ReLU features), or
 # no minimum at all (memories that outgrow the quadratic).
 KINKED = ("tiny", "linear-relu-soft-1", "linear-relu-none-1")
-UNBOUNDED = ("dense-2", "dense-3", "dense-exp", "gated-gelu-none", "gated-relu-none")
+UNBOUNDED = ("dense-2", "dense-3", "dense-exp")
+UNBOUNDED += ("gated-gelu-none", "gated-relu-none", "gated-cross-none")
 
 
 def solve(case: EnergyCase, solver: solvers.Solver) -> tuple[Solution, GradientStep]:

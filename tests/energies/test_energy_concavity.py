@@ -40,6 +40,7 @@ EXPECTED = {
     "conditional-others",
     "conditional-trained",
     "conditional-head",
+    "gated-cross-none",
 }
 
 

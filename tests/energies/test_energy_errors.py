@@ -83,6 +83,7 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Hopfield(torch.ones(3, 2).int()), TypeError, r"patterns must be a floating tensor"),
     (lambda: Hopfield(torch.ones(3, 2), beta=-1), ValueError, r"beta must be finite and > 0"),
     (lambda: DenseAssociative(torch.ones(3, 2), power=1), ValueError, r"power .* got 1"),
+    (lambda: DenseAssociative(torch.ones(3, 2), shift=1.0), ValueError, r"shift needs power='exp'"),
     (
         lambda: ClassicalHopfield(torch.ones(3, 2), bias=torch.ones(3)),
         ValueError,

@@ -120,6 +120,28 @@ def test_samples_have_the_moments_of_the_density(cooling: int) -> None:
         assert ((values.mean(0) - exact).abs() <= 4 * error + 0.01 * area**0.5).all()
 
 
+@each_temperature
+def test_float32_does_not_cancel_large_norms(cooling: int) -> None:
+    """Grey values from 0 to 255: ``beta |x|^2 / 2`` is above 10^5, of which little is left."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randint(256, (12, 100), generator=generator).float()
+    z = patterns[:6] + 5 * torch.randn(6, 100, generator=generator)
+    found = Hopfield(patterns, beta=0.04).log_prob(z, cooling)
+    exact = Hopfield(patterns.double(), beta=0.04).log_prob(z.double(), cooling)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=3e-7, atol=1e-6)
+    assert Hopfield(patterns).log_prob(z.double()).dtype == torch.float64
+
+
+def test_many_patterns_behind_one_mean_cost_as_much_as_many_means() -> None:
+    """What is bounded are the members of all means: one mean of a million patterns is too many."""
+    one = Hopfield(draw(1, 2), beta=BETA)
+    peak = one.log_prob(one.patterns, 20_000).item()
+    assert peak == pytest.approx(math.log(20_000 * BETA / (2 * math.pi)), rel=1e-9)
+    with pytest.raises(ValueError, match=r"cooling=2000 with 2 patterns .* 2001 Gaussians"):
+        Hopfield(draw(2, 2)).log_partition(2000)
+
+
 def test_samples_come_from_the_generator() -> None:
     memory = Hopfield(draw(4, 2).float(), beta=BETA)
     state = torch.random.get_rng_state()

@@ -79,6 +79,16 @@ def test_hessian_is_exact_symmetric_and_positive_semidefinite(
 
 
 @each
+def test_second_derivatives_of_the_value_at_exactly_zero(lagrangian: Lagrangian) -> None:
+    """What a loss of the gradient of an energy differentiates, from a state or weights of zeros."""
+    z = torch.zeros(1, 6, dtype=torch.float64, requires_grad=True)
+    v = torch.arange(1.0, 7.0, dtype=torch.float64).unsqueeze(0)
+    (slope,) = torch.autograd.grad(lagrangian.token_value(z).sum(), z, create_graph=True)
+    (product,) = torch.autograd.grad((slope * v).sum(), z)
+    torch.testing.assert_close(product, lagrangian.hessian_product(z.detach(), v))
+
+
+@each
 def test_midpoint_convexity(lagrangian: Lagrangian, z: Tensor) -> None:
     for scale in (0.1, 1.0, 10.0):
         a, b = scale * z, scale * torch.flip(z, (0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
 import runpy
@@ -43,7 +44,11 @@ ARGUMENTS: dict[str, list[str]] = {
     ],
     "wrap_your_energy.py": ["--steps", "40"],
 }  # fmt: skip
-ELSEWHERE = {"mnist_spins.py", "hopfield_density.py"}  # run by tests of their own
+ELSEWHERE = {
+    "hopfield_density.py",
+    "language_model.py",
+    "mnist_spins.py",
+}  # run by tests of their own
 NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
@@ -55,8 +60,12 @@ NEEDS = {
 }
 
 
+def words(name: str, out: Path) -> list[str]:
+    return [argument.replace("{out}", str(out)) for argument in ARGUMENTS[name]]
+
+
 def run(name: str, out: Path) -> str:
-    arguments = [argument.replace("{out}", str(out)) for argument in ARGUMENTS[name]]
+    arguments = words(name, out)
     result = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", f"examples/{name}", *arguments],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -78,14 +87,23 @@ def test_class_token_readout(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "folder" / "report.png").exists()
 
 
-def test_sudoku_potts(tmp_path: Path) -> None:
+def test_sudoku_potts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Eight boards under symmetries show the graph; a board is printed; weights are read again."""
     for module in NEEDS["sudoku_potts.py"]:
         pytest.importorskip(module, reason="the example needs the extra [examples]")
     output = run("sudoku_potts.py", tmp_path / "new")
     assert "100.0% of the 810 strongest pairs" in output
     assert len(re.findall(r"^(?:[\d.][ |]+){9} +(?:\d[ |]*){9}$", output, re.MULTILINE)) == 9
-    assert (tmp_path / "new" / "weights.safetensors").exists()
+    losses = [float(each) for each in re.findall(r"pseudo-likelihood (\S+) nats", output)]
+    assert losses[-1] < losses[0] < math.log(9)
+    weights = tmp_path / "new" / "weights.safetensors"
+    main = runpy.run_path(str(ROOT / "examples/sudoku_potts.py"))["main"]
+    with torch.random.fork_rng(devices=[]):
+        main([*words("sudoku_potts.py", tmp_path / "other"), "--weights", str(weights)])
+    again = capsys.readouterr().out
+    assert "nats" not in again and not (tmp_path / "other").exists()
+    graph = "100.0% of the 810 strongest pairs"
+    assert output[output.index(graph) :] == again[again.index(graph) :]
 
 
 def test_potts_recovery(tmp_path: Path) -> None:

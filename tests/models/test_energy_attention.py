@@ -76,6 +76,9 @@ def test_one_step_is_stock_attention(cross: bool, name: str, dtype: torch.dtype)
         x = source = x.masked_fill(~mask.unsqueeze(-1), 0.0)
     found = model(x, context, mask)
     expected = stock(model, x, source, attn_mask=as_stock(mask))
+    if name == "keys" and not cross:  # and learns nothing
+        assert mask is not None
+        expected = expected.masked_fill(~mask.unsqueeze(-1), 0.0)
     bound = 1e-12 if dtype == torch.float64 else 1e-6
     torch.testing.assert_close(found, expected, rtol=0.0, atol=bound)
 
@@ -97,7 +100,7 @@ def test_causal_attention() -> None:
     mask = torch.tensor([[True] * 5 + [False], [True] * 6])
     both = mask[:, None, None] & torch.ones(6, 6, dtype=torch.bool).tril()
     hidden = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-    expected = stock(model, hidden, hidden, attn_mask=both)
+    expected = stock(model, hidden, hidden, attn_mask=both).masked_fill(~mask.unsqueeze(-1), 0.0)
     torch.testing.assert_close(model(x, mask=mask), expected, rtol=0.0, atol=1e-12)
     open_rows = torch.ones(2, 6, 6, dtype=torch.bool)
     torch.testing.assert_close(model(x, mask=open_rows), model(x), rtol=0.0, atol=0.0)
@@ -183,6 +186,40 @@ def test_masked_tokens_influence_nothing() -> None:
         torch.testing.assert_close(found[:, mask[0]], expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("steps", [1, 3, None])
+def test_attention_of_masked_tokens_is_zero(steps: int | None) -> None:
+    """However many steps: only a residual is left of them."""
+    mask = torch.tensor([[True, True, False, True], [True] * 4])
+    x = draw(2, 4, 8)
+    found = build(8, heads=2, steps=steps, values="after")(x, mask=mask)
+    assert not found[~mask].any() and found[mask].all()
+    kept = build(8, heads=2, steps=steps, residual=True)(x, mask=mask)
+    assert torch.equal(kept[~mask], x[~mask])
+
+
+def test_at_equilibrium_the_first_queries_get_zero_gradients() -> None:
+    """Not none at all, which data parallel training takes for an error."""
+    model = build(8, 4, heads=2, steps=None)
+    x, context = draw(2, 5, 8).requires_grad_(), draw(2, 3, 4, seed=1).requires_grad_()
+    model(x, context).square().sum().backward()
+    for zero in (model.query.weight.grad, x.grad):
+        assert zero is not None and not zero.any()
+    assert model.key is not None
+    for other in (model.key.weight.grad, model.output.weight.grad, context.grad):
+        assert other is not None and other.any()
+
+
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
+def test_floating_masks_exclude_by_minus_infinity_alone(wrong: float) -> None:
+    model, x = build(8, heads=2), draw(1, 3, 8)
+    bias = draw(1, 3, 3, seed=1)
+    bias[0, 1, 2] = wrong
+    with pytest.raises(ValueError, match="mask must hold finite numbers or minus infinity"):
+        model(x, mask=bias)
+    bias[0, 1, 2] = -torch.inf
+    assert model(x, mask=bias).isfinite().all()
+
+
 def test_without_any_key_a_unit_step_gives_zero() -> None:
     model = build(8, heads=2)
     found = model(draw(1, 5, 8), mask=torch.zeros(1, 5, 5, dtype=torch.bool))
@@ -248,6 +285,7 @@ def test_another_energy() -> None:
         ({"steps": 0}, ValueError, "steps must be"),
         ({"values": "before"}, ValueError, r"values must be one of \('after',\), got 'before'"),
         ({"context": "live", "context_dim": 4}, ValueError, 'context="live" needs self-attention'),
+        ({"context": "live", "steps": None}, ValueError, r'steps=None with context="live" has no'),
         ({"causal": True, "context_dim": 4}, ValueError, "causal=True needs self-attention"),
         ({"tolerance": Tolerance()}, TypeError, r"unknown arguments \['tolerance'\].*steps=None"),
         ({"beta": 0.0}, ValueError, "beta must be"),

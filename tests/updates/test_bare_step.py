@@ -126,6 +126,52 @@ def test_a_part_of_norm_zero_stays_and_has_finite_derivatives() -> None:
     assert slope.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-10, 1e10, 1e20, 1e30])
+def test_pulls_of_any_size_end_on_the_sphere(size: float) -> None:
+    energy = made(5, 4).float()
+    with torch.no_grad():
+        energy.couplings.free.mul_(size)
+    z = start(3, 5, 4).float()
+    for circles in (1, 2):
+        moved = BareAttentionStep(energy, radius=3.0, circles=circles)(z)
+        norms = moved.unflatten(-1, (circles, -1)).norm(dim=-1)
+        torch.testing.assert_close(norms, torch.full_like(norms, 3.0 / circles**0.5))
+
+
+def test_loneliness_is_a_matter_of_the_mask_and_not_of_the_pull() -> None:
+    """Tokens without neighbours keep any norm; neighbours whose pull is 0 leave gamma z to normalise."""
+    z = 0.5 * start(1, 3, 4)
+    step = BareAttentionStep(made(3, 4), radius=3.0, gamma=0.5)
+    alone = torch.tensor([[False, True, False]])
+    assert torch.equal(step(z, mask=alone), z)
+    single = BareAttentionStep(made(1, 4), radius=3.0)
+    assert torch.equal(single(z[:, :1]), z[:, :1])
+    with torch.no_grad():
+        step.energy.couplings.free.zero_()
+    torch.testing.assert_close(step(z), 6 * z)
+    loose = BareAttentionStep(step.energy, radius=None, gamma=0.25)
+    torch.testing.assert_close(loose(z), 0.25 * z)
+
+
+def test_gradients_pass_by_nan_at_masked_tokens() -> None:
+    mask = torch.tensor([[True, True, False, True]])
+    z = start(1, 4, 3)
+    z[0, 2] = torch.nan
+    z.requires_grad_()
+    for radius in (1.0, None):
+        moved = BareAttentionStep(made(4, 3), gamma=0.5, radius=radius)(z, mask=mask)
+        (slope,) = torch.autograd.grad(moved[mask].square().sum() + moved[mask].sum(), z)
+        assert slope.isfinite().all() and (slope[0, 2] == 0).all()
+
+
+def test_trajectories_take_a_mask() -> None:
+    step, z = BareAttentionStep(made(4, 3)), start(2, 4, 3)
+    mask = torch.tensor([[True, True, False, True], [True] * 4])
+    states = step.trajectory(z, 2, mask=mask)
+    torch.testing.assert_close(states[2], step(step(z, mask=mask), mask=mask))
+    assert torch.equal(states[2][0, 2], z[0, 2])
+
+
 def test_half_precision_stays_on_the_sphere() -> None:
     energy = made(5, 8).to(torch.bfloat16)
     moved = BareAttentionStep(energy, radius=3.0)(start(2, 5, 8).to(torch.bfloat16))
@@ -149,3 +195,8 @@ def test_errors_name_what_is_wrong() -> None:
         BareAttentionStep(energy, circles=3)
     with pytest.raises(ValueError, match="steps must be >= 1"):
         BareAttentionStep(energy).trajectory(start(1, 3, 4), 0)
+    with pytest.raises(TypeError, match="z must be a tensor"):
+        BareAttentionStep(energy).trajectory([1.0], 1)  # type: ignore[arg-type]
+    for wrong in (torch.ones(1, 3), torch.ones(1, 4, dtype=torch.bool), [True] * 3):
+        with pytest.raises(ValueError, match=r"clamped must be a bool tensor \(B, N\) = \(1, 3\)"):
+            BareAttentionStep(energy).trajectory(start(1, 3, 4), 1, clamped=wrong)  # type: ignore[arg-type]

@@ -95,7 +95,10 @@ class BareAttention(Energy):
     def effective_couplings(self) -> Tensor:
         """``F^T J_ij F`` (N, N, D, D), or J where there is no F."""
         J, F = self.couplings.weight, self.features
-        return J if F is None else F.mT @ J @ F
+        if F is None:
+            return J
+        F = F.to(J.dtype)
+        return F.mT @ J @ F
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return sum_samples(self.token_energies(z, mask=mask))
@@ -165,9 +168,12 @@ class BareAttention(Energy):
             (N, N, d, d), zero blocks for i = j; as if J had no symmetries, see :meth:`assign_gradient`.
 
         Raises:
-            ValueError: an unknown rule, or "exact" without a ``site``.
+            ValueError: an unknown rule, "exact" without a ``site``, or a batch without samples.
         """
         require_choice("rule", rule, RULES)
+        check_tokens(z, mask, type(self).__name__, dim=self.width, tokens=True)
+        if len(z) == 0:
+            raise ValueError("z must hold at least one sample to average over, got none")
         pairs = self._pairs(z, mask)
         own = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
         if rule == "hebb":
@@ -191,6 +197,7 @@ class BareAttention(Energy):
         Raises:
             TypeError, ValueError: another shape or dtype, or entries that are not finite.
         """
+        self._check_gradient(gradient)
         if self.couplings.symmetric_sites:
             gradient = gradient + gradient.permute(1, 0, 3, 2)
         with torch.no_grad():
@@ -203,6 +210,19 @@ class BareAttention(Energy):
         free = self.couplings.free
         norms = torch.linalg.matrix_norm(free, keepdim=True)
         free.mul_((require_positive("maximum", maximum) / norms).clamp(max=1.0))
+
+    def _check_gradient(self, gradient: object) -> None:
+        free, (sites, dim) = self.couplings.free, (self.couplings.sites, self.couplings.dim)
+        if not isinstance(gradient, Tensor) or gradient.dtype != free.dtype:
+            came = gradient.dtype if isinstance(gradient, Tensor) else type(gradient).__name__
+            raise TypeError(f"gradient must be a tensor of {free.dtype} like J, got {came}")
+        if tuple(gradient.shape) != (sites, sites, dim, dim):
+            raise ValueError(
+                f"gradient must have the shape {(sites, sites, dim, dim)}, "
+                f"got {tuple(gradient.shape)}"
+            )
+        if not bool(gradient.isfinite().all()):
+            raise ValueError("gradient must be finite, got entries that are not")
 
     def _pairs(self, z: Tensor, mask: Tensor | None) -> _Pairs:
         name = type(self).__name__
@@ -270,4 +290,6 @@ def _check_features(features: object, dim: int) -> Tensor | None:
         raise ValueError(
             f"features must have the shape (d, D) with d = dim = {dim}, got {tuple(features.shape)}"
         )
+    if not bool(features.isfinite().all()):
+        raise ValueError("features must be finite, got entries that are not")
     return features.detach().clone()

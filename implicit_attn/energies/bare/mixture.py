@@ -52,7 +52,11 @@ class ConditionalMixture(NamedTuple):
         return (self.weights.unsqueeze(-2) @ self.means()).squeeze(-2)
 
     def log_prob(self, z: Tensor) -> Tensor:
-        """``log p(z_i | rest)`` (B, N) at ``z`` (B, N, D), given the others that made this mixture."""
+        """``log p(z_i | rest)`` (B, N) at ``z`` (B, N, D), given the others that made this mixture.
+
+        The mixture knows no mask. A token that was masked has the law rho here, and NaN where ``z`` is
+        NaN; ``BareAttention.log_prob`` gives 0 there.
+        """
         batch, sites, _, dim = self.fields.shape
         check_state(z, "ConditionalMixture", dim=dim, tokens=True)
         if z.shape[:2] != (batch, sites):

@@ -15,6 +15,8 @@ from implicit_attn.energies.effective.prior import HiddenPrior, ScalarPrior
 from implicit_attn.energies.tokens import accumulation_dtype
 from solvers.core.checks import require_count
 
+NORMAL_LIMIT = 2.0**24  # mean of Poisson units above which float32 has no room for other integers
+
 
 @dataclass(frozen=True)
 class NormalPrior(ScalarPrior):
@@ -38,7 +40,10 @@ class NormalPrior(ScalarPrior):
 
 @dataclass(frozen=True)
 class PoissonPrior(ScalarPrior):
-    """``h ~ Poisson(1)``, ``K = exp(t) - 1``: the exponential memory. All cumulants are 1."""
+    """``h ~ Poisson(1)``, ``K = exp(t) - 1``: the exponential memory. All cumulants are 1.
+
+    Samples with a mean above 2^24 are drawn by the normal limit; they are infinite where exp(t) is.
+    """
 
     def _cumulant_function(self, t: Tensor) -> Tensor:
         return torch.expm1(t)
@@ -50,7 +55,13 @@ class PoissonPrior(ScalarPrior):
         return t.exp()
 
     def _draw(self, t: Tensor, generator: torch.Generator | None) -> Tensor:
-        return torch.poisson(t.exp(), generator=generator)
+        rate = t.exp()
+        many = rate > NORMAL_LIMIT
+        if t.device.type == "cpu" and not bool(many.any()):  # elsewhere the answer is not awaited
+            return torch.poisson(rate, generator=generator)
+        few = torch.poisson(rate.clamp_max(NORMAL_LIMIT), generator=generator)
+        noise = torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device)
+        return torch.where(many, (rate * (1 + noise / rate.sqrt())).round(), few)
 
     def cumulants(self, count: int) -> list[float]:
         return [1.0] * require_count("count", count)
@@ -61,8 +72,9 @@ class IsingPrior(ScalarPrior):
     """``h = +1`` or ``-1`` with equal weight, ``K = log cosh t``; cumulants 0, 1, 0, -2, 0, 16, ..."""
 
     def _cumulant_function(self, t: Tensor) -> Tensor:
-        size = t.abs()
-        return size + torch.log1p((-2 * size).exp()) - math.log(2.0)
+        # log(2 cosh t) as a sum without a kink: abs(t) would have no second derivative at 0.
+        both = F.softplus(t, beta=2, threshold=60.0) + F.softplus(-t, beta=2, threshold=60.0)
+        return both - math.log(2.0)
 
     def _mean(self, t: Tensor) -> Tensor:
         return t.tanh()

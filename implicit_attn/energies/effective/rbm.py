@@ -12,7 +12,7 @@ from implicit_attn.energies.hopfield import PatternEnergy
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.spins.energies import SiteDistribution, SiteLagrangian
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples, sum_squares
-from solvers.core.checks import require_choice, require_count
+from solvers.core.checks import require_choice, require_count, require_instance
 
 VISIBLE = ("normal", "ising", "binary")
 
@@ -88,7 +88,7 @@ class EffectiveRBM(PatternEnergy):
         flat = weights.flatten(0, -2) if isinstance(weights, Tensor) else weights
         super().__init__(flat, learnable=learnable)
         self.components = weights.shape[1] if weights.dim() == 3 else 1
-        self.prior = _prior(hidden, self.components)
+        self.prior = _prior(hidden, self.components, tuple(weights.shape))
         self.visible = None if visible is None else require_choice("visible", visible, VISIBLE)
         self.concave = self.visible != "normal"  # K is convex
         self._store_bias(bias, learnable)
@@ -122,8 +122,13 @@ class EffectiveRBM(PatternEnergy):
         """The hidden units given the visible ones (..., d): (..., units), or (..., units, components).
 
         Raises:
-            TypeError: the law of the hidden units has no ``sample(field, generator)``.
+            TypeError, ValueError: v has another dtype than the weights, another shape, or entries that
+                ``visible`` has not; the law of the hidden units has no ``sample(field, generator)``.
         """
+        self._check_visible(v, generator)
+        return self._sample_hidden(v, generator)
+
+    def _sample_hidden(self, v: Tensor, generator: torch.Generator | None) -> Tensor:
         fields = (v @ self.patterns.mT).unflatten(-1, (-1, self.components)).detach()
         h = _sampler(self.prior)(fields, generator)
         return h.squeeze(-1) if self.components == 1 else h
@@ -132,8 +137,18 @@ class EffectiveRBM(PatternEnergy):
         """The visible units (..., d), given the hidden ones as :meth:`sample_hidden` makes them.
 
         Raises:
-            ValueError: ``visible`` is None.
+            TypeError, ValueError: h has another dtype than the weights, another shape, or entries that
+                are not finite; ``visible`` is None.
         """
+        units = len(self.patterns) // self.components
+        shape = (units,) if self.components == 1 else (units, self.components)
+        _check_units("h", h, shape, self.patterns)
+        _check_generator(generator)
+        if not bool(h.isfinite().all()):
+            raise ValueError("h must be finite, got NaN or infinity")
+        return self._sample_visible(h, generator)
+
+    def _sample_visible(self, h: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.visible is None:
             raise ValueError(f"visible must be one of {VISIBLE} for samples, got None")
         h = h if self.components == 1 else h.flatten(-2)
@@ -145,7 +160,7 @@ class EffectiveRBM(PatternEnergy):
         """Block Gibbs sampling: ``sweeps`` times all hidden units, then all visible ones.
 
         Args:
-            v: (..., d), starts of independent chains.
+            v: (..., d), starts of independent chains; entries as ``visible`` has them.
             sweeps: >= 1.
             generator: on the device of ``v``; None: PyTorch's own.
 
@@ -153,11 +168,24 @@ class EffectiveRBM(PatternEnergy):
             (..., d), distributed as ``exp(-E)`` after enough sweeps.
 
         Raises:
-            TypeError, ValueError: the units cannot be sampled.
+            TypeError, ValueError: as for :meth:`sample_hidden`; ``visible`` is None.
         """
+        self._check_visible(v, generator)
         for _ in range(require_count("sweeps", sweeps)):
-            v = self.sample_visible(self.sample_hidden(v, generator), generator)
+            v = self._sample_visible(self._sample_hidden(v, generator), generator)
         return v
+
+    def _check_visible(self, v: Tensor, generator: object) -> None:
+        """``v`` must be what the visible units can be; once a call, not once a sweep."""
+        _check_units("v", v, (self.dim,), self.patterns)
+        _check_generator(generator)
+        low = {"ising": -1, "binary": 0}.get(self.visible or "")
+        if low is not None and not bool(((v == low) | (v == 1)).all()):
+            raise ValueError(
+                f"v must have the entries {low} and 1 only, as visible={self.visible!r}"
+            )
+        if not bool(v.isfinite().all()):
+            raise ValueError("v must be finite, got NaN or infinity")
 
     def _fields(self, y: Tensor) -> Tensor:
         """(..., rows) -> (..., units, components), in float32 or wider."""
@@ -180,11 +208,12 @@ class EffectiveRBM(PatternEnergy):
         return f"weights={tuple(self.patterns.shape)}, hidden={name!r}, visible={self.visible!r}"
 
 
-def _prior(hidden: object, components: int) -> Lagrangian:
+def _prior(hidden: object, components: int, shape: tuple[int, ...]) -> Lagrangian:
     if isinstance(hidden, str):
         if require_choice("hidden", hidden, PRIORS) == "one-hot" and components == 1:
             raise ValueError(
-                "hidden='one-hot' needs weights (units, components, d), got (units, d)"
+                "hidden='one-hot' needs weights (units, components, d) with components >= 2, got "
+                f"{shape}"
             )
         return PRIORS[hidden]
     if isinstance(hidden, Lagrangian):
@@ -195,6 +224,23 @@ def _prior(hidden: object, components: int) -> Lagrangian:
         f"hidden must be one of {tuple(PRIORS)}, a Lagrangian or a site with log_partition, mean and "
         f"covariance, got {hidden!r}"
     )
+
+
+def _check_units(name: str, units: object, shape: tuple[int, ...], weights: Tensor) -> None:
+    """``units`` must be a tensor of the dtype of the weights whose last dimensions are ``shape``."""
+    wanted = ", ".join(str(size) for size in ("...", *shape))
+    if not isinstance(units, Tensor):
+        raise TypeError(f"{name} must be a tensor ({wanted}), got {type(units).__name__}")
+    if units.dtype != weights.dtype:
+        raise TypeError(
+            f"{name} must be of the dtype of the weights, {weights.dtype}, got {units.dtype}"
+        )
+    if tuple(units.shape[-len(shape) :]) != shape:
+        raise ValueError(f"{name} must have the shape ({wanted}), got {tuple(units.shape)}")
+
+
+def _check_generator(generator: object) -> None:
+    require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
 
 
 def _sampler(prior: Lagrangian) -> Any:

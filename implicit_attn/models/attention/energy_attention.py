@@ -50,7 +50,9 @@ class EnergyAttention(nn.Module):
         heads: their number.
         head_dim: features p of a head; None: ``dim / heads``.
         beta: inverse temperature, > 0, or one for each head; None: ``1 / sqrt(p)``.
-        steps: how many; None: until the queries rest, by a :class:`implicit_attn.DEQ`.
+        steps: how many; None: until the queries rest, by a :class:`implicit_attn.DEQ`. Where they rest
+            depends on the keys alone, the first queries only choose among the minima: the gradient by
+            ``W_q``, and by x in cross-attention, is 0.
         step_size: eta, > 0.
         energy: another :class:`implicit_attn.Energy` of the queries among the keys, shared by the heads,
             as for :class:`implicit_attn.updates.QueryDescent`; its ``tokens`` are the first queries.
@@ -60,7 +62,8 @@ class EnergyAttention(nn.Module):
         residual: add x to the output.
         context: "frozen": the keys stay during the steps. "live", for self-attention: queries and keys
             share one map, and the keys are the queries as they stand at each step. With the default
-            energy repeated unit steps then draw all tokens to one point.
+            energy repeated unit steps then draw all tokens to one point; as every point is one where
+            they may meet, ``steps=None`` is refused.
         causal: in self-attention token i attends to ``j <= i`` only.
         options: of the ``DEQ`` where ``steps`` is None, such as ``tolerance`` or ``solver``: by default
             L-BFGS where the keys are frozen, else Anderson, with ``max_steps=200``. Where there are
@@ -115,6 +118,11 @@ class EnergyAttention(nn.Module):
         if context_dim is not None and (causal or context == "live"):
             wrong = "causal=True" if causal else 'context="live"'
             raise ValueError(f"{wrong} needs self-attention, got context_dim={context_dim!r}")
+        if steps is None and context == "live" and energy is None:
+            raise ValueError(
+                'steps=None with context="live" has no equilibrium to differentiate: wherever all '
+                "tokens agree they stay; give a number of steps, or an energy"
+            )
         if values is not None:
             require_choice("values", values, ("after",))
         self.descent = QueryDescent(
@@ -145,11 +153,13 @@ class EnergyAttention(nn.Module):
         Args:
             x: (B, N, dim).
             context: (B, M, context_dim) in cross-attention, else None.
-            mask: bool (B, M), False at masked keys, which influence nothing; or pairs (B, N, M) or
-                (B, heads, N, M), True where query i may attend to key j, or floating, then added to the
-                scores, minus infinity at pairs that are excluded, as in torch's
-                ``scaled_dot_product_attention``. M is N in self-attention. The queries of a query
-                without any key shrink: their output is 0 after a unit step.
+            mask: bool (B, M), False at masked keys, which influence nothing; in self-attention, where
+                M is N, the attention of such tokens is 0, only a residual is left of them. Or pairs
+                (B, N, M) or (B, heads, N, M), True where query i may attend to key j, or floating,
+                then added to the scores, minus infinity at pairs that are excluded, as in torch's
+                ``scaled_dot_product_attention``. Plus infinity and NaN are refused on a CPU only:
+                elsewhere the answer would have to be awaited. A query without any key shrinks: its
+                output is 0 after a unit step.
             return_trajectory: needs a number of ``steps``.
 
         Returns:
@@ -165,7 +175,9 @@ class EnergyAttention(nn.Module):
             states, energies = self.descent.trajectory(queries, given, self.steps)
             return QueryTrajectory(self._by_head(states), energies)
         if self.equilibrium is not None:
-            queries = self.equilibrium(given, tokens, z0=queries)
+            found = self.equilibrium(given, tokens, z0=queries)
+            # A gradient of 0, not of None, which data parallel training takes for an error.
+            queries = found + (queries - queries)
         else:
             prepared = self.descent.prepare(given)
             for _ in range(self.steps or 0):
@@ -173,7 +185,7 @@ class EnergyAttention(nn.Module):
         if self.values is not None:
             moved = self._by_head(queries) @ self.values.mT
             queries = moved.transpose(1, 2).flatten(2)
-        y = F.linear(queries, self.output.weight)
+        y = hide(F.linear(queries, self.output.weight), tokens)
         return x + y if self.residual else y
 
     def _queries_and_keys(
@@ -245,5 +257,7 @@ def _read_mask(
         return mask, None, None
     if mask.dtype == torch.bool:
         return None, mask, None
+    if mask.device.type == "cpu" and not bool((mask < torch.inf).all()):
+        raise ValueError("mask must hold finite numbers or minus infinity, got infinity or NaN")
     allowed = ~mask.isneginf()
     return None, allowed, mask.masked_fill(~allowed, 0.0)

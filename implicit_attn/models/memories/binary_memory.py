@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.energies import ClassicalHopfield, DenseAssociative, Energy
+from implicit_attn.energies.tokens import accumulation_dtype
 from implicit_attn.models.memories.learning_rules import PAIR_RULES
-from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.checks import require_choice, require_count, require_flag, require_instance
 
 ORDERS = ("asynchronous", "random", "synchronous")
 NOISE = 16  # roundings of a sum, within which two energies count as equal
@@ -30,7 +31,8 @@ class BinaryMemory(nn.Module):
     have the same, the spin stays. A sweep that updates one spin after another never raises the energy.
 
     Args:
-        patterns: (P, N) floating, entries +1 and -1; copied.
+        patterns: (P, N) floating, entries +1 and -1; copied. Half precision stores them, and everything
+            is computed in float32.
         rule: ``"hebb"``, ``J = X^T X / N``, which keeps about 0.138 N random patterns;
             ``"pseudo-inverse"``, ``J = X^+ X``, the projection onto them, below N;
             ``"pseudo-likelihood"``, J by 200 ascent steps on ``sum_i log p(s_i | others)``;
@@ -41,7 +43,7 @@ class BinaryMemory(nn.Module):
 
     Attributes:
         patterns: (P, N).
-        couplings: (N, N) of pair rules, else None.
+        couplings: (N, N) of pair rules, in float32 or wider, else None.
 
     Raises:
         TypeError, ValueError: for patterns of another dtype, shape or value; for an unknown rule.
@@ -74,7 +76,7 @@ class BinaryMemory(nn.Module):
             raise ValueError(f"rectified=False needs an integer rule, got {rule!r}")
         self.register_buffer("patterns", patterns.detach().clone())
         learn = PAIR_RULES.get(rule) if isinstance(rule, str) else None
-        self.register_buffer("couplings", None if learn is None else learn(self.patterns))
+        self.register_buffer("couplings", None if learn is None else learn(self._wide()))
 
     @property
     def sites(self) -> int:
@@ -82,11 +84,16 @@ class BinaryMemory(nn.Module):
         return self.patterns.shape[1]
 
     def energy(self, s: Tensor) -> Tensor:
-        """``E(s)``, (B,), for spins (B, N)."""
+        """``E(s)``, (B,), for spins (B, N); float32 or wider, float64 of dense rules.
+
+        The values of these leave float32: ``300^20`` is above it, ``exp(-110)`` below.
+        """
         self._check(s)
         if self.couplings is not None:
-            return -0.5 * (s @ self.couplings * s).sum(-1)
-        y = s @ self.patterns.mT
+            couplings = self._wide_couplings()
+            s = s.to(couplings.dtype)
+            return -0.5 * (s @ couplings * s).sum(-1)
+        y = s.double() @ self.patterns.double().mT
         if self.rule == "exp":
             return -(y - self.sites).exp().sum(-1)
         return -self._power(y).sum(-1)
@@ -110,7 +117,7 @@ class BinaryMemory(nn.Module):
             generator: of the orders, for ``"random"``; None: PyTorch's own.
 
         Returns:
-            (B, N); :meth:`is_fixed_point` tells which of them have arrived.
+            (B, N), of the dtype of the patterns; :meth:`is_fixed_point` tells which of them have arrived.
 
         Raises:
             TypeError, ValueError: for other spins, sweeps or orders.
@@ -118,7 +125,11 @@ class BinaryMemory(nn.Module):
         self._check(s)
         require_count("sweeps", sweeps)
         require_choice("order", order, ORDERS)
-        found, rows, moving = s.clone(), torch.arange(len(s), device=s.device), s
+        require_instance(
+            "generator", generator, torch.Generator, "a torch.Generator", optional=True
+        )
+        dtype, moving = s.dtype, s.to(accumulation_dtype(s.dtype))
+        found, rows = moving.clone(), torch.arange(len(s), device=s.device)
         for _ in range(sweeps):
             if order == "synchronous":
                 after = self._all_at_once(moving)
@@ -131,11 +142,12 @@ class BinaryMemory(nn.Module):
                 if len(rows) == 0:
                     break
             moving = after
-        return found
+        return found.to(dtype)
 
     def is_fixed_point(self, s: Tensor) -> Tensor:
         """Whether no spin would change, (B,) bool, for spins (B, N)."""
         self._check(s)
+        s = s.to(accumulation_dtype(s.dtype))
         return (self._all_at_once(s) == s).all(-1)
 
     def continuous(self) -> tuple[Energy, float]:
@@ -143,26 +155,35 @@ class BinaryMemory(nn.Module):
 
         ``ClassicalHopfield`` for pair rules, whose couplings get a diagonal that makes them positive
         semidefinite; ``DenseAssociative`` for the others. Both are unbounded below: put them behind
-        a bounded activation, as an ``ActivationStep`` does.
+        a bounded activation, as an ``ActivationStep`` does. Their patterns are float32 or wider.
 
         Raises:
             ValueError: for rectified powers, whose energy ``DenseAssociative`` has not.
         """
-        count, sites = self.patterns.shape
+        patterns = self._wide()
+        count, sites = patterns.shape
         if self.rule == "hebb":
-            return ClassicalHopfield(self.patterns / math.sqrt(sites)), count / 2
+            return ClassicalHopfield(patterns / math.sqrt(sites)), count / 2
         if self.couplings is not None:
-            values, vectors = torch.linalg.eigh(self.couplings)
+            values, vectors = torch.linalg.eigh(self._wide_couplings())
             scale = (values - values[0]).sqrt()
             return ClassicalHopfield((vectors * scale).mT), -0.5 * sites * values[0].item()
         if self.rule == "exp":
-            return math.exp(-sites) * DenseAssociative(self.patterns, power="exp"), 0.0
+            return DenseAssociative(patterns, power="exp", shift=sites), 0.0
         if self.rectified:
             raise ValueError(
                 f"rectified=True with rule={self.rule} has no energy of real states here; "
                 "rectified=False has"
             )
-        return DenseAssociative(self.patterns, power=self.rule), 0.0
+        return DenseAssociative(patterns, power=self.rule), 0.0
+
+    def _wide(self) -> Tensor:
+        """The patterns in the dtype that everything is computed in."""
+        return self.patterns.to(accumulation_dtype(self.patterns.dtype))
+
+    def _wide_couplings(self) -> Tensor:
+        assert self.couplings is not None
+        return self.couplings.to(accumulation_dtype(self.couplings.dtype))
 
     def _sweep(self, s: Tensor, order: str, generator: torch.Generator | None) -> Tensor:
         s, sites = s.clone(), s.shape[1]
@@ -171,40 +192,38 @@ class BinaryMemory(nn.Module):
         turns = (
             torch.randperm(sites, generator=generator, device=device) if random else range(sites)
         )
-        noise = self._pair_noise()
-        y = s @ self.patterns.mT
+        patterns, couplings, noise = self._wide(), *self._pairs()
+        y = s @ patterns.mT
         for i in turns.tolist() if isinstance(turns, Tensor) else turns:
             old = s[:, i]
-            if noise is not None:
-                s[:, i] = self._pair_sign(s, old, slice(i, i + 1), noise)
+            if couplings is not None:
+                s[:, i] = _sign(s @ couplings[i], noise, old)
                 continue
-            column = self.patterns[:, i]
+            column = patterns[:, i]
             new = self._dense_sign(y - torch.outer(old, column), column, old)
             y += torch.outer(new - old, column)
             s[:, i] = new
         return s
 
     def _all_at_once(self, s: Tensor) -> Tensor:
-        if (noise := self._pair_noise()) is not None:
-            return self._pair_sign(s, s, slice(None), noise)
-        y, columns = s @ self.patterns.mT, self.patterns.mT
+        couplings, noise = self._pairs()
+        if couplings is not None:
+            return _sign(s @ couplings.mT, noise, s)
+        columns = self._wide().mT
+        y = s @ columns
         signs = [
             self._dense_sign(y - torch.outer(old, column), column, old)
             for old, column in zip(s.mT, columns, strict=True)
         ]
         return torch.stack(signs, dim=-1)
 
-    def _pair_sign(self, s: Tensor, old: Tensor, sites: slice, noise: Tensor) -> Tensor:
-        """New signs of ``sites`` (B, n) or (B,), like ``old``."""
-        assert self.couplings is not None
-        return _sign((s @ self.couplings[sites].mT).view_as(old), noise, old)
-
-    def _pair_noise(self) -> Tensor | None:
-        """Fields that count as zero."""
+    def _pairs(self) -> tuple[Tensor | None, Tensor]:
+        """The couplings, and the size of a field that counts as zero."""
         if self.couplings is None:
-            return None
-        largest = self.couplings.abs().sum(-1).amax()
-        return NOISE * torch.finfo(largest.dtype).eps * largest
+            return None, self.patterns.new_zeros(())
+        couplings = self._wide_couplings()
+        largest = couplings.abs().sum(-1).amax()
+        return couplings, NOISE * torch.finfo(largest.dtype).eps * largest
 
     def _dense_sign(self, rest: Tensor, column: Tensor, old: Tensor) -> Tensor:
         """New signs (B,) of the spin with the entries ``column`` (P,), ``rest`` (B, P) without it."""
@@ -223,7 +242,7 @@ class BinaryMemory(nn.Module):
         return found
 
     def _check(self, s: Tensor) -> None:
-        check_spins("s", s, "(B, N)")
+        check_spins("s", s, "(B, N)", empty=True)
         if s.shape[1] != self.sites:
             raise ValueError(f"s must have {self.sites} spins, got shape {tuple(s.shape)}")
         if s.dtype != self.patterns.dtype:
@@ -247,12 +266,12 @@ def check_rule(rule: object) -> str | int:
     raise ValueError(f"rule must be one of {(*PAIR_RULES, 'exp')} or an integer >= 2, got {rule!r}")
 
 
-def check_spins(name: str, spins: object, shape: str) -> None:
-    """``spins`` must be a floating matrix of +1 and -1, not empty."""
+def check_spins(name: str, spins: object, shape: str, *, empty: bool = False) -> None:
+    """``spins`` must be a floating matrix of +1 and -1, with at least one row unless ``empty``."""
     if not isinstance(spins, Tensor) or not spins.is_floating_point():
         kind = spins.dtype if isinstance(spins, Tensor) else type(spins).__name__
         raise TypeError(f"{name} must be a floating tensor {shape}, got {kind}")
-    if spins.dim() != 2 or spins.numel() == 0:
+    if spins.dim() != 2 or spins.shape[1] == 0 or (len(spins) == 0 and not empty):
         raise ValueError(f"{name} must have the shape {shape}, got {tuple(spins.shape)}")
     if not bool((spins.abs() == 1).all()):
         raise ValueError(f"{name} must have the entries +1 and -1 only")

@@ -64,7 +64,8 @@ def fit_patterns(
         generator: None: PyTorch's own.
 
     Returns:
-        :class:`Fit`; the likelihood has local maxima, of which it finds one.
+        :class:`Fit`; the likelihood has local maxima, of which it finds one. Rows of ``start`` that are
+        equal stay equal: such a start converges to a saddle.
 
     Raises:
         TypeError, ValueError: for other shapes, dtypes or numbers, or data that are not finite.

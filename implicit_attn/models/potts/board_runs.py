@@ -87,6 +87,10 @@ class BoardRun:
         """(active,) bool. Clues are one-hot, so that the largest mean is theirs."""
         return solved(self.means.argmax(2) + 1)
 
+    def ended(self) -> Tensor:
+        """(active,) bool: solved, or with a mean that is not finite, from which there is no way back."""
+        return self.solved() | ~self.means.flatten(1).isfinite().all(1)
+
     def take_out(self, done: Tensor, model: MeanFieldBoards, beta: float) -> None:
         """Write the results of the boards that are done, and go on with the others."""
         which = self.active[done]

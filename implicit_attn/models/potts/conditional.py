@@ -60,8 +60,8 @@ class ConditionalModel(nn.Module, ABC):
         logits = self.field + self.interaction(states)
         return -(states * torch.log_softmax(logits, -1)).sum(-1).mean()
 
-    def one_hot(self, s: Tensor) -> Tensor:
-        """Colours (B, N) as one-hot states (B, N, d) of the model's dtype; states are only checked.
+    def check_states(self, s: Tensor) -> Tensor:
+        """``s`` as it is, if it is what :meth:`logits` takes.
 
         Raises:
             TypeError: ``s`` is no tensor, or neither integers nor floating.
@@ -78,10 +78,19 @@ class ConditionalModel(nn.Module, ABC):
                 f"s must have the shape {shape} with {n} sites and {d} colours, B >= 1, got "
                 f"{tuple(s.shape)} of {s.dtype}"
             )
-        if s.is_floating_point():
+        if not s.is_floating_point():
+            low, high = (int(value) for value in s.aminmax())
+            if low < 0 or high >= d:
+                raise ValueError(f"s must hold colours in 0 .. {d - 1}, got {low} .. {high}")
+        return s
+
+    def one_hot(self, s: Tensor) -> Tensor:
+        """Colours (B, N) as one-hot states (B, N, d) of the model's dtype; states are only checked.
+
+        Raises:
+            TypeError, ValueError: as :meth:`check_states`.
+        """
+        if self.check_states(s).is_floating_point():
             return s.to(self.field.dtype)
-        low, high = (int(value) for value in s.aminmax())
-        if low < 0 or high >= d:
-            raise ValueError(f"s must hold colours in 0 .. {d - 1}, got {low} .. {high}")
-        states = self.field.new_zeros(*s.shape, d)
+        states = self.field.new_zeros(*s.shape, self.colours)
         return states.scatter_(2, s.long().unsqueeze(2), 1.0)

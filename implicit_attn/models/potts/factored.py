@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from implicit_attn.energies.spins.gauge import check_couplings
 from implicit_attn.models.potts.conditional import ConditionalModel
 from solvers.core.checks import require_choice, require_count
 
@@ -33,7 +34,12 @@ class FactoredAttention(ConditionalModel):
                  = x_i + sum_h sum_jk A^h_ij A^h_ik W^h (V^h S_j * V^h S_k)
 
     The terms with j = k act between pairs. These are conditionals of every site, learned each for
-    itself; as in attention J is not tied, ``zero_sum`` of the measures averages both directions.
+    itself; as in attention J is not tied, ``zero_sum`` of ``implicit_attn.energies.spins.gauge``
+    averages both directions.
+
+    Where no colour is special at any site, as with the digits of Sudoku, freeze the fields
+    (``model.field.requires_grad_(False)``): from few samples they only learn chance, and the couplings
+    suffer from it.
 
     The last factor (V, or W with ``power=2``) starts at 0: all sites start independent.
 
@@ -74,9 +80,12 @@ class FactoredAttention(ConditionalModel):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Scores of one head are 0 and of several N(0, 1), or N(0, 1/N^2) of linear rows."""
-        # Linear scores are the weights themselves: about as large as those of a softmax. Several heads
-        # must differ from the start, a single one learns the graph from fewer samples from even rows.
+        """Scores of one head are 0 and of several N(0, 1), or N(0, 1/N^2) of linear rows.
+
+        Zero scores are even rows: a single head starts from no opinion on which sites matter, and finds
+        the graph from fewer samples than from random scores. Several heads must differ.
+        """
+        # Linear scores are the weights themselves: about as large as those of a softmax.
         many = 0.0 if self.heads == 1 else 1.0
         nn.init.normal_(self.scores, std=1.0 / self.sites if self.rows == "linear" else many)
         nn.init.zeros_(self.field)
@@ -97,7 +106,9 @@ class FactoredAttention(ConditionalModel):
             couplings: J (N, N, d, d), floating, with ``J_ii = 0``.
             heads: H <= min(N^2, d^2).
         """
-        _check_couplings(couplings)
+        check_couplings(couplings)
+        if bool((couplings.diagonal() != 0).any()):
+            raise ValueError("couplings must have zero blocks J_ii, got others")
         n, d = couplings.shape[0], couplings.shape[2]
         if require_count("heads", heads) > min(n * n, d * d):
             raise ValueError(f"heads must be <= {min(n * n, d * d)}, got {heads}")
@@ -172,16 +183,3 @@ class FactoredAttention(ConditionalModel):
             f"sites={self.sites}, colours={self.colours}, heads={self.heads}, rows={self.rows!r}, "
             f"power={self.power}"
         )
-
-
-def _check_couplings(couplings: Tensor) -> None:
-    if not isinstance(couplings, Tensor) or not couplings.is_floating_point():
-        kind = couplings.dtype if isinstance(couplings, Tensor) else type(couplings).__name__
-        raise TypeError(f"couplings must be a floating tensor (N, N, d, d), got {kind}")
-    shape = tuple(couplings.shape)
-    if len(shape) != 4 or shape[0] != shape[1] or shape[2] != shape[3]:
-        raise ValueError(f"couplings must have the shape (N, N, d, d), got {shape}")
-    if not bool(couplings.isfinite().all()):
-        raise ValueError("couplings must be finite, got NaN or infinity in it")
-    if bool((couplings.diagonal() != 0).any()):
-        raise ValueError("couplings must have zero blocks J_ii, got others")

@@ -18,7 +18,7 @@ class PottsModel(ConditionalModel):
 
     so the negative log pseudo-likelihood is convex, and its minimum finds the couplings of a Potts
     model from enough samples. Adding to ``J_ij`` what depends on one of the two colours alone only
-    moves fields: compare couplings after ``zero_sum`` of ``implicit_attn.studies.spins.measures``.
+    moves fields: compare couplings after ``zero_sum`` of ``implicit_attn.energies.spins.gauge``.
 
     All parameters start at 0, the independent and uniform sites.
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.data.sudoku_boards import CELLS, SIDE, SudokuSymmetries, units
+from implicit_attn.energies.spins.gauge import binary_size, check_couplings, zero_sum
 from implicit_attn.models.potts.board_runs import BoardRun, SudokuAnswer
 from implicit_attn.models.potts.factored import FactoredAttention
 from implicit_attn.models.potts.potts_model import PottsModel
-from solvers.core.checks import require_count, require_number, require_positive
+from solvers.core.checks import require_count, require_flag, require_number, require_positive
 
 PAIRS = 810  # of cells in a row, a column or a box
 NOISE = 1e-3  # of the start, relative to 1/9: parts digits that no clue tells apart
@@ -45,15 +46,16 @@ class SudokuPotts(nn.Module):
         if not isinstance(couplings, Tensor) or not couplings.is_floating_point():
             kind = couplings.dtype if isinstance(couplings, Tensor) else type(couplings).__name__
             raise TypeError(f"couplings must be a floating tensor, got {kind}")
-        if not bool(couplings.isfinite().all()):
-            raise ValueError("couplings must be finite, got NaN or infinity in it")
         if tuple(couplings.shape) != (CELLS, CELLS, SIDE, SIDE):
             raise ValueError(
                 f"couplings must be (81, 81, 9, 9) of cells and digits, got {tuple(couplings.shape)}"
             )
-        gauged = _zero_sum(couplings.detach())
-        if normalise:
+        check_couplings(couplings)
+        if require_flag("normalise", normalise):
+            gauged = zero_sum(couplings.detach() / binary_size(couplings))
             gauged = gauged * _scale(gauged)
+        else:
+            gauged = zero_sum(couplings.detach())
         size = CELLS * SIDE
         matrix = gauged.transpose(1, 2).reshape(size, size).contiguous()
         self.register_buffer("matrix", matrix)
@@ -89,7 +91,8 @@ class SudokuPotts(nn.Module):
     ) -> SudokuAnswer:
         """Solve puzzles by annealing: beta grows geometrically from the first to the second value.
 
-        A board whose most probable digits keep all rules is finished; this is looked at every 25 steps.
+        A board whose most probable digits keep all rules is finished, and one whose probabilities are no
+        longer finite; this is looked at every 25 steps.
 
         Args:
             puzzles: (B, 81) int64, 0 = unknown.
@@ -101,16 +104,14 @@ class SudokuPotts(nn.Module):
             TypeError, ValueError: an argument is wrong.
         """
         require_count("steps", steps)
-        first, last = (require_positive("beta", value) for value in beta)
-        if first > last:
-            raise ValueError(f"beta must be two rising numbers, got {beta}")
+        first, last = _two_betas(beta)
         require_number("damping", damping, low=0.0, high=1.0, closed=False)
         run = BoardRun(puzzles, self._uniform())
         for step in range(1, steps + 1):
             now = first * (last / first) ** ((step - 1) / max(steps - 1, 1))
             run.advance(self, now, damping)
             if step == steps or step % CHECKED_EVERY == 0:
-                run.take_out(run.solved() | (step == steps), self, now)
+                run.take_out(run.ended() | (step == steps), self, now)
                 if len(run.active) == 0:
                     break
         return run.answer()
@@ -121,7 +122,8 @@ class SudokuPotts(nn.Module):
     ) -> SudokuAnswer:
         """Solve puzzles by decimation: fix the surest unknown cell, relax the others, and again.
 
-        A board is finished when its most probable digits keep all rules, or all cells are fixed.
+        A board is finished when its most probable digits keep all rules, when all cells are fixed, or
+        when a probability is not finite.
 
         Args:
             puzzles: (B, 81) int64, 0 = unknown.
@@ -139,8 +141,8 @@ class SudokuPotts(nn.Module):
         for index in range(CELLS):
             for _ in range(10 * steps if index == 0 else steps):
                 run.advance(self, beta, damping)
-            last = index == CELLS - 1  # where probabilities are not finite, no cell is the surest
-            run.take_out(run.solved() | run.known.all(2).all(1) | last, self, beta)
+            last = index == CELLS - 1  # of a puzzle without clues one cell is then left
+            run.take_out(run.ended() | run.known.all(2).all(1) | last, self, beta)
             if len(run.active) == 0:
                 break
             run.fix_surest()
@@ -171,13 +173,15 @@ def random_symmetries(boards: Tensor, generator: torch.Generator) -> Tensor:
     return SudokuSymmetries()(digits, digits, generator)[1] - 1
 
 
-def _zero_sum(couplings: Tensor) -> Tensor:
-    """Blocks with zero sums of rows and columns, both directions averaged, none on the diagonal."""
-    centred = couplings - couplings.mean(2, keepdim=True)
-    centred = centred - centred.mean(3, keepdim=True)
-    both = 0.5 * (centred + centred.permute(1, 0, 3, 2))
-    own = torch.eye(CELLS, dtype=torch.bool, device=both.device)
-    return both.masked_fill(own[..., None, None], 0.0)
+def _two_betas(beta: tuple[float, float]) -> tuple[float, float]:
+    if not isinstance(beta, (tuple, list)):
+        raise TypeError(f"beta must be two rising numbers, got {beta!r}")
+    if len(beta) != 2:
+        raise ValueError(f"beta must be two rising numbers, got {beta!r}")
+    first, last = (require_positive("beta", value) for value in beta)
+    if first > last:
+        raise ValueError(f"beta must be two rising numbers, got {beta!r}")
+    return first, last
 
 
 def _scale(gauged: Tensor) -> Tensor:

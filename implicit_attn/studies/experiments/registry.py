@@ -8,10 +8,11 @@ from implicit_attn.studies.experiments.experiment import Experiment
 from implicit_attn.studies.experiments.kinetic import commands as kinetic
 from implicit_attn.studies.experiments.landscapes import commands as landscapes
 from implicit_attn.studies.experiments.memories import commands as memories
+from implicit_attn.studies.experiments.optimisers import commands as optimisers
 from implicit_attn.studies.experiments.potts import commands as potts
 from implicit_attn.studies.experiments.theories import commands as theories
 
-WINGS = (theories, potts, boards, bare, memories, landscapes, kinetic)
+WINGS = (theories, potts, boards, bare, memories, landscapes, kinetic, optimisers)
 EXPERIMENTS: dict[str, Experiment] = {
     name: experiment for wing in WINGS for name, experiment in wing.EXPERIMENTS.items()
 }

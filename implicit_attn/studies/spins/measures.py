@@ -1,39 +1,23 @@
-"""Measures of learned couplings: the zero-sum gauge, errors, and how well they rank the true pairs."""
+"""Measures of learned couplings: errors, and how well they rank the true pairs."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from solvers.core.checks import require_count
-
-
-def zero_sum(couplings: Tensor) -> Tensor:
-    """Couplings in the zero-sum gauge, both directions averaged, (N, N, d, d).
-
-    Within each block ``J^ = J - mean_a J - mean_b J + mean_ab J``, then ``(J^_ij + J^_ji^T) / 2``. What
-    is dropped depends on one of the two colours alone and only moves fields, so models that differ in
-    it are the same. Blocks ``J_ii`` are set to 0.
-
-    Args:
-        couplings: J (N, N, d, d), floating.
-
-    Raises:
-        TypeError, ValueError: another type or shape.
-
-    Source: Ekeberg et al. (2013), https://arxiv.org/abs/1211.1281.
-    """
-    _check(couplings)
-    centred = couplings - couplings.mean(2, keepdim=True)
-    centred = centred - centred.mean(3, keepdim=True)
-    both = 0.5 * (centred + centred.permute(1, 0, 3, 2))
-    own = torch.eye(len(both), dtype=torch.bool, device=both.device)
-    return both.masked_fill(own[..., None, None], 0.0)
+from implicit_attn.energies.spins.gauge import binary_size, check_couplings, zero_sum
+from solvers.core.checks import require_count, require_instance
 
 
 def contact_scores(couplings: Tensor) -> Tensor:
-    """Strength of every pair, ``|J^_ij|_F`` in the zero-sum gauge, (N, N)."""
-    return torch.linalg.matrix_norm(zero_sum(couplings))
+    """Strength of every pair, ``|J^_ij|_F`` in the zero-sum gauge, (N, N).
+
+    Raises:
+        TypeError, ValueError: as :func:`check_couplings`.
+    """
+    check_couplings(couplings)
+    size = binary_size(couplings)
+    return torch.linalg.matrix_norm(zero_sum(couplings / size)) * size
 
 
 def coupling_error(couplings: Tensor, truth: Tensor) -> float:
@@ -43,19 +27,21 @@ def coupling_error(couplings: Tensor, truth: Tensor) -> float:
         couplings, truth: (N, N, d, d) each.
 
     Raises:
-        TypeError, ValueError: another type or shape; a truth whose gauged couplings are 0.
+        TypeError, ValueError: another type or shape; NaN or infinity in one of them; a truth whose
+            gauged couplings are 0.
     """
-    _check(couplings)
-    _check(truth, "truth")
+    check_couplings(couplings)
+    check_couplings(truth, "truth")
     if couplings.shape != truth.shape:
         raise ValueError(
             f"couplings {tuple(couplings.shape)} and truth {tuple(truth.shape)} differ"
         )
-    true = zero_sum(truth.detach().double())  # a norm of many small numbers
+    unit = binary_size(truth)
+    true = zero_sum(truth.detach().double() / unit)  # a norm of many small numbers
     size = float(true.norm())
     if not size > 0:
         raise ValueError("truth must have couplings that are not 0 in the zero-sum gauge")
-    return float((zero_sum(couplings.detach().to(true)) - true).norm()) / size
+    return float((zero_sum(couplings.detach().to(true) / unit) - true).norm()) / size
 
 
 def contact_precision(scores: Tensor, edges: Tensor, number: int | None = None) -> float:
@@ -65,7 +51,7 @@ def contact_precision(scores: Tensor, edges: Tensor, number: int | None = None) 
 
     Args:
         scores: (N, N) symmetric; only i < j is looked at. See :func:`contact_scores`.
-        edges: (N, N) bool, the true pairs.
+        edges: (N, N) bool, the true pairs, each in one direction or in both.
         number: of pairs that are looked at; None: as many as there are true ones.
 
     Raises:
@@ -111,6 +97,8 @@ def roc_curve(scores: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pairs(scores: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
     """The scores and the truth of the pairs i < j."""
+    for name, value in (("scores", scores), ("edges", edges)):
+        require_instance(name, value, Tensor, "a tensor")
     shape = tuple(scores.shape)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
         raise ValueError(f"scores must be (N, N) with N >= 2, got {shape}")
@@ -119,16 +107,7 @@ def _pairs(scores: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
     if edges.dtype != torch.bool or edges.shape != scores.shape:
         raise ValueError(f"edges must be bool {shape}, got {edges.dtype} {tuple(edges.shape)}")
     rows, columns = torch.triu_indices(*shape, 1, device=scores.device)
-    true = edges.to(scores.device)[rows, columns]
+    true = (edges | edges.T).to(scores.device)[rows, columns]
     if not bool(true.any()):
         raise ValueError("edges must have at least one true pair, got none")
     return scores.detach()[rows, columns], true
-
-
-def _check(couplings: Tensor, name: str = "couplings") -> None:
-    if not isinstance(couplings, Tensor) or not couplings.is_floating_point():
-        kind = couplings.dtype if isinstance(couplings, Tensor) else type(couplings).__name__
-        raise TypeError(f"{name} must be a floating tensor (N, N, d, d), got {kind}")
-    shape = tuple(couplings.shape)
-    if len(shape) != 4 or shape[0] != shape[1] or shape[2] != shape[3]:
-        raise ValueError(f"{name} must have the shape (N, N, d, d), got {shape}")

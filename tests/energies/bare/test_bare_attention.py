@@ -180,6 +180,34 @@ def test_a_token_without_neighbours_has_the_law_of_the_site() -> None:
     assert energy.local_gradient(z[2:], mask=KEEP[2:]).abs().max() == 0
 
 
+# --- numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e3, 1e20, 1e30])
+def test_laws_of_huge_couplings_are_finite_in_single_precision(size: float) -> None:
+    energy = made(3, 4, size=size, site=TorusSite()).float()
+    z = on_circles(2, 3, 4).float()
+    law = energy.conditionals(z)
+    for found in (energy.log_prob(z), law.mean(), energy.local_gradient(z)):
+        assert found.isfinite().all()
+    pairs = law.mean().unflatten(-1, (2, 2)).norm(dim=-1)
+    torch.testing.assert_close(pairs, torch.ones_like(pairs), rtol=0, atol=1e-3)
+
+
+def test_features_of_another_dtype_than_the_couplings() -> None:
+    wide = torch.randn(3, 4, generator=seeded(5), dtype=F64)
+    energy = BareAttention(4, 3, features=wide, site=TorusSite())
+    z = on_circles(2, 4, 4).float()
+    attention = energy.attention(z)
+    whole = energy.effective_couplings()
+    assert whole.dtype == torch.float32
+    scores = torch.einsum("nia,ijab,njb->nij", z, whole, z)
+    own = torch.eye(4, dtype=torch.bool)
+    torch.testing.assert_close(attention, scores.masked_fill(own, -torch.inf).softmax(-1))
+    with pytest.raises(ValueError, match="features must be finite"):
+        BareAttention(4, 3, features=wide * torch.nan)
+
+
 # --- errors ----------------------------------------------------------------------------------------
 
 

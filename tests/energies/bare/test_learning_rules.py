@@ -129,6 +129,21 @@ def test_hebbs_matrix_is_not_the_minimum_of_the_pseudo_likelihood() -> None:
     assert cosines[2] < 0.92
 
 
+def test_wrong_samples_and_gradients_are_named() -> None:
+    energy = made(site=TorusSite())
+    for rule in ("exact", "source", "hebb"):
+        with pytest.raises(ValueError, match="z must hold at least one sample"):
+            energy.local_gradient(on_circles(0, 4, 4), rule)
+    gradient = energy.local_gradient(on_circles(2, 4, 4))
+    for wrong in (None, gradient.float()):
+        with pytest.raises(TypeError, match=r"gradient must be a tensor of torch.float64 like J"):
+            energy.assign_gradient(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"gradient must have the shape \(4, 4, 4, 4\)"):
+        energy.assign_gradient(gradient[:3])
+    with pytest.raises(ValueError, match="gradient must be finite"):
+        energy.assign_gradient(gradient * torch.nan)
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_capped_norms(symmetric: bool) -> None:
     energy = made(symmetric_sites=symmetric)

@@ -110,6 +110,51 @@ def test_derivatives_pass_gradcheck(name: str) -> None:
 
 
 @each_law
+def test_second_derivatives_at_exactly_zero_are_the_variance(name: str) -> None:
+    """Where learned weights or states start: no branch at 0 may swallow the curvature."""
+    prior, t = SCALAR[name], torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(prior.token_value(t), t, create_graph=True)
+    torch.testing.assert_close(slope, prior.activation(t), rtol=0, atol=1e-15)
+    variance = prior.hessian_product(t, torch.ones_like(t)).detach()
+    if slope.requires_grad:
+        (curvature,) = torch.autograd.grad(slope.sum(), t, allow_unused=True)
+        curvature = torch.zeros_like(t) if curvature is None else curvature
+        torch.testing.assert_close(curvature, variance, rtol=0, atol=1e-15)
+    else:
+        assert name == "constant" and not variance.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ising_units_at_all_sizes_of_the_field(dtype: torch.dtype) -> None:
+    sizes = torch.tensor([1e-30, 1e-8, 1e-3, 0.3, 1, 9, 29, 31, 80, 1e4, 1e30], dtype=dtype)
+    t = torch.cat([-sizes, sizes]).requires_grad_()
+    value = PRIORS["ising"].cumulant_function(t)  # type: ignore[attr-defined]
+    assert torch.equal(*value.detach().chunk(2))
+    expected = torch.logaddexp(sizes.double(), -sizes.double()) - math.log(2)
+    close: Any = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(value[: len(sizes)], expected.to(dtype), **close)
+    (slope,) = torch.autograd.grad(value.sum(), t, create_graph=True)
+    torch.testing.assert_close(slope, t.tanh(), **close)
+    (curvature,) = torch.autograd.grad(slope.sum(), t)
+    torch.testing.assert_close(curvature, 1 - t.tanh().square(), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_poisson_units_in_strong_fields(dtype: torch.dtype) -> None:
+    """Rates beyond the integers of the sampler are drawn by their normal limit, never negative."""
+    for field in (18.0, 25.0, 44.0, 60.0):
+        t = torch.full((20_000,), field, dtype=dtype)
+        h = PRIORS["poisson"].sample(t, torch.Generator().manual_seed(0)).double()
+        assert torch.equal(h, h.round()) and (h > 0).all()
+        slack = 4 * math.exp(-field / 2) / math.sqrt(len(h)) + 2e-7
+        assert abs((h.mean() / math.exp(field) - 1).item()) < slack
+        if field < 20 or dtype == torch.float64:  # else finer than float32
+            assert h.std().item() == pytest.approx(math.exp(field / 2), rel=0.03)
+    beyond = PRIORS["poisson"].sample(torch.full((9,), 1e3, dtype=dtype))
+    assert (beyond == math.inf).all()
+
+
+@each_law
 def test_samples_have_mean_and_variance_of_the_tilted_law(name: str) -> None:
     prior, draws = SCALAR[name], 40_000
     t = torch.tensor([-0.6, 0.0, 0.4], dtype=torch.float64)

@@ -180,6 +180,61 @@ def test_an_equilibrium_is_found_and_differentiated() -> None:
     assert energy.patterns.grad is not None and energy.patterns.grad.abs().max() > 0
 
 
+def test_mistakes_of_samples() -> None:
+    weights, vector = draw(3, 4), draw(2, 3, 4)
+    spins, h = torch.ones(2, 4).double(), torch.ones(2, 3).double()
+    ising = EffectiveRBM(weights, visible="ising")
+    for bad, error, message in (
+        (lambda: ising.gibbs(spins * math.nan, 1), ValueError, r"v must have the entries -1 and 1"),
+        (
+            lambda: ising.gibbs(0.5 * spins, 1),
+            ValueError,
+            "entries -1 and 1 only, as visible='ising'",
+        ),
+        (lambda: ising.sample_hidden(0 * spins), ValueError, "entries -1 and 1 only"),
+        (
+            lambda: EffectiveRBM(weights, visible="binary").gibbs(-spins, 1),
+            ValueError,
+            "entries 0 and 1 only",
+        ),
+        (
+            lambda: EffectiveRBM(weights, visible="normal").gibbs(spins / 0, 1),
+            ValueError,
+            "v must be finite",
+        ),
+        (lambda: ising.gibbs(spins[:, :3], 1), ValueError, r"v must have the shape \(\.\.\., 4\)"),
+        (lambda: ising.gibbs(spins.float(), 1), TypeError, "v must be of the dtype of the weights"),
+        (lambda: ising.gibbs([1.0], 1), TypeError, r"v must be a tensor \(\.\.\., 4\), got list"),  # type: ignore[arg-type]
+        (lambda: ising.gibbs(spins, 1, 3), TypeError, "generator must be a torch.Generator"),  # type: ignore[arg-type]
+        (
+            lambda: ising.sample_visible(h[:, :2]),
+            ValueError,
+            r"h must have the shape \(\.\.\., 3\)",
+        ),
+        (lambda: ising.sample_visible(h * math.nan), ValueError, "h must be finite"),
+        (lambda: ising.sample_visible(h.half()), TypeError, "h must be of the dtype"),
+        (
+            lambda: EffectiveRBM(vector, "one-hot", visible="ising").sample_visible(spins),
+            ValueError,
+            r"h must have the shape \(\.\.\., 2, 3\), got \(2, 4\)",
+        ),
+        (
+            lambda: EffectiveRBM(draw(1, 1, 4), "one-hot"),
+            ValueError,
+            r"with components >= 2, got \(1, 1, 4\)",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            bad()
+
+
+def test_strong_fields_of_poisson_units_keep_their_spins() -> None:
+    """Fields of 48: means of 10^20, which no integer of the sampler holds."""
+    energy = EffectiveRBM(torch.full((1, 4), 12.0), "poisson", visible="ising")
+    aligned = torch.ones(5, 4)
+    assert torch.equal(energy.gibbs(aligned, 3, torch.Generator().manual_seed(0)), aligned)
+
+
 def test_mistakes() -> None:
     weights = draw(3, 4)
     for bad, error, message in (

@@ -99,6 +99,56 @@ def test_the_energy_of_real_states_agrees_at_the_corners(rule: str | int) -> Non
     assert isinstance(getattr(energy, "energy", energy), kind)
 
 
+def test_the_exponential_of_real_states_does_not_overflow() -> None:
+    for dtype, sites in ((torch.float32, 100), (torch.float64, 800)):
+        patterns = spins(3, sites).to(dtype)
+        memory = BinaryMemory(patterns, "exp")
+        energy, offset = memory.continuous()
+        found = energy(patterns) + offset
+        torch.testing.assert_close(found.double(), memory.energy(patterns), rtol=1e-5, atol=1e-12)
+        assert found.tolist() == pytest.approx([-1, -1, -1])
+        assert energy.grad(patterns).isfinite().all()
+
+
+def test_energies_of_powers_do_not_overflow() -> None:
+    """300^20 is more than float32 holds."""
+    patterns = spins(3, 300)
+    exact = BinaryMemory(patterns, 20).energy(patterns)
+    found = BinaryMemory(patterns.float(), 20).energy(patterns.float())
+    assert found.isfinite().all() and found.dtype == torch.float64
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["hebb", "pseudo-inverse", "pseudo-likelihood", 3, "exp"])
+def test_half_precision_decides_like_float32(rule: str | int, dtype: torch.dtype) -> None:
+    """Overlaps of 300 spins do not fit into half precision; the spins themselves do."""
+    patterns, sites = spins(20, 300), 300
+    start = flipped(patterns, 60)
+    start[0] = spins(1, sites, seed=8)
+    half, single = (BinaryMemory(patterns.to(kind), rule) for kind in (dtype, torch.float32))
+    found = half.retrieve(start.to(dtype), 1, order="synchronous")
+    assert found.dtype == dtype
+    expected = single.retrieve(start.float(), 1, order="synchronous")
+    assert torch.equal(found.float(), expected) and not torch.equal(expected, start.float())
+    swept, alike = half.retrieve(start.to(dtype)), single.retrieve(start.float())
+    assert torch.equal(swept.float(), alike)
+    torch.testing.assert_close(half.energy(start.to(dtype)), single.energy(start.float()))
+    energy, offset = BinaryMemory(patterns.to(dtype), rule, rectified=rule != 3).continuous()
+    reference, same = BinaryMemory(patterns.float(), rule, rectified=rule != 3).continuous()
+    assert offset == same
+    torch.testing.assert_close(energy(start.float()), reference(start.float()))
+
+
+def test_no_states_at_all() -> None:
+    nothing = torch.empty(0, 12, dtype=torch.float64)
+    for rule in ("hebb", 3, "exp"):
+        memory = BinaryMemory(spins(3, 12), rule)
+        for order in ("asynchronous", "random", "synchronous"):
+            assert memory.retrieve(nothing, order=order).shape == (0, 12)
+        assert memory.energy(nothing).shape == memory.is_fixed_point(nothing).shape == (0,)
+
+
 def test_pair_rules_against_their_formulas() -> None:
     patterns = spins(5, 12)
     sums = sum(torch.outer(x, x) for x in patterns) / 12
@@ -187,6 +237,13 @@ def test_mistakes() -> None:
         (lambda: memory.retrieve(patterns[:, :4]), ValueError, "s must have 8 spins"),
         (lambda: memory.retrieve(patterns.float()), TypeError, "s must be of dtype"),
         (lambda: memory.retrieve(patterns, 0), ValueError, "sweeps must be >= 1"),
+        (
+            lambda: memory.retrieve(patterns, generator=3),  # type: ignore[arg-type]
+            TypeError,
+            "generator must be a torch.Gen",
+        ),
+        (lambda: memory.retrieve(patterns[0]), ValueError, "s must have the shape"),
+        (lambda: BinaryMemory(patterns[:0]), ValueError, "patterns must have the shape"),
         (lambda: memory.retrieve(patterns, order="parallel"), ValueError, "order must be one of"),
         (lambda: BinaryMemory(patterns, 3).continuous(), ValueError, "rectified=True"),
     ):

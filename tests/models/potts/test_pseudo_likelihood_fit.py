@@ -72,6 +72,86 @@ def test_a_loss_that_is_not_finite_is_told_and_changes_nothing(solver: str) -> N
     assert not bool(model.couplings.free.any())
 
 
+class Breaks(PottsModel):
+    """A penalty that is not finite where couplings are large: fits run into it."""
+
+    def __init__(self, value: float, limit: float = 0.05) -> None:
+        super().__init__(4, 3)
+        self.value, self.limit = value, limit
+
+    def penalty(self) -> Tensor:
+        size = super().penalty()
+        return torch.where(size > self.limit, self.value * size.detach(), size)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_adam_comes_back_from_where_the_loss_is_not_finite(value: float) -> None:
+    model = Breaks(value)
+    fit = fit_pseudolikelihood(model, data(), 1e-3, "adam", steps=100)
+    assert fit.status == "nonfinite" and 1 < fit.steps < 100
+    assert not math.isfinite(fit.losses[-1])
+    # The parameters are those of the last loss that was finite: with all data in a batch, exactly.
+    objective = model.pseudo_likelihood(data()) + 1e-3 * model.penalty()
+    assert float(objective.detach()) == pytest.approx(fit.losses[-2], rel=1e-6)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_last_step_of_adam_is_looked_at() -> None:
+    model = PottsModel(4, 3)
+    fit = fit_pseudolikelihood(model, data(), 0.1, "adam", steps=1, rate=1e35, schedule="constant")
+    assert (fit.status, fit.steps) == ("nonfinite", 1)
+    assert not bool(model.couplings.free.any()) and not bool(model.field.any())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_line_search_steps_back_from_what_is_not_finite(value: float) -> None:
+    model = Breaks(value)
+    fit = fit_pseudolikelihood(model, data(), 1e-3, steps=20)
+    assert any(not math.isfinite(loss) for loss in fit.losses)
+    finite = [loss for loss in fit.losses if math.isfinite(loss)]
+    assert fit.status in ("stalled", "max_steps", "nonfinite") and min(finite) < finite[0]
+    objective = model.pseudo_likelihood(data()) + 1e-3 * model.penalty()
+    assert float(objective.detach()) == pytest.approx(min(finite), rel=1e-5)
+
+
+@pytest.mark.parametrize("l2", [1e10, 1e30, 1e38])
+@pytest.mark.parametrize("solver", ["lbfgs", "adam"])
+def test_numbers_near_the_end_of_the_range_raise_no_error_of_torch(solver: str, l2: float) -> None:
+    model = PottsModel(4, 3)
+    with torch.no_grad():
+        model.couplings.free.normal_(generator=torch.Generator().manual_seed(0))
+    fit = fit_pseudolikelihood(model, data(), l2, solver, steps=20)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    if fit.status != "nonfinite":
+        assert math.isfinite(float((l2 * model.penalty()).detach()))
+
+
+def test_a_fit_inside_no_grad_and_with_a_part_frozen() -> None:
+    model, same = PottsModel(4, 3), PottsModel(4, 3)
+    for each in (model, same):
+        each.field.requires_grad_(False)
+    with torch.no_grad():
+        inside = fit_pseudolikelihood(model, data(), 0.01)
+    assert inside == fit_pseudolikelihood(same, data(), 0.01) and inside.status == "converged"
+    assert not bool(model.field.any())
+
+
+@pytest.mark.parametrize("solver", ["lbfgs", "adam"])
+def test_a_model_without_free_parameters_is_refused(solver: str) -> None:
+    with pytest.raises(ValueError, match="model must have a parameter"):
+        fit_pseudolikelihood(PottsModel(4, 3).requires_grad_(False), data(), solver=solver)
+
+
+@pytest.mark.parametrize("solver", ["lbfgs", "adam"])
+def test_all_data_are_looked_at_before_the_fit(solver: str) -> None:
+    wrong, model = data(), PottsModel(4, 3)
+    wrong[40, 2] = 7
+    options = {"steps": 1} | ({"batch": 1} if solver == "adam" else {})
+    with pytest.raises(ValueError, match=r"0 \.\. 2, got 0 \.\. 7"):
+        fit_pseudolikelihood(model, wrong, solver=solver, **options)  # type: ignore[arg-type]
+    assert not bool(model.field.any())
+
+
 def test_batches_are_seeded_and_leave_the_random_state() -> None:
     found, models = [], [PottsModel(4, 3) for _ in range(3)]
     state = torch.random.get_rng_state()
@@ -100,7 +180,13 @@ def test_every_batch_is_augmented() -> None:
         ({"solver": "adam", "rate": 0.0}, ValueError, "rate"),
         ({"solver": "adam", "schedule": "none"}, ValueError, "schedule"),
         ({"solver": "adam", "batch": 0}, ValueError, "batch"),
-        ({"augment": lambda batch, generator: batch}, ValueError, "augment"),
+        ({"solver": "adam", "rate": 1e38}, ValueError, "rate"),
+        ({"augment": lambda batch, generator: batch}, ValueError, "augment needs solver='adam'"),
+        ({"rate": 0.1}, ValueError, "rate needs solver='adam'"),
+        ({"batch": 5}, ValueError, "batch needs solver='adam'"),
+        ({"schedule": "constant"}, ValueError, "schedule needs solver='adam'"),
+        ({"solver": "adam", "tolerance": 1e-3}, ValueError, "tolerance needs solver='lbfgs'"),
+        ({"seed": "x"}, TypeError, "seed"),
         ({"watch": 3}, TypeError, "watch"),
     ],
 )

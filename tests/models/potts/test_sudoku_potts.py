@@ -90,6 +90,14 @@ def test_couplings_are_scaled_to_those_of_the_rules(
     torch.testing.assert_close(as_it_is.couplings, 3 * rules.couplings)
 
 
+@pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e20, 1e38])
+def test_the_scale_of_the_couplings_has_no_effect(learned: FactoredAttention, scale: float) -> None:
+    found = SudokuPotts(learned.couplings() / learned.couplings().abs().max() * scale)
+    torch.testing.assert_close(
+        found.couplings, SudokuPotts.from_model(learned).couplings, atol=1e-5, rtol=1e-4
+    )
+
+
 def pair_identity() -> Tensor:
     return sudoku_pairs().float()[..., None, None] * torch.eye(9)
 
@@ -130,6 +138,23 @@ def test_clues_stand_and_the_status_is_true(
     wanted = torch.where(undecided, int(BoardStatus.UNDECIDED), int(BoardStatus.BROKEN))
     assert torch.equal(answer.status[~answer.solved], wanted[~answer.solved])
     torch.testing.assert_close(answer.probabilities.sum(2), torch.ones(7, 81))
+
+
+@pytest.mark.parametrize("how", ["solve", "decimate"])
+def test_probabilities_that_are_not_finite_are_told(how: str) -> None:
+    huge = SudokuPotts(1e38 * SudokuPotts.from_rules().couplings, normalise=False)
+    asked = torch.cat([puzzles(1, 22)[0], full_boards(1)])
+    answer = getattr(huge, how)(asked)
+    assert answer.status.tolist() == [int(BoardStatus.NONFINITE), int(BoardStatus.SOLVED)]
+    assert not bool(answer.residual[0].isfinite()) and int(answer.steps[0]) < 600  # it left
+    assert torch.equal(answer.boards[0][asked[0] != 0], asked[0][asked[0] != 0])
+
+
+def test_a_puzzle_without_clues_is_decimated_to_the_end(rules: SudokuPotts) -> None:
+    answer = rules.decimate(torch.zeros(1, 81, dtype=torch.long), steps=1)
+    assert int(answer.steps) == 10 + 80  # the last cell is what the others leave
+    torch.testing.assert_close(answer.probabilities.sum(2), torch.ones(1, 81))
+    assert torch.equal((answer.probabilities.amax(2) < 1).sum(1), torch.tensor([1]))
 
 
 def test_the_residual_is_that_of_the_means(rules: SudokuPotts) -> None:
@@ -176,6 +201,8 @@ def test_wrong_couplings() -> None:
         SudokuPotts(pair_identity())
     with pytest.raises(ValueError, match="finite"):
         SudokuPotts(float("nan") * pair_identity())
+    with pytest.raises(TypeError, match="normalise"):
+        SudokuPotts(-pair_identity(), normalise="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +214,8 @@ def test_wrong_couplings() -> None:
         (torch.full((1, 81), 10), {}, ValueError, "10"),
         (torch.zeros(1, 81, dtype=torch.long), {"steps": 0}, ValueError, "steps"),
         (torch.zeros(1, 81, dtype=torch.long), {"beta": (2.0, 1.0)}, ValueError, "beta"),
+        (torch.zeros(1, 81, dtype=torch.long), {"beta": 0.5}, TypeError, "beta"),
+        (torch.zeros(1, 81, dtype=torch.long), {"beta": (1.0,)}, ValueError, "beta"),
         (torch.zeros(1, 81, dtype=torch.long), {"damping": 0.0}, ValueError, "damping"),
     ],
 )

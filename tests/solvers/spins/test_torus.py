@@ -106,11 +106,57 @@ def test_single_precision_and_large_fields() -> None:
         site.moments(field, nothing(field)), site.moments(double, nothing(double)), strict=True
     ):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
-    strong = LogBessel.apply(torch.tensor([1e6], dtype=F64) ** 2).item()
+    strong = LogBessel.apply(torch.tensor([1e6, 0.0], dtype=F64)).item()
     assert strong == pytest.approx(1e6 - math.log(2 * math.pi * 1e6) / 2, rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_variance_along_a_strong_field_keeps_its_digits(dtype: torch.dtype) -> None:
+    """It falls as ``1 / (2 r^2)`` beside ``1 / r`` across: relative to the sphere, in double."""
+    size = torch.tensor([0.5, 5.4, 5.6, 19.9, 20.1, 1e2, 1e3, 1e4, 1e5], dtype=dtype)
+    field = torch.stack([size, torch.zeros_like(size)], -1).unsqueeze(0)
+    wide = field.double()
+    wanted = SphericalSite(1.0).covariance(wide, torch.zeros(1, 9, 2, 2, dtype=F64))[0]
+    wanted[7:, 0, 0] = 0.5 / size[7:].double() ** 2 * (1 + 0.5 / size[7:] + 0.75 / size[7:] ** 2)
+    site, rtol = TorusSite(), 1e-11 if dtype == F64 else 2e-5
+    found = site.covariance(field, nothing(field))[0].double()
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=0)
+    field = field.requires_grad_()
+    mean = site.mean(field, nothing(field))
+    (along,) = torch.autograd.grad(mean[..., 0].sum(), field)
+    torch.testing.assert_close(along[0, :, 0].double(), wanted[:, 0, 0], rtol=rtol, atol=0)
+
+
+def test_the_derivative_of_the_ratio_keeps_its_digits() -> None:
+    """``dg_0/ds`` is ``-1 / (2 r^3)`` for large r, the difference of two nearly equal ratios."""
+    s = torch.tensor([1e8, 1e12], requires_grad=True)
+    (slope,) = torch.autograd.grad(BesselRatio.apply(s, 0).sum(), s)
+    r = s.detach().double().sqrt()
+    torch.testing.assert_close(slope.double(), -(1 - 1 / r) / (2 * r**3), rtol=1e-6, atol=0)
+
+
+def test_fields_whose_square_overflows() -> None:
+    field = torch.tensor([[[3e25, 4e25]]])
+    site = TorusSite()
+    torch.testing.assert_close(site.mean(field, nothing(field)), torch.tensor([[[0.6, 0.8]]]))
+    torch.testing.assert_close(site.log_partition(field, nothing(field)), torch.tensor([[5e25]]))
+    assert site.covariance(field, nothing(field)).abs().max() < 1e-18
+
+
+def test_a_broken_variance_gives_nan_there_alone() -> None:
+    field = fields(1.0)
+    for entry in (torch.nan, torch.inf):
+        for row in (1, 3):  # within a circle, and between two
+            variance = torch.zeros(2, 3, 6, 6, dtype=F64)
+            variance[0, 1, 0, row] = variance[0, 1, row, 0] = entry
+            value = TorusSite().log_partition(field, variance)
+            assert not value[0, 1].isfinite()
+            assert value.isfinite().sum() == 5
+
+
 def test_errors_name_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"variance must have the shape \(2, 3, 6, 6\)"):
+        TorusSite().mean(fields(1.0), torch.ones(2, 3, 4, 4, dtype=F64))
     field = fields(1.0)
     with pytest.raises(ValueError, match="an even number of components, got d = 5"):
         TorusSite().mean(field[..., :5], nothing(field[..., :5]))

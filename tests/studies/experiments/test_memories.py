@@ -17,8 +17,10 @@ from implicit_attn.studies.experiments.memories.density import (
     density_map,
     fit_histories,
     ring_memory,
+    summary_of_fits,
     temperatures,
 )
+from implicit_attn.studies.experiments.memories.figures import centred_edges
 from implicit_attn.studies.experiments.memories.kinds import (
     clustered_patterns,
     fixed_point_kinds,
@@ -56,6 +58,34 @@ def test_pseudo_rules_hold_more_than_hebbs() -> None:
         for rule in ("hebb", "pseudo-inverse", "pseudo-likelihood")
     }
     assert found["hebb"] < 0.3 < 0.8 < min(found["pseudo-inverse"], found["pseudo-likelihood"])
+
+
+@pytest.mark.parametrize(("beta", "cooling"), [(0.5, 2), (4.0, 3), (1000.0, 5)])
+def test_the_integral_follows_the_width_of_the_density(beta: float, cooling: int) -> None:
+    """At both ends of the options of the command: wide Gaussians, and needles."""
+    memory = ring_memory(5, beta, torch.Generator().manual_seed(0))
+    assert max(row["error"] for row in temperatures(memory, (1, cooling))) < 1e-11
+
+
+@pytest.mark.parametrize("sizes", [(1, 20, 200), (1, 200), (1, 3, 6), (1,)])
+def test_marked_sizes_lie_in_the_middle_of_a_bin(sizes: tuple[int, ...]) -> None:
+    edges = centred_edges(sizes).log()
+    centres, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
+    for size in sizes:
+        assert (centres - math.log(size)).abs().min() < 0.05 * width
+
+
+def test_summary_of_fits() -> None:
+    fits = [
+        {"method": method, "start": start, "step": step, "log_likelihood": value}
+        for method, curves in {"a": [[-3, -2.00005, -2], [-4, -3, -1]], "b": [[-5, -5]]}.items()
+        for start, curve in enumerate(curves)
+        for step, value in enumerate(curve)
+    ]
+    first, second, true = summary_of_fits(fits, -1.5)
+    assert first == {"method": "a", "starts": 2, "lowest": -2, "highest": -1, "steps": 2}
+    assert (second["lowest"], second["steps"]) == (-5, 0)
+    assert (true["method"], true["lowest"]) == ("true patterns", -1.5)
 
 
 def test_half_load() -> None:

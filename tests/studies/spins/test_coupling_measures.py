@@ -12,7 +12,6 @@ from implicit_attn.studies.spins.measures import (
     coupling_error,
     roc_auc,
     roc_curve,
-    zero_sum,
 )
 
 
@@ -20,19 +19,16 @@ def couplings(seed: int = 0) -> torch.Tensor:
     return random_couplings(5, 3, torch.Generator().manual_seed(seed))
 
 
-def test_the_gauge_has_zero_sums_and_is_kept() -> None:
-    gauged = zero_sum(couplings() + couplings(1).transpose(2, 3))
-    torch.testing.assert_close(gauged.sum(2), torch.zeros(5, 5, 3).double(), atol=1e-12, rtol=0)
-    torch.testing.assert_close(gauged, gauged.permute(1, 0, 3, 2))
-    torch.testing.assert_close(zero_sum(gauged), gauged)
-
-
-def test_directions_are_averaged() -> None:
+def test_the_score_is_the_norm_of_the_gauged_block_at_any_scale() -> None:
     single = torch.zeros(2, 2, 2, 2)
     single[0, 1] = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
-    assert torch.equal(zero_sum(single)[0, 1], 0.5 * single[0, 1])
-    assert torch.equal(zero_sum(single)[1, 0], 0.5 * single[0, 1])
     torch.testing.assert_close(contact_scores(single)[0, 1], torch.tensor(1.0))
+    given = couplings().float()
+    for scale in (1e-30, 1e-25, 1e25, 1e37):  # whose squares leave the range of float32
+        torch.testing.assert_close(contact_scores(given * scale) / scale, contact_scores(given))
+    found = given.clone().requires_grad_()
+    contact_scores(found).sum().backward()
+    assert found.grad is not None and bool(found.grad.isfinite().all())
 
 
 def test_the_error_is_relative() -> None:
@@ -40,8 +36,15 @@ def test_the_error_is_relative() -> None:
     assert coupling_error(truth, truth) == 0
     assert coupling_error(torch.zeros_like(truth), truth) == pytest.approx(1)
     assert coupling_error(1.1 * truth, truth) == pytest.approx(0.1)
+    assert coupling_error(1.1e-200 * truth, 1e-200 * truth) == pytest.approx(0.1)
     with pytest.raises(ValueError, match="truth"):
         coupling_error(truth, torch.ones_like(truth))
+    for name, given in (
+        ("couplings", (float("nan") * truth, truth)),
+        ("truth", (truth, truth / 0)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be finite"):
+            coupling_error(*given)
 
 
 def pairs(values: list[float]) -> torch.Tensor:
@@ -74,6 +77,12 @@ def test_precision_and_area(
         assert bool((share.diff() >= 0).all())
 
 
+def test_edges_may_be_given_in_one_direction() -> None:
+    scores, edges = pairs([6, 5, 4, 3, 2, 1]), pairs([1, 0, 1, 0, 0, 0]) > 0
+    for one in (edges.triu(), edges.tril()):
+        assert contact_precision(scores, one) == contact_precision(scores, edges) == 0.5
+
+
 def test_precision_at_another_number() -> None:
     edges = pairs([1, 0, 1, 0, 0, 0]) > 0
     scores = pairs([6, 5, 4, 3, 2, 1])
@@ -93,7 +102,11 @@ def test_mistakes() -> None:
         contact_precision(torch.rand(4, 4), edges.float())
     with pytest.raises(ValueError, match="scores"):
         contact_precision(torch.full((4, 4), float("nan")), edges)
+    with pytest.raises(TypeError, match="edges must be a tensor"):
+        contact_precision(torch.rand(4, 4), [[True]])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scores must be a tensor"):
+        contact_precision([1.0, 2.0], edges)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="couplings"):
-        zero_sum(torch.zeros(3, 3, 2, 2, dtype=torch.long))
+        contact_scores(torch.zeros(3, 3, 2, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="differ"):
         coupling_error(torch.rand(3, 3, 2, 2), torch.rand(4, 4, 2, 2))

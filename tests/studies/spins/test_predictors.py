@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from implicit_attn.energies.spins.gauge import zero_sum
 from implicit_attn.models import FactoredAttention, MaskedTransformer
 from implicit_attn.studies import graph_potts
 from implicit_attn.studies.spins.graphs import conditional_logits
-from implicit_attn.studies.spins.measures import coupling_error, zero_sum
+from implicit_attn.studies.spins.measures import coupling_error
 from implicit_attn.studies.spins.predictors import categorical_jacobian
 
 MODEL = graph_potts("er-general", torch.Generator().manual_seed(0), sites=5, colours=3, edges=6)

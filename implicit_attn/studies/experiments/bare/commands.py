@@ -22,6 +22,8 @@ from implicit_attn.studies.experiments.bare.pipeline import (
 )
 from implicit_attn.studies.experiments.bare.transients import (
     Corruption,
+    baselines,
+    check_masked,
     iterate_mean,
     measure,
     transients,
@@ -43,6 +45,7 @@ def run_bare_attention(options: argparse.Namespace, advance: Advance) -> Result:
 def run_attractors(options: argparse.Namespace, advance: Advance) -> Result:
     """where the step of bare self-attention takes corrupted images, and random states"""
     setup = _open(options, advance)
+    check_masked(setup, options.masked)  # before the training
     models: dict[str, BareAttention] = {}
     for name in (EXACT, SOURCE.format(8)):
         advance(f"training: {name}")
@@ -68,6 +71,7 @@ def run_attractors(options: argparse.Namespace, advance: Advance) -> Result:
     )
     tables: dict[str, Table] = {
         "denoising": denoising,
+        "baselines": baselines(setup, noisy[EXACT]),
         "masked": masked,
         "residuals": ends.residuals,
         "ends": [*ends.table, *trained],
@@ -110,7 +114,12 @@ _COMMON: tuple[Option, ...] = (
     ("--images", whole(8, 50_000), None, "training and test images each; default: by the data"),
     ("--steps", whole(1, 100_000), None, "of training; default: by the data"),
     ("--features", whole(0, 10_000), None, "rows of F, 0 for none; default: by the data"),
-    ("--kind", _one_of(KINDS), "principal", "of F: principal directions of the tokens, or random"),
+    (
+        "--kind",
+        _one_of(KINDS),
+        None,
+        "of F: principal (directions of the tokens, default) or random",
+    ),
     ("--seed", seed_number, 0, "of images, couplings and batches"),
 )
 

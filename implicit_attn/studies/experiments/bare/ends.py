@@ -19,7 +19,7 @@ from implicit_attn.updates import BareAttentionStep
 
 RETURNED = 1e-9  # a state this near to an earlier one (relative, float64) has come back
 LONGEST_CYCLE = 60
-LARGEST_SAMPLE = 8  # of fixed points of one model whose derivative is measured
+LARGEST_SAMPLE = 16  # of fixed points of one model whose derivative is measured
 FIXED, CYCLE, OTHER = "fixed point", "cycle", "not settled"
 
 

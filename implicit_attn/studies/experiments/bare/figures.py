@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from implicit_attn.energies import BareAttention
-from implicit_attn.studies.experiments.bare.ends import CYCLE, FIXED, OTHER
+from implicit_attn.studies.experiments.bare.ends import CYCLE, FIXED, LONGEST_CYCLE, OTHER
 from implicit_attn.studies.experiments.bare.pipeline import EXACT, Comparison, Setup
 from implicit_attn.studies.experiments.bare.transients import Run
 from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED, drawing
@@ -64,7 +64,9 @@ def _draw_predictions(figure: Any, setup: Setup, found: Comparison) -> None:
 
 
 def _draw_norms(figure: Any, found: Comparison) -> None:
-    figure.suptitle("Strength of the couplings between patches, |J_ij|", fontsize=10)
+    figure.suptitle(
+        "Strength of the couplings between patches, |J_ij|, each on a scale of its own", fontsize=10
+    )
     chosen = {name: model for name, model in found.models.items() if "≤ 2" not in name}
     panels = figure.subplots(1, len(chosen))
     for axes, (name, model) in zip(panels, chosen.items(), strict=True):
@@ -98,7 +100,7 @@ def _draw_blocks(figure: Any, setup: Setup, model: BareAttention) -> None:
         row = F[number].unflatten(0, (-1, 2))[:, 0]  # what multiplies the cosines
         picture = row.view(setup.codec.channels, size, size)
         _show(axes, 0.5 + 0.5 * picture / picture.abs().max())
-        axes.set_title(f"F, row {number}", fontsize=8)
+        axes.set_title(f"F, row {number}, its cosines", fontsize=8)
         axes.set(xticks=[], yticks=[])
 
 
@@ -123,8 +125,9 @@ def attractors_figure(
         above, below = figure.subfigures(2, 1, height_ratios=(2.1, 1))
         panels = above.subplots(2, 3)
         _draw_lines(panels[0, 0], tables["denoising"], "overlap")
+        _draw_baselines(panels[0, 0], tables["baselines"])
         panels[0, 0].set(title="Denoising: overlap with the original", ylabel="overlap (1: equal)")
-        panels[0, 0].legend(fontsize=7)
+        panels[0, 0].legend(fontsize=7, loc="lower right")
         _draw_lines(panels[0, 1], tables["denoising"], "energy")
         panels[0, 1].set(title="Denoising: energy E of an image", ylabel="mean of the images")
         _draw_lines(panels[0, 2], tables["masked"], "error")
@@ -135,6 +138,15 @@ def attractors_figure(
         _draw_ends(panels[1, 1], tables["ends"])
         _draw_radii(panels[1, 2], tables["ends"])
         _draw_states(below, setup, runs)
+
+
+def _draw_baselines(axes: Any, table: Table) -> None:
+    """Overlaps that need no couplings, and room for the legend below."""
+    for row, style in zip(table, (":", "-."), strict=True):
+        name = f"{row['predictor']} (test)"
+        axes.axhline(row["overlap"], color=GREY, linestyle=style, linewidth=1.3, label=name)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - 0.75 * (high - low), high)
 
 
 def _draw_lines(axes: Any, table: Table, key: str) -> None:
@@ -165,6 +177,13 @@ def _draw_residuals(axes: Any, table: Table) -> None:
         high = [max(row["residual_90"], 1e-17) for row in rows]
         axes.plot(steps, high, ":", color=colour, linewidth=1)
     axes.axhline(1e-13, color=GREY, linewidth=0.8)
+    axes.text(
+        *(0.98, 1.6e-13, "1e-13: at rest"),
+        color=GREY,
+        fontsize=7,
+        ha="right",
+        transform=axes.get_yaxis_transform(),
+    )
     axes.set_yscale("log")
     axes.set(
         title="Random couplings, N = 5, d = 3: residual",
@@ -185,7 +204,11 @@ def _draw_ends(axes: Any, table: Table) -> None:
         axes.barh(names, values, left=left, color=colour, label=key)
         left = [start + value for start, value in zip(left, values, strict=True)]
     axes.tick_params(axis="y", labelsize=7)
-    axes.set(title="How the runs end", xlabel="share of the runs", xlim=(0, 1))
+    axes.set(
+        title="How the runs end",
+        xlabel=f"share of the runs (not settled: no return within {LONGEST_CYCLE} steps)",
+        xlim=(0, 1),
+    )
     _leave_room(axes, len(table), columns=3)
 
 

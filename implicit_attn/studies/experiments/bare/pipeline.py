@@ -16,7 +16,7 @@ from implicit_attn.studies.experiments.experiment import Advance
 from implicit_attn.studies.tables import Table
 from implicit_attn.training import fit_locally
 from solvers import TorusSite
-from solvers.core.checks import require_choice
+from solvers.core.checks import require_choice, require_count
 
 
 class Sizes(NamedTuple):
@@ -123,17 +123,23 @@ def open_setup(
     images: int | None = None,
     steps: int | None = None,
     features: int | None = None,
-    kind: str = "principal",
+    kind: str | None = None,
     seed: int = 0,
 ) -> Setup:
-    """The data set ``data`` of :data:`SIZES` as tokens; None: its default.
+    """The data set ``data`` of :data:`SIZES` as tokens; None: its default, "principal" for ``kind``.
 
     Raises:
-        ValueError: unknown ``data`` or ``kind``; more features than components of a token.
+        TypeError, ValueError: unknown ``data`` or ``kind``; a ``kind`` without features; more features
+            than components of a token; ``images`` or ``steps`` below 1, ``features`` below 0.
     """
-    require_choice("data", data, SIZES)
-    require_choice("kind", kind, KINDS)
-    sizes = SIZES[data]
+    sizes = SIZES[require_choice("data", data, SIZES)]
+    rows = sizes.features if features is None else require_count("features", features, low=0)
+    if kind is not None and not rows:
+        raise ValueError(f"kind needs features, which are off for {data} here, got {kind!r}")
+    kind = "principal" if kind is None else require_choice("kind", kind, KINDS)
+    steps = sizes.steps if steps is None else require_count("steps", steps)
+    if images is not None:
+        require_count("images", images)
     loaded = load(data)
     _, channels, height, width = loaded.train_images.shape
     codec = CircleTokens(channels, height, width, sizes.patch)
@@ -143,7 +149,6 @@ def open_setup(
         count = min(len(pictures), most if images is None else images)
         chosen = torch.randperm(len(pictures), generator=generator)[:count]
         parts.append(codec.encode(pictures[chosen]))
-    rows = sizes.features if features is None else features
     if rows > codec.dim:
         raise ValueError(f"features must be at most {codec.dim} for {data}, got {rows}")
     matrix = None
@@ -151,7 +156,6 @@ def open_setup(
         matrix = principal_features(rows, parts[0])
     elif rows:
         matrix = random_features(rows, codec.dim, generator)
-    steps = sizes.steps if steps is None else steps
     train, test = parts
     return Setup(data, codec, train, test, matrix, steps, sizes.batch, seed)
 

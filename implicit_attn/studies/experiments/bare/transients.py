@@ -12,6 +12,9 @@ from implicit_attn.energies import BareAttention
 from implicit_attn.studies.experiments.bare.pipeline import Setup
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import BareAttentionStep
+from solvers.core.checks import require_count, require_nonnegative, require_number
+
+FOLDED, MEAN = "noise folded, no model", "mean direction of each pixel"
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,21 @@ class Corruption:
             held, and there is no noise (masked patches).
         gamma: of the step.
         steps: of a run.
+
+    Raises:
+        TypeError, ValueError: a value out of range.
     """
 
     sigma: float = 0.8
     masked: int = 0
     gamma: float = 0.5
     steps: int = 100
+
+    def __post_init__(self) -> None:
+        require_nonnegative("sigma", self.sigma)
+        require_count("masked", self.masked, low=0)
+        require_number("gamma", self.gamma, low=0.0, high=1.0)
+        require_count("steps", self.steps)
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,12 @@ class Run:
 
 
 def run(setup: Setup, model: BareAttention, originals: Tensor, how: Corruption) -> Run:
-    """The normalised step, pixels on their circles, from corrupted ``originals`` (M, N, 2p)."""
+    """The normalised step, pixels on their circles, from corrupted ``originals`` (M, N, 2p).
+
+    Raises:
+        ValueError: more masked patches than there are.
+    """
+    check_masked(setup, how.masked)
     generator = torch.Generator().manual_seed(setup.seed + 2)
     codec = setup.codec
     step = BareAttentionStep(model, gamma=how.gamma, radius=setup.radius, circles=codec.values)
@@ -54,6 +71,36 @@ def run(setup: Setup, model: BareAttention, originals: Tensor, how: Corruption) 
     free = order < how.masked
     start = torch.where(free.unsqueeze(-1), codec.random(len(originals), generator), originals)
     return Run(originals, step.trajectory(start, how.steps, clamped=~free), free)
+
+
+def check_masked(setup: Setup, masked: int) -> None:
+    """ValueError where ``masked`` is more than the patches of an image."""
+    if masked > setup.codec.sites:
+        raise ValueError(
+            f"masked must be at most the {setup.codec.sites} patches of an image, got {masked}"
+        )
+
+
+def baselines(setup: Setup, noisy: Run) -> Table:
+    """Overlap with the originals that needs no couplings: ``predictor``, ``overlap``.
+
+    Angles folded into the half circle of the values, which undoes a part of the noise by itself, and
+    the mean direction of every pixel of the training images.
+    """
+    codec = setup.codec
+    mean = setup.train.mean(0).unflatten(-1, (-1, 2))
+    mean = (mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-12)).flatten(-2)
+    guesses = {
+        FOLDED: codec.encode(codec.decode(noisy.states[0]).clamp(0.0, 1.0)),
+        MEAN: mean.expand_as(noisy.originals),
+    }
+    return [
+        {
+            "predictor": name,
+            "overlap": (guess * noisy.originals).sum(-1).mean().item() / codec.values,
+        }
+        for name, guess in guesses.items()
+    ]
 
 
 def iterate_mean(setup: Setup, model: BareAttention, begun: Run, steps: int) -> Run:

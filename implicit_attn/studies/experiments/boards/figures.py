@@ -13,8 +13,8 @@ from implicit_attn.studies.experiments.boards.solving import Example
 from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED, drawing
 from implicit_attn.studies.tables import Table
 
-COLOURS = (BLUE, RED, GREEN, ORANGE, GREY)
-MARKS = ("o", "s", "^", "D", "v")
+COLOURS = (BLUE, RED, GREEN, ORANGE, GREY, "#7d4fa3")
+MARKS = ("o", "s", "^", "D", "v", "P")
 CENTRE = 40  # the cell in the middle of the board
 
 

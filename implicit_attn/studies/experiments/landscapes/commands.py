@@ -23,6 +23,7 @@ from implicit_attn.studies.experiments.landscapes.spins import (
 from implicit_attn.studies.tables import Result, Table
 
 ORDERS = tuple(2**power for power in range(10))
+USUAL = (2, 16, 64, 128, 256, 512, 1024)  # dimensions that are printed at the usual scale c = 1
 BETAS = (0.1, 0.5, 1.0, 2.0, 10.0)
 
 
@@ -52,7 +53,15 @@ def run_norm_map(options: argparse.Namespace, advance: Advance) -> Result:
         seed=options.seed,
         advance=advance,
     )
-    return Result({"norms": table}, (), partial(norms_figure, table=table))
+    usual = step_norms(
+        USUAL, [1.0], tokens=options.tokens, draws=options.draws, seed=options.seed, advance=advance
+    )
+    return Result(
+        {"norms": table, "usual": usual},
+        ("usual",),
+        partial(norms_figure, table=table),
+        f"; {options.tokens} tokens, {options.draws} draws",
+    )
 
 
 def run_spin_pictures(options: argparse.Namespace, advance: Advance) -> Result:
@@ -100,7 +109,7 @@ EXPERIMENTS = {
             ("--dimensions", whole(2, 1000), 40, "values of d between 2 and 1024"),
             ("--scales", whole(2, 1000), 19, "values of c between 0.2 and 2"),
             ("--tokens", whole(2, 1000), 32, "tokens of a draw"),
-            ("--draws", whole(1, 1000), 10, "independent draws at each point"),
+            ("--draws", whole(1, 1000), 50, "independent draws at each point"),
             ("--seed", seed_number, 0, "of the draws"),
         ),
         quick=("--dimensions", "3", "--scales", "3", "--draws", "2"),

@@ -45,14 +45,16 @@ def draw_ratios(axes: Any, table: Table) -> None:
         rows = [row for row in table if row["at"] == at]
         orders = [row["order"] for row in rows]
         axes.plot(orders, [row["limit"] for row in rows], color=color, label=f"limit, x = {label}")
-        axes.plot(orders, [row["ratio"] for row in rows], "o", color=color, label="exact")
+        axes.plot(orders, [row["ratio"] for row in rows], "o", color=color, ms=5, label="exact")
     for row in table:
         if row["at"] == "nu" and row["order"] in (1, 8, 64, 512):
-            note = f"{row['relative_error']:.1e}"
-            place = row["order"], row["limit"]
-            axes.annotate(note, place, (0, 7), textcoords="offset points", fontsize=8, ha="center")
+            note, low = f"{row['relative_error']:.2g}", row["order"] == 1
+            place, away = (row["order"], row["ratio"]), (0, -20) if low else (0, -14)
+            note += "\n(all three, x = 1)" if low else ""
+            axes.annotate(note, place, away, textcoords="offset points", fontsize=8, ha="center")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="order ν", ylabel="ratio", xlim=(0.55, 900), ylim=(0, 1.05))
+    axes.set_xticks(sorted({row["order"] for row in table})[::2])
+    axes.set(xlabel="order ν", ylabel="ratio", xlim=(0.45, 900), ylim=(0, 1.05))
     axes.set_title(
         "Bessel ratio $I_{ν+1}(x) / I_ν(x)$ and its limit for large ν\n"
         "(numbers: relative error of the limit at x = ν)",

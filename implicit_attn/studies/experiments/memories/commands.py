@@ -15,6 +15,7 @@ from implicit_attn.studies.experiments.memories.density import (
     density_map,
     fit_histories,
     ring_memory,
+    summary_of_fits,
     temperatures,
 )
 from implicit_attn.studies.experiments.memories.density_figures import (
@@ -103,16 +104,17 @@ def run_memory_density(options: argparse.Namespace, advance: Advance) -> Result:
     data = memory.sample(options.samples, generator)
     fits = fit_histories(memory, data, options.starts, options.steps, generator)
     noisy = memory.sample(60, generator)
+    best = memory.log_prob(data).mean().item()
     return Result(
-        {"temperatures": table, "fits": fits},
-        ("temperatures",),
+        {"temperatures": table, "fits": fits, "ends": summary_of_fits(fits, best)},
+        ("temperatures", "ends"),
         partial(
             density_figure,
             memory=memory,
             maps=maps,
             noisy=noisy,
             fits=fits,
-            best=memory.log_prob(data).mean().item(),
+            best=best,
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def capacity_figure(path: str | Path, title: str, pairs: Table, dense: Table) ->
             row[1].set(title=f"N = {sites} spins: share of exact retrievals", ylabel="share")
             row[1].axhline(0.5, color="black", linewidth=0.6, linestyle=":")
             row[0].legend(fontsize=8, loc="lower left")
+            _explain_full_memory(row[0], table)
             for axes in row:
                 axes.set(xlabel="load P / N", ylim=(-0.03, 1.05))
 
@@ -44,10 +46,27 @@ def _draw_rules(axes: Any, table: Table, key: str) -> None:
         theory = theoretical_load(rule, rows[0]["sites"])
         if theory <= largest:
             axes.axvline(theory, color=color, linewidth=1, linestyle="--")
-            name += f" (theory, dashed: {theory:.3g})"
+            place = theory, 0.62 if theory < largest else 0.2  # the right edge is full above
+            note = axes.annotate("theory", place, (-4, 0), textcoords="offset points")
+            note.set(fontsize=7, color=color, rotation=90, ha="right", va="center")
+            name += f" (theory: {theory:.3g})"
         elif theory > largest:
             name += f" (theory: {theory:.2g})"
         axes.plot(loads, [row[key] for row in rows], color=color, marker="o", ms=3.5, label=name)
+
+
+def _explain_full_memory(axes: Any, table: Table) -> None:
+    """Says why the overlap of the pseudo-inverse rises again at P = N."""
+    for row in table:
+        if row["rule"] == "pseudo-inverse" and row["patterns"] == row["sites"]:
+            axes.annotate(
+                "P = N:\nJ = 0, no\nspin moves",
+                (row["load"], row["overlap"]),
+                (-5, 8),
+                textcoords="offset points",
+                fontsize=7,
+                ha="right",
+            )
 
 
 def kinds_figure(
@@ -61,7 +80,7 @@ def kinds_figure(
         for axes, (heading, (table, sizes)) in zip(every, panels.items(), strict=True):
             betas = list(dict.fromkeys(row["beta"] for row in table))
             most = max(sizes)
-            edges = torch.logspace(-0.06, torch.tensor(1.25 * most).log10().item(), 46)
+            edges = centred_edges(sizes)
             columns = []
             for beta in betas:
                 numbers = torch.tensor([row["effective"] for row in table if row["beta"] == beta])
@@ -92,6 +111,20 @@ def kinds_figure(
             axes.minorticks_off()
         every[0].set_ylabel("effective number of patterns at the fixed point")
         figure.colorbar(mesh, ax=list(every), label="share of the starts, %")
+
+
+def centred_edges(sizes: tuple[int, ...]) -> torch.Tensor:
+    """Edges of bins, equal on a logarithmic scale, in the middle of whose bins the sizes lie: the first
+    is 1, the last the largest; of 40 to 60 steps between them the number that fits the others best."""
+    most = max(*sizes, 2)
+
+    def misfit(steps: int) -> float:
+        places = [steps * math.log(size) / math.log(most) for size in sizes]
+        return max(abs(place - round(place)) for place in places)
+
+    steps = min(range(40, 61), key=misfit)
+    half = 0.5 / steps
+    return torch.tensor(most, dtype=torch.float64) ** torch.linspace(-half, 1 + half, steps + 2)
 
 
 def _borders(values: list[float]) -> list[float]:

@@ -23,7 +23,10 @@ from implicit_attn.studies.experiments.bare.pipeline import (
 )
 from implicit_attn.studies.experiments.bare.predictors import PairSum, best_strength, ridge
 from implicit_attn.studies.experiments.bare.transients import (
+    FOLDED,
+    MEAN,
     Corruption,
+    baselines,
     iterate_mean,
     measure,
     run,
@@ -113,6 +116,12 @@ def test_digits_are_opened_with_features() -> None:
         open_setup("digits", features=9)
     with pytest.raises(ValueError, match="data must be one of"):
         open_setup("mnist")
+    for kind in ("principal", "random"):
+        with pytest.raises(ValueError, match="kind needs features, which are off for digits"):
+            open_setup("digits", images=20, kind=kind)
+    for name, value in (("images", -1), ("steps", 0), ("features", -1)):
+        with pytest.raises(ValueError, match=f"{name} must be >="):
+            open_setup("digits", **{name: value})  # type: ignore[arg-type]
 
 
 def test_runs_start_where_they_should(setup: Setup) -> None:
@@ -131,6 +140,27 @@ def test_runs_start_where_they_should(setup: Setup) -> None:
     perfect = measure(setup, model, right, [0])[0]
     assert perfect["overlap"] == pytest.approx(1.0, abs=1e-5)
     assert perfect["error"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_corruptions_out_of_range_are_named(setup: Setup) -> None:
+    for name, value in (("masked", -3), ("sigma", math.nan), ("gamma", 2.0), ("steps", 0)):
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            Corruption(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="masked must be at most the 8 patches of an image, got 9"):
+        run(setup, setup.bare(), setup.test[:2], Corruption(masked=9))
+
+
+def test_baselines_of_denoising(setup: Setup) -> None:
+    """Folding into the half circle of the values takes noise away, and cannot without noise."""
+    found = {}
+    for sigma in (0.0, 0.8):
+        noisy = run(setup, setup.bare(), setup.test, Corruption(sigma=sigma, steps=1))
+        rows = baselines(setup, noisy)
+        assert [row["predictor"] for row in rows] == [FOLDED, MEAN]
+        found[sigma] = [row["overlap"] for row in rows]
+    assert found[0.0][0] == pytest.approx(1.0, abs=1e-5)
+    assert found[0.8][0] > math.exp(-(0.8**2) / 2) + 0.03  # that of the noise itself
+    assert found[0.0][1] == pytest.approx(found[0.8][1])
 
 
 def test_a_trained_model_fills_masked_patches(setup: Setup) -> None:

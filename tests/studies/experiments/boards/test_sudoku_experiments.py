@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from implicit_attn.data import solve_sudoku
-from implicit_attn.data.sudoku_boards import solved
+from implicit_attn.data.sudoku_boards import solved, unique_puzzles
 from implicit_attn.models import sudoku_pairs
 from implicit_attn.studies.experiments.boards.commands import source
 from implicit_attn.studies.experiments.boards.graph import equal_share
@@ -16,10 +16,19 @@ from implicit_attn.studies.experiments.boards.puzzles import (
     MIXED,
     Puzzles,
     boards_and_puzzles,
+    generated_puzzles,
     solved_boards,
 )
 from implicit_attn.studies.experiments.boards.singles import solve_by_singles
-from implicit_attn.studies.experiments.boards.solving import compare, one_solved
+from implicit_attn.studies.experiments.boards.solving import (
+    BARE,
+    LEARNED,
+    POTTS,
+    RULES,
+    compare,
+    one_solved,
+    train_couplings,
+)
 from implicit_attn.studies.spins.measures import contact_precision
 
 
@@ -43,6 +52,25 @@ def test_too_few_clues_are_refused() -> None:
         boards_and_puzzles(2, 2, [17], "generated", seed=0)
     some = boards_and_puzzles(2, 2, [17, 40], "generated", seed=0, mixed=False)
     assert set(some.test) == {"40"}
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_boards_to_learn_from_and_puzzles_share_none(seed: int) -> None:
+    boards = boards_and_puzzles(6, 4, [40], "generated", seed=seed)
+    both = torch.cat([boards.train, boards.test[MIXED].solutions])
+    assert len(both) == 10 == len(both.unique(dim=0))
+    # Not even with the same random numbers, from which the first board would be the same.
+    assert not torch.equal(solved_boards(1, "generated", seed)[1], unique_puzzles(1, seed)[1])
+
+
+def test_generated_puzzles_are_boards_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("implicit_attn.studies.experiments.boards.puzzles.MOST_BASES", 3)
+    puzzles, solutions = generated_puzzles(7, seed=1)
+    assert torch.equal(solutions[:3], unique_puzzles(3, 1)[1])
+    assert len(solutions.unique(dim=0)) == 7 and bool(solved(solutions).all())
+    assert torch.equal(puzzles[puzzles != 0], solutions[puzzles != 0])
+    clues = (puzzles != 0).sum(1)
+    assert torch.equal(clues[3:6], clues[:3])  # the fourth is the first under a symmetry
 
 
 def test_solved_boards_differ() -> None:
@@ -94,6 +122,17 @@ def test_counting_is_by_chance_where_no_board_tells_pairs_apart() -> None:
     assert bool(never[pairs].all())
     precision = contact_precision(-equal_share(boards), pairs)
     assert precision == pytest.approx(810 / int(never.triu(1).sum()))
+
+
+def test_the_penalty_is_that_of_the_first_head_alone() -> None:
+    _, boards = solved_boards(12, "generated", 0)
+    learned = train_couplings(boards[:8], boards[8:], 3, 0.01, 0, lambda what: None)
+    assert set(learned.couplings) == {LEARNED, BARE, POTTS, RULES}
+    assert [row["l2"] for row in learned.fits] == [0.01, 0.0, 0.0]
+    with_penalty, without, _ = (row["held_out"] for row in learned.fits)
+    assert without < with_penalty < 2.2  # ln 9: nothing learned
+    same = train_couplings(boards[:8], boards[8:], 3, 0.0, 0, lambda what: None)
+    assert same.fits[0]["held_out"] == same.fits[1]["held_out"] == without
 
 
 def test_an_unknown_source_is_refused() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 
 import pytest
 import torch
 
+from implicit_attn.studies.experiments.landscapes.commands import EXPERIMENTS
 from implicit_attn.studies.experiments.landscapes.norms import (
     large_dimension_rms,
     spaced_dimensions,
@@ -78,6 +80,18 @@ def test_dimensions_are_different_and_end_where_they_should(count: int) -> None:
     assert len(set(found)) == len(found) == count
     assert found == sorted(found) and (found[0], found[-1]) == (2, 1024)
     assert count < 10 or {2**power for power in range(1, 11)} <= set(found)
+
+
+def test_the_command_prints_the_usual_scale() -> None:
+    """At c = 1 whatever scales the map has, from the draws that the options name."""
+    experiment = EXPERIMENTS["norm-map"]
+    values = {flag[2:]: value for flag, _, value, _ in experiment.options}
+    values |= {"dimensions": 2, "scales": 2, "tokens": 4, "draws": 3}
+    result = experiment.run(argparse.Namespace(**values), lambda what: None)
+    assert result.printed == ("usual",) and result.note == "; 4 tokens, 3 draws"
+    table = result.tables["usual"]
+    expected = step_norms([row["dimension"] for row in table], [1.0], tokens=4, draws=3)
+    assert len(table) == 7 and str(table) == str(expected)  # NaN is equal to NaN as text
 
 
 def test_errors() -> None:

@@ -1,0 +1,1 @@
+"""Linear attention among keys that do not depend on the state."""

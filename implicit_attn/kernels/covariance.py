@@ -1,0 +1,141 @@
+"""The product of a covariance under attention weights with a vector, which no p x p matrix needs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from implicit_attn.kernels.arguments import wide_dtype
+from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.modes import without_autocast
+
+COVARIANCE_BACKENDS = ("reference", "strips")
+STRIP_ROWS = 128
+
+
+def covariance_product(
+    weights: Tensor | tuple[Tensor, Tensor],
+    values: Tensor,
+    vector: Tensor,
+    *,
+    mean: Tensor | None = None,
+    causal: bool = False,
+    backend: str = "reference",
+    rows: int = STRIP_ROWS,
+) -> Tensor:
+    """``C_i w_i = sum_j P_ij (v_j - m_i) ((v_j - m_i).w_i)`` with the mean ``m_i = sum_j P_ij v_j``.
+
+    With the keys for values, ``C w / T`` is the derivative of the attention output
+    ``sum_j softmax_j(q.k_j / T) k_j`` by q along w.
+
+    Args:
+        weights: P (B, H, N, M), whose rows sum to 1; or the pair (query (B, H, N, p), key
+            (B, H, M, p)), for ``P = softmax_j(q_i.k_j)``, the temperature multiplied in already.
+        values: v, (B, H, M, r).
+        vector: w, (B, H, N, r).
+        mean: with P, the means m (B, H, N, r) where they are known; None: they are computed.
+        causal: with a pair, query i sees the keys ``j <= i``, of which there are as many.
+        backend: "reference" (dense) or, with a pair, "strips": strips of rows that are computed
+            again for derivatives, so that only one of them is held at a time.
+        rows: of a strip.
+
+    Returns:
+        (B, H, N, r) in the dtype of ``vector``; differentiable any number of times.
+
+    Raises:
+        TypeError, ValueError: for arguments other than the above, naming them.
+
+    Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
+    https://arxiv.org/abs/2511.00907, where it is the second-order term of a Newton step.
+    """
+    require_choice("backend", backend, COVARIANCE_BACKENDS)
+    require_count("rows", rows)
+    require_flag("causal", causal)
+    _check(weights, values, vector)
+    if mean is not None and mean.shape != vector.shape:
+        raise ValueError(
+            f"mean must be like vector, {tuple(vector.shape)}, got {tuple(mean.shape)}"
+        )
+    with without_autocast(values.device.type):
+        return _compute(weights, values, vector, mean, causal, backend, rows)
+
+
+def _compute(
+    weights: Tensor | tuple[Tensor, Tensor],
+    values: Tensor,
+    vector: Tensor,
+    mean: Tensor | None,
+    causal: bool,
+    backend: str,
+    rows: int,
+) -> Tensor:
+    wide = wide_dtype(vector)
+    values, moved = values.to(wide), vector.to(wide)
+    if isinstance(weights, Tensor):
+        if causal or backend == "strips":
+            raise ValueError(
+                'causal=True and backend="strips" need a pair (query, key), got the weights'
+            )
+        mean = None if mean is None else mean.to(wide)
+        return _product(weights.to(wide), values, moved, mean).to(vector.dtype)
+    if mean is not None:
+        raise ValueError("mean needs the weights, got a pair (query, key)")
+    query, key = (part.to(wide) for part in weights)
+    if causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"causal=True needs as many keys as queries, {query.shape[2]}, got {key.shape[2]}"
+        )
+    count = query.shape[2]
+    if backend == "reference" or count <= rows:
+        return _strip(query, key, values, moved, 0, causal).to(vector.dtype)
+    parts = []
+    for first in range(0, count, rows):
+        strip = slice(first, first + rows)
+        arguments = query[:, :, strip], key, values, moved[:, :, strip], first, causal
+        parts.append(checkpoint(_strip, *arguments, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(parts, 2).to(vector.dtype)
+
+
+def _strip(
+    query: Tensor, key: Tensor, values: Tensor, vector: Tensor, first: int, causal: bool
+) -> Tensor:
+    scores = query @ key.mT
+    if causal:
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(later.triu(first + 1), -torch.inf)
+    return _product(scores.softmax(-1), values, vector)
+
+
+def _product(weights: Tensor, values: Tensor, vector: Tensor, mean: Tensor | None = None) -> Tensor:
+    mean = weights @ values if mean is None else mean
+    along = vector @ values.mT - (vector * mean).sum(-1, keepdim=True)
+    # sum_j P_ij (v_j - m_i).w_i = 0, so the second mean drops out.
+    return (weights * along) @ values
+
+
+def _check(weights: Tensor | tuple[Tensor, Tensor], values: Tensor, vector: Tensor) -> None:
+    if isinstance(weights, Tensor):
+        queries, keys, lead = weights.shape[-2:-1], weights.shape[-1:], weights.shape[:-2]
+        fits = weights.dim() == 4
+    elif isinstance(weights, (tuple, list)) and len(weights) == 2:
+        query, key = weights
+        queries, keys, lead = query.shape[-2:-1], key.shape[-2:-1], query.shape[:-2]
+        fits = query.dim() == key.dim() == 4 and lead == key.shape[:2]
+        fits = fits and query.shape[-1] == key.shape[-1]
+    else:
+        raise TypeError(f"weights must be a tensor or a pair (query, key), got {type(weights)}")
+    parts = [weights] if isinstance(weights, Tensor) else weights
+    if not fits:
+        raise ValueError(
+            "weights must have the shape (B, H, N, M), or be a pair (B, H, N, p) and (B, H, M, p), "
+            f"got {[tuple(part.shape) for part in parts]}"
+        )
+    width = values.shape[-1:]
+    for name, tensor, tokens in (("values", values, keys), ("vector", vector, queries)):
+        if tensor.shape != (*lead, *tokens, *width):
+            raise ValueError(
+                f"{name} must have the shape {(*lead, *tokens, *width)}, got {tuple(tensor.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be of a floating dtype, got {tensor.dtype}")

@@ -1,0 +1,153 @@
+"""Sums over all earlier tokens, which a decay may weigh down, without an N x N matrix.
+
+With decays ``a_l`` in (0, 1] and ``gamma_ij = a_(j+1) ... a_i`` for ``j <= i``, the sums
+``sum_(j<=i) gamma_ij v_j`` obey ``s_i = a_i s_(i-1) + v_i``. They are taken in chunks of tokens: within
+a chunk by a triangular matrix, between chunks by the recursion.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from implicit_attn.kernels.arguments import wide_dtype, without_autocast
+from solvers.core.checks import require_count
+
+CHUNK = 64  # tokens; more make larger triangles, fewer more steps of the recursion
+
+
+@without_autocast
+def running_sums(values: Tensor, log_decay: Tensor | None = None, *, chunk: int = CHUNK) -> Tensor:
+    """``s_i = sum_(j<=i) gamma_ij v_j``, (B, H, N, r), differentiable any number of times.
+
+    Args:
+        values: v, (B, H, N, r), floating.
+        log_decay: ``log a``, (B, H, N), all <= 0; None: every a is 1.
+        chunk: tokens of a chunk, >= 1; it changes no result but by rounding.
+
+    Raises:
+        TypeError, ValueError: for other shapes or dtypes.
+    """
+    _check(values, log_decay, chunk)
+    if log_decay is None or not values.shape[2]:
+        return values.to(wide_dtype(values)).cumsum(2).to(values.dtype)
+    wide, decay = _chunks(values, chunk), _sum_decays(values, log_decay, chunk)
+    within, last = _triangle(decay) @ wide, decay[..., -1:]
+    before, state = [], torch.zeros_like(wide[:, :, 0, :1])
+    for index in range(wide.shape[2]):
+        before.append(state)
+        state = last[:, :, index, :, None].exp() * state + within[:, :, index, -1:]
+    sums = within + decay.exp().unsqueeze(-1) * torch.stack(before, 2)
+    return sums.flatten(2, 3)[:, :, : values.shape[2]].to(values.dtype)
+
+
+@without_autocast
+def running_states(
+    features: Tensor, log_decay: Tensor | None = None, *, chunk: int = CHUNK
+) -> Tensor:
+    """What :func:`running_products` needs of the features: ``sum_j gamma f_j f_j^T`` before each chunk.
+
+    Args:
+        features, log_decay, chunk: as for :func:`running_products`.
+
+    Returns:
+        (B, H, chunks, p, p), float32 or wider.
+    """
+    _check(features, log_decay, chunk)
+    wide, decay = _chunks(features, chunk), _decays(features, log_decay, chunk)
+    left = wide
+    if decay is not None:
+        left = wide * (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    added = left.mT @ wide
+    if not added.shape[2]:
+        return added
+    before, state = [], torch.zeros_like(added[:, :, 0])
+    for index in range(added.shape[2]):
+        before.append(state)
+        if decay is not None:
+            state = state * decay[:, :, index, -1:, None].exp()
+        state = state + added[:, :, index]
+    return torch.stack(before, 2)
+
+
+@without_autocast
+def running_products(
+    query: Tensor,
+    features: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    states: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """``sum_(j<=i) gamma_ij (q_i.f_j) f_j``: causal linear attention, its keys for values.
+
+    Args:
+        query: q, (B, H, N, p), floating.
+        features: f, of the same shape and dtype.
+        log_decay: ``log a``, (B, H, N), all <= 0; None: every a is 1.
+        states: of :func:`running_states` for these features, decays and chunk; None: computed here.
+        chunk: tokens of a chunk, >= 1; it changes no result but by rounding.
+
+    Returns:
+        (B, H, N, p), differentiable any number of times; O(N (chunk + p) p) operations.
+
+    Raises:
+        TypeError, ValueError: for other shapes or dtypes.
+
+    Source: Katharopoulos et al. (2020), https://arxiv.org/abs/2006.16236, in the chunks of Sun et al.,
+    "Retentive Network", https://arxiv.org/abs/2307.08621.
+    """
+    _check(features, log_decay, chunk)
+    if query.shape != features.shape or query.dtype != features.dtype:
+        raise ValueError(
+            f"query must be like features, {tuple(features.shape)} {features.dtype}, got "
+            f"{tuple(query.shape)} {query.dtype}"
+        )
+    if states is None:
+        states = running_states(features, log_decay, chunk=chunk)
+    rows, wide = _chunks(query, chunk), _chunks(features, chunk)
+    decay, scores = _decays(features, log_decay, chunk), rows @ wide.mT
+    from_before = rows @ states.to(rows.dtype)
+    if decay is None:
+        sums = scores.tril() @ wide + from_before
+    else:
+        sums = (scores * _triangle(decay)) @ wide + decay.exp().unsqueeze(-1) * from_before
+    return sums.flatten(2, 3)[:, :, : query.shape[2]].to(query.dtype)
+
+
+def _chunks(values: Tensor, chunk: int) -> Tensor:
+    """(B, H, N, r) -> (B, H, chunks, chunk, r), filled up with zeros, float32 or wider."""
+    missing = -values.shape[2] % chunk
+    wide = F.pad(values.to(wide_dtype(values)), (0, 0, 0, missing))
+    return wide.unflatten(2, (wide.shape[2] // chunk, chunk))
+
+
+def _decays(values: Tensor, log_decay: Tensor | None, chunk: int) -> Tensor | None:
+    return None if log_decay is None else _sum_decays(values, log_decay, chunk)
+
+
+def _sum_decays(values: Tensor, log_decay: Tensor, chunk: int) -> Tensor:
+    """Sums of the ``log a`` from the beginning of each chunk on, (B, H, chunks, chunk)."""
+    wide = log_decay.to(wide_dtype(values)).unsqueeze(-1)
+    return _chunks(wide, chunk).squeeze(-1).cumsum(-1)
+
+
+def _triangle(decay: Tensor) -> Tensor:
+    """``gamma_ij`` within each chunk, (..., chunk, chunk), 0 for j > i."""
+    later = torch.ones(decay.shape[-1:] * 2, dtype=torch.bool, device=decay.device).triu(1)
+    exponents = decay.unsqueeze(-1) - decay.unsqueeze(-2)
+    return exponents.masked_fill(later, -torch.inf).exp()
+
+
+def _check(values: Tensor, log_decay: Tensor | None, chunk: int) -> None:
+    require_count("chunk", chunk)
+    if not values.is_floating_point():
+        raise TypeError(f"values must be of a floating dtype, got {values.dtype}")
+    if values.dim() != 4:
+        raise ValueError(f"values must have the shape (B, H, N, r), got {tuple(values.shape)}")
+    if log_decay is not None and log_decay.shape != values.shape[:3]:
+        raise ValueError(
+            f"log_decay must have the shape (B, H, N) = {tuple(values.shape[:3])}, got "
+            f"{tuple(log_decay.shape)}"
+        )

@@ -1,0 +1,1 @@
+"""Optimisers: attention forms as methods of descent, and learning by local rules."""

@@ -1,0 +1,121 @@
+"""Text as symbols: the embedded help topics, any file, the novels, and the bars of counting models."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+
+from implicit_attn.data import TextData, load_text, ngram_loss
+from implicit_attn.data.files import DATA_VARIABLE, find
+from implicit_attn.data.text import decode, encode, split_text
+
+NOVELS = find("text", "austen.txt.xz")
+
+
+def test_the_help_topics_need_no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = load_text()
+    assert data.name == "python-help"
+    assert len(data.train) > 200_000  # the text differs between versions of Python
+    assert len(data.validation) == pytest.approx(
+        0.05 * (len(data.train) + len(data.validation)), 0.01
+    )
+    assert {"\n", " ", "e", "_"} <= set(data.alphabet) and list(data.alphabet) == sorted(
+        data.alphabet
+    )
+    text = "if x: return None\n"
+    assert data.decode(data.encode(text)) == text
+
+
+def test_symbols_outside_the_alphabet_are_refused() -> None:
+    data = split_text("three", ["abcabcabc"], 0.3)
+    assert data.alphabet == "abc"
+    with pytest.raises(ValueError, match="symbols of the alphabet only, got 'dé' besides"):
+        data.encode("abcdé")
+    assert encode("", "abc").dtype == torch.int64 and decode(torch.tensor([2, 0]), "abc") == "ca"
+
+
+def test_the_end_of_every_book_is_held_out() -> None:
+    data = split_text("two", ["aaaabb", "cccd"], 0.3)
+    assert data.decode(data.train) == "aaaa" + "cc"
+    assert data.decode(data.validation) == "bb" + "cd"
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz", ".gz"])
+def test_any_file_of_utf_8(tmp_path: Path, suffix: str) -> None:
+    text = "Grüße aus der Küche,\r\n" * 10
+    pack = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[suffix]
+    path = tmp_path / f"letter.txt{suffix}"
+    path.write_bytes(pack(text.encode()))
+    data = load_text(path, holdout=0.5)
+    assert data.name == "letter"
+    whole = data.decode(data.train) + data.decode(data.validation)
+    assert whole == text.replace("\r\n", "\n")
+    assert torch.equal(load_text(str(path)).train, load_text(path).train)
+
+
+def test_a_text_in_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match=r"letter.txt.xz is not in .*text, .*'python-help'"):
+        load_text("letter")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "letter.txt").write_text("to be or not to be, " * 5)
+    assert load_text("letter").name == "letter"
+
+
+def test_what_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.txt"
+    with pytest.raises(FileNotFoundError, match=r"source: there is no file .*bytes.txt"):
+        load_text(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="expected a text in UTF-8"):
+        load_text(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="must hold two symbols at least"):
+        load_text(path)
+    path.write_text("ab")
+    with pytest.raises(ValueError, match="too short, the part for train has 1 symbols"):
+        load_text(path)
+    path.write_bytes(lzma.compress(b"abc" * 100)[:-20])
+    with pytest.raises(ValueError, match="damaged or another file"):
+        load_text(path)
+    with pytest.raises(ValueError, match=r"holdout is 1\.0"):
+        load_text(holdout=1.0)
+
+
+def test_text_data_checks_its_parts() -> None:
+    ids = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="every symbol once"):
+        TextData("x", "aa", ids, ids)
+    with pytest.raises(ValueError, match=r"validation must lie in \[0, 1\], got \[0, 2\]"):
+        TextData("x", "ab", ids, ids * 2)
+    with pytest.raises(TypeError, match="train must be int64"):
+        TextData("x", "ab", ids.float(), ids)
+
+
+def test_losses_of_counting_models() -> None:
+    """By hand, ``abab...``: every pair is known, so the loss of pairs is that of the pseudocount."""
+    data = split_text("ab", ["ab" * 50], 0.2)
+    assert ngram_loss(data, 1, pseudocount=1e-9) == pytest.approx(torch.tensor(2.0).log().item())
+    assert ngram_loss(data, 2, pseudocount=1e-9) == pytest.approx(0.0, abs=1e-9)
+    pairs = 40 * torch.tensor([40.01 / 40.02]).log().double()  # a is followed by b, 40 times
+    assert ngram_loss(data, 2) == pytest.approx(-pairs.item() / 40, rel=0.02)
+    with pytest.raises(ValueError, match="order must be small enough"):
+        ngram_loss(data, 30)
+    with pytest.raises(ValueError, match="order must be >= 1"):
+        ngram_loss(data, 0)
+
+
+@pytest.mark.skipif(NOVELS is None, reason="text/austen.txt.xz is not in the data folders")
+def test_the_novels() -> None:
+    data = load_text("austen")
+    assert (len(data.train), len(data.validation)) == (3_823_768, 201_254)
+    assert len(data.alphabet) == 81
+    losses = [ngram_loss(data, order) for order in (1, 2, 3)]
+    assert losses == pytest.approx([3.083, 2.443, 1.901], abs=1e-3)

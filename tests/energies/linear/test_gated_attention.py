@@ -1,0 +1,192 @@
+"""Gated linear attention among frozen keys: its formulas, gates and running sums."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.energies import relative_error
+from implicit_attn import DEQ, GradientStep
+from implicit_attn.energies import AttentionInput, GatedLinearAttention, Quadratic
+from implicit_attn.energies.linear.feature_maps import map_features
+
+DIM, HEADS, WIDTH, TOKENS = 6, 2, 3, 7
+
+
+def make(**options: Any) -> GatedLinearAttention:
+    torch.manual_seed(0)
+    options = {"norm": None, "beta": (0.6, 1.5)} | options
+    return GatedLinearAttention(DIM, HEADS, **options).double()
+
+
+def draw(seed: int = 1, keys: int = TOKENS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(2, TOKENS, DIM, generator=generator, dtype=torch.float64)
+    return z, torch.randn(2, keys, DIM, generator=generator, dtype=torch.float64)
+
+
+def gates_of(energy: GatedLinearAttention, x: Tensor) -> Tensor:
+    """``gamma`` (B, H, N, M), one product after the other."""
+    batch, count = x.shape[:2]
+    gamma = torch.ones(batch, HEADS, TOKENS, count, dtype=torch.float64)
+    if energy.gates is not None and energy.gate_bias is not None:
+        gate = (x @ energy.gates.weight.mT + energy.gate_bias).sigmoid().mT
+        if energy.gate == "keys":
+            gamma = gamma * gate[:, :, None]
+        else:
+            for i, j in itertools.product(range(TOKENS), range(count)):
+                gamma[:, :, i, j] = gate[:, :, j + 1 : i + 1].prod(-1)
+    return gamma.tril() if energy.causal else gamma
+
+
+def by_the_formula(energy: GatedLinearAttention, z: Tensor, x: Tensor) -> Tensor:
+    """The double sum of the docstring, (B,)."""
+
+    def features(tokens: Tensor, weight: Tensor) -> Tensor:
+        raw = (tokens @ weight.mT).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        return map_features(energy.feature_map, raw).value
+
+    scores = features(z, energy.query.weight) @ features(x, energy.key.weight).mT
+    gamma, temperature = gates_of(energy, x), 1.0 / torch.as_tensor(energy.beta)
+    if energy.normalised:
+        each = -(gamma * scores).sum(-1).log().sum(-1)
+    else:
+        each = -0.5 * (gamma * scores.square()).sum((-1, -2))
+    return (each * temperature).sum(1)
+
+
+ROWS: list[dict[str, Any]] = [
+    {},
+    {"gate": "keys"},
+    {"feature_map": "relu"},
+    {"feature_map": "elu", "gate": "keys"},
+    {"normalised": True, "feature_map": "elu"},
+    {"normalised": True, "feature_map": "elu", "gate": "keys"},
+    {"causal": True},
+    {"causal": True, "gate": "keys"},
+    {"causal": True, "gate": "decay"},
+    {"causal": True, "gate": "decay", "feature_map": "elu"},
+    {"causal": True, "gate": "decay", "feature_map": "elu", "normalised": True},
+]
+each_row = pytest.mark.parametrize("options", ROWS, ids=str)
+
+
+@each_row
+def test_value_gradient_and_hessian_are_those_of_the_double_sum(options: dict[str, Any]) -> None:
+    energy = make(**options)
+    z, x = draw(keys=TOKENS if energy.causal else 4)
+    at = z.clone().requires_grad_()
+    value = by_the_formula(energy, at, x)
+    (gradient,) = torch.autograd.grad(value.sum(), at, create_graph=True)
+    v = torch.flip(z, (1,))
+    (product,) = torch.autograd.grad((gradient * v).sum(), at)
+    assert relative_error(energy(z, x), value.detach()) <= 1e-12
+    assert relative_error(energy.grad(z, x).detach(), gradient.detach()) <= 1e-12
+    assert relative_error(energy.hvp(z, v, x).detach(), product) <= 1e-12
+
+
+def test_a_step_is_linear_attention_with_the_keys_for_values() -> None:
+    """``z - dE/dz = z + T sum_h W_q^T sum_j gamma_ij (q.k_j) k_j``, the layer of Retentive Network."""
+    energy = make(causal=True, gate="decay", beta=0.8)
+    z, x = draw()
+    query, key = (
+        (t @ w.weight.mT).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        for t, w in ((z, energy.query), (x, energy.key))
+    )
+    mixed = (gates_of(energy, x) * (query @ key.mT)) @ key / 0.8
+    moved = mixed.transpose(1, 2).flatten(2) @ energy.query.weight
+    assert relative_error(z - energy.grad(z, x), z + moved) <= 1e-13
+
+
+@pytest.mark.parametrize("gate", ["keys", "decay"])
+def test_gates_are_constants_of_the_step(gate: str) -> None:
+    """Where x is the state itself, the gradient lacks the term of the gates' own derivative."""
+    energy = make(gate=gate, causal=gate == "decay")
+    z, _ = draw()
+    at = z.clone().requires_grad_()
+    frozen = torch.autograd.grad(by_the_formula(energy, at, z).sum(), at)[0]
+    moving = torch.autograd.grad(by_the_formula(energy, at, at).sum(), at)[0]
+    assert relative_error(energy.grad(z, z).detach(), frozen) <= 1e-12
+    assert relative_error(frozen, moving) > 0.1
+
+
+def test_causal_queries_see_no_later_token() -> None:
+    for options in ({"gate": "decay"}, {"feature_map": "elu", "normalised": True}):
+        energy = make(causal=True, **options)
+        z, x = draw()
+        other = x.clone()
+        other[:, 4:] += 1.0
+        before, after = energy.grad(z, x), energy.grad(z, other)
+        assert torch.equal(before[:, :4], after[:, :4])
+        assert not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_the_energy_of_gates_that_are_not_negative_is_concave() -> None:
+    """Its Hessian is ``-T sum_h W_q^T S_h W_q``, constant and negative semidefinite."""
+    energy = make(causal=True, gate="decay")
+    assert energy.concave and not make(feature_map="elu").concave
+    z, x = draw()
+    eye = torch.eye(TOKENS * DIM, dtype=torch.float64).reshape(-1, 1, TOKENS, DIM)
+
+    def hessian(z: Tensor) -> Tensor:
+        return torch.stack([energy.hvp(z[:1], v, x[:1]).flatten() for v in eye]).detach()
+
+    assert relative_error(hessian(2.0 * z), hessian(z)) <= 1e-14
+    assert torch.linalg.eigvalsh(hessian(z)).max() <= 1e-12
+
+
+def test_decays_start_as_those_of_retnet() -> None:
+    energy = make(causal=True, gate="decay")
+    assert energy.gate_bias is not None
+    decays = energy.gate_bias.detach().sigmoid().tolist()
+    assert decays == pytest.approx([1 - 2.0**-5, 1 - 2.0**-6], abs=1e-7)
+
+
+def test_keys_may_be_masked_or_missing() -> None:
+    for options in ({}, {"normalised": True, "feature_map": "elu", "gate": "keys"}):
+        energy = make(**options)
+        z, x = draw(keys=4)
+        mask = torch.tensor([[True, False, True, True], [False] * 4])
+        value, gradient = energy.value_and_grad(z, (x.masked_fill(~mask[..., None], 9.0), mask))
+        alone = energy(z[:1], x[:1, mask[0]])
+        assert relative_error(value[:1], alone) <= 1e-13
+        assert value[1] == 0 and (gradient[1] == 0).all()
+        assert (energy(z, x[:, :0]) == 0).all() and (energy.grad(z, x[:, :0]) == 0).all()
+
+
+def test_a_layer_prepares_the_sums_once() -> None:
+    for options in ({"gate": "keys"}, {"causal": True, "gate": "decay"}):
+        energy = make(norm=None, bound=0.3, beta=4.0, **options)
+        z, x = draw()
+        prepared = energy.prepare(x)
+        assert torch.equal(energy.grad(z, prepared), energy.grad(z, x))
+        layer = DEQ(GradientStep(energy + Quadratic()), max_steps=200)
+        x = (0.3 * x).requires_grad_()
+        layer(x).square().sum().backward()
+        assert x.grad is not None and x.grad.isfinite().all()
+        assert layer.last is not None and layer.last.converged.all()
+
+
+def test_mistakes() -> None:
+    z, x = draw()
+    with pytest.raises(ValueError, match='gate="decay" needs causal=True'):
+        make(gate="decay")
+    with pytest.raises(ValueError, match="gate must be one of"):
+        make(gate="query")
+    with pytest.raises(ValueError, match="feature_map must be one of"):
+        make(normalised=True, feature_map="relu")
+    with pytest.raises(ValueError, match="x must hold the 7 tokens of z"):
+        make(causal=True).grad(z, x[:, :3])
+    with pytest.raises(ValueError, match="x must hold the 7 tokens of z"):
+        energy = make(causal=True)
+        energy.grad(z, energy.prepare(x[:, :3]))
+    with pytest.raises(ValueError, match="takes no pairs"):
+        make().grad(z, AttentionInput(memory=x, pairs=torch.ones(7, 7).bool()))
+    with pytest.raises(ValueError, match="with causal=True mask is that of x"):
+        make(causal=True).grad(z, (x, torch.ones(2, TOKENS).bool()))
+    assert math.isfinite(make()(z, AttentionInput(memory=x)).sum().item())

@@ -1,0 +1,197 @@
+"""Momentum over sublayers and in equilibrium layers, against torch's optimisers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from cases.energies import relative_error
+from implicit_attn import DEQ, GradientStep
+from implicit_attn.energies import FunctionEnergy, Quadratic, RMSNorm, SoftmaxAttention
+from implicit_attn.updates import DescentStep, MomentumStep
+
+STEPS = 8
+
+
+def problem() -> tuple[SoftmaxAttention, Tensor, Tensor]:
+    torch.manual_seed(0)
+    energy = SoftmaxAttention(6, 2, energy="elastic", cross=True, norm=None).double()
+    generator = torch.Generator().manual_seed(1)
+    z, x = torch.randn(2, 2, 4, 6, generator=generator, dtype=torch.float64)
+    return energy, z, x
+
+
+def run(steps: list[DescentStep], z: Tensor, *args: Any) -> tuple[list[Tensor], Tensor | None]:
+    states, p = [z], None
+    for step in steps:
+        z, p = step(z, p, *args)
+        states.append(z)
+    return states, p
+
+
+def descent(energy: SoftmaxAttention, x: Tensor, **options: Any) -> list[DescentStep]:
+    def branch(z: Tensor) -> Tensor:
+        return -energy.grad(z, x)
+
+    return [DescentStep(branch, learned=False, **options).double() for _ in range(STEPS)]
+
+
+def by_torch(energy: SoftmaxAttention, z: Tensor, x: Tensor, **options: Any) -> list[Tensor]:
+    """Parameters of ``torch.optim.SGD`` before each of its steps, and after the last."""
+    parameter = nn.Parameter(z.clone())
+    optimizer = torch.optim.SGD([parameter], **options)
+    states = [z]
+    for _ in range(STEPS):
+        parameter.grad = energy.grad(parameter.detach(), x)
+        optimizer.step()
+        states.append(parameter.detach().clone())
+    return states
+
+
+@pytest.mark.parametrize("eta", [0.3, 1.0])
+def test_heavy_ball_is_that_of_torch(eta: float) -> None:
+    energy, z, x = problem()
+    with torch.no_grad():
+        found, _ = run(descent(energy, x, method="momentum", beta=0.6, eta=eta), z)
+        expected = by_torch(energy, z, x, lr=eta, momentum=0.6)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) <= 1e-6  # 0.6 and 0.3 as float32 parameters
+    exact, _ = run(descent(energy, x, method="momentum", beta=0.5, eta=0.25), z)
+    expected = by_torch(energy, z, x, lr=0.25, momentum=0.5)
+    assert max(map(relative_error, exact, expected)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "eta", "equal"),
+    [("scaled", 0.25, True), ("literal", 1.0, True), ("literal", 0.25, False)],
+)
+def test_where_nesterov_evaluates(lookahead: str, eta: float, equal: bool) -> None:
+    """The points at are the parameters of ``SGD(nesterov=True)``; the literal ones at eta 1 only."""
+    energy, z, x = problem()
+    seen: list[Tensor] = []
+
+    def branch(at: Tensor) -> Tensor:
+        seen.append(at)
+        return -energy.grad(at, x)
+
+    options: dict[str, Any] = {"beta": 0.5, "eta": eta, "lookahead": lookahead, "learned": False}
+    run([DescentStep(branch, "nesterov", **options) for _ in range(STEPS)], z)
+    expected = by_torch(energy, z, x, lr=eta, momentum=0.5, nesterov=True)
+    errors = [relative_error(at, theirs) for at, theirs in zip(seen, expected, strict=False)]
+    assert max(errors) <= 1e-12 if equal else max(errors) > 0.1
+
+
+def sublayers(method: str, **options: Any) -> list[DescentStep]:
+    torch.manual_seed(3)
+    branches = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)]
+    return [DescentStep(branch, method, **options).double() for branch in branches]
+
+
+def test_momentum_is_a_sum_over_the_sublayers_before() -> None:
+    """``p_k = -sum_(j<=k) beta^(k-j) u_j``."""
+    steps, (_, z, _) = sublayers("momentum", beta=0.5, eta=0.7), problem()
+    states, p = run(steps, z)
+    outputs = [step.branch(state) for step, state in zip(steps, states, strict=False)]
+    expected = -sum(0.5 ** (4 - j) * u for j, u in enumerate(outputs))
+    assert p is not None
+    assert relative_error(p.detach(), torch.as_tensor(expected).detach()) <= 1e-12
+
+
+@pytest.mark.parametrize("method", ["gain", "momentum", "nesterov"])
+def test_without_momentum_it_is_the_plain_step_bit_by_bit(method: str) -> None:
+    _, z, _ = problem()
+    plain, p = run(sublayers("plain"), z)
+    options = {} if method == "gain" else {"beta": 0.0}
+    found, _ = run(sublayers(method, eta=1.0, **options), z)
+    assert p is None
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_the_numbers_of_every_sublayer_are_learned() -> None:
+    _, z, _ = problem()
+    for method, number in (("plain", 0), ("gain", 5), ("momentum", 10), ("nesterov", 10)):
+        steps = sublayers(method)
+        scalars = [p for step in steps for p in step.parameters() if p.dim() == 0]
+        assert len(scalars) == number
+        run(steps, z)[0][-1].square().sum().backward()
+        # The first beta multiplies a momentum of zero.
+        assert sum(p.grad is not None for p in scalars) == max(0, number - (number == 10))
+
+
+def test_the_lookahead_of_queries_alone() -> None:
+    _, z, _ = problem()
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def branch(at: Tensor, *, memory: Tensor) -> Tensor:
+        seen.append((at, memory))
+        return at - memory + 1.0
+
+    options: dict[str, Any] = {"beta": 0.5, "lookahead": "queries", "learned": False}
+    steps = [DescentStep(branch, "nesterov", **options) for _ in range(2)]
+    z, p = steps[0](z)
+    steps[1](z, p)
+    assert torch.equal(seen[0][0], seen[0][1]) and torch.equal(seen[1][1], z)
+    assert torch.equal(seen[1][0], z - 0.5 * p)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_an_equilibrium_layer_with_momentum_ends_where_the_update_does(nesterov: bool) -> None:
+    torch.manual_seed(0)
+    energy = SoftmaxAttention(6, 2, norm=RMSNorm(1.0), bound=0.5) + Quadratic()
+    step = GradientStep(energy, 0.5).double()
+    _, x, _ = problem()
+    options: dict[str, Any] = {"tolerance": solvers.Tolerance(1e-12), "max_steps": 500}
+    plain = DEQ(step, **options)
+    moving = DEQ(
+        MomentumStep(step, nesterov=nesterov, beta=0.5), solver=solvers.Forward(), **options
+    )
+    gradients = []
+    for layer, pick in ((plain, lambda out: out), (moving, lambda out: out[0])):
+        at = x.clone().requires_grad_()
+        z = pick(layer(at))
+        z.pow(3).sum().backward()
+        assert at.grad is not None
+        gradients.append((z.detach(), at.grad))
+    assert relative_error(gradients[1][0], gradients[0][0]) <= 1e-10
+    assert relative_error(gradients[1][1], gradients[0][1]) <= 1e-9
+    assert moving(x)[1].abs().max() <= 1e-10  # at rest
+
+
+def test_momentum_saves_steps_on_an_ill_conditioned_energy() -> None:
+    """On curvatures from 0.01 to 1 heavy ball at its best numbers takes about a tenth of the steps."""
+    curvature = torch.logspace(-2, 0, 8, dtype=torch.float64)
+    step = GradientStep(
+        FunctionEnergy(lambda z, x: 0.5 * (curvature * (z - x).square()).sum(1))
+    ).double()
+    x = torch.arange(1.0, 9.0, dtype=torch.float64)[None]
+    options: dict[str, Any] = {
+        "solver": solvers.Forward(), "tolerance": solvers.Tolerance(1e-8), "max_steps": 5000,
+        "init": torch.zeros_like,
+    }  # fmt: skip
+    plain = DEQ(step, **options)
+    beta = ((1 - 0.1) / (1 + 0.1)) ** 2
+    options["init"] = lambda x: (torch.zeros_like(x), torch.zeros_like(x))
+    moving = DEQ(MomentumStep(step, beta=beta, eta=4 / (1 + 0.1) ** 2), **options)
+    slow, fast = plain.solve(x), moving.solve(x)
+    assert slow.converged.all() and fast.converged.all()
+    assert fast.evaluations.item() < 0.25 * slow.evaluations.item()
+
+
+def test_mistakes() -> None:
+    step = GradientStep(Quadratic())
+    with pytest.raises(TypeError, match="branch must be callable"):
+        DescentStep(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="method must be one of"):
+        DescentStep(torch.tanh, "adam")
+    with pytest.raises(ValueError, match='needs method="nesterov"'):
+        DescentStep(torch.tanh, "momentum", lookahead="scaled")
+    with pytest.raises(TypeError, match="update must be an Update"):
+        MomentumStep(torch.tanh)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="z must be a pair of state and momentum"):
+        MomentumStep(step)(torch.zeros(1, 2))
+    with pytest.raises(TypeError, match="beta must be a number"):
+        MomentumStep(step, beta="much")  # type: ignore[arg-type]
