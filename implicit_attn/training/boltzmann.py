@@ -19,6 +19,7 @@ from solvers.core.checks import (
     require_nonnegative,
     require_positive,
 )
+from solvers.spins.gibbs import check_values
 
 MOST_CONFIGURATIONS = 2**20
 
@@ -94,7 +95,7 @@ def contrastive_divergence(
 
     Args:
         model: changed in place; see :class:`PairModel`.
-        data: (M, N, d) states, for Potts sites one-hot.
+        data: (M, N, d) states, values that the site can take: for Potts sites one-hot.
         site: the law rho of a single site; None: ``solvers.PottsSite()``.
         sweeps: k.
         persistent: keep the chains.
@@ -125,7 +126,10 @@ def contrastive_divergence(
     require_callable("watch", watch, optional=True)
     _check_states(model, data)
     size = min(require_count("batch", batch), len(data))
-    if chains is not None and not require_flag("persistent", persistent):
+    require_flag("persistent", persistent)
+    require_count("seed", seed, low=0)
+    check_values("data", data, site)
+    if chains is not None and not persistent:
         raise ValueError(f"chains must be None without persistent chains, got {chains}")
     generator = torch.Generator(data.device).manual_seed(seed)
     data = data.to(model.field.dtype)
@@ -187,7 +191,8 @@ def fit_exact_likelihood(
     """Maximise :func:`exact_likelihood` of a small model, less ``l2 / 2 sum J^2``, by L-BFGS.
 
     The problem is convex. Without ``l2`` it has no maximum where a configuration of two sites never
-    occurs in the data: the status then says "max_steps".
+    occurs in the data: couplings grow until the gradient is within the tolerance, so that the status
+    says "converged" while their size tells the tolerance alone.
 
     Args:
         model: changed in place.

@@ -254,7 +254,9 @@ class AdaptiveTAPAttention(Update):
         """``log Z`` (B,) of the spins at the fixed point z, by :func:`solvers.tap_log_partition`.
 
         Its gradients by input, couplings and the site's parameters need no adjoint solve, and are right
-        also where z was computed without gradients; ``d log Z / dx`` is ``z.mean``.
+        also where z was computed without gradients; ``d log Z / dx`` is ``z.mean``. It is NaN, and adds
+        nothing to gradients, in samples whose z has no positive definite ``chi``, as no fixed point has:
+        the mean over the batch then is NaN, and ``Training`` refuses the step.
         """
         mean = z[0]
         self.couplings.check(mean, mask)

@@ -44,7 +44,7 @@ class SaddleAttention(nn.Module):
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Shapes: ``x`` (B, N, d) -> (B, N, d). ``mask`` (B, N) bool: masked tokens influence no other, their
-    output is zero.
+    output is zero, and N in the formula counts the others, so that padding changes nothing.
 
     Attributes:
         last: the :class:`solvers.SaddleSolution` of the latest solve, detached, or None.
@@ -94,7 +94,7 @@ class SaddleAttention(nn.Module):
                 f"SaddleAttention: x must have {self.sites} sites (N), got shape {tuple(x.shape)}"
             )
         fields = F.layer_norm(x, (self.dim,)) if self.normalise else x
-        k = self.couplings(fields)
+        k = self.couplings(fields, mask)
         solution = spherical_saddle(
             k.to(fields.dtype),
             self.beta * fields,
@@ -106,8 +106,8 @@ class SaddleAttention(nn.Module):
         self.last = replace(solution, **tensors)
         return solution
 
-    def couplings(self, fields: Tensor) -> Tensor:
-        """``K`` (N, N), or (B, N, N) from the normalised input (B, N, d)."""
+    def couplings(self, fields: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``K`` (N, N), or (B, N, N) from the normalised input (B, N, d), N unmasked tokens of a sample."""
         if self.kind == "free":
             rows, columns = self.pairs.unbind(0)
             upper = self.free.new_zeros(self.sites, self.sites).index_put(
@@ -115,10 +115,13 @@ class SaddleAttention(nn.Module):
             )
             return 2 * self.beta * (upper + upper.mT)
         sites = fields.shape[1]
+        count = torch.full_like(fields[:, :1, :1], sites)
+        if mask is not None:
+            count = mask.sum(1).clamp(min=1).to(fields.dtype)[:, None, None]
         n = fields / math.sqrt(self.dim)
         scores = torch.tanh(math.sqrt(self.dim) * (self.query(n) @ self.key(n).mT))
         outside = 1 - torch.eye(sites, dtype=scores.dtype, device=scores.device)
-        return self.beta * (scores + scores.mT) / math.sqrt(sites * self.dim) * outside
+        return self.beta * (scores + scores.mT) / (count * self.dim).sqrt() * outside
 
     def extra_repr(self) -> str:
         return (

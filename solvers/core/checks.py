@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+LONGEST = 200  # characters of a wrong value in a message
+
 
 def _is_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -71,7 +73,9 @@ def require_instance(
 ) -> Any:
     """An instance of ``kind``, which the message calls ``expected``, or None as an option."""
     if not isinstance(value, kind) and not (optional and value is None):
-        raise TypeError(f"{name} must be {expected}{' or None' * optional}, got {value!r}")
+        shown = repr(value)
+        shown = shown if len(shown) <= LONGEST else str(type(value))  # not a tensor's numbers
+        raise TypeError(f"{name} must be {expected}{' or None' * optional}, got {shown}")
     return value
 
 

@@ -113,7 +113,8 @@ def adaptive_tap(
         mask: (B, N) bool, False for masked sites: they influence no other, their results are zero.
         given: a pair of values (B, N, d) and of bools (B, N): where True, the site is clamped. It keeps
             its value, acts on the others, and has no covariance. Free sites may hold any value, also
-            NaN. A site that is masked, too, is masked.
+            NaN. A site that is masked, too, is masked. A value may also be a mean, as that of a spin
+            which is known in part: 0.3 for Ising sites, a distribution over the states for Potts sites.
         start: warm start, means and variances of an earlier solution, taken as constants. Where its
             ``chi`` is not positive definite, a sample starts as usual.
         inverse_temperature: ``beta`` > 0 that multiplies couplings and fields. Several are a schedule
@@ -127,8 +128,9 @@ def adaptive_tap(
             second-order means may converge where ``chi`` is indefinite, which is checked only here.
         log_partition: return ``log Z`` too, for priors of weight 1 (:mod:`solvers.spins.free_energy`
             has the formulas); with ``given``, the sum over the free sites alone. Its gradient is that
-            of the model at the solution, ``d log Z / dx = m``, at no adjoint solve and for every
-            ``adjoint`` but None. For ``SphericalSite(large_dimension=True)``, which is no
+            of the model at the solution, ``d log Z / dx = beta m`` (a pair counts once:
+            ``couplings.grad[i, j]`` is ``beta / 2 (m_i m_j^T + ...)``), at no adjoint solve and for
+            every ``adjoint`` but None. For ``SphericalSite(large_dimension=True)``, which is no
             distribution, it is the derivative of ``log Z`` up to O(1/d), except in order "naive".
         record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
@@ -268,7 +270,10 @@ def _read_betas(given: float | Sequence[float]) -> tuple[float, ...]:
     betas = tuple(given) if isinstance(given, Sequence) else (given,)
     for beta in betas:
         if isinstance(beta, bool) or not isinstance(beta, (int, float)):
-            raise TypeError(f"inverse_temperature must be a number or several, got {given!r}")
+            raise TypeError(
+                "inverse_temperature must be a number or a list of numbers (of a tensor or an array, its "
+                f"tolist()), got {given!r}"
+            )
         if not 0 < beta < math.inf:
             raise ValueError(f"inverse_temperature must be > 0 and finite, got {given!r}")
     if not betas:
@@ -280,7 +285,8 @@ def _read_start(start: Any, field: Tensor) -> SpinState | None:
     """A warm start like ``field``, detached, or None."""
     if start is None:
         return None
-    require_instance("start", start, (SpinState, SpinMarginals), "a SpinState or SpinMarginals")
+    if not isinstance(start, (SpinState, SpinMarginals)):
+        raise TypeError(f"start must be a SpinState or SpinMarginals, got {type(start)}")
     shapes = (tuple(field.shape), (*field.shape, field.shape[-1]))
     parts = (start.mean, start.cavity_variance)
     for name, part, shape in zip(("mean", "cavity_variance"), parts, shapes, strict=True):

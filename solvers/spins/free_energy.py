@@ -59,7 +59,9 @@ def tap_log_partition(
 
     The theory's free energy is stationary at its solution, so a gradient costs no adjoint solve:
     ``d log Z / dx = m``. It reaches field, couplings and the parameters of the site, and is right also
-    where ``state`` was computed without gradients. Second derivatives go through ``state``.
+    where ``state`` was computed without gradients. Second derivatives go through ``state``. The two blocks
+    ``J_ij`` and ``J_ji^T`` of a pair are one number with half of its derivative in each: the gradient
+    holds ``(m_i m_j^T + ...) / 2`` in the block ``[i, j]`` of ``couplings``.
 
     Args:
         state: the solution of the theory, means (B, N, d) and cavity variances (B, N, d, d). Elsewhere
@@ -72,7 +74,8 @@ def tap_log_partition(
 
     Returns:
         (B,), at least float32. The prior of a site counts with weight 1: without couplings and fields
-        ``log Z = 0``.
+        ``log Z = 0``. Of order "adaptive" it is NaN in samples whose ``chi`` is not positive definite, as
+        that of a solution always is; these samples add nothing to gradients.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument.
@@ -88,7 +91,8 @@ def tap_log_partition(
         h = cavity_field(mean, variance, as_wide(field), matrix, mask)
         covariance = zero_masked(site.covariance(h, variance), mask)
         results = (zero_masked(mean, mask), zero_masked(variance, mask), covariance)
-        return free_energy(order, results, as_wide(field), matrix, site, mask)[0]
+        value, exists = free_energy(order, results, as_wide(field), matrix, site, mask)
+        return torch.where(exists, value, torch.nan)
 
 
 def free_energy(

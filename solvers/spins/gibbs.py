@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from solvers.core.checks import require_count, require_instance
 from solvers.core.modes import without_autocast
-from solvers.spins.inputs import as_matrix, as_wide, check_inputs, read_given
+from solvers.spins.inputs import as_matrix, as_wide, check_inputs, read_given, zero_masked
 from solvers.spins.response import is_definite
 from solvers.spins.sites.discrete import PottsSite, draw_states
 from solvers.spins.sites.site import Site
@@ -49,9 +49,11 @@ def gibbs(
         sweeps: number of times that every site is drawn.
         chains: number of independent chains; None: that of ``start``, else of ``field``.
         generator: of the draws, on the device of ``field``; None: the global one.
-        start: (chains, N, d) or (1, N, d) states; None: draws of the sites without couplings.
+        start: (chains, N, d) or (1, N, d) states, values that the sites can take; None: draws of the sites
+            without couplings.
         given: a pair of values (N, d) or (chains, N, d) and of bools (N,) or (chains, N): where True,
-            the site is clamped to its value. The chains then sample the others, given these.
+            the site is clamped to its value, one that it can take. The chains then sample the others,
+            given these.
 
     Returns:
         The last states (chains, N, d), without gradients. Where the couplings of many Potts chains are
@@ -59,7 +61,7 @@ def gibbs(
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument; for Gaussian sites
-            whose couplings are too strong for a model to exist.
+            whose couplings are too strong for a model of the free ones to exist.
         NotImplementedError: the site cannot draw samples.
 
     Example:
@@ -75,7 +77,6 @@ def gibbs(
     require_count("sweeps", sweeps)
     shape, field = _shape(couplings, field, chains, start)
     check_inputs(couplings, field, None)
-    _check_exists(couplings, field, site)
     clamped = None
     with without_autocast(field.device.type):
         x = as_wide(field)
@@ -84,9 +85,10 @@ def gibbs(
             state = _read_start(start, x, shape, site)
         if given is not None:
             values, clamped = read_given(given, x.expand(shape))
-            _check_colours("given", values[clamped], site)
+            check_values("given", values[clamped], site)
             state = torch.where(clamped.unsqueeze(-1), values, state)
         matrix = as_matrix(couplings)
+        _check_exists(matrix, x, site, clamped)
         sweep = _look_up if _is_sparse(matrix, shape, site) else _multiply
         return sweep(state, x, matrix, site, sweeps, generator, clamped).to(field.dtype)
 
@@ -165,16 +167,18 @@ def _is_sparse(matrix: Tensor, shape: tuple[int, int, int], site: Site) -> bool:
     return neighbours * (chains * dim + CALL) < PRODUCT * sites * dim * chains * dim
 
 
-def _check_exists(couplings: Tensor, field: Tensor, site: Site) -> None:
-    """Gaussian sites: the joint distribution can be normalised."""
+def _check_exists(matrix: Tensor, field: Tensor, site: Site, clamped: Tensor | None) -> None:
+    """Gaussian sites: the joint distribution of the free ones can be normalised."""
     if site.field_dependent:
         return
-    zero = as_wide(field[:1])
-    variance = zero.new_zeros(*zero.shape, zero.shape[-1])
-    if not bool(is_definite(site.covariance(zero, variance), variance, as_matrix(couplings)).all()):
+    patterns = None if clamped is None else (~clamped).unique(dim=0)
+    number = 1 if patterns is None else len(patterns)
+    variance = field.new_zeros(number, *field.shape[1:], field.shape[-1])
+    covariance = site.covariance(field[:1], variance[:1]).expand_as(variance)
+    if not bool(is_definite(zero_masked(covariance, patterns), variance, matrix).all()):
         raise ValueError(
-            "couplings are too strong: the inverse covariance of the sites minus the couplings must be "
-            "positive definite"
+            "couplings are too strong: the inverse covariance of the free sites minus the couplings must "
+            "be positive definite"
         )
 
 
@@ -200,7 +204,7 @@ def _shape(
 
 
 def _read_start(start: Any, field: Tensor, shape: tuple[int, int, int], site: Site) -> Tensor:
-    """States that broadcast to (chains, N, d): finite, one-hot for Potts sites."""
+    """States that broadcast to (chains, N, d), values of the sites."""
     require_instance("start", start, Tensor, "a tensor", optional=False)
     if start.dim() != 3 or start.shape not in (shape, (1, *shape[1:])):
         raise ValueError(f"start must have the shape {shape}, got {tuple(start.shape)}")
@@ -209,13 +213,16 @@ def _read_start(start: Any, field: Tensor, shape: tuple[int, int, int], site: Si
     states = start.to(field.dtype)
     if not bool(states.isfinite().all()):
         raise ValueError("start must be finite, got NaN or infinity")
-    _check_colours("start", states, site)
+    check_values("start", states, site)
     return states.expand(shape)
 
 
-def _check_colours(name: str, states: Tensor, site: Site) -> None:
-    """Potts sites are in one state each; ``states`` (..., d)."""
-    if isinstance(site, PottsSite):
-        one_hot = ((states == 0) | (states == 1)).all(-1) & (states.sum(-1) == 1)
-        if not bool(one_hot.all()):
-            raise ValueError(f"{name} must be one-hot for Potts sites")
+def check_values(name: str, states: Tensor, site: Site) -> None:
+    """``states`` (..., d) are values that the site can take."""
+    wrong = states[~site.takes(states)]
+    if len(wrong):
+        shown = ", ".join(f"{entry:.4g}" for entry in wrong[0, :8].tolist())
+        raise ValueError(
+            f"{name} must be {site.values} for {type(site).__name__}, got [{shown}"
+            f"{', ...' if wrong.shape[1] > 8 else ''}]"
+        )

@@ -67,7 +67,8 @@ def _check_alike(couplings: Tensor, field: Tensor, mask: Any) -> None:
             f"{couplings.device}"
         )
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
-        raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
+        what = mask.dtype if isinstance(mask, Tensor) else type(mask)
+        raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
     if mask is not None and mask.shape != shape[:2]:
         raise ValueError(f"mask must have the shape {shape[:2]}, got {tuple(mask.shape)}")
 
@@ -105,7 +106,8 @@ def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
     Gradients flow to the values.
     """
     if not (isinstance(given, tuple) and len(given) == 2):
-        raise TypeError(f"given must be a pair (values, clamped) of tensors, got {type(given)}")
+        what = f"{len(given)} of them" if isinstance(given, tuple) else type(given)
+        raise TypeError(f"given must be a pair (values, clamped) of tensors, got {what}")
     shape, (values, clamped) = field.shape, given
     if not isinstance(values, Tensor) or not values.is_floating_point():
         what = values.dtype if isinstance(values, Tensor) else type(values)

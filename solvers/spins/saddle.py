@@ -40,14 +40,16 @@ class SaddleSolution:
     """What :func:`spherical_saddle` finds, B models of N spins in d dimensions.
 
     Attributes:
-        multiplier: (B, N) ``Lambda``, or (B, 1) where all sites share one.
+        multiplier: (B, N) ``Lambda``, or (B, 1) where all sites share one; 1 of masked sites, and of
+            samples without others. Rounded to the dtype of the field: in half precision it is no
+            multiplier from which the other results could be computed again.
         mean: (B, N, d) ``<S_i> = X x``.
         response: (B, N, N) ``X = (Lambda - K)^-1``: ``<S_i.S_j> - <S_i>.<S_j> = d X_ij``.
         log_partition: (B,) ``log Z``, at least float32; 0 without couplings and fields.
         internal_energy: (B,) ``-<1/2 sum_ij K_ij S_i.S_j + sum_i x_i.S_i>``, at least float32.
         status: (B,) int64, values of :class:`solvers.Status`.
-        residual: (B,) largest ``|<|S_i|^2> / d - 1|``, of the mean over the sites where they share a
-            multiplier.
+        residual: (B,) largest ``|<|S_i|^2> / d - 1|``, of the mean over the unmasked sites where they
+            share a multiplier.
         evaluations: (B,) int64, factorisations of ``Lambda - K``.
     """
 
@@ -85,7 +87,8 @@ def spherical_saddle(
         <S_i> = m_i,   <S_i.S_j> - m_i.m_j = d X_ij,
         d log Z / dx_i = m_i,   d log Z / dK_ij = m_i.m_j + d X_ij
 
-    The relative error is O(1/d) at a fixed N. It is what adaptive TAP finds with
+    ``couplings.grad[i, j]`` holds half of ``d log Z / dK_ij``, for a pair counts once and has two
+    entries. The relative error is O(1/d) at a fixed N. It is what adaptive TAP finds with
     ``SphericalSite(large_dimension=True)`` up to O(1/d), at a cost of O(N^3 + N^2 d) in place of
     O(N^3 d^3). ``Phi`` is strictly convex, so there is one solution; damped Newton steps find it within
     the domain ``Lambda - K > 0``. Gradients of any order reach couplings and field.
@@ -95,12 +98,14 @@ def spherical_saddle(
             gradient has the same symmetry and the same zeros.
         field: ``x`` (B, N, d), dtype and device like ``couplings``.
         per_site: False: one multiplier for all sites, the spherical model, which fixes
-            ``sum_i |S_i|^2 = N d`` alone.
+            ``sum_i |S_i|^2 = N d`` alone, N the number of unmasked sites.
         mask: (B, N) bool, False for masked sites: they influence no other, their results are zero
             (their multipliers 1).
         tolerance: of the constraints, ``|<|S_i|^2> / d - 1| <= rtol``; None: 1e-10 in float64, 1e-5 in
             float32.
-        max_steps: factorisations per sample, an upper bound.
+        max_steps: factorisations per sample, an upper bound. Couplings of order 1 take about ten, those
+            of a size of 1e4 with weak fields up to several hundred; from 1e6 on rounding in float64
+            forbids the default tolerance.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
@@ -128,9 +133,9 @@ def spherical_saddle(
     with without_autocast(field.device.type):
         x = zero_masked(as_wide(field), mask)
         k = with_scalar_symmetries(as_wide(couplings), mask).expand(len(x), -1, -1)
-        search = _Search(k.detach(), x.detach(), per_site, rtol)
+        search = _Search(k.detach(), x.detach(), per_site, mask, rtol)
         search.run(max_steps)
-        multiplier = _Multiplier.apply(k, x, search.multiplier, per_site)
+        multiplier = _Multiplier.apply(k, x, search.multiplier, per_site, mask)
         found = _moments(multiplier, k, x, mask, field.dtype)
     status, residual, count = search.status(), search.residual, search.evaluations
     solution = SaddleSolution(multiplier.to(field.dtype), *found, status, residual, count)
@@ -144,10 +149,11 @@ def _moments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean, response, log Z and internal energy at the saddle, differentiable."""
     _, sites, dim = x.shape
-    factor, response = _inverse(multiplier.expand(-1, sites), k)
+    whole = _of_sites(multiplier, sites, mask)
+    factor, response = _inverse(whole, k)
     mean = response @ x
     log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-    size = multiplier.expand(-1, sites).sum(1) - log_det - sites
+    size = whole.sum(1) - log_det - sites
     aligned = (x * mean).flatten(1).sum(1)
     log_z = dim / 2 * size + aligned / 2
     products = mean @ mean.mT + dim * response
@@ -157,6 +163,15 @@ def _moments(
     return mean.to(dtype), response.to(dtype), log_z, energy
 
 
+def _of_sites(multiplier: Tensor, sites: int, mask: Tensor | None) -> Tensor:
+    """(B, N): the multiplier of every site, 1 at masked ones, which without couplings and fields is theirs.
+
+    With it they meet the constraint and add nothing to ``Phi``.
+    """
+    whole = multiplier.expand(-1, sites)
+    return whole if mask is None else torch.where(mask, whole, 1.0)
+
+
 def _inverse(multiplier: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Cholesky factor of ``Lambda - K`` and ``X``; (B, N, N) both."""
     factor, _ = torch.linalg.cholesky_ex(torch.diag_embed(multiplier) - k)
@@ -164,10 +179,14 @@ def _inverse(multiplier: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return factor, torch.cholesky_solve(unit.expand_as(k), factor)
 
 
-def _hessian(response: Tensor, overlaps: Tensor, per_site: bool) -> Tensor:
+def _hessian(response: Tensor, overlaps: Tensor, per_site: bool, mask: Tensor | None) -> Tensor:
     """Hessian of ``Phi / d`` by the multipliers, (B, N, N) or (B, 1, 1); overlaps are ``m m^T / d``."""
     whole = response * (response / 2 + overlaps)
-    return whole if per_site else whole.sum((1, 2), keepdim=True)
+    if per_site:
+        return whole
+    common = zero_masked(whole, mask).sum((1, 2), keepdim=True)
+    # A sample without sites has a multiplier that nothing depends on: any number but 0 will do.
+    return common if mask is None else common + (~mask.any(1)).to(common.dtype)[:, None, None]
 
 
 class _Multiplier(torch.autograd.Function):
@@ -177,9 +196,11 @@ class _Multiplier(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, x: Tensor, multiplier: Tensor, per_site: bool) -> Tensor:
+    def forward(
+        ctx: Any, k: Tensor, x: Tensor, multiplier: Tensor, per_site: bool, mask: Tensor | None
+    ) -> Tensor:
         result = multiplier.clone()
-        ctx.per_site = per_site
+        ctx.per_site, ctx.mask = per_site, mask
         ctx.save_for_backward(k, x, result)
         return result
 
@@ -188,13 +209,14 @@ class _Multiplier(torch.autograd.Function):
         (cotangent,) = cotangents
         k, x, multiplier = ctx.saved_tensors
         _, sites, dim = x.shape
-        _, response = _inverse(multiplier.expand(-1, sites), k)
+        _, response = _inverse(_of_sites(multiplier, sites, ctx.mask), k)
         mean = response @ x
-        hessian = _hessian(response, mean @ mean.mT / dim, ctx.per_site)
-        weight = torch.linalg.solve(hessian, cotangent.unsqueeze(-1)).expand(-1, sites, 1)
+        hessian = _hessian(response, mean @ mean.mT / dim, ctx.per_site, ctx.mask)
+        solved = torch.linalg.solve(hessian, cotangent.unsqueeze(-1)).expand(-1, sites, 1)
+        weight = zero_masked(solved, ctx.mask)
         pulled = response @ (weight * mean)
         of_k = response @ (weight * response) / 2 + pulled @ mean.mT / dim
-        return (of_k + of_k.mT) / 2, pulled / dim, None, None
+        return (of_k + of_k.mT) / 2, pulled / dim, None, None, None
 
 
 class _Search:
@@ -204,12 +226,15 @@ class _Search:
     fallen enough, it becomes the sample's point, with a new Newton step p; elsewhere t is halved.
     """
 
-    def __init__(self, k: Tensor, x: Tensor, per_site: bool, rtol: float) -> None:
+    def __init__(
+        self, k: Tensor, x: Tensor, per_site: bool, mask: Tensor | None, rtol: float
+    ) -> None:
         batch, self.sites, dim = x.shape
-        self.k, self.per_site, self.rtol = k, per_site, rtol
+        self.k, self.per_site, self.mask, self.rtol = k, per_site, mask, rtol
         self.gram = x @ x.mT / dim  # all that is needed of the fields
         square = self.gram.diagonal(dim1=1, dim2=2)
         # Uncoupled spins have Lambda = (1 + sqrt(1 + 4 |x|^2 / d)) / 2; the rows of K make it dominant.
+        # It is 1 at masked sites and at least 1 at others.
         start = 0.5 + (0.25 + square).sqrt() + k.abs().sum(2)
         self.multiplier = start if per_site else start.amax(1, keepdim=True)
         self.trial, self.step = self.multiplier, torch.zeros_like(self.multiplier)
@@ -233,9 +258,15 @@ class _Search:
         stalled = torch.where(self.share > SHORTEST, int(Status.MAX_STEPS), int(Status.STALLED))
         return torch.where(self.residual <= self.rtol, int(Status.CONVERGED), stalled)
 
+    def mean(self, spare: Tensor) -> Tensor:
+        """(B,): over the unmasked sites; at masked ones ``spare`` is 0."""
+        if self.mask is None:
+            return spare.mean(1)
+        return spare.sum(1) / self.mask.sum(1).clamp(min=1)
+
     def evaluate(self, active: Tensor) -> None:
         """``Phi / d``, its gradient and Newton's step at the trial points."""
-        whole = self.trial.expand(-1, self.sites)
+        whole = _of_sites(self.trial, self.sites, self.mask)
         factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(whole) - self.k)
         response = torch.cholesky_inverse(factor)
         overlaps = response @ self.gram @ response
@@ -244,7 +275,7 @@ class _Search:
         value = (size + (response * self.gram).flatten(1).sum(1)) / 2
         spare = 1 - (response + overlaps).diagonal(dim1=1, dim2=2)  # of |S_i|^2 / d
         gradient = spare / 2 if self.per_site else spare.sum(1, keepdim=True) / 2
-        residual = spare.abs().amax(1) if self.per_site else spare.mean(1).abs()
+        residual = spare.abs().amax(1) if self.per_site else self.mean(spare).abs()
         fallen = value <= self.value + ENOUGH * self.share * self.slope
         # Where Phi is the same to rounding, the gradient says whether the step was good.
         noise = (
@@ -258,7 +289,7 @@ class _Search:
         self.multiplier = torch.where(chosen, self.trial, self.multiplier)
         self.value = torch.where(good, value, self.value)
         self.residual = torch.where(good, residual, self.residual)
-        hessian = _hessian(response, overlaps, self.per_site)
+        hessian = _hessian(response, overlaps, self.per_site, self.mask)
         newton, singular = torch.linalg.cholesky_ex(hessian)
         step = -torch.cholesky_solve(gradient.unsqueeze(-1), newton).squeeze(-1)
         step = torch.where((singular == 0).unsqueeze(1), step, -gradient)
@@ -266,7 +297,8 @@ class _Search:
         slope = (gradient * step).sum(1)
         self.slope = torch.where(good, slope, self.slope)
         # How far the step goes towards the border of the domain, were there no couplings.
-        size = -(step * response.diagonal(dim1=1, dim2=2)).amin(1)
+        towards = zero_masked(step * response.diagonal(dim1=1, dim2=2), self.mask)
+        size = -towards.amin(1)
         share = torch.where(size < SHORT, 1.0, 1 / (1 + size))
         shorter = torch.where(active, self.share / 2, self.share)
         self.share = torch.where(good, share, shorter)

@@ -100,8 +100,12 @@ def test_the_penalty_keeps_couplings_finite() -> None:
     data = F.one_hot(torch.tensor([[0, 0], [1, 1]]), 2).double()
     free, kept = PottsModel(2, 2).double(), PottsModel(2, 2).double()
     fit = fit_exact_likelihood(kept, data, l2=1e-2, tolerance=1e-8)
-    fit_exact_likelihood(free, data, steps=30, tolerance=1e-12)
-    assert fit.converged
+    unbound = [
+        (fit_exact_likelihood(free, data, tolerance=tolerance), free.couplings.weight.abs().max())
+        for tolerance in (1e-3, 1e-5)
+    ]
+    assert fit.converged and all(each.converged for each, _ in unbound)
+    assert unbound[1][1] > unbound[0][1] + 1  # the size follows from the tolerance
     assert free.couplings.weight.abs().max() > 2 * kept.couplings.weight.abs().max()
 
 
@@ -185,6 +189,12 @@ def test_mistakes() -> None:
         contrastive_divergence(model, data[:, :2])
     with pytest.raises(TypeError, match="site must be"):
         contrastive_divergence(model, data, site="potts")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="data must be one-hot for PottsSite"):
+        contrastive_divergence(model, 0.5 * data)
+    with pytest.raises(TypeError, match="persistent must be"):
+        contrastive_divergence(model, data, persistent=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="seed must be"):
+        contrastive_divergence(model, data, seed=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rate must be"):
         contrastive_divergence(model, data, rate=0.0)
     with pytest.raises(ValueError, match="configurations"):

@@ -59,8 +59,9 @@ def test_it_trains_by_its_output_and_by_its_free_energy(kind: str) -> None:
 
 
 @KINDS
-def test_masked_tokens_influence_nobody(kind: str) -> None:
-    layer, x = make(kind)
+@pytest.mark.parametrize("per_site", [True, False])
+def test_masked_tokens_influence_nobody(kind: str, per_site: bool) -> None:
+    layer, x = make(kind, per_site=per_site)
     mask = torch.tensor([[True, True, True, False, False]]).expand(3, 5)
     other = x.clone()
     other[:, 3:] += 1.0 + torch.arange(8)
@@ -68,6 +69,29 @@ def test_masked_tokens_influence_nobody(kind: str) -> None:
     torch.testing.assert_close(first, second)
     assert not first[:, 3:].any()
     assert not torch.allclose(layer(x)[:, :3], first[:, :3])
+
+
+@pytest.mark.parametrize("per_site", [True, False])
+def test_padding_changes_nothing(per_site: bool) -> None:
+    layer, x = make("input", per_site=per_site)
+    mask = torch.tensor([[True] * 3 + [False] * 2, [True] * 5, [True, False, True, False, False]])
+    padded = layer.solve(x, mask)
+    for row in range(3):
+        alone = layer.solve(x[row : row + 1, mask[row]])
+        torch.testing.assert_close(padded.mean[row, mask[row]], alone.mean[0])
+        torch.testing.assert_close(padded.log_partition[row], alone.log_partition[0])
+
+
+@pytest.mark.parametrize("per_site", [True, False])
+def test_free_couplings_of_masked_tokens_are_not_there(per_site: bool) -> None:
+    layer, x = make("free", per_site=per_site)
+    mask = torch.tensor([[True, True, False, True, False]])
+    kept = mask[0]
+    fields = torch.nn.functional.layer_norm(x[:1], (8,))
+    wanted = solvers.spherical_saddle(
+        layer.couplings(fields)[kept][:, kept], fields[:, kept], per_site=per_site
+    )
+    torch.testing.assert_close(layer(x[:1], mask)[:, kept], wanted.mean)
 
 
 def test_fields_as_they_are_and_other_lengths() -> None:

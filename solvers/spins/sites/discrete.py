@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class IsingSite(Site):
     Raises:
         ValueError: if the field has d != 1.
     """
+
+    values: ClassVar[str] = "+1 or -1"
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
         _check_scalar(field)
@@ -53,6 +56,10 @@ class IsingSite(Site):
         drawn = torch.rand(up.shape, generator=generator, dtype=up.dtype, device=up.device)
         return torch.where(drawn < up, 1.0, -1.0).to(field.dtype)
 
+    def takes(self, states: Tensor) -> Tensor:
+        """+1 or -1."""
+        return (states.abs() == 1).all(-1)
+
 
 class PottsSite(Site):
     """One of d states, one-hot, with equal prior weights::
@@ -63,6 +70,8 @@ class PottsSite(Site):
     The covariance is singular along (1, ..., 1), as the components sum to 1; the solver needs no
     inverse of it (:mod:`solvers.spins.response`).
     """
+
+    values: ClassVar[str] = "one-hot"
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
         return torch.logsumexp(_logits(field, variance), dim=-1) - math.log(field.shape[-1])
@@ -92,6 +101,10 @@ class PottsSite(Site):
                 logits = _logits(logits, as_wide(variance))
             states = draw_states(logits.movedim(-1, 0), generator)
         return F.one_hot(states, field.shape[-1]).to(field.dtype)
+
+    def takes(self, states: Tensor) -> Tensor:
+        """One-hot."""
+        return ((states == 0) | (states == 1)).all(-1) & (states.sum(-1) == 1)
 
 
 def draw_states(logits: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -18,12 +18,14 @@ class Site(nn.Module):
 
     A subclass must define ``log_partition`` alone; mean and covariance then come by automatic
     differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
-    :func:`solvers.gibbs` also asks for ``sample`` and, where the sites differ, for ``at``. The free
+    :func:`solvers.gibbs` also asks for ``sample`` and, where the sites differ, for ``at``; it refuses
+    states that ``takes`` denies. The free
     energies of coupled sites need ``log Z`` with all that depends on V, also what no moment shows.
 
     Class attributes:
         field_dependent: the covariance depends on the field; only Gaussian sites say False, and are
             solved once for all fields.
+        values: the values of S in words, for messages.
 
     Shapes: ``field`` (B, N, d), ``variance`` (B, N, d, d) symmetric -> ``log_partition`` (B, N),
     ``mean`` (B, N, d), ``covariance`` (B, N, d, d), each site on its own. Where a site cannot be
@@ -31,6 +33,7 @@ class Site(nn.Module):
     """
 
     field_dependent: ClassVar[bool] = True
+    values: ClassVar[str] = "vectors"
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
         """``log Z`` of every site, (B, N)."""
@@ -80,6 +83,10 @@ class Site(nn.Module):
     def at(self, index: int) -> Site:
         """The distribution of site ``index`` alone; itself, unless the sites differ."""
         return self
+
+    def takes(self, states: Tensor) -> Tensor:
+        """(...) bool: ``states`` (..., d) are values of S, up to rounding; True unless a site says more."""
+        return states.new_ones(states.shape[:-1], dtype=torch.bool)
 
     def _derivatives(self, field: Tensor, variance: Tensor, order: int) -> list[Tensor]:
         """Mean, and covariance for ``order`` 2, by autograd; NaN where log Z is not finite."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from solvers.spins.inputs import as_wide
 from solvers.spins.sites.bingham import LogPartition, Moments, eigen, saddle_point
 from solvers.spins.sites.directions import draw_directions
 from solvers.spins.sites.site import Site
+
+ROUNDED = 0.01  # share of its length by which a given spin may miss the sphere
 
 
 class SphericalSite(Site):
@@ -40,6 +43,8 @@ class SphericalSite(Site):
     Source: Mardia and Jupp (2000), "Directional Statistics", section 9.3,
     https://doi.org/10.1002/9780470316979; Bal (2021), "Deep Implicit Attention", for large d.
     """
+
+    values: ClassVar[str] = "of length radius (None: sqrt d)"
 
     def __init__(self, radius: float | None = None, *, large_dimension: bool = False) -> None:
         super().__init__()
@@ -89,6 +94,11 @@ class SphericalSite(Site):
             flat = as_wide(field).reshape(-1, field.shape[-1])
             drawn = radius * draw_directions(radius * flat, generator)
         return drawn.view_as(field).to(field.dtype)
+
+    def takes(self, states: Tensor) -> Tensor:
+        """Of the length ``radius``, up to 1 %, as after rounding to half precision."""
+        radius = math.sqrt(self._rho(states))
+        return (states.norm(dim=-1) - radius).abs() <= ROUNDED * radius
 
     def _rho(self, field: Tensor) -> float:
         """``radius^2``."""

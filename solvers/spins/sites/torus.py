@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class TorusSite(Site):
     https://doi.org/10.1002/9780470316979, for the von Mises distribution.
     """
 
+    values: ClassVar[str] = "of length 1 on every circle"
+
     def __init__(self, circles: int | None = None) -> None:
         super().__init__()
         self.circles = None if circles is None else require_count("circles", circles)
@@ -95,6 +97,10 @@ class TorusSite(Site):
                 "TorusSite draws samples at variance 0 alone, got another one"
             )
         return self.circle.sample(self._parts(field).flatten(-3, -2), generator).view(field.shape)
+
+    def takes(self, states: Tensor) -> Tensor:
+        """Of length 1 on every circle."""
+        return self.circle.takes(self._parts(states)).all(-1)
 
     def _parts(self, field: Tensor) -> Tensor:
         """(..., N, c, 2)."""

@@ -368,7 +368,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"field": X[:0]}, ValueError, "field must have the shape"),
     ({"field": X / 0}, ValueError, r"field must be finite.*\[0, 1\]"),
     ({"site": "potts"}, TypeError, "site must be a solvers.Site"),
-    ({"mask": torch.ones(2, 3)}, TypeError, "mask must be a bool tensor"),
+    ({"mask": torch.ones(2, 3)}, TypeError, r"mask must be a bool tensor .*torch.float32$"),
     (
         {"mask": torch.ones(2, 2, dtype=torch.bool)},
         ValueError,
@@ -388,7 +388,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inverse_temperature": 0}, ValueError, "inverse_temperature must be > 0"),
     ({"inverse_temperature": ()}, ValueError, "inverse_temperature must hold"),
     ({"inverse_temperature": "1"}, TypeError, "inverse_temperature must be a number"),
+    ({"inverse_temperature": torch.tensor([0.1, 1.0])}, TypeError, r"of a tensor .*tolist\(\)"),
     ({"start": torch.zeros(2, 3, 2)}, TypeError, "start must be a SpinState"),
+    ({"start": (X, X)}, TypeError, "SpinMarginals, got <class 'tuple'>$"),
     ({"response": 1}, TypeError, "response"),
     ({"record": 1}, TypeError, "record"),
     ({"on_failure": "shout"}, ValueError, "on_failure"),

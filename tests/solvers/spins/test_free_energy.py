@@ -326,6 +326,63 @@ def test_conditional_log_z_is_the_likelihood_of_what_is_given() -> None:
     torch.testing.assert_close(chances, whole.mean[:, 0], rtol=0, atol=1e-5)
 
 
+def test_log_z_is_nan_where_its_determinant_has_no_logarithm() -> None:
+    """One sample at its fixed point, one far from any, where the uncoupled covariances are too large."""
+    blocks, x = model(1, 2.0)
+    x = torch.stack([4 * x[0].abs() + 4, 0 * x[0]])
+    found = adaptive_tap(blocks, x, site=IsingSite(), log_partition=True, on_failure="ignore")
+    state = [found.value.mean.clone(), found.value.cavity_variance.clone()]
+    for part in state:
+        part[1] = 0
+    leaves = blocks.clone().requires_grad_(), x.clone().requires_grad_()
+    value = tap_log_partition(SpinState(*state), leaves[1], leaves[0], IsingSite())
+    assert found.converged[0] and value[1].isnan()
+    torch.testing.assert_close(value[0], found.value.log_partition[0])
+    others = {
+        order: tap_log_partition(SpinState(*state), x, blocks, IsingSite(), order=order)
+        for order in ("naive", "second")
+    }
+    assert all(each.isfinite().all() for each in others.values())
+    of_all = torch.autograd.grad(value.mean(), leaves, retain_graph=True)
+    of_one = torch.autograd.grad(value[0] / 2, leaves)
+    for got, wanted in zip(of_all, of_one, strict=True):
+        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(of_one[1][0], found.value.mean[0] / 2, rtol=0, atol=1e-8)
+
+
+@ORDERS
+def test_gradients_with_an_inverse_temperature_and_of_pairs(order: str) -> None:
+    blocks, x = model(3)
+    blocks.requires_grad_()
+    x.requires_grad_()
+    options: dict[str, Any] = {"site": PottsSite(), "order": order, "log_partition": True}
+    found = adaptive_tap(
+        blocks, x, inverse_temperature=0.7, response=order == "adaptive", **options, **TIGHT
+    ).value
+    of_blocks, of_x = torch.autograd.grad(found.log_partition.sum(), (blocks, x))
+    torch.testing.assert_close(of_x, 0.7 * found.mean, rtol=0, atol=1e-9)
+    products = torch.einsum("sia,sjb->ijab", found.mean, found.mean)
+    if order == "adaptive":
+        assert found.response is not None
+        products = products + found.response.sum(0).permute(0, 2, 1, 3)
+    if order == "second":
+        c = found.covariance
+        products = products + 0.7 * torch.einsum("siac,ijcd,sjdb->ijab", c, blocks, c)
+    apart = ~torch.eye(4, dtype=torch.bool)
+    torch.testing.assert_close(of_blocks[apart], 0.35 * products[apart], rtol=0, atol=1e-9)
+
+
+def test_a_clamped_value_may_be_a_mean() -> None:
+    blocks, x = model(1)
+    given = torch.full_like(x, 0.3), torch.tensor([True, False, False, False])
+    found = adaptive_tap(blocks, x, site=IsingSite(), given=given).value
+    assert (found.mean[:, 0] == 0.3).all()
+    rest = adaptive_tap(
+        blocks[1:, 1:], x[:, 1:] + 0.3 * blocks[1:, 0, 0], site=IsingSite(), **TIGHT
+    ).value
+    torch.testing.assert_close(found.mean[:, 1:], rest.mean, rtol=0, atol=1e-8)
+
+
 def test_all_sites_may_be_clamped() -> None:
     blocks, x = model(1)
     values = torch.ones(4, 1, dtype=F64)

@@ -156,16 +156,19 @@ def test_moments_of_samples_in_many_dimensions() -> None:
     assert alignment == pytest.approx(1.0, abs=0.03)
 
 
-def test_each_sample_gets_what_it_gets_alone_and_masked_sites_are_not_there() -> None:
+@MODELS
+def test_each_sample_gets_what_it_gets_alone_and_masked_sites_are_not_there(per_site: bool) -> None:
     k = scalar_couplings(5, 1.0, batch=3)
     x = fields(3, 5, 4, generator(1), 1.0)
     x[1] *= 50.0
     mask = torch.tensor([[True] * 5, [True, False, True, True, False], [False] * 4 + [True]])
-    together = spherical_saddle(k, x, mask=mask)
+    together = spherical_saddle(k, x, mask=mask, per_site=per_site)
     assert together.converged.all()
     for row in range(3):
         kept = torch.nonzero(mask[row]).flatten()
-        alone = spherical_saddle(k[row][kept][:, kept], x[row : row + 1, kept])
+        alone = spherical_saddle(k[row][kept][:, kept], x[row : row + 1, kept], per_site=per_site)
+        multiplier = together.multiplier[row, kept] if per_site else together.multiplier[row]
+        torch.testing.assert_close(multiplier, alone.multiplier[0], rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(together.mean[row, kept], alone.mean[0], rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(
             together.log_partition[row], alone.log_partition[0], rtol=1e-8, atol=1e-9
@@ -174,6 +177,20 @@ def test_each_sample_gets_what_it_gets_alone_and_masked_sites_are_not_there() ->
         torch.testing.assert_close(part, alone.response[0], rtol=1e-8, atol=1e-9)
         assert not together.mean[row, ~mask[row]].any()
         assert not together.response[row, ~mask[row]].any()
+
+
+@MODELS
+def test_a_sample_without_sites_has_the_multiplier_one_and_finite_gradients(per_site: bool) -> None:
+    k = scalar_couplings(4, 1.0).requires_grad_()
+    x = fields(2, 4, 3, generator(1), 1.0).requires_grad_()
+    mask = torch.tensor([[True] * 4, [False] * 4])
+    found = spherical_saddle(k, x, mask=mask, per_site=per_site)
+    assert found.converged.all() and found.residual[1] == 0
+    assert (found.multiplier[1] == 1).all() and not found.mean[1].any()
+    assert found.log_partition[1] == 0 and found.log_partition[0] != 0
+    total = found.log_partition.sum() + found.mean.sum() + found.multiplier.sum()
+    of_k, of_x = torch.autograd.grad(total, (k, x))
+    assert of_k.isfinite().all() and of_x[0].any() and not of_x[1].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,7 +19,7 @@ from cases.spin_models import (
     ising_states,
     potts_states,
 )
-from solvers import GaussianSite, IsingSite, PottsSite, Site, SphericalSite, gibbs
+from solvers import GaussianSite, IsingSite, PottsSite, Site, SphericalSite, TorusSite, gibbs
 
 F64 = torch.float64
 CHAINS = 8_000
@@ -174,6 +174,57 @@ def test_clamped_sites_keep_their_values_and_act_on_the_others(site: Site) -> No
         assert_moments(spins[part].flatten(1), *enumerate_moments(allowed, blocks, field))
 
 
+def test_gaussian_sites_need_a_law_of_the_free_ones_alone() -> None:
+    """Coupled so strongly that there is no joint law, but one of site 2, or of 0 and 2, given the others."""
+    site, field = GaussianSite(torch.eye(1, dtype=F64)), fields(1, 3, 1, generator(1))[0]
+    blocks = torch.zeros(3, 3, 1, 1, dtype=F64)
+    blocks[0, 1] = blocks[1, 0] = 2.0
+    blocks[0, 2] = blocks[2, 0] = 0.5
+    values = torch.full((3, 1), 0.7, dtype=F64)
+    clamped = torch.tensor([[True, True, False], [False, True, False]]).repeat(CHAINS // 2, 1)
+    spins = sample(blocks, field, site, given=(values, clamped))
+    alone = field[2] + 0.5 * 0.7
+    assert_moments(spins[::2, 2], alone, torch.eye(1, dtype=F64))
+    covariance = torch.linalg.inv(torch.tensor([[1.0, -0.5], [-0.5, 1.0]], dtype=F64))
+    pulled = field[[0, 2], 0] + torch.tensor([2.0 * 0.7, 0.0])
+    assert_moments(spins[1::2][:, [0, 2], 0], covariance @ pulled, covariance)
+    clamped[5] = torch.tensor([False, False, True])  # a single chain without a law
+    with pytest.raises(ValueError, match="couplings are too strong"):
+        sample(blocks, field, site, given=(values, clamped))
+
+
+DOMAINS: list[tuple[Site, list[float], list[float], str]] = [
+    (IsingSite(), [-1.0], [0.25], r"\+1 or -1 for IsingSite, got \[0.25\]"),
+    (PottsSite(), [0.0, 1.0], [0.5, 0.5], r"one-hot for PottsSite, got \[0.5, 0.5\]"),
+    (SphericalSite(), [1.0, 1.0], [1.0, 0.0], "of length radius"),
+    (SphericalSite(3.0), [0.0, -3.0], [1.0, 1.0], "of length radius"),
+    (TorusSite(), [0.6, 0.8, 0.0, 1.0], [1.2, 0.8, 0.0, 1.0], "of length 1 on every circle"),
+]
+
+
+@pytest.mark.parametrize(("site", "right", "wrong", "words"), DOMAINS)
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+def test_states_must_be_values_of_the_site(
+    site: Site, right: list[float], wrong: list[float], words: str, dtype: torch.dtype
+) -> None:
+    dim = len(right)
+    blocks, field = torch.zeros(2, 2, dim, dim, dtype=dtype), torch.zeros(2, dim, dtype=dtype)
+    good, bad = (torch.tensor(value, dtype=dtype).expand(2, dim) for value in (right, wrong))
+    clamped = torch.tensor([True, False])
+    drawn = gibbs(blocks, field, site=site, sweeps=1, start=good[None], given=(good, clamped))
+    assert torch.equal(drawn[0, 0], good[0]) and site.takes(drawn).all()
+    gibbs(blocks, field, site=site, sweeps=1, start=drawn)
+    with pytest.raises(ValueError, match="start must be " + words):
+        gibbs(blocks, field, site=site, sweeps=1, start=bad[None])
+    with pytest.raises(ValueError, match="given must be " + words):
+        gibbs(blocks, field, site=site, sweeps=1, given=(bad, clamped))
+    gibbs(blocks, field, site=site, sweeps=1, given=(bad, ~clamped & clamped))  # no one is clamped
+
+
+def test_sites_without_a_domain_take_every_vector() -> None:
+    assert gaussian(2).takes(torch.randn(3, 2)).all()
+
+
 def test_chains_go_on_from_a_start_and_have_fields_of_their_own() -> None:
     blocks = torch.zeros(3, 3, 1, 1, dtype=F64)
     blocks[0, 1] = blocks[1, 0] = blocks[1, 2] = blocks[2, 1] = 50.0
@@ -209,7 +260,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"start": X}, ValueError, r"start must have the shape \(2, 3, 2\)"),
     ({"start": X.expand(2, 3, 2)}, ValueError, "start must be one-hot"),
     ({"start": X.expand(2, 3, 2) + math.nan}, ValueError, "start must be finite"),
+    ({"start": (torch.rand(500, 2),)}, TypeError, "start must be a tensor, got <class 'tuple'>"),
     ({"given": VALUES}, TypeError, "given must be a pair"),
+    ({"given": (VALUES,)}, TypeError, "tensors, got 1 of them"),
     ({"given": (VALUES, CLAMPED)}, ValueError, "given must be one-hot"),
     ({"given": (VALUES, CLAMPED.float())}, TypeError, "given must hold a bool tensor"),
     ({"given": (VALUES[:2], CLAMPED)}, ValueError, "given must hold values of the shape"),

@@ -85,7 +85,7 @@ EXPERIMENTS = {
             (
                 "--methods",
                 method_name,
-                ("linear", "softmax", "potts", "fixed", "recycled"),
+                ("linear", "softmax", "potts", "vanilla", "vanilla-3", "fixed", "recycled"),
                 "such as linear, sink-long, softmax-16, potts, vanilla, vanilla-3, fixed, recycled",
             ),
             ("--few", count, (200, 1000), "numbers of samples of further fits"),

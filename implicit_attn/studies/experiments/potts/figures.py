@@ -47,6 +47,8 @@ def learning_figure(path: str | Path, title: str, by_samples: Table, by_step: Ta
             rows = [row for row in by_samples if row["rule"] == rule]
             look: Any = {
                 "marker": MARKERS[number],
+                "markersize": 12 - 2 * number,  # hollow and of falling size: none hides another
+                "markerfacecolor": "none",
                 "linestyle": STYLES[number % len(STYLES)],
                 "alpha": 0.12,
             }
@@ -152,4 +154,5 @@ def _draw_recycles(axes: Any, recovery: Recovery, looks: dict[str, Any]) -> None
     axes.set(xlabel="recycles T of the layer", ylabel="loss above that of the truth (nats a site)")
     axes.set(yscale="log")
     axes.set_title("loss of masked sites against recycles", fontsize=10)
-    axes.legend(fontsize=7)
+    axes.set_ylim(bottom=axes.get_ylim()[0] / 20)  # room for the legend below all lines
+    axes.legend(fontsize=7, loc="lower center", ncols=2)

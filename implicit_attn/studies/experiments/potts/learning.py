@@ -25,18 +25,22 @@ BATCH, CHAINS = (
     1000,
 )  # samples of a step of CD; chains of PCD, which sees all data in every step
 TRACED = 20  # points of the curves against steps
+ENOUGH = 500  # L-BFGS steps: few samples leave directions in which the likelihood is nearly flat
 
 
 class Rule(NamedTuple):
-    """``fit(model, states, seed, steps, watch)`` changes the model; ``watch`` is called after steps."""
+    """``fit(model, states, seed, steps, watch)`` changes the model and returns the status.
+
+    ``watch`` is called after steps.
+    """
 
     name: str
-    fit: Callable[..., object]
+    fit: Callable[..., str]
     sampled: bool = False  # learns by Gibbs sampling, step by step
 
 
-def _divergence(sweeps: int, persistent: bool) -> Callable[..., object]:
-    def fit(model: PottsModel, states: Tensor, seed: int, steps: int, watch: Any) -> object:
+def _divergence(sweeps: int, persistent: bool) -> Callable[..., str]:
+    def fit(model: PottsModel, states: Tensor, seed: int, steps: int, watch: Any) -> str:
         return contrastive_divergence(
             model,
             states,
@@ -48,17 +52,17 @@ def _divergence(sweeps: int, persistent: bool) -> Callable[..., object]:
             rate=0.1,
             seed=seed,
             watch=watch,
-        )
+        ).status
 
     return fit
 
 
-def _by_likelihood(model: PottsModel, states: Tensor, *ignored: object) -> object:
-    return fit_exact_likelihood(model.double(), states, l2=1e-5)
+def _by_likelihood(model: PottsModel, states: Tensor, *ignored: object) -> str:
+    return fit_exact_likelihood(model.double(), states, l2=1e-5, steps=ENOUGH).status
 
 
-def _by_pseudolikelihood(model: PottsModel, states: Tensor, *ignored: object) -> object:
-    return fit_pseudolikelihood(model.double(), states, l2=1e-5, steps=100)
+def _by_pseudolikelihood(model: PottsModel, states: Tensor, *ignored: object) -> str:
+    return fit_pseudolikelihood(model.double(), states, l2=1e-5, steps=ENOUGH).status
 
 
 RULES = (
@@ -104,7 +108,7 @@ def compare_rules(
     Returns:
         - a row for each rule and number of samples: ``rule``, ``samples``, ``error`` (median over the
           models) with ``error_10`` and ``error_90``, and ``gap``, the largest ``|error - error of the
-          exact likelihood|`` of a model;
+          exact likelihood|`` of a model, and ``status``, all that the fits ended with;
         - a row for each sampling rule and step: ``rule``, ``step``, ``error`` and its band.
 
     Raises:
@@ -114,6 +118,7 @@ def compare_rules(
     require_count("steps", steps)
     counts = sorted({require_count("samples", number) for number in samples})
     errors: dict[tuple[str, int], list[float]] = {}
+    statuses: dict[tuple[str, int], list[str]] = {}
     traces: dict[tuple[str, int], list[float]] = {}
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
@@ -128,7 +133,8 @@ def compare_rules(
                 model = seeded(partial(PottsModel, sites, colours), seed)
                 trace: dict[int, float] = {}
                 watch = _watch(model, truth.couplings, steps, trace)
-                rule.fit(model, states[:number], seed, steps, watch)
+                status = rule.fit(model, states[:number], seed, steps, watch)
+                statuses.setdefault((rule.name, number), []).append(status)
                 error = coupling_error(model.couplings.weight.detach(), truth.couplings)
                 errors.setdefault((rule.name, number), []).append(error)
                 for step, value in trace.items() if rule.sampled else ():
@@ -136,6 +142,7 @@ def compare_rules(
     table = [
         {"rule": rule, "samples": number, **median_and_band("error", torch.tensor(values))}
         | {"gap": _gap(values, errors[RULES[0].name, number])}
+        | {"status": " ".join(sorted(set(statuses[rule, number])))}
         for (rule, number), values in errors.items()
     ]
     by_step = [

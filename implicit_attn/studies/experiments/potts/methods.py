@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +69,8 @@ class Recovered:
         loss: negative log pseudo-likelihood per site of test samples.
         excess: the same above that of the true conditionals on these samples.
         model: the trained model.
+        status: of the fit, as of ``fit_pseudolikelihood``: "max_steps" where all steps of Adam were
+            made, as of transformers.
     """
 
     method: str
@@ -76,6 +79,7 @@ class Recovered:
     loss: float
     excess: float
     model: Any
+    status: str
 
     def row(self, data: PottsData) -> dict[str, Any]:
         """One row of the table."""
@@ -86,6 +90,7 @@ class Recovered:
             "coupling_error": coupling_error(self.couplings, data.truth),
             "precision": contact_precision(contact_scores(self.couplings), data.edges),
             "excess": self.excess,
+            "status": self.status,
         }
 
 
@@ -129,7 +134,7 @@ def recover(method: str, data: PottsData, effort: Effort, *, seed: int = 0) -> R
         return _by_masking(method, data, effort, seed)
     if match is None:
         model: Any = seeded(partial(PottsModel, data.sites, data.colours), seed)
-        fit_pseudolikelihood(model, data.train, effort.l2, steps=effort.evaluations)
+        fit = fit_pseudolikelihood(model, data.train, effort.l2, steps=effort.evaluations)
         couplings = model.couplings.weight
     else:
         shape = (data.sites, data.colours, int(match[3] or 1), match[1])
@@ -137,12 +142,13 @@ def recover(method: str, data: PottsData, effort: Effort, *, seed: int = 0) -> R
         options: Any = {"rate": 0.1, "steps": effort.steps}
         if match[4]:  # heads with a sink converge slowly
             options = {"rate": 0.2, "batch": 1000, "steps": 5 * effort.steps // 2}
-        fit_pseudolikelihood(model, data.train, solver="adam", seed=seed, **options)
+        fit = fit_pseudolikelihood(model, data.train, solver="adam", seed=seed, **options)
         couplings = model.couplings()
     with torch.no_grad():
         loss = model.pseudo_likelihood(data.test).item()
     number = _count(model)
-    return Recovered(method, number, couplings.detach(), loss, loss - data.bayes(), model)
+    excess = loss - data.bayes()
+    return Recovered(method, number, couplings.detach(), loss, excess, model, fit.status)
 
 
 def _by_masking(method: str, data: PottsData, effort: Effort, seed: int) -> Recovered:
@@ -159,9 +165,9 @@ def _by_masking(method: str, data: PottsData, effort: Effort, seed: int) -> Reco
     read = data.test[:SEQUENCES]
     couplings = categorical_jacobian(model, read, data.colours, mask=data.colours)
     loss = masked_loss(model, task)
-    return Recovered(
-        method, _count(model), couplings, loss, loss - data.bayes(effort.tested), model
-    )
+    excess = loss - data.bayes(effort.tested)
+    status = "max_steps" if math.isfinite(loss) else "nonfinite"
+    return Recovered(method, _count(model), couplings, loss, excess, model, status)
 
 
 def _count(model: nn.Module) -> int:

@@ -41,7 +41,8 @@ class Recovery(NamedTuple):
         data: the samples and the true model.
         found: the methods' couplings and losses, in their order.
         rows: of the table, one for each method.
-        few: rows with ``method``, ``samples``, ``coupling_error``, ``precision``.
+        few: rows with ``method``, ``samples``, ``coupling_error``, ``precision``,
+            ``status``.
         recycles: rows with ``method``, ``recycles``, ``excess``; empty without transformers.
         curves: rows with ``method``, ``false_share``, ``true_share``, the ROC of the pairs.
     """
@@ -105,7 +106,7 @@ def compare_methods(
         for part in parts:
             advance(f"{data.kind}: {describe_method(name)}, {len(part.train)} samples")
             row = recover(name, part, _for_few(effort, len(part.train)), seed=seed).row(part)
-            kept = {key: row[key] for key in ("method", "coupling_error", "precision")}
+            kept = {key: row[key] for key in ("method", "coupling_error", "precision", "status")}
             table.append({"samples": len(part.train), **kept})
     recycles: Table = []
     for each in found:

@@ -33,6 +33,9 @@ def test_all_rules_come_near_the_exact_likelihood() -> None:
     assert exact < 0.15
     for rule in ("exact likelihood", "pseudo-likelihood"):
         assert errors[rule, 8000] < errors[rule, 200]
+    statuses = {row["rule"]: row["status"] for row in by_samples if row["samples"] == 8000}
+    assert statuses["exact likelihood"] == statuses["pseudo-likelihood"] == "converged"
+    assert statuses["CD-1"] == statuses["PCD-1"] == "max_steps"
     assert len(errors) == 6  # rules that sample see all samples
     for rule in rules:
         assert abs(errors[rule, 8000] - exact) < 0.04, rule

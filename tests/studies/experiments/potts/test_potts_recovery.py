@@ -55,6 +55,7 @@ def test_linear_heads_find_the_tree_and_softmax_heads_cannot() -> None:
 
 def test_pseudo_likelihood_finds_the_tree() -> None:
     row = recover("potts", SMALL, SHORT).row(SMALL)
+    assert row["status"] in ("converged", "max_steps")
     assert row["precision"] == 1.0 and row["coupling_error"] < 0.5 and row["excess"] < 0.015
     assert row["parameters"] == 21 * 9 + 21
 
