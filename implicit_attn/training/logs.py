@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from implicit_attn.optional import require
 from solvers.core.checks import require_count
@@ -27,11 +28,34 @@ class Log(Protocol):
     def epoch(self, step: int, values: dict[str, Any]) -> None:
         """The numbers of an epoch."""
 
-    def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        """The measures after so many steps; called only of a training with ``evaluate_every``."""
-
     def close(self) -> None:
         """End the log."""
+
+
+@runtime_checkable
+class EvaluationLog(Log, Protocol):
+    """A log that takes the measures of a training with ``evaluate_every``, too."""
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        """The measures after so many steps."""
+
+
+def check_logs(logs: Sequence[Log], evaluate_every: int | None) -> tuple[Log, ...]:
+    """TypeError where measures between epochs are asked for and a log does not take them."""
+    for log in logs:
+        if evaluate_every is not None and not isinstance(log, EvaluationLog):
+            raise TypeError(
+                f"logs must have a method evaluation(step, values) with evaluate_every, "
+                f"{type(log).__name__} has none"
+            )
+    return tuple(logs)
+
+
+def write_evaluation(logs: Sequence[Log], step: int, values: dict[str, Any]) -> None:
+    """Hand a row of measures to the logs that take them."""
+    for log in logs:
+        if isinstance(log, EvaluationLog):
+            log.evaluation(step, values)
 
 
 class CsvLog:

@@ -18,7 +18,7 @@ from implicit_attn.data import ImageData, epoch_generator
 from implicit_attn.optional import require
 from implicit_attn.training.claims import check_place, in_first, locked
 from implicit_attn.training.finite import check_parameters, check_step, clip_gradients
-from implicit_attn.training.logs import Log
+from implicit_attn.training.logs import Log, check_logs, write_evaluation
 from implicit_attn.training.processes import (
     compile_step,
     first_interrupt,
@@ -108,7 +108,8 @@ class Training:
         forward = compile_step(model) if compile else model
         self.forward, self.stepper = self.fabric.setup(forward, self.optimizer)
         self.task: Task = task.to(self.fabric.device)
-        self.settings, self.save_every, self.logs = settings or {}, save_every, tuple(logs)
+        self.settings, self.save_every = settings or {}, save_every
+        self.logs = check_logs(logs, evaluate_every)
         self.evaluate_every, self.observe = evaluate_every, observe
         self.solves = SolveCounts(model)
         self.batches = -(-len(self.task.inputs) // recipe.batch)  # of an epoch
@@ -241,8 +242,7 @@ class Training:
                 log.step(self.steps, row)
             if self.evaluate_every is not None and self.steps % self.evaluate_every == 0:
                 self.evaluations.append({"step": self.steps, **self.evaluate()})
-                for log in logs:
-                    log.evaluation(self.steps, self.evaluations[-1])
+                write_evaluation(logs, self.steps, self.evaluations[-1])
                 start = time.perf_counter() - self.seconds
             # All processes must stop after the same batch, whichever of them got Ctrl-C.
             if self._reduce(torch.tensor([float(self.stopping)]), "max").item():

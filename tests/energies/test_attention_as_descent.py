@@ -7,6 +7,7 @@ The closed forms are those of Ren et al., "Transformers as Intrinsic Optimizers"
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,9 @@ def test_value_gradient_and_hessian_of_a_query(kind: str) -> None:
         assert relative_error(found[0, 0], gradient) <= 1e-10
         columns = [energy.hvp(z, v.view(1, 1, -1), x).flatten() for v in torch.eye(DIM).double()]
         assert relative_error(torch.stack(columns), hessian) <= 1e-10
-        wanted = torch.autograd.functional.hessian(partial(of_one_query, energy, x=x[0]), token)
+        wanted: Any = torch.autograd.functional.hessian(
+            partial(of_one_query, energy, x=x[0]), token
+        )
         assert relative_error(torch.stack(columns), wanted) <= 1e-10
 
 

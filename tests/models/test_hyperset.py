@@ -21,6 +21,7 @@ from implicit_attn.models import (
     SudokuModel,
     build_backbone,
 )
+from implicit_attn.models.registry import WITHOUT_WIDTH
 from implicit_attn.updates import HyperSETLayer
 from solvers import Status, Tolerance
 
@@ -238,7 +239,10 @@ def test_parameter_counts_are_those_published(model: nn.Module, published: int) 
 
 @pytest.mark.parametrize("width", [None, 20])
 def test_backbones_by_name(width: int | None) -> None:
-    made = {name: build_backbone(name, DIM, HEADS, width) for name in BACKBONES if name != "crate"}
+    made = {
+        name: build_backbone(name, DIM, HEADS, None if name in WITHOUT_WIDTH else width)
+        for name in BACKBONES
+    }
     made["crate"] = build_backbone("crate", DIM, HEADS, iterations=3)
     assert [type(made[name]) for name in BACKBONES] == [*BACKBONES.values()]
     assert isinstance(made["crate"], CRATE) and made["crate"].iterations == 3

@@ -175,3 +175,16 @@ def test_mistakes(tmp_path: Path) -> None:
         Training(
             Bigram(), NextToken(DATA, 10), RECIPE, tmp_path / "x.safetensors", evaluate_every=0
         )
+
+
+def test_a_log_that_takes_no_measures_between_epochs_is_refused(tmp_path: Path) -> None:
+    class Silent:
+        def start(self, step: int, epochs: int) -> None: ...
+        def step(self, step: int, values: dict[str, Any]) -> None: ...
+        def epoch(self, step: int, values: dict[str, Any]) -> None: ...
+        def close(self) -> None: ...
+
+    path = tmp_path / "x.safetensors"
+    Training(Bigram(), NextToken(DATA, 10), RECIPE, path, logs=[Silent()])
+    with pytest.raises(TypeError, match=r"logs must have a method evaluation.*Silent has none"):
+        Training(Bigram(), NextToken(DATA, 10), RECIPE, path, logs=[Silent()], evaluate_every=3)
