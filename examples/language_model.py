@@ -70,6 +70,7 @@ def command_line() -> Parser:
     add("--text", default=HELP, help=f"name or path of the text (default {HELP})")
     add("--model", choices=KINDS, default="decoder")
     add("--attention", choices=ATTENTION_FORMS, default="softmax", help="form of attention")
+    add("--order", type=whole(0, 100), help="terms of the series of a -taylor form (default 1)")
     add("--dim", type=size, default=96, help="features of a character")
     add("--heads", type=size, default=4)
     add("--length", type=size, default=128, help="characters that the model sees")
@@ -118,6 +119,8 @@ def arguments(
                 parser.error(f"argument --{name}: is for --model {model}, got {options.model}")
     if options.lookahead not in (None, "literal") and options.descent != "nesterov":
         parser.error(f"argument --lookahead: needs --descent nesterov, got {options.descent}")
+    if options.order is not None and "taylor" not in options.attention:
+        parser.error(f"argument --order: needs a -taylor form of attention, got {options.attention}")
     options.out = options.out or Path("runs") / f"language-{options.model}"
     return options
 
@@ -126,6 +129,8 @@ def specification(options: argparse.Namespace, data: TextData) -> dict[str, Any]
     """From which ``build_model`` builds the model, and ``load_model`` builds it again."""
     shared = given(options, "dim", "heads", "length", "dropout", "attention")
     own = {name: getattr(options, name) for name in OWN[options.model]}
+    if options.order is not None:
+        own["form"] = {"order": options.order}
     return {"kind": KINDS[options.model], "vocabulary": len(data.alphabet), **shared, **own}
 
 

@@ -57,6 +57,7 @@ def handler() -> Iterator[None]:
     [
         ["--layers", "2", "--descent", "nesterov", "--lookahead", "queries"],
         ["--model", "equilibrium", "--iterations", "3", "--attention", "light-newton-taylor"],
+        ["--layers", "1", "--attention", "newton-taylor", "--order", "0"],
     ],
 )
 def test_it_trains_and_writes(
@@ -139,6 +140,8 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[...,
         (["--attention", "linear"], "--attention"),
         (["--descent", "adam"], "--descent"),
         (["--lookahead", "scaled"], "--lookahead"),
+        (["--order", "2"], "--order"),
+        (["--order", "-1", "--attention", "newton-taylor"], "--order"),
         (["--iterations", "3"], "--iterations"),
         (["--model", "equilibrium", "--descent", "momentum"], "--descent"),
         (["--model", "equilibrium", "--iterations", "1"], "--iterations"),

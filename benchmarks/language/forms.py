@@ -1,0 +1,121 @@
+"""Attention as steps of descent in a language model: the forms, with their controls.
+
+python benchmarks/language/forms.py [--text austen] [--size tiny small] [--rows plain momentum ...]
+    [--workers 2] [--out runs/language-forms] [--figure FILE] [--table]
+
+Every run is ``examples/language_model.py`` with the words of a row, in a folder of its own; a command
+that was interrupted goes on where it stopped. Runs with the same seed see the same windows of the text
+in the same order and begin with the same weights. All sizes and rows take about an hour of two cores.
+``--steps`` and ``--rate`` replace the rows' own; ``--table`` trains nothing and shows what is done.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from benchmarks.language.claims import SOURCE, Losses, lines, verdicts
+from benchmarks.language.figure import draw
+from benchmarks.language.rows import ROWS, SIZES, Run
+from benchmarks.language.runs import WEIGHTS, complete, is_done, read_losses
+from benchmarks.measure import table
+from implicit_attn.command_line import (
+    Parser,
+    command,
+    count,
+    folder,
+    learning_rate,
+    make_folder,
+    mistakes,
+    place,
+    repeats,
+    whole,
+)
+from implicit_attn.models import load_model
+
+
+def parser() -> Parser:
+    made = Parser(description="Language models whose sublayers are steps of descent.")
+    add = made.add_argument
+    add("--text", default="austen", help="name or path of the text (default austen)")
+    add("--size", nargs="+", choices=list(SIZES), default=list(SIZES), help="both by default")
+    add("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
+    add("--seeds", type=repeats, help="instead of each row's own number of seeds")
+    add("--steps", type=count, help="instead of the size's own")
+    add("--rate", type=learning_rate, help="instead of 3e-3, for rows without one of their own")
+    add("--workers", type=whole(1, 256), default=2, help="runs at a time, each of one thread")
+    add("--out", type=folder, default=Path("runs/language-forms"), help="folder of the runs")
+    add("--figure", type=place, help="draw the curves to this file (PNG)")
+    add("--table", action="store_true", help="only show what is done")
+    return made
+
+
+def plan(options: Any) -> list[Run]:
+    """The runs, in the order of their importance: first seeds before second ones."""
+    found: list[Run] = []
+    for size in dict.fromkeys(options.size):
+        for row in (ROWS[name] for name in options.rows or ROWS):
+            number = row.seeds[size] if options.seeds is None else options.seeds
+            if options.rows and options.seeds is None:
+                number = max(1, number)  # what is asked for by name is run
+            words = ["--text", options.text, *SIZES[size]]
+            words += [] if options.rate is None else ["--rate", str(options.rate)]
+            words += row.words
+            if options.steps is not None:
+                every = max(1, options.steps // 12)
+                words += ["--steps", str(options.steps), "--evaluate-every", str(every)]
+            found += [Run(size, row.name, seed, tuple(words)) for seed in range(number)]
+    order = list(dict.fromkeys(options.size))
+    return sorted(found, key=lambda run: (order.index(run.size), run.seed))
+
+
+def told(start: float, run: Run, seconds: float, code: int) -> None:
+    """A line on the standard error for a run that has ended."""
+    end = "done" if code == 0 else f"ended with {code}, see log.txt in its folder"
+    now = time.perf_counter() - start
+    print(f"{now:6.0f} s  {run.folder}: {end}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def show(options: Any, runs: list[Run]) -> None:
+    """Table, claims and figure of what is done."""
+    losses: Losses = {run: read_losses(run, options.out) for run in runs}
+    parameters = {
+        run: sum(each.numel() for each in load_model(options.out / run.folder / WEIGHTS)[0].parameters())
+        for run in runs
+    }  # fmt: skip
+    for size in dict.fromkeys(run.size for run in runs):
+        print(table(lines(losses, parameters, size)))
+        print(f"\nclaims of {SOURCE}, {size}:")
+        print("\n".join(verdicts(losses, size)) + "\n")
+    if options.figure:
+        draw(options.figure, losses)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    reader = parser()
+    with command(reader):
+        options = reader.parse_args(arguments)
+        with mistakes("--out"):
+            make_folder(options.out)
+            runs = plan(options)
+            done = [run for run in runs if is_done(run, options.out)]
+        failed: list[Run] = []
+        if not options.table:
+            tell = partial(told, time.perf_counter())
+            failed = complete(runs, options.out, options.workers, tell)
+            done = [run for run in runs if is_done(run, options.out)]
+        if done:
+            show(options, done)
+        else:
+            print("no run of this table is done")
+        if failed:
+            reader.leave(1, f"{len(failed)} runs failed; the same command tries them again")
+
+
+if __name__ == "__main__":
+    main()

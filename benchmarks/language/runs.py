@@ -1,0 +1,78 @@
+"""Trainings by an example as processes of their own, several at a time, resumed where they stopped."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.language.rows import Run
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLE = ROOT / "examples" / "language_model.py"
+WEIGHTS = "weights.safetensors"
+
+
+def is_done(run: Run, folder: Path) -> bool:
+    """Whether the run has ended, with the same words as now.
+
+    Raises:
+        ValueError: a run of that name, with other words, is in the folder.
+    """
+    kept = folder / run.folder / "words.json"
+    if kept.exists() and json.loads(kept.read_text()) != list(run.words):
+        raise ValueError(
+            f"{kept} is of a run with other options: choose another folder, or remove that one"
+        )
+    return (folder / run.folder / WEIGHTS).exists()
+
+
+def complete(
+    runs: Sequence[Run], folder: Path, workers: int, tell: Callable[[Run, float, int], object]
+) -> list[Run]:
+    """Train what is missing, ``workers`` processes of one thread at a time; those that failed."""
+    waiting = [run for run in runs if not is_done(run, folder)]
+    running: dict[subprocess.Popen[bytes], tuple[Run, float]] = {}
+    failed: list[Run] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                run = waiting.pop(0)
+                running[_start(run, folder)] = (run, time.perf_counter())
+            time.sleep(0.2)
+            for process in [each for each in running if each.poll() is not None]:
+                run, start = running.pop(process)
+                tell(run, time.perf_counter() - start, process.returncode)
+                if process.returncode:
+                    failed.append(run)
+    finally:  # after Ctrl-C, which they have received too, they save where they are
+        for process in running:
+            process.wait()
+    return failed
+
+
+def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
+    place = folder / run.folder
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "words.json").write_text(json.dumps(run.words))
+    words = [sys.executable, str(EXAMPLE), *run.words, "--seed", str(run.seed)]
+    words += ["--out", str(place), "--accelerator", "cpu"]
+    if (place / "checkpoint.safetensors").exists():
+        words.append("--resume")
+    here = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    with (place / "log.txt").open("ab") as log:
+        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def read_losses(run: Run, folder: Path) -> dict[int, float]:
+    """Validation loss by the number of steps done."""
+    with (folder / run.folder / "evaluations.csv").open(newline="") as file:
+        return {
+            int(row["step"]): float(row["validation_loss"]) for row in csv.DictReader(file)
+        }
