@@ -12,8 +12,6 @@ in the same order and begin with the same weights. All sizes and rows take about
 from __future__ import annotations
 
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from benchmarks.language.claims import SOURCE, Losses, lines, verdicts
 from benchmarks.language.figure import draw
 from benchmarks.language.rows import ROWS, SIZES, Run
-from benchmarks.language.runs import WEIGHTS, complete, is_done, read_losses
+from benchmarks.language.runs import WEIGHTS, add_run_options, perform, read_losses
 from benchmarks.measure import table
 from implicit_attn.command_line import (
     Parser,
     command,
     count,
-    folder,
     learning_rate,
-    make_folder,
-    mistakes,
     place,
     repeats,
-    whole,
 )
 from implicit_attn.models import load_model
 
@@ -48,10 +42,8 @@ def parser() -> Parser:
     add("--seeds", type=repeats, help="instead of each row's own number of seeds")
     add("--steps", type=count, help="instead of the size's own")
     add("--rate", type=learning_rate, help="instead of 3e-3, for rows without one of their own")
-    add("--workers", type=whole(1, 256), default=2, help="runs at a time, each of one thread")
-    add("--out", type=folder, default=Path("runs/language-forms"), help="folder of the runs")
     add("--figure", type=place, help="draw the curves to this file (PNG)")
-    add("--table", action="store_true", help="only show what is done")
+    add_run_options(made, Path("runs/language-forms"))
     return made
 
 
@@ -74,13 +66,6 @@ def plan(options: Any) -> list[Run]:
     return sorted(found, key=lambda run: (order.index(run.size), run.seed))
 
 
-def told(start: float, run: Run, seconds: float, code: int) -> None:
-    """A line on the standard error for a run that has ended."""
-    end = "done" if code == 0 else f"ended with {code}, see log.txt in its folder"
-    now = time.perf_counter() - start
-    print(f"{now:6.0f} s  {run.folder}: {end}, {seconds:.0f} s", file=sys.stderr, flush=True)
-
-
 def show(options: Any, runs: list[Run]) -> None:
     """Table, claims and figure of what is done."""
     losses: Losses = {run: read_losses(run, options.out) for run in runs}
@@ -100,21 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     reader = parser()
     with command(reader):
         options = reader.parse_args(arguments)
-        with mistakes("--out"):
-            make_folder(options.out)
-            runs = plan(options)
-            done = [run for run in runs if is_done(run, options.out)]
-        failed: list[Run] = []
-        if not options.table:
-            tell = partial(told, time.perf_counter())
-            failed = complete(runs, options.out, options.workers, tell)
-            done = [run for run in runs if is_done(run, options.out)]
-        if done:
-            show(options, done)
-        else:
-            print("no run of this table is done")
-        if failed:
-            reader.leave(1, f"{len(failed)} runs failed; the same command tries them again")
+        perform(reader, options, plan(options), show)
 
 
 if __name__ == "__main__":

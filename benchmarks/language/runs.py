@@ -9,13 +9,54 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.language.rows import Run
+from implicit_attn.command_line import Parser, folder, make_folder, mistakes, whole
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "language_model.py"
 WEIGHTS = "weights.safetensors"
+
+
+def add_run_options(parser: Parser, out: Path) -> None:
+    """Add how the runs are carried out, and the folder ``out`` where they are kept."""
+    add = parser.add_argument
+    add("--workers", type=whole(1, 256), default=2, help="runs at a time, each of one thread")
+    add("--out", type=folder, default=out, help=f"folder of the runs (default {out})")
+    add("--table", action="store_true", help="only show what is done")
+
+
+def perform(
+    parser: Parser, options: Any, runs: Sequence[Run], show: Callable[[Any, list[Run]], None]
+) -> None:
+    """Train what is missing of ``runs`` and show what is done."""
+    with mistakes("--out"):
+        make_folder(options.out)
+        done = [run for run in runs if is_done(run, options.out)]
+    failed: list[Run] = []
+    if not options.table:
+        tell = partial(told, options.out, time.perf_counter())
+        failed = complete(runs, options.out, options.workers, tell)
+        done = [run for run in runs if is_done(run, options.out)]
+    if done:
+        show(options, done)
+    else:
+        print("no run of this table is done")
+    if failed:
+        parser.leave(1, f"{len(failed)} runs failed; the same command tries them again")
+
+
+def told(folder: Path, start: float, run: Run, seconds: float, code: int) -> None:
+    """A line on the standard error for a run that has ended, with its last words if it failed."""
+    end = "done"
+    if code:
+        said = (folder / run.folder / "log.txt").read_text(errors="replace").split("\n")
+        end = f"ended with {code}: " + next((line for line in said[::-1] if line.strip()), "")
+    now = time.perf_counter() - start
+    print(f"{now:6.0f} s  {run.folder}: {end}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def is_done(run: Run, folder: Path) -> bool:
@@ -73,6 +114,4 @@ def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
 def read_losses(run: Run, folder: Path) -> dict[int, float]:
     """Validation loss by the number of steps done."""
     with (folder / run.folder / "evaluations.csv").open(newline="") as file:
-        return {
-            int(row["step"]): float(row["validation_loss"]) for row in csv.DictReader(file)
-        }
+        return {int(row["step"]): float(row["validation_loss"]) for row in csv.DictReader(file)}
