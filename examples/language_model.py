@@ -5,18 +5,20 @@
     python examples/language_model.py --attention light-newton-taylor
     python examples/language_model.py --model equilibrium      # one block, solved for its fixed point
     python examples/language_model.py --resume                 # go on where a run stopped
-    python examples/language_model.py --generate 500 --prompt "The "
+    python examples/language_model.py --generate 500 --prompt "It was "
 
 ``--text`` is the name of a text in $IMPLICIT_ATTN_DATA/text or the path of any file in UTF-8, of which the
 last 5 % are held out. The loss is in nats a character; beside it stand the losses of models that count
 pairs and triples of characters. ``--attention`` and ``--descent`` choose among the layers of Ren et al.,
 "Transformers as Intrinsic Optimizers" (https://arxiv.org/abs/2511.00907). ``--generate`` writes text with
-the weights of an earlier run in ``--out``, or of a file, and trains nothing.
+the weights of an earlier run in ``--out``, or of a file, and trains nothing; where there is neither it
+takes the weights that come along, of a model of English novels.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,15 @@ from implicit_attn.command_line import (
 )
 from implicit_attn.data import HELP, TextData, load_text, ngram_loss
 from implicit_attn.data.text import decode, encode
-from implicit_attn.models import ATTENTION_FORMS, build_model, generate, load_model
+from implicit_attn.models import (
+    ATTENTION_FORMS,
+    EquilibriumLanguageModel,
+    build_model,
+    generate,
+    load_model,
+)
 from implicit_attn.models.language.equilibrium import SOLVES
+from implicit_attn.models.language.language_model import SymbolModel
 from implicit_attn.training import NextToken, Training, run_script
 from implicit_attn.training.options import add_process_options, add_result_options, given, settings
 from implicit_attn.training.script import build_training, claim, save_weights, start
@@ -56,8 +65,13 @@ OWN: dict[str, dict[str, Any]] = {
     "equilibrium": {"iterations": 12, "gradient": "implicit", "damping": 1.0},
 }
 KINDS = {"decoder": "language-model", "equilibrium": "equilibrium-language-model"}
-# How text is written, not what is trained.
-WRITING = ("generate", "prompt", "temperature", "most", "weights", "text")
+# Trained by the row "momentum" of benchmarks/language/forms.py --size small, seed 0.
+SHIPPED = Path(__file__).resolve().parent / "weights" / "austen-language.safetensors"
+# How text is written, not what is trained, with their defaults.
+WRITING: dict[str, Any] = {"prompt": "The ", "temperature": 0.8, "most": None, "weights": None}
+# What may stand beside --generate besides these.
+BESIDE = ("generate", "model", "iterations", "seed", "out")
+UNKEPT = (*WRITING, "generate", "shipped", "asked", "text")  # not of the settings of a run
 
 
 def command_line() -> Parser:
@@ -98,10 +112,14 @@ def command_line() -> Parser:
     add_result_options(parser, "folder of the results (default runs/language-MODEL)")
     add = parser.add_argument_group("text from a trained model").add_argument
     add("--generate", type=count, metavar="N", help="write N characters, and train nothing")
-    add("--prompt", default="The ", help="text to go on from")
-    add("--temperature", type=amount, default=0.8, help="0 takes the likeliest character")
+    add("--prompt", help="text to go on from (default 'The ')")
+    add("--temperature", type=amount, help="0 takes the likeliest character (default 0.8)")
     add("--most", type=count, help="draw among so many likeliest characters")
-    add("--weights", type=place, help="of the model (default weights.safetensors in --out)")
+    add(
+        "--weights",
+        type=place,
+        help="of the model (default: of the run in --out, or those that come along)",
+    )
     return parser
 
 
@@ -110,6 +128,8 @@ def arguments(
 ) -> argparse.Namespace:
     parser = parser or command_line()
     options = parser.parse_args(words)
+    check_writing(parser, options)
+    options.asked = options.iterations  # of a model that is trained already
     for model, own in OWN.items():
         for name, default in own.items():
             if model == options.model:
@@ -120,9 +140,30 @@ def arguments(
     if options.lookahead not in (None, "literal") and options.descent != "nesterov":
         parser.error(f"argument --lookahead: needs --descent nesterov, got {options.descent}")
     if options.order is not None and "taylor" not in options.attention:
-        parser.error(f"argument --order: needs a -taylor form of attention, got {options.attention}")
+        parser.error(
+            f"argument --order: needs a -taylor form of attention, got {options.attention}"
+        )
+    options.shipped = options.out is None  # text may be written without a training
     options.out = options.out or Path("runs") / f"language-{options.model}"
     return options
+
+
+def check_writing(parser: Parser, options: argparse.Namespace) -> None:
+    """Refuse what would be ignored, with --generate and without; fill in its defaults."""
+    if options.generate is None:
+        for name in WRITING:
+            if getattr(options, name) is not None:
+                parser.error(
+                    f"argument --{name}: goes with --generate, and nothing is trained then"
+                )
+    else:
+        for name, value in vars(options).items():
+            if name not in WRITING and name not in BESIDE and value != parser.get_default(name):
+                said = name.replace("_", "-")
+                parser.error(f"argument --{said}: is for a training, and --generate trains nothing")
+    for name, default in WRITING.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
 
 
 def specification(options: argparse.Namespace, data: TextData) -> dict[str, Any]:
@@ -160,18 +201,35 @@ def report(training: Training, options: argparse.Namespace) -> None:
     for name, found in measures.items():
         print(f"  {found['validation_loss']:.4f}  this model{name}")
     for order, words in ((1, "characters"), (2, "pairs"), (3, "triples")):
-        print(f"  {ngram_loss(data, order):.4f}  counts of {words}")
+        if len(data.validation) >= order:
+            print(f"  {ngram_loss(data, order):.4f}  counts of {words}")
+    shown = (
+        f"{options.windows} windows of {options.length} characters, each read from its beginning"
+    )
+    print(f"(the model: {shown}; the counts: the whole held-out text)")
     print(f"tables, checkpoint and weights: {options.out}")
 
 
 def write(options: argparse.Namespace) -> None:
     """Text from a trained model, on the standard output."""
     path = options.weights or options.out / "weights.safetensors"
+    comes = options.shipped and options.model == "decoder"
+    if options.weights is None and comes and not path.exists():
+        path = SHIPPED
+        print(f"no run in {options.out}: the weights that come along, {path}", file=sys.stderr)
     with mistakes("--weights"):
         model, progress = load_model(path)
         alphabet = progress["settings"].get("alphabet")
-        if not isinstance(alphabet, str):
-            raise ValueError(f"{path} is no language model: its settings hold no alphabet")
+        if not isinstance(model, SymbolModel) or not isinstance(alphabet, str):
+            raise ValueError(f"{path} is no language model with its alphabet")
+        if not len(set(alphabet)) == len(alphabet) == model.vocabulary:
+            raise ValueError(
+                f"{path} has an alphabet of {len(set(alphabet))} different characters among "
+                f"{len(alphabet)}, its model expects {model.vocabulary}"
+            )
+        iterated = isinstance(model, EquilibriumLanguageModel)
+        if options.asked is not None and not iterated:
+            raise ValueError(f"{path} is a decoder, which takes no --iterations")
     with mistakes("--prompt"):
         if not options.prompt:
             raise ValueError("must hold a character at least, got none")
@@ -179,7 +237,7 @@ def write(options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(options.seed)
     ids = generate(
         model, prompt[None], options.generate, temperature=options.temperature, most=options.most,
-        generator=generator,
+        generator=generator, iterations=options.asked,
     )  # fmt: skip
     print(decode(ids[0], alphabet))
 
@@ -216,10 +274,11 @@ def train(options: argparse.Namespace, data: TextData, fabric: Any, lock: RunLoc
         "text": data.name,
         "symbols": [len(data.train), len(data.validation)],
         "alphabet": data.alphabet,
+        "digest": data.digest,
         "model": specification(options, data),
     }
     with mistakes(first=first):
-        run_settings = {**settings(options, *WRITING), **kept}
+        run_settings = {**settings(options, *UNKEPT), **kept}
         training = build_training(options, build(options, data), task, run_settings, fabric=fabric)
     run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
     report(training, options)

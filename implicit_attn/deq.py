@@ -54,6 +54,9 @@ class DEQ(nn.Module):
         last: the :class:`solvers.Solution` of the latest solve without its value: status, residual and
             evaluations of each sample, and ``last.adjoint.solution`` after a backward pass.
 
+        evaluations_before: evaluations that a module around the layer has made of an initial state which
+            it hands over, 0 by default; ``last`` counts them with those of the solve.
+
     Example:
         >>> layer = DEQ(BiSoftmaxAttention(64, heads=4) + ReLUFeedForward(64, 128) + Quadratic())
         >>> z = layer(x)  # (B, N, 64)
@@ -96,6 +99,7 @@ class DEQ(nn.Module):
         self.init, self.on_failure = init, on_failure
         self.compact = require_flag("compact", compact)
         self.last: solvers.Solution | None = None
+        self.evaluations_before = 0
 
     @classmethod
     def from_energy(
@@ -164,7 +168,8 @@ class DEQ(nn.Module):
             **chosen,
         )
         if not in_transform():  # a transform's tensors are good only within it
-            self.last = replace(solution, value=None)
+            spent = solution.evaluations + self.evaluations_before
+            self.last = replace(solution, value=None, evaluations=spent)
         return solution
 
     def extra_repr(self) -> str:

@@ -10,13 +10,13 @@ from benchmarks.language.claims import Losses, differences, of_row
 from benchmarks.language.rows import PLAIN, ROWS, SIZES
 from implicit_attn.studies.figures.canvas import drawing
 
-TITLE = "Language models whose sublayers are steps of descent: characters of six novels"
+TITLE = "Attention as steps of descent: losses of language models"
 
 
 def draw(path: Path, losses: Losses) -> None:
     """A column a size: the losses, and below them the differences from plain attention."""
     sizes = [size for size in SIZES if of_row(losses, size, PLAIN)]
-    with drawing(path, TITLE, (6.6 * len(sizes), 8.4), dpi=90) as figure:
+    with drawing(path, TITLE, (max(8.0, 6.6 * len(sizes)), 8.4), dpi=90) as figure:
         panels = figure.subplots(2, len(sizes), squeeze=False)
         for place, size in enumerate(sizes):
             _draw_losses(panels[0][place], losses, size)
@@ -28,7 +28,7 @@ def draw(path: Path, losses: Losses) -> None:
         ordered = [name for name in ROWS if name in handles]
         figure.legend(
             [handles[name] for name in ordered], ordered,
-            loc="outside lower center", ncols=3 * len(sizes), frameon=False, fontsize=9,
+            loc="outside lower center", ncols=len(sizes) + 2, frameon=False, fontsize=9,
         )  # fmt: skip
 
 

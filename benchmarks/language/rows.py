@@ -62,6 +62,16 @@ FORMS = (
 CONTROLS = (
     Row("plain, rate 6e-3", ("--rate", "6e-3"), ONE, "black", "--", True),
     Row("plain, rate 1e-2", ("--rate", "1e-2"), ONE, "black", ":", True),
+    Row(
+        "momentum, rate 6e-3",
+        ("--descent", "momentum", "--rate", "6e-3"),
+        {"tiny": 1, "small": 0}, "#b5323c", "--", True,
+    ),
+    Row(
+        "momentum, rate 1e-2",
+        ("--descent", "momentum", "--rate", "1e-2"),
+        {"tiny": 1, "small": 0}, "#b5323c", ":", True,
+    ),
     Row("plain, gain", ("--descent", "gain"), ONE, "#777777", "--", True),
     Row(
         "nesterov, scaled",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from solvers.core.checks import require_count, require_positive
 HELP = "python-help"
 FOLDER = "text"
 MOST_TEXT = 2**28  # bytes of a text, once decompressed
-MOST_CONTEXTS = 2**24  # counts of an n-gram model that are held at once
 # Where the books of a collection begin, so that a part of each is held out.
 BOOKS = {
     "austen": r"\n\n(?=(?:PRIDE AND PREJUDICE|MANSFIELD PARK|EMMA|NORTHANGER ABBEY|Persuasion)\n\n)"
@@ -73,6 +73,14 @@ class TextData:
     def decode(self, ids: Tensor) -> str:
         """The text of numbers (N,)."""
         return decode(ids, self.alphabet)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the symbols and of both parts, which tells texts apart that agree in size."""
+        found = hashlib.sha256(self.alphabet.encode("utf-8", "surrogatepass"))
+        for part in (self.train, self.validation):
+            found.update(len(part).to_bytes(8, "little") + part.cpu().numpy().tobytes())
+        return found.hexdigest()
 
     def to(self, device: torch.device | str) -> TextData:
         """The same data on another device."""
@@ -130,9 +138,9 @@ def load_text(source: str | Path = HELP, *, holdout: float = 0.05) -> TextData:
         name, books = HELP, [topics.topics[key] for key in sorted(topics.topics)]
     else:
         path = _find(source)
-        name = path.name.split(".")[0]
-        text = _read(path)
-        books = re.split(BOOKS[name], text) if name in BOOKS else [text]
+        name, text = _name(path), _read(path)
+        known = source in BOOKS  # by its name: a file called so may be any
+        books = re.split(BOOKS[name], text) if known else [text]
     return split_text(name, books, holdout)
 
 
@@ -170,14 +178,19 @@ def ngram_loss(data: TextData, order: int = 2, *, pseudocount: float = 0.01) -> 
         pseudocount: > 0.
 
     Raises:
-        ValueError: ``order`` < 1, or too large for a table of all sequences of that length.
+        ValueError: ``order`` < 1, longer than a part of the text, or too large to number all sequences
+            of that length.
     """
     require_count("order", order)
     require_positive("pseudocount", pseudocount)
     size = len(data.alphabet)
-    if size**order > MOST_CONTEXTS or min(len(data.train), len(data.validation)) < order:
+    most = min(
+        len(data.train), len(data.validation), int(63 * math.log(2) / math.log(max(size, 2)))
+    )
+    if order > most:
         raise ValueError(
-            f"order must be small enough for a table of {size}^order sequences, got {order}"
+            f"order must be <= {most} for {len(data.train)} and {len(data.validation)} symbols among "
+            f"{size} different ones, got {order}"
         )
 
     def read(ids: Tensor) -> Tensor:
@@ -187,9 +200,17 @@ def ngram_loss(data: TextData, order: int = 2, *, pseudocount: float = 0.01) -> 
             index = index * size + ids[place : len(ids) - order + 1 + place]
         return index
 
-    counts = read(data.train).bincount(minlength=size**order).double().view(-1, size)
-    chances = (counts + pseudocount) / (counts.sum(1, keepdim=True) + pseudocount * size)
-    return -chances.flatten()[read(data.validation)].log().mean().item()
+    seen, sought = read(data.train), read(data.validation)
+    together, before = _count(seen, sought), _count(seen // size, sought // size)
+    chances = (together + pseudocount) / (before + pseudocount * size)
+    return -chances.log().mean().item()
+
+
+def _count(seen: Tensor, sought: Tensor) -> Tensor:
+    """How often each number of ``sought`` is in ``seen``, in float64."""
+    numbers, counts = seen.unique(return_counts=True)
+    places = torch.searchsorted(numbers, sought).clamp(max=len(numbers) - 1)
+    return torch.where(numbers[places] == sought, counts[places], 0).double()
 
 
 def _find(source: str | Path) -> Path:
@@ -201,6 +222,8 @@ def _find(source: str | Path) -> Path:
         return path
     names = [f"{source}{suffix}" for suffix in (".txt.xz", ".txt.gz", ".txt")]
     found = find(FOLDER, *names)
+    if found is None and Path(source).is_file():
+        return Path(source)
     if found is None:
         places = ", ".join(str(base / FOLDER) for base in search_folders())
         raise FileNotFoundError(
@@ -210,7 +233,15 @@ def _find(source: str | Path) -> Path:
     return found
 
 
+def _name(path: Path) -> str:
+    """The name of a file without the endings of a text."""
+    name = path.name
+    for ending in (".xz", ".gz", ".txt"):
+        name = name.removesuffix(ending)
+    return name or path.name
+
+
 def _read(path: Path) -> str:
     content = read_content(path, MOST_TEXT)
     with damaged(path, "a text in UTF-8"):
-        return content.decode("utf-8").replace("\r\n", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")

@@ -150,7 +150,8 @@ class TensorBoardLog:
         self._write("epoch", step, values)
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
-        self._write("evaluation", step, values)
+        kept = {name: value for name, value in values.items() if name != "step"}
+        self._write("evaluation", step, kept)
 
     def close(self) -> None:
         if self.writer is not None:

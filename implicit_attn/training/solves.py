@@ -27,7 +27,8 @@ class SolveCounts:
         """Start an epoch."""
         names = (*SUMS, *MAXIMA) if self.layers else ()
         self.sums: dict[str, float] = dict.fromkeys(names, 0)
-        longest = max((layer.max_steps for layer in self.layers), default=0)
+        limits = (layer.max_steps + layer.evaluations_before for layer in self.layers)
+        longest = max(limits, default=0)
         self.spent = [0] * (1 + longest)  # solves by their number of evaluations
 
     def add(self, reduce: Reduce, counted: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import math
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_any_file_of_utf_8(tmp_path: Path, suffix: str) -> None:
 
 def test_a_text_in_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"letter.txt.xz is not in .*text, .*'python-help'"):
         load_text("letter")
     (tmp_path / "text").mkdir()
@@ -99,6 +100,45 @@ def test_text_data_checks_its_parts() -> None:
         TextData("x", "ab", ids.float(), ids)
 
 
+def test_counts_among_many_symbols() -> None:
+    """Three hundred different characters: no table of all triples, the same numbers as a dictionary."""
+    ids = torch.randint(300, (4000,), generator=torch.Generator().manual_seed(0))
+    data = TextData("wide", "".join(map(chr, range(1000, 1300))), ids[:3800], ids[3800:])
+    seen: dict[tuple[int, ...], int] = {}
+    for place in range(3798):
+        triple = tuple(ids[place : place + 3].tolist())
+        for key in (triple, triple[:2]):
+            seen[key] = seen.get(key, 0) + 1
+    losses = []
+    for place in range(3800, 3998):
+        triple = tuple(ids[place : place + 3].tolist())
+        chance = (seen.get(triple, 0) + 0.01) / (seen.get(triple[:2], 0) + 3.0)
+        losses.append(-math.log(chance))
+    assert ngram_loss(data, 3) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+    with pytest.raises(ValueError, match="order must be <= 7 for 3800 and 200 symbols"):
+        ngram_loss(data, 8)
+
+
+def test_names_and_marks_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
+    text = "a tale of two cities. " * 5
+    for name, called in (("story", "story"), ("my.tale.txt", "my.tale"), ("austen.txt", "austen")):
+        Path(name).write_text("\ufeff" + text)  # with the mark of some editors
+        data = load_text(name)
+        assert data.name == called and "\ufeff" not in data.alphabet
+        assert data.decode(data.train) + data.decode(data.validation) == text
+
+
+def test_a_digest_tells_texts_apart() -> None:
+    ids = torch.tensor([0, 1, 1, 0])
+    data = TextData("t", "ab", ids, ids)
+    assert data.digest == TextData("other name", "ab", ids.clone(), ids).digest
+    others = (TextData("t", "ab", ids.flip(0)[1:], ids), TextData("t", "ba", ids, ids))
+    moved = TextData("t", "ab", torch.cat((ids, ids[:1])), ids[1:])
+    assert len({data.digest, moved.digest, *(other.digest for other in others)}) == 4
+
+
 def test_losses_of_counting_models() -> None:
     """By hand, ``abab...``: every pair is known, so the loss of pairs is that of the pseudocount."""
     data = split_text("ab", ["ab" * 50], 0.2)
@@ -106,7 +146,7 @@ def test_losses_of_counting_models() -> None:
     assert ngram_loss(data, 2, pseudocount=1e-9) == pytest.approx(0.0, abs=1e-9)
     pairs = 40 * torch.tensor([40.01 / 40.02]).log().double()  # a is followed by b, 40 times
     assert ngram_loss(data, 2) == pytest.approx(-pairs.item() / 40, rel=0.02)
-    with pytest.raises(ValueError, match="order must be small enough"):
+    with pytest.raises(ValueError, match="order must be <= 20"):
         ngram_loss(data, 30)
     with pytest.raises(ValueError, match="order must be >= 1"):
         ngram_loss(data, 0)

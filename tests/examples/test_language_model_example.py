@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from implicit_attn.checkpoint import read_progress
+from implicit_attn.checkpoint import read_progress, save_checkpoint
 from implicit_attn.models import load_model
 
 for module in ("safetensors", "tqdm", "lightning_fabric"):
@@ -72,7 +72,8 @@ def test_it_trains_and_writes(
         assert [row["step"] for row in csv.DictReader(file)] == ["2", "4"]
     kept = read_progress(out / "weights.safetensors")["settings"]
     assert kept["alphabet"] == " .Tacehmnost" and kept["model"]["vocabulary"] == 12
-    generated = ["--generate", "20", "--out", str(out), *words]
+    kind = words[:2] if "--model" in words else []
+    generated = ["--generate", "20", "--out", str(out), *kind]
     EXAMPLE.main([*generated, "--prompt", "The cat"])
     first = capsys.readouterr().out
     assert first.startswith("The cat") and len(first) == 7 + 20 + 1
@@ -117,6 +118,31 @@ def test_a_run_that_was_stopped_goes_on(
         EXAMPLE.main([*words[:-1], "python-help", "--out", str(cut), "--resume"])
     assert stop.value.code == 2
     assert "other settings" in capsys.readouterr().err
+    swapped = tmp_path / "swapped" / "tale.txt"  # of the same name, size and characters
+    swapped.parent.mkdir()
+    swapped.write_text(Path(text).read_text()[::-1])
+    with pytest.raises(SystemExit) as stop:
+        EXAMPLE.main([*words[:-1], str(swapped), "--out", str(cut), "--resume"])
+    assert stop.value.code == 2 and "other settings" in capsys.readouterr().err
+
+
+def test_a_text_of_many_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "wide.txt"
+    path.write_text("".join(chr(1000 + (k * k) % 301) for k in range(2000)))
+    out = ["--out", str(tmp_path / "out")]
+    EXAMPLE.main([*TINY, "--layers", "1", "--text", str(path), *out])
+    assert "counts of triples" in capsys.readouterr().out
+
+
+def test_an_equilibrium_writes_with_other_numbers_of_evaluations(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = ["--model", "equilibrium", "--out", str(tmp_path / "out")]
+    EXAMPLE.main([*TINY, *kind, "--iterations", "3", "--text", text])
+    assert "median evaluations per solve 3" in capsys.readouterr().out
+    for more in ([], ["--iterations", "2"], ["--iterations", "20"]):
+        EXAMPLE.main([*kind, "--generate", "5", "--prompt", "The", *more])
+        assert capsys.readouterr().out.startswith("The")
 
 
 @pytest.fixture
@@ -155,12 +181,17 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[...,
         (["--generate", "3"], "--weights"),
         (["--generate", "0"], "--generate"),
         (["--generate", "3", "--temperature", "-1"], "--temperature"),
+        (["--generate", "3", "--steps", "5"], "--steps"),
+        (["--generate", "3", "--model", "equilibrium"], "--weights"),
+        (["--temperature", "0.5"], "--temperature"),
+        (["--weights", "nope"], "--weights"),
     ],
 )
 def test_what_it_refuses(
     words: list[str], option: str, refused: Callable[..., str], text: str
 ) -> None:
-    given = [] if "--text" in words or "--length" in words else ["--text", text]
+    alone = {"--text", "--length", "--generate"} & set(words)
+    given = [] if alone else ["--text", text]
     assert f"{option}" in refused(*given, *words)
 
 
@@ -174,5 +205,15 @@ def test_prompts_and_weights_that_do_not_fit(
         *weights, "--prompt", "Tübingen"
     )
     assert "argument --prompt: must hold a character" in refused(*weights, "--prompt", "")
+    assert "takes no --iterations" in refused(
+        *weights, "--model", "equilibrium", "--iterations", "9"
+    )
+    kept = load_model(out / "weights.safetensors")
+    for alphabet in (" Tac", "cc" * 6, " Tacehmnost?!"):
+        progress = {**kept[1], "settings": {**kept[1]["settings"], "alphabet": alphabet}}
+        save_checkpoint(out / "weights.safetensors", kept[0], progress=progress)
+        assert "argument --weights" in refused(*weights) and "expects 12" in refused(*weights)
+    save_checkpoint(out / "weights.safetensors", kept[0], progress={"settings": {}})
+    assert "--weights" in refused(*weights)
     (out / "weights.safetensors").write_bytes(b"nothing")
     assert "--weights" in refused(*weights)

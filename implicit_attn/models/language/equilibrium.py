@@ -27,8 +27,10 @@ SOLVES = ("implicit", "unrolled")
 class CausalBlock(Update):
     r"""``f(z, x) = (1 - a) z + a (h + v(h))``, ``h = x + u(z)``: attention u among the states, then v.
 
-    The input x enters every evaluation, and both branches begin with a LayerNorm, so that they are
-    bounded: f has a fixed point whatever the weights. Token i depends on tokens ``j <= i`` alone.
+    The input x enters every evaluation. Where both branches are bounded, f has a fixed point whatever the
+    weights: so for branches that begin with a LayerNorm, with softmax attention or a series of finite
+    order, but not with the exact inverses of "newton" and "light-newton". Token i depends on tokens
+    ``j <= i`` alone.
 
     Args:
         attention: u, (B, N, d) -> (B, N, d), causal.
@@ -61,7 +63,7 @@ class EquilibriumLanguageModel(SymbolModel):
     The block is evaluated a fixed number of times, ``z <- f(z, x)`` from ``z = x``, for a reason: a
     stopping rule or a mixture of iterates that looks at a whole sample, as Anderson's, would carry
     information from later symbols to earlier ones. So logits depend on no later symbol, bit by bit, and
-    how well the equation is solved is reported instead: ``last.residual`` after each call.
+    how well the equation is solved is reported instead: ``last.residual`` after each implicit solve.
 
     Args:
         vocabulary, dim, length: as for ``SymbolModel``.
@@ -75,11 +77,12 @@ class EquilibriumLanguageModel(SymbolModel):
         damping: a of ``CausalBlock``.
         dropout: share of token values that are set to 0 in training. The block has none: it must be
             the same map in every evaluation.
-        layer: options of the ``DEQ``: ``adjoint`` for example.
+        layer: options of the ``DEQ``: adjoint, tolerance (of what counts as converged), on_failure.
         form: further arguments of the attention form.
 
     Attributes:
-        last: the ``solvers.Solution`` (without its value) of the latest implicit solve.
+        last: the ``solvers.Solution`` (without its value) of the latest implicit solve, None before one
+            and always with ``gradient="unrolled"``.
 
     Shapes: symbols (B, N) -> logits (B, N, V), causal.
 
@@ -111,9 +114,15 @@ class EquilibriumLanguageModel(SymbolModel):
         block = CausalBlock(
             AttentionBranch(dim, made, 0.0), FeedForwardBranch(dim, hidden, 0.0), damping=damping
         )
+        fixed = sorted({"max_steps", "solver", "init"} & set(layer or {}))
+        if fixed:
+            raise ValueError(
+                f"layer must not hold {fixed}: the block is evaluated ``iterations`` times from x"
+            )
         # The one evaluation of a solve measures the residual; no step follows it.
         options: dict[str, Any] = {"on_failure": "ignore"} | (layer or {}) | {"max_steps": 1}
         self.layer = DEQ(block, **options)
+        self.layer.evaluations_before = self.iterations - 1
         draw_weights(self, output_layers(self), 2)
 
     @property
@@ -123,12 +132,13 @@ class EquilibriumLanguageModel(SymbolModel):
     def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:
         count = self.iterations if iterations is None else iterations
         tokens = F.layer_norm(tokens, (self.dim,))
-        if self.gradient == "unrolled":
+        if self.gradient == "unrolled" or not len(tokens):
             return self._iterate(tokens, count)
         if count < 2:
             raise ValueError(f"iterations must be >= 2 with the implicit gradient, got {count}")
         with torch.no_grad():
             near = self._iterate(tokens, count - 1)
+        self.layer.evaluations_before = count - 1
         return self.layer(tokens, z0=near)
 
     def _iterate(self, tokens: Tensor, count: int) -> Tensor:

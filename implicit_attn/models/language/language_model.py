@@ -60,7 +60,14 @@ class SymbolModel(nn.Module):
             raise ValueError(
                 f"symbols must be 1 to {self.length} in a row, got {symbols.shape[1]} of them"
             )
-        return self.dropout(self.embedding(symbols) + self.position[: symbols.shape[1]])
+        # On a card the look would wait for it, and torch has its own assertion there.
+        if symbols.device.type == "cpu" and symbols.numel() and not torch.compiler.is_compiling():
+            low, high = symbols.aminmax()
+            if low < 0 or high >= self.vocabulary:
+                raise ValueError(
+                    f"symbols must lie in [0, {self.vocabulary - 1}], got {int(low)} to {int(high)}"
+                )
+        return self.dropout(self.embedding(symbols.long()) + self.position[: symbols.shape[1]])
 
     @abstractmethod
     def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:

@@ -46,7 +46,8 @@ def generate(
         raise ValueError(
             f"prompt must be integers (B, N), N >= 1, got {prompt.dtype} {tuple(prompt.shape)}"
         )
-    training, symbols, length = model.training, prompt, int(model.length)  # type: ignore[arg-type]
+    modes = [(part, part.training) for part in model.modules()]
+    symbols, length = prompt, int(model.length)  # type: ignore[arg-type]
     options = {} if iterations is None else {"iterations": iterations}
     model.eval()
     try:
@@ -55,7 +56,8 @@ def generate(
             drawn = _draw(logits, temperature, most, generator)
             symbols = torch.cat((symbols, drawn.to(symbols)), 1)
     finally:
-        model.train(training)
+        for part, training in modes:
+            part.training = training
     return symbols
 
 
@@ -66,6 +68,8 @@ def _draw(
     if temperature == 0.0:
         return logits.argmax(-1, keepdim=True)
     if most is not None and most < logits.shape[1]:
-        least = logits.topk(most, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        kept = logits.topk(most, -1).indices
+        logits = torch.full_like(logits, -torch.inf).scatter(1, kept, logits.gather(1, kept))
+    # The likeliest is at 0, so that small temperatures send the others to -inf and not it to inf.
+    apart = (logits - logits.amax(-1, keepdim=True)).double() / temperature
+    return torch.multinomial(apart.softmax(-1), 1, generator=generator)

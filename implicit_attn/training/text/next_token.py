@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class NextToken:
                     f"length must be below the {held} symbols for {part}, got {self.length}"
                 )
 
-    @property
+    @cached_property
     def inputs(self) -> Tensor:
         """Numbers (N,) of the windows of an epoch; :meth:`augmented` draws where they begin."""
         number = self.samples or max(1, (len(self.data.train) - 1) // self.length)

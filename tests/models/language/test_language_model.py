@@ -252,7 +252,7 @@ def test_every_evaluation_brings_it_nearer() -> None:
         for iterations in (2, 12, 24, 48):
             model(ids, iterations=iterations)
             residuals.append(model.last.residual.max().item())
-            assert (model.last.evaluations == 1).all()
+            assert (model.last.evaluations == iterations).all()
     assert residuals == sorted(residuals, reverse=True) and residuals[-1] < 1e-6 * residuals[0]
     tokens = model.tokens(ids)
     z = x = F.layer_norm(tokens, (DIM,))
@@ -270,6 +270,14 @@ def test_mistakes_of_the_equilibrium_model() -> None:
         make(EquilibriumLanguageModel, gradient="exact")
     with pytest.raises(ValueError, match="damping must be in"):
         make(EquilibriumLanguageModel, damping=0.0)
+    for taken in ("max_steps", "solver"):
+        with pytest.raises(ValueError, match=f"layer must not hold \\['{taken}'\\]"):
+            make(EquilibriumLanguageModel, layer={taken: None})
+    unrolled = make(EquilibriumLanguageModel, gradient="unrolled")
+    assert unrolled(symbols()) is not None and unrolled.last is None
+    for gradient in ("implicit", "unrolled"):
+        model = make(EquilibriumLanguageModel, gradient=gradient)
+        assert model(symbols()[:0]).shape == (0, 6, VOCABULARY)
     block = CausalBlock(torch.nn.Identity(), torch.nn.Identity())
     with pytest.raises(ValueError, match="mask must be None"):
         block(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), mask=torch.ones(1, 2).bool())
@@ -291,6 +299,24 @@ def test_generated_text() -> None:
     assert (few[:, 26:27] == best).any(-1).all()
     assert torch.equal(generate(model, prompt, 0), prompt)
     assert not model.training and generate(model.train(), prompt, 1) is not None and model.training
+
+
+def test_generation_leaves_every_module_in_its_mode() -> None:
+    model = stirred(make()).train()
+    model.norm.eval()
+    generate(model, symbols(1, 4), 1)
+    assert model.training and model.dropout.training and not model.norm.training
+
+
+def test_ties_and_small_temperatures() -> None:
+    even = make()
+    torch.nn.init.zeros_(even.head.weight)  # all symbols are as likely
+    drawn = generate(even, symbols(200, 4), 1, most=3)[:, -1]
+    assert len(drawn.unique()) == 3
+    model, prompt = stirred(make()), symbols(3, 4)
+    greedy = generate(model, prompt, 5, temperature=0.0)
+    for temperature in (1e-40, 1e-300):
+        assert torch.equal(generate(model, prompt, 5, temperature=temperature), greedy)
 
 
 def test_symbols_are_drawn_as_often_as_the_model_says() -> None:

@@ -44,13 +44,16 @@ def run_descent(options: argparse.Namespace, advance: Advance) -> Result:
 def run_local_learning(options: argparse.Namespace, advance: Advance) -> Result:
     """attention that learns by local rules, beside fixed weights and back-propagation"""
     digits, text = load_digits(), load_text(options.text)
+    loops = TextSettings(steps=options.steps, seed=options.seed)
+    shortest = min(len(text.train), len(text.validation))
+    if shortest <= loops.length:
+        raise ValueError(f"text must have parts of over {loops.length} characters, got {shortest}")
     settings = DigitSettings(epochs=options.epochs, seed=options.seed)
     backward = DigitSettings(epochs=options.passes, seed=options.seed)
     by_digits: Table = []
     for rule in RULES:
         chosen = backward if rule == BACKWARD else settings
         by_digits += learn_digits(digits, rule, chosen, advance=advance)
-    loops = TextSettings(steps=options.steps, seed=options.seed)
     by_text: Table = []
     for rule in RULES:
         by_text += learn_text(text, rule, loops, advance=advance)
@@ -119,7 +122,7 @@ EXPERIMENTS = {
             ("--passes", whole(1, 10_000), 60, "through the digits by back-propagation"),
             ("--steps", whole(1, 100_000), 400, "on the text"),
             ("--inner", whole(1, 20), 12, "epochs of the inner energy, which diverges"),
-            ("--text", str, HELP, "a name or file of a text, as of the data guide"),
+            ("--text", str, HELP, "python-help, austen, or the path of a text in UTF-8"),
             ("--seed", seed_number, 0, "of embeddings, weights and batches"),
         ),
         quick=("--epochs", "3", "--passes", "1", "--steps", "2", "--inner", "2"),

@@ -48,14 +48,17 @@ def draw_steps(axes: Any, methods: Table, styles: dict[str, Any], bound: float) 
     """Steps to the bound: range and median over all draws, and the first draw's median."""
     for place, row in enumerate(reversed(methods)):
         color = styles[row["method"]]["color"]
-        ends = [row["all_least"], row["all_most"] if math.isfinite(row["all_most"]) else 1e4]
+        reached = math.isfinite(row["all_most"])
+        ends = [row["all_least"], row["all_most"] if reached else 1e4]
         axes.plot(ends, [place, place], color=color, linewidth=5, alpha=0.3)
+        if not reached:
+            axes.plot(1e4, place, ">", color=color, markersize=8)
         axes.plot(row["all_median"], place, "|", color=color, markersize=14, markeredgewidth=2)
         axes.plot(row["steps"], place, "o", color=color, markersize=5)
     axes.set_xscale("log")
     axes.set_yticks(range(len(methods)), [row["method"] for row in reversed(methods)])
     axes.set(xlabel=f"steps to a gradient of {bound:g}")
-    axes.set_title("bar: all draws, |: their median, dot: first draw", fontsize=11)
+    axes.set_title("bar: all draws (arrow: not all end), |: median, dot: first draw", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
 
 
