@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from implicit_attn.checkpoint import read_progress, save_checkpoint
+from implicit_attn.data import load_text
 from implicit_attn.models import load_model
+from implicit_attn.training import NextToken
 
 for module in ("safetensors", "tqdm", "lightning_fabric"):
     pytest.importorskip(module, reason="the example needs the extra [examples]")
@@ -217,3 +219,22 @@ def test_prompts_and_weights_that_do_not_fit(
     assert "--weights" in refused(*weights)
     (out / "weights.safetensors").write_bytes(b"nothing")
     assert "--weights" in refused(*weights)
+
+
+def test_the_shipped_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert EXAMPLE.SHIPPED.stat().st_size <= 3_000_000
+    monkeypatch.chdir(tmp_path)  # where no run is
+    EXAMPLE.main(["--generate", "40", "--prompt", "It was "])
+    said = capsys.readouterr()
+    assert "the weights that come along" in said.err
+    assert said.out.startswith("It was ") and len(said.out) == 7 + 40 + 1
+    model, progress = load_model(EXAMPLE.SHIPPED)
+    try:
+        data = load_text("austen")
+    except FileNotFoundError as error:
+        pytest.skip(f"the novels are not at hand: {error}")
+    assert data.alphabet == progress["settings"]["alphabet"]
+    total, number = NextToken(data, 128, windows=16).evaluate(model, 0, 1)["validation_loss"]
+    assert total / number < 1.6  # counts of triples: 1.90

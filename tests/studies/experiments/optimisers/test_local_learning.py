@@ -184,3 +184,10 @@ def test_what_does_not_fit_is_refused() -> None:
         OwnEnergy("dot", 1.0)
     with pytest.raises(ValueError, match="length"):
         learn_text(load_text(HELP), LOCAL, TextSettings(length=10**6))
+
+
+@pytest.mark.slow
+def test_back_propagation_learns_the_digits() -> None:
+    """The same layer at the study's settings: 90 % in its first seed, where the local rule has 10 %."""
+    settings = DigitSettings(epochs=60, records=1)
+    assert learn_digits(load_digits(), BACKWARD, settings)[-1]["test_accuracy"] >= 0.85
