@@ -139,11 +139,8 @@ def _triangle(logs: Tensor) -> Tensor:
     Each is the exponential of a sum of its own over ``j < l <= i``: differences of the sums from the
     beginning of a chunk would lose every digit after a decay near 0, and be NaN after one of 0.
     """
-    count = logs.shape[-1]
-    pairs = torch.ones(count, count, dtype=torch.bool, device=logs.device).tril()
-    each = logs.unsqueeze(-1).expand(*logs.shape, count)
-    exponents = each.masked_fill(~pairs.tril(-1), 0.0).cumsum(-2)
-    return exponents.masked_fill(~pairs, -torch.inf).exp()
+    each = logs.unsqueeze(-1).expand(*logs.shape, logs.shape[-1])
+    return each.tril(-1).cumsum(-2).exp().tril()
 
 
 def _check(values: Tensor, log_decay: Tensor | None, chunk: int) -> None:

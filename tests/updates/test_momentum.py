@@ -256,7 +256,11 @@ def test_mistakes() -> None:
         MomentumStep(step)(torch.zeros(1, 2))
     with pytest.raises(TypeError, match="beta must be a number"):
         MomentumStep(step, beta="much")  # type: ignore[arg-type]
-    for method, options in (("plain", {"beta": 0.3}), ("gain", {"beta": 0.3}), ("plain", {"eta": 7})):
+    for method, options in (
+        ("plain", {"beta": 0.3}),
+        ("gain", {"beta": 0.3}),
+        ("plain", {"eta": 7}),
+    ):
         with pytest.raises(ValueError, match=f"{next(iter(options))} needs"):
             DescentStep(torch.tanh, method, **options)
     for learned in (False, True):  # every state would rest, and the layer call it converged

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from implicit_attn.energies.attention import FEATURE_MAPS
 from solvers.core.checks import require_choice
 
-POSITIVE_MAPS = ("elu",)  # without a zero within the range of exp, so that a sum of their features has a logarithm
+POSITIVE_MAPS = (
+    "elu",
+)  # without a zero within the range of exp, so that a sum of their features has a logarithm
 
 
 class Mapped(NamedTuple):

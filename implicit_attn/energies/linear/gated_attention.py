@@ -171,6 +171,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
         keys = x.parts if isinstance(x, Prepared) else self._freeze(x, mask, z)
         held = keys.states if keys.sums is None else keys.sums
+        assert held is not None  # of normalised energies the sums
         if len(held) != len(z):
             raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(held)}")
         weight = self.query.weight

@@ -120,7 +120,8 @@ def test_gates_are_constants_of_the_step(gate: str) -> None:
 
 
 def test_causal_queries_see_no_later_token() -> None:
-    for options in ({"gate": "decay"}, {"feature_map": "elu", "normalised": True}):
+    rows: list[dict[str, Any]] = [{"gate": "decay"}, {"feature_map": "elu", "normalised": True}]
+    for options in rows:
         energy = make(causal=True, **options)
         z, x = draw()
         other = x.clone()
@@ -236,7 +237,8 @@ def test_the_samples_of_what_was_prepared_are_those_of_the_state(samples: tuple[
 
 
 def test_a_layer_prepares_the_sums_once() -> None:
-    for options in ({"gate": "keys"}, {"causal": True, "gate": "decay"}):
+    rows: list[dict[str, Any]] = [{"gate": "keys"}, {"causal": True, "gate": "decay"}]
+    for options in rows:
         energy = make(norm=None, bound=0.3, beta=4.0, **options)
         z, x = draw()
         prepared = energy.prepare(x)
