@@ -256,13 +256,11 @@ def test_mistakes() -> None:
         MomentumStep(step)(torch.zeros(1, 2))
     with pytest.raises(TypeError, match="beta must be a number"):
         MomentumStep(step, beta="much")  # type: ignore[arg-type]
-    for method, options in (
-        ("plain", {"beta": 0.3}),
-        ("gain", {"beta": 0.3}),
-        ("plain", {"eta": 7}),
-    ):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} needs"):
-            DescentStep(torch.tanh, method, **options)
+    for method in ("plain", "gain"):
+        with pytest.raises(ValueError, match=f"beta needs .* got 0.3, '{method}'"):
+            DescentStep(torch.tanh, method, beta=0.3)
+    with pytest.raises(ValueError, match="eta needs another method"):
+        DescentStep(torch.tanh, "plain", eta=7.0)
     for learned in (False, True):  # every state would rest, and the layer call it converged
         with pytest.raises(ValueError, match="eta must not be 0"):
             MomentumStep(step, eta=0, learned=learned)

@@ -303,7 +303,7 @@ def test_dependent_rows_of_the_queries_have_no_return(name: str) -> None:
     form = make(name)
     with torch.no_grad():
         form.query.weight[1].zero_()
-    with pytest.raises(torch.linalg.LinAlgError):
+    with pytest.raises(RuntimeError, match="singular"):
         form(draw())
 
 
