@@ -51,11 +51,12 @@ class SoftmaxAttention(HasTemperatures, Energy):
     ``-sum_j P_ij k_j``, so a descent step moves a token along its attention output.
 
     ``energy="elastic"``: ``E = -beta^-1 sum_h sum_i log sum_j exp(-beta |q_i - k_j|^2 / 2)``. Gradient
-    by q: ``q_i - sum_j P_ij k_j``. Bounded below.
+    by q: ``q_i - sum_j P_ij k_j``. Bounded below. In the queries of a head it is convex where
+    ``1/beta >= D^2/4``, D the largest distance of two keys, a sharp bound; where all heads are, so is E
+    among constant keys (``cross``) without norm. It is never concave.
 
-    ``q = norm(W_q z)``. In self-attention ``k = norm(W_k z)``, and the gradient includes the term of
-    the keys, so it is exact and its Jacobian symmetric. In cross-attention ``k = norm(W_k x)`` is
-    constant; with ``energy="inner"`` and no norm E is then concave in z, whatever x.
+    ``q = norm(W_q z)``. In self-attention ``k = norm(W_k z)``: the gradient has a term of the keys. In
+    cross-attention ``k = norm(W_k x)`` stays; the inner E is then concave in z without norm, for any x.
 
     The features may see the input, too. Self-attention with ``context_dim``:
     ``q = norm(W_q z + Q x + b_q)``, ``k = norm(W_k z + K x + b_k)``. Cross-attention with

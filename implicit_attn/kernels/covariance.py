@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from implicit_attn.kernels.arguments import wide_dtype
+from implicit_attn.kernels.arguments import dense_for_transforms, wide_dtype
 from solvers.core.checks import require_choice, require_count, require_flag
 from solvers.core.modes import without_autocast
 
@@ -34,14 +34,17 @@ def covariance_product(
             (B, H, M, p)), for ``P = softmax_j(q_i.k_j)``, the temperature multiplied in already.
         values: v, (B, H, M, r).
         vector: w, (B, H, N, r).
-        mean: with P, the means m (B, H, N, r) where they are known; None: they are computed.
+        mean: with P, the means m (B, H, N, r) where they are known; None: they are computed, which
+            is more precise where the values have a large common offset.
         causal: with a pair, query i sees the keys ``j <= i``, of which there are as many.
         backend: "reference" (dense) or, with a pair, "strips": strips of rows that are computed
-            again for derivatives, so that only one of them is held at a time.
+            again for derivatives, so that only one of them is held at a time. The transforms of
+            ``torch.func`` and forward-mode derivatives hold all of them.
         rows: of a strip.
 
     Returns:
-        (B, H, N, r) in the dtype of ``vector``; differentiable any number of times.
+        (B, H, N, r) in the dtype of ``vector``, computed in the widest dtype of the arguments,
+        float32 or wider; differentiable any number of times.
 
     Raises:
         TypeError, ValueError: for arguments other than the above, naming them.
@@ -71,13 +74,18 @@ def _compute(
     rows: int,
 ) -> Tensor:
     wide = wide_dtype(vector)
+    for part in (values, *(weights if isinstance(weights, (tuple, list)) else (weights,))):
+        wide = torch.promote_types(wide, part.dtype)
     values, moved = values.to(wide), vector.to(wide)
+    # The covariance is that of the values without a common offset, whose squares would cancel.
+    origin = values[:, :, :1]
+    values = values - origin
     if isinstance(weights, Tensor):
         if causal or backend == "strips":
             raise ValueError(
                 'causal=True and backend="strips" need a pair (query, key), got the weights'
             )
-        mean = None if mean is None else mean.to(wide)
+        mean = None if mean is None else mean.to(wide) - origin
         return _product(weights.to(wide), values, moved, mean).to(vector.dtype)
     if mean is not None:
         raise ValueError("mean needs the weights, got a pair (query, key)")
@@ -89,10 +97,15 @@ def _compute(
     count = query.shape[2]
     if backend == "reference" or count <= rows:
         return _strip(query, key, values, moved, 0, causal).to(vector.dtype)
+    # Checkpoints know neither torch.func nor forward mode.
+    whole = dense_for_transforms(query, key, values, moved) is not None
     parts = []
     for first in range(0, count, rows):
         strip = slice(first, first + rows)
         arguments = query[:, :, strip], key, values, moved[:, :, strip], first, causal
+        if whole:
+            parts.append(_strip(*arguments))
+            continue
         parts.append(checkpoint(_strip, *arguments, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, 2).to(vector.dtype)
 
@@ -115,6 +128,13 @@ def _product(weights: Tensor, values: Tensor, vector: Tensor, mean: Tensor | Non
 
 
 def _check(weights: Tensor | tuple[Tensor, Tensor], values: Tensor, vector: Tensor) -> None:
+    for name, tensor in (("values", values), ("vector", vector)):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a tensor of a floating dtype, got {got}")
+    if isinstance(weights, (tuple, list)) and not all(isinstance(part, Tensor) for part in weights):
+        kinds = [type(part).__name__ for part in weights]
+        raise TypeError(f"weights must be a tensor or a pair of tensors (query, key), got {kinds}")
     if isinstance(weights, Tensor):
         queries, keys, lead = weights.shape[-2:-1], weights.shape[-1:], weights.shape[:-2]
         fits = weights.dim() == 4
@@ -137,5 +157,3 @@ def _check(weights: Tensor | tuple[Tensor, Tensor], values: Tensor, vector: Tens
             raise ValueError(
                 f"{name} must have the shape {(*lead, *tokens, *width)}, got {tuple(tensor.shape)}"
             )
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be of a floating dtype, got {tensor.dtype}")

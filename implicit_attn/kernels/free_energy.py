@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.special import xlogy
 
@@ -165,6 +166,19 @@ def helmholtz_free_energy(weights: Tensor, energies: Tensor, temperature: float 
             f"energies must have as many entries as weights, {tuple(weights.shape)}, got "
             f"{tuple(energies.shape)}"
         )
-    if not isinstance(temperature, Tensor):
+    rows = _broadcast("energies", energies.shape[:-1], weights.shape[:-1])
+    if isinstance(temperature, Tensor):
+        _broadcast("temperature", temperature.shape, rows)
+    else:
         require_positive("temperature", temperature)
     return (weights * energies).sum(-1) + temperature * xlogy(weights, weights).sum(-1)
+
+
+def _broadcast(name: str, shape: torch.Size, rows: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(shape, rows)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} must broadcast to the rows of weights and energies, {tuple(rows)}, got "
+            f"{tuple(shape)} rows"
+        ) from error

@@ -1,6 +1,6 @@
 """Sums over all earlier tokens, which a decay may weigh down, without an N x N matrix.
 
-With decays ``a_l`` in (0, 1] and ``gamma_ij = a_(j+1) ... a_i`` for ``j <= i``, the sums
+With decays ``a_l`` in [0, 1] and ``gamma_ij = a_(j+1) ... a_i`` for ``j <= i``, the sums
 ``sum_(j<=i) gamma_ij v_j`` obey ``s_i = a_i s_(i-1) + v_i``. They are taken in chunks of tokens: within
 a chunk by a triangular matrix, between chunks by the recursion.
 """
@@ -23,7 +23,7 @@ def running_sums(values: Tensor, log_decay: Tensor | None = None, *, chunk: int 
 
     Args:
         values: v, (B, H, N, r), floating.
-        log_decay: ``log a``, (B, H, N), all <= 0; None: every a is 1.
+        log_decay: ``log a``, (B, H, N), all <= 0, minus infinity where a is 0; None: every a is 1.
         chunk: tokens of a chunk, >= 1; it changes no result but by rounding.
 
     Raises:
@@ -32,8 +32,9 @@ def running_sums(values: Tensor, log_decay: Tensor | None = None, *, chunk: int 
     _check(values, log_decay, chunk)
     if log_decay is None or not values.shape[2]:
         return values.to(wide_dtype(values)).cumsum(2).to(values.dtype)
-    wide, decay = _chunks(values, chunk), _sum_decays(values, log_decay, chunk)
-    within, last = _triangle(decay) @ wide, decay[..., -1:]
+    wide, logs = _chunks(values, chunk), _log_chunks(values, log_decay, chunk)
+    within, decay = _triangle(logs) @ wide, logs.cumsum(-1)
+    last = decay[..., -1:]
     before, state = [], torch.zeros_like(wide[:, :, 0, :1])
     for index in range(wide.shape[2]):
         before.append(state)
@@ -55,18 +56,20 @@ def running_states(
         (B, H, chunks, p, p), float32 or wider.
     """
     _check(features, log_decay, chunk)
-    wide, decay = _chunks(features, chunk), _decays(features, log_decay, chunk)
-    left = wide
-    if decay is not None:
-        left = wide * (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    wide, left, whole = _chunks(features, chunk), _chunks(features, chunk), None
+    if log_decay is not None:
+        logs = _log_chunks(features, log_decay, chunk)
+        # What decays a token until the end of its chunk: the logs of those after it.
+        after = F.pad(logs[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+        left, whole = wide * after.exp().unsqueeze(-1), logs.sum(-1, keepdim=True)
     added = left.mT @ wide
     if not added.shape[2]:
         return added
     before, state = [], torch.zeros_like(added[:, :, 0])
     for index in range(added.shape[2]):
         before.append(state)
-        if decay is not None:
-            state = state * decay[:, :, index, -1:, None].exp()
+        if whole is not None:
+            state = state * whole[:, :, index, :, None].exp()
         state = state + added[:, :, index]
     return torch.stack(before, 2)
 
@@ -85,7 +88,7 @@ def running_products(
     Args:
         query: q, (B, H, N, p), floating.
         features: f, of the same shape and dtype.
-        log_decay: ``log a``, (B, H, N), all <= 0; None: every a is 1.
+        log_decay: ``log a``, (B, H, N), all <= 0, minus infinity where a is 0; None: every a is 1.
         states: of :func:`running_states` for these features, decays and chunk; None: computed here.
         chunk: tokens of a chunk, >= 1; it changes no result but by rounding.
 
@@ -107,12 +110,13 @@ def running_products(
     if states is None:
         states = running_states(features, log_decay, chunk=chunk)
     rows, wide = _chunks(query, chunk), _chunks(features, chunk)
-    decay, scores = _decays(features, log_decay, chunk), rows @ wide.mT
-    from_before = rows @ states.to(rows.dtype)
-    if decay is None:
+    scores, from_before = rows @ wide.mT, rows @ states.to(rows.dtype)
+    if log_decay is None:
         sums = scores.tril() @ wide + from_before
     else:
-        sums = (scores * _triangle(decay)) @ wide + decay.exp().unsqueeze(-1) * from_before
+        logs = _log_chunks(features, log_decay, chunk)
+        from_before = logs.cumsum(-1).exp().unsqueeze(-1) * from_before
+        sums = (scores * _triangle(logs)) @ wide + from_before
     return sums.flatten(2, 3)[:, :, : query.shape[2]].to(query.dtype)
 
 
@@ -123,21 +127,20 @@ def _chunks(values: Tensor, chunk: int) -> Tensor:
     return wide.unflatten(2, (wide.shape[2] // chunk, chunk))
 
 
-def _decays(values: Tensor, log_decay: Tensor | None, chunk: int) -> Tensor | None:
-    return None if log_decay is None else _sum_decays(values, log_decay, chunk)
-
-
-def _sum_decays(values: Tensor, log_decay: Tensor, chunk: int) -> Tensor:
-    """Sums of the ``log a`` from the beginning of each chunk on, (B, H, chunks, chunk)."""
+def _log_chunks(values: Tensor, log_decay: Tensor, chunk: int) -> Tensor:
+    """``log a`` of each chunk, (B, H, chunks, chunk)."""
     wide = log_decay.to(wide_dtype(values)).unsqueeze(-1)
-    return _chunks(wide, chunk).squeeze(-1).cumsum(-1)
+    return _chunks(wide, chunk).squeeze(-1)
 
 
-def _triangle(decay: Tensor) -> Tensor:
-    """``gamma_ij`` within each chunk, (..., chunk, chunk), 0 for j > i."""
-    later = torch.ones(decay.shape[-1:] * 2, dtype=torch.bool, device=decay.device).triu(1)
-    exponents = decay.unsqueeze(-1) - decay.unsqueeze(-2)
-    return exponents.masked_fill(later, -torch.inf).exp()
+def _triangle(logs: Tensor) -> Tensor:
+    """``gamma_ij`` within each chunk, (..., chunk, chunk), 0 for j > i.
+
+    Each is the exponential of a sum of its own over ``j < l <= i``: differences of the sums from the
+    beginning of a chunk would lose every digit after a decay near 0, and be NaN after one of 0.
+    """
+    each = logs.unsqueeze(-1).expand(*logs.shape, logs.shape[-1])
+    return each.tril(-1).cumsum(-2).exp().tril()
 
 
 def _check(values: Tensor, log_decay: Tensor | None, chunk: int) -> None:

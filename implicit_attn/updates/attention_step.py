@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from implicit_attn.energies.checks import check_tokens
-from implicit_attn.energies.heads.inputs import AttentionInput
+from implicit_attn.energies.heads.inputs import AttentionInput, read_memory
 from implicit_attn.energies.heads.temperatures import Beta
+from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.projected import RMSNorm
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
 from implicit_attn.energies.tokens import hide
@@ -26,22 +27,24 @@ class AttentionStep(Update):
         inner:    F_i = -T sum_h log sum_j exp(q_i.k_j / T)
         elastic:  F_i = -T sum_h log sum_j exp(-|q_i - k_j|^2 / (2T))
 
-    In self-attention h is z itself, all tokens move at once, and ``causal`` restricts the sums to
+    In self-attention h is z itself and all tokens move at once; ``causal`` restricts the sums to
     ``j <= i``. Without norms the inner step is ``z_i + eta sum_h W_q^T sum_j P_ij k_j``, standard
-    attention with tied values; the elastic one takes ``eta sum_h W_q^T q_i`` off that. Among tokens that
-    stay no F_i rises, inner for every eta, elastic for ``eta <= 2 / L`` with the largest eigenvalue L of
-    ``W_q^T W_q``. Once all tokens move, the step is the gradient of no energy: that of the sum of the
-    F_i, :class:`implicit_attn.energies.SoftmaxAttention`, also has a term of the keys, through which
-    later tokens would reach earlier ones. Causal steps have no such leak.
+    attention with tied values; the elastic one takes ``eta sum_h W_q^T q_i`` off that. Without norms no
+    F_i rises among tokens that stay, inner for every eta, elastic for ``eta <= 2 / L`` with the largest
+    eigenvalue L of ``W_q^T W_q``; with a norm it may rise. Once all tokens move, the step is the
+    gradient of no energy: that of the sum of the F_i,
+    :class:`implicit_attn.energies.SoftmaxAttention`, also has a term of the keys, through which later
+    tokens would reach earlier ones. Causal steps have no such leak.
 
     Shapes: ``z`` (B, N, d), ``mask`` (B, N) bool; masked tokens keep their state. ``x`` is only the
-    initial state, with ``cross`` it is h: (B, M, context_dim), or a pair of it and a mask (B, M).
+    initial state, with ``cross`` it is h: (B, M, context_dim), a pair of it and a mask (B, M), or an
+    ``AttentionInput`` with such a memory; with ``causal``, too, M is N.
 
     Args:
         dim: features d.
         heads: number of heads.
         energy: ``"inner"`` or ``"elastic"``.
-        causal: in self-attention, token i attends to ``j <= i``.
+        causal: token i attends to ``j <= i``.
         cross: h is the input x.
         step_size: eta, > 0.
         learned_step: train it.
@@ -73,8 +76,6 @@ class AttentionStep(Update):
     ) -> None:
         super().__init__()
         self.causal, self.cross = require_flag("causal", causal), require_flag("cross", cross)
-        if causal and cross:
-            raise ValueError("causal needs self-attention, got causal=True with cross=True")
         if context_dim is not None and not cross:
             raise ValueError(f"context_dim needs cross=True, got {context_dim!r}")
         self.energy = SoftmaxAttention(
@@ -89,42 +90,67 @@ class AttentionStep(Update):
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """With ``cross`` the keys."""
-        return self.energy.prepare(x, mask=mask) if self.cross else x
+        return self.energy.prepare(self._input(x), mask=mask) if self.cross else x
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         """One step of all tokens at once."""
-        if not self.cross:
-            check_tokens(z, mask, type(self).__name__, dim=self.energy.dim, tokens=True)
-            x = AttentionInput(
-                memory=hide(z, mask), memory_mask=mask, pairs=self._earlier(z.shape[1], z.device)
-            )
-        return move(z, self.energy.grad(z, x, mask=mask), self.step_size())
+        given = self._held(z, x if self.cross else (hide(z, mask), mask), mask)
+        return move(z, self.energy.grad(z, given, mask=mask), self.step_size())
 
     def own_energies(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         """``F_i`` of every token among the held tokens, (B, N), zero at masked tokens.
 
-        ``x`` is h, (B, M, context_dim) or a pair of it and a mask; None: z itself. For studies: it
-        holds the tokens h once for each token of z.
+        With ``cross`` x is as in ``forward``. In self-attention, where ``forward`` takes z for h and
+        passes x over, h may be given here, to see what a step does among tokens that stay: x is then
+        all that h may be with ``cross``; None: z itself. For studies: it holds the keys once for each
+        token of z.
         """
-        check_tokens(z, mask, type(self).__name__, dim=self.energy.dim, tokens=True)
-        held, seen = x if isinstance(x, (tuple, list)) else (z if x is None else x, None)
-        seen = mask if x is None else seen
-        held = hide(held, seen)
-        batch, count, keys = z.shape[0], z.shape[1], held.shape[1]
-        allowed = torch.ones(batch, count, keys, dtype=torch.bool, device=z.device)
-        if self.causal:
-            allowed = allowed.tril()
-        if seen is not None:
-            allowed = allowed & seen[:, None]
-        memory = held.repeat_interleave(count, 0)
-        given = AttentionInput(memory=memory, pairs=allowed.flatten(0, 1).unsqueeze(1))
-        each = self.energy(hide(z, mask).flatten(0, 1).unsqueeze(1), given)
-        return hide(each.view(batch, count), mask)
+        given = (hide(z, mask), mask) if x is None and not self.cross else x
+        keys = self.energy.prepare(self._held(z, given, mask), mask=mask).parts
+        batch, count, held = *z.shape[:2], keys.key.shape[2]
 
-    def _earlier(self, count: int, device: torch.device) -> Tensor | None:
+        def each(part: Tensor | None) -> Tensor | None:
+            """Pairs (B, 1 or H, N, M) -> (B N, 1 or H, 1, M)."""
+            if part is None:
+                return None
+            part = part.expand(batch, -1, count, held)
+            return part.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+
+        keys = keys._replace(
+            key=keys.key.repeat_interleave(count, 0),
+            mask=None if keys.mask is None else keys.mask.repeat_interleave(count, 0),
+            allowed=each(keys.allowed),
+            bias=each(keys.bias),
+        )
+        found = self.energy(hide(z, mask).flatten(0, 1).unsqueeze(1), Prepared(keys))
+        return hide(found.view(batch, count), mask)
+
+    def _held(self, z: Tensor, x: Any, mask: Tensor | None) -> Any:
+        """What the energy is given for h: x with the pairs of causal attention, or what was prepared."""
+        name = type(self).__name__
+        check_tokens(z, mask, name, dim=self.energy.dim, tokens=True)
+        if not isinstance(x, Prepared):
+            x = self._input(x, z)
+        held = x.parts.key if isinstance(x, Prepared) else x.memory
+        tokens = held.shape[-2]
+        if len(held) != len(z):
+            raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(held)}")
+        if self.causal and tokens != z.shape[1]:
+            raise ValueError(
+                f"{name}: x must hold the {z.shape[1]} tokens of z where causal=True, got {tokens}"
+            )
+        return x
+
+    def _input(self, x: Any, z: Tensor | None = None) -> AttentionInput:
+        """The tokens h with their mask and pairs."""
+        memory, seen = read_memory(x, self.energy.key.weight.shape[1], z, type(self).__name__)
+        whole = x if isinstance(x, AttentionInput) else AttentionInput()
+        whole = whole._replace(memory=memory, memory_mask=seen)
         if not self.causal:
-            return None
-        return torch.ones(count, count, dtype=torch.bool, device=device).tril()
+            return whole
+        count = memory.shape[1]
+        pairs = torch.ones(count, count, dtype=torch.bool, device=memory.device).tril()
+        return whole._replace(pairs=pairs if whole.pairs is None else pairs & whole.pairs)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}, cross={self.cross}"

@@ -23,28 +23,49 @@ LOOKAHEADS = ("literal", "scaled", "queries")
 
 
 class _Momentum(nn.Module):
-    """The numbers beta and eta of a step with momentum, parameters where they are learned."""
+    """The numbers beta and eta of a step with momentum: parameters where they are learned, else floats.
 
-    beta: Tensor
-    eta: Tensor
+    Floats keep their digits in every precision. They are arguments of the constructor, no part of the
+    state; files from when they were are still read.
+    """
+
+    beta: Any
+    eta: Any
 
     def __init__(self, beta: float | None, eta: float | None, learned: bool) -> None:
         super().__init__()
         self.learned = require_flag("learned", learned)
         for name, value in (("beta", beta), ("eta", eta)):
-            number = None if value is None else torch.tensor(require_number(name, value))
-            if self.learned:
-                setattr(self, name, None if number is None else nn.Parameter(number))
+            number = None if value is None else float(require_number(name, value))
+            if self.learned and number is not None:
+                setattr(self, name, nn.Parameter(torch.tensor(number)))
             else:
-                self.register_buffer(name, number)
+                setattr(self, name, number)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if not self.learned:
+            for name in ("beta", "eta"):
+                stored = state_dict.pop(prefix + name, None)
+                own = getattr(self, name)
+                # The rounded number of the constructor brings nothing new, another one counts.
+                if stored is not None and own is not None and bool(stored != _rounded(own, stored)):
+                    setattr(self, name, stored.item())
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         parts = [
-            f"{name}={number.item():.4g}"
+            f"{name}={float(number):.4g}"
             for name in ("beta", "eta")
             if (number := getattr(self, name)) is not None
         ]
         return ", ".join([*parts, f"learned={self.learned}"])
+
+
+def _rounded(number: float, like: Tensor) -> Tensor:
+    """``number`` as a tensor like another."""
+    return torch.tensor(number, dtype=like.dtype, device=like.device)
 
 
 class DescentStep(nn.Module):
@@ -61,14 +82,16 @@ class DescentStep(nn.Module):
     Args:
         branch: ``u(z, *args)``, like z; of ``lookahead="queries"`` ``u(at, *args, memory=z)``.
         method: one of ``DESCENTS``.
-        beta, eta: initial values.
+        beta, eta: initial values, by default 0.9 and 1, of the methods that have them.
         learned: train beta and eta.
         lookahead: where Nesterov's method evaluates: ``"literal"``, the ``at`` above, as published;
             ``"scaled"``: ``at = z - eta beta p``, the point of Nesterov's method for any eta, to which
             the other is equal at ``eta = 1`` only; ``"queries"``: u sees both the literal ``at`` and z,
-            for attention that looks from the former at the latter.
+            for attention that looks from the former at the latter. A branch that treats each token by
+            itself, such as a feed-forward one, is to take ``memory`` and pass it over: it has nothing
+            but the literal ``at``.
 
-    Shapes: ``z`` and ``p`` any, alike.
+    Shapes: ``z`` and ``p`` any, alike. Under autocast p is as precise as z.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, MomenMHA and NagMHA.
@@ -79,8 +102,8 @@ class DescentStep(nn.Module):
         branch: Callable[..., Tensor],
         method: str = "plain",
         *,
-        beta: float = 0.9,
-        eta: float = 1.0,
+        beta: float | None = None,
+        eta: float | None = None,
         learned: bool = True,
         lookahead: str = "literal",
     ) -> None:
@@ -91,9 +114,17 @@ class DescentStep(nn.Module):
         has_momentum = method in ("momentum", "nesterov")
         if lookahead != "literal" and method != "nesterov":
             raise ValueError(f'lookahead={lookahead!r} needs method="nesterov", got {method!r}')
-        self.numbers = _Momentum(
-            beta if has_momentum else None, None if method == "plain" else eta, learned
-        )
+        if not has_momentum and beta is not None:
+            raise ValueError(
+                f'beta needs method="momentum" or "nesterov", got {beta!r}, {method!r}'
+            )
+        if method == "plain" and eta is not None:
+            raise ValueError(f'eta needs another method than "plain", got {eta!r}')
+        if has_momentum and beta is None:
+            beta = 0.9
+        if method != "plain" and eta is None:
+            eta = 1.0
+        self.numbers = _Momentum(beta, eta, learned)
 
     def forward(
         self, z: Tensor, p: Tensor | None = None, *args: Any
@@ -104,13 +135,16 @@ class DescentStep(nn.Module):
             return z + self.branch(z, *args), p
         if self.method == "gain":
             return z + eta * self.branch(z, *args), p
-        carried = None if p is None else beta * p
+        # A momentum of zero and not none at all: in the dtype of z, also where autocast gives u a
+        # narrower one, and with a gradient of 0 for beta, where data parallel training takes None for
+        # an error.
+        carried = beta * (torch.zeros_like(z) if p is None else p)
         at = z
-        if self.method == "nesterov" and carried is not None:
+        if self.method == "nesterov" and p is not None:
             at = z - (eta * carried if self.lookahead == "scaled" else carried)
         both = {"memory": z} if self.lookahead == "queries" else {}
         pull = self.branch(at, *args, **both)
-        moved = -pull if carried is None else carried - pull
+        moved = carried - pull
         return z - eta * moved, moved
 
     def extra_repr(self) -> str:
@@ -131,7 +165,8 @@ class MomentumStep(Update):
     Args:
         update: f.
         nesterov: look ahead.
-        beta, eta: initial values; for convergence ``0 <= beta < 1`` and ``eta > 0``.
+        beta, eta: initial values; for convergence ``0 <= beta < 1`` and ``eta > 0``. Not ``eta = 0``,
+            with which every z would be at rest.
         learned: train beta and eta.
 
     Shapes: states are pairs (z, p) of what f takes; a layer's output is such a pair, too.
@@ -149,6 +184,8 @@ class MomentumStep(Update):
         super().__init__()
         self.update = require_instance("update", update, Update, "an Update")
         self.nesterov = require_flag("nesterov", nesterov)
+        if require_number("eta", eta) == 0.0:
+            raise ValueError(f"eta must not be 0, with which no state moves, got {eta!r}")
         self.numbers = _Momentum(beta, eta, learned)
 
     def initial(self, x: Any) -> Any:

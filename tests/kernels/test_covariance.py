@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from cases.energies import relative_error
 from implicit_attn.kernels import covariance_product
@@ -93,6 +93,48 @@ def test_third_derivatives_of_strips() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=0.0)
 
 
+@pytest.mark.parametrize("offset", [10.0, 1e3, 1e4])
+def test_a_common_offset_of_the_values_costs_no_digits(offset: float) -> None:
+    query, key, vector = (t.float() for t in draw())
+    values, weights = key + offset, (query @ key.mT).softmax(-1)
+    expected = by_definition(weights.double(), values.double(), vector.double())
+    for given in (weights, (query, key)):
+        found = covariance_product(given, values, vector)
+        assert relative_error(found.double(), expected) <= 1e-5
+    known = covariance_product(weights, values, vector, mean=weights @ values)
+    assert relative_error(known.double(), expected) <= 1e-6 * max(1.0, offset)  # digits of the mean
+
+
+def test_it_is_computed_in_the_widest_dtype() -> None:
+    query, key, vector = draw()
+    weights, vector = (query @ key.mT).softmax(-1), vector.float()
+    found = covariance_product(weights, 1e5 + key, vector)
+    assert found.dtype == torch.float32
+    assert relative_error(found.double(), by_definition(weights, key, vector.double())) <= 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["reference", "strips"])
+def test_transforms_of_functions(backend: str) -> None:
+    query, key, vector = (t[:1, :1] for t in draw(4, 3, 2))
+
+    def value(query: Tensor) -> Tensor:
+        product = covariance_product((query, key), key, vector, backend=backend, rows=2)
+        return product.pow(3).sum()
+
+    at = query.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(value(at), at, create_graph=True)
+    (second,) = torch.autograd.grad((expected * vector).sum(), at)
+    torch.testing.assert_close(torch.func.grad(value)(query), expected.detach())
+    hessian = torch.func.hessian(value)(query).reshape(query.numel(), -1)
+    torch.testing.assert_close(hessian @ vector.flatten(), second.flatten())
+    tangent = torch.func.jvp(value, (query,), (vector,))[1]
+    torch.testing.assert_close(tangent, (expected * vector).sum().detach())
+    with forward_ad.dual_level():
+        moved = value(forward_ad.make_dual(query, vector))
+        torch.testing.assert_close(forward_ad.unpack_dual(moved).tangent, tangent)
+
+
 def test_one_key_has_no_covariance() -> None:
     query, key, vector = draw(keys=1)
     assert (covariance_product((query, key), key, vector) == 0).all()
@@ -123,6 +165,12 @@ def test_mistakes() -> None:
         covariance_product(weights[0], key, vector)
     with pytest.raises(TypeError, match="weights must be a tensor or a pair"):
         covariance_product("weights", key, vector)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"pair of tensors \(query, key\), got \['str', 'str'\]"):
+        covariance_product(("a", "b"), key, vector)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match="values must be a tensor of a floating dtype, got NoneType"
+    ):
+        covariance_product(weights, None, vector)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mean needs the weights"):
         covariance_product((query, key), key, vector, mean=vector)
     with pytest.raises(ValueError, match="mean must be like vector"):

@@ -36,5 +36,9 @@ def test_mistakes() -> None:
     weights = torch.tensor([0.5, 0.5])
     with pytest.raises(ValueError, match="energies must have as many entries"):
         helmholtz_free_energy(weights, torch.zeros(3), 1.0)
+    with pytest.raises(ValueError, match=r"energies must broadcast .* \(2,\), got \(4,\)"):
+        helmholtz_free_energy(torch.ones(2, 3), torch.ones(4, 3), 1.0)
+    with pytest.raises(ValueError, match=r"temperature must broadcast .* \(2,\), got \(5,\)"):
+        helmholtz_free_energy(torch.ones(2, 3), torch.ones(2, 3), torch.ones(5))
     with pytest.raises(ValueError, match="temperature must be finite and > 0"):
         helmholtz_free_energy(weights, weights, 0.0)

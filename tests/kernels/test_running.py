@@ -51,6 +51,24 @@ def test_a_decay_of_long_sequences_neither_overflows_nor_vanishes() -> None:
     torch.testing.assert_close(sums[0, 0, -1], torch.tensor([2.0]))
 
 
+@pytest.mark.parametrize("chunk", [2, 4, 7, 64])
+@pytest.mark.parametrize("reset", [-1e2, -1e4, -1e8, -torch.inf])
+def test_nothing_is_lost_after_a_decay_near_zero(reset: float, chunk: int) -> None:
+    """float32 against one decay after the other; what follows a decay of 0 begins anew."""
+    query, features, decay = (t.float() for t in draw(7))
+    decay[:, :, 2] = reset
+    wide, gamma = features.double(), gates(decay.double(), 7)
+    sums = running_sums(features, decay, chunk=chunk)
+    assert relative_error(sums.double(), gamma @ wide) <= 1e-6
+    expected = (gamma * (query.double() @ wide.mT)) @ wide
+    decay.requires_grad_()
+    products = running_products(query, features, decay, chunk=chunk)
+    assert relative_error(products.detach().double(), expected) <= 1e-6
+    (gradient,) = torch.autograd.grad(products.square().sum(), decay)
+    assert gradient.isfinite().all() and (gradient[:, :, 2].abs() < 1e-30).all()
+    assert (gradient[:, :, 3:] != 0).all()
+
+
 def test_derivatives() -> None:
     query, features, decay = (t[:1, :1].requires_grad_() for t in draw(4, 2))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import solvers
 from cases.energies import relative_error
 from implicit_attn import DEQ
-from implicit_attn.energies import RMSNorm, SoftmaxAttention
+from implicit_attn.energies import AttentionInput, RMSNorm, SoftmaxAttention
 from implicit_attn.updates import AttentionStep
 
 DIM, HEADS, TOKENS = 6, 2, 5
@@ -67,19 +67,51 @@ def test_cross_attention_is_the_gradient_step_of_its_energy() -> None:
     assert relative_error(step(z, x).detach(), expected.detach()) <= 1e-14
     assert relative_error(step(z, step.prepare(x)).detach(), expected.detach()) <= 1e-14
     each = step.own_energies(z, x)
+    assert torch.equal(step.own_energies(z, step.prepare(x)), each)
+    assert torch.equal(step.own_energies(z, AttentionInput(memory=x)), each)
     assert relative_error(each.sum(1).detach(), step.energy(z, x).detach()) <= 1e-13
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_among_held_tokens_no_own_energy_rises(kind: str) -> None:
+def test_causal_steps_among_held_tokens(kind: str) -> None:
+    """By autograd of the ``F_i`` among ``j <= i``; with h = z it is the step of self-attention."""
+    step = make(energy=kind, causal=True, cross=True, step_size=0.4)
+    z, held = draw(), draw(3)
+    at = z.clone().requires_grad_()
+    each = torch.stack([own_energy(step, at, held, i) for i in range(TOKENS)], 1)
+    (gradient,) = torch.autograd.grad(each.sum(), at)
+    mask = torch.tensor([[True, True, False, True, True]] * 2)
+    alone = make(energy=kind, causal=True, step_size=0.4)
+    with torch.no_grad():
+        for given in (held, (held, None), AttentionInput(memory=held), step.prepare(held)):
+            assert relative_error(step(z, given), z - 0.4 * gradient) <= 1e-10
+            assert relative_error(step.own_energies(z, given), each) <= 1e-12
+        assert torch.equal(step(z, z), alone(z))
+        found = step(z, (held, mask))
+        assert relative_error(found[:, :2], step(z, held)[:, :2]) <= 1e-12
+        shorter = step(z[:, mask[0]], held[:, mask[0]])
+        assert relative_error(found[:, mask[0]], shorter) <= 1e-12
+        pairs = ~torch.eye(TOKENS, dtype=torch.bool)  # the first token has no key then
+        found = step(z, AttentionInput(memory=held, pairs=pairs))
+        assert torch.equal(found[:, 0], z[:, 0]) and not torch.equal(found[:, 1], z[:, 1])
+    layer = DEQ(step, solver=solvers.Forward(), max_steps=3, on_failure="ignore")
+    again = layer.solve(held, z0=z).value
+    for _ in range(2):  # the third evaluation measures the residual
+        z = step(z, held)
+    assert relative_error(again.detach(), z.detach()) <= 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_among_held_tokens_no_own_energy_rises(kind: str, causal: bool) -> None:
     """The elastic one at ``eta = 1 / lambda_max(W_q^T W_q)``, the inner one at any eta."""
-    step = make(energy=kind, cross=True)
+    step = make(energy=kind, cross=True, causal=causal)
     largest = torch.linalg.matrix_norm(step.energy.query.weight, ord=2).item() ** 2
     step.step_size.initial = 1.0 / largest if kind == "elastic" else 3.0
     z, held = draw(), draw(3)
     with torch.no_grad():
         before = step.own_energies(z, held)
-        for _ in range(50):
+        for _ in range(200):
             z = step(z, held)
             after = step.own_energies(z, held)
             assert (after <= before + 1e-12 * before.abs().clamp_min(1.0)).all()
@@ -136,8 +168,23 @@ def test_a_layer_of_it_solves_for_the_mean_shift() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="causal needs self-attention"):
-        make(causal=True, cross=True)
+    step, z = make(cross=True), draw()
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    for call in (step, step.own_energies):
+        with pytest.raises(ValueError, match=r"mask must have the shape \(B, N\) = \(2, 5\)"):
+            call(z, (z, mask))
+        with pytest.raises(ValueError, match=r"x must have the shape \(2, M, 6\), got \(1, 5, 6\)"):
+            call(z, z[:1])
+        with pytest.raises(ValueError, match="x must hold 2 samples like z, got 1"):
+            call(z, step.prepare(z[:1]))
+        with pytest.raises(TypeError, match="x must be a tensor"):
+            call(z)
+    causal = make(cross=True, causal=True)
+    for given in (z[:, :3], causal.prepare(z[:, :3])):
+        with pytest.raises(
+            ValueError, match="x must hold the 5 tokens of z where causal=True, got 3"
+        ):
+            causal(z, given)
     with pytest.raises(ValueError, match="context_dim needs cross=True"):
         make(context_dim=3)
     with pytest.raises(ValueError, match="tied_keys needs context_dim=6"):

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from implicit_attn.energies.attention import FEATURE_MAPS
 from solvers.core.checks import require_choice
 
-POSITIVE_MAPS = ("elu",)  # without a zero, so that a sum of their features has a logarithm
+POSITIVE_MAPS = (
+    "elu",
+)  # without a zero within the range of exp, so that a sum of their features has a logarithm
 
 
 class Mapped(NamedTuple):
@@ -43,4 +45,5 @@ def map_features(name: str, y: Tensor) -> Mapped:
     if name == "relu":
         return Mapped(F.relu(y), (y > 0).to(y.dtype), None)
     slope = y.clamp_max(0.0).exp()
-    return Mapped(F.elu(y) + 1.0, slope, torch.where(y > 0, torch.zeros_like(y), slope))
+    # max(y, 0) + exp(min(y, 0)): elu(y) + 1 would round to 0 where y is far below 0.
+    return Mapped(F.relu(y) + slope, slope, torch.where(y > 0, torch.zeros_like(y), slope))

@@ -27,6 +27,7 @@ from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, che
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide
 from implicit_attn.kernels.running import running_products, running_states, running_sums
 from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.modes import without_autocast
 
 GATES = ("none", "keys", "decay")
 
@@ -78,7 +79,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
         causal: query i sees the tokens ``j <= i`` of x, of which there are N.
         context_dim: features of x, default ``dim``.
         feature_map: phi, ``"identity"``, ``"relu"`` or ``"elu"`` (``elu(y) + 1``); ``normalised``
-            needs ``"elu"``, which has no zero.
+            needs ``"elu"``, which has no zero; E is infinite where ``exp(y)`` is too small for the dtype.
         gate: one of ``GATES``; ``"decay"`` needs ``causal``.
         normalised: the kernel free energy.
         head_dim, beta, learned_beta: as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
@@ -134,13 +135,13 @@ class GatedLinearAttention(HasTemperatures, Energy):
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         query, mapped, keys = self._evaluate(z, x, mask)
+        seen = _seen(keys, mask)
         if keys.sums is not None:
-            total = self._totals(mapped.value, keys)
-            value, force = -total.log(), keys.sums.to(mapped.value.dtype) / total.unsqueeze(-1)
+            total = _totals(mapped.value, keys.sums, seen)
+            value, force = -total.log(), keys.sums / total.unsqueeze(-1)
         else:
             force = self._products(mapped.value, keys)
             value = -0.5 * (mapped.value.to(accumulation_dtype(force.dtype)) * force).sum(-1)
-        seen = _seen(keys, mask)
         value = value if seen is None else value.masked_fill(~seen, 0.0)
         gradient = self._back(query, -mapped.push(self._over(force)), seen)
         return self._over_beta(value), gradient.to(z.dtype)
@@ -149,15 +150,14 @@ class GatedLinearAttention(HasTemperatures, Energy):
         query, mapped, keys = self._evaluate(z, x, mask)
         check_vector(v, z)
         raw, moved = query.push(hide(v, mask))
-        shift = mapped.push(moved)
+        shift, seen = mapped.push(moved), _seen(keys, mask)
         if keys.sums is not None:
-            total = self._totals(mapped.value, keys).unsqueeze(-1)
-            force = keys.sums.to(shift.dtype) / total
+            total = _totals(mapped.value, keys.sums, seen).unsqueeze(-1)
+            force = keys.sums / total
             curved = -force * (force * shift).sum(-1, keepdim=True)
         else:
             force, curved = self._products(mapped.value, keys), self._products(shift, keys)
         curved = mapped.pull_back_curvature(self._over(force), self._over(curved), moved)
-        seen = _seen(keys, mask)
         force = -mapped.push(self._over(force))
         force, curved = (_only(t, seen).to(raw.dtype) for t in (force, -curved))
         product = query.pull_back_curvature(force, curved, raw)
@@ -170,6 +170,10 @@ class GatedLinearAttention(HasTemperatures, Energy):
         name = self._name()
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
         keys = x.parts if isinstance(x, Prepared) else self._freeze(x, mask, z)
+        held = keys.states if keys.sums is None else keys.sums
+        assert held is not None  # of normalised energies the sums
+        if len(held) != len(z):
+            raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(held)}")
         weight = self.query.weight
         raw = project(hide(z, mask), weight, None, self.heads, mask)
         query = Features.of(raw, self.norm, weight)
@@ -191,7 +195,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
         raw = project(tokens, weight, None, self.heads, seen)
         unit = Features.of(raw, self.norm, None).unit
         features = map_features(self.feature_map, unit).value
-        logits = None
+        wide, logits = accumulation_dtype(features.dtype), None
         if self.gates is not None:
             logits = F.linear(tokens, self.gates.weight, self.gate_bias).mT  # (B, H, M)
         if logits is not None and self.gate == "keys":
@@ -205,14 +209,17 @@ class GatedLinearAttention(HasTemperatures, Energy):
             if not features.shape[2]:
                 attends = features.new_zeros(len(features), 1, dtype=torch.bool)
             if self.normalised:
-                return FrozenKeys(sums=features.sum(2, keepdim=True), attends=attends)
-            return FrozenKeys(states=features.mT @ features, attends=attends)
+                sums = features.sum(2, keepdim=True, dtype=wide)
+                return FrozenKeys(sums=sums, attends=attends)
+            features = features.to(wide)
+            with without_autocast(features.device.type):
+                return FrozenKeys(states=features.mT @ features, attends=attends)
         decay = None
         if logits is not None and self.gate == "decay":
             decay = F.logsigmoid(logits)
             decay = decay if seen is None else decay.masked_fill(~seen[:, None], 0.0)
         if self.normalised:
-            return FrozenKeys(features, decay, sums=running_sums(features, decay))
+            return FrozenKeys(features, decay, sums=running_sums(features.to(wide), decay))
         return FrozenKeys(features, decay, running_states(features, decay))
 
     def _memory(
@@ -238,15 +245,9 @@ class GatedLinearAttention(HasTemperatures, Energy):
         """``sum_j gamma_ij (r_i.f_j) f_j`` of rows (B, H, N, p)."""
         assert keys.states is not None
         if keys.features is None:
-            return rows @ keys.states.to(rows.dtype)
+            with without_autocast(rows.device.type):
+                return rows.to(keys.states.dtype) @ keys.states
         return running_products(rows, keys.features, keys.log_decay, states=keys.states)
-
-    def _totals(self, value: Tensor, keys: FrozenKeys) -> Tensor:
-        """``sum_j gamma_ij phi(q_i).f_j``, (B, H, N); 1 where there is no key."""
-        assert keys.sums is not None
-        wide = accumulation_dtype(value.dtype)
-        total = (value.to(wide) * keys.sums.to(wide)).sum(-1)
-        return total.masked_fill(total == 0.0, 1.0)
 
     def _over(self, force: Tensor) -> Tensor:
         """``T`` times a force (B, H, N, p)."""
@@ -266,6 +267,12 @@ class GatedLinearAttention(HasTemperatures, Energy):
             f"heads={self.heads}, causal={self.causal}, feature_map={self.feature_map}, "
             f"gate={self.gate}, normalised={self.normalised}, {describe(self.beta)}, norm={self.norm}"
         )
+
+
+def _totals(value: Tensor, sums: Tensor, seen: Tensor | None) -> Tensor:
+    """``sum_j gamma_ij phi(q_i).f_j``, (B, H, N); 1 where nothing is seen."""
+    total = (value.to(sums.dtype) * sums).sum(-1)
+    return total if seen is None else total.masked_fill(~seen, 1.0)
 
 
 def _seen(keys: FrozenKeys, mask: Tensor | None) -> Tensor | None:

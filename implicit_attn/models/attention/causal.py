@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from implicit_attn.energies.attention import head_width
 from implicit_attn.energies.checks import check_mask, check_state
 from implicit_attn.energies.tokens import hide
+from implicit_attn.kernels.arguments import dense_for_transforms
 from solvers.core.checks import require_flag, require_positive
 
 
@@ -102,8 +103,9 @@ class CausalAttention(AttentionForm):
 
     Args:
         dim, heads, causal: as for ``AttentionForm``.
-        fused: use torch's fused attention, which has no second derivatives; else the dense formula,
-            which is what the other forms begin with.
+        fused: use torch's fused attention, which has no second derivatives in reverse mode: those need
+            ``fused=False``, the dense formula, which is what the other forms begin with. Forward-mode
+            derivatives and the transforms of ``torch.func`` take the dense formula by themselves.
 
     Source: Vaswani et al. (2017), https://arxiv.org/abs/1706.03762; as a gradient step Ren, Ouyang,
     Tang, Liu, "Transformers as Intrinsic Optimizers", https://arxiv.org/abs/2511.00907, theorem 3.
@@ -115,7 +117,7 @@ class CausalAttention(AttentionForm):
 
     def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         value = self.values(memory)
-        if not self.fused:
+        if not self.fused or dense_for_transforms(query, key, value) is not None:
             return self.weights((query @ key.mT) * self.width**-0.5, mask) @ value
         pairs = None if mask is None else self.allowed(query.shape[2], mask, query.device)
         return F.scaled_dot_product_attention(

@@ -28,10 +28,18 @@ def build_attention_form(name: str, dim: int, heads: int, **options: Any) -> Att
         name: "softmax", "newton", "newton-taylor", "newton-taylor-no-value", "light-newton" or
             "light-newton-taylor".
         dim, heads: features d of a token, attention heads.
-        options: further arguments of that form.
+        options: further arguments of that form, but for those that its name says: an exact form has no
+            ``order``, "newton-taylor-no-value" no ``values``.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or an option against it.
         TypeError: for an option that the form does not have.
     """
-    return ATTENTION_FORMS[require_choice("name", name, ATTENTION_FORMS)](dim, heads, **options)
+    make = ATTENTION_FORMS[require_choice("name", name, ATTENTION_FORMS)]
+    for option, value in getattr(make, "keywords", {}).items():
+        # The order of a series may be any number.
+        given = options.get(option, value)
+        if given is not value and (isinstance(value, bool) or None in (value, given)):
+            expected = "a number" if given is None else repr(value)
+            raise ValueError(f"{option} must be {expected} for the form {name!r}, got {given!r}")
+    return make(dim, heads, **options)

@@ -30,8 +30,8 @@ class LightNewtonAttention(AttentionForm):
 
     Args:
         dim, heads, causal: as for ``AttentionForm``.
-        order: m, each term costs about half an attention; None: exact, which forms a p x p matrix
-            for every query.
+        order: m, each term costs about half an attention in dense operations; None: exact, which
+            forms a p x p matrix for every query.
         tau: initial tau_h, of any sign.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
@@ -68,14 +68,16 @@ class LightNewtonAttention(AttentionForm):
 
     def _solve(self, weights: Tensor, value: Tensor, mean: Tensor, tau: Tensor) -> Tensor:
         eye = torch.eye(self.width, dtype=mean.dtype, device=mean.device)
-        matrix = eye - tau.unsqueeze(-1) * covariances(weights, value, mean)
+        matrix = eye - tau.unsqueeze(-1) * covariances(weights, value)
         # Anywhere else the look would wait for the device.
         if matrix.device.type == "cpu" and not torch.compiler.is_compiling():
             _, failed = torch.linalg.cholesky_ex(matrix.detach())
+            # Numbers that are not finite came from elsewhere, not from tau.
+            failed = (failed > 0) & matrix.detach().isfinite().all(-1).all(-1)
             if bool(failed.any()):
                 warnings.warn(
                     "tau is too large: I - tau C is not positive definite for "
-                    f"{int((failed > 0).sum())} of {failed.numel()} queries and heads, where the "
+                    f"{int(failed.sum())} of {failed.numel()} queries and heads, where the "
                     "step descends nothing",
                     stacklevel=2,
                 )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from implicit_attn.energies.tokens import accumulation_dtype
 from implicit_attn.kernels import covariance_product
 from implicit_attn.models.attention.causal import AttentionForm, PositiveScalars
-from solvers.core.checks import require_count, require_nonnegative, require_number
+from solvers.core.checks import require_count, require_nonnegative, require_number, require_positive
 from solvers.core.modes import without_autocast
 
 
@@ -30,13 +30,17 @@ class NewtonAttention(AttentionForm):
 
     Args:
         dim, heads, causal: as for ``AttentionForm``.
-        order: m, terms of the series after the first, each costs about an attention; None: exact,
-            which forms a p x p matrix for every query.
+        order: m, terms of the series after the first, each costs about half an attention in dense
+            operations; None: exact, which forms a p x p matrix for every query.
         values: False leaves ``W_V M_h`` out: ``sum_h W_O,h y_h``. The functions that can be learned
             are the same.
         temperature: initial T_h, kept > 0; None: ``sqrt(2p)``.
-        tau: initial tau_h, of any sign; there is none with ``order`` None or 0.
+        tau: initial tau_h, of any sign; None: 0.01. There is none with ``order`` None or 0.
         damping: >= 0, for ``order=None`` only.
+
+    Raises:
+        torch.linalg.LinAlgError: in ``forward`` with values, where the rows of a head's ``W_Q`` are
+            linearly dependent, and with ``order=None`` where ``(1 + damping) I - C/T`` is singular.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907: MHA2nd (exact), MHA2nd1st (order 1), MHA2nd1st-noV. The sign is
@@ -52,7 +56,7 @@ class NewtonAttention(AttentionForm):
         values: bool = True,
         causal: bool = True,
         temperature: float | None = None,
-        tau: float = 0.01,
+        tau: float | None = None,
         damping: float = 0.0,
     ) -> None:
         super().__init__(dim, heads, causal=causal, values=values)
@@ -61,29 +65,31 @@ class NewtonAttention(AttentionForm):
         if damping and order is not None:
             raise ValueError(f"damping needs order=None, got damping={damping} with order={order}")
         initial = (2.0 * self.width) ** 0.5 if temperature is None else temperature
-        self.temperature = PositiveScalars(heads, initial)
-        number = torch.full((heads,), float(require_number("tau", tau)))
-        self.tau = nn.Parameter(number) if order else None
+        self.temperature = PositiveScalars(heads, require_positive("temperature", initial))
+        if tau is not None and not order:
+            raise ValueError(f"tau needs an order >= 1, got tau={tau!r} with order={order}")
+        number = 0.01 if tau is None else float(require_number("tau", tau))
+        self.tau = nn.Parameter(torch.full((heads,), number)) if order else None
 
     def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         wide = accumulation_dtype(query.dtype)
         with without_autocast(query.device.type):
             query, key = query.to(wide), key.to(wide)
+            # All below depends on differences of features alone; a common offset would cost digits.
+            query, key = query - key[:, :, :1], key - key[:, :, :1]
             temperature = self.temperature().to(wide)
             scores = query @ key.mT - 0.5 * key.square().sum(-1).unsqueeze(-2)
             weights = self.weights(scores / temperature, mask)
             mean = weights @ key
             moved = query - mean
             if self.order is None:
-                direction = self._solve(weights, key, mean, moved, temperature)
+                direction = self._solve(weights, key, moved, temperature)
             else:
                 direction = self._sum_series(weights, key, mean, moved)
             return direction if self.value is None else direction @ self._return_map(wide)
 
-    def _solve(
-        self, weights: Tensor, key: Tensor, mean: Tensor, moved: Tensor, temperature: Tensor
-    ) -> Tensor:
-        covariance = covariances(weights, key, mean) / temperature.unsqueeze(-1)
+    def _solve(self, weights: Tensor, key: Tensor, moved: Tensor, temperature: Tensor) -> Tensor:
+        covariance = covariances(weights, key) / temperature.unsqueeze(-1)
         eye = torch.eye(self.width, dtype=moved.dtype, device=moved.device)
         return torch.linalg.solve((1.0 + self.damping) * eye - covariance, moved)
 
@@ -109,9 +115,11 @@ class NewtonAttention(AttentionForm):
         )
 
 
-def covariances(weights: Tensor, values: Tensor, mean: Tensor) -> Tensor:
+def covariances(weights: Tensor, values: Tensor) -> Tensor:
     """``C_i = sum_j P_ij v_j v_j^T - m_i m_i^T`` of every query, (B, H, N, p, p)."""
     width = values.shape[-1]
+    values = values - values[..., :1, :]  # a common offset does not count, but its squares cancel
+    mean = weights @ values
     squares = (values.unsqueeze(-1) * values.unsqueeze(-2)).flatten(-2)
     outer = mean.unsqueeze(-1) * mean.unsqueeze(-2)
     return (weights @ squares).unflatten(-1, (width, width)) - outer

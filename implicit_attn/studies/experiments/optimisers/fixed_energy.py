@@ -74,7 +74,7 @@ class Elastic(NamedTuple):
         mean = weights @ self.keys
         total = term = query - mean
         if order is None:
-            return torch.linalg.solve(self._hessian(weights, mean), total)
+            return torch.linalg.solve(self._hessian(weights), total)
         for _ in range(order):
             term = covariance_product(weights, self.keys, term, mean=mean) / self.temperature
             total = total + term
@@ -82,12 +82,11 @@ class Elastic(NamedTuple):
 
     def curvatures(self, query: Tensor) -> Tensor:
         """Eigenvalues of the Hessian, ascending, (B, 1, N, p)."""
-        weights = self.weights(query)
-        return torch.linalg.eigvalsh(self._hessian(weights, weights @ self.keys))
+        return torch.linalg.eigvalsh(self._hessian(self.weights(query)))
 
-    def _hessian(self, weights: Tensor, mean: Tensor) -> Tensor:
-        eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
-        return eye - covariances(weights, self.keys, mean) / self.temperature
+    def _hessian(self, weights: Tensor) -> Tensor:
+        eye = torch.eye(self.keys.shape[-1], dtype=weights.dtype, device=weights.device)
+        return eye - covariances(weights, self.keys) / self.temperature
 
 
 def tuned_constants(method: str, low: Tensor, high: Tensor) -> tuple[Number, Number]:
