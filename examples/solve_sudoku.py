@@ -37,6 +37,7 @@ from implicit_attn.command_line import (
     learning_rate,
     mistakes,
     place,
+    refuse_huge,
     repeats,
     size,
     whole,
@@ -59,7 +60,6 @@ CELLS, DIGITS = 81, 9
 GIVENS = (17, 20, 25, 30, 34)  # of the puzzles in the table at the end
 TIMES = (0.25, 0.5, 1, 2, 4, 8)  # the iterations of training
 RTOL = 1e-3
-NOT_OF_THE_RUN = ("weights", "boards", "givens_tested")
 
 
 def command_line() -> Parser:
@@ -83,7 +83,6 @@ def command_line() -> Parser:
     add_result_options(parser, "folder of the results (default runs/solve-sudoku)")
     add("--weights", type=place, help="weights that were trained earlier: only test them")
     add("--boards", type=puzzles, default=200, help="puzzles of each number of givens in the table")
-    parser.set_defaults(random_iterations=None)
     return parser
 
 
@@ -94,16 +93,16 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--givens must be LEAST <= MOST, got {} {}".format(*options.givens))
     if options.window > options.iterations:
         parser.error(f"--window must be <= --iterations, got {options.window}")
-    options.givens = tuple(options.givens)
+    options.random_iterations = (options.window, options.iterations)  # of each batch
     options.out = options.out or Path("runs/solve-sudoku")
     return options
 
 
-def puzzles(options: argparse.Namespace) -> tuple[SudokuData, SudokuData]:
+def puzzles(options: argparse.Namespace, first: bool) -> tuple[SudokuData, SudokuData]:
     """The puzzles without further givens, and with 0 to 17 more, as ``examples/sudoku.py`` has them."""
-    with mistakes("--source"):
+    with mistakes("--source", first=first):
         source = resolve_source(options.source)
-    with mistakes("--train"):
+    with mistakes("--train", first=first):
         few, mixed = (
             load_sudoku(options.train, options.test, source=source, more=more, seed=options.seed)
             for more in (0, None)
@@ -125,47 +124,45 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    few, mixed = puzzles(options)
     if options.weights is not None:
         with mistakes("--weights"):
             model, _ = load_model(options.weights)
             if not isinstance(model, BoardSolver):
                 raise ValueError(f"must be of a board solver, got a {type(model).__name__}")
-        report(model, few, mixed, options)
+        report(model, *puzzles(options, True), options)
         return
     with mistakes():
+        refuse_huge(lambda: build_model(specification(options, [[0]])), name="features")
         fabric = start(options)
     with claim(options, fabric) as lock:
-        model = train(options, fabric, lock, few, mixed)
-    if fabric.global_rank == 0:
-        report(model.eval(), few, mixed, options)
+        train(options, fabric, lock)
 
 
-def train(
-    options: argparse.Namespace, fabric: Any, lock: RunLock, few: SudokuData, mixed: SudokuData
-) -> BoardSolver:
+def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
+    first = fabric.global_rank == 0
+    few, mixed = puzzles(options, first)
     groups = learn_groups(few.train_solutions - 1, DIGITS, seed=options.seed)
-    if fabric.global_rank == 0:
-        lengths = sorted({len(group) for group in groups})
-        print(f"data: {mixed.name}, {len(few.train_puzzles)} training puzzles")
-        print(f"learned from their solutions: {len(groups)} groups of {lengths} cells")
+    if first:
+        print(f"data: {mixed.name}, {options.train} training and {options.test} test puzzles")
+        sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
+        print(f"learned from their solutions: {len(groups)} groups of {sizes} cells")
     built = specification(options, groups)
     torch.manual_seed(options.seed)
     model: Any = build_model(built, layer={"on_failure": "ignore"})
     data = replace(mixed, train_puzzles=few.train_puzzles)
-    with mistakes(first=fabric.global_rank == 0):
+    with mistakes(first=first):
         training = build_training(
             options,
             model,
-            BoardCompletion(data, options.givens),
+            BoardCompletion(data, tuple(options.givens)),
             {**settings(options, "weights", "boards", "source"), "data": data.name, "model": built},
             fabric=fabric,
         )
     run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
-    if fabric.global_rank == 0:
+    if first:
         save_weights(training)
         print(f"{training.summary()}; tables, checkpoint and weights: {options.out}")
-    return model
+        report(model.eval(), few, mixed, options)
 
 
 def report(
@@ -176,9 +173,19 @@ def report(
     marks = [max(1, round(times * trained)) for times in TIMES]
     number = sum(parameter.numel() for parameter in model.parameters())
     print(f"\n{mixed.name}, {number} parameters, trained with up to {trained} iterations")
-    print("boards solved, %: by naked and hidden singles (logic), after so many iterations, and with")
+    print(
+        "boards solved, %: by naked and hidden singles (logic), after so many iterations, and with"
+    )
     print(f"as many as each takes to a residual of {RTOL:g}, at most {max(marks)}")
-    heads = ["givens", "boards", "singles", *map(str, marks), "adaptive", "converged", "evaluations"]
+    heads = [
+        "givens",
+        "boards",
+        "singles",
+        *map(str, marks),
+        "adaptive",
+        "converged",
+        "evaluations",
+    ]
     print("  ".join(f"{head:>7}" for head in heads))
     for name, boards, answers in test_sets(few, mixed, options):
         singles = solved_share(solve_by_singles(boards), boards, answers)
@@ -205,7 +212,7 @@ def test_sets(
         if len(boards) > 0:  # generated puzzles have more than 17
             boards = reveal_up_to(boards, answers, number, generator)
             sets.append((str(number), boards, answers))
-    least, most = ((mixed.test_puzzles != 0).sum(1).aminmax())
+    least, most = (mixed.test_puzzles != 0).sum(1).aminmax()
     return [*sets, (f"{least}-{most}", mixed.test_puzzles, mixed.test_solutions)]
 
 

@@ -27,6 +27,11 @@ ARGUMENTS: dict[str, list[str]] = {
         "--methods", "linear", "softmax", "recycled", "--steps", "150", "--masked", "3",
         "--few", "50", "--out", "{out}",
     ],
+    "solve_sudoku.py": [
+        "--source", "generated", "--train", "40", "--test", "4", "--epochs", "1", "--features", "4",
+        "--width", "8", "--iterations", "4", "--window", "2", "--batch", "20", "--boards", "2",
+        "--out", "{out}",
+    ],
     "sudoku.py": [
         "--source", "generated", "--train", "8", "--test", "4", "--epochs", "1", "--dim", "8",
         "--heads", "2", "--width", "16", "--iterations", "2", "--save-every", "1", "--out", "{out}",
@@ -53,6 +58,7 @@ NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
     "potts_recovery.py": ("matplotlib", "tqdm"),
+    "solve_sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
     "sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
     "sudoku_potts.py": ("safetensors",),
     "tap_vs_exact.py": ("matplotlib", "tqdm"),

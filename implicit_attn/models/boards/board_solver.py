@@ -18,15 +18,17 @@ from solvers.core.checks import require_count
 class BoardSolver(nn.Module):
     """Fills in boards by repeating a :class:`BoardUpdate`; logits of the colours of every cell.
 
-    In training the number of iterations is random, so that no iteration is the last one and what is
-    found must stay: of ``window <= n <= iterations``, the last ``window`` have gradients and logits.
+    In training the last ``window`` iterations have gradients and logits of their own. With random
+    numbers of iterations (``Recipe(iterations=(window, iterations))``) no iteration is the last one:
+    what is found must stay.
 
     Args:
         groups: cells of each group, as :func:`learn_groups` finds them.
         cells: N.
         colours: q.
         features, width: of :class:`BoardUpdate`.
-        iterations: most iterations of a training batch; in evaluation, iterations by default.
+        iterations: of the update, as many as a training batch has at most; a call may ask for any other
+            number.
         window: iterations with gradients; None: all.
         layer: options of the ``DEQ`` for :meth:`solve` (solver, tolerance, max_steps, ...); by
             default plain iteration to a relative residual of 1e-3.
@@ -88,9 +90,8 @@ class BoardSolver(nn.Module):
             raise ValueError(f"iterations must be >= the window, {self.window}, got {iterations}")
         prepared = self.update.prepare(self.marks(puzzles))
         state = self.update.initial(prepared)
-        before = int(torch.randint(count - self.window + 1, ()))
         with torch.no_grad():
-            for _ in range(before):
+            for _ in range(count - self.window):
                 state = self.update.advance(state, prepared)
         kept = []
         for _ in range(self.window):
@@ -128,7 +129,9 @@ class BoardSolver(nn.Module):
             )
         outside = (puzzles < 0) | (puzzles > colours)
         if puzzles.device.type == "cpu" and bool(outside.any()):  # a GPU would be waited for
-            raise ValueError(f"puzzles must be in 0 .. {colours}, got {puzzles[outside][:5].tolist()}")
+            raise ValueError(
+                f"puzzles must be in 0 .. {colours}, got {puzzles[outside][:5].tolist()}"
+            )
         numbers = torch.arange(1, colours + 1, device=puzzles.device)
         given = puzzles.unsqueeze(2) == numbers
         unknown = (puzzles == 0).unsqueeze(2).expand_as(given)

@@ -58,13 +58,14 @@ class BoardUpdate(Update):
     ) -> None:
         super().__init__()
         self.cells, self.colours = require_count("cells", cells), require_count("colours", colours)
-        self.features, self.width = require_count("features", features), require_count("width", width)
+        self.features, self.width = (
+            require_count("features", features),
+            require_count("width", width),
+        )
         if width == MARKS:
             raise ValueError(f"width must not be {MARKS}, the number of marks, got {width}")
-        members = _incidence(groups, self.cells)
         # Not in the state dict: the groups are arguments, as the sizes are.
-        self.register_buffer("members", members, persistent=False)
-        self.register_buffer("scaled", members / members.sum(1, keepdim=True).sqrt(), False)
+        self.register_buffer("members", _incidence(groups, self.cells), persistent=False)
         self.embedding = nn.Linear(MARKS, width)
         self.own = nn.Linear(features, width, bias=False)
         self.to_cell, self.to_group = nn.Linear(features, width), nn.Linear(features, width)
@@ -101,7 +102,8 @@ class BoardUpdate(Update):
         """The same, of the embedded marks (B, N, q, M)."""
         batch = z.shape[0]
         cells = self.to_cell(z.sum(2) * self.colours**-0.5)
-        sums = torch.matmul(self.scaled, z.flatten(2)).view(batch, -1, self.colours, self.features)
+        scaled = self.members * self.members.sum(1, keepdim=True).rsqrt()
+        sums = torch.matmul(scaled, z.flatten(2)).view(batch, -1, self.colours, self.features)
         groups = self.from_group(torch.relu(self.to_group(sums))).flatten(2)
         back = torch.matmul(self.members.mT, groups).view(prepared.shape)
         cells = self.from_cell(torch.relu(cells)).unsqueeze(2)

@@ -46,7 +46,9 @@ def learn_groups(
     if boards.dim() != 2 or boards.shape[0] == 0 or boards.shape[1] < 3:
         raise ValueError(f"boards must be (M, N) with N >= 3, got {tuple(boards.shape)}")
     with torch.random.fork_rng(devices=[]):  # a single head starts at zero; nothing is random
-        model = FactoredAttention(boards.shape[1], require_count("colours", colours), rows="softmax")
+        model = FactoredAttention(
+            boards.shape[1], require_count("colours", colours), rows="softmax"
+        )
     model.field.requires_grad_(False)  # no colour is special in any cell
     fit_pseudolikelihood(
         model, boards, L2, "adam", steps=require_count("steps", steps), rate=RATE, batch=BATCH,

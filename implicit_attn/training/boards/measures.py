@@ -46,7 +46,9 @@ def solved_by_iterations(
     """
     marks = [require_count("at", number) for number in at]
     if not marks or len(puzzles) == 0:
-        raise ValueError(f"at and puzzles must not be empty, got {list(at)}, {len(puzzles)} puzzles")
+        raise ValueError(
+            f"at and puzzles must not be empty, got {list(at)}, {len(puzzles)} puzzles"
+        )
     boards, cells, unknown = dict.fromkeys(marks, 0), dict.fromkeys(marks, 0), 0
     for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
         unknown += int((part == 0).sum())

@@ -32,7 +32,9 @@ def test_cliques_of_random_graphs(seed: int) -> None:
 
 def test_strong_pairs_lie_above_the_widest_gap() -> None:
     colours = torch.eye(3, dtype=torch.float64) - 1 / 3
-    weights = torch.tensor([[0, 5.0, 0.2, 0.1], [4.8, 0, 4.0, 0.3], [0.2, 4.4, 0, 0.2], [0.3, 0.1, 0, 0]])
+    weights = torch.tensor(
+        [[0, 5.0, 0.2, 0.1], [4.8, 0, 4.0, 0.3], [0.2, 4.4, 0, 0.2], [0.3, 0.1, 0, 0]]
+    )
     found = strong_pairs(weights.double()[..., None, None] * colours)
     assert torch.equal(found, pairs_of([(0, 1), (1, 2)], 4))
 
