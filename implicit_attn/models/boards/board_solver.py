@@ -82,19 +82,17 @@ class BoardSolver(nn.Module):
                 in training.
         """
         count = self.iterations if iterations is None else require_count("iterations", iterations)
-        if not self.training:
-            for state in self._states(puzzles, count):
-                last = state
-            return self.classify(last)
-        if count < self.window:
-            raise ValueError(f"iterations must be >= the window, {self.window}, got {iterations}")
-        prepared = self.update.prepare(self.marks(puzzles))
-        state = self.update.initial(prepared)
-        with torch.no_grad():
-            for _ in range(count - self.window):
+        window = self.window if self.training else 0
+        if count < window:
+            raise ValueError(f"iterations must be >= the window, {window}, got {iterations}")
+        prepared, state = self._begin(puzzles)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.training):
+            for _ in range(count - window):
                 state = self.update.advance(state, prepared)
+        if not self.training:
+            return self.classify(state)
         kept = []
-        for _ in range(self.window):
+        for _ in range(window):
             state = self.update.advance(state, prepared)
             kept.append(self.classify(state))
         return torch.stack(kept)
@@ -113,7 +111,9 @@ class BoardSolver(nn.Module):
 
     def trajectory(self, puzzles: Tensor, iterations: int) -> Iterator[Tensor]:
         """Logits (B, N, q) after each of so many iterations, one after the other."""
-        for state in self._states(puzzles, require_count("iterations", iterations)):
+        prepared, state = self._begin(puzzles)
+        for _ in range(require_count("iterations", iterations)):
+            state = self.update.advance(state, prepared)
             yield self.classify(state)
 
     def marks(self, puzzles: Tensor) -> Tensor:
@@ -142,9 +142,7 @@ class BoardSolver(nn.Module):
         """A state (B, N, q, m) -> logits (B, N, q)."""
         return self.head(state).squeeze(-1)
 
-    def _states(self, puzzles: Tensor, count: int) -> Iterator[Tensor]:
+    def _begin(self, puzzles: Tensor) -> tuple[Tensor, Tensor]:
+        """The embedded marks and the state before the first iteration."""
         prepared = self.update.prepare(self.marks(puzzles))
-        state = self.update.initial(prepared)
-        for _ in range(count):
-            state = self.update.advance(state, prepared)
-            yield state
+        return prepared, self.update.initial(prepared)

@@ -100,8 +100,10 @@ def test_gradients_reach_back_through_the_window_alone() -> None:
     gradients = [model.update.own.weight.grad for model in (wide, narrow)]
     assert (gradients[0] - gradients[1]).abs().max() > 1e-6
     one = solver()
-    state = list(one._states(PUZZLES, 3))[-1].detach()
     marks = one.update.prepare(one.marks(PUZZLES))
+    state = one.update.initial(marks)
+    for _ in range(3):
+        state = one.update.advance(state, marks).detach()
     one.classify(one.update.advance(state, marks)).square().sum().backward()
     torch.testing.assert_close(one.update.own.weight.grad, gradients[1], rtol=1e-10, atol=1e-12)
 
