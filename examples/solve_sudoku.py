@@ -44,6 +44,11 @@ from implicit_attn.command_line import (
 )
 from implicit_attn.data import SudokuData, board_counts, load_sudoku, resolve_source
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
+from implicit_attn.studies.experiments.boards.filling import (
+    filling_animation,
+    filling_figure,
+    frames_of,
+)
 from implicit_attn.studies.experiments.boards.singles import solve_by_singles
 from implicit_attn.training import BoardCompletion, run_script
 from implicit_attn.training.boards.completion import reveal_up_to
@@ -82,6 +87,7 @@ def command_line() -> Parser:
     add_process_options(parser, save_every=100)
     add_result_options(parser, "folder of the results (default runs/solve-sudoku)")
     add("--weights", type=place, help="weights that were trained earlier: only test them")
+    add("--figure", type=place, help="PNG of the solved shares and a board; .gif: its animation")
     add("--boards", type=puzzles, default=200, help="puzzles of each number of givens in the table")
     return parser
 
@@ -155,7 +161,11 @@ def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
             options,
             model,
             BoardCompletion(data, tuple(options.givens)),
-            {**settings(options, "weights", "boards", "source"), "data": data.name, "model": built},
+            {
+                **settings(options, "weights", "boards", "figure", "source"),
+                "data": data.name,
+                "model": built,
+            },
             fabric=fabric,
         )
     run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
@@ -187,9 +197,11 @@ def report(
         "evaluations",
     ]
     print("  ".join(f"{head:>7}" for head in heads))
+    curves = {}
     for name, boards, answers in test_sets(few, mixed, options):
         singles = solved_share(solve_by_singles(boards), boards, answers)
         shares = solved_by_iterations(model, boards, answers, marks).boards
+        curves[name] = shares
         own = solved_when_converged(
             model, boards, answers, max_steps=max(marks), on_failure="ignore",
             tolerance=solvers.Tolerance(rtol=RTOL),
@@ -197,6 +209,34 @@ def report(
         values = [f"{100 * share:.1f}" for share in (singles, *shares, own.solved, own.converged)]
         cells = [name, str(len(boards)), *values, f"{own.mean_evaluations:.0f}"]
         print("  ".join(f"{cell:>{max(7, len(h))}}" for cell, h in zip(cells, heads, strict=True)))
+    if options.figure is not None:
+        with mistakes("--figure"):
+            draw(model, options.figure, test_sets(few, mixed, options)[0], curves, marks)
+
+
+@torch.no_grad()
+def draw(
+    model: BoardSolver,
+    path: Path,
+    boards: tuple[str, Tensor, Tensor],
+    curves: dict[str, list[float]],
+    marks: list[int],
+) -> None:
+    """The figure or the animation, of the first of the boards that is solved, or else the first."""
+    _, puzzles, solutions = boards
+    found = (model(puzzles, iterations=max(marks)).argmax(-1) + 1 == solutions) | (puzzles > 0)
+    index = int(found.all(1).int().argmax())
+    puzzle, solution = puzzles[index], solutions[index]
+    every = frames_of(model, puzzle, range(1, max(marks) + 1))
+    done = [((frame.digits == solution) | (puzzle > 0)).all().item() for frame in every]
+    last = len(done) if True not in done else done.index(True) + 1
+    if path.suffix == ".gif":
+        filling_animation(path, puzzle, solution, every[:last])
+        return
+    shown = sorted({max(1, round(share * last)) for share in (0.1, 0.4, 0.8, 1)})
+    frames = [every[number - 1] for number in shown]
+    trained = model.iterations
+    filling_figure(path, curves, marks, trained, puzzle, solution, frames)
 
 
 def test_sets(
