@@ -112,6 +112,24 @@ def test_sudoku_potts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert output[output.index(graph) :] == again[again.index(graph) :]
 
 
+def test_solve_sudoku(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A training, its table by givens and iterations, and the same table from the weights alone."""
+    for module in NEEDS["solve_sudoku.py"]:
+        pytest.importorskip(module, reason="the example needs the extra [examples]")
+    output = run("solve_sudoku.py", tmp_path / "new")
+    table = output[output.index("generated Sudoku, ") :]
+    marks = [float(each) for each in table.splitlines()[3].split()[3:-3]]
+    assert marks == [1, 2, 4, 8, 16, 32]
+    rows = [line.split() for line in table.splitlines()[4:]]
+    assert [row[0] for row in rows][:2] == ["25", "30"] and {len(row) for row in rows} == {12}
+    weights = tmp_path / "new" / "weights.safetensors"
+    main = runpy.run_path(str(ROOT / "examples/solve_sudoku.py"))["main"]
+    with torch.random.fork_rng(devices=[]):
+        main([*words("solve_sudoku.py", tmp_path / "other"), "--weights", str(weights)])
+    again = capsys.readouterr().out
+    assert table.strip() == again.strip() and not (tmp_path / "other").exists()
+
+
 def test_potts_recovery(tmp_path: Path) -> None:
     """The table is printed and written; the head without softmax is nearer to the tree."""
     for module in NEEDS["potts_recovery.py"]:
