@@ -40,7 +40,8 @@ def test_frames_and_pictures(tmp_path: Path) -> None:
     curves = {"17": [0.0, 0.5, 0.9], "25": [0.2, 0.8, 1.0]}
     path = tmp_path / "a.png"
     filling_figure(path, curves, (1, 3, 6), 3, puzzle, solution, found[:2])
-    assert image.open(path).size[0] > 800
+    with image.open(path) as picture:
+        assert picture.size[0] > 800
     filling_animation(tmp_path / "a.gif", puzzle, solution, found)
     with image.open(tmp_path / "a.gif") as animation:
         assert animation.format == "GIF" and animation.n_frames >= 2
