@@ -7,6 +7,9 @@ from implicit_attn.models.attention.energy_attention import EnergyAttention, Que
 from implicit_attn.models.attention.forms import ATTENTION_FORMS, build_attention_form
 from implicit_attn.models.attention.light import LightNewtonAttention
 from implicit_attn.models.attention.newton import NewtonAttention
+from implicit_attn.models.boards.board_solver import BoardSolver
+from implicit_attn.models.boards.board_update import BoardUpdate
+from implicit_attn.models.boards.groups import learn_groups
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
@@ -42,7 +45,9 @@ __all__ = [
     "CRATE",
     "AttentionForm",
     "BinaryMemory",
+    "BoardSolver",
     "BoardStatus",
+    "BoardUpdate",
     "CausalAttention",
     "CausalBlock",
     "ConditionalModel",
@@ -78,6 +83,7 @@ __all__ = [
     "fit_patterns",
     "fit_pseudolikelihood",
     "generate",
+    "learn_groups",
     "load_model",
     "random_symmetries",
     "sudoku_pairs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from implicit_attn.training.boards.completion import BoardCompletion
 from implicit_attn.training.boltzmann import (
     BoltzmannFit,
     contrastive_divergence,
@@ -38,6 +39,7 @@ __all__ = [
     "ACCELERATORS",
     "PRECISIONS",
     "Augment",
+    "BoardCompletion",
     "BoltzmannFit",
     "Classification",
     "CsvLog",

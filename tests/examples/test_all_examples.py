@@ -27,6 +27,11 @@ ARGUMENTS: dict[str, list[str]] = {
         "--methods", "linear", "softmax", "recycled", "--steps", "150", "--masked", "3",
         "--few", "50", "--out", "{out}",
     ],
+    "solve_sudoku.py": [
+        "--source", "generated", "--train", "40", "--test", "4", "--epochs", "1", "--features", "4",
+        "--width", "8", "--iterations", "4", "--window", "2", "--batch", "20", "--boards", "2",
+        "--out", "{out}",
+    ],
     "sudoku.py": [
         "--source", "generated", "--train", "8", "--test", "4", "--epochs", "1", "--dim", "8",
         "--heads", "2", "--width", "16", "--iterations", "2", "--save-every", "1", "--out", "{out}",
@@ -53,6 +58,7 @@ NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
     "potts_recovery.py": ("matplotlib", "tqdm"),
+    "solve_sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
     "sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
     "sudoku_potts.py": ("safetensors",),
     "tap_vs_exact.py": ("matplotlib", "tqdm"),
@@ -104,6 +110,24 @@ def test_sudoku_potts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "nats" not in again and not (tmp_path / "other").exists()
     graph = "100.0% of the 810 strongest pairs"
     assert output[output.index(graph) :] == again[again.index(graph) :]
+
+
+def test_solve_sudoku(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A training, its table by givens and iterations, and the same table from the weights alone."""
+    for module in NEEDS["solve_sudoku.py"]:
+        pytest.importorskip(module, reason="the example needs the extra [examples]")
+    output = run("solve_sudoku.py", tmp_path / "new")
+    table = output[output.index("generated Sudoku, ") :]
+    marks = [float(each) for each in table.splitlines()[3].split()[3:-3]]
+    assert marks == [1, 2, 4, 8, 16, 32]
+    rows = [line.split() for line in table.splitlines()[4:]]
+    assert [row[0] for row in rows][:2] == ["25", "30"] and {len(row) for row in rows} == {12}
+    weights = tmp_path / "new" / "weights.safetensors"
+    main = runpy.run_path(str(ROOT / "examples/solve_sudoku.py"))["main"]
+    with torch.random.fork_rng(devices=[]):
+        main([*words("solve_sudoku.py", tmp_path / "other"), "--weights", str(weights)])
+    again = capsys.readouterr().out
+    assert table.strip() == again.strip() and not (tmp_path / "other").exists()
 
 
 def test_potts_recovery(tmp_path: Path) -> None:
