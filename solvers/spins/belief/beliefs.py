@@ -87,10 +87,11 @@ class BetheFreeEnergy:
 
     args: tuple[Evidence, Tensor | None]
     step: Messages
-    layout: Layout
+    layout: Layout | None = None
 
     def masked_map(self, z: Tensor) -> Tensor:
         """From the messages as a matrix (B, D)."""
+        assert self.layout is not None
         return self(self.layout.tree(z))
 
     def __call__(self, messages: Tensor) -> Tensor:

@@ -163,7 +163,9 @@ class _Run:
         """One-hot values at the surest free sites."""
         scores = mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
         if noise > 0:
-            drawn = torch.rand(scores.shape, generator=self.generator, dtype=torch.float64, device=scores.device)
+            drawn = torch.rand(
+                scores.shape, generator=self.generator, dtype=torch.float64, device=scores.device
+            )
             gumbel = -(-drawn.clamp(1e-300, 1 - 1e-16).log()).log()
             scores = torch.where(mean > 0, scores + noise * gumbel.to(scores), -torch.inf)
         score, state = scores.max(2)
@@ -238,5 +240,7 @@ def _check(
     require_count("restarts", restarts, low=0)
     require_nonnegative("noise", noise)
     if restarts > 0 and noise == 0:
-        raise ValueError("noise must be > 0 for restarts, which would repeat the first attempt, got 0")
+        raise ValueError(
+            "noise must be > 0 for restarts, which would repeat the first attempt, got 0"
+        )
     require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)

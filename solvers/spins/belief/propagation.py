@@ -276,8 +276,9 @@ class _Model:
 
 def _log_partition(step: Messages, messages: Tensor, sample: Sample) -> Tensor:
     """(B,), -inf in samples that are not consistent."""
-    functional = BetheFreeEnergy((sample.evidence, sample.free), step, Layout.of(messages))
+    functional = BetheFreeEnergy((sample.evidence, sample.free), step)
     if torch.is_grad_enabled() and step.graph.number > 0:
+        functional.layout = Layout.of(messages)
         value = stationary_value(functional, functional.layout.vector(messages))
     else:
         value = functional(messages)
