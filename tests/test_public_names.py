@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Packages whose __all__ is exactly this, and modules that the documents name.
 PUBLIC = {
     "solvers": """
-        AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
+        AdaptiveTAP Adjoint AdjointReport Anderson Beliefs Broyden CG Decimation Descent EnergyUpdate Forward GMRES
         GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
         OneStep Phantom PottsSite Progress SaddleSolution Site Solution SolveError SolveWarning
         Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance
-        TorusSite Trace Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian
+        TorusSite Trace Unrolled adaptive_tap belief_propagation decimate extreme_eigenvalues fixed_point gibbs glauber jacobian
         kinetic_map kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum
         spherical_saddle starting_state steady_state tap_log_partition tap_step
     """,

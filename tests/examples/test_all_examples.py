@@ -110,6 +110,10 @@ def test_sudoku_potts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "nats" not in again and not (tmp_path / "other").exists()
     graph = "100.0% of the 810 strongest pairs"
     assert output[output.index(graph) :] == again[again.index(graph) :]
+    messages = ["--solver", "belief-propagation"]
+    main([*words("sudoku_potts.py", tmp_path / "other"), *messages, "--graph", "true"])
+    by_rules = capsys.readouterr().out
+    assert "strongest" not in by_rules and re.search(r"4 puzzles, (75|100)\.0% solved", by_rules)
 
 
 def test_solve_sudoku(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ VALUES = [
     *rows(("sudoku_potts",), {
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--steps": COUNTS, "--anneal": COUNTS,
         "--source": ("none",), "--seed": ("-1", str(2**70)), "--out": ("", "a\0b"),
-        "--weights": ("", "a\0b", "missing.safetensors"),
+        "--weights": ("", "a\0b", "missing.safetensors"), "--solver": ("logic",), "--graph": ("some",),
     }),
     *rows(("potts_recovery",), {
         "--samples": COUNTS, "--steps": COUNTS, "--sites": (*COUNTS, "1"), "--methods": ("cubic", "sink-0"),
