@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,29 +12,26 @@ import solvers
 from implicit_attn.data.tasks.instances import Instances
 from implicit_attn.studies.harder.methods import Equilibrium, Method, solved_by
 from implicit_attn.studies.tables import Table
-from solvers.core.checks import require_count
+from solvers.core.checks import require_count, require_number, require_positive
 
 RTOLS = (0.1, 0.03, 0.01, 1e-3, 1e-4)
 BATCH = 100
 
 
-def multiples(trained: int, low: Fraction | float = Fraction(1, 4), high: int = 16) -> list[int]:
-    """Budgets from ``low`` to ``high`` times those of training, two for each doubling.
+def multiples(trained: int, low: float = 0.25, high: float = 16) -> list[int]:
+    """Budgets from ``low`` to ``high`` times those of training, each twice the one before.
 
     Raises:
-        TypeError, ValueError: counts that are no integers >= 1, or a ``low`` outside (0, high].
+        TypeError, ValueError: ``trained`` is no integer >= 1, or not ``0 < low <= high``.
     """
     require_count("trained", trained)
-    require_count("high", high)
-    if not 0 < low <= high:
-        raise ValueError(f"low must lie in (0, {high}], got {low!r}")
-    found, factor = set(), Fraction(low)
+    require_positive("low", low)
+    require_number("high", high, low=low)
+    found, factor = set[int](), low
     while factor <= high:
-        found |= {max(1, round(trained * factor))}
-        if 3 * factor / 2 <= high:
-            found |= {max(1, round(trained * factor * 3 / 2))}
+        found.add(max(1, round(trained * factor)))
         factor *= 2
-    return sorted(found | {trained, trained * high})
+    return sorted(found)
 
 
 def iteration_curve(
@@ -142,7 +139,7 @@ def _answers(
     method: Method, instances: Instances, budgets: Sequence[int], batch: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """For each budget the right positions (B, N) bool and the evaluations (B,)."""
-    if not budgets or any(b <= a for a, b in zip(budgets, budgets[1:], strict=False)):
+    if not budgets or any(b <= a for a, b in pairwise(budgets)):
         raise ValueError(f"budgets must increase, got {list(budgets)}")
     if budgets[0] < 1:
         raise ValueError(f"budgets must be >= 1, got {list(budgets)}")
