@@ -20,7 +20,7 @@ from solvers.core.checks import require_count
 EQUILIBRIUM = "equilibrium"
 SAME_PARAMETERS = "transformer, equal parameters"
 SAME_DEPTH = "transformer, equal evaluations"
-ALWAYS = "the equilibrium's block, one number of iterations in training"
+ALWAYS = "same block, iterations not random"
 ONCE = "one iteration"
 FEATURES, CLASSES = 2, 2
 LAYERS = 4  # of the transformer of equal parameters
@@ -33,8 +33,7 @@ class Settings:
     Attributes:
         size: of the largest rings in training, an even number; the smallest have ``size / 2 - 2``, at
             least 2. Iterations of training are drawn from ``size .. 2 size``.
-        steps: batches of the models that make ``1.5 size`` evaluations; shallower ones get more, so
-            that all make about as many evaluations, but for ``ONCE``, which gets twice as many.
+        steps: batches of the equilibrium; transformers get twice its evaluations of a block.
         batch: instances of a batch.
         tests: instances of each size that models are measured on.
         dim, heads: of the equilibrium.
@@ -107,7 +106,7 @@ class Contender:
 
 
 def contenders(settings: Settings) -> dict[str, Contender]:
-    """By name. Blocks, data and the budget of evaluations are the same for all.
+    """By name. Data and blocks are the same for all; the transformers train for twice the evaluations.
 
     The transformer of equal parameters has layers of half the width, of which all positions see each
     other; that of equal evaluations has as many layers of the equilibrium's width as the equilibrium
@@ -126,13 +125,13 @@ def contenders(settings: Settings) -> dict[str, Contender]:
         ),
         SAME_DEPTH: Contender(
             lambda: LayeredRing(*shape, dim, heads, layers=depth, reach=1),
-            steps,
+            2 * steps,
             1e-3,
             evaluations=depth,
         ),
         SAME_PARAMETERS: Contender(
             lambda: LayeredRing(*shape, dim // 2, heads, layers=LAYERS),
-            steps * depth // LAYERS,
+            2 * steps * depth // LAYERS,
             3e-3,
             evaluations=LAYERS,
         ),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from implicit_attn.studies.experiments.harder.contenders import (
+    ALWAYS,
     EQUILIBRIUM,
     ONCE,
     SAME_DEPTH,
@@ -46,6 +47,7 @@ def _draw_sizes(axes: Any, table: Table, settings: Settings) -> None:
     labels = {
         f"{EQUILIBRIUM}, {long} iterations": (BLUE, "-"),
         f"{EQUILIBRIUM}, {once} iterations as in training": (BLUE, ":"),
+        f"{ALWAYS}, {long} iterations": (GREEN, "--"),
         SAME_DEPTH: (RED, "-"),
         SAME_PARAMETERS: (ORANGE, "-"),
         ONCE: (GREY, "--"),

@@ -118,7 +118,7 @@ def _answering(
         return [(name, 1, repeated(model))]
     if name == ALWAYS:
         counts = (evaluations, LONG * settings.trained)
-        return [(f"{name}, tested at {count}", count, iterated(model)) for count in counts]
+        return [(f"{name}, {count} iterations", count, iterated(model)) for count in counts]
     if name != EQUILIBRIUM:
         return [(name, evaluations, fixed_depth(model, evaluations))]
     once, long = settings.trained, LONG * settings.trained
