@@ -126,7 +126,7 @@ def contenders(settings: Settings) -> dict[str, Contender]:
         SAME_DEPTH: Contender(
             lambda: LayeredRing(*shape, dim, heads, layers=depth, reach=1),
             2 * steps,
-            1e-3,
+            2e-3,
             evaluations=depth,
         ),
         SAME_PARAMETERS: Contender(
