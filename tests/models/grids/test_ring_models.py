@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,17 @@ def inputs(size: int, number: int = 3) -> Tensor:
     return torch.randn(number, size, 2, generator=generator, dtype=torch.float64)
 
 
-def equilibrium(**options: int) -> EquilibriumRing:
+def equilibrium(**options: Any) -> EquilibriumRing:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return EquilibriumRing(2, 3, dim=8, heads=2, **options).double().eval()
+
+
+def shrink(model: EquilibriumRing) -> None:
+    """Make the update a contraction."""
+    block: Any = model.layer.update.block
+    block.output.weight.mul_(0.1)
+    block.narrow.weight.mul_(0.1)
 
 
 def layered(reach: int | None, layers: int = 3) -> LayeredRing:
@@ -44,7 +52,8 @@ def test_offsets_go_the_shorter_way(size: int) -> None:
 def test_a_local_block_is_attention_over_the_neighbours(reach: int) -> None:
     """Against a loop over positions, heads and offsets."""
     model, size = equilibrium(reach=reach), 7
-    block, table = model.layer.update.block, model.bias.table
+    table = model.bias.table
+    block: Any = model.layer.update.block
     z = torch.randn(1, size, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = block.attend(z, model.bias(size))
     query, key, value = (
@@ -95,9 +104,8 @@ def test_what_is_farther_than_the_evaluations_is_not_seen(depth: int) -> None:
 
 def test_more_iterations_are_nearer_to_the_fixed_point_that_the_layer_finds() -> None:
     model, x = equilibrium(), inputs(6)
-    with torch.no_grad():  # a contraction
-        model.layer.update.block.output.weight.mul_(0.1)
-        model.layer.update.block.narrow.weight.mul_(0.1)
+    with torch.no_grad():
+        shrink(model)
         tight = solvers.Tolerance(rtol=1e-12)
         end = model.layer.solve(model.encode(x), tolerance=tight, max_steps=200)
         assert bool(end.converged.all())
@@ -109,9 +117,8 @@ def test_more_iterations_are_nearer_to_the_fixed_point_that_the_layer_finds() ->
 def test_gradients_of_the_update_and_of_the_fixed_point() -> None:
     model, x = equilibrium(), inputs(4, number=2)
     with torch.no_grad():
-        model.layer.update.block.output.weight.mul_(0.1)
-        model.layer.update.block.narrow.weight.mul_(0.1)
-    block = model.layer.update.block
+        shrink(model)
+    block: Any = model.layer.update.block
     z = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     given = model.encode(x)
 

@@ -17,6 +17,7 @@ import solvers
 from implicit_attn.data.tasks.instances import Instances
 from implicit_attn.data.tasks.ring_parity import draw_rings
 from implicit_attn.deq import DEQ
+from implicit_attn.models import SudokuModel, build_backbone
 from implicit_attn.studies.harder.curves import (
     adaptive_curve,
     iteration_curve,
@@ -210,3 +211,26 @@ def test_seeds_become_one_row() -> None:
     ]
     with pytest.raises(ValueError, match="at least one row"):
         over_seeds([], ["a"], ["m"])
+
+
+def test_a_sudoku_model_fits() -> None:
+    """A board is a sample, its unknown cells count, their number is its difficulty."""
+    cells = torch.arange(81)
+    solution = (
+        3 * (cells // 9) + cells // 27 + cells % 9
+    ) % 9  # (0-based) a board of the usual kind
+    solutions = solution.expand(2, 81).clone()
+    unknown = torch.zeros(2, 81, dtype=torch.bool)
+    unknown[0, ::4] = unknown[1, ::2] = True
+    puzzles = torch.where(unknown, 0, solutions + 1)
+    boards = Instances(puzzles, solutions, unknown, unknown.sum(1))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = SudokuModel(build_backbone("transformer", 8, 2, iterations=2)).eval()
+    rows = iteration_curve(repeated(model), boards, [1, 2, 4])
+    assert [row["iterations"] for row in rows] == [1, 2, 4]
+    logits = model(puzzles, iterations=4)
+    wanted = (logits.argmax(2) == solutions)[unknown].double().mean().item()
+    assert rows[-1]["accuracy"] == pytest.approx(wanted)
+    depths = needed_by_difficulty(repeated(model), boards, [1, 2])
+    assert [row["difficulty"] for row in depths] == [21, 41]
