@@ -64,8 +64,8 @@ PUBLIC = {
         ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardSolver BoardStatus BoardUpdate CRATE
         CausalAttention
         CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
-        EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
-        LanguageModel LightNewtonAttention MaskedTransformer NewtonAttention PatchClassifier
+        EquilibriumRing EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
+        LanguageModel LayeredRing LightNewtonAttention MaskedTransformer NewtonAttention PatchClassifier
         PottsModel PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer
         SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
         Trajectory ViT build_attention_form build_backbone build_model fit_patterns
@@ -75,8 +75,8 @@ PUBLIC = {
         BinaryMemory Fit fit_patterns
     """,
     "implicit_attn.data": """
-        CircleTokens Compose HELP ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData
-        SudokuSymmetries TextData batches board_counts epoch_generator load load_cifar10
+        CircleTokens Compose HELP ImageData Instances LOADERS RandomAffine RandomCrop RandomFlip SudokuData
+        SudokuSymmetries TextData batches board_counts draw_rings epoch_generator load load_cifar10
         load_digits load_fashion_mnist load_mnist load_sudoku load_text ngram_loss
         principal_features random_features read_idx read_list resolve_source reveal solve_sudoku
         stratified_holdout unique_puzzles
@@ -86,7 +86,7 @@ PUBLIC = {
         MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer
         SudokuCompletion Task TensorBoardLog Training accuracy compile_step contrastive_divergence
         describe exact_likelihood fit_exact_likelihood fit_locally median_of_counts run_script
-        start_processes
+        start_processes train_on_drawn
     """,
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations

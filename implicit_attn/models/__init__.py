@@ -13,6 +13,8 @@ from implicit_attn.models.boards.groups import learn_groups
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
+from implicit_attn.models.grids.equilibrium_ring import EquilibriumRing
+from implicit_attn.models.grids.layered_ring import LayeredRing
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLanguageModel
@@ -54,12 +56,14 @@ __all__ = [
     "EnergyAttention",
     "EnergyTransformer",
     "EquilibriumLanguageModel",
+    "EquilibriumRing",
     "EquilibriumTransformer",
     "FactoredAttention",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
     "LanguageModel",
+    "LayeredRing",
     "LightNewtonAttention",
     "MaskedTransformer",
     "NewtonAttention",

@@ -11,6 +11,7 @@ from implicit_attn.training.boltzmann import (
 )
 from implicit_attn.training.claims import NotClaimed
 from implicit_attn.training.finite import NonFiniteLoss
+from implicit_attn.training.grids.drawn import train_on_drawn
 from implicit_attn.training.local_rules import LocallyTrained, fit_locally
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
 from implicit_attn.training.loop import Interrupted, Training
@@ -66,4 +67,5 @@ __all__ = [
     "median_of_counts",
     "run_script",
     "start_processes",
+    "train_on_drawn",
 ]

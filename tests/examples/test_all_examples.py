@@ -22,6 +22,7 @@ ARGUMENTS: dict[str, list[str]] = {
         "--limit", "64", "--epochs", "1", "--dim", "8", "--heads", "2", "--memories", "8",
         "--patch", "4", "--readout", "class", "--out", "{out}",
     ],
+    "easy_to_hard.py": ["--size", "4", "--steps", "60", "--tests", "20"],
     "potts_recovery.py": [
         "--data", "tree", "--sites", "5", "--colours", "3", "--samples", "400", "--test", "100",
         "--methods", "linear", "softmax", "recycled", "--steps", "150", "--masked", "3",
@@ -176,6 +177,16 @@ def test_recurrent_models(name: str, expected: str, counts: list[int], tmp_path:
     assert [int(n) for n in re.findall(r"^ +(\d+)  .*\d %$", output, re.MULTILINE)] == counts
     for kept in ("checkpoint.safetensors", "weights.safetensors", "epochs.csv"):
         assert (tmp_path / "new" / kept).exists()
+
+
+def test_easy_to_hard(tmp_path: Path) -> None:
+    """It learns; larger rings take more iterations; a picture in letters."""
+    output = run("easy_to_hard.py", tmp_path)
+    found = re.search(r"loss ([\d.]+) -> ([\d.]+) on rings of up to 4", output)
+    assert found is not None and float(found[2]) < float(found[1]), output
+    assert re.findall(r"^ +(\d+)  +\d+%", output, re.MULTILINE) == ["4", "8", "16"]
+    picture = re.findall(r"^ +\d+  ([#.]{8})$", output, re.MULTILINE)
+    assert len(picture) == 10 and picture[-1].count("#") >= picture[0].count("#")
 
 
 def test_wrap_your_energy(tmp_path: Path) -> None:

@@ -36,9 +36,8 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = (
-    "bare_attention", "classify", "mnist_spins", "potts_recovery", "solve_sudoku", "sudoku",
-    "sudoku_potts", "tap_vs_exact", "vit_images",
-    "wrap_your_energy",
+    "bare_attention", "classify", "easy_to_hard", "mnist_spins", "potts_recovery", "solve_sudoku", "sudoku",
+    "sudoku_potts", "tap_vs_exact", "vit_images", "wrap_your_energy",
 )  # fmt: skip
 TRAINING = ("classify", "mnist_spins", "sudoku", "vit_images")
 RECURRENT = ("sudoku", "vit_images")
