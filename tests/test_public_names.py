@@ -45,7 +45,7 @@ PUBLIC = {
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
         Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
-        RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
+        RowSoftmaxAttention Scaled ScoreAttention Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
         SpinInteraction Sum VectorSpin Weighted
     """,
