@@ -120,7 +120,9 @@ def arguments(
     if options.lookahead not in (None, "literal") and options.descent != "nesterov":
         parser.error(f"argument --lookahead: needs --descent nesterov, got {options.descent}")
     if options.order is not None and "taylor" not in options.attention:
-        parser.error(f"argument --order: needs a -taylor form of attention, got {options.attention}")
+        parser.error(
+            f"argument --order: needs a -taylor form of attention, got {options.attention}"
+        )
     options.out = options.out or Path("runs") / f"language-{options.model}"
     return options
 
