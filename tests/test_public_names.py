@@ -64,11 +64,15 @@ PUBLIC = {
         ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardStatus CRATE CausalAttention
         CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
         EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
-        LanguageModel LightNewtonAttention MaskedTransformer NewtonAttention PatchClassifier
+        LanguageModel LightNewtonAttention MaskedCodes MaskedTransformer NewtonAttention PatchClassifier
         PottsModel PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer
         SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
-        Trajectory ViT build_attention_form build_backbone build_model fit_patterns
-        fit_pseudolikelihood generate load_model random_symmetries sudoku_pairs
+        Trajectory ViT build_attention_form build_backbone build_model build_official fit_patterns
+        fit_pseudolikelihood generate load_model load_official random_symmetries sudoku_pairs
+        to_official
+    """,
+    "implicit_attn.models.official": """
+        MaskedCodes OfficialLayout PUBLISHED Published build_official load_official to_official
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns

@@ -16,6 +16,12 @@ from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLa
 from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.language.sampling import generate
 from implicit_attn.models.memories import BinaryMemory, fit_patterns
+from implicit_attn.models.official import (
+    MaskedCodes,
+    build_official,
+    load_official,
+    to_official,
+)
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
 from implicit_attn.models.potts.conditional import ConditionalModel
@@ -56,6 +62,7 @@ __all__ = [
     "ImageClassifier",
     "LanguageModel",
     "LightNewtonAttention",
+    "MaskedCodes",
     "MaskedTransformer",
     "NewtonAttention",
     "PatchClassifier",
@@ -75,10 +82,13 @@ __all__ = [
     "build_attention_form",
     "build_backbone",
     "build_model",
+    "build_official",
     "fit_patterns",
     "fit_pseudolikelihood",
     "generate",
     "load_model",
+    "load_official",
     "random_symmetries",
     "sudoku_pairs",
+    "to_official",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -159,6 +160,11 @@ class HyperSETLayer(nn.Module):
             self.attention_deltas = LowRankDeltas(rows, *rest, scale=lora_scale)
             self.feedforward_deltas = LowRankDeltas(memories, *rest, scale=lora_scale)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step follows the energies' own directions: no gains, nothing remembered."""
+        return self.gains is None and self.descent.kind == "plain"
+
     def context(self, x0: Tensor, times: Tensor) -> Any:
         """What all iterations share: of the input (B, N, d), 0 at masked tokens, and times (T,)."""
         moments = (self.descent.start(), self.descent.start())
@@ -269,6 +275,16 @@ class LowRankDeltas(nn.Module):
         iterations, rows, rank = self.left.shape
         dim = self.right.shape[-1]
         return f"rows={rows}, dim={dim}, rank={rank}, iterations={iterations}, scale={self.scale}"
+
+
+def refuse_memory(layers: Iterable[nn.Module]) -> None:
+    """Raise a ValueError where a layer's step depends on those before it: it has no fixed point."""
+    for layer in layers:
+        if isinstance(layer, HyperSETLayer) and layer.descent.kind != "plain":
+            raise ValueError(
+                "descent must be 'plain' where a fixed point of the layer's step is wanted, got "
+                f"{layer.descent.kind!r}"
+            )
 
 
 def descend(

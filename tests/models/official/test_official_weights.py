@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from cases.official import (
     State,
     code_shapes,
@@ -18,8 +20,6 @@ from cases.official import (
     sudoku_forward,
     sudoku_shapes,
 )
-from torch import Tensor, nn
-
 from implicit_attn.models import HyperSET, ImageClassifier, SudokuModel
 from implicit_attn.models.official import PUBLISHED, load_official, to_official
 from implicit_attn.models.official.layout import OfficialLayout
@@ -136,7 +136,9 @@ def test_ours_becomes_official_and_comes_back() -> None:
     model = layout.build().eval()
     state = to_official(model)
     again = load_official(state, image_size=6, channels=2)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
     x = images()[:, :2].float()
     assert torch.equal(model(x), again(x))
     state["cls_token"].zero_()  # a copy: the model keeps its own
@@ -145,7 +147,9 @@ def test_ours_becomes_official_and_comes_back() -> None:
 
 def test_one_layer_may_own_its_network() -> None:
     options: dict[str, Any] = {"gains": "shared", "epsilon": None, "step_network": "raw"}
-    backbone = HyperSET(8, 2, 32, iterations=3, time_dim=6, step_size="conditioned-input", **options)
+    backbone = HyperSET(
+        8, 2, 32, iterations=3, time_dim=6, step_size="conditioned-input", **options
+    )
     model = SudokuModel(backbone, final_norm="rms").eval()
     nn.init.normal_(backbone.layers[0].step_sizes.last.weight, std=0.3)
     state = to_official(model)
@@ -190,7 +194,11 @@ BAD: list[tuple[Callable[[State], None], dict[str, Any], str]] = [
     ),
     (change("fc.1.bias", torch.zeros(5)), IMAGE, "'fc.1.bias' of torch.float32, expected torch.fl"),
     (change("enc.0.attn.ln1_1.weight", torch.zeros(3)), IMAGE, "a size that divides dim=8, got 3"),
-    (change("emb.1.weight", torch.zeros(8)), IMAGE, "state['emb.1.weight'] must have more than 1 dim"),
+    (
+        change("emb.1.weight", torch.zeros(8)),
+        IMAGE,
+        "state['emb.1.weight'] must have more than 1 dim",
+    ),
     (change("enc.0.x", torch.zeros(1).double()), IMAGE, "'enc.0.x' superfluous"),
     (drop(), {}, "image_size must be given"),
     (drop(), {"image_size": 7}, "patch must divide image_size=7, got 2"),
@@ -236,17 +244,22 @@ def test_models_that_are_not_official() -> None:
     with pytest.raises(ValueError, match="model must have trained gains and the official norms"):
         to_official(plain)
     options: dict[str, Any] = {"gains": "separate", "epsilon": None, "time_dim": 6}
-    with pytest.raises(ValueError, match="model must take its step sizes from a network of the off"):
+    with pytest.raises(
+        ValueError, match="model must take its step sizes from a network of the off"
+    ):
         to_official(ImageClassifier(HyperSET(8, 2, 8, **options), 6, 3, 5, patch=2))
     options["step_network"] = "normed"
-    with pytest.raises(ValueError, match="it lacks embed.norm.bias, embed.norm.weight"):
+    with pytest.raises(ValueError, match=r"it lacks embed\.norm\.bias, embed\.norm\.weight"):
         to_official(ImageClassifier(HyperSET(8, 2, 8, **options), 6, 3, 5, patch=2))
-    model = SudokuModel(HyperSET(8, 2, 8, **options | {"gains": "shared", "step_network": "raw"}))
+    options |= {"gains": "shared", "step_network": "raw"}
+    model = SudokuModel(HyperSET(8, 2, 8, **options))
     with pytest.raises(ValueError, match=r"it has norm\.bias, for which there is no place"):
         to_official(model)
     with pytest.raises(ValueError, match="alternative must be False but for images"):
         to_official(model, alternative=True)
-    with pytest.raises(TypeError, match="model must be an ImageClassifier, SudokuModel or MaskedCod"):
+    with pytest.raises(
+        TypeError, match="model must be an ImageClassifier, SudokuModel or MaskedCod"
+    ):
         to_official(nn.Linear(2, 2))
 
 
