@@ -188,6 +188,7 @@ REFUSED = [
     ("vit_images", ["--limit", "0"], "--limit: must be an integer >= 1, got '0'"),
     ("vit_images", ["--positions", "random"], "--positions: invalid choice"),
     ("vit_images", ["--rtol", "0.1"], "--rtol is for hyperset-equilibrium and equ"),
+    ("sudoku", ["--start", "units", "--positions", "sincos"], "--start units is for learned posit"),
     ("sudoku", ["--train", "0"], "--train: must be an integer >= 1, got '0'"),
 ]
 

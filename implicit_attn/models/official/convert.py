@@ -137,14 +137,14 @@ def _layout_of(model: nn.Module, alternative: bool) -> OfficialLayout:
             "model must be an ImageClassifier, SudokuModel or MaskedCodes around a HyperSET, got "
             f"{type(model).__name__} around {type(backbone).__name__}"
         )
-    layer = backbone.layers[0]
+    layer: Any = backbone.layers[0]
     if layer.gains is None or layer.gains.memory.eps is not None:
         raise ValueError(
             "model must have trained gains and the official norms, HyperSET(gains=..., "
             "epsilon=None)"
         )
     options: dict[str, Any] = {"task": task, "network": _network_of(layer.step_sizes)}
-    if task == "images":
+    if isinstance(model, ImageClassifier):
         channels, size, _ = model.image_shape
         options |= {"channels": channels, "image_size": size, "alternative": alternative}
         options["patch"] = getattr(model.embed, "patch", 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -44,10 +44,11 @@ def entries(layout: OfficialLayout) -> list[Entry]:
 
 def _images(layout: OfficialLayout) -> Iterator[Entry]:
     shape = (layout.channels, layout.patch, layout.patch)
-    order = {"write": partial(_pixels_last, shape), "read": partial(_pixels_first, shape)}
+    write, read = partial(_pixels_last, shape), partial(_pixels_first, shape)
     yield Entry("cls_token", "class_token", _as_token, _first)
-    yield from (replace(entry, **order) for entry in _pair("emb.0", "embed.norm"))
-    yield Entry("emb.1.weight", "embed.linear.weight", **order)
+    for name in ("weight", "bias"):
+        yield Entry(f"emb.0.{name}", f"embed.norm.{name}", write, read)
+    yield Entry("emb.1.weight", "embed.linear.weight", write, read)
     yield Entry("emb.1.bias", "embed.linear.bias")
     yield from _pair("emb.2", "embedding_norm")
     yield from _pair("fc.0", "norm")

@@ -173,7 +173,11 @@ def change(key: str, weight: Any) -> Callable[[State], None]:
 
 
 def drop(*keys: str) -> Callable[[State], None]:
-    return lambda state: [state.pop(key) for key in keys] and None
+    def spoil(state: State) -> None:
+        for key in keys:
+            del state[key]
+
+    return spoil
 
 
 # The state of images that is changed, the options, and what the error says.
@@ -205,7 +209,7 @@ BAD: list[tuple[Callable[[State], None], dict[str, Any], str]] = [
     (drop(), IMAGE | {"attention": "elup1"}, "attention must be one of ('bisoftmax', "),
     (drop(), IMAGE | {"condition": "x0"}, "condition must be one of ('state', 'input'), got 'x0'"),
     (drop(), IMAGE | {"descent": "sgd"}, "descent must be one of ('plain', 'momentum', "),
-    (lambda state: state.clear(), {}, "state must be of an official Hyper-SET, with keys that"),
+    (drop(*image_shapes()), {}, "state must be of an official Hyper-SET, with keys that"),
 ]
 
 
