@@ -45,7 +45,7 @@ PUBLIC = {
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
         Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
-        RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
+        RowSoftmaxAttention Scaled ScoreAttention Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
         SpinInteraction Sum VectorSpin Weighted
     """,
@@ -64,12 +64,16 @@ PUBLIC = {
         ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardSolver BoardStatus BoardUpdate CRATE
         CausalAttention
         CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
-        EquilibriumRing EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
-        LanguageModel LayeredRing LightNewtonAttention MaskedTransformer NewtonAttention PatchClassifier
-        PottsModel PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer
-        SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
-        Trajectory ViT build_attention_form build_backbone build_model fit_patterns
-        fit_pseudolikelihood generate learn_groups load_model random_symmetries sudoku_pairs
+        EquilibriumRing EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium
+        ImageClassifier LanguageModel LayeredRing LightNewtonAttention MaskedCodes MaskedTransformer
+        NewtonAttention PatchClassifier PottsModel PseudoLikelihoodFit QueryTrajectory
+        RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier SpinTransformer
+        SudokuAnswer SudokuModel SudokuPotts Trajectory ViT build_attention_form build_backbone
+        build_model build_official fit_patterns fit_pseudolikelihood generate learn_groups
+        load_model load_official random_symmetries sudoku_pairs to_official
+    """,
+    "implicit_attn.models.official": """
+        MaskedCodes OfficialLayout PUBLISHED Published build_official load_official to_official
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns

@@ -21,6 +21,12 @@ from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLa
 from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.language.sampling import generate
 from implicit_attn.models.memories import BinaryMemory, fit_patterns
+from implicit_attn.models.official import (
+    MaskedCodes,
+    build_official,
+    load_official,
+    to_official,
+)
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
 from implicit_attn.models.potts.conditional import ConditionalModel
@@ -65,6 +71,7 @@ __all__ = [
     "LanguageModel",
     "LayeredRing",
     "LightNewtonAttention",
+    "MaskedCodes",
     "MaskedTransformer",
     "NewtonAttention",
     "PatchClassifier",
@@ -84,11 +91,14 @@ __all__ = [
     "build_attention_form",
     "build_backbone",
     "build_model",
+    "build_official",
     "fit_patterns",
     "fit_pseudolikelihood",
     "generate",
     "learn_groups",
     "load_model",
+    "load_official",
     "random_symmetries",
     "sudoku_pairs",
+    "to_official",
 ]

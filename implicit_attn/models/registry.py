@@ -20,10 +20,14 @@ from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.language.equilibrium import EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
+from implicit_attn.models.official.masked_codes import MaskedCodes
 from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.spins.spin_transformer import SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
+from implicit_attn.updates.official.descent import DESCENTS
+from implicit_attn.updates.official.gains import GAINS
+from implicit_attn.updates.official.networks import STEP_NETWORKS
 from implicit_attn.updates.step_sizes import STEP_SIZES
 from solvers.core.checks import require_choice
 
@@ -49,10 +53,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "feedforward": tuple(FEEDFORWARDS),
     "step_size": tuple(STEP_SIZES),
     "order": ORDERS,
+    "gains": GAINS,
+    "step_network": STEP_NETWORKS,
+    "descent": DESCENTS,
 }
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,
     "sudoku": SudokuModel,
+    "masked-codes": MaskedCodes,
 }
 # Kinds without a backbone.
 WHOLE: dict[str, Callable[..., nn.Module]] = {
