@@ -15,6 +15,7 @@ from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.language.sampling import generate
+from implicit_attn.models.masked.masked_images import MaskedImageModel
 from implicit_attn.models.memories import BinaryMemory, fit_patterns
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
@@ -56,6 +57,7 @@ __all__ = [
     "ImageClassifier",
     "LanguageModel",
     "LightNewtonAttention",
+    "MaskedImageModel",
     "MaskedTransformer",
     "NewtonAttention",
     "PatchClassifier",

@@ -19,6 +19,7 @@ from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.language.equilibrium import EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
+from implicit_attn.models.masked.masked_images import MaskedImageModel
 from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.spins.spin_transformer import SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
@@ -51,6 +52,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,
+    "masked-images": MaskedImageModel,
     "sudoku": SudokuModel,
 }
 # Kinds without a backbone.

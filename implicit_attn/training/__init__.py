@@ -20,6 +20,7 @@ from implicit_attn.training.processes import (
     start_processes,
 )
 from implicit_attn.training.progress import SettingsDiffer
+from implicit_attn.training.masked.reconstruction import MaskedImages
 from implicit_attn.training.recipe import Recipe
 from implicit_attn.training.script import run_script
 from implicit_attn.training.solves import median_of_counts
@@ -44,6 +45,7 @@ __all__ = [
     "Interrupted",
     "LocallyTrained",
     "Log",
+    "MaskedImages",
     "MaskedTokens",
     "NextToken",
     "NonFiniteLoss",
