@@ -64,8 +64,8 @@ PUBLIC = {
         ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardStatus CRATE CausalAttention
         CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
         EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
-        LanguageModel LightNewtonAttention MaskedTransformer NewtonAttention PatchClassifier
-        PottsModel PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer
+        LanguageModel LightNewtonAttention MaskedImageModel MaskedTransformer NewtonAttention
+        PatchClassifier PottsModel PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer
         SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
         Trajectory ViT build_attention_form build_backbone build_model fit_patterns
         fit_pseudolikelihood generate load_model random_symmetries sudoku_pairs
@@ -82,7 +82,7 @@ PUBLIC = {
     """,
     "implicit_attn.training": """
         ACCELERATORS Augment BoltzmannFit Classification CsvLog Interrupted LocallyTrained Log
-        MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer
+        MaskedImages MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer
         SudokuCompletion Task TensorBoardLog Training accuracy compile_step contrastive_divergence
         describe exact_likelihood fit_exact_likelihood fit_locally median_of_counts run_script
         start_processes

@@ -13,6 +13,7 @@ from implicit_attn.training.finite import NonFiniteLoss
 from implicit_attn.training.local_rules import LocallyTrained, fit_locally
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
 from implicit_attn.training.loop import Interrupted, Training
+from implicit_attn.training.masked.reconstruction import MaskedImages
 from implicit_attn.training.processes import (
     ACCELERATORS,
     PRECISIONS,
@@ -20,7 +21,6 @@ from implicit_attn.training.processes import (
     start_processes,
 )
 from implicit_attn.training.progress import SettingsDiffer
-from implicit_attn.training.masked.reconstruction import MaskedImages
 from implicit_attn.training.recipe import Recipe
 from implicit_attn.training.script import run_script
 from implicit_attn.training.solves import median_of_counts

@@ -61,22 +61,33 @@ def draw_filling(
         errors: of all test images, of the rows from the third on, as far as they go.
     """
     columns = len(next(iter(rows.values())))
-    size = (1.9 + 0.8 * columns, 0.9 + 0.8 * len(rows))
+    lines = [[_paint(image) for image in images] for images in rows.values()]
+    side = lines[0][0].shape[0]
+    gap = max(1, side // 8)
+    step = side + gap
+    sheet = torch.ones(len(rows) * step - gap, columns * step - gap, 3)
+    for row, line in enumerate(lines):
+        for column, image in enumerate(line):
+            top, left = row * step, column * step
+            sheet[top : top + side, left : left + side] = image
+    numbers = [None, None, *errors, *[None] * len(rows)]
+    labels = [
+        label if number is None else f"{label}\nerror {number:.4f}"
+        for label, number in zip(rows, numbers, strict=False)
+    ]
+    size = (2.0 + 0.8 * columns, 0.6 + 0.8 * len(rows))
     with drawing(path, title, size, dpi=90) as figure:
-        panels: Any = figure.subplots(len(rows), columns, squeeze=False)
-        for line, (label, images), number in zip(
-            panels, rows.items(), [None, None, *errors, *[None] * len(rows)], strict=False
-        ):
-            for axes, image in zip(line, images, strict=True):
-                axes.imshow(_paint(image), interpolation="nearest")
-                axes.set(xticks=[], yticks=[])
-            text = label if number is None else f"{label}\nerror {number:.4f}"
-            line[0].set_ylabel(text, rotation=0, ha="right", va="center", fontsize=9)
+        axes: Any = figure.subplots()
+        axes.imshow(sheet.numpy(), interpolation="nearest")
+        axes.set_yticks([row * step + (side - 1) / 2 for row in range(len(rows))], labels)
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
 
 
-def _paint(image: Tensor) -> Any:
-    """An image (C, S, S), NaN hidden, as an array (S, S, 3)."""
+def _paint(image: Tensor) -> Tensor:
+    """An image (C, S, S), NaN hidden, as colours (S, S, 3)."""
     hidden = image.isnan().any(0, keepdim=True)
     shown = image.detach().cpu().float().clamp(0, 1).expand(3, -1, -1)
     color = torch.tensor(HIDDEN).view(3, 1, 1)
-    return torch.where(hidden.cpu(), color, shown).permute(1, 2, 0).numpy()
+    return torch.where(hidden.cpu(), color, shown).permute(1, 2, 0)

@@ -103,7 +103,9 @@ def report_run(
     title = f"{task.data.name}: {task.most} of {task.patches} patches hidden"
     draw_errors(out / "errors.png", title, {name: [errors]}, fillings)
     rows = filled_images(model, task, SHOWN)
-    labels = {row["iterations"]: row["test_loss"] for row in error_by_iterations(model, task, SHOWN)}
+    labels = {
+        row["iterations"]: row["test_loss"] for row in error_by_iterations(model, task, SHOWN)
+    }
     note = ", with each patch's true mean and deviation" * task.normalise
     draw_filling(out / "filling.png", f"{title}, {name}{note}", rows, list(labels.values()))
 
@@ -151,7 +153,11 @@ def _summary(name: str, runs: Sequence[Table]) -> dict[str, Any]:
         return next(row[key] for row in run if row["iterations"] == number)
 
     errors = [at(run, 1.0) for run in runs]
-    row: dict[str, Any] = {"model": name, "parameters": runs[0][0]["parameters"], "seeds": len(runs)}
+    row: dict[str, Any] = {
+        "model": name,
+        "parameters": runs[0][0]["parameters"],
+        "seeds": len(runs),
+    }
     row |= {"error": sum(errors) / len(runs), "least": min(errors), "most": max(errors)}
     if "test_psnr" in runs[0][0]:
         row["psnr"] = sum(at(run, 1.0, "test_psnr") for run in runs) / len(runs)

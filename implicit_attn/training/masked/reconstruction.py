@@ -17,7 +17,9 @@ from implicit_attn.data.masked.patchwork import (
 from implicit_attn.training.tasks import Augment, Measures
 from solvers.core.checks import require_count
 
-LEAST_ERROR = 1e-10  # of an image, where its PSNR is 100 dB: one without any error would be infinite
+LEAST_ERROR = (
+    1e-10  # of an image, where its PSNR is 100 dB: one without any error would be infinite
+)
 FLAT = 1e-6  # added to the variance of a patch before it is divided by
 
 
