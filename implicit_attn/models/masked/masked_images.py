@@ -44,7 +44,7 @@ class MaskedImageModel(nn.Module):
         image_size: height = width S of an image, a multiple of ``patch``.
         channels: C.
         patch: height = width of a patch in pixels.
-        positions: "sinusoidal" (added, constant, of row and column) or "learned" (N(0, 0.02^2) at
+        positions: "sinusoidal" (added, constant, of row and column) or "learned" (N(0, 0.5^2) at
             the start).
 
     Shapes: images (B, C, S, S) -> images (B, C, S, S), every patch predicted; :meth:`fill` keeps the
@@ -81,7 +81,7 @@ class MaskedImageModel(nn.Module):
         self.embedding_norm = nn.LayerNorm(dim)
         self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
         if positions == "learned":
-            self.position = nn.Parameter(0.02 * torch.randn(patches, dim))
+            self.position = nn.Parameter(0.5 * torch.randn(patches, dim))
         else:
             places = grid_positions(image_size // patch, dim)
             self.register_buffer("position", places, persistent=False)

@@ -123,7 +123,7 @@ class MaskedImages:
         if self.normalise:
             mean, deviation = _moments(wanted)
             wanted = (wanted - mean) / deviation
-        error = (split_patches(outputs.float(), self.patch) - wanted).square().mean(-1)
+        error = (split_patches(outputs.to(wanted.dtype), self.patch) - wanted).square().mean(-1)
         return error.masked_fill(~hidden_patches(inputs, self.patch), 0.0)
 
     def to_pixels(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class MaskedImages:
         inputs, targets = (part[rank::world] for part in self.test_images())
         options = {} if iterations is None else {"iterations": iterations}
         names = ("test_loss",) if self.normalise else ("test_loss", "test_psnr")
-        sums = dict.fromkeys(names, (0.0, 0.0))
+        sums: Measures = {name: (0.0, 0.0) for name in names}
         model.eval()
         for part, whole in zip(inputs.split(self.batch), targets.split(self.batch), strict=True):
             if len(part):  # a process may have no test images

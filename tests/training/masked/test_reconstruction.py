@@ -150,8 +150,9 @@ def test_augmented_images_are_the_targets() -> None:
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"patch": 2} | options
     with pytest.raises(ValueError, match=message):
-        MaskedImages(DATA, **({"patch": 2} | options))
+        MaskedImages(DATA, **given)
 
 
 def test_a_training_learns_what_hidden_patches_hold(tmp_path: Path) -> None:
