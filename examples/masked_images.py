@@ -64,13 +64,13 @@ PAPER = {
     "betas": [0.9, 0.96], "masked": 0.4,
 }  # fmt: skip
 SMALL = {
-    "dim": 64, "heads": 4, "patch": 4, "initial_step": 0.1, "iterations": 12,
-    "random_iterations": [6, 18], "epochs": 5, "batch": 128, "rate": 3e-3, "warmup": 0.1,
+    "dim": 64, "heads": 4, "patch": 4, "initial_step": 0.1, "iterations": 8,
+    "random_iterations": [4, 12], "epochs": 5, "batch": 128, "rate": 3e-3, "warmup": 0.1,
     "floor": 0.01, "weight_decay": 0.02, "clip": 1.0, "betas": [0.9, 0.999], "masked": 0.4,
 }  # fmt: skip
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "small": {
-        "digits": SMALL | {"patch": 2, "epochs": 60, "batch": 64},
+        "digits": SMALL | {"patch": 2, "epochs": 60, "batch": 32, "rate": 2e-3},
         "mnist": SMALL,
         "fashion-mnist": SMALL,
         "cifar10": SMALL,
@@ -81,10 +81,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 WIDTHS = {"hyperset": 64, "hyperset-equilibrium": 740, "transformer": 288, "energy-transformer": 700,
           "equilibrium": 280}  # fmt: skip
 # The iterations of an equilibrium are the most evaluations of a solve, which seldom needs as many.
-EQUILIBRIA = {
-    name: {"iterations": 24, "random_iterations": None, "rtol": 1e-3, "rate": 3e-3}
-    for name in SOLVED
-}
+EQUILIBRIA = {name: {"iterations": 24, "random_iterations": None, "rtol": 1e-3} for name in SOLVED}
 
 
 def command_line() -> Parser:
@@ -92,10 +89,10 @@ def command_line() -> Parser:
     add = parser.add_argument
     add("--data", choices=sorted(LOADERS), default="digits")
     add_model_options(
-        parser, presets=PRESETS, backbones=BACKBONES, choices=CHOICES, token="patch", random="6 18"
+        parser, presets=PRESETS, backbones=BACKBONES, choices=CHOICES, token="patch", random="4 12"
     )
     add("--patch", type=count, help="height = width of a patch in pixels")
-    add("--positions", choices=POSITIONS, help="of the patches (default: sinusoidal)")
+    add("--positions", choices=POSITIONS, help="of the patches (default: learned)")
     add("--masked", type=share, help="largest share of hidden patches, that of the test (0.4)")
     add("--constant-share", action="store_true", help="hide the largest share in training, too")
     add("--normalise", action="store_true", help="predict pixels standardised within each patch")

@@ -72,7 +72,10 @@ def test_small_models_are_of_one_size() -> None:
             "--random-iterations",
         ),
         (["--positions", "none"], "--positions"),
-        (["--dim", "6", "--heads", "2"], "dim must be a multiple of 4"),
+        (
+            ["--dim", "6", "--heads", "2", "--positions", "sinusoidal"],
+            "dim must be a multiple of 4",
+        ),
         (["--compare", "nowhere"], "--compare"),
     ],
 )

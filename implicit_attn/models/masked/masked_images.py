@@ -30,12 +30,13 @@ def grid_positions(side: int, dim: int) -> Tensor:
 class MaskedImageModel(nn.Module):
     r"""Predicts the pixels of hidden patches from the visible ones ::
 
-        x_i = LN(W p_i) + position_i   of a visible patch with pixels p_i
+        x_i = W p_i + w + position_i   of a visible patch with pixels p_i
         x_i = mask token + position_i  of a hidden one
         predicted pixels of patch i = V LN(backbone(x)_i) + v
 
-    Hidden patches are told by their pixels, which are NaN. A patch with a single NaN is hidden as a
-    whole. Nothing of a hidden patch but its place reaches the backbone.
+    No norm stands before the backbone, where it would take the brightness from a patch. Hidden patches
+    are told by their pixels, which are NaN. A patch with a single NaN is hidden as a whole. Nothing of
+    a hidden patch but its place reaches the backbone.
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, N, d), *, iterations=None)``; of
@@ -44,8 +45,8 @@ class MaskedImageModel(nn.Module):
         image_size: height = width S of an image, a multiple of ``patch``.
         channels: C.
         patch: height = width of a patch in pixels.
-        positions: "sinusoidal" (added, constant, of row and column) or "learned" (N(0, 0.5^2) at
-            the start).
+        positions: "learned" (added; N(0, 0.5^2) at the start) or "sinusoidal" (constant, of row and
+            column).
 
     Shapes: images (B, C, S, S) -> images (B, C, S, S), every patch predicted; :meth:`fill` keeps the
     visible pixels.
@@ -71,14 +72,13 @@ class MaskedImageModel(nn.Module):
         channels: int,
         *,
         patch: int = 4,
-        positions: str = "sinusoidal",
+        positions: str = "learned",
     ) -> None:
         super().__init__()
         dim, patches = token_width(backbone), count_patches(image_size, patch)
         self.patch, self.positions = patch, require_choice("positions", positions, POSITIONS)
         self.image_shape = (require_count("channels", channels), image_size, image_size)
         self.embed = PatchEmbedding(channels, patch, dim)
-        self.embedding_norm = nn.LayerNorm(dim)
         self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
         if positions == "learned":
             self.position = nn.Parameter(0.5 * torch.randn(patches, dim))
@@ -97,7 +97,7 @@ class MaskedImageModel(nn.Module):
             )
         hidden = hidden_patches(images, self.patch).unsqueeze(-1)
         # NaN times zero is NaN: hidden pixels are replaced before any product, infinite ones are not.
-        x = self.embedding_norm(self.embed(images.masked_fill(images.isnan(), 0.0)))
+        x = self.embed(images.masked_fill(images.isnan(), 0.0))
         return torch.where(hidden, self.mask_token.to(x.dtype), x) + self.position
 
     def pixels(self, z: Tensor) -> Tensor:

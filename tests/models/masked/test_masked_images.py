@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.data.masked.patchwork import hide_patches, split_patches
-from implicit_attn.models import BACKBONES, HyperSET, MaskedImageModel, build_model, load_model
+from implicit_attn.models import BACKBONES, MaskedImageModel, build_model, load_model
 from implicit_attn.models.masked.masked_images import grid_positions
 from implicit_attn.models.registry import SOLVED
 
@@ -73,7 +73,7 @@ def test_every_backbone_fills_hidden_patches(name: str) -> None:
 def test_a_token_is_that_of_its_patch_or_the_mask_token() -> None:
     model = MaskedImageModel(Echo(), 6, 2, patch=2)
     x = model.tokens(hide_patches(IMAGES, HIDDEN, 2))
-    visible = model.embedding_norm(model.embed(IMAGES)) + model.position
+    visible = model.embed(IMAGES) + model.position
     hidden = (model.mask_token + model.position).expand_as(x)
     assert torch.equal(x[~HIDDEN], visible[~HIDDEN])
     assert torch.equal(x[HIDDEN], hidden[HIDDEN])
@@ -104,7 +104,9 @@ def test_positions_say_row_and_column() -> None:
     assert torch.equal(places[..., 6:], places[:1, :, 6:].expand(5, 5, 6))
     apart = torch.cdist(places.view(25, 12), places.view(25, 12)) + 9 * torch.eye(25)
     assert apart.min() > 0.1
-    learned = MaskedImageModel(Echo(), 6, 2, patch=2, positions="learned")
+    constant = MaskedImageModel(Echo(), 6, 2, patch=2, positions="sinusoidal")
+    assert torch.equal(constant.get_buffer("position"), grid_positions(3, 8))
+    learned = MaskedImageModel(Echo(), 6, 2, patch=2)
     assert learned.get_parameter("position").shape == (9, 8)
 
 
@@ -134,7 +136,11 @@ def test_a_checkpoint_is_read_again(tmp_path: Path) -> None:
         ({"channels": 0}, ValueError, "channels must be >= 1, got 0"),
         ({"positions": "none"}, ValueError, "positions must be"),
         ({"backbone": nn.Identity()}, TypeError, "backbone must be a module"),
-        ({"backbone": HyperSET(6, 2, 4)}, ValueError, "dim must be a multiple of 4 .* got 6"),
+        (
+            {"backbone": Echo(6), "positions": "sinusoidal"},
+            ValueError,
+            "dim must be a multiple of 4 .* got 6",
+        ),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], kind: Any, message: str) -> None:
