@@ -65,12 +65,12 @@ PUBLIC = {
         CausalAttention
         CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
         EquilibriumRing EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium
-        ImageClassifier LanguageModel LayeredRing LightNewtonAttention MaskedCodes MaskedTransformer
-        NewtonAttention PatchClassifier PottsModel PseudoLikelihoodFit QueryTrajectory
-        RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier SpinTransformer
-        SudokuAnswer SudokuModel SudokuPotts Trajectory ViT build_attention_form build_backbone
-        build_model build_official fit_patterns fit_pseudolikelihood generate learn_groups
-        load_model load_official random_symmetries sudoku_pairs to_official
+        ImageClassifier LanguageModel LayeredRing LightNewtonAttention MaskedCodes MaskedImageModel
+        MaskedTransformer NewtonAttention PatchClassifier PottsModel PseudoLikelihoodFit
+        QueryTrajectory RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
+        SpinTransformer SudokuAnswer SudokuModel SudokuPotts Trajectory ViT build_attention_form
+        build_backbone build_model build_official fit_patterns fit_pseudolikelihood generate
+        learn_groups load_model load_official random_symmetries sudoku_pairs to_official
     """,
     "implicit_attn.models.official": """
         MaskedCodes OfficialLayout PUBLISHED Published build_official load_official to_official
@@ -86,8 +86,9 @@ PUBLIC = {
         stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment BoardCompletion BoltzmannFit Classification CsvLog Interrupted LocallyTrained Log
-        MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer
+        ACCELERATORS Augment BoardCompletion BoltzmannFit Classification CsvLog Interrupted
+        LocallyTrained Log MaskedImages MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS
+        Recipe SettingsDiffer
         SudokuCompletion Task TensorBoardLog Training accuracy compile_step contrastive_divergence
         describe exact_likelihood fit_exact_likelihood fit_locally median_of_counts run_script
         start_processes train_on_drawn

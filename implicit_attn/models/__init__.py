@@ -20,6 +20,7 @@ from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.language.sampling import generate
+from implicit_attn.models.masked.masked_images import MaskedImageModel
 from implicit_attn.models.memories import BinaryMemory, fit_patterns
 from implicit_attn.models.official import (
     MaskedCodes,
@@ -72,6 +73,7 @@ __all__ = [
     "LayeredRing",
     "LightNewtonAttention",
     "MaskedCodes",
+    "MaskedImageModel",
     "MaskedTransformer",
     "NewtonAttention",
     "PatchClassifier",

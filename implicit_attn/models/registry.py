@@ -20,6 +20,7 @@ from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.language.equilibrium import EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
+from implicit_attn.models.masked.masked_images import MaskedImageModel
 from implicit_attn.models.official.masked_codes import MaskedCodes
 from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.spins.spin_transformer import SpinTransformer
@@ -59,6 +60,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,
+    "masked-images": MaskedImageModel,
     "sudoku": SudokuModel,
     "masked-codes": MaskedCodes,
 }

@@ -15,6 +15,7 @@ from implicit_attn.training.grids.drawn import train_on_drawn
 from implicit_attn.training.local_rules import LocallyTrained, fit_locally
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
 from implicit_attn.training.loop import Interrupted, Training
+from implicit_attn.training.masked.reconstruction import MaskedImages
 from implicit_attn.training.processes import (
     ACCELERATORS,
     PRECISIONS,
@@ -47,6 +48,7 @@ __all__ = [
     "Interrupted",
     "LocallyTrained",
     "Log",
+    "MaskedImages",
     "MaskedTokens",
     "NextToken",
     "NonFiniteLoss",

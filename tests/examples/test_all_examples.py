@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, list[str]] = {
 ELSEWHERE = {
     "hopfield_density.py",
     "language_model.py",
+    "masked_images.py",
     "mnist_spins.py",
 }  # run by tests of their own
 NEEDS = {
