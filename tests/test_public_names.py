@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # Packages whose __all__ is exactly this, and modules that the documents name.
 PUBLIC = {
     "solvers": """
-        AdaptiveTAP Adjoint AdjointReport Anderson Beliefs Broyden CG Decimation Descent EnergyUpdate Forward GMRES
-        GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
-        OneStep Phantom PottsSite Progress SaddleSolution Site Solution SolveError SolveWarning
-        Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance
-        TorusSite Trace Unrolled adaptive_tap belief_propagation decimate extreme_eigenvalues fixed_point gibbs glauber jacobian
-        kinetic_map kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum
-        spherical_saddle starting_state steady_state tap_log_partition tap_step
+        AdaptiveTAP Adjoint AdjointReport Anderson Beliefs Broyden CG Decimation Descent
+        EnergyUpdate Forward GMRES GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS
+        LinearSolver MINRES Newton OneStep Phantom PottsSite Progress SaddleSolution Site Solution
+        SolveError SolveWarning Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState
+        Status Tolerance TorusSite Trace Unrolled adaptive_tap belief_propagation decimate
+        extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map kinetic_step
+        kinetic_trajectory solve_linear spectral_radius spectrum spherical_saddle starting_state
+        steady_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
@@ -61,16 +62,16 @@ PUBLIC = {
         TokenMixer Update
     """,
     "implicit_attn.models": """
-        ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardSolver BoardStatus BoardUpdate CRATE
-        CausalAttention
-        CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
-        EquilibriumRing EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium
-        ImageClassifier LanguageModel LayeredRing LightNewtonAttention MaskedCodes MaskedImageModel
-        MaskedTransformer NewtonAttention PatchClassifier PottsModel PseudoLikelihoodFit
-        QueryTrajectory RecurrentBackbone RecurrentLayer SharedTransformer SpinClassifier
-        SpinTransformer SudokuAnswer SudokuModel SudokuPotts Trajectory ViT build_attention_form
-        build_backbone build_model build_official fit_patterns fit_pseudolikelihood generate
-        learn_groups load_model load_official random_symmetries sudoku_pairs to_official
+        ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardSolver BoardStatus BoardUpdate
+        CRATE CausalAttention CausalBlock ConditionalModel EnergyAttention EnergyTransformer
+        EquilibriumLanguageModel EquilibriumRing EquilibriumTransformer FactoredAttention HyperSET
+        HyperSETEquilibrium ImageClassifier LanguageModel LayeredRing LightNewtonAttention
+        MaskedCodes MaskedImageModel MaskedTransformer NewtonAttention PatchClassifier PottsModel
+        PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer SharedTransformer
+        SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts Trajectory ViT
+        build_attention_form build_backbone build_model build_official fit_patterns
+        fit_pseudolikelihood generate learn_groups load_model load_official random_symmetries
+        sudoku_pairs to_official
     """,
     "implicit_attn.models.official": """
         MaskedCodes OfficialLayout PUBLISHED Published build_official load_official to_official

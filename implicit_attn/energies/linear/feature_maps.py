@@ -115,7 +115,7 @@ def check_feature_map(name: str, *, positive: bool = False) -> str:
 def map_features(name: str, y: Tensor, *, bent: bool = True) -> Mapped:
     """The feature map of this name at ``y``, with its derivatives; without the second if not ``bent``.
 
-    ``"identity"``: y; ``"relu"``: max(y, 0); ``"elu"``: elu(y) + 1, which is exp(y) for y < 0; ``"plain-elu"``: elu(y); ``"sigmoid"``, ``"tanh"``, ``"softplus"``, ``"silu"`` and the
-    exact ``"gelu"`` as in ``torch.nn.functional``.
+    ``"identity"``: y; ``"relu"``: max(y, 0); ``"elu"``: elu(y) + 1, which is exp(y) for y < 0;
+    ``"plain-elu"``: elu(y); ``"sigmoid"``, ``"tanh"``, ``"softplus"``, ``"silu"`` and the exact ``"gelu"`` as in ``torch.nn.functional``.
     """
     return _MAPS[name](y, bent)
