@@ -116,6 +116,7 @@ def map_features(name: str, y: Tensor, *, bent: bool = True) -> Mapped:
     """The feature map of this name at ``y``, with its derivatives; without the second if not ``bent``.
 
     ``"identity"``: y; ``"relu"``: max(y, 0); ``"elu"``: elu(y) + 1, which is exp(y) for y < 0;
-    ``"plain-elu"``: elu(y); ``"sigmoid"``, ``"tanh"``, ``"softplus"``, ``"silu"`` and the exact ``"gelu"`` as in ``torch.nn.functional``.
+    ``"plain-elu"``: elu(y); ``"sigmoid"``, ``"tanh"``, ``"softplus"``, ``"silu"`` and the
+    exact ``"gelu"`` as in ``torch.nn.functional``.
     """
     return _MAPS[name](y, bent)
