@@ -65,7 +65,7 @@ CONTROLS = (
     Row(
         "momentum, rate 6e-3",
         ("--descent", "momentum", "--rate", "6e-3"),
-        {"tiny": 1, "small": 0}, "#b5323c", "--", True,
+        ONE, "#b5323c", "--", True,
     ),
     Row(
         "momentum, rate 1e-2",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models.attention.forms import build_attention_form
 from implicit_attn.models.language.language_model import SymbolModel
@@ -21,7 +22,8 @@ from implicit_attn.models.language.sublayers import (
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_number
 
-SOLVES = ("implicit", "unrolled")
+SOLVES = ("phantom", "implicit", "unrolled")
+WINDOW = 4  # evaluations that a phantom gradient goes through
 
 
 class CausalBlock(Update):
@@ -56,9 +58,8 @@ class EquilibriumLanguageModel(SymbolModel):
     r"""A language model of one shared block at its fixed point, ``z* = x + u(z*) + v(x + u(z*))``.
 
     x are the tokens after a LayerNorm without weights: from small ones the LayerNorms of the block would
-    be steep. It has the parameters of a ``LanguageModel`` of one layer. Nothing keeps the block a
-    contraction during training: watch ``last.residual``, or the share of converged samples in a log of
-    the training, and lower the learning rate where it rises.
+    be steep. It has the parameters of a ``LanguageModel`` of one layer. No bound keeps the block a
+    contraction: watch ``last.residual``, or the share of converged samples in a log of the training.
 
     The block is evaluated a fixed number of times, ``z <- f(z, x)`` from ``z = x``, for a reason: a
     stopping rule or a mixture of iterates that looks at a whole sample, as Anderson's, would carry
@@ -71,13 +72,17 @@ class EquilibriumLanguageModel(SymbolModel):
         attention: the form of attention, a key of ``ATTENTION_FORMS``.
         hidden: hidden units of the feed-forward part; None: 4 d.
         iterations: evaluations of the block, at least 2; a call may ask for any other number.
-        gradient: "implicit": by the implicit function theorem at the last iterate, whose
-            residual one of the evaluations measures; memory of one evaluation. "unrolled": through all
-            iterations, the control.
+        gradient: "phantom": through four further evaluations from the last iterate, whose residual one
+            of the evaluations measures. It pushes the block towards a contraction as it trains, as the
+            unrolled gradient does, with memory that does not grow with the iterations. "implicit": by the
+            implicit function theorem at the last iterate, with memory of one evaluation; right only
+            where the equation is solved, and nothing in it keeps the block a contraction. "unrolled":
+            through all iterations, the control.
         damping: a of ``CausalBlock``.
         dropout: share of token values that are set to 0 in training. The block has none: it must be
             the same map in every evaluation.
-        layer: options of the ``DEQ``: adjoint, tolerance (of what counts as converged), on_failure.
+        layer: options of the ``DEQ``: tolerance (of what counts as converged), on_failure, and with
+            ``gradient="implicit"`` the adjoint.
         form: further arguments of the attention form.
 
     Attributes:
@@ -100,7 +105,7 @@ class EquilibriumLanguageModel(SymbolModel):
         attention: str = "softmax",
         hidden: int | None = None,
         iterations: int = 12,
-        gradient: str = "implicit",
+        gradient: str = "phantom",
         damping: float = 1.0,
         dropout: float = 0.1,
         layer: dict[str, Any] | None = None,
@@ -114,13 +119,17 @@ class EquilibriumLanguageModel(SymbolModel):
         block = CausalBlock(
             AttentionBranch(dim, made, 0.0), FeedForwardBranch(dim, hidden, 0.0), damping=damping
         )
-        fixed = sorted({"max_steps", "solver", "init"} & set(layer or {}))
+        taken = {"max_steps", "solver", "init"} | (set() if gradient == "implicit" else {"adjoint"})
+        fixed = sorted(taken & set(layer or {}))
         if fixed:
             raise ValueError(
-                f"layer must not hold {fixed}: the block is evaluated ``iterations`` times from x"
+                f"layer must not hold {fixed}: the block is evaluated ``iterations`` times from x, "
+                f"and its gradient is {gradient!r}"
             )
         # The one evaluation of a solve measures the residual; no step follows it.
         options: dict[str, Any] = {"on_failure": "ignore"} | (layer or {}) | {"max_steps": 1}
+        if gradient == "phantom":
+            options["adjoint"] = solvers.Phantom(steps=WINDOW)
         self.layer = DEQ(block, **options)
         self.layer.evaluations_before = self.iterations - 1
         draw_weights(self, output_layers(self), 2)
@@ -135,7 +144,7 @@ class EquilibriumLanguageModel(SymbolModel):
         if self.gradient == "unrolled" or not len(tokens):
             return self._iterate(tokens, count)
         if count < 2:
-            raise ValueError(f"iterations must be >= 2 with the implicit gradient, got {count}")
+            raise ValueError(f'iterations must be >= 2 unless gradient="unrolled", got {count}')
         with torch.no_grad():
             near = self._iterate(tokens, count - 1)
         self.layer.evaluations_before = count - 1

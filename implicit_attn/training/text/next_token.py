@@ -53,10 +53,14 @@ class NextToken:
                 )
 
     @cached_property
-    def inputs(self) -> Tensor:
-        """Numbers (N,) of the windows of an epoch; :meth:`augmented` draws where they begin."""
+    def _numbers(self) -> Tensor:
         number = self.samples or max(1, (len(self.data.train) - 1) // self.length)
         return torch.arange(number, device=self.data.train.device)
+
+    @property
+    def inputs(self) -> Tensor:
+        """Numbers (N,) of the windows of an epoch; :meth:`augmented` draws where they begin."""
+        return self._numbers
 
     @property
     def targets(self) -> Tensor:

@@ -24,6 +24,7 @@ from implicit_attn.models import (
     generate,
     load_model,
 )
+from implicit_attn.models.language.equilibrium import SOLVES
 from implicit_attn.training import NextToken, Recipe
 from implicit_attn.updates.momentum import DESCENTS
 
@@ -66,19 +67,20 @@ MODELS = [
         for step in DESCENTS
         if step != "gain"
     ),
-    *((EquilibriumLanguageModel, name, None) for name in ATTENTION_FORMS),
+    *(
+        (EquilibriumLanguageModel, name, gradient)
+        for name in ATTENTION_FORMS
+        for gradient in SOLVES
+    ),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:tau is too large")
-@pytest.mark.parametrize(("cls", "attention", "descent"), MODELS)
-def test_no_later_symbol_reaches_an_earlier_logit(
-    cls: Any, attention: str, descent: str | None
-) -> None:
+@pytest.mark.parametrize(("cls", "attention", "step"), MODELS)
+def test_no_later_symbol_reaches_an_earlier_logit(cls: Any, attention: str, step: str) -> None:
     options: dict[str, Any] = {"attention": attention}
-    if descent is not None:
-        options["descent"] = descent
-    else:
+    options["descent" if cls is LanguageModel else "gradient"] = step
+    if step == "implicit":
         options["layer"] = {"adjoint": solvers.Implicit(on_failure="ignore")}
     model, ids = stirred(make(cls, **options)), symbols()
     with torch.no_grad():
@@ -223,12 +225,14 @@ def test_the_equilibrium_model_solves_its_equation() -> None:
     """Its state after many evaluations is the root that Newton's method finds, its gradient that of
     the unrolled iterations."""
     adjoint = solvers.Implicit(tolerance=solvers.Tolerance(1e-12))
-    options = {"iterations": 80, "form": {"fused": False}, "layer": {"adjoint": adjoint}}
     ids = symbols()
-    implicit, unrolled = (
-        stirred(make(EquilibriumLanguageModel, gradient=gradient, **options), 0.2)
-        for gradient in ("implicit", "unrolled")
-    )
+
+    def build(gradient: str, **options: Any) -> Any:
+        options |= {"iterations": 80, "form": {"fused": False}, "gradient": gradient}
+        return stirred(make(EquilibriumLanguageModel, **options), 0.2)
+
+    implicit, unrolled = build("implicit", layer={"adjoint": adjoint}), build("unrolled")
+    phantom = build("phantom")
     logits = implicit(ids)
     assert implicit.last.residual.max() < 1e-10
     raw = implicit.tokens(ids).detach()
@@ -239,10 +243,21 @@ def test_the_equilibrium_model_solves_its_equation() -> None:
     ).value  # fmt: skip
     assert relative_error(implicit.mix(raw, None).detach(), root.detach()) <= 1e-9
     assert relative_error(unrolled(ids).detach(), logits.detach()) <= 1e-9
-    for model in (implicit, unrolled):
+    assert torch.equal(phantom(ids), logits)
+    for model in (implicit, unrolled, phantom):
         model(ids).square().sum().backward()
     for ours, theirs in zip(implicit.parameters(), unrolled.parameters(), strict=True):
         assert relative_error(ours.grad, theirs.grad) <= 1e-8
+    # That of four evaluations, the same as if they were made by hand from the last iterate.
+    raw = phantom.tokens(ids)
+    z = phantom.mix(raw, None).detach()
+    x = F.layer_norm(raw, (DIM,))
+    for _ in range(4):
+        z = phantom.layer.update(z, x)
+    by_hand = phantom.head(phantom.norm(z)).square().sum()
+    parameters = [each for each in phantom.parameters() if each.grad is not None]
+    for each, theirs in zip(parameters, torch.autograd.grad(by_hand, parameters), strict=True):
+        assert relative_error(each.grad, theirs) <= 1e-8
 
 
 def test_every_evaluation_brings_it_nearer() -> None:
@@ -264,18 +279,18 @@ def test_every_evaluation_brings_it_nearer() -> None:
 def test_mistakes_of_the_equilibrium_model() -> None:
     with pytest.raises(ValueError, match="iterations must be >= 2"):
         make(EquilibriumLanguageModel, iterations=1)
-    with pytest.raises(ValueError, match="iterations must be >= 2 with the implicit gradient"):
+    with pytest.raises(ValueError, match="iterations must be >= 2 unless gradient"):
         make(EquilibriumLanguageModel)(symbols(), iterations=1)
     with pytest.raises(ValueError, match="gradient must be one of"):
         make(EquilibriumLanguageModel, gradient="exact")
     with pytest.raises(ValueError, match="damping must be in"):
         make(EquilibriumLanguageModel, damping=0.0)
-    for taken in ("max_steps", "solver"):
+    for taken in ("max_steps", "solver", "adjoint"):
         with pytest.raises(ValueError, match=f"layer must not hold \\['{taken}'\\]"):
             make(EquilibriumLanguageModel, layer={taken: None})
     unrolled = make(EquilibriumLanguageModel, gradient="unrolled")
     assert unrolled(symbols()) is not None and unrolled.last is None
-    for gradient in ("implicit", "unrolled"):
+    for gradient in SOLVES:
         model = make(EquilibriumLanguageModel, gradient=gradient)
         assert model(symbols()[:0]).shape == (0, 6, VOCABULARY)
     block = CausalBlock(torch.nn.Identity(), torch.nn.Identity())
