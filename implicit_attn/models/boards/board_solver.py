@@ -61,7 +61,8 @@ class BoardSolver(nn.Module):
         if self.window > self.iterations:
             raise ValueError(f"window must be <= iterations, {iterations}, got {window}")
         update = BoardUpdate(groups, cells, colours, features, width)
-        self.layer = DEQ(update, **({"max_steps": 8 * self.iterations} | (layer or {})))
+        options: dict[str, Any] = {"max_steps": 8 * self.iterations} | (layer or {})
+        self.layer = DEQ(update, **options)
         self.head = nn.Linear(features, 1)
 
     @property
