@@ -203,8 +203,8 @@ def report(
         shares = solved_by_iterations(model, boards, answers, marks).boards
         curves[name] = shares
         own = solved_when_converged(
-            model, boards, answers, max_steps=max(marks), on_failure="ignore",
-            tolerance=solvers.Tolerance(rtol=RTOL),
+            model, boards, answers, solver=solvers.Forward(), max_steps=max(marks),
+            tolerance=solvers.Tolerance(rtol=RTOL), on_failure="ignore",
         )  # fmt: skip
         values = [f"{100 * share:.1f}" for share in (singles, *shares, own.solved, own.converged)]
         cells = [name, str(len(boards)), *values, f"{own.mean_evaluations:.0f}"]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models.boards.board_update import BoardUpdate
 from solvers.core.checks import require_count
@@ -30,8 +29,9 @@ class BoardSolver(nn.Module):
         iterations: of the update, as many as a training batch has at most; a call may ask for any other
             number.
         window: iterations with gradients; None: all.
-        layer: options of the ``DEQ`` for :meth:`solve` (solver, tolerance, max_steps, ...); by
-            default plain iteration to a relative residual of 1e-3.
+        layer: options of the ``DEQ`` for :meth:`solve` (solver, tolerance, max_steps, ...);
+            ``max_steps`` is eight times the iterations by default. Trained with gradients of plain
+            iterations, the map is made for ``solvers.Forward()``; others are for comparison.
 
     Attributes:
         layer: the ``DEQ``; ``layer.last`` tells how the latest :meth:`solve` went.
@@ -60,13 +60,9 @@ class BoardSolver(nn.Module):
         self.window = self.iterations if window is None else require_count("window", window)
         if self.window > self.iterations:
             raise ValueError(f"window must be <= iterations, {iterations}, got {window}")
-        options: dict[str, Any] = {
-            "solver": solvers.Forward(),
-            "tolerance": solvers.Tolerance(rtol=1e-3),
-            "max_steps": 8 * self.iterations,
-        }
         update = BoardUpdate(groups, cells, colours, features, width)
-        self.layer = DEQ(update, **(options | (layer or {})))
+        options: dict[str, Any] = {"max_steps": 8 * self.iterations} | (layer or {})
+        self.layer = DEQ(update, **options)
         self.head = nn.Linear(features, 1)
 
     @property
@@ -97,10 +93,10 @@ class BoardSolver(nn.Module):
             kept.append(self.classify(state))
         return torch.stack(kept)
 
-    def solve(self, puzzles: Tensor, **options: Any) -> solvers.Solution:
-        """Iterate every board until it has converged; the value are logits (B, N, q).
+    def solve(self, puzzles: Tensor, **options: Any) -> Any:
+        """Every board until it has converged: a ``solvers.Solution`` whose value are logits (B, N, q).
 
-        Status, residual and evaluations of each board are in the result.
+        Status, residual and evaluations of each board are in it.
 
         Args:
             puzzles: (B, N).

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from implicit_attn.data import board_counts
-from implicit_attn.models.boards.board_solver import BoardSolver
 from solvers.core.checks import require_count
+
+
+class SolvesBoards(Protocol):
+    """What is measured here, as ``implicit_attn.models.BoardSolver`` has it."""
+
+    def trajectory(self, puzzles: Tensor, iterations: int) -> Iterable[Tensor]:
+        """Logits (B, N, q) after each iteration."""
+        ...
+
+    def solve(self, puzzles: Tensor, **options: Any) -> Any:
+        """A ``solvers.Solution`` whose value are logits (B, N, q)."""
+        ...
 
 
 class SolvedShares(NamedTuple):
@@ -31,7 +42,7 @@ class ConvergedShares(NamedTuple):
 
 @torch.no_grad()
 def solved_by_iterations(
-    model: BoardSolver, puzzles: Tensor, solutions: Tensor, at: Sequence[int], batch: int = 100
+    model: SolvesBoards, puzzles: Tensor, solutions: Tensor, at: Sequence[int], batch: int = 100
 ) -> SolvedShares:
     """Shares of boards and cells after ``at`` iterations of the update.
 
@@ -65,9 +76,9 @@ def solved_by_iterations(
 
 @torch.no_grad()
 def solved_when_converged(
-    model: BoardSolver, puzzles: Tensor, solutions: Tensor, batch: int = 100, **options: Any
+    model: SolvesBoards, puzzles: Tensor, solutions: Tensor, batch: int = 100, **options: Any
 ) -> ConvergedShares:
-    """Boards solved where each stops by itself: :meth:`BoardSolver.solve` with ``options``.
+    """Boards solved where each stops by itself: the model's ``solve`` with ``options``.
 
     Args:
         model, puzzles, solutions, batch: as for :func:`solved_by_iterations`.
