@@ -63,12 +63,12 @@ def pair_marginals(step: Messages, messages: Tensor, evidence: Evidence, mean: T
     of_first, of_second = cavities[:, graph.reverse[index]], cavities[:, index]
     weights = of_first.unsqueeze(3) + step.blocks[index] + of_second.unsqueeze(2)
     weights = where_left(weights, None if step.allowed is None else step.allowed[index])
-    if evidence.live is not None:  # with a clamped site the pair is independent
-        here = evidence.live[:, index, None, None]
-        apart = mean[:, first].unsqueeze(3) * mean[:, second].unsqueeze(2)
+    here = None if evidence.live is None else evidence.live[:, index, None, None]
+    if here is not None:
         weights = torch.where(here, weights, 0.0)
     found = torch.softmax(weights.flatten(2), 2).view(batch, len(index), states, states)
-    if evidence.live is not None:
+    if here is not None:  # with a clamped site the pair is independent
+        apart = mean[:, first].unsqueeze(3) * mean[:, second].unsqueeze(2)
         found = torch.where(here, found, apart)
     if graph.listed:
         return torch.zeros_like(found).index_copy(1, graph.place[index] // 2, found)
@@ -105,12 +105,12 @@ class BetheFreeEnergy:
         back = where_left(cavities, evidence.cavities).index_select(1, graph.reverse)
         pairs = (raw + back)[:, graph.forward]  # (B, E, d)
         degrees = torch.bincount(graph.target, minlength=graph.sites).to(own.dtype)
-        if evidence.live is not None:
-            here = evidence.live[:, graph.forward]
+        here = None if evidence.live is None else evidence.live[:, graph.forward]
+        if evidence.live is not None and here is not None:
             # Dead edges may have no state with a weight, whose gradient would be NaN.
             pairs = torch.where(here.unsqueeze(2), pairs, 0.0)
             degrees = graph.gather(evidence.live.unsqueeze(2).to(own.dtype)).squeeze(2)
         values = torch.logsumexp(pairs, 2)
-        if evidence.live is not None:
+        if here is not None:
             values = torch.where(here, values, 0.0)
         return zero_masked((1 - degrees) * sites, free).sum(1) + values.sum(1)
