@@ -78,8 +78,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {name: PAPER | ({"patch": 2} if name == "digits" else {}) for name in LOADERS},
 }
 # Hidden units with which the models of the preset "small" have about as many parameters.
-WIDTHS = {"hyperset": 64, "hyperset-equilibrium": 740, "transformer": 288, "energy-transformer": 700,
-          "equilibrium": 280}  # fmt: skip
+WIDTHS = {"hyperset": 64, "hyperset-equilibrium": 772, "transformer": 288, "energy-transformer": 707,
+          "equilibrium": 286}  # fmt: skip
 # The iterations of an equilibrium are the most evaluations of a solve, which seldom needs as many.
 EQUILIBRIA = {name: {"iterations": 24, "random_iterations": None, "rtol": 1e-3} for name in SOLVED}
 
