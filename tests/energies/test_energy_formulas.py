@@ -50,7 +50,7 @@ def log_sum_exp(scores: list[float]) -> float:
 
 
 def by_pairs(
-    energy: BiSoftmaxAttention | SigmoidAttention | LinearAttention,
+    energy: BiSoftmaxAttention | SigmoidAttention | LinearAttention | ScoreAttention,
     z: Tensor,
     value: Callable[[list[Tensor]], float],
 ) -> float:

@@ -58,9 +58,10 @@ def _plain_elu(y: Tensor, bent: bool) -> Mapped:
 
 
 def _elu(y: Tensor, bent: bool) -> Mapped:
-    mapped = _plain_elu(y, bent)
+    slope = y.clamp_max(0.0).exp()
+    bend = torch.where(y > 0, torch.zeros_like(y), slope) if bent else None
     # max(y, 0) + exp(min(y, 0)): elu(y) + 1 would round to 0 where y is far below 0.
-    return mapped._replace(value=F.relu(y) + mapped.slope)
+    return Mapped(F.relu(y) + slope, slope, bend)
 
 
 def _sigmoid(y: Tensor, bent: bool) -> Mapped:
