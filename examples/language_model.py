@@ -62,7 +62,7 @@ from implicit_attn.updates.momentum import DESCENTS, LOOKAHEADS
 # Which options belong to one of the models only, with their defaults.
 OWN: dict[str, dict[str, Any]] = {
     "decoder": {"layers": 6, "descent": "plain", "lookahead": "literal"},
-    "equilibrium": {"iterations": 12, "gradient": "phantom", "damping": 1.0},
+    "equilibrium": {"iterations": 12, "gradient": "truncated", "damping": 1.0},
 }
 KINDS = {"decoder": "language-model", "equilibrium": "equilibrium-language-model"}
 # Trained by the row "momentum" of benchmarks/language/forms.py --size small, seed 0.
@@ -95,7 +95,7 @@ def command_line() -> Parser:
     add("--lookahead", choices=LOOKAHEADS, help="of --descent nesterov (default literal)")
     add = parser.add_argument_group("equilibrium").add_argument
     add("--iterations", type=whole(2, 100_000), help="evaluations of the block (default 12)")
-    add("--gradient", choices=SOLVES, help="(default phantom)")
+    add("--gradient", choices=SOLVES, help="(default truncated)")
     add(
         "--damping", type=number(0, 1, above=True), help="share of a step that is taken (default 1)"
     )

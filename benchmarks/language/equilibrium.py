@@ -4,9 +4,10 @@ python benchmarks/language/equilibrium.py [--text austen] [--seeds 2] [--steps 1
     [--out runs/language-equilibrium] [--table]
 
 Trained with 12 evaluations of the block, judged with 12, 24 and 48 by the loss on held-out text: with
-phantom gradients ("equilibrium", the default), by the implicit function theorem, through all evaluations
-("unrolled"), and a decoder of one block, which has as many parameters and no iterations. Each at two
-learning rates. "converged" is the share of the training windows whose residual was below the tolerance.
+gradients through the last four ("equilibrium", the default), by the implicit function theorem, through
+all evaluations ("unrolled"), and a decoder of one block, which has as many parameters and no iterations.
+Each at two learning rates. "converged" is the share of the training windows whose residual was below the
+tolerance.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models.attention.forms import build_attention_form
 from implicit_attn.models.language.language_model import SymbolModel
@@ -22,8 +21,8 @@ from implicit_attn.models.language.sublayers import (
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_number
 
-SOLVES = ("phantom", "implicit", "unrolled")
-WINDOW = 4  # evaluations that a phantom gradient goes through
+SOLVES = ("truncated", "implicit", "unrolled")
+WINDOW = 4  # evaluations that a truncated gradient goes through
 
 
 class CausalBlock(Update):
@@ -72,12 +71,12 @@ class EquilibriumLanguageModel(SymbolModel):
         attention: the form of attention, a key of ``ATTENTION_FORMS``.
         hidden: hidden units of the feed-forward part; None: 4 d.
         iterations: evaluations of the block, at least 2; a call may ask for any other number.
-        gradient: "phantom": through four further evaluations from the last iterate, whose residual one
-            of the evaluations measures. It pushes the block towards a contraction as it trains, as the
-            unrolled gradient does, with memory that does not grow with the iterations. "implicit": by the
-            implicit function theorem at the last iterate, with memory of one evaluation; right only
-            where the equation is solved, and nothing in it keeps the block a contraction. "unrolled":
-            through all iterations, the control.
+        gradient: "truncated": back-propagation through the last four evaluations, with memory of these.
+            Where the iterates run apart this gradient shows it, and so training keeps the block a
+            contraction. "implicit": by the implicit function theorem at the last iterate, with memory of
+            one evaluation; right only where the equation is solved, and once the block is no
+            contraction nothing brings it back. "unrolled": through all iterations, the control. The
+            first two measure the residual by one of the evaluations.
         damping: a of ``CausalBlock``.
         dropout: share of token values that are set to 0 in training. The block has none: it must be
             the same map in every evaluation.
@@ -105,7 +104,7 @@ class EquilibriumLanguageModel(SymbolModel):
         attention: str = "softmax",
         hidden: int | None = None,
         iterations: int = 12,
-        gradient: str = "phantom",
+        gradient: str = "truncated",
         damping: float = 1.0,
         dropout: float = 0.1,
         layer: dict[str, Any] | None = None,
@@ -128,8 +127,8 @@ class EquilibriumLanguageModel(SymbolModel):
             )
         # The one evaluation of a solve measures the residual; no step follows it.
         options: dict[str, Any] = {"on_failure": "ignore"} | (layer or {}) | {"max_steps": 1}
-        if gradient == "phantom":
-            options["adjoint"] = solvers.Phantom(steps=WINDOW)
+        if gradient != "implicit":
+            options["adjoint"] = None
         self.layer = DEQ(block, **options)
         self.layer.evaluations_before = self.iterations - 1
         draw_weights(self, output_layers(self), 2)
@@ -145,13 +144,19 @@ class EquilibriumLanguageModel(SymbolModel):
             return self._iterate(tokens, count)
         if count < 2:
             raise ValueError(f'iterations must be >= 2 unless gradient="unrolled", got {count}')
+        window = min(WINDOW, count - 1) if self.gradient == "truncated" else 0
         with torch.no_grad():
-            near = self._iterate(tokens, count - 1)
+            z = self._iterate(tokens, count - 1 - window)
         self.layer.evaluations_before = count - 1
-        return self.layer(tokens, z0=near)
+        if self.gradient == "implicit":
+            return self.layer(tokens, z0=z)
+        z = self._iterate(tokens, window, z)
+        with torch.no_grad():
+            self.layer(tokens, z0=z)  # for the residual
+        return z
 
-    def _iterate(self, tokens: Tensor, count: int) -> Tensor:
-        z = tokens
+    def _iterate(self, tokens: Tensor, count: int, z: Tensor | None = None) -> Tensor:
+        z = tokens if z is None else z
         for _ in range(count):
             z = self.layer.update(z, tokens)
         return z
