@@ -164,7 +164,7 @@ def test_a_training_learns_what_hidden_patches_hold(tmp_path: Path) -> None:
         torch.manual_seed(0)
         backbone = HyperSET(16, 2, 16, iterations=2, initial_step=0.1, time_dim=8)
         model = MaskedImageModel(backbone, 4, 1, patch=2)
-        recipe = Recipe(epochs=8, batch=16, rate=0.02, iterations=(1, 3))
+        recipe = Recipe(epochs=40, batch=16, rate=0.02, iterations=(1, 3))
         task = MaskedImages(data, 2, masked=0.5)
         training = Training(model, task, recipe, tmp_path / "checkpoint.safetensors")
         before = training.evaluate()["test_loss"]
