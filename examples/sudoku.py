@@ -39,6 +39,7 @@ from implicit_attn.command_line import (
 from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.registry import CHOICES, SOLVED, WITHOUT_WIDTH
+from implicit_attn.models.sudoku import FINAL_NORMS, POSITIONS
 from implicit_attn.training import SudokuCompletion, Training, describe, run_script
 from implicit_attn.training.options import (
     add_model_options,
@@ -47,6 +48,7 @@ from implicit_attn.training.options import (
     add_training_options,
     backbone_specification,
     complete,
+    given,
     layer_options,
     settings,
 )
@@ -83,6 +85,8 @@ def command_line() -> Parser:
         parser, presets=PRESETS, backbones=BACKBONES, choices=CHOICES, token="cell", random="12 20"
     )
     add("--start", choices=("random", "units"), help="where the positions of the cells start")
+    add("--positions", choices=POSITIONS, help="of the cells (default: learned)")
+    add("--final-norm", choices=tuple(FINAL_NORMS), help="before the readout (default: layer)")
     add("--dropout", type=share, help="share of the embeddings set to 0 in training")
     add("--train", type=puzzles, default=9000, help="puzzles to train on")
     add("--test", type=puzzles, default=1000, help="puzzles to test on")
@@ -105,6 +109,10 @@ def arguments(
     parser = parser or command_line()
     options = parser.parse_args(words)
     preset = PRESETS[options.preset]
+    if options.positions == "sincos":
+        if options.start == "units":
+            parser.error("--start units is for learned positions, got --positions sincos")
+        preset = preset | {"start": "random"}
     complete(parser, options, preset, build=build_backbone, equilibria=EQUILIBRIA)
     options.out = options.out or Path("runs") / f"sudoku-{options.model}"
     return options
@@ -116,6 +124,7 @@ def specification(options: argparse.Namespace) -> dict[str, Any]:
     if options.model in WITHOUT_WIDTH:
         backbone["width"] = None  # it takes none, the presets have one
     cells = {"start": options.start, "dropout": options.dropout}
+    cells |= given(options, "positions", "final_norm")
     return {"kind": "sudoku", **cells, "backbone": backbone}
 
 
@@ -183,7 +192,11 @@ def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
             options,
             build(options),
             SudokuCompletion(data, SudokuSymmetries() if options.symmetries else None),
-            {**settings(options), **kept, "model": specification(options)},
+            {
+                **settings(options, "positions", "final_norm"),
+                **kept,
+                "model": specification(options),
+            },
             fabric=fabric,
         )
     run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)

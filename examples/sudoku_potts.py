@@ -3,12 +3,15 @@
     python examples/sudoku_potts.py                                  # half a minute on one core
     python examples/sudoku_potts.py --train 20                       # twenty boards are enough
     python examples/sudoku_potts.py --weights runs/sudoku-potts/weights.safetensors    # no training
+    python examples/sudoku_potts.py --solver belief-propagation      # messages instead of means
+    python examples/sudoku_potts.py --solver belief-propagation --graph true    # the rules
 
 One head of factored attention, whose weights know only the cells and whose values know only the
 digits, is fitted to predict every cell of a solved board from the other 80. Its couplings then solve
 puzzles: clues are held fixed, the probabilities of the other cells follow the mean field while the
-temperature falls. The puzzles have 17 to 34 clues, made from the list of 17-clue puzzles (Gordon
-Royle, CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku; without it they are generated.
+temperature falls. Or belief propagation finds them, the surest cell is fixed, and so on. The puzzles
+have 17 to 34 clues, made from the list of 17-clue puzzles (Gordon Royle, CC BY 2.5) in
+$IMPLICIT_ATTN_DATA/sudoku; without it they are generated.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ from implicit_attn.models import (
     random_symmetries,
     sudoku_pairs,
 )
+from implicit_attn.studies.experiments.boards.belief import BETA, BETWEEN, DigitPairs, decimated
 from implicit_attn.studies.spins.measures import contact_precision, contact_scores
 
 RATE, BATCH, L2 = 0.1, 128, 1e-4
+SOLVERS = ("mean-field", "belief-propagation")
 
 
 def command_line() -> Parser:
@@ -51,6 +56,13 @@ def command_line() -> Parser:
     add("--source", choices=("auto", "list", "generated"), default="auto", help="of the boards")
     add("--steps", type=whole(1, 100_000), default=300, help="of training")
     add("--anneal", type=whole(1, 100_000), default=600, help="steps of an annealing at most")
+    add("--solver", choices=SOLVERS, default=SOLVERS[0], help="of the puzzles")
+    add(
+        "--graph",
+        choices=("learned", "true"),
+        default="learned",
+        help="true: the rules, no training",
+    )
     add("--seed", type=seed_number, default=0)
     add("--weights", type=place, help="weights that were trained earlier, instead of training")
     add("--out", type=folder, default=Path("runs/sudoku-potts"), help="folder of the weights")
@@ -60,32 +72,47 @@ def command_line() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line()
     with command(parser):
-        run(parser.parse_args(arguments))
+        options = parser.parse_args(arguments)
+        if options.graph == "true" and options.weights is not None:
+            parser.error("argument --weights: not allowed with --graph true, which learns nothing")
+        run(options)
 
 
 def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
+    with mistakes("--source"):
+        data = load_sudoku(options.train, options.test, source=options.source, seed=options.seed)
+    if options.graph == "true":
+        solver, pairs = SudokuPotts.from_rules(), DigitPairs.of_rules()
+    else:
+        solver = learned(data, options)
+        pairs = DigitPairs.of_solver(solver, BETA)
+    if options.solver == "belief-propagation":
+        boards = decimated(pairs, data.test_puzzles, BETWEEN)
+    else:
+        boards = solver.solve(data.test_puzzles, steps=options.anneal).boards
+    right, unknown = board_counts(boards, data.test_puzzles, data.test_solutions)
+    solved = (right == unknown).double().mean()
+    print(f"{data.name}: {len(right)} puzzles, {solved:.1%} solved,", end=" ")
+    print(f"{right.sum() / unknown.sum():.1%} of the unknown cells right")
+    best = int(right.double().div(unknown).argmax())
+    print(drawing(data.test_puzzles[best].tolist(), boards[best].tolist()))
+
+
+def learned(data: SudokuData, options: argparse.Namespace) -> SudokuPotts:
+    """A solver with couplings learned from boards, now or earlier."""
     model = FactoredAttention(81, 9, rows="softmax")
     model.field.requires_grad_(False)  # all digits are alike in every cell
     if options.weights is not None:
         with mistakes("--weights"):
             load_checkpoint(options.weights, model)
-    with mistakes("--source"):
-        data = load_sudoku(options.train, options.test, source=options.source, seed=options.seed)
-    if options.weights is None:
+    else:
         train(model, data, options)
     scores = contact_scores(model.couplings())
     found = contact_precision(scores, sudoku_pairs())
     print(f"{found:.1%} of the 810 strongest pairs of cells share a row, a column or a box")
     with mistakes("--weights"):
-        solver = SudokuPotts.from_model(model)
-    answer = solver.solve(data.test_puzzles, steps=options.anneal)
-    right, unknown = board_counts(answer.boards, data.test_puzzles, data.test_solutions)
-    solved = (right == unknown).double().mean()
-    print(f"{data.name}: {len(right)} puzzles, {solved:.1%} solved,", end=" ")
-    print(f"{right.sum() / unknown.sum():.1%} of the unknown cells right")
-    best = int(right.double().div(unknown).argmax())
-    print(drawing(data.test_puzzles[best].tolist(), answer.boards[best].tolist()))
+        return SudokuPotts.from_model(model)
 
 
 def train(model: FactoredAttention, data: SudokuData, options: argparse.Namespace) -> None:

@@ -114,6 +114,7 @@ def command_line() -> Parser:
     add("--stem", choices=("patch", "conv"), help="how patches become tokens")
     add("--readout", choices=READOUTS, help="the tokens that are read out")
     add("--positions", choices=POSITIONS, help="of the tokens (default: sinusoidal)")
+    add("--pixel-norm", action="store_true", default=None, help="LayerNorm of a patch's pixels")
     add("--rtol", type=amount, help="tolerance of an equilibrium in training (default 1e-3)")
     add("--epochs", type=count)
     add_training_options(parser)
@@ -145,7 +146,7 @@ def specification(options: argparse.Namespace, data: ImageData) -> dict[str, Any
     shape = {"image_size": size, "channels": channels, "classes": data.classes}
     stem = {"patch": options.patch, "stem": options.stem, "readout": options.readout}
     backbone = backbone_specification(options, step_size="conditioned-state")
-    stem |= given(options, "positions")
+    stem |= given(options, "positions", "pixel_norm")
     return {"kind": "image-classifier", **shape, **stem, "backbone": backbone}
 
 
@@ -202,8 +203,8 @@ def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
             options,
             build(options, data),
             data,
-            # Positions that are given stand in the specification of the model.
-            {**settings(options, "positions"), "model": specification(options, data)},
+            # What is given of these stands in the specification of the model.
+            {**settings(options, "positions", "pixel_norm"), "model": specification(options, data)},
             fabric=fabric,
             augment=None if options.no_augment else AUGMENTS[options.data],
         )

@@ -254,7 +254,9 @@ learning_rate = number(0, 1e6)  # and of decay: beyond, a step leaves float32
 share = number(0, 1, below=True)
 
 
-def refuse_huge(build: Callable[[], torch.nn.Module], *, copies: int = 4) -> None:
+def refuse_huge(
+    build: Callable[[], torch.nn.Module], *, copies: int = 4, name: str = "dim"
+) -> None:
     """Refuse a model whose training does not fit into the memory of this machine.
 
     It is built without memory first (PyTorch's device "meta"), so errors of its constructor come
@@ -263,6 +265,7 @@ def refuse_huge(build: Callable[[], torch.nn.Module], *, copies: int = 4) -> Non
     Args:
         build: makes the model.
         copies: of the parameters: themselves, their gradient, two averages of Adam.
+        name: of the option that the message names.
 
     Raises:
         ValueError: ``copies`` times the parameters are more than the memory.
@@ -273,7 +276,7 @@ def refuse_huge(build: Callable[[], torch.nn.Module], *, copies: int = 4) -> Non
     held = _memory()
     if held is not None and need > held:
         raise ValueError(
-            f"dim is too large: with the other sizes it makes {need // copies / 2**30:.1f} GiB of "
+            f"{name} is too large: with the other sizes it makes {need // copies / 2**30:.1f} GiB of "
             f"parameters; training takes {copies} times that, and there are {held / 2**30:.1f} GiB"
         )
 

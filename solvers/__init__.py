@@ -32,6 +32,9 @@ from solvers.methods.gradient import GradientDescent
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.newton import Newton
 from solvers.spins.adaptive_tap import SpinMarginals, adaptive_tap
+from solvers.spins.belief.beliefs import Beliefs
+from solvers.spins.belief.decimation import Decimation, decimate
+from solvers.spins.belief.propagation import belief_propagation
 from solvers.spins.free_energy import tap_log_partition
 from solvers.spins.gibbs import gibbs
 from solvers.spins.kinetic.maps import kinetic_map
@@ -58,7 +61,9 @@ __all__ = [
     "Adjoint",
     "AdjointReport",
     "Anderson",
+    "Beliefs",
     "Broyden",
+    "Decimation",
     "Descent",
     "EnergyUpdate",
     "Forward",
@@ -90,6 +95,8 @@ __all__ = [
     "Trace",
     "Unrolled",
     "adaptive_tap",
+    "belief_propagation",
+    "decimate",
     "extreme_eigenvalues",
     "fixed_point",
     "gibbs",

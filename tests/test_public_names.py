@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # Packages whose __all__ is exactly this, and modules that the documents name.
 PUBLIC = {
     "solvers": """
-        AdaptiveTAP Adjoint AdjointReport Anderson Broyden CG Descent EnergyUpdate Forward GMRES
-        GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS LinearSolver MINRES Newton
-        OneStep Phantom PottsSite Progress SaddleSolution Site Solution SolveError SolveWarning
-        Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState Status Tolerance
-        TorusSite Trace Unrolled adaptive_tap extreme_eigenvalues fixed_point gibbs glauber jacobian
-        kinetic_map kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum
-        spherical_saddle starting_state steady_state tap_log_partition tap_step
+        AdaptiveTAP Adjoint AdjointReport Anderson Beliefs Broyden CG Decimation Descent
+        EnergyUpdate Forward GMRES GaussianSite GlauberRun GradientDescent Implicit IsingSite LBFGS
+        LinearSolver MINRES Newton OneStep Phantom PottsSite Progress SaddleSolution Site Solution
+        SolveError SolveWarning Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState
+        Status Tolerance TorusSite Trace Unrolled adaptive_tap belief_propagation decimate
+        extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map kinetic_step
+        kinetic_trajectory solve_linear spectral_radius spectrum spherical_saddle starting_state
+        steady_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
         OPTIONS TorchDEQ register
@@ -45,7 +46,7 @@ PUBLIC = {
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
         LearnedLayerNormLagrangian LinearAttention
         Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
-        RowSoftmaxAttention Scaled Select SigmoidAttention Site SiteDistribution SiteLagrangian
+        RowSoftmaxAttention Scaled ScoreAttention Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
         SpinInteraction Sum VectorSpin Weighted
     """,
@@ -61,31 +62,37 @@ PUBLIC = {
         TokenMixer Update
     """,
     "implicit_attn.models": """
-        ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardStatus CRATE CausalAttention
-        CausalBlock ConditionalModel EnergyAttention EnergyTransformer EquilibriumLanguageModel
-        EquilibriumTransformer FactoredAttention HyperSET HyperSETEquilibrium ImageClassifier
-        LanguageModel LightNewtonAttention MaskedTransformer NewtonAttention PatchClassifier
-        PottsModel PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer
-        SharedTransformer SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts
-        Trajectory ViT build_attention_form build_backbone build_model fit_patterns
-        fit_pseudolikelihood generate load_model random_symmetries sudoku_pairs
+        ATTENTION_FORMS AttentionForm BACKBONES BinaryMemory BoardSolver BoardStatus BoardUpdate
+        CRATE CausalAttention CausalBlock ConditionalModel EnergyAttention EnergyTransformer
+        EquilibriumLanguageModel EquilibriumRing EquilibriumTransformer FactoredAttention HyperSET
+        HyperSETEquilibrium ImageClassifier LanguageModel LayeredRing LightNewtonAttention
+        MaskedCodes MaskedImageModel MaskedTransformer NewtonAttention PatchClassifier PottsModel
+        PseudoLikelihoodFit QueryTrajectory RecurrentBackbone RecurrentLayer SharedTransformer
+        SpinClassifier SpinTransformer SudokuAnswer SudokuModel SudokuPotts Trajectory ViT
+        build_attention_form build_backbone build_model build_official fit_patterns
+        fit_pseudolikelihood generate learn_groups load_model load_official random_symmetries
+        sudoku_pairs to_official
+    """,
+    "implicit_attn.models.official": """
+        MaskedCodes OfficialLayout PUBLISHED Published build_official load_official to_official
     """,
     "implicit_attn.models.memories": """
         BinaryMemory Fit fit_patterns
     """,
     "implicit_attn.data": """
-        CircleTokens Compose HELP ImageData LOADERS RandomAffine RandomCrop RandomFlip SudokuData
-        SudokuSymmetries TextData batches board_counts epoch_generator load load_cifar10
+        CircleTokens Compose HELP ImageData Instances LOADERS RandomAffine RandomCrop RandomFlip SudokuData
+        SudokuSymmetries TextData batches board_counts draw_rings epoch_generator load load_cifar10
         load_digits load_fashion_mnist load_mnist load_sudoku load_text ngram_loss
         principal_features random_features read_idx read_list resolve_source reveal solve_sudoku
         stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
-        ACCELERATORS Augment BoltzmannFit Classification CsvLog Interrupted LocallyTrained Log
-        MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS Recipe SettingsDiffer
+        ACCELERATORS Augment BoardCompletion BoltzmannFit Classification CsvLog Interrupted
+        LocallyTrained Log MaskedImages MaskedTokens NextToken NonFiniteLoss NotClaimed PRECISIONS
+        Recipe SettingsDiffer
         SudokuCompletion Task TensorBoardLog Training accuracy compile_step contrastive_divergence
         describe exact_likelihood fit_exact_likelihood fit_locally median_of_counts run_script
-        start_processes
+        start_processes train_on_drawn
     """,
     "implicit_attn.studies": """
         Extrapolation HeldStep SpinModel Subject accuracy_by_evaluations accuracy_by_iterations

@@ -20,6 +20,8 @@ from implicit_attn.data.sudoku_boards import (
     solve_sudoku,
     unique_puzzles,
 )
+from implicit_attn.data.tasks.instances import Instances
+from implicit_attn.data.tasks.ring_parity import draw_rings
 from implicit_attn.data.text import HELP, TextData, load_text, ngram_loss
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "CircleTokens",
     "Compose",
     "ImageData",
+    "Instances",
     "RandomAffine",
     "RandomCrop",
     "RandomFlip",
@@ -36,6 +39,7 @@ __all__ = [
     "TextData",
     "batches",
     "board_counts",
+    "draw_rings",
     "epoch_generator",
     "load",
     "load_cifar10",

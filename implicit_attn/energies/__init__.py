@@ -23,6 +23,7 @@ from implicit_attn.energies.feedforward import (
 )
 from implicit_attn.energies.heads.inputs import AttentionInput
 from implicit_attn.energies.heads.query_energy import HeadwiseEnergy, QueryEnergy
+from implicit_attn.energies.heads.score_attention import ScoreAttention
 from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.energies.lagrangians import (
@@ -87,6 +88,7 @@ __all__ = [
     "ReLULagrangian",
     "RowSoftmaxAttention",
     "Scaled",
+    "ScoreAttention",
     "Select",
     "SigmoidAttention",
     "Site",

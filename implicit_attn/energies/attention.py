@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from implicit_attn.energies.heads.heads_energy import HeadsEnergy, head_width
 from implicit_attn.energies.heads.inputs import PairPattern
 from implicit_attn.energies.heads.temperatures import Beta, by_head
+from implicit_attn.energies.linear.feature_maps import Mapped, check_feature_map, map_features
 from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
 from implicit_attn.kernels import (
@@ -24,7 +25,6 @@ from implicit_attn.kernels import (
 )
 from implicit_attn.kernels.arguments import rescaled
 from implicit_attn.kernels.pairs import Pairs
-from solvers.core.checks import require_choice
 
 __all__ = [
     "BiSoftmaxAttention",
@@ -34,8 +34,6 @@ __all__ = [
     "SigmoidAttention",
     "head_width",
 ]
-
-FEATURE_MAPS = ("identity", "relu", "elu")
 
 
 class BiSoftmaxAttention(HeadsEnergy):
@@ -240,7 +238,8 @@ class LinearAttention(HeadsEnergy):
     :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
-        feature_map: phi, one of ``"identity"``, ``"relu"``, ``"elu"`` (``elu(y) + 1``).
+        feature_map: phi, one of ``"identity"``, ``"relu"``, ``"elu"`` (``elu(y) + 1``),
+            ``"plain-elu"``, ``"sigmoid"``, ``"tanh"``, ``"softplus"``, ``"silu"`` and ``"gelu"``.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18.
     """
@@ -263,52 +262,38 @@ class LinearAttention(HeadsEnergy):
             dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta,
             context_dim=context_dim, bias=bias, norm=norm, bound=bound,
         )  # fmt: skip
-        self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
+        self.feature_map = check_feature_map(feature_map)
 
     def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
-        phi = self._phi(y, mask)
+        mapped = self._map(y, mask, bent=False)
+        phi = mapped.value
         moment = phi.mT @ phi
         force = (phi @ moment) * self._factor(y)
-        slope = self._slope(y)
         squares = moment.to(accumulation_dtype(moment.dtype)).square()
         beta = self.beta
         if isinstance(beta, Tensor):
             squares, beta = squares * by_head(beta, 3, squares), 1.0
-        value = sum_samples(squares) * (beta / 4.0)
-        return value, force if slope is None else force * slope
+        return sum_samples(squares) * (beta / 4.0), mapped.push(force)
 
     def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
-        phi = self._phi(y, mask)
-        slope = self._slope(y)
-        shift = v if slope is None else slope * v
+        mapped = self._map(y, mask)
+        phi, shift = mapped.value, mapped.push(v)
         moment = phi.mT @ phi
         one_side, beta = shift.mT @ phi, self._factor(y)
         force = (phi @ moment) * beta
         curved = (shift @ moment + phi @ (one_side + one_side.mT)) * beta
-        if slope is None:
-            return force, curved
-        curved = curved * slope
-        if self.feature_map == "elu":  # phi'' = exp(y) below 0
-            curved = curved + force * torch.where(y > 0, torch.zeros_like(y), slope) * v
-        return force * slope, curved
+        return mapped.push(force), mapped.pull_back_curvature(force, curved, v)
 
     def _factor(self, y: Tensor) -> float | Tensor:
         beta = self.beta
         return by_head(beta, 3, y).to(y.dtype) if isinstance(beta, Tensor) else beta
 
-    def _phi(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        if self.feature_map == "identity":
-            return y
-        if self.feature_map == "relu":
-            return F.relu(y)
-        # phi(0) = 1: masked tokens have to be hidden again, here in (B, H, N, p).
-        return hide((F.elu(y) + 1.0).transpose(1, 2), mask).transpose(1, 2)
-
-    def _slope(self, y: Tensor) -> Tensor | None:
-        """``phi'(y)``, None for 1."""
-        if self.feature_map == "identity":
-            return None
-        return (y > 0).to(y.dtype) if self.feature_map == "relu" else y.clamp_max(0.0).exp()
+    def _map(self, y: Tensor, mask: Tensor | None, *, bent: bool = True) -> Mapped:
+        mapped = map_features(self.feature_map, y, bent=bent)
+        if mask is None or self.feature_map in ("identity", "relu"):
+            return mapped
+        # phi(0) may be another number than 0: masked tokens have to be hidden again, (B, H, N, p).
+        return mapped._replace(value=hide(mapped.value.transpose(1, 2), mask).transpose(1, 2))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, feature_map={self.feature_map}"

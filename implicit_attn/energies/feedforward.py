@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.context.memory_energy import MemoryEnergy
+from implicit_attn.energies.linear.feature_maps import (
+    NONLINEAR_MAPS,
+    Mapped,
+    gelu_slope,
+    map_features,
+    normal_density,
+)
 from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
 from solvers.core.checks import require_choice
@@ -74,7 +79,7 @@ class GELUFeedForward(MemoryEnergy):
     def token_value_and_force(self, y: Tensor, gates: Tensor | None = None) -> Pair:
         wide = y.to(accumulation_dtype(y.dtype))
         below = torch.special.ndtr(wide)
-        integral = (wide.square() - 1.0) * below + wide * _normal_density(wide)
+        integral = (wide.square() - 1.0) * below + wide * normal_density(wide)
         return -0.5 * _gated(integral, gates).sum(-1), -_gated(F.gelu(y), gates)
 
     def force(self, y: Tensor, mask: Tensor | None, gates: Tensor | None = None) -> Tensor:
@@ -83,7 +88,7 @@ class GELUFeedForward(MemoryEnergy):
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None, gates: Tensor | None = None
     ) -> Pair:
-        return -_gated(F.gelu(y), gates), -_gated(v * _gelu_slope(y), gates)
+        return -_gated(F.gelu(y), gates), -_gated(v * gelu_slope(y), gates)
 
 
 class SoftmaxFeedForward(MemoryEnergy):
@@ -127,7 +132,8 @@ class GatedFeedForward(MemoryEnergy):
     :class:`implicit_attn.energies.context.memory_energy.MemoryEnergy`.
 
     Args:
-        activation: phi, ``"gelu"`` (exact) or ``"relu"``.
+        activation: phi, ``"gelu"`` (exact), ``"relu"``, ``"sigmoid"`` (as published), ``"tanh"``,
+            ``"softplus"``, ``"silu"``, ``"elu"`` (``elu(y) + 1``) or ``"plain-elu"``.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18.
     """
@@ -147,31 +153,28 @@ class GatedFeedForward(MemoryEnergy):
         super().__init__(
             dim, memories, context_dim=context_dim, gates=gates, bias=bias, norm=norm, bound=bound
         )
-        self.activation = require_choice("activation", activation, ("gelu", "relu"))
+        self.activation = require_choice("activation", activation, NONLINEAR_MAPS)
         self.concave = norm is None and activation == "relu"
 
     def token_value_and_force(self, y: Tensor, gates: Tensor | None = None) -> Pair:
-        total = self._total(y, gates)
-        force = -total.to(y.dtype) * self._slope(y, gates)
+        mapped = map_features(self.activation, y, bent=False)
+        total = self._total(mapped.value, gates)
+        force = -total.to(y.dtype) * _slope(mapped, gates)
         return -0.5 * total.squeeze(-1).square(), force
 
     def force_and_curvature(
         self, y: Tensor, v: Tensor, mask: Tensor | None, gates: Tensor | None = None
     ) -> Pair:
-        total = self._total(y, gates).to(y.dtype)
-        slope = self._slope(y, gates)
+        mapped = map_features(self.activation, y)
+        total = self._total(mapped.value, gates).to(y.dtype)
+        slope = _slope(mapped, gates)
         curved = -slope * (slope * v).sum(-1, keepdim=True)
-        if self.activation == "gelu":
-            bend = _gated(_normal_density(y) * (2.0 - y.square()), gates)
-            curved = curved - total * bend * v
+        if mapped.bend is not None:
+            curved = curved - total * _gated(mapped.bend, gates) * v
         return -total * slope, curved
 
-    def _total(self, y: Tensor, gates: Tensor | None) -> Tensor:
-        phi = F.gelu(y) if self.activation == "gelu" else F.relu(y)
-        return _gated(phi, gates).sum(-1, keepdim=True, dtype=accumulation_dtype(y.dtype))
-
-    def _slope(self, y: Tensor, gates: Tensor | None) -> Tensor:
-        return _gated(_gelu_slope(y) if self.activation == "gelu" else (y > 0).to(y.dtype), gates)
+    def _total(self, phi: Tensor, gates: Tensor | None) -> Tensor:
+        return _gated(phi, gates).sum(-1, keepdim=True, dtype=accumulation_dtype(phi.dtype))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
@@ -181,9 +184,6 @@ def _gated(units: Tensor, gates: Tensor | None) -> Tensor:
     return units if gates is None else units * gates
 
 
-def _normal_density(y: Tensor) -> Tensor:
-    return torch.exp(-0.5 * y.square()) / math.sqrt(2.0 * math.pi)
-
-
-def _gelu_slope(y: Tensor) -> Tensor:
-    return torch.special.ndtr(y) + y * _normal_density(y)
+def _slope(mapped: Mapped, gates: Tensor | None) -> Tensor:
+    assert mapped.slope is not None  # no map here is linear
+    return _gated(mapped.slope, gates)

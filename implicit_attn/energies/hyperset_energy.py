@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from implicit_attn.energies.attention import (
@@ -20,6 +21,8 @@ from implicit_attn.energies.feedforward import (
     ReLUFeedForward,
     SoftmaxFeedForward,
 )
+from implicit_attn.energies.heads.score_attention import ScoreAttention
+from implicit_attn.energies.linear.feature_maps import NONLINEAR_MAPS
 from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
 from implicit_attn.energies.simple import Quadratic
 from solvers.core.checks import require_choice, require_flag
@@ -29,12 +32,20 @@ ATTENTIONS: dict[str, Callable[..., HeadsEnergy]] = {
     "sigmoid": SigmoidAttention,
     "linear": LinearAttention,
     "softmax": RowSoftmaxAttention,
+    "relu": partial(ScoreAttention, score="relu"),
+    "sigmoid-squared": partial(ScoreAttention, score="sigmoid-squared"),
+    **{f"linear-{name}": partial(LinearAttention, feature_map=name) for name in NONLINEAR_MAPS},
 }
 FEEDFORWARDS: dict[str, Callable[..., MemoryEnergy]] = {
     "relu": ReLUFeedForward,
     "softmax": SoftmaxFeedForward,
     "gated": GatedFeedForward,
     "gelu": GELUFeedForward,
+    **{
+        f"gated-{name}": partial(GatedFeedForward, activation=name)
+        for name in NONLINEAR_MAPS
+        if name != "gelu"  # which "gated" has
+    },
 }
 
 
@@ -65,8 +76,10 @@ class HyperSETEnergy(SummedEnergy):
         dim: features d of a token.
         heads: attention heads.
         memories: columns M of D.
-        attention: "bisoftmax", "sigmoid" or "linear".
-        feedforward: "relu", "softmax", "gated" or "gelu".
+        attention: a name of ``ATTENTIONS`` but "softmax": "bisoftmax", "sigmoid", "relu",
+            "sigmoid-squared", "linear" or "linear-NAME" with a feature map of ``LinearAttention``.
+        feedforward: a name of ``FEEDFORWARDS``: "relu", "softmax", "gelu", "gated" (by GELU) or
+            "gated-NAME" with another activation of ``GatedFeedForward``.
         head_dim: width p of a head; None: ``dim / heads``.
         norm: of the projections, ``RMSNorm(epsilon)`` or None.
         bound: bound on the spectral norms of W and D, or None.
@@ -96,9 +109,10 @@ class HyperSETEnergy(SummedEnergy):
     ) -> None:
         super().__init__()
         if attention == "softmax":
+            energies = tuple(name for name in ATTENTIONS if name != "softmax")
             raise ValueError(
-                "attention must descend an energy of all tokens, one of ('bisoftmax', 'sigmoid', "
-                f"'linear'), got {attention!r}"
+                f"attention must descend an energy of all tokens, one of {energies}, got "
+                f"{attention!r}"
             )
         options: dict[str, Any] = {"norm": norm, "bound": bound}
         options["context_dim"] = dim if require_flag("context", context) else None

@@ -7,15 +7,27 @@ from implicit_attn.models.attention.energy_attention import EnergyAttention, Que
 from implicit_attn.models.attention.forms import ATTENTION_FORMS, build_attention_form
 from implicit_attn.models.attention.light import LightNewtonAttention
 from implicit_attn.models.attention.newton import NewtonAttention
+from implicit_attn.models.boards.board_solver import BoardSolver
+from implicit_attn.models.boards.board_update import BoardUpdate
+from implicit_attn.models.boards.groups import learn_groups
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
+from implicit_attn.models.grids.equilibrium_ring import EquilibriumRing
+from implicit_attn.models.grids.layered_ring import LayeredRing
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium, Trajectory
 from implicit_attn.models.image_classifier import ImageClassifier, ViT
 from implicit_attn.models.language.equilibrium import CausalBlock, EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
 from implicit_attn.models.language.sampling import generate
+from implicit_attn.models.masked.masked_images import MaskedImageModel
 from implicit_attn.models.memories import BinaryMemory, fit_patterns
+from implicit_attn.models.official import (
+    MaskedCodes,
+    build_official,
+    load_official,
+    to_official,
+)
 from implicit_attn.models.patch_classifier import PatchClassifier
 from implicit_attn.models.potts.board_runs import BoardStatus, SudokuAnswer
 from implicit_attn.models.potts.conditional import ConditionalModel
@@ -42,20 +54,26 @@ __all__ = [
     "CRATE",
     "AttentionForm",
     "BinaryMemory",
+    "BoardSolver",
     "BoardStatus",
+    "BoardUpdate",
     "CausalAttention",
     "CausalBlock",
     "ConditionalModel",
     "EnergyAttention",
     "EnergyTransformer",
     "EquilibriumLanguageModel",
+    "EquilibriumRing",
     "EquilibriumTransformer",
     "FactoredAttention",
     "HyperSET",
     "HyperSETEquilibrium",
     "ImageClassifier",
     "LanguageModel",
+    "LayeredRing",
     "LightNewtonAttention",
+    "MaskedCodes",
+    "MaskedImageModel",
     "MaskedTransformer",
     "NewtonAttention",
     "PatchClassifier",
@@ -75,10 +93,14 @@ __all__ = [
     "build_attention_form",
     "build_backbone",
     "build_model",
+    "build_official",
     "fit_patterns",
     "fit_pseudolikelihood",
     "generate",
+    "learn_groups",
     "load_model",
+    "load_official",
     "random_symmetries",
     "sudoku_pairs",
+    "to_official",
 ]

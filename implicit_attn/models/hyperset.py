@@ -12,7 +12,8 @@ from implicit_attn.deq import DEQ
 from implicit_attn.energies.hyperset_energy import HyperSETEnergy
 from implicit_attn.models.recurrent import RecurrentBackbone
 from implicit_attn.updates.hyperset_step import HyperSETLayer
-from solvers.core.checks import require_count
+from implicit_attn.updates.official.networks import build_step_network
+from solvers.core.checks import require_count, require_flag
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class HyperSET(RecurrentBackbone):
     Args:
         dim, heads: features d of a token, attention heads.
         memories: columns M of D (the paper: d for images, 4 d for Sudoku).
-        layers: number of layers with weights and step sizes of their own (the official code shares
-            one step-size network among them).
+        layers: number of layers with weights and step sizes of their own.
+        share_steps: all layers take their step sizes from one network, as in the official code.
         iterations: of each layer.
         order, beyond: as for ``RecurrentBackbone``. Time-dependent step sizes are smooth functions
             of the time, so that later times than in training mean something; low-rank differences
@@ -47,7 +48,7 @@ class HyperSET(RecurrentBackbone):
         step_size: "conditioned-state" (the paper's choice for classification), "conditioned-input"
             (for Sudoku and masked images), "learned" or "fixed".
         options: further arguments of ``HyperSETLayer``: initial_step, time_dim, attention,
-            feedforward, head_dim, epsilon, lora_rank, lora_scale.
+            feedforward, head_dim, epsilon, lora_rank, lora_scale, beta, gains, step_network, descent.
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
@@ -65,12 +66,22 @@ class HyperSET(RecurrentBackbone):
         order: str = "blocks",
         beyond: str = "extrapolate",
         step_size: str = "conditioned-state",
+        share_steps: bool = False,
         **options: Any,
     ) -> None:
         options |= {"step_size": step_size, "iterations": iterations}
         number = require_count("layers", layers)
+        shared = None
+        if require_flag("share_steps", share_steps):
+            network, initial = (
+                options.pop("step_network", "paper"),
+                options.pop("initial_step", None),
+            )
+            more = {"initial": initial, "time_dim": options.pop("time_dim", 512)}
+            shared = options["steps"] = build_step_network(network, step_size, dim, **more)
         made = [HyperSETLayer(dim, heads, memories, **options) for _ in range(number)]
         super().__init__(dim, made, iterations, order=order, beyond=beyond)
+        self.step_sizes = shared
 
     def trajectory(
         self, x: Tensor, *, iterations: int | None = None, mask: Tensor | None = None

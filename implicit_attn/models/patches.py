@@ -12,19 +12,23 @@ STEMS = ("patch", "conv")
 
 
 class PatchEmbedding(nn.Module):
-    """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim): ``nn.Linear`` of a patch's pixels."""
+    """Images (B, C, S, S) -> tokens (B, (S / patch)^2, dim): ``nn.Linear`` of a patch's pixels.
 
-    def __init__(self, channels: int, patch: int, dim: int) -> None:
+    With ``pixel_norm`` a LayerNorm over the pixels of each patch comes first.
+    """
+
+    def __init__(self, channels: int, patch: int, dim: int, pixel_norm: bool = False) -> None:
         super().__init__()
         self.patch = patch
         self.linear = nn.Linear(channels * patch**2, dim)
+        self.norm = nn.LayerNorm(channels * patch**2) if pixel_norm else None
 
     def forward(self, images: Tensor) -> Tensor:
         batch, channels, size, _ = images.shape
         side = size // self.patch
         parts = images.reshape(batch, channels, side, self.patch, side, self.patch)
         parts = parts.permute(0, 2, 4, 1, 3, 5).reshape(batch, side * side, -1)
-        return self.linear(parts)
+        return self.linear(parts if self.norm is None else self.norm(parts))
 
 
 class PatchConvolution(nn.Conv2d):

@@ -12,6 +12,7 @@ from torch import nn
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.data.unpacking import damaged
 from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.models.boards.board_solver import BoardSolver
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
@@ -19,10 +20,15 @@ from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
 from implicit_attn.models.image_classifier import ImageClassifier
 from implicit_attn.models.language.equilibrium import EquilibriumLanguageModel
 from implicit_attn.models.language.language_model import LanguageModel
+from implicit_attn.models.masked.masked_images import MaskedImageModel
+from implicit_attn.models.official.masked_codes import MaskedCodes
 from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.spins.spin_transformer import SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
+from implicit_attn.updates.official.descent import DESCENTS
+from implicit_attn.updates.official.gains import GAINS
+from implicit_attn.updates.official.networks import STEP_NETWORKS
 from implicit_attn.updates.step_sizes import STEP_SIZES
 from solvers.core.checks import require_choice
 
@@ -30,7 +36,7 @@ MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read fro
 LEAST_ENTRY = 50  # bytes that a tensor takes in the header of a file
 EQUILIBRIUM, BLOCKS, SPINS = "hyperset-equilibrium", "equilibrium", "spin-transformer"
 SOLVED = (EQUILIBRIUM, BLOCKS, SPINS)  # backbones that solve, and so take options of a DEQ
-EQUILIBRIUM_LANGUAGE = "equilibrium-language-model"
+EQUILIBRIUM_LANGUAGE, BOARDS = "equilibrium-language-model", "board-solver"
 # Backbones without a feed-forward part, and what they have in its place.
 WITHOUT_WIDTH = {"crate": "whose dictionary is d x d", SPINS: "which has no hidden units"}
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
@@ -48,15 +54,21 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "feedforward": tuple(FEEDFORWARDS),
     "step_size": tuple(STEP_SIZES),
     "order": ORDERS,
+    "gains": GAINS,
+    "step_network": STEP_NETWORKS,
+    "descent": DESCENTS,
 }
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "image-classifier": ImageClassifier,
+    "masked-images": MaskedImageModel,
     "sudoku": SudokuModel,
+    "masked-codes": MaskedCodes,
 }
 # Kinds without a backbone.
 WHOLE: dict[str, Callable[..., nn.Module]] = {
     "language-model": LanguageModel,
     EQUILIBRIUM_LANGUAGE: EquilibriumLanguageModel,
+    BOARDS: BoardSolver,
 }
 
 
@@ -96,7 +108,7 @@ def build_model(
         specification: ``kind``, one of ``KINDS``; ``backbone``, the arguments of
             :func:`build_backbone` with ``name`` among them; and the arguments of that kind of model
             (``image_size``, ``channels``, ``classes``, ``patch``, ...). The kinds of ``WHOLE``,
-            language models, have no backbone.
+            language models and the board solver, have no backbone.
         layer: how equilibria are solved for, options of ``DEQ``; for the backbones of ``SOLVED``
             only. It is no part of the specification because it changes no weight.
 
@@ -108,7 +120,7 @@ def build_model(
     kind = require_choice("kind", settings.pop("kind", None), (*KINDS, *WHOLE))
     if kind in WHOLE:
         if layer is not None:
-            if kind != EQUILIBRIUM_LANGUAGE:
+            if kind not in (EQUILIBRIUM_LANGUAGE, BOARDS):
                 raise ValueError(f"layer must be None for the kind {kind!r}, got {layer}")
             settings["layer"] = dict(layer)
         return WHOLE[kind](**settings)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from implicit_attn.data.sudoku_boards import CELLS, PLACES, SIDE
+from implicit_attn.models.image_classifier import grid_positions
 from implicit_attn.models.patches import token_width
 from solvers.core.checks import require_choice
 
 STARTS = ("random", "units")
+POSITIONS = ("learned", "sincos")
+FINAL_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
 class SudokuModel(nn.Module):
     """The 81 cells of a Sudoku as tokens of a backbone; logits of the nine digits in every cell.
 
-    A token is the embedding of the digit, or of "unknown", plus a learned position.
+    A token is the embedding of the digit, or of "unknown", plus a position.
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, 81, d), *, iterations=None)``.
@@ -24,6 +29,8 @@ class SudokuModel(nn.Module):
         start: initial positions: "random", as published, draws each; "units" adds a random vector
             of the row, one of the column and one of the box, so that cells which constrain each
             other begin with similar positions.
+        positions: "learned", or "sincos", the constants of ``grid_positions``.
+        final_norm: before the readout, "layer" or, as in the official code, "rms".
 
     Shapes: puzzles (B, 81) of integers, 0 = unknown, rows of the board one after another ->
     logits (B, 81, 9) of the digits 1 .. 9.
@@ -38,6 +45,8 @@ class SudokuModel(nn.Module):
         scale: float = 0.02,
         dropout: float = 0.0,
         start: str = "random",
+        positions: str = "learned",
+        final_norm: str = "layer",
     ) -> None:
         super().__init__()
         dim = token_width(backbone)
@@ -46,13 +55,19 @@ class SudokuModel(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         require_choice("start", start, STARTS)
+        require_choice("final_norm", final_norm, FINAL_NORMS)
         self.digits = nn.Embedding(SIDE + 1, dim)
         nn.init.normal_(self.digits.weight, std=scale)
-        places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
+        if require_choice("positions", positions, POSITIONS) == "learned":
+            places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
+            self.position = nn.Parameter(scale * places)
+        elif start != "random":
+            raise ValueError(f"start must be 'random' where positions are 'sincos', got {start!r}")
+        else:
+            self.register_buffer("position", grid_positions(SIDE, dim), persistent=False)
         self.dropout = nn.Dropout(dropout)
-        self.position = nn.Parameter(scale * places)
         self.backbone = backbone
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, SIDE, bias=False)
+        self.norm, self.head = FINAL_NORMS[final_norm](dim), nn.Linear(dim, SIDE, bias=False)
 
     def tokens(self, puzzles: Tensor) -> Tensor:
         """Puzzles (B, 81) -> the backbone's input, (B, 81, d)."""

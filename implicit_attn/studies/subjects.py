@@ -27,7 +27,7 @@ from implicit_attn.models import (
 from implicit_attn.models.energy_transformer import EnergyTransformerLayer
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
-from implicit_attn.updates.hyperset_step import HyperSETLayer
+from implicit_attn.updates.hyperset_step import HyperSETLayer, refuse_memory
 from solvers.core.checks import require_nonnegative
 
 BATCH = 128
@@ -90,15 +90,14 @@ class HeldStep(Update):
 
     def __init__(self, backbone: RecurrentBackbone) -> None:
         super().__init__()
+        refuse_memory(backbone.layers)
         self.backbone = backbone
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        source = z if x is None else x
-        last = self.backbone.iterations - 1
-        times = torch.arange(1, last + 2, device=z.device)
-        cyclic = self.backbone.order == "cyclic"
-        for layer in self.backbone.layers if cyclic else self.backbone.layers[-1:]:
-            z = layer.advance(z, layer.context(source, times), last, mask)
+        backbone, source = self.backbone, z if x is None else x
+        times = torch.arange(1, backbone.iterations + 1, device=z.device)
+        for layer in backbone.layers if backbone.order == "cyclic" else backbone.layers[-1:]:
+            z = layer.advance(z, layer.context(source, times), backbone.iterations - 1, mask)
         return z
 
 
@@ -209,7 +208,7 @@ class Subject:
                 (lambda z, x: update.joint(z, update.prepare(x))[1]) if update.monitored else None
             )
         layer, index = self.recurrence.layers[-1], self.recurrence.iterations - 1
-        if isinstance(layer, HyperSETLayer):
+        if isinstance(layer, HyperSETLayer) and layer.is_plain:
             return lambda z, x: sum(layer.observe(z, index)[:2], z.new_zeros(len(z)))
         if isinstance(layer, EnergyTransformerLayer):
             return lambda z, x: layer.energy(z)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from implicit_attn.training.boards.completion import BoardCompletion
 from implicit_attn.training.boltzmann import (
     BoltzmannFit,
     contrastive_divergence,
@@ -10,9 +11,11 @@ from implicit_attn.training.boltzmann import (
 )
 from implicit_attn.training.claims import NotClaimed
 from implicit_attn.training.finite import NonFiniteLoss
+from implicit_attn.training.grids.drawn import train_on_drawn
 from implicit_attn.training.local_rules import LocallyTrained, fit_locally
 from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
 from implicit_attn.training.loop import Interrupted, Training
+from implicit_attn.training.masked.reconstruction import MaskedImages
 from implicit_attn.training.processes import (
     ACCELERATORS,
     PRECISIONS,
@@ -38,12 +41,14 @@ __all__ = [
     "ACCELERATORS",
     "PRECISIONS",
     "Augment",
+    "BoardCompletion",
     "BoltzmannFit",
     "Classification",
     "CsvLog",
     "Interrupted",
     "LocallyTrained",
     "Log",
+    "MaskedImages",
     "MaskedTokens",
     "NextToken",
     "NonFiniteLoss",
@@ -64,4 +69,5 @@ __all__ = [
     "median_of_counts",
     "run_script",
     "start_processes",
+    "train_on_drawn",
 ]

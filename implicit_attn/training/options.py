@@ -26,7 +26,10 @@ from implicit_attn.training.processes import ACCELERATORS, PRECISIONS
 from implicit_attn.training.recipe import Recipe
 
 # Of a backbone's constructor; handed on where they are given, and only there.
-VARIANTS = ("attention", "feedforward", "step_size", "layers", "order", "lora_rank")
+VARIANTS = (
+    "attention", "feedforward", "step_size", "layers", "order", "lora_rank",
+    "gains", "step_network", "share_steps", "descent",
+)  # fmt: skip
 # How a run is carried out, not what it computes: may change when it is resumed.
 RUNNING = (
     "out", "resume", "overwrite", "devices", "accelerator", "save_every", "log_every", "tensorboard",
@@ -45,8 +48,8 @@ def add_model_options(
 ) -> None:
     """Add the choice of preset and backbone and the options of the backbone, each without default.
 
-    ``choices`` are the values of attention, feedforward, step_size and order. For the help, ``token``
-    is what a token stands for, ``random`` the ``--random-iterations`` of the preset "small".
+    ``choices`` are the values of the options that are names, by option. For the help, ``token`` is what
+    a token stands for, ``random`` the ``--random-iterations`` of the preset "small".
     """
     add = parser.add_argument
     add("--preset", choices=sorted(presets), default="small", help="defaults of what follows")
@@ -71,6 +74,12 @@ def add_model_options(
         type=whole(0, LARGEST_SIZE),
         help="rank by which Hyper-SET's iterations differ",
     )
+    title = "variants of Hyper-SET in its official code"
+    add = parser.add_argument_group(title, "(default: none of them)").add_argument
+    add("--gains", choices=choices["gains"], help="trained gains of the norms")
+    add("--step-network", choices=choices["step_network"], help="that says the step sizes")
+    add("--share-steps", action="store_true", default=None, help="among all layers")
+    add("--descent", choices=choices["descent"], help="what becomes of the directions")
 
 
 def add_training_options(

@@ -250,8 +250,10 @@ class MaskedTokens:
 
 
 def describe(name: str, value: float) -> str:
-    """A measure as text: losses as numbers, everything else in per cent."""
+    """A measure as text: losses as numbers, a PSNR in decibels, everything else in per cent."""
     words = name.replace("_", " ")
+    if name.endswith("psnr"):
+        return f"{words.replace('psnr', 'PSNR')} {value:.2f} dB"
     return f"{words} {value:.4f}" if name.endswith("loss") else f"{words} {100 * value:.2f} %"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ from implicit_attn.energies.hyperset_energy import build_attention, build_feedfo
 from implicit_attn.energies.projected import ProjectedEnergy, RMSNorm
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.gradient_step import StepSize
-from implicit_attn.updates.step_sizes import Step, build_step_sizes
+from implicit_attn.updates.official.descent import Descent, Moments
+from implicit_attn.updates.official.gains import GAINS, NormGains
+from implicit_attn.updates.official.networks import build_step_network
+from implicit_attn.updates.step_sizes import Step, StepSizes
 from implicit_attn.updates.update import Update
-from solvers.core.checks import require_count, require_positive
+from solvers.core.checks import require_choice, require_count, require_instance, require_positive
 
 TINY_NORM = 1e-6
 
@@ -91,10 +95,24 @@ class HyperSETLayer(nn.Module):
         lora_rank: rank of differences ``scale A_t B_t`` of W and D between iterations; 0: none.
         lora_scale: scale.
         iterations: number of such differences.
+        beta: inverse temperature of attention; None: ``1 / sqrt(p)``.
+        gains: trained gains after the norms, as in the official code: "separate" for queries, keys
+            and values, "shared" by them, or "none" (``NormGains``). With gains the step follows the
+            gradient of no energy, not even one with fixed norms, and ``epsilon`` may be None, the
+            machine epsilon.
+        step_network: of conditioned step sizes: "paper", or "normed", "twice-normed", "raw" or
+            "sinusoids" from the official code (``OfficialStepSizes``).
+        descent: what becomes of the directions: "plain", "momentum", "rmsprop",
+            "rmsprop-momentum" or "adam" (``Descent``). But for "plain" a step depends on those before
+            it; ``forward`` takes it as the first.
+        steps: step sizes that layers share; ``step_size``, ``initial_step``, ``time_dim`` and
+            ``step_network`` are then not used, and their weights not this layer's.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11 and
-    depth-wise LoRA.
+    depth-wise LoRA; gains, networks and descents: its official code.
     """
+
+    step_sizes: StepSizes
 
     def __init__(
         self,
@@ -108,16 +126,31 @@ class HyperSETLayer(nn.Module):
         attention: str = "bisoftmax",
         feedforward: str = "relu",
         head_dim: int | None = None,
-        epsilon: float = TINY_NORM,
+        epsilon: float | None = TINY_NORM,
         lora_rank: int = 0,
         lora_scale: float = 4.0,
         iterations: int = 12,
+        beta: float | None = None,
+        gains: str = "none",
+        step_network: str = "paper",
+        descent: str = "plain",
+        steps: StepSizes | None = None,
     ) -> None:
         super().__init__()
-        norm = RMSNorm(epsilon)
-        self.attention = build_attention(attention, dim, heads, head_dim=head_dim, norm=norm)
+        gained = require_choice("gains", gains, GAINS) != "none"
+        norm = RMSNorm(TINY_NORM if gained and epsilon is None else epsilon)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"head_dim": head_dim, "beta": beta, "norm": norm}
+        self.attention = build_attention(attention, dim, heads, **options)
         self.feedforward = build_feedforward(feedforward, dim, memories, norm=norm)
-        self.step_sizes = build_step_sizes(step_size, dim, initial=initial_step, time_dim=time_dim)
+        self.descent = Descent(descent)
+        if steps is None:
+            begin: dict[str, Any] = {"initial": initial_step, "time_dim": time_dim}
+            self.step_sizes = build_step_network(step_network, step_size, dim, **begin)
+        else:
+            # The owner registers them: a weight must not appear twice in the state of a model.
+            self.__dict__["step_sizes"] = require_instance("steps", steps, StepSizes, "StepSizes")
+        width = self.attention.weight.shape[0] // heads
+        self.gains = NormGains(gains, width, memories, epsilon=epsilon) if gained else None
         self.attention_deltas = self.feedforward_deltas = None
         if isinstance(lora_rank, bool) or not isinstance(lora_rank, int) or lora_rank < 0:
             raise ValueError(f"lora_rank must be an integer >= 0, got {lora_rank!r}")
@@ -127,13 +160,20 @@ class HyperSETLayer(nn.Module):
             self.attention_deltas = LowRankDeltas(rows, *rest, scale=lora_scale)
             self.feedforward_deltas = LowRankDeltas(memories, *rest, scale=lora_scale)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step follows the energies' own directions: no gains, nothing remembered."""
+        return self.gains is None and self.descent.kind == "plain"
+
     def context(self, x0: Tensor, times: Tensor) -> Any:
         """What all iterations share: of the input (B, N, d), 0 at masked tokens, and times (T,)."""
-        return self.step_sizes.prepare(x0, times)
+        moments = (self.descent.start(), self.descent.start())
+        return self.step_sizes.prepare(x0, times), moments
 
     def advance(self, z: Tensor, context: Any, index: int, mask: Tensor | None = None) -> Tensor:
         """The state (B, N, d) after the iteration at ``times[index]``, index counted from 0."""
-        return self._step(z, self.step_sizes(z, context, index), index, mask)
+        prepared, moments = context
+        return self._step(z, self.step_sizes(z, prepared, index), moments, index, mask)
 
     def forward(
         self, z: Tensor, x0: Tensor, t: int | float, *, mask: Tensor | None = None
@@ -142,24 +182,42 @@ class HyperSETLayer(nn.Module):
         if not t >= 1:
             raise ValueError(f"t must be >= 1, got {t!r}")
         visible = hide(z, mask)
-        context = self.context(hide(x0, mask), torch.tensor([t], device=z.device))
-        moved = self._step(visible, self.step_sizes(visible, context, 0), int(t) - 1, mask)
+        context, moments = self.context(hide(x0, mask), torch.tensor([t], device=z.device))
+        moved = self._step(visible, self.step_sizes(visible, context, 0), moments, int(t) - 1, mask)
         return moved if mask is None else torch.where(mask.unsqueeze(-1), moved, z)
 
     def observe(
         self, z: Tensor, index: int, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Both energies (B,) and features (B, heads, N, p), with the weights of ``index``."""
+        """Both energies (B,) and features (B, heads, N, p), with the weights of ``index``.
+
+        They are those of the norms without gains, also where the steps have gains.
+        """
         coupling, memory = self._weights(index)
         features = self.attention.features(z, mask=mask, weight=coupling)
         recalled = self.feedforward.features(z, mask=mask, weight=memory)
         value = self.attention.potential(features, mask)
         return value, self.feedforward.potential(recalled, mask), features
 
-    def _step(self, z: Tensor, steps: tuple[Step, Step], index: int, mask: Tensor | None) -> Tensor:
+    def _step(
+        self,
+        z: Tensor,
+        steps: tuple[Step, Step],
+        moments: tuple[Moments, Moments],
+        index: int,
+        mask: Tensor | None,
+    ) -> Tensor:
         coupling, memory = self._weights(index)
-        z = descend(z, self.attention, steps[0], mask, coupling)
-        return descend(z, self.feedforward, steps[1], mask, memory)
+        if self.gains is None:
+            first = self.attention.straight_gradient(z, mask=mask, weight=coupling)
+        else:
+            first = self.gains.attention_direction(self.attention, z, mask, coupling)
+        z = move(z, self.descent(moments[0], first), steps[0])
+        if self.gains is None:
+            second = self.feedforward.straight_gradient(z, mask=mask, weight=memory)
+        else:
+            second = self.gains.feedforward_direction(self.feedforward, z, mask, memory)
+        return move(z, self.descent(moments[1], second), steps[1])
 
     def _weights(self, index: int) -> tuple[Tensor | None, Tensor | None]:
         """W and D of an iteration; None: the energy's own."""
@@ -219,11 +277,25 @@ class LowRankDeltas(nn.Module):
         return f"rows={rows}, dim={dim}, rank={rank}, iterations={iterations}, scale={self.scale}"
 
 
+def refuse_memory(layers: Iterable[nn.Module]) -> None:
+    """Raise a ValueError where a layer's step depends on those before it: it has no fixed point."""
+    for layer in layers:
+        if isinstance(layer, HyperSETLayer) and layer.descent.kind != "plain":
+            raise ValueError(
+                "descent must be 'plain' where a fixed point of the layer's step is wanted, got "
+                f"{layer.descent.kind!r}"
+            )
+
+
 def descend(
     z: Tensor, energy: ProjectedEnergy, step: Step, mask: Tensor | None, weight: Tensor | None
 ) -> Tensor:
     """``z - step * straight_gradient``; the step a number, (d,) or like ``z``."""
-    gradient = energy.straight_gradient(z, mask=mask, weight=weight)
+    return move(z, energy.straight_gradient(z, mask=mask, weight=weight), step)
+
+
+def move(z: Tensor, direction: Tensor, step: Step) -> Tensor:
+    """``z - step * direction``."""
     if not isinstance(step, Tensor):
-        return torch.sub(z, gradient, alpha=step)
-    return torch.addcmul(z, step.to(z.dtype), gradient, value=-1.0)
+        return torch.sub(z, direction, alpha=step)
+    return torch.addcmul(z, step.to(z.dtype), direction, value=-1.0)

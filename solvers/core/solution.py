@@ -27,6 +27,8 @@ class Status(IntEnum):
     * ``INDEFINITE``: a matrix that must be positive definite is not. :class:`solvers.CG` met a
       direction of non-positive curvature, or the response of the sites in
       :func:`solvers.adaptive_tap` lost its positive definiteness.
+    * ``CONTRADICTORY``: hard constraints leave no state to some site of
+      :func:`solvers.belief_propagation`.
     """
 
     CONVERGED = 0
@@ -35,6 +37,7 @@ class Status(IntEnum):
     DIVERGED = 3
     NONFINITE = 4
     INDEFINITE = 5
+    CONTRADICTORY = 6
 
 
 class SolveWarning(UserWarning):
@@ -141,6 +144,7 @@ _ADVICE = {
     Status.NONFINITE: "an input or an evaluation held NaN or infinity",
     Status.INDEFINITE: "a matrix is not positive definite: use MINRES() instead of CG(), weaken the "
     "couplings of spins",
+    Status.CONTRADICTORY: "the given values, couplings and fields of -inf exclude each other",
 }
 
 

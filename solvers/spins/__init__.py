@@ -1,6 +1,7 @@
 """Coupled vector spins: mean-field theories, free energies, samples, and spins in time.
 
 - ``adaptive_tap``: :func:`solvers.adaptive_tap`, means, covariances and response of coupled sites
+- ``belief``: :func:`solvers.belief_propagation` and :func:`solvers.decimate`
 - ``clamped``: sites that keep a given value
 - ``free_energy``: :func:`solvers.tap_log_partition`, the theories' log partition functions
 - ``gibbs``: :func:`solvers.gibbs`, samples of coupled sites
@@ -12,6 +13,7 @@
 - ``theories``: the fixed points of the naive, second-order and adaptive theories
 - ``solver``: :class:`solvers.AdaptiveTAP`, damped Anderson acceleration
 - ``sites``: the distributions of a single site
+- ``stationary``: values of functionals that are stationary in a state
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ is ``V_i``, the *cavity field* is ``h_i``. A *masked* site is one whose entry in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,14 @@ from solvers.core.solution import Solution, Status, apply_policy, check_on_failu
 from solvers.core.tolerance import Tolerance
 from solvers.spins.clamped import ClampedSites
 from solvers.spins.free_energy import ORDERS, free_energy
-from solvers.spins.inputs import as_matrix, as_wide, check_inputs, with_symmetries, zero_masked
+from solvers.spins.inputs import (
+    as_matrix,
+    as_wide,
+    check_inputs,
+    read_betas,
+    with_symmetries,
+    zero_masked,
+)
 from solvers.spins.maps import SpinState, cavity_field
 from solvers.spins.response import change_of_response, differentiable_response, is_definite
 from solvers.spins.sites.site import Site
@@ -156,7 +162,7 @@ def adaptive_tap(
     require_flag("response", response)
     require_flag("log_partition", log_partition)
     require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
-    order, betas = _read_order(order, onsager), _read_betas(inverse_temperature)
+    order, betas = _read_order(order, onsager), read_betas(inverse_temperature)
     check_inputs(couplings, field, mask)
     check_on_failure(on_failure)
     options = {
@@ -263,22 +269,6 @@ def _read_order(order: str | None, onsager: bool | None) -> str:
     if order not in (None, named):
         raise ValueError(f"onsager={onsager} is order={named!r}, got order={order!r} too")
     return named
-
-
-def _read_betas(given: float | Sequence[float]) -> tuple[float, ...]:
-    """One or several inverse temperatures, finite and > 0."""
-    betas = tuple(given) if isinstance(given, Sequence) else (given,)
-    for beta in betas:
-        if isinstance(beta, bool) or not isinstance(beta, (int, float)):
-            raise TypeError(
-                "inverse_temperature must be a number or a list of numbers (of a tensor or an array, its "
-                f"tolist()), got {given!r}"
-            )
-        if not 0 < beta < math.inf:
-            raise ValueError(f"inverse_temperature must be > 0 and finite, got {given!r}")
-    if not betas:
-        raise ValueError("inverse_temperature must hold at least one number, got none")
-    return betas
 
 
 def _read_start(start: Any, field: Tensor) -> SpinState | None:

@@ -26,21 +26,18 @@ https://doi.org/10.1088/0305-4470/15/6/035.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from solvers.adjoints.capture import Recorder
 from solvers.core.checks import require_choice, require_instance
-from solvers.core.jacobian import gradients
 from solvers.core.layout import Layout
 from solvers.core.modes import without_autocast
 from solvers.spins.inputs import as_matrix, as_wide, check_inputs, with_symmetries, zero_masked
 from solvers.spins.maps import SpinState, cavity_field, no_variance, onsager_variance
 from solvers.spins.response import is_definite, log_det
 from solvers.spins.sites.site import Site
+from solvers.spins.stationary import stationary_value
 
 ORDERS = ("naive", "second", "adaptive")
 State = tuple[Tensor, Tensor, Tensor]  # means, cavity variances, covariances
@@ -112,10 +109,7 @@ def free_energy(
     if not torch.is_grad_enabled():
         return functional(whole), definite
     functional.layout = Layout.of(whole)
-    z = functional.layout.vector(whole)
-    recorder = Recorder(cast("Any", functional))  # of which it only asks the fields below
-    record = _Record(recorder, *recorder.record(z))
-    return _StationaryValue.apply(record, z, *recorder.inputs), definite
+    return stationary_value(functional, functional.layout.vector(whole)), definite
 
 
 @dataclass
@@ -152,65 +146,3 @@ class _Functional:
         rows = torch.nonzero(self.definite).flatten()
         found = log_det(covariance[rows], variance[rows], matrix)
         return value.index_add(0, rows, found, alpha=-0.5)
-
-
-@dataclass
-class _Record:
-    """A recorded evaluation of ``log Z``: ``output`` (B,) at ``point`` (B, D)."""
-
-    recorder: Recorder
-    point: Tensor
-    output: Tensor
-
-
-class _StationaryValue(torch.autograd.Function):
-    """(state, inputs) -> log Z, whose derivative by the state is zero and is not computed."""
-
-    @staticmethod
-    def forward(ctx: Any, record: _Record, z: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.record = record
-        ctx.save_for_backward(z, *inputs)
-        return record.output.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        (cotangent,) = cotangents
-        record: _Record = ctx.record
-        z, *inputs = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            results: Any = _PartialGradient.apply(record, cotangent, z, *inputs)
-        else:
-            results = gradients(record.output, record.recorder.aliases, cotangent)
-        return (None, None, *results)
-
-
-class _PartialGradient(torch.autograd.Function):
-    """(cotangent, state, inputs) -> gradients of the inputs; its derivative goes through the state too."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, record: _Record, cotangent: Tensor, z: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.record = record
-        ctx.save_for_backward(cotangent, z, *inputs)
-        results = gradients(record.output, record.recorder.aliases, cotangent)
-        pairs = zip(results, inputs, strict=True)
-        return tuple(torch.zeros_like(t) if g is None else g for g, t in pairs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        record: _Record = ctx.record
-        variables = [record.point, *record.recorder.aliases]
-        with torch.enable_grad():
-            weight = ctx.saved_tensors[0].detach().requires_grad_()
-            images = gradients(record.output, variables[1:], weight, create_graph=True)
-            terms = [
-                (image * cotangent).sum()
-                for image, cotangent in zip(images, cotangents, strict=True)
-                if image is not None and image.requires_grad
-            ]
-            if not terms:
-                return (None,) * (len(variables) + 2)
-            results = gradients(sum(terms[1:], terms[0]), [weight, *variables])
-        return (None, *results)

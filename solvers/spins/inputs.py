@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,18 +37,18 @@ def as_wide(tensor: Tensor) -> Tensor:
 
 def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
     """Couplings (N, N, d, d), a field (B, N, d) like them, a mask (B, N) bool or None."""
-    shape = _check_field(couplings, field)
+    shape = check_field(couplings, field)
     _, sites, dim = shape
     if tuple(couplings.shape) != (sites, sites, dim, dim):
         raise ValueError(
             f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)} to go with field "
             f"{shape}, got {tuple(couplings.shape)}"
         )
-    _check_alike(couplings, field, mask)
+    check_alike(couplings, field, mask)
     _check_values(couplings.detach(), field.detach())
 
 
-def _check_field(couplings: Any, field: Any) -> tuple[int, ...]:
+def check_field(couplings: Any, field: Any) -> tuple[int, ...]:
     """Both floating tensors; the shape of the field, (B, N, d)."""
     for name, value in (("couplings", couplings), ("field", field)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -58,7 +60,7 @@ def _check_field(couplings: Any, field: Any) -> tuple[int, ...]:
     return shape
 
 
-def _check_alike(couplings: Tensor, field: Tensor, mask: Any) -> None:
+def check_alike(couplings: Tensor, field: Tensor, mask: Any) -> None:
     """Couplings of the field's dtype and device, a mask (B, N) bool or None."""
     shape = tuple(field.shape)
     if couplings.dtype != field.dtype or couplings.device != field.device:
@@ -97,6 +99,22 @@ def _check_values(couplings: Tensor, field: Tensor) -> None:
             f"{float(apart.max())} between couplings[{first}, {second}] and the transpose of "
             f"couplings[{second}, {first}]; use (J + J.permute(1, 0, 3, 2)) / 2"
         )
+
+
+def read_betas(given: float | Sequence[float]) -> tuple[float, ...]:
+    """One or several inverse temperatures, finite and > 0."""
+    betas = tuple(given) if isinstance(given, Sequence) else (given,)
+    for beta in betas:
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+            raise TypeError(
+                "inverse_temperature must be a number or a list of numbers (of a tensor or an array, its "
+                f"tolist()), got {given!r}"
+            )
+        if not 0 < beta < math.inf:
+            raise ValueError(f"inverse_temperature must be > 0 and finite, got {given!r}")
+    if not betas:
+        raise ValueError("inverse_temperature must hold at least one number, got none")
+    return betas
 
 
 def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,14 +165,14 @@ def with_scalar_symmetries(couplings: Tensor, mask: Tensor | None) -> Tensor:
 
 def check_scalar_inputs(couplings: Any, field: Any, mask: Any) -> None:
     """Couplings (N, N) or (B, N, N), a field (B, N, d) like them, a mask (B, N) bool or None."""
-    shape = _check_field(couplings, field)
+    shape = check_field(couplings, field)
     batch, sites, _ = shape
     if tuple(couplings.shape) not in ((sites, sites), (batch, sites, sites)):
         raise ValueError(
             f"couplings must have the shape {(sites, sites)} or {(batch, sites, sites)} to go with field "
             f"{shape}, got {tuple(couplings.shape)}"
         )
-    _check_alike(couplings, field, mask)
+    check_alike(couplings, field, mask)
     k, x = couplings.detach(), field.detach()
     for name, value in (("field", x), ("couplings", k)):
         if not bool(value.isfinite().all()):

@@ -36,6 +36,7 @@ from implicit_attn.energies import (
     QueryEnergy,
     ReLUFeedForward,
     RMSNorm,
+    ScoreAttention,
     SigmoidAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
@@ -278,6 +279,9 @@ def _memories_that_see_the_input(
         EnergyCase(
             "relu-tiny-context", partial(_with_context, ReLUFeedForward, norm=NORMS["tiny"]), True
         ),
+        EnergyCase(
+            "gated-sigmoid", partial(_contextual, GatedFeedForward, activation="sigmoid"), False
+        ),
         EnergyCase("relu-soft-bias", partial(_contextual, ReLUFeedForward, bias=True), False),
         EnergyCase(
             "gelu-none-bias", partial(_contextual, GELUFeedForward, bias=True, norm=None), False
@@ -302,6 +306,8 @@ def _heads_cases() -> list[EnergyCase]:
         ("sigmoid-context", SigmoidAttention, {"context": True, **unequal}),
         ("linear-context", LinearAttention, {"context": True, "norm": None, **unequal}),
         ("linear-elu-trained", LinearAttention, {"feature_map": "elu", **trained}),
+        ("score-relu-context", ScoreAttention, {"context": True, **unequal}),
+        ("score-squared", ScoreAttention, {"score": "sigmoid-squared", "norm": None, **trained}),
         ("softmax-context", SoftmaxAttention, {"context": True}),
         ("softmax-elastic-context", SoftmaxAttention, {"context": True, **elastic, **unequal}),
         ("bisoftmax-others", BiSoftmaxAttention, {"exclude_self": True, **unequal}),
@@ -311,6 +317,10 @@ def _heads_cases() -> list[EnergyCase]:
         ("softmax-elastic-trained", SoftmaxAttention, {"norm": None, **elastic, **trained}),
         ("softmax-cross-trained", SoftmaxAttention, {"cross": True, "norm": None, **trained}),
         ("softmax-cross-elastic-trained", SoftmaxAttention, {"cross": True, **elastic, **trained}),
+    ]
+    # The derivatives of all feature maps: tests/energies/linear/test_feature_maps.py.
+    rows += [
+        (f"linear-{name}", LinearAttention, {"feature_map": name}) for name in ("tanh", "silu")
     ]
     cases = [
         EnergyCase(name, partial(_heads, cls, **options), "context" in name or "cross" in name)

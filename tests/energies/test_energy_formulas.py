@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from implicit_attn.energies import (
     Quadratic,
     ReLUFeedForward,
     RMSNorm,
+    ScoreAttention,
     SigmoidAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
@@ -48,7 +50,7 @@ def log_sum_exp(scores: list[float]) -> float:
 
 
 def by_pairs(
-    energy: BiSoftmaxAttention | SigmoidAttention | LinearAttention,
+    energy: BiSoftmaxAttention | SigmoidAttention | LinearAttention | ScoreAttention,
     z: Tensor,
     value: Callable[[list[Tensor]], float],
 ) -> float:
@@ -76,6 +78,12 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda y: y,
     "relu": lambda y: y.clamp_min(0),
     "elu": lambda y: torch.where(y > 0, y + 1, y.exp()),
+    "plain-elu": lambda y: torch.where(y > 0, y, y.exp() - 1),
+    "sigmoid": lambda y: 1 / (1 + (-y).exp()),
+    "tanh": lambda y: 1 - 2 / ((2 * y).exp() + 1),
+    "softplus": lambda y: (1 + y.exp()).log(),
+    "silu": lambda y: y / (1 + (-y).exp()),
+    "gelu": lambda y: y * (1 + torch.erf(y / 2**0.5)) / 2,
 }
 
 
@@ -115,6 +123,30 @@ def test_sigmoid(z: Tensor, norm: RMSNorm | None) -> None:
     torch.manual_seed(0)
     energy = SigmoidAttention(DIM, **attention_options(norm)).double()  # type: ignore[arg-type]
     assert_energy(energy, z, None, [by_pairs(energy, sample, sigmoid_value) for sample in z])
+
+
+def score_value(score: Callable[[float], float], y: list[Tensor]) -> float:
+    return sum(score(BETA * float(a @ b)) for a in y for b in y) / BETA
+
+
+def sigmoid(s: float) -> float:
+    return 1 / (1 + math.exp(-s))
+
+
+SCORES: dict[str, Callable[[float], float]] = {
+    "relu": lambda s: max(s, 0.0) ** 2 / 4,
+    "sigmoid": lambda s: sigmoid(s) / 2,
+    "sigmoid-squared": lambda s: sigmoid(s) ** 2 / 4,
+}
+
+
+@each_norm
+@pytest.mark.parametrize("score", SCORES)
+def test_score(z: Tensor, norm: RMSNorm | None, score: str) -> None:
+    torch.manual_seed(0)
+    energy = ScoreAttention(DIM, score=score, **attention_options(norm)).double()  # type: ignore[arg-type]
+    definition = partial(score_value, SCORES[score])
+    assert_energy(energy, z, None, [by_pairs(energy, sample, definition) for sample in z])
 
 
 @each_norm

@@ -22,10 +22,16 @@ ARGUMENTS: dict[str, list[str]] = {
         "--limit", "64", "--epochs", "1", "--dim", "8", "--heads", "2", "--memories", "8",
         "--patch", "4", "--readout", "class", "--out", "{out}",
     ],
+    "easy_to_hard.py": ["--size", "4", "--steps", "60", "--tests", "20"],
     "potts_recovery.py": [
         "--data", "tree", "--sites", "5", "--colours", "3", "--samples", "400", "--test", "100",
         "--methods", "linear", "softmax", "recycled", "--steps", "150", "--masked", "3",
         "--few", "50", "--out", "{out}",
+    ],
+    "solve_sudoku.py": [
+        "--source", "generated", "--train", "40", "--test", "4", "--epochs", "1", "--features", "4",
+        "--width", "8", "--iterations", "4", "--window", "2", "--batch", "20", "--boards", "2",
+        "--out", "{out}",
     ],
     "sudoku.py": [
         "--source", "generated", "--train", "8", "--test", "4", "--epochs", "1", "--dim", "8",
@@ -47,12 +53,14 @@ ARGUMENTS: dict[str, list[str]] = {
 ELSEWHERE = {
     "hopfield_density.py",
     "language_model.py",
+    "masked_images.py",
     "mnist_spins.py",
 }  # run by tests of their own
 NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),
     "classify.py": ("sklearn", "safetensors", "matplotlib", "tqdm"),
     "potts_recovery.py": ("matplotlib", "tqdm"),
+    "solve_sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
     "sudoku.py": ("safetensors", "tqdm", "lightning_fabric"),
     "sudoku_potts.py": ("safetensors",),
     "tap_vs_exact.py": ("matplotlib", "tqdm"),
@@ -104,6 +112,28 @@ def test_sudoku_potts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "nats" not in again and not (tmp_path / "other").exists()
     graph = "100.0% of the 810 strongest pairs"
     assert output[output.index(graph) :] == again[again.index(graph) :]
+    messages = ["--solver", "belief-propagation"]
+    main([*words("sudoku_potts.py", tmp_path / "other"), *messages, "--graph", "true"])
+    by_rules = capsys.readouterr().out
+    assert "strongest" not in by_rules and re.search(r"4 puzzles, (75|100)\.0% solved", by_rules)
+
+
+def test_solve_sudoku(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A training, its table by givens and iterations, and the same table from the weights alone."""
+    for module in NEEDS["solve_sudoku.py"]:
+        pytest.importorskip(module, reason="the example needs the extra [examples]")
+    output = run("solve_sudoku.py", tmp_path / "new")
+    table = output[output.index("generated Sudoku, ") :]
+    marks = [float(each) for each in table.splitlines()[3].split()[3:-3]]
+    assert marks == [1, 2, 4, 8, 16, 32]
+    rows = [line.split() for line in table.splitlines()[4:]]
+    assert [row[0] for row in rows][:2] == ["25", "30"] and {len(row) for row in rows} == {12}
+    weights = tmp_path / "new" / "weights.safetensors"
+    main = runpy.run_path(str(ROOT / "examples/solve_sudoku.py"))["main"]
+    with torch.random.fork_rng(devices=[]):
+        main([*words("solve_sudoku.py", tmp_path / "other"), "--weights", str(weights)])
+    again = capsys.readouterr().out
+    assert table.strip() == again.strip() and not (tmp_path / "other").exists()
 
 
 def test_potts_recovery(tmp_path: Path) -> None:
@@ -148,6 +178,16 @@ def test_recurrent_models(name: str, expected: str, counts: list[int], tmp_path:
     assert [int(n) for n in re.findall(r"^ +(\d+)  .*\d %$", output, re.MULTILINE)] == counts
     for kept in ("checkpoint.safetensors", "weights.safetensors", "epochs.csv"):
         assert (tmp_path / "new" / kept).exists()
+
+
+def test_easy_to_hard(tmp_path: Path) -> None:
+    """It learns; larger rings take more iterations; a picture in letters."""
+    output = run("easy_to_hard.py", tmp_path)
+    found = re.search(r"loss ([\d.]+) -> ([\d.]+) on rings of up to 4", output)
+    assert found is not None and float(found[2]) < float(found[1]), output
+    assert re.findall(r"^ +(\d+)  +\d+%", output, re.MULTILINE) == ["4", "8", "16"]
+    picture = re.findall(r"^ +\d+  ([#.]{8})$", output, re.MULTILINE)
+    assert len(picture) == 10 and picture[-1].count("#") >= picture[0].count("#")
 
 
 def test_wrap_your_energy(tmp_path: Path) -> None:

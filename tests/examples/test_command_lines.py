@@ -36,9 +36,8 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = (
-    "bare_attention", "classify", "mnist_spins", "potts_recovery", "sudoku", "sudoku_potts", "tap_vs_exact",
-    "vit_images",
-    "wrap_your_energy",
+    "bare_attention", "classify", "easy_to_hard", "mnist_spins", "potts_recovery", "solve_sudoku", "sudoku",
+    "sudoku_potts", "tap_vs_exact", "vit_images", "wrap_your_energy",
 )  # fmt: skip
 TRAINING = ("classify", "mnist_spins", "sudoku", "vit_images")
 RECURRENT = ("sudoku", "vit_images")
@@ -130,10 +129,16 @@ VALUES = [
     *rows(("sudoku",), {
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--dropout": ("2", "1", "-1", "nan"),
     }),
+    *rows(("solve_sudoku",), {
+        "--train": ("0", str(10**9)), "--test": ("0",), "--iterations": ("0", HUGE), "--window": ("0", "33"),
+        "--features": ("0", HUGE), "--width": ("0",), "--epochs": ("0",), "--batch": ("0",),
+        "--rate": ("nan",), "--weight-decay": ("-1",), "--boards": ("0",), "--source": ("none",),
+        "--weights": ("", "missing.safetensors"), "--out": ("", "a\0b"),
+    }),
     *rows(("sudoku_potts",), {
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--steps": COUNTS, "--anneal": COUNTS,
         "--source": ("none",), "--seed": ("-1", str(2**70)), "--out": ("", "a\0b"),
-        "--weights": ("", "a\0b", "missing.safetensors"),
+        "--weights": ("", "a\0b", "missing.safetensors"), "--solver": ("logic",), "--graph": ("some",),
     }),
     *rows(("potts_recovery",), {
         "--samples": COUNTS, "--steps": COUNTS, "--sites": (*COUNTS, "1"), "--methods": ("cubic", "sink-0"),
@@ -195,6 +200,9 @@ COMBINATIONS = [
     ("sudoku", ["--dim", "30", "--heads", "4"], "--heads"),
     ("sudoku", ["--model", "crate", "--heads", "3"], "--heads"),
     ("sudoku", ["--source", "list", "--train", "100000"], "--train|--source"),
+    ("solve_sudoku", ["--givens", "30", "20"], "--givens"),
+    ("solve_sudoku", ["--givens", "30", "81"], "--givens"),
+    ("solve_sudoku", ["--features", "65536", "--width", "65536"], "--features"),
     ("vit_images", ["--dim", "65536", "--layers", "1000"], "--dim"),
     ("sudoku", ["--dim", "65536", "--width", "65536", "--layers", "100"], "--dim"),
     ("mnist_spins", ["--shipped", "--epochs", "3"], "--epochs"),

@@ -114,6 +114,15 @@ def test_the_default_models_are_what_they_were(model: str, monkeypatch: pytest.M
             {"attention": "linear", "feedforward": "gelu"},
         ),
         (["--model", "equilibrium", "--layers", "3"], {"name": "equilibrium", "layers": 3}),
+        (
+            ["--gains", "separate", "--step-network", "normed", "--share-steps", "--layers", "2"],
+            {"gains": "separate", "step_network": "normed", "share_steps": True},
+        ),
+        (
+            ["--descent", "adam", "--attention", "linear-tanh", "--feedforward", "gated-silu"],
+            {"descent": "adam", "attention": "linear-tanh", "feedforward": "gated-silu"},
+        ),
+        (["--attention", "sigmoid-squared"], {"attention": "sigmoid-squared"}),
     ],
 )
 def test_variants_reach_the_model(
@@ -131,8 +140,19 @@ def test_positions_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(build_model(found).get_parameter("position"), torch.nn.Parameter)
 
 
+def test_options_of_the_official_code_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--pixel-norm", "--stem", "patch"]
+    assert wanted("vit_images", words, monkeypatch)["pixel_norm"] is True
+    assert build_model(wanted("vit_images", words, monkeypatch)).embed.norm is not None
+    found = wanted("sudoku", ["--positions", "sincos", "--final-norm", "rms"], monkeypatch)
+    assert {"positions": "sincos", "final_norm": "rms", "start": "random"}.items() <= found.items()
+    assert isinstance(build_model(found).norm, torch.nn.RMSNorm)
+
+
 BOTH = [
     (["--model", "transformer", "--attention", "sigmoid"], "--attention sigmoid .* transformer"),
+    (["--model", "transformer", "--gains", "shared"], "--gains shared .* transformer"),
+    (["--step-network", "raw", "--step-size", "fixed"], "step_network must be 'paper'"),
     (["--model", "crate", "--feedforward", "relu"], "--feedforward relu .* crate"),
     (["--model", "energy-transformer", "--step-size", "fixed"], "--step-size fixed .* energy-tra"),
     (["--model", "equilibrium", "--order", "cyclic"], "--order cyclic .* equilibrium"),
@@ -168,6 +188,7 @@ REFUSED = [
     ("vit_images", ["--limit", "0"], "--limit: must be an integer >= 1, got '0'"),
     ("vit_images", ["--positions", "random"], "--positions: invalid choice"),
     ("vit_images", ["--rtol", "0.1"], "--rtol is for hyperset-equilibrium and equ"),
+    ("sudoku", ["--start", "units", "--positions", "sincos"], "--start units is for learned posit"),
     ("sudoku", ["--train", "0"], "--train: must be an integer >= 1, got '0'"),
 ]
 

@@ -19,7 +19,7 @@ from implicit_attn.models import (
     ViT,
     build_backbone,
 )
-from implicit_attn.models.image_classifier import sinusoidal_positions
+from implicit_attn.models.image_classifier import grid_positions, sinusoidal_positions
 from implicit_attn.models.patches import PatchEmbedding
 from implicit_attn.models.registry import SOLVED
 
@@ -78,6 +78,39 @@ def test_patches_are_those_of_the_image() -> None:
     weight = embed.linear.weight.view(DIM, 3, 2, 2)
     expected = F.conv2d(x, weight, embed.linear.bias, stride=2).flatten(2).mT
     assert torch.allclose(embed(x), expected, atol=1e-6)
+
+
+def test_the_norm_of_pixels() -> None:
+    """Neither the brightness nor the contrast of a patch matters; the weights learn."""
+    torch.manual_seed(0)
+    model = build(size=6, patch=2, pixel_norm=True)
+    x = images(2, 1, 6)
+    cells = x.unfold(2, 2, 2).unfold(3, 2, 2)
+    cells = cells - cells.mean((-1, -2), keepdim=True)
+    cells = cells / (cells.var((-1, -2), correction=0, keepdim=True) + 1e-5).sqrt()
+    embed: Any = model.embed
+    expected = embed.linear(cells.movedim(1, 3).flatten(3).flatten(1, 2))
+    assert torch.allclose(embed(x), expected, atol=1e-5)
+    model(x).square().sum().backward()
+    assert embed.norm.weight.grad.abs().max() > 0
+    assert not any(key.startswith("embed.norm") for key in build().state_dict())
+    with pytest.raises(ValueError, match="pixel_norm must be False for the stem 'conv', got True"):
+        build(stem="conv", pixel_norm=True)
+
+
+def test_grid_positions() -> None:
+    table = grid_positions(3, 8)
+    for row in range(3):
+        for column in range(3):
+            angles = [(column, 1.0), (column, 0.01), (row, 1.0), (row, 0.01)]
+            sines = [math.sin(place * f) for place, f in angles]
+            cosines = [math.cos(place * f) for place, f in angles]
+            expected = torch.tensor([*sines[:2], *cosines[:2], *sines[2:], *cosines[2:]])
+            assert torch.allclose(table[3 * row + column], expected, atol=1e-6)
+    with pytest.raises(
+        ValueError, match="dim must be a multiple of 4 for positions of a grid, got 6"
+    ):
+        grid_positions(3, 6)
 
 
 def test_sinusoidal_positions() -> None:

@@ -9,6 +9,7 @@ import torch
 
 import solvers
 from implicit_attn.models import BACKBONES, HyperSET, SudokuModel, build_backbone
+from implicit_attn.models.image_classifier import grid_positions
 from implicit_attn.models.registry import SOLVED
 
 PUZZLES = torch.randint(0, 10, (3, 81), generator=torch.Generator().manual_seed(0))
@@ -50,6 +51,16 @@ def test_positions_that_start_from_units() -> None:
     assert model.position.square().mean().sqrt().item() == pytest.approx(0.02, rel=0.1)
 
 
+def test_positions_and_norm_of_the_official_code() -> None:
+    torch.manual_seed(0)
+    model = SudokuModel(HyperSET(8, 2, 8, time_dim=8), positions="sincos", final_norm="rms")
+    learned = SudokuModel(HyperSET(8, 2, 8, time_dim=8))
+    assert isinstance(model.norm, torch.nn.RMSNorm) and isinstance(learned.norm, torch.nn.LayerNorm)
+    assert set(learned.state_dict()) - set(model.state_dict()) == {"position", "norm.bias"}
+    places = model.tokens(torch.zeros(1, 81, dtype=torch.int64))[0] - model.digits.weight[0]
+    assert torch.allclose(places, grid_positions(9, 8), atol=1e-6)
+
+
 def test_the_paper_size() -> None:
     """5.20 M parameters (Hu, Zou, Xu, arXiv 2502.11646), within two per cent."""
     with torch.device("meta"):
@@ -67,6 +78,13 @@ def test_the_paper_size() -> None:
         (ValueError, {"scale": 0}, "scale must be > 0, got 0"),
         (ValueError, {"dropout": 1}, r"dropout must lie in \[0, 1\), got 1"),
         (ValueError, {"start": "zero"}, "start must be one of .* got 'zero'"),
+        (ValueError, {"positions": "none"}, "positions must be one of .* got 'none'"),
+        (ValueError, {"final_norm": "batch"}, "final_norm must be one of .* got 'batch'"),
+        (
+            ValueError,
+            {"positions": "sincos", "start": "units"},
+            "start must be 'random' where positions are 'sincos', got 'units'",
+        ),
     ],
 )
 def test_bad_arguments(error: type[Exception], arguments: dict[str, Any], message: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cases.official import PHI
 from implicit_attn import DEQ
 from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.updates import HyperSETLayer, HyperSETStep
@@ -128,17 +130,39 @@ def gelu_energy(y: Tensor) -> Tensor:
     return -(normal_gelu(points) * weights).sum(-1).mul((y - low) / 6000.0).sum()
 
 
-ATTENTION_ENERGIES = {
+def relu_score_energy(y: Tensor, keys: Tensor, beta: float) -> Tensor:
+    return (beta * y @ keys.T).clamp_min(0.0).square().sum() / (4.0 * beta)
+
+
+def squared_score_energy(y: Tensor, keys: Tensor, beta: float) -> Tensor:
+    return torch.sigmoid(beta * y @ keys.T).square().sum() / (4.0 * beta)
+
+
+def mapped_energy(phi: Callable[[Tensor], Tensor], y: Tensor, keys: Tensor, beta: float) -> Tensor:
+    return linear_energy(phi(y), phi(keys), beta)
+
+
+def gated_energy(phi: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
+    return -0.5 * phi(y).sum().square()
+
+
+OUR_NAMES = {"elup1": "elu", "elu": "plain-elu"}
+MAPS = {OUR_NAMES.get(name, name): phi for name, phi in PHI.items()}
+ATTENTION_ENERGIES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "bisoftmax": bisoftmax_energy,
     "sigmoid": sigmoid_energy,
     "linear": linear_energy,
     "softmax": bisoftmax_energy,  # each token its own term: the keys are held
+    "relu": relu_score_energy,
+    "sigmoid-squared": squared_score_energy,
+    **{f"linear-{name}": partial(mapped_energy, phi) for name, phi in MAPS.items()},
 }
 FEEDFORWARD_ENERGIES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda y: -0.5 * y.clamp_min(0.0).square().sum(),
     "softmax": lambda y: -y.exp().sum().log(),
     "gated": lambda y: -0.5 * normal_gelu(y).sum().square(),
     "gelu": gelu_energy,
+    **{f"gated-{name}": partial(gated_energy, phi) for name, phi in MAPS.items() if name != "gelu"},
 }
 
 

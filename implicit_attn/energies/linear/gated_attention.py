@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.attention import head_width
 from implicit_attn.energies.checks import check_dtype, check_mask, check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.heads.features import Features, project
+from implicit_attn.energies.heads.heads_energy import head_width
 from implicit_attn.energies.heads.inputs import check_parts, read_memory, read_pairs
 from implicit_attn.energies.heads.temperatures import (
     Beta,
@@ -78,7 +78,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
         heads: number of heads.
         causal: query i sees the tokens ``j <= i`` of x, of which there are N.
         context_dim: features of x, default ``dim``.
-        feature_map: phi, ``"identity"``, ``"relu"`` or ``"elu"`` (``elu(y) + 1``); ``normalised``
+        feature_map: phi, as for :class:`implicit_attn.energies.attention.LinearAttention`; ``normalised``
             needs ``"elu"``, which has no zero; E is infinite where ``exp(y)`` is too small for the dtype.
         gate: one of ``GATES``; ``"decay"`` needs ``causal``.
         normalised: the kernel free energy.

@@ -6,7 +6,20 @@ import argparse
 from functools import partial
 
 from implicit_attn.command_line import number, seed_number, whole
-from implicit_attn.studies.experiments.boards.figures import graph_figure, solving_figure
+from implicit_attn.studies.experiments.boards.belief import (
+    ALONE,
+    BETA,
+    BETWEEN,
+    GRAPHS,
+    DigitPairs,
+    belief_methods,
+    learned_pairs,
+)
+from implicit_attn.studies.experiments.boards.figures import (
+    belief_figure,
+    graph_figure,
+    solving_figure,
+)
 from implicit_attn.studies.experiments.boards.graph import graph_by_boards, graph_by_steps
 from implicit_attn.studies.experiments.boards.puzzles import (
     MIXED,
@@ -79,6 +92,29 @@ def run_solving(options: argparse.Namespace, advance: Advance) -> Result:
     return Result(tables, ("table", "fits"), draw, f" ({boards.name}{note})")
 
 
+def graph(text: str) -> str:
+    """``type=`` of an option: whose couplings."""
+    if text not in GRAPHS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(GRAPHS)}, got {text!r}")
+    return text
+
+
+def run_belief(options: argparse.Namespace, advance: Advance) -> Result:
+    """solved puzzles by belief propagation on the rules and on learned couplings, with decimation"""
+    advance("boards")
+    clues = sorted(set(options.clues))
+    boards = boards_and_puzzles(
+        options.train, options.boards, clues, options.source, options.seed, mixed=False
+    )
+    models = {"the rules": DigitPairs.of_rules()} if "rules" in options.graph else {}
+    if "learned" in options.graph:
+        advance("training")
+        models |= learned_pairs(boards.train, options.fit_steps, options.beta, options.seed)
+    table = compare(boards.test, belief_methods(models, options.alone, options.between), advance)
+    draw = partial(belief_figure, table=table)
+    return Result({"table": table}, ("table",), draw, f" ({boards.name})")
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "sudoku-graph": Experiment(
         run_graph,
@@ -121,6 +157,26 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         quick=(
             "--clues", "50", "--boards", "3", "--steps", "10", "--train", "20", "--anneal", "60",
+            "--source", "generated",
+        ),
+    ),
+    "sudoku-belief": Experiment(
+        run_belief,
+        "Sudoku by belief propagation and decimation",
+        (
+            ("--clues", whole(FEWEST, MOST), (17, 25, 30, 36), "numbers of clues"),
+            ("--boards", whole(1, 10_000), 25, "puzzles of each; fewer may have so few clues"),
+            ("--graph", graph, GRAPHS, "rules: hard constraints of the true graph; learned: couplings"),
+            ("--alone", whole(1, 100_000), ALONE, "steps of belief propagation alone at most"),
+            ("--between", whole(1, 100_000), BETWEEN, "steps before each cell is fixed at most"),
+            ("--beta", number(0.01, 100.0), BETA, "inverse temperature of learned couplings"),
+            ("--fit-steps", whole(1, 100_000), 300, "of training"),
+            ("--train", whole(1, MOST_BOARDS), 5000, "solved boards to learn from"),
+            SOURCE,
+            ("--seed", seed_number, 0, "of the boards, the fits and the symmetries"),
+        ),
+        quick=(
+            "--clues", "50", "--boards", "3", "--fit-steps", "10", "--train", "20",
             "--source", "generated",
         ),
     ),

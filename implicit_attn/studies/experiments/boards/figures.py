@@ -81,21 +81,8 @@ def solving_figure(
     """Shares of boards and cells against the number of clues, and one board."""
     with drawing(path, title, (13, 4.8)) as figure:
         boards, cells, board = figure.subplots(1, 3)
-        names = list(dict.fromkeys(row["method"] for row in table))
-        for panel, key, label in (
-            (boards, "solved", "boards solved"),
-            (cells, "cells", "unknown cells right"),
-        ):
-            for index, name in enumerate(names):
-                rows = [r for r in table if r["method"] == name and r["clues"] != MIXED]
-                numbers = [int(row["clues"]) for row in rows]
-                panel.plot(
-                    numbers, [100 * row[key] for row in rows], label=name,
-                    color=COLOURS[index], marker=MARKS[index], markersize=5,
-                )  # fmt: skip
-            panel.set_xticks(sorted({int(row["clues"]) for row in table if row["clues"] != MIXED}))
-            panel.set(xlabel="clues of the puzzle", ylabel=f"{label} (%)", ylim=(-3, 103))
-            panel.grid(alpha=0.3)
+        _by_clues(boards, table, "solved", "boards solved")
+        _by_clues(cells, table, "cells", "unknown cells right")
         handles, labels = boards.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         draw_board(board, example)
@@ -104,6 +91,30 @@ def solving_figure(
             f"a puzzle of {clues} clues, {found} by the learned couplings\n"
             "bold: clues; blue: found; red: wrong", fontsize=9,
         )  # fmt: skip
+
+
+def belief_figure(path: str | Path, title: str, table: Table) -> None:
+    """Shares of boards and cells against the number of clues."""
+    with drawing(path, title, (10, 5.2)) as figure:
+        boards, cells = figure.subplots(1, 2)
+        _by_clues(boards, table, "solved", "boards solved")
+        _by_clues(cells, table, "cells", "unknown cells right")
+        handles, labels = boards.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+
+
+def _by_clues(panel: Any, table: Table, key: str, label: str) -> None:
+    """One curve a method, without the mixed puzzles."""
+    for index, name in enumerate(dict.fromkeys(row["method"] for row in table)):
+        rows = [r for r in table if r["method"] == name and r["clues"] != MIXED]
+        numbers = [int(row["clues"]) for row in rows]
+        panel.plot(
+            numbers, [100 * row[key] for row in rows], label=name,
+            color=COLOURS[index], marker=MARKS[index], markersize=5,
+        )  # fmt: skip
+    panel.set_xticks(sorted({int(row["clues"]) for row in table if row["clues"] != MIXED}))
+    panel.set(xlabel="clues of the puzzle", ylabel=f"{label} (%)", ylim=(-3, 103))
+    panel.grid(alpha=0.3)
 
 
 def draw_board(axes: Any, example: Example) -> None:

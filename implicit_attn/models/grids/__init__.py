@@ -1,0 +1,1 @@
+"""Models of tasks on lattices of cells."""

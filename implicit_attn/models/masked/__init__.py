@@ -1,0 +1,1 @@
+"""Masked image modelling: hidden patches of an image predicted from the visible ones."""

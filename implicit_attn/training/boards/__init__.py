@@ -1,0 +1,3 @@
+"""Tasks on boards of which some cells are given."""
+
+from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Training on instances that are drawn as they are needed."""

@@ -1,0 +1,1 @@
+"""The task of masked image modelling, and what its models have to beat."""

@@ -1,0 +1,171 @@
+"""Decimation: with belief propagation and mean field, restarts, what it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.pair_models import TREE, dense, enumerated, pair_list
+from cases.spin_models import fields, generator
+from solvers import PottsSite, Solution, Status, adaptive_tap, belief_propagation, decimate
+
+F64 = torch.float64
+CYCLES = ((0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 5), (5, 3), (0, 5), (1, 4))
+
+
+def colours_differ(rows: Tensor, states: Tensor) -> Tensor:
+    """Both ends of each pair in CYCLES."""
+    first, second = torch.tensor(CYCLES).unbind(1)
+    return (states[:, first] != states[:, second]).all(1)
+
+
+def no_one_given(batch: int, sites: int, dim: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(batch, sites, dim, dtype=F64), torch.zeros(batch, sites, dtype=torch.bool)
+
+
+def colouring(field: Tensor) -> Any:
+    """Solves a hard colouring of CYCLES by belief propagation."""
+    different = torch.zeros(3, 3, dtype=F64).fill_diagonal_(-torch.inf).expand(9, 3, 3)
+
+    def solve(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
+        return belief_propagation(
+            different, field[rows], edges=torch.tensor(CYCLES), given=given, start=start,
+            bound=30.0, max_steps=60, on_failure="ignore", adjoint=None,
+        )  # fmt: skip
+
+    return solve
+
+
+def test_on_a_tree_every_step_conditions_exactly() -> None:
+    """The surest site first, the others given it: by hand from enumerated marginals."""
+    random = generator(0)
+    listed, blocks = pair_list(TREE, 3, 1.0, random)
+    field = fields(3, 5, 3, random)
+    seen: list[Tensor] = []
+
+    def solve(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
+        seen.append(given[1].sum(1))
+        return belief_propagation(blocks, field[rows], edges=listed, given=given, start=start)
+
+    found = decimate(solve, no_one_given(3, 5, 3))
+    states = torch.cartesian_prod(*[torch.arange(3)] * 5)
+    for row in range(3):
+        allowed = torch.ones(len(states), dtype=torch.bool)
+        fixed: list[int] = []
+        for _ in range(5):
+            mean = enumerated(dense(listed, blocks, 5), field[row : row + 1], allowed).mean[0]
+            mean[fixed] = -1.0
+            site, state = divmod(int(mean.argmax()), 3)
+            allowed &= states[:, site] == state
+            fixed.append(site)
+        assert torch.equal(found.states[row], states[allowed][0])
+    assert torch.equal(found.fixed, torch.full((3,), 5)) and bool(found.accepted.all())
+    assert [int(count[0]) for count in seen] == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(found.mean.argmax(2), found.states)
+
+
+def test_several_sites_at_once_and_sure_ones_together() -> None:
+    field = torch.zeros(2, 6, 3, dtype=F64)
+    field[0, :4, 1], field[1, 2, 0] = 60.0, 60.0  # certain, without any coupling
+    rounds: list[list[int]] = []
+
+    def solve(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
+        rounds.append(given[1].sum(1).tolist())
+        none = torch.zeros(0, 2, dtype=torch.int64)
+        return belief_propagation(
+            field.new_zeros(0, 3, 3), field[rows], edges=none, given=given, start=start
+        )
+
+    decimate(solve, no_one_given(2, 6, 3), at_once=2)
+    assert rounds == [[0, 0], [2, 2], [4, 4], [6, 6]]
+    rounds.clear()
+    decimate(solve, no_one_given(2, 6, 3), certain=0.99)
+    assert rounds[:3] == [[0, 0], [4, 1], [5, 2]]
+
+
+def test_a_colouring_is_found_where_marginals_say_nothing() -> None:
+    """Without a field all colours are alike; accepted as soon as the colouring is one."""
+    found = decimate(
+        colouring(torch.zeros(2, 6, 3, dtype=F64)), no_one_given(2, 6, 3), accept=colours_differ
+    )
+    assert bool(found.accepted.all()) and bool((found.fixed < 6).all())
+    assert bool(colours_differ(torch.arange(2), found.states).all())
+    assert bool((found.attempts == 1).all()) and bool((found.evaluations > 0).all())
+
+
+def test_a_contradiction_ends_an_attempt_and_keeps_what_was_known() -> None:
+    field = torch.zeros(2, 6, 3, dtype=F64)
+    values, clamped = no_one_given(2, 6, 3)
+    values[0, :2, 0], clamped[0, :2] = 1.0, True  # neighbours of one colour
+    found = decimate(colouring(field), (values, clamped), accept=colours_differ)
+    assert found.accepted.tolist() == [False, True]
+    assert found.status[0] == Status.CONTRADICTORY and found.fixed[0] == 0
+    assert found.states[0, :2].tolist() == [0, 0]
+
+
+def test_restarts_draw_other_states_and_are_counted() -> None:
+    """Accepted is only the colouring that the first attempt does not find."""
+    field = torch.zeros(3, 6, 3, dtype=F64)
+    first = decimate(colouring(field), no_one_given(3, 6, 3), accept=colours_differ)
+
+    def other(rows: Tensor, states: Tensor) -> Tensor:
+        swapped = states[:, 0] != first.states[0, 0]
+        return colours_differ(rows, states) & (swapped | (rows == 2))
+
+    def run(seed: int, restarts: int) -> Any:
+        return decimate(
+            colouring(field), no_one_given(3, 6, 3), accept=other, restarts=restarts, noise=1.0,
+            generator=generator(seed),
+        )  # fmt: skip
+
+    assert run(0, 1).attempts.tolist()[2] == 1
+    found, again = run(1, 20), run(1, 20)
+    assert bool(found.accepted.all()) and bool((found.attempts[:2] > 1).all())
+    assert bool((found.states[:2, 0] != first.states[0, 0]).all())
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    before = torch.random.get_rng_state()
+    run(2, 1)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_with_annealed_mean_field() -> None:
+    listed = torch.tensor(CYCLES)
+    repel = dense(listed, -2.0 * torch.eye(3, dtype=F64).expand(9, 3, 3), 6)
+    field = fields(3, 6, 3, generator(1), scale=0.1)
+
+    def solve(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
+        return adaptive_tap(
+            repel, field[rows], site=PottsSite(), order="naive", given=given, start=start,
+            inverse_temperature=[0.5, 1.0, 2.0], damping=0.3, on_failure="ignore", adjoint=None,
+        )  # fmt: skip
+
+    found = decimate(solve, no_one_given(3, 6, 3), accept=colours_differ, certain=0.999)
+    assert bool(found.accepted.all())
+
+
+def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
+    raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"solve": 3}, TypeError, "solve must be callable"),
+        ({"accept": 3}, TypeError, "accept must be callable"),
+        ({"at_once": 0}, ValueError, "at_once must be >= 1, got 0"),
+        ({"certain": 1.5}, ValueError, r"certain must be in \[0.0, 1.0\], got 1.5"),
+        ({"restarts": -1}, ValueError, "restarts must be >= 0, got -1"),
+        ({"restarts": 2}, ValueError, "noise must be > 0 for restarts"),
+        ({"noise": -1.0}, ValueError, "noise must be finite and >= 0"),
+        ({"generator": 0}, TypeError, "generator must be a torch.Generator"),
+        ({"given": None}, TypeError, "given must be a pair"),
+        ({"given": (3, 4)}, ValueError, r"given must hold values of the shape \(B, N, d\)"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    usual: dict[str, Any] = {"solve": solve_nothing, "given": no_one_given(1, 2, 2)}
+    with pytest.raises(kind, match=message):
+        decimate(**(usual | options))
