@@ -123,7 +123,7 @@ def test_solve_sudoku(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for module in NEEDS["solve_sudoku.py"]:
         pytest.importorskip(module, reason="the example needs the extra [examples]")
     output = run("solve_sudoku.py", tmp_path / "new")
-    table = output[output.index("generated Sudoku, ") :]
+    table = output[output.index("\ngenerated Sudoku, ") + 1 :]
     marks = [float(each) for each in table.splitlines()[3].split()[3:-3]]
     assert marks == [1, 2, 4, 8, 16, 32]
     rows = [line.split() for line in table.splitlines()[4:]]
