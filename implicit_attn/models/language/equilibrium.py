@@ -155,8 +155,8 @@ class EquilibriumLanguageModel(SymbolModel):
             self.layer(tokens, z0=z)  # for the residual
         return z
 
-    def _iterate(self, tokens: Tensor, count: int, z: Tensor | None = None) -> Tensor:
-        z = tokens if z is None else z
+    def _iterate(self, tokens: Tensor, count: int, start: Tensor | None = None) -> Tensor:
+        z: Tensor = tokens if start is None else start
         for _ in range(count):
             z = self.layer.update(z, tokens)
         return z
