@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
         report(model, *puzzles(options, True), options)
         return
     with mistakes():
-        refuse_huge(lambda: build_model(specification(options, [[0]])), name="features")
+        refuse_huge(lambda: build_model(specification(options, [[0]])), name="--features")
         fabric = start(options)
     with claim(options, fabric) as lock:
         train(options, fabric, lock)
