@@ -73,7 +73,11 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     ),
     (lambda: SoftmaxAttention(8, 2, cross=True, causal=True), ValueError, r"causal needs self"),
     (lambda: ReLUFeedForward(8, 0), ValueError, r"rows must be >= 1, got 0"),
-    (lambda: GatedFeedForward(8, 4, activation="cosine"), ValueError, r"activation .* got 'cosine'"),
+    (
+        lambda: GatedFeedForward(8, 4, activation="cosine"),
+        ValueError,
+        r"activation .* got 'cosine'",
+    ),
     (lambda: SoftmaxFeedForward(8, 4, temperature=2), TypeError, r"temperature"),  # type: ignore[call-arg]
     (lambda: RMSNorm(epsilon=0.0), ValueError, r"epsilon must be finite and > 0, got 0\.0"),
     (lambda: RMSNorm(epsilon=float("nan")), ValueError, r"epsilon must be finite .* got nan"),

@@ -42,8 +42,8 @@ class EquilibriumRing(nn.Module):
 
     Each evaluation lets a position look ``reach`` positions to each side, and reads the input anew.
     Nothing depends on the length of the ring or the place on it. In training ``forward`` is iterated
-    from zero and differentiated through all iterations; with random numbers of them the only way to be
-    right at each is a state that stays. ``layer`` solves for it by any solver.
+    from zero and differentiated through all iterations, more than a small ring needs, so that what is
+    found must stay. ``layer`` solves for it by any solver.
 
     Args:
         features: F of a position.
