@@ -16,7 +16,6 @@ class Row:
     seeds: dict[str, int]
     color: str
     dashes: str = "-"
-    control: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,33 +59,33 @@ FORMS = (
     ),
 )
 CONTROLS = (
-    Row("plain, rate 6e-3", ("--rate", "6e-3"), ONE, "black", "--", True),
-    Row("plain, rate 1e-2", ("--rate", "1e-2"), ONE, "black", ":", True),
+    Row("plain, rate 6e-3", ("--rate", "6e-3"), ONE, "black", "--"),
+    Row("plain, rate 1e-2", ("--rate", "1e-2"), ONE, "black", ":"),
     Row(
         "momentum, rate 6e-3",
         ("--descent", "momentum", "--rate", "6e-3"),
-        ONE, "#b5323c", "--", True,
+        ONE, "#b5323c", "--",
     ),
     Row(
         "momentum, rate 1e-2",
         ("--descent", "momentum", "--rate", "1e-2"),
-        {"tiny": 1, "small": 0}, "#b5323c", ":", True,
+        {"tiny": 1, "small": 0}, "#b5323c", ":",
     ),
-    Row("plain, gain", ("--descent", "gain"), ONE, "#777777", "--", True),
+    Row("plain, gain", ("--descent", "gain"), ONE, "#777777", "--"),
     Row(
         "nesterov, scaled",
         ("--descent", "nesterov", "--lookahead", "scaled"),
-        ONE, "#3a8f5c", "--", True,
+        ONE, "#3a8f5c", "--",
     ),
     Row(
         "nesterov, queries",
         ("--descent", "nesterov", "--lookahead", "queries"),
-        ONE, "#3a8f5c", ":", True,
+        ONE, "#3a8f5c", ":",
     ),
     Row(
         "newton-taylor, order 0",
         ("--attention", "newton-taylor", "--order", "0"),
-        ONE, "#d9772b", "--", True,
+        ONE, "#d9772b", "--",
     ),
 )  # fmt: skip
 ROWS = {row.name: row for row in (*FORMS, *CONTROLS)}
