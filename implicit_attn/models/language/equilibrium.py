@@ -63,7 +63,7 @@ class EquilibriumLanguageModel(SymbolModel):
     The block is evaluated a fixed number of times, ``z <- f(z, x)`` from ``z = x``, for a reason: a
     stopping rule or a mixture of iterates that looks at a whole sample, as Anderson's, would carry
     information from later symbols to earlier ones. So logits depend on no later symbol, bit by bit, and
-    how well the equation is solved is reported instead: ``last.residual`` after each implicit solve.
+    how well the equation is solved is reported instead: ``last.residual`` after each call.
 
     Args:
         vocabulary, dim, length: as for ``SymbolModel``.
@@ -72,11 +72,11 @@ class EquilibriumLanguageModel(SymbolModel):
         hidden: hidden units of the feed-forward part; None: 4 d.
         iterations: evaluations of the block, at least 2; a call may ask for any other number.
         gradient: "truncated": back-propagation through the last four evaluations, with memory of these.
-            Where the iterates run apart this gradient shows it, and so training keeps the block a
-            contraction. "implicit": by the implicit function theorem at the last iterate, with memory of
-            one evaluation; right only where the equation is solved, and once the block is no
-            contraction nothing brings it back. "unrolled": through all iterations, the control. The
-            first two measure the residual by one of the evaluations.
+            Where the iterates run apart this gradient shows it: the block stayed a contraction in the
+            trainings of ``docs/results.md``. "implicit": by the implicit function theorem at the last
+            iterate, with memory of one evaluation; right only where the equation is solved,
+            and once the block is no contraction nothing brings it back. "unrolled": through
+            all iterations, the control. The first two measure the residual by one of the evaluations.
         damping: a of ``CausalBlock``.
         dropout: share of token values that are set to 0 in training. The block has none: it must be
             the same map in every evaluation.
@@ -85,8 +85,8 @@ class EquilibriumLanguageModel(SymbolModel):
         form: further arguments of the attention form.
 
     Attributes:
-        last: the ``solvers.Solution`` (without its value) of the latest implicit solve, None before one
-            and always with ``gradient="unrolled"``.
+        last: status, residual and evaluations of each sample in the latest call, a ``solvers.Solution``
+            without its value; None before one, and always with ``gradient="unrolled"``.
 
     Shapes: symbols (B, N) -> logits (B, N, V), causal.
 
