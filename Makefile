@@ -22,8 +22,10 @@ help: ## show this list
 demo: $(VENV)/examples.stamp ## train on the embedded digits, write the report to runs/, over an earlier one
 	$(BIN)/python examples/classify.py $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
 
+# A test that hangs fails after ten minutes; the slowest takes two. "thread" also ends what waits within
+# a library, where a signal would not be heard.
 test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --timeout 600 --timeout-method thread $(ARGS)
 
 fuzz: $(VENV)/test.stamp ## random cases of everything (ARGS="--cases 100000 --workers 2")
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m fuzz.run $(ARGS)

@@ -232,7 +232,7 @@ def test_runs_in_threads_train_as_they_do_alone(tmp_path: Path) -> None:
     together = [training(f"thread {number}") for number in range(3)]
     with ThreadPoolExecutor(3) as pool:
         for future in [pool.submit(each.run) for each in together]:
-            future.result()
+            future.result(120)
     for each in together:
         for ours, theirs in zip(each.model.parameters(), alone.model.parameters(), strict=True):
             assert torch.equal(ours, theirs)

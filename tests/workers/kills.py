@@ -106,7 +106,7 @@ def run_killed(
             output, _ = process.communicate(timeout=draw.uniform(0, 1.1 * length))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=60)
             n.kills += 1
         else:
             if process.returncode != 0:

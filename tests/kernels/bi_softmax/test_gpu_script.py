@@ -30,8 +30,9 @@ def test_it_adds_to_the_path_and_times_every_variant(tmp_path: Path) -> None:
     }
     script = ROOT / "benchmarks/gpu_all.sh"
     result = subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False
-    )
+        ["bash", str(script)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     paths, commands = zip(
         *(line.split(" | ", 1) for line in calls.read_text().splitlines()), strict=True

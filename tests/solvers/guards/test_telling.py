@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import pickle
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -76,10 +77,10 @@ def test_an_error_of_a_spectrum_survives_pickling() -> None:
 @pytest.mark.defect("C3")
 def test_a_pool_of_processes_hands_the_error_back() -> None:
     with (
-        multiprocessing.get_context("spawn").Pool(1) as pool,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
         pytest.raises(SolveError, match="MAX_STEPS 2 of 2"),
     ):
-        pool.map_async(fail, [0]).get(timeout=120)
+        pool.submit(fail, 0).result(timeout=120)
 
 
 class Doubling(nn.Module):

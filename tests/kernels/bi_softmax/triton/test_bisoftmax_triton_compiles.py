@@ -47,7 +47,9 @@ def compiled(
     search = os.pathsep.join((str(FLOOR), str(ROOT)) if floor else (str(ROOT),))
     environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": search}
     command = [sys.executable, str(WORKER), str(capability), *words]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
 

@@ -33,8 +33,9 @@ def test_only_the_first_launch_of_its_kind_is_bound_by_triton() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     result = subprocess.run(
-        [sys.executable, "-c", COUNTS], env=environment, capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", COUNTS],
+        env=environment, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
     first, *later = map(int, result.stdout.split())
     assert first > 0
     assert later == [0, 0]
