@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from statistics import mean
 
-from benchmarks.language.rows import PLAIN, ROWS, Run
+from benchmarks.language.rows import PLAIN, ROWS
+from benchmarks.trainings.runs import Run
 
 Losses = dict[Run, dict[int, float]]
 SOURCE = "Ren, Ouyang, Tang, Liu, arXiv 2511.00907, figure 1"

@@ -22,9 +22,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from benchmarks.language.rows import SIZES, Run
-from benchmarks.language.runs import WEIGHTS, add_run_options, perform
+from benchmarks.language.rows import EXAMPLE, SIZES
 from benchmarks.measure import table
+from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, perform
 from implicit_attn.command_line import Parser, command, count, mistakes, repeats
 from implicit_attn.data import TextData, load_text
 from implicit_attn.models import EquilibriumLanguageModel, load_model
@@ -61,7 +61,7 @@ def plan(options: Any) -> list[Run]:
     shared = ["--text", options.text, *sizes, "--steps", str(options.steps)]
     shared += ["--windows", "256", "--evaluate-every", str(every)]
     return [
-        Run("tiny", f"{row}, {rate}", seed, (*shared, *words, "--rate", rate))
+        Run("tiny", f"{row}, {rate}", seed, (*shared, *words, "--rate", rate), EXAMPLE)
         for seed in range(options.seeds)
         for row, words in ROWS.items()
         for rate in RATES

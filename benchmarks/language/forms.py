@@ -12,6 +12,7 @@ trains nothing and shows what is done.
 
 from __future__ import annotations
 
+import csv
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks.language.claims import SOURCE, Losses, lines, verdicts
 from benchmarks.language.figure import draw
-from benchmarks.language.rows import ROWS, SIZES, Run
-from benchmarks.language.runs import WEIGHTS, add_run_options, perform, read_losses
+from benchmarks.language.rows import EXAMPLE, ROWS, SIZES
 from benchmarks.measure import table
+from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, perform
 from implicit_attn.command_line import (
     Parser,
     command,
@@ -62,9 +63,15 @@ def plan(options: Any) -> list[Run]:
             if options.steps is not None:
                 every = max(1, options.steps // 12)
                 words += ["--steps", str(options.steps), "--evaluate-every", str(every)]
-            found += [Run(size, row.name, seed, tuple(words)) for seed in range(number)]
+            found += [Run(size, row.name, seed, tuple(words), EXAMPLE) for seed in range(number)]
     order = list(dict.fromkeys(options.size))
     return sorted(found, key=lambda run: (order.index(run.size), run.seed))
+
+
+def read_losses(run: Run, folder: Path) -> dict[int, float]:
+    """Validation loss by the number of steps done."""
+    with (folder / run.folder / "evaluations.csv").open(newline="") as file:
+        return {int(row["step"]): float(row["validation_loss"]) for row in csv.DictReader(file)}
 
 
 def show(options: Any, runs: list[Run]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PLAIN = "plain"
+EXAMPLE = "language_model.py"
 
 
 @dataclass(frozen=True)
@@ -16,20 +17,6 @@ class Row:
     seeds: dict[str, int]
     color: str
     dashes: str = "-"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training: a row at a size, with a seed."""
-
-    size: str
-    row: str
-    seed: int
-    words: tuple[str, ...]
-
-    @property
-    def folder(self) -> str:
-        return f"{self.size}-{self.row.replace(', ', '-').replace(' ', '-')}-{self.seed}"
 
 
 # A pilot, and the model of the table; both see every window of the text at random.

@@ -17,10 +17,12 @@ pytest.importorskip("tqdm", reason="the benchmark trains by an example of [examp
 pytest.importorskip("lightning_fabric", reason="the benchmark trains by an example of [examples]")
 pytest.importorskip("matplotlib", reason="the benchmark trains by an example of [examples]")
 
-from benchmarks.language import equilibrium, forms, runs
+from benchmarks.language import equilibrium, forms
 from benchmarks.language.claims import differences, lines, verdicts
 from benchmarks.language.figure import draw
-from benchmarks.language.rows import CONTROLS, FORMS, Run
+from benchmarks.language.rows import CONTROLS, EXAMPLE, FORMS
+from benchmarks.trainings import runs
+from benchmarks.trainings.runs import Run
 from implicit_attn.command_line import Parser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,13 +69,13 @@ def test_the_example_takes_every_command_line() -> None:
 
 
 def a_run(row: str, seed: int = 0) -> Run:
-    return Run("tiny", row, seed, ("--steps", "3"))
+    return Run("tiny", row, seed, ("--steps", "3"), EXAMPLE)
 
 
 def test_runs_are_resumed_and_failures_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "script.py"
+    script = tmp_path / EXAMPLE
     script.write_text(
         "import sys, pathlib\n"
         "out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
@@ -81,7 +83,7 @@ def test_runs_are_resumed_and_failures_told(
         "elif out.name.endswith('1'): print('told why'); sys.exit(3)\n"
         "else: (out / 'checkpoint.safetensors').write_text('')\n"
     )
-    monkeypatch.setattr(runs, "EXAMPLE", script)
+    monkeypatch.setattr(runs, "EXAMPLES", tmp_path)
     wanted, folder = [a_run("plain"), a_run("plain", 1)], tmp_path / "out"
     options = SimpleNamespace(out=folder, table=False, workers=2)
     shown: list[list[Run]] = []
@@ -96,7 +98,7 @@ def test_runs_are_resumed_and_failures_told(
     assert shown == [[wanted[0]]]
     assert json.loads((folder / "tiny-plain-0" / "words.json").read_text()) == ["--steps", "3"]
     with pytest.raises(ValueError, match="run with other options"):
-        runs.is_done(Run("tiny", "plain", 0, ("--steps", "4")), folder)
+        runs.is_done(Run("tiny", "plain", 0, ("--steps", "4"), EXAMPLE), folder)
 
 
 CURVES = {

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.language.rows import Run
 from implicit_attn.command_line import Parser, folder, make_folder, mistakes, whole
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-EXAMPLE = ROOT / "examples" / "language_model.py"
+EXAMPLES = ROOT / "examples"
 WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: a row of a table at a size, with a seed; ``words`` are options of the example."""
+
+    size: str
+    row: str
+    seed: int
+    words: tuple[str, ...]
+    example: str
+
+    @property
+    def folder(self) -> str:
+        return f"{self.size}-{self.row.replace(', ', '-').replace(' ', '-')}-{self.seed}"
 
 
 def add_run_options(parser: Parser, out: Path) -> None:
@@ -101,7 +115,7 @@ def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
     place = folder / run.folder
     place.mkdir(parents=True, exist_ok=True)
     (place / "words.json").write_text(json.dumps(run.words))
-    words = [sys.executable, str(EXAMPLE), *run.words, "--seed", str(run.seed)]
+    words = [sys.executable, str(EXAMPLES / run.example), *run.words, "--seed", str(run.seed)]
     words += ["--out", str(place), "--accelerator", "cpu"]
     if (place / "checkpoint.safetensors").exists():
         words.append("--resume")
@@ -109,9 +123,3 @@ def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
     with (place / "log.txt").open("ab") as log:
         return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
-
-
-def read_losses(run: Run, folder: Path) -> dict[int, float]:
-    """Validation loss by the number of steps done."""
-    with (folder / run.folder / "evaluations.csv").open(newline="") as file:
-        return {int(row["step"]): float(row["validation_loss"]) for row in csv.DictReader(file)}

@@ -1,0 +1,111 @@
+"""CIFAR-10 on a CPU: Hyper-SET, its equilibrium and three rivals of the same size and effort.
+
+python benchmarks/images/cifar10.py [--rows hyperset transformer ...] [--seeds 1] [--epochs 3]
+    [--limit 50000] [--workers 2] [--out runs/cifar10] [--table]
+
+Every run is ``examples/vit_images.py --data cifar10`` with the words of a row, in a folder of its own; a
+command that was interrupted goes on where it stopped. All train with the same batches of the same
+augmented images, rate and schedule. "1x" is the accuracy with the iterations of training, all 10,000 test
+images; an equilibrium is solved by plain iteration with at most as many evaluations.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from benchmarks.measure import table
+from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, perform
+from implicit_attn.command_line import Parser, command, count, mistakes, repeats
+from implicit_attn.studies.convergence import solver_choices
+from implicit_attn.studies.evaluations import accuracy_by_evaluations
+from implicit_attn.studies.extrapolation import accuracy_by_iterations
+from implicit_attn.studies.subjects import Subject, open_subject
+
+EXAMPLE = "vit_images.py"
+TIMES = (1, 2, 4)
+# The words that make the parameters of all about as many, and the accuracies published with Hyper-SET
+# (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646): width 384, 200 epochs.
+ROWS: dict[str, tuple[tuple[str, ...], str]] = {
+    "hyperset": ((), "88.89 % (0.96 M)"),
+    "hyperset-equilibrium": ((), "-"),
+    "transformer": ((), "89.90 % (1.79 M)"),
+    "energy-transformer": (("--width", "660"), "75.98 %"),
+    "crate": (("--dim", "80"), "86.97 %"),
+}
+
+
+def parser() -> Parser:
+    made = Parser(description="Hyper-SET and its rivals on CIFAR-10, of one size and effort.")
+    add = made.add_argument
+    add("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="all by default")
+    add("--seeds", type=repeats, default=1)
+    add("--epochs", type=count, default=3)
+    add("--limit", type=count, default=50_000, help="training images")
+    add_run_options(made, Path("runs/cifar10"))
+    return made
+
+
+def plan(options: Any) -> list[Run]:
+    """The runs: all first seeds before second ones."""
+    shared = ["--data", "cifar10", "--epochs", str(options.epochs), "--limit", str(options.limit)]
+    return [
+        Run("cifar10", row, seed, ("--model", row, *shared, *ROWS[row][0]), EXAMPLE)
+        for seed in range(options.seeds)
+        for row in dict.fromkeys(options.rows)
+    ]
+
+
+def show(options: Any, runs: list[Run]) -> None:
+    """A line for every row: accuracies of its seeds with 1, 2 and 4 times the iterations."""
+    rows = []
+    for name in dict.fromkeys(run.row for run in runs):
+        found = [measure(options.out / run.folder) for run in runs if run.row == name]
+        row: dict[str, Any] = {"model": name, "parameters": f"{found[0]['parameters']:,}"}
+        for key in found[0]:
+            if key != "parameters":
+                row[key] = " ".join(each[key] for each in found)
+        rows.append(row | {"published": ROWS[name][1]})
+    print(table(rows))
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Accuracies of a trained model, and what its training took."""
+    with mistakes("--out"):
+        subject = open_subject(folder / WEIGHTS)
+    trained = subject.trained
+    found: dict[str, Any] = {
+        "parameters": sum(each.numel() for each in subject.model.parameters()),
+        "iterations": str(trained),
+    }
+    rows = by_iterations(subject, [times * trained for times in TIMES])
+    for times, row in zip(TIMES, rows, strict=True):
+        found[f"{times}x, %"] = f"{100 * row['accuracy']:.2f}"
+    with (folder / "epochs.csv").open(newline="") as file:
+        epochs = list(csv.DictReader(file))
+    found["minutes"] = f"{sum(float(each['seconds']) for each in epochs) / 60:.1f}"
+    return found
+
+
+def by_iterations(subject: Subject, numbers: list[int]) -> Any:
+    """Accuracy after each number of iterations, or evaluations of an equilibrium."""
+    if subject.recurrence is not None:
+        return accuracy_by_iterations(subject, numbers)
+    layer, solver = solver_choices(subject.layer)["forward"]
+    parts = (subject.tokens, subject.classify, subject.inputs, subject.targets)
+    return accuracy_by_evaluations(layer, *parts, numbers, solver=solver, measure=subject.measure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    reader = parser()
+    with command(reader):
+        options = reader.parse_args(arguments)
+        perform(reader, options, plan(options), show)
+
+
+if __name__ == "__main__":
+    main()
