@@ -6,6 +6,7 @@ The sources are read, not imported. CONTRIBUTING.md says what the rules are for.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import sys
 from collections import Counter
@@ -149,6 +150,7 @@ def parse(sources: dict[str, str]) -> Files:
     ]
 
 
+@functools.cache  # read once for all rules
 def repository() -> Files:
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return parse({path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths})

@@ -352,7 +352,7 @@ def test_benchmarks(
 
 
 @pytest.mark.defect("C6")
-@pytest.mark.parametrize("name", ["zoo", "step", "layers", "other_problems", "learning"])
+@pytest.mark.parametrize("name", ["layers", "other_problems", "learning"])
 def test_a_benchmark_takes_no_unknown_option(name: str, tmp_path: Path) -> None:
     """Started as a file, from any folder, with nothing on the path."""
     pytest.importorskip("torchdeq")
