@@ -1,7 +1,7 @@
 """Sudoku by every method of this package on the same boards, by their number of givens.
 
 python benchmarks/boards/sudoku.py [--weights examples/weights/sudoku-solver.safetensors] [--boards 200]
-    [--test 1000] [--seed 0]
+    [--test 1000] [--train 9000] [--fit-steps 300] [--seed 0]
 
 Boards are the 1,000 held-out ones of ``examples/solve_sudoku.py``: with the givens of the list of 17-clue
 puzzles, with further cells revealed up to 20, 25, 30 and 34, and "mixed", 17 to 34 (without the list they
@@ -49,7 +49,6 @@ from implicit_attn.studies.experiments.boards.solving import (
 )
 
 GIVENS = [17, 20, 25, 30, 34]
-TRAIN = 9000
 TIMES = (0.25, 1, 4, 16)  # the iterations of training
 RTOL = 1e-3
 WEIGHTS = (
@@ -63,6 +62,8 @@ def parser() -> Parser:
     add("--weights", type=place, default=WEIGHTS, help="of examples/solve_sudoku.py")
     add("--boards", type=whole(1, 10_000), default=200, help="of each number, for slow methods")
     add("--test", type=whole(1, 10_000), default=1000, help="of each number, for the others")
+    add("--train", type=whole(1, 40_000), default=9000, help="boards that are not for the test")
+    add("--fit-steps", type=whole(1, 100_000), default=300, help="of the fit of couplings to them")
     add("--seed", type=seed_number, default=0, help="of the boards")
     return made
 
@@ -112,13 +113,15 @@ def run(model: BoardSolver, options: Any) -> None:
     def advance(stage: str) -> None:
         print(stage, file=sys.stderr, flush=True)
 
-    boards = boards_and_puzzles(TRAIN, options.test, GIVENS, "auto", options.seed)
+    boards = boards_and_puzzles(options.train, options.test, GIVENS, "auto", options.seed)
     few = {
         name: Puzzles(each.puzzles[: options.boards], each.solutions[: options.boards])
         for name, each in boards.test.items()
     }
     # The fits are judged on boards of the training set: the test is for the solving alone.
-    learned = train_couplings(boards.train, boards.train, 300, L2, options.seed, advance)
+    learned = train_couplings(
+        boards.train, boards.train[:1000], options.fit_steps, L2, options.seed, advance
+    )
     annealed = f"{LEARNED}, annealed"
     slow = {
         **belief_methods({"true graph": DigitPairs.of_rules()}, ALONE, BETWEEN),
