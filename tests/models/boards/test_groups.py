@@ -74,9 +74,9 @@ def test_the_groups_of_sudoku_are_learned_from_boards() -> None:
 def test_groups_that_the_boards_do_not_show_are_refused() -> None:
     """Too few boards, too few steps, and cells that are alike instead of different."""
     boards = latin_squares(50, 4)
-    with pytest.raises(ValueError, match="at least 33 to learn groups of 16 cells .* got 32"):
+    with pytest.raises(ValueError, match=r"at least 33 to learn groups of 16 cells .* got 32"):
         learn_groups(boards[:32], 4)
-    with pytest.raises(ValueError, match="the widest gap .* give more boards or steps"):
+    with pytest.raises(ValueError, match=r"the widest gap .* give more boards or steps"):
         learn_groups(boards, 4, steps=2)
     alike = boards[:, [0, 5, 10, 0]]
     with pytest.raises(ValueError, match=r"at most once in a group, .* in the cells \[0, 3\]"):
