@@ -160,7 +160,7 @@ def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
         training = build_training(
             options,
             model,
-            BoardCompletion(data, tuple(options.givens)),
+            BoardCompletion(data, givens=tuple(options.givens)),
             {
                 **settings(options, "weights", "boards", "figure", "source"),
                 "data": data.name,
