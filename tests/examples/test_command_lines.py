@@ -130,7 +130,8 @@ VALUES = [
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--dropout": ("2", "1", "-1", "nan"),
     }),
     *rows(("solve_sudoku",), {
-        "--window": ("33",), "--weights": ("missing.safetensors",), "--figure": ("board.txt", "/proc/nope/a.gif"),
+        "--window": ("33",), "--weights": ("missing.safetensors",),
+        "--figure": ("board.txt", "/proc/nope/a.gif"),
     }),
     *rows(("sudoku_potts",), {
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--steps": COUNTS, "--anneal": COUNTS,
