@@ -34,8 +34,9 @@ class BoardSolver(nn.Module):
         window: iterations with gradients; None: all.
         layer: options of the ``DEQ`` for :meth:`solve` (solver, tolerance, max_steps, ...);
             the solver is ``solvers.Forward()`` and ``max_steps`` eight times the iterations by default.
-            The map is trained in plain iterations, and contracts only near their end: methods that
-            extrapolate, such as Anderson's and Broyden's, leave boards unsolved that these solve.
+            The map is trained in plain iterations and made for them. Methods that extrapolate leave the
+            states that it has learned from: of 100 boards with 20 givens trained weights solved 94 by
+            ``Forward``, 45 by ``Anderson`` and 9 by ``Broyden``, in at most 512 evaluations.
 
     Attributes:
         layer: the ``DEQ``; ``layer.last`` tells how the latest :meth:`solve` went.
