@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models.boards.board_update import BoardUpdate
 from solvers.core.checks import require_count, require_instance
+from solvers.methods.forward import Forward
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -66,7 +66,7 @@ class BoardSolver(nn.Module):
         if self.window > self.iterations:
             raise ValueError(f"window must be <= iterations, {iterations}, got {window}")
         update = BoardUpdate(groups, cells, colours, features, width)
-        options = {"solver": solvers.Forward(), "max_steps": 8 * self.iterations, **(layer or {})}
+        options = {"solver": Forward(), "max_steps": 8 * self.iterations, **(layer or {})}
         self.layer = DEQ(update, **options)
         self.head = nn.Linear(features, 1)
 
