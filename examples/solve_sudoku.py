@@ -10,7 +10,7 @@ Which cells constrain each other is learned first, in seconds: a head of factore
 every cell of complete boards from the other 80. Its strong pairs form a graph, whose maximal cliques
 are the groups of the model, 27 for Sudoku. The model then repeats one update, in which cells and groups
 exchange features of each digit; all its weights are shared by all cells and digits. Training puzzles
-have numbers of iterations and of givens drawn at random. In the end boards are solved with 1/4 to 8
+have numbers of iterations and of givens drawn at random. In the end boards are solved with 1/4 to 16
 times the iterations of training, and with as many as each of them needs.
 
 The puzzles have 17 to 34 givens, made from the list of 17-clue puzzles (Gordon Royle, CC BY 2.5) in
@@ -35,6 +35,7 @@ from implicit_attn.command_line import (
     command,
     count,
     learning_rate,
+    make_folder,
     mistakes,
     place,
     refuse_huge,
@@ -44,6 +45,7 @@ from implicit_attn.command_line import (
 )
 from implicit_attn.data import SudokuData, board_counts, load_sudoku, resolve_source
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
+from implicit_attn.optional import require
 from implicit_attn.studies.experiments.boards.filling import (
     filling_animation,
     filling_figure,
@@ -63,8 +65,9 @@ from implicit_attn.training.script import build_training, claim, save_weights, s
 
 CELLS, DIGITS = 81, 9
 GIVENS = (17, 20, 25, 30, 34)  # of the puzzles in the table at the end
-TIMES = (0.25, 0.5, 1, 2, 4, 8)  # the iterations of training
+TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # the iterations of training
 RTOL = 1e-3
+PICTURES = 100  # of an animation, at most
 
 
 def command_line() -> Parser:
@@ -99,6 +102,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--givens must be LEAST <= MOST, got {} {}".format(*options.givens))
     if options.window > options.iterations:
         parser.error(f"--window must be <= --iterations, got {options.window}")
+    if options.figure is not None:  # before an hour of training
+        if options.figure.suffix not in (".png", ".gif"):
+            parser.error(f"argument --figure: must end in .png or .gif, got {options.figure}")
+        with mistakes("--figure"):
+            require("matplotlib", extra="examples")
+            make_folder(options.figure.parent)
     options.random_iterations = (options.window, options.iterations)  # of each batch
     options.out = options.out or Path("runs/solve-sudoku")
     return options
@@ -147,7 +156,8 @@ def run(options: argparse.Namespace) -> None:
 def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
     first = fabric.global_rank == 0
     few, mixed = puzzles(options, first)
-    groups = learn_groups(few.train_solutions - 1, DIGITS, seed=options.seed)
+    with mistakes("--train", first=first):
+        groups = learn_groups(few.train_solutions - 1, DIGITS, seed=options.seed)
     if first:
         print(f"data: {mixed.name}, {options.train} training and {options.test} test puzzles")
         sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
@@ -160,7 +170,7 @@ def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
         training = build_training(
             options,
             model,
-            BoardCompletion(data, tuple(options.givens)),
+            BoardCompletion(data, givens=tuple(options.givens)),
             {
                 **settings(options, "weights", "boards", "figure", "source"),
                 "data": data.name,
@@ -179,7 +189,8 @@ def report(
     model: BoardSolver, few: SudokuData, mixed: SudokuData, options: argparse.Namespace
 ) -> None:
     """Print the solved boards by givens and by iterations, beside those that logic solves."""
-    trained = model.iterations
+    device = next(model.parameters()).device
+    few, mixed, trained = few.to(device), mixed.to(device), model.iterations
     marks = [max(1, round(times * trained)) for times in TIMES]
     number = sum(parameter.numel() for parameter in model.parameters())
     print(f"\n{mixed.name}, {number} parameters, trained with up to {trained} iterations")
@@ -199,7 +210,7 @@ def report(
     print("  ".join(f"{head:>7}" for head in heads))
     curves = {}
     for name, boards, answers in test_sets(few, mixed, options):
-        singles = solved_share(solve_by_singles(boards), boards, answers)
+        singles = solved_share(solve_by_singles(boards.cpu()), boards.cpu(), answers.cpu())
         shares = solved_by_iterations(model, boards, answers, marks).boards
         curves[name] = shares
         own = solved_when_converged(
@@ -231,7 +242,8 @@ def draw(
     done = [((frame.digits == solution) | (puzzle > 0)).all().item() for frame in every]
     last = len(done) if True not in done else done.index(True) + 1
     if path.suffix == ".gif":
-        filling_animation(path, puzzle, solution, every[:last])
+        rare = -(-last // PICTURES)
+        filling_animation(path, puzzle, solution, every[last - 1 :: -rare][::-1])
         return
     shown = sorted({max(1, round(share * last)) for share in (0.1, 0.4, 0.8, 1)})
     frames = [every[number - 1] for number in shown]

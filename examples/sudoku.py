@@ -1,10 +1,11 @@
-"""Train a recurrent attention model to solve Sudoku: Hyper-SET, or a baseline.
+"""Train a recurrent attention model to solve Sudoku: Hyper-SET, or a baseline; or a board solver.
 
     python examples/sudoku.py                          # reduced model, half an hour on one core
     python examples/sudoku.py --model transformer
     python examples/sudoku.py --attention softmax --layers 2
     python examples/sudoku.py --preset paper --compile --precision bf16-mixed    # for a GPU
     python examples/sudoku.py --resume                 # go on where a run stopped
+    python examples/sudoku.py --model board-solver     # all further options: of solve_sudoku.py
 
 The 81 cells are tokens. One layer is applied to them repeatedly. A linear readout gives the logits of
 the nine digits in every cell. Puzzles have 17 to 34 clues, made from the list of 17-clue puzzles
@@ -16,6 +17,8 @@ the nine digits in every cell. Puzzles have 17 to 34 clues, made from the list o
 from __future__ import annotations
 
 import argparse
+import runpy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,12 +77,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warmup": 0.05, "floor": 0.02, "symmetries": True, "start": "units", "dropout": 0.0,
     },
 }  # fmt: skip
+BOARD_SOLVER = "board-solver"
 # The iterations of an equilibrium are the most evaluations of a solve.
 EQUILIBRIA = {name: {"iterations": 50, "random_iterations": None} for name in SOLVED}
 
 
 def command_line() -> Parser:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = Parser(
+        description=__doc__.split("\n")[0] if __doc__ else None,
+        epilog=f"--model {BOARD_SOLVER} has the options of solve_sudoku.py, which it runs.",
+    )
     add, puzzles = parser.add_argument, whole(1, 1_000_000)
     add_model_options(
         parser, presets=PRESETS, backbones=BACKBONES, choices=CHOICES, token="cell", random="12 20"
@@ -162,7 +169,19 @@ def source_to_keep(options: argparse.Namespace, found: str, path: Path) -> str:
     return found
 
 
+def board_solver_words(words: Sequence[str]) -> list[str] | None:
+    """The further words of a command line with ``--model board-solver``; None: another model."""
+    reader = Parser(add_help=False, allow_abbrev=False)
+    reader.add_argument("--model", nargs="?")
+    found, others = reader.parse_known_args(words)
+    return others if found.model == BOARD_SOLVER else None
+
+
 def main(words: Sequence[str] | None = None) -> None:
+    others = board_solver_words(sys.argv[1:] if words is None else words)
+    if others is not None:  # trained and tested by a script of its own
+        runpy.run_path(str(Path(__file__).with_name("solve_sudoku.py")))["main"](others)
+        return
     parser = command_line()
     with command(parser):
         run(arguments(words, parser))

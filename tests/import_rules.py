@@ -55,7 +55,8 @@ MAY_IMPORT = {
     "implicit_attn.updates": _BELOW_UPDATES,
     "implicit_attn.deq": _BELOW_DEQ,
     "implicit_attn.block": _BELOW_DEQ | {"implicit_attn.deq"},
-    "implicit_attn.models": _BELOW_MODELS,
+    # A model may choose a method for its DEQ, which solves: some converge by one alone.
+    "implicit_attn.models": _BELOW_MODELS | {"solvers.methods"},
     "implicit_attn.training": _GROUND
     | {
         "implicit_attn.checkpoint",

@@ -130,10 +130,8 @@ VALUES = [
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--dropout": ("2", "1", "-1", "nan"),
     }),
     *rows(("solve_sudoku",), {
-        "--train": ("0", str(10**9)), "--test": ("0",), "--iterations": ("0", HUGE), "--window": ("0", "33"),
-        "--features": ("0", HUGE), "--width": ("0",), "--epochs": ("0",), "--batch": ("0",),
-        "--rate": ("nan",), "--weight-decay": ("-1",), "--boards": ("0",), "--source": ("none",),
-        "--weights": ("", "missing.safetensors"), "--out": ("", "a\0b"),
+        "--window": ("33",), "--weights": ("missing.safetensors",),
+        "--figure": ("board.txt", "/proc/nope/a.gif"),
     }),
     *rows(("sudoku_potts",), {
         "--train": (*COUNTS, str(10**9)), "--test": COUNTS, "--steps": COUNTS, "--anneal": COUNTS,
@@ -201,7 +199,9 @@ COMBINATIONS = [
     ("sudoku", ["--model", "crate", "--heads", "3"], "--heads"),
     ("sudoku", ["--source", "list", "--train", "100000"], "--train|--source"),
     ("solve_sudoku", ["--givens", "30", "20"], "--givens"),
-    ("solve_sudoku", ["--givens", "30", "81"], "--givens"),
+    ("solve_sudoku", ["--source", "generated", "--train", "5", "--test", "1"], "--train"),
+    ("sudoku", ["--model", "board-solver", "--givens", "30", "81"], "--givens"),
+    ("sudoku", ["--model=board-solver", "--layers", "2"], "--layers"),
     ("solve_sudoku", ["--features", "65536", "--width", "65536"], "--features"),
     ("vit_images", ["--dim", "65536", "--layers", "1000"], "--dim"),
     ("sudoku", ["--dim", "65536", "--width", "65536", "--layers", "100"], "--dim"),

@@ -103,7 +103,9 @@ class BoardUpdate(Update):
         batch = z.shape[0]
         cells = self.to_cell(z.sum(2) * self.colours**-0.5)
         scaled = self.members * self.members.sum(1, keepdim=True).rsqrt()
-        sums = torch.matmul(scaled, z.flatten(2)).view(batch, -1, self.colours, self.features)
+        sums = torch.matmul(scaled, z.flatten(2)).view(
+            batch, len(scaled), self.colours, self.features
+        )
         groups = self.from_group(torch.relu(self.to_group(sums))).flatten(2)
         back = torch.matmul(self.members.mT, groups).view(prepared.shape)
         cells = self.from_cell(torch.relu(cells)).unsqueeze(2)
@@ -121,6 +123,8 @@ def _incidence(groups: Sequence[Sequence[int]], cells: int) -> Tensor:
         raise ValueError("groups must hold at least one group, got none")
     incidence = torch.zeros(len(groups), cells)
     for row, group in zip(incidence, groups, strict=True):
+        if isinstance(group, (int, str)):
+            raise TypeError(f"groups must hold sequences of cells, got {group!r}")
         members = [require_count("a cell of groups", cell, low=0) for cell in group]
         if len(members) == 0 or max(members) >= cells or len(set(members)) < len(members):
             raise ValueError(

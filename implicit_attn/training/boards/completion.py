@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.data import SudokuData
-from implicit_attn.training.tasks import Measures, SudokuCompletion
+from implicit_attn.training.tasks import SudokuCompletion
 from solvers.core.checks import require_count
 
 
 @dataclass(frozen=True)
-class BoardCompletion:
-    """Sudoku by cross-entropy of the unknown cells, averaged over the answers of a training batch.
+class BoardCompletion(SudokuCompletion):
+    """:class:`SudokuCompletion` with random givens, its loss averaged over the answers of a batch.
 
     The model maps puzzles (B, 81), 0 = unknown, to logits (B, 81, 9); in training to (K, B, 81, 9), the
     answers after each of its last K iterations. In every training puzzle, each time it is seen, further
     cells of the solution are revealed, so that it has a number of givens drawn uniformly from
-    ``givens``, or its own number where that is larger. Measures as of :class:`SudokuCompletion`.
-
-    There are no symmetries here: for a model that has them exactly they would change nothing.
+    ``givens``, or its own number where that is larger.
 
     Attributes:
         data: the puzzles; for training best as they are without further givens
             (``load_sudoku(..., more=0)``).
-        givens: fewest and most, the most below 81.
+        symmetries: drawn after that; for a model that has them exactly they would change nothing.
         batch: puzzles of a batch of the evaluation.
+        givens: fewest and most, the most below 81.
 
     Raises:
         TypeError, ValueError: numbers that are no integers or out of order.
     """
 
-    data: SudokuData
     givens: tuple[int, int] = (17, 34)
-    batch: int = 100
 
     def __post_init__(self) -> None:
         require_count("batch", self.batch)
@@ -44,26 +40,13 @@ class BoardCompletion:
         if not least <= most < self.data.train_puzzles.shape[1]:
             raise ValueError(f"givens must be fewest <= most < 81, got {self.givens}")
 
-    @property
-    def inputs(self) -> Tensor:
-        return self.data.train_puzzles
-
-    @property
-    def targets(self) -> Tensor:
-        return self.data.train_solutions
-
-    def to(self, device: torch.device) -> BoardCompletion:
-        return replace(self, data=self.data.to(device))
-
     def augmented(
         self, inputs: Tensor, targets: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         least, most = self.givens
         number = torch.randint(least, most + 1, (len(inputs), 1), generator=generator)
-        return reveal_up_to(inputs, targets, number, generator), targets
-
-    def terms(self, inputs: Tensor, targets: Tensor) -> int:
-        return int((inputs == 0).sum())
+        puzzles = reveal_up_to(inputs, targets, number, generator)
+        return super().augmented(puzzles, targets, generator)
 
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         answers = outputs if outputs.dim() == 4 else outputs.unsqueeze(0)
@@ -71,12 +54,6 @@ class BoardCompletion:
         wanted = (targets[unknown] - 1).repeat(len(answers))
         chosen = answers[:, unknown].flatten(0, 1)
         return F.cross_entropy(chosen, wanted, reduction="sum") / len(answers)
-
-    def evaluate(
-        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
-    ) -> Measures:
-        plain = SudokuCompletion(self.data, batch=self.batch)
-        return plain.evaluate(model, rank, world, iterations)
 
 
 def reveal_up_to(

@@ -32,7 +32,10 @@ class SolvedShares(NamedTuple):
 
 
 class ConvergedShares(NamedTuple):
-    """Solves with a tolerance: boards solved, converged, and both; evaluations of a board."""
+    """Solves with a tolerance: shares of boards solved, of boards converged, of those solved; evaluations.
+
+    A board may be solved without having converged; ``solved_of_converged`` is 0 where none has.
+    """
 
     solved: float
     converged: float
@@ -60,6 +63,7 @@ def solved_by_iterations(
         raise ValueError(
             f"at and puzzles must not be empty, got {list(at)}, {len(puzzles)} puzzles"
         )
+    require_count("batch", batch)
     boards, cells, unknown = dict.fromkeys(marks, 0), dict.fromkeys(marks, 0), 0
     for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
         unknown += int((part == 0).sum())
@@ -83,7 +87,13 @@ def solved_when_converged(
     Args:
         model, puzzles, solutions, batch: as for :func:`solved_by_iterations`.
         options: of the solve (solver, tolerance, max_steps, ...).
+
+    Raises:
+        ValueError: no puzzle.
     """
+    require_count("batch", batch)
+    if len(puzzles) == 0:
+        raise ValueError("puzzles must not be empty, got none")
     solved, converged, evaluations = [], [], []
     for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
         solution = model.solve(part, **options)

@@ -153,9 +153,18 @@ class _Run:
         """Which samples are done, and which of them are accepted, (n,) bool both."""
         broken = (solution.status == Status.CONTRADICTORY) | ~mean.flatten(1).isfinite().all(1)
         whole = clamped.all(1)
-        accepted = whole if self.accept is None else self.accept(rows, mean.argmax(2))
+        accepted = whole if self.accept is None else self._accepts(rows, mean.argmax(2))
         accepted = accepted & ~broken
         return broken | whole | accepted, accepted
+
+    def _accepts(self, rows: Tensor, states: Tensor) -> Tensor:
+        assert self.accept is not None
+        found = self.accept(rows, states)
+        right = isinstance(found, Tensor) and found.dtype == torch.bool
+        if not right or found.shape != rows.shape:
+            shown = (found.dtype, tuple(found.shape)) if isinstance(found, Tensor) else type(found)
+            raise TypeError(f"accept must return bools of the shape ({len(rows)},), got {shown}")
+        return found
 
     def _fix(
         self, mean: Tensor, values: Tensor, clamped: Tensor, noise: float
@@ -169,7 +178,8 @@ class _Run:
             gumbel = -(-drawn.clamp(1e-300, 1 - 1e-16).log()).log()
             scores = torch.where(mean > 0, scores + noise * gumbel.to(scores), -torch.inf)
         score, state = scores.max(2)
-        score = score.masked_fill(clamped, -torch.inf)
+        # A site without probabilities, a masked one, comes last; were it never fixed, there were no end.
+        score = score.clamp_min(torch.finfo(score.dtype).min).masked_fill(clamped, -torch.inf)
         number = min(self.at_once, score.shape[1])
         chosen = torch.zeros_like(clamped).scatter(1, score.topk(number, 1).indices, True)
         chosen = chosen & ~clamped

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit
-from solvers.core.checks import require_flag, require_instance, require_number, require_positive
+from solvers.core.checks import (
+    require_count,
+    require_flag,
+    require_instance,
+    require_number,
+    require_positive,
+)
 from solvers.core.layout import Layout
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
@@ -130,6 +136,10 @@ def belief_propagation(
     check_on_failure(on_failure)
     if bound is not None:
         require_positive("bound", bound)
+    # Also where there is no edge and nothing to solve.
+    require_count("max_steps", max_steps)
+    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance", optional=True)
+    require_instance("adjoint", adjoint, Adjoint, "a solvers.Adjoint", optional=True)
     options = {
         "solver": _read_solver(solver, damping),
         "tolerance": Tolerance(_RTOL.get(field.dtype, 1e-2)) if tolerance is None else tolerance,

@@ -142,6 +142,9 @@ def test_by_specification_and_with_a_layer() -> None:
     specification = {"kind": "board-solver", "groups": LATIN, "window": 3, **SMALL}
     model: Any = build_model(specification, layer={"max_steps": 7, "on_failure": "ignore"})
     assert model.window == 3 and model.layer.max_steps == 7
+    assert model.layer.solver == solvers.Forward()
+    other: Any = build_model(specification, layer={"solver": solvers.Anderson()})
+    assert other.layer.solver == solvers.Anderson() and other.layer.max_steps == 40
     assert "members" not in " ".join(model.state_dict())
 
 
@@ -208,6 +211,7 @@ def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
     [
         (PUZZLES[:, :8], r"puzzles must be integers \(B, 9\)"),
         (PUZZLES.double(), "puzzles must be integers"),
+        (PUZZLES.bool(), "puzzles must be integers"),
         (PUZZLES[0], "puzzles must be integers"),
         (PUZZLES + 1, r"puzzles must be in 0 .. 3, got \[4\]"),
         (PUZZLES - 1, "puzzles must be in 0 .. 3, got"),
@@ -216,6 +220,22 @@ def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
 def test_bad_puzzles(puzzles: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         solver()(puzzles)
+
+
+def test_what_is_no_tensor_and_no_group() -> None:
+    with pytest.raises(TypeError, match="puzzles must be a tensor"):
+        solver()(PUZZLES.tolist())
+    with pytest.raises(TypeError, match="groups must hold sequences of cells, got 1"):
+        solver([1, 2])  # type: ignore[list-item]
+
+
+def test_no_boards_have_no_answers() -> None:
+    """As in a last batch of nothing; a solve, which has no equation then, says so."""
+    model = solver(window=2)
+    assert model(PUZZLES[:0]).shape == (0, 9, 3)
+    assert model.train()(PUZZLES[:0]).shape == (2, 0, 9, 3)
+    with pytest.raises(ValueError, match="at least one sample"):
+        model.solve(PUZZLES[:0])
 
 
 def test_bad_calls_of_the_update() -> None:

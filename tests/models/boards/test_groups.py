@@ -35,24 +35,30 @@ def test_strong_pairs_lie_above_the_widest_gap() -> None:
     weights = torch.tensor(
         [[0, 5.0, 0.2, 0.1], [4.8, 0, 4.0, 0.3], [0.2, 4.4, 0, 0.2], [0.3, 0.1, 0, 0]]
     )
-    found = strong_pairs(weights.double()[..., None, None] * colours)
+    found, gap = strong_pairs(weights.double()[..., None, None] * colours)
     assert torch.equal(found, pairs_of([(0, 1), (1, 2)], 4))
+    assert gap == pytest.approx((4.2 - 0.2) / 4.2)  # means of both directions
+    assert strong_pairs(torch.zeros(4, 4, 3, 3))[1] == 0
 
 
-def test_rows_and_columns_are_learned_from_latin_squares() -> None:
-    """Any group structure, and no symmetry of the boards is used but that of the colours."""
+def latin_squares(number: int, side: int) -> Tensor:
+    """Random ones, (number, side * side): the cyclic one, its lines and colours permuted."""
     generator = torch.Generator().manual_seed(0)
-    number, side = 400, 4
     orders = [torch.rand(number, side, generator=generator).argsort(1) for _ in range(3)]
     cyclic = (torch.arange(side)[:, None] + torch.arange(side)) % side
     squares = cyclic.expand(number, side, side)
     squares = squares.gather(1, orders[0][:, :, None].expand_as(squares))
     squares = squares.gather(2, orders[1][:, None, :].expand_as(squares))
-    boards = orders[2].gather(1, squares.flatten(1))
+    return orders[2].gather(1, squares.flatten(1))
+
+
+def test_rows_and_columns_are_learned_from_latin_squares() -> None:
+    """Any group structure, and no symmetry of the boards is used but that of the colours."""
+    side, boards = 4, latin_squares(100, 4)
     rows = [list(range(side * k, side * k + side)) for k in range(side)]
     columns = [list(range(k, side * side, side)) for k in range(side)]
     state = torch.random.get_rng_state()
-    assert learn_groups(boards, side, steps=150) == sorted(rows + columns)
+    assert learn_groups(boards, side, steps=50) == sorted(rows + columns)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -61,7 +67,20 @@ def test_the_groups_of_sudoku_are_learned_from_boards() -> None:
     index = torch.arange(600) % 8
     generator = torch.Generator().manual_seed(0)
     boards = SudokuSymmetries()(puzzles[index], solutions[index], generator)[1]
-    assert learn_groups(boards - 1, 9, steps=60) == sorted(unit.tolist() for unit in units())
+    found = learn_groups(boards[:500] - 1, 9, steps=40)
+    assert found == sorted(unit.tolist() for unit in units())
+
+
+def test_groups_that_the_boards_do_not_show_are_refused() -> None:
+    """Too few boards, too few steps, and cells that are alike instead of different."""
+    boards = latin_squares(50, 4)
+    with pytest.raises(ValueError, match=r"at least 33 to learn groups of 16 cells .* got 32"):
+        learn_groups(boards[:32], 4)
+    with pytest.raises(ValueError, match=r"the widest gap .* give more boards or steps"):
+        learn_groups(boards, 4, steps=2)
+    alike = boards[:, [0, 5, 10, 0]]
+    with pytest.raises(ValueError, match=r"at most once in a group, .* in the cells \[0, 3\]"):
+        learn_groups(alike, 4, steps=20)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +89,7 @@ def test_the_groups_of_sudoku_are_learned_from_boards() -> None:
         (TypeError, torch.zeros(2, 4), "boards must be an int64 tensor, got torch.float32"),
         (TypeError, [[0, 1]], "boards must be an int64 tensor, got list"),
         (ValueError, torch.zeros(4, dtype=torch.int64), r"boards must be \(M, N\)"),
-        (ValueError, torch.full((2, 4), 5), "colour|0 .. 2|below|in "),
+        (ValueError, torch.full((20, 4), 5), "colours in 0 .. 2"),
     ],
 )
 def test_bad_boards(error: type[Exception], boards: Tensor, message: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.data import board_counts, load_sudoku
-from implicit_attn.data.sudoku_boards import units
+from implicit_attn.data.sudoku_boards import SudokuSymmetries, solved, units
 from implicit_attn.models import BoardSolver
 from implicit_attn.training import BoardCompletion, Recipe, SudokuCompletion, Training
 from implicit_attn.training.boards.completion import reveal_up_to
@@ -42,7 +42,7 @@ def test_the_loss_is_the_mean_over_the_answers() -> None:
 
 
 def test_givens_are_drawn_anew_for_every_batch() -> None:
-    task = BoardCompletion(DATA, (30, 34))
+    task = BoardCompletion(DATA, givens=(30, 34))
     generator = torch.Generator().manual_seed(0)
     drawn = [task.augmented(task.inputs, task.targets, generator)[0] for _ in range(40)]
     numbers = torch.cat([(each != 0).sum(1) for each in drawn])
@@ -55,6 +55,15 @@ def test_givens_are_drawn_anew_for_every_batch() -> None:
     assert torch.equal(again, drawn[0])
 
 
+def test_symmetries_are_drawn_after_the_givens() -> None:
+    task = BoardCompletion(DATA, SudokuSymmetries(), givens=(30, 34)).to(torch.device("cpu"))
+    assert isinstance(task, BoardCompletion) and task.givens == (30, 34)
+    puzzles, solutions = task.augmented(task.inputs, task.targets, torch.Generator())
+    assert solved(solutions).all() and not torch.equal(solutions, task.targets)
+    assert ((puzzles == solutions) | (puzzles == 0)).all()
+    assert ((puzzles != 0).sum(1) >= 30).all()
+
+
 def test_a_puzzle_with_more_givens_keeps_them() -> None:
     few = reveal_up_to(DATA.train_puzzles, DATA.train_solutions, 5, torch.Generator())
     assert torch.equal(few, DATA.train_puzzles)
@@ -63,7 +72,7 @@ def test_a_puzzle_with_more_givens_keeps_them() -> None:
 @pytest.mark.parametrize("givens", [(20, 19), (17, 81), (-1, 3)])
 def test_bad_givens(givens: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="givens must"):
-        BoardCompletion(DATA, givens)
+        BoardCompletion(DATA, givens=givens)
 
 
 class StopAt:
@@ -89,7 +98,7 @@ class StopAt:
 def test_training_with_random_iterations_resumes_exactly(tmp_path: Path) -> None:
     def training(name: str, at: int = 0) -> Training:
         recipe = Recipe(3, 3, 1e-2, iterations=(3, 6))
-        task = BoardCompletion(DATA, (40, 70))
+        task = BoardCompletion(DATA, givens=(40, 70))
         return Training(solver(), task, recipe, tmp_path / name, save_every=1, logs=[StopAt(at)])
 
     whole = training("whole")
@@ -130,5 +139,13 @@ def test_measures_are_those_of_the_answers() -> None:
     )
     assert own.converged == pytest.approx(solution.converged.float().mean().item())
     assert own.mean_evaluations == pytest.approx(solution.evaluations.float().mean().item())
+    right, unknown = board_counts(solution.value.argmax(-1) + 1, puzzles, solutions)
+    both = (right == unknown)[solution.converged].float().mean().nan_to_num().item()
+    assert own.solved == pytest.approx((right == unknown).float().mean().item())
+    assert own.solved_of_converged == pytest.approx(both)
     with pytest.raises(ValueError, match="at and puzzles must not be empty"):
         solved_by_iterations(model, puzzles, solutions, ())
+    with pytest.raises(ValueError, match="puzzles must not be empty"):
+        solved_when_converged(model, puzzles[:0], solutions[:0])
+    with pytest.raises(ValueError, match="batch must be >= 1, got 0"):
+        solved_by_iterations(model, puzzles, solutions, (1,), batch=0)

@@ -1,1 +1,1 @@
-"""Sudoku as a Potts model: its graph and its solutions from solved boards."""
+"""Sudoku as a Potts model, its graph and its solutions from solved boards; pictures of a learned solver."""

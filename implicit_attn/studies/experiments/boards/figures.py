@@ -13,8 +13,8 @@ from implicit_attn.studies.experiments.boards.solving import Example
 from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED, drawing
 from implicit_attn.studies.tables import Table
 
-COLOURS = (BLUE, RED, GREEN, ORANGE, GREY, "#7d4fa3")
-MARKS = ("o", "s", "^", "D", "v", "P")
+COLOURS = (BLUE, RED, GREEN, ORANGE, GREY, "#7d4fa3", "black")  # three models, two ways, and logic
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
 CENTRE = 40  # the cell in the middle of the board
 
 
@@ -117,18 +117,29 @@ def _by_clues(panel: Any, table: Table, key: str, label: str) -> None:
     panel.grid(alpha=0.3)
 
 
-def draw_board(axes: Any, example: Example) -> None:
-    """The nine by nine cells, clues bold, found digits blue or red."""
+def draw_board(
+    axes: Any, example: Example, size: float = 13, strengths: Tensor | None = None
+) -> None:
+    """The nine by nine cells, clues bold, found digits blue or red.
+
+    Args:
+        axes: of the board.
+        example: its clues, its digits and those that are right.
+        size: of the digits.
+        strengths: (81,) in 0 .. 1, the fainter the less; None: all alike.
+    """
     for line in range(10):
         width = 1.6 if line % 3 == 0 else 0.4
         axes.plot([line, line], [0, 9], color="black", linewidth=width)
         axes.plot([0, 9], [line, line], color="black", linewidth=width)
-    cells = zip(*(values.tolist() for values in example), strict=True)
-    for index, (clue, digit, right) in enumerate(cells):
-        color = "black" if clue else BLUE if digit == right else RED
+    shown = torch.ones(81) if strengths is None else strengths
+    cells = zip(*(values.tolist() for values in (*example, shown)), strict=True)
+    for index, (clue, digit, right, strength) in enumerate(cells):
         axes.text(
-            index % 9 + 0.5, 8.5 - index // 9, str(digit), color=color, ha="center", va="center",
-            fontsize=13, weight="bold" if clue else "normal",
+            index % 9 + 0.5, 8.5 - index // 9, str(clue or digit), ha="center", va="center",
+            fontsize=size, weight="bold" if clue else "normal",
+            color="black" if clue else BLUE if digit == right else RED,
+            alpha=1.0 if clue else strength,
         )  # fmt: skip
     axes.set_aspect("equal")
     axes.axis("off")

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from implicit_attn.data import board_counts
 from implicit_attn.models import BoardSolver
 from implicit_attn.optional import require
+from implicit_attn.studies.experiments.boards.figures import draw_board
+from implicit_attn.studies.experiments.boards.solving import Example
 from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED, drawing
 
 COLOURS = (RED, ORANGE, BLUE, GREEN, GREY, "black")
@@ -55,7 +58,7 @@ def filling_figure(
         puzzle, solution: (81,) of the board.
         frames: the board after some iterations.
     """
-    title = "Sudoku by a learned update, repeated: more iterations solve more boards"
+    title = "Sudoku by a learned update, repeated"
     with drawing(path, title, (4.6 + 2.9 * len(frames), 3.9)) as figure:
         curve, *boards = figure.subplots(1, 1 + len(frames), width_ratios=[1.5] + [1] * len(frames))
         for color, (name, shares) in zip(COLOURS, curves.items(), strict=False):
@@ -67,7 +70,7 @@ def filling_figure(
         curve.set_xticks(list(marks), [str(mark) for mark in marks])
         curve.set(xlabel="iterations", ylabel="boards solved (%)", ylim=(-3, 103))
         curve.grid(alpha=0.3)
-        curve.legend(fontsize=8, loc="upper left")
+        curve.legend(fontsize=8, loc="lower right")
         for axes, frame in zip(boards, frames, strict=True):
             draw_frame(axes, puzzle, solution, frame)
 
@@ -78,40 +81,32 @@ def filling_animation(
     """The board, one picture a frame, as a GIF; the last one stays for two seconds."""
     require("matplotlib", extra="examples").use("Agg")
     pyplot = require("matplotlib.pyplot", extra="examples")
-    animation = require("matplotlib.animation", extra="examples")
-    figure = pyplot.figure(figsize=(3.6, 4.0), layout="constrained")
-    axes = figure.subplots()
-    writer = animation.PillowWriter(fps=6)
+    image = require("PIL.Image", extra="examples")
+    figure = pyplot.figure(figsize=(3.6, 4.0), dpi=80, layout="constrained")
+    pictures = []
     try:
-        with writer.saving(figure, str(path), 80):
-            for frame in [*frames, *[frames[-1]] * 12]:
-                axes.clear()
-                draw_frame(axes, puzzle, solution, frame)
-                writer.grab_frame()
+        axes = figure.subplots()
+        for frame in frames:
+            axes.clear()
+            draw_frame(axes, puzzle, solution, frame)
+            canvas: Any = figure.canvas
+            canvas.draw()
+            size, pixels = canvas.get_width_height(), canvas.buffer_rgba()
+            pictures.append(image.frombytes("RGBA", size, bytes(pixels)).convert("RGB"))
     finally:
         pyplot.close(figure)
+    times = [170] * (len(pictures) - 1) + [2000]  # in milliseconds
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
 
 
 def draw_frame(axes: Any, puzzle: Tensor, solution: Tensor, frame: Frame) -> None:
-    """The nine by nine cells: givens bold, found digits blue or red, the fainter the less certain."""
-    for line in range(10):
-        width = 1.6 if line % 3 == 0 else 0.4
-        axes.plot([line, line], [0, 9], color="black", linewidth=width)
-        axes.plot([0, 9], [line, line], color="black", linewidth=width)
-    columns = (puzzle.tolist(), solution.tolist(), frame.digits.tolist(), frame.certainty.tolist())
-    right = unknown = 0
-    for index, (given, true, digit, certainty) in enumerate(zip(*columns, strict=True)):
-        unknown += given == 0
-        right += given == 0 and digit == true
-        axes.text(
-            index % 9 + 0.5, 8.5 - index // 9, str(given or digit), ha="center", va="center",
-            fontsize=11, weight="bold" if given else "normal",
-            color="black" if given else BLUE if digit == true else RED,
-            alpha=1.0 if given else max(FAINTEST, min(1.0, (certainty - 1 / 9) / (1 - 1 / 9))),
-        )  # fmt: skip
-    axes.set_aspect("equal")
-    axes.axis("off")
+    """The nine by nine cells, found digits the fainter the less certain."""
+    more = (frame.certainty - 1 / 9) / (1 - 1 / 9)  # than none
+    board = Example(puzzle, frame.digits, solution)
+    draw_board(axes, board, size=11, strengths=more.clamp(FAINTEST, 1.0))
+    right, unknown = board_counts(frame.digits[None], puzzle[None], solution[None])
     word = "iteration" if frame.iterations == 1 else "iterations"
     axes.set_title(
-        f"after {frame.iterations} {word}\n{right} of {unknown} unknown right", fontsize=10
+        f"after {frame.iterations} {word}\n{int(right)} of {int(unknown)} unknown right",
+        fontsize=10,
     )

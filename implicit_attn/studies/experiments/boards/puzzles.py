@@ -11,6 +11,7 @@ from torch import Tensor
 from implicit_attn.data import load_sudoku, resolve_source, reveal, solve_sudoku
 from implicit_attn.data.sudoku import GENERATED_MORE
 from implicit_attn.data.sudoku_boards import CELLS, SudokuSymmetries, unique_puzzles
+from implicit_attn.training.boards.completion import reveal_up_to
 from solvers.core.checks import require_count
 
 MIXED = "mixed"  # the package's own distribution of clues
@@ -82,7 +83,7 @@ def boards_and_puzzles(
         if not bool(few.any()):
             continue
         puzzles, solutions = minimal.puzzles[few], minimal.solutions[few]
-        sets[str(number)] = Puzzles(reveal_to(puzzles, solutions, number, generator), solutions)
+        sets[str(number)] = Puzzles(reveal_up_to(puzzles, solutions, number, generator), solutions)
     if not sets:
         least = int((minimal.puzzles != 0).sum(1).min())
         raise ValueError(f"clues must be >= {least} for {name}, got {clues}")
@@ -102,11 +103,3 @@ def generated_puzzles(number: int, seed: int) -> Puzzles:
         more = SudokuSymmetries()(puzzles[index], solutions[index], generator)
         puzzles, solutions = torch.cat([puzzles, more[0]]), torch.cat([solutions, more[1]])
     return Puzzles(puzzles, solutions)
-
-
-def reveal_to(puzzles: Tensor, solutions: Tensor, clues: int, generator: torch.Generator) -> Tensor:
-    """Puzzles (B, 81) with random further cells of their solutions, to so many clues in all."""
-    known = puzzles != 0
-    order = torch.rand(puzzles.shape, generator=generator).masked_fill(known, -1.0)
-    place = order.argsort(1).argsort(1)  # the clues come first
-    return torch.where(place < clues, solutions, puzzles)

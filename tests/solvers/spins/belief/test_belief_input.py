@@ -63,3 +63,17 @@ def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], message
     belief_propagation(**usual)
     with pytest.raises(kind, match=message):
         belief_propagation(**(usual | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": 0}, "max_steps"),
+        ({"tolerance": 1e-3}, "tolerance"),
+        ({"adjoint": 3}, "adjoint"),
+    ],
+)
+def test_wrong_options_without_any_edge(options: dict[str, Any], message: str) -> None:
+    """Nothing is solved then, and all the same."""
+    with pytest.raises((TypeError, ValueError), match=f"{message} must be"):
+        belief_propagation(BLOCKS[:0], FIELD, edges=PAIRS[:0], **options)

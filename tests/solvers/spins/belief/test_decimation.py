@@ -146,6 +146,40 @@ def test_with_annealed_mean_field() -> None:
     assert bool(found.accepted.all())
 
 
+def test_masked_sites_are_fixed_last_and_there_is_an_end() -> None:
+    """They have no probabilities; restarts, which draw states, must not wait for some."""
+    random = generator(0)
+    listed, blocks = pair_list(TREE, 3, 1.0, random)
+    field = fields(2, 5, 3, random)
+    mask = torch.tensor([True, True, True, False, False]).expand(2, 5)
+    solves = 0
+
+    def solve(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
+        nonlocal solves
+        solves += 1
+        assert solves <= 3 * 6, "no end"
+        return belief_propagation(
+            blocks, field[rows], edges=listed, given=given, mask=mask[rows], start=start
+        )
+
+    found = decimate(
+        solve, no_one_given(2, 5, 3), accept=lambda rows, states: rows < 0, restarts=2, noise=1.0,
+        generator=generator(0),
+    )  # fmt: skip
+    assert solves == 3 * 6 and found.fixed.tolist() == [5, 5]
+    assert bool((found.states[:, 3:] == 0).all()) and not bool(found.accepted.any())
+
+
+@pytest.mark.parametrize("answer", [True, torch.ones(3), torch.ones(2, dtype=torch.bool)])
+def test_what_accept_returns_is_checked(answer: Any) -> None:
+    with pytest.raises(TypeError, match=r"accept must return bools of the shape \(3,\), got"):
+        decimate(
+            colouring(fields(3, 6, 3, generator(2))),
+            no_one_given(3, 6, 3),
+            accept=lambda rows, states: answer,
+        )
+
+
 def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
     raise AssertionError("not called")
 

@@ -1,4 +1,4 @@
-"""The pictures of a solver that fills in a board."""
+"""The pictures of a solver that fills in a board, and of methods side by side."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import torch
 
 from implicit_attn.data.sudoku_boards import unique_puzzles, units
 from implicit_attn.models import BoardSolver
+from implicit_attn.studies.experiments.boards.belief import DigitPairs, belief_methods
+from implicit_attn.studies.experiments.boards.figures import belief_figure
 from implicit_attn.studies.experiments.boards.filling import (
     Frame,
     filling_animation,
     filling_figure,
     frames_of,
 )
+from implicit_attn.studies.tables import Table
 
 pytest.importorskip("matplotlib", reason="needs the extra [examples]")
 image = pytest.importorskip("PIL.Image", reason="needs the extra [examples]")
@@ -44,4 +47,18 @@ def test_frames_and_pictures(tmp_path: Path) -> None:
         assert picture.size[0] > 800
     filling_animation(tmp_path / "a.gif", puzzle, solution, found)
     with image.open(tmp_path / "a.gif") as animation:
-        assert animation.format == "GIF" and animation.n_frames >= 2
+        assert animation.format == "GIF" and animation.n_frames == 3
+        animation.seek(2)
+        assert animation.info["duration"] == 2000
+
+
+def test_every_method_of_three_models_has_a_curve(tmp_path: Path) -> None:
+    """The learned couplings count twice where they are not the rules when made hard."""
+    rules = DigitPairs.of_rules()
+    models = {"rules": rules, "soft": rules, "hard": rules}
+    table: Table = [
+        {"clues": "30", "method": name, "solved": 0.5, "cells": 0.7}
+        for name in belief_methods(models, 1, 1)
+    ]
+    belief_figure(tmp_path / "b.png", "Sudoku", table)
+    assert (tmp_path / "b.png").is_file()
