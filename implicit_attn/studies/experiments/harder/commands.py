@@ -52,7 +52,7 @@ def summary(sizes: Table) -> Table:
 
 
 def _means(found: Found) -> Table:
-    measures = ["evaluations", "evaluations_90", "stopped", "solved", "accuracy"]
+    measures = ["evaluations", "evaluations_90", "converged", "solved", "accuracy"]
     merged = over_seeds(found.adaptive, ["method", "size", "rtol"], measures)
     kept = ["method", "size", "rtol", "seeds", *measures]
     return [{name: row[name] for name in kept} for row in merged]
