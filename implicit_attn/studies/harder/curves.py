@@ -158,6 +158,8 @@ def _answers(
     for part in instances.split(batch):
         for kept, answer in zip(parts, method(part.inputs, budgets), strict=True):
             ended = answer.converged
-            ended = torch.zeros_like(answer.evaluations, dtype=torch.bool) if ended is None else ended
+            ended = (
+                torch.zeros_like(answer.evaluations, dtype=torch.bool) if ended is None else ended
+            )
             kept.append(_Answers(part.right(answer.predicted), answer.evaluations, ended))
     return [_Answers(*(torch.cat(each) for each in zip(*kept, strict=True))) for kept in parts]
