@@ -61,9 +61,10 @@ def _draw_sizes(axes: Any, table: Table, settings: Settings) -> None:
     axes.axvspan(settings.least, settings.size, color=GREY, alpha=0.15, linewidth=0)
     sizes = sorted({row["size"] for row in table})
     axes.set_xticks(sizes)
-    axes.set(xlabel="positions of the ring (grey: in training)", ylabel="rings solved", ylim=_SHARE)
+    axes.set(xlabel="positions of the ring (grey: in training)", ylabel="rings solved")
+    axes.set(ylim=(-0.03, 1.85), yticks=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0])  # the legend stands above
     axes.set_title("larger rings than in training")
-    axes.legend(fontsize=8, loc="center right")
+    axes.legend(fontsize=8, loc="upper right")
 
 
 def _draw_iterations(axes: Any, table: Table, settings: Settings) -> None:
@@ -84,7 +85,8 @@ def _draw_methods(axes: Any, found: Found, settings: Settings) -> None:
     size = next(row["size"] for row in found.curves if row["method"] == ANDERSON)
     for name, color in METHODS.items():
         rows = [row for row in found.curves if row["method"] == name and row["size"] == size]
-        draw_seeds(axes, rows, "iterations", "solved", color, name, marker="o")
+        style = "--" if name == ANNEALED else "-"  # it often lies on the first
+        draw_seeds(axes, rows, "iterations", "solved", color, name, marker="o", linestyle=style)
     for name in (FORWARD, ANDERSON):
         rows = [row for row in found.adaptive if row["method"] == name and row["size"] == size]
         merged = over_seeds(rows, ["rtol"], ["evaluations", "solved"])
