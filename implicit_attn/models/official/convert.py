@@ -43,7 +43,7 @@ def load_official(
     Args:
         state: the state dict, or a checkpoint with it under "model_state_dict" or "state_dict".
         iterations: official ``n_recur``; None: 12, for Sudoku 24, as configured there.
-        image_size: height = width of the images; needed for images.
+        image_size: height = width of the images; needed for images, None for the others.
         channels: of the images.
         side: of the grid of codes, for masked image modelling.
         attention: a name of ``implicit_attn.energies.hyperset_energy.ATTENTIONS``; None:
@@ -54,12 +54,12 @@ def load_official(
         condition: of the step sizes, "state" or "input" (official ``input_cond``); None: "state" for
             images, else "input".
         descent: one of ``Descent``'s kinds (official ``adaptive_mode``).
-        step: the step size where it is fixed; needed there.
-        lora_scale: official ``lora_alpha / lora_r``; needed with low-rank differences.
+        step: the step size where it is fixed; needed there, else None.
+        lora_scale: official ``lora_alpha / lora_r``; needed with low-rank differences, else None.
 
     Raises:
         ValueError: keys are missing or superfluous, or weights have other shapes than the layout;
-            all are named. Something that is needed is not given.
+            all are named. Something that is needed is not given, or given where it has no meaning.
         TypeError: ``state`` is no dict of tensors.
 
     Example:

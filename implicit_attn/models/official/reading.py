@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from implicit_attn.models.official.layout import OfficialLayout
+from solvers.core.checks import require_count
 
 WRAPPERS = ("model_state_dict", "state_dict")  # in which the official checkpoints keep the weights
 PREFIXES = ("model.", "module.")  # of all keys, from PyTorch Lightning and DistributedDataParallel
@@ -25,7 +26,7 @@ def unwrap(state: Mapping[str, Any]) -> dict[str, Tensor]:
             state = state[wrapper]
             break
     weights = dict(state)
-    for prefix in PREFIXES:
+    for prefix in PREFIXES * 2:  # in whichever order
         if weights and all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): weight for key, weight in weights.items()}
     for key, weight in weights.items():
@@ -36,6 +37,7 @@ def unwrap(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def read_layout(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialLayout:
     """The layout of these weights; ``options`` says what they do not, as in ``load_official``."""
+    require_count("channels", options["channels"])
     for prefix, reader in (("enc.", _images), ("blocks.", _sudoku), ("transformer.", _codes)):
         if any(key.startswith(prefix) for key in weights):
             return reader(weights, options)
@@ -59,6 +61,8 @@ def _images(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialL
         )
     if network is None and options["step"] is None:
         raise ValueError("step must be given where the step sizes are fixed, got None")
+    if network is not None:
+        _refuse("step", options, "where the weights have a network of the step sizes")
     if options["image_size"] is None:
         raise ValueError("image_size must be given: the weights do not tell, got None")
     differences = sum(key.startswith("deltaW_attention_B.") for key in weights)
@@ -69,6 +73,8 @@ def _images(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialL
         )
     if differences and options["lora_scale"] is None:
         raise ValueError("lora_scale must be given, the official alpha / r, got None")
+    if not differences:
+        _refuse("lora_scale", options, "where the weights have no low-rank differences")
     channels = options["channels"]
     patch = math.isqrt(_size(weights, "emb.1.weight", 1) // channels)
     time = "time_mlp.1.weight" if alternative else "time_mlp.0.1.weight"
@@ -79,9 +85,9 @@ def _images(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialL
     return OfficialLayout(
         network=network,
         alternative=alternative,
-        feedforward=options["feedforward"] or "gelu",
+        feedforward=_given(options, "feedforward", "gelu"),
         time_dim=_size(weights, time, 1) if network else 512,
-        step=options["step"] or 1.0,
+        step=_given(options, "step", 1.0),
         layers=_count(weights, "enc."),
         channels=channels,
         image_size=options["image_size"],
@@ -94,7 +100,7 @@ def _images(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialL
 def _sudoku(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialLayout:
     return OfficialLayout(
         network="raw",
-        feedforward=options["feedforward"] or "relu",
+        feedforward=_given(options, "feedforward", "relu"),
         time_dim=_size(weights, "time_mlp.0.1.weight", 1),
         layers=_count(weights, "blocks."),
         positions="learned" if "pos_emb" in weights else "sincos",
@@ -105,7 +111,7 @@ def _sudoku(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialL
 def _codes(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialLayout:
     return OfficialLayout(
         network="sinusoids",
-        feedforward=options["feedforward"] or "relu",
+        feedforward=_given(options, "feedforward", "relu"),
         codes=_size(weights, "tok_emb.weight", 0) - 1,
         side=options["side"],
         **_shared("codes", weights, options, "transformer.", "transformer.ln1.weight"),
@@ -116,6 +122,9 @@ def _shared(
     task: str, weights: Mapping[str, Tensor], options: dict[str, Any], part: str, norm: str
 ) -> dict[str, Any]:
     """What the tasks have in common, read from the keys that begin with ``part``."""
+    if task != "images":
+        for name in ("image_size", "step", "lora_scale"):
+            _refuse(name, options, f"for the weights of {task}")
     dim, width = _size(weights, f"{part}mlp.weight", 1), _size(weights, norm, 0)
     if dim % width:
         raise ValueError(f"state[{norm!r}] must have a size that divides dim={dim}, got {width}")
@@ -124,11 +133,21 @@ def _shared(
         "dim": dim,
         "heads": dim // width,
         "memories": _size(weights, f"{part}mlp.weight", 0),
-        "iterations": options["iterations"] or ITERATIONS[task],
-        "attention": options["attention"] or "bisoftmax",
-        "condition": options["condition"] or CONDITION[task],
+        "iterations": _given(options, "iterations", ITERATIONS[task]),
+        "attention": _given(options, "attention", "bisoftmax"),
+        "condition": _given(options, "condition", CONDITION[task]),
         "descent": options["descent"],
     }
+
+
+def _given(options: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The option, or the default where it is None: 0 and "" are answers, to be refused as such."""
+    return default if options[name] is None else options[name]
+
+
+def _refuse(name: str, options: Mapping[str, Any], where: str) -> None:
+    if options[name] is not None:
+        raise ValueError(f"{name} must be None {where}, got {options[name]!r}")
 
 
 def _size(weights: Mapping[str, Tensor], key: str, dimension: int) -> int:

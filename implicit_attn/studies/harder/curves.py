@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +43,11 @@ def iteration_curve(
     ``solved`` is the share of instances with every counted position right, ``accuracy`` the share of
     counted positions.
     """
-    right, taken = _answers(method, instances, budgets, batch)
-    rows = zip(budgets, right, taken, strict=True)
+    found = _answers(method, instances, budgets, batch)
     return [
-        {"iterations": budget, "evaluations": spent.double().mean().item(), **shares(ok, instances)}
-        for budget, ok, spent in rows
+        {"iterations": budget, "evaluations": each.evaluations.double().mean().item()}
+        | shares(each.right, instances)
+        for budget, each in zip(budgets, found, strict=True)
     ]
 
 
@@ -71,20 +72,21 @@ def adaptive_curve(
     """Each instance stops where its own residual is small enough, or after ``most`` evaluations.
 
     Returns:
-        For each tolerance a row with rtol, evaluations (mean), evaluations_90 (90 % quantile), stopped
-        (share that ended before the budget did), solved and accuracy; and a row for each tolerance and
-        difficulty with rtol, difficulty, samples and evaluations (mean).
+        For each tolerance a row with rtol, evaluations (mean), evaluations_90 (90 % quantile), converged
+        (share that reached the tolerance, not counting what ended for another reason), solved and
+        accuracy; and a row for each tolerance and difficulty with rtol, difficulty, samples and
+        evaluations (mean).
     """
     table: Table = []
     depths: Table = []
     for rtol in rtols:
         method = solved_by(model, solver, solvers.Tolerance(rtol=rtol))
-        (right,), (taken,) = _answers(method, instances, [most], batch)
-        numbers = taken.double()
+        (found,) = _answers(method, instances, [most], batch)
+        numbers = found.evaluations.double()
         row = {"rtol": rtol, "evaluations": numbers.mean().item()}
         row["evaluations_90"] = numbers.quantile(0.9).item()
-        row["stopped"] = (taken < most).double().mean().item()
-        table.append(row | shares(right, instances))
+        row["converged"] = found.converged.double().mean().item()
+        table.append(row | shares(found.right, instances))
         for difficulty in instances.difficulty.unique().tolist():
             some = instances.difficulty == difficulty
             mean = numbers[some].mean().item()
@@ -102,8 +104,8 @@ def needed_iterations(
 
     One that is solved and lost again counts from where it is solved for good.
     """
-    right, _ = _answers(method, instances, budgets, batch)
-    lasting = torch.stack([ok.all(1) for ok in right]).flip(0).cumprod(0).flip(0).bool()
+    solved = [each.right.all(1) for each in _answers(method, instances, budgets, batch)]
+    lasting = torch.stack(solved).flip(0).cumprod(0).flip(0).bool()
     first = torch.tensor(budgets)[lasting.long().argmax(0).cpu()]
     return torch.where(lasting[-1].cpu(), first, 0)
 
@@ -134,19 +136,30 @@ def needed_by_difficulty(
     return table
 
 
+class _Answers(NamedTuple):
+    """Of one budget: right positions (B, N) bool, evaluations (B,), converged (B,) bool."""
+
+    right: Tensor
+    evaluations: Tensor
+    converged: Tensor
+
+
 @torch.no_grad()
 def _answers(
     method: Method, instances: Instances, budgets: Sequence[int], batch: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """For each budget the right positions (B, N) bool and the evaluations (B,)."""
+) -> list[_Answers]:
+    """What was found within each budget; nothing has converged where a method asks for no tolerance."""
     if not budgets or any(b <= a for a, b in pairwise(budgets)):
         raise ValueError(f"budgets must increase, got {list(budgets)}")
     if budgets[0] < 1:
         raise ValueError(f"budgets must be >= 1, got {list(budgets)}")
-    right: list[list[Tensor]] = [[] for _ in budgets]
-    taken: list[list[Tensor]] = [[] for _ in budgets]
+    require_count("batch", batch)
+    parts: list[list[_Answers]] = [[] for _ in budgets]
     for part in instances.split(batch):
-        for k, answer in enumerate(method(part.inputs, budgets)):
-            right[k].append(part.right(answer.predicted))
-            taken[k].append(answer.evaluations)
-    return [torch.cat(each) for each in right], [torch.cat(each) for each in taken]
+        for kept, answer in zip(parts, method(part.inputs, budgets), strict=True):
+            ended = answer.converged
+            ended = (
+                torch.zeros_like(answer.evaluations, dtype=torch.bool) if ended is None else ended
+            )
+            kept.append(_Answers(part.right(answer.predicted), answer.evaluations, ended))
+    return [_Answers(*(torch.cat(each) for each in zip(*kept, strict=True))) for kept in parts]

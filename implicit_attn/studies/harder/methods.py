@@ -18,10 +18,12 @@ EXACT = solvers.Tolerance(
 
 
 class Answer(NamedTuple):
-    """Classes (B, N) int64, and the evaluations (B,) int64 that each instance took."""
+    """Classes (B, N) int64, the evaluations (B,) int64 that each instance took, and (B,) bool which
+    instances reached the tolerance; None where a method asks for none."""
 
     predicted: Tensor
     evaluations: Tensor
+    converged: Tensor | None = None
 
 
 Method = Callable[[Any, Sequence[int]], list[Answer]]
@@ -81,18 +83,21 @@ def annealed(
 ) -> Method:
     r"""Iterations with noise that falls to none: ``stages`` equal parts of each budget.
 
-    Before part s = 0 .. S-1 the state moves by ``noise (1 - s / (S-1))`` times its root mean square
-    times N(0, 1). A method for maps with several fixed points: noise leaves poor ones. Where there is
-    one fixed point it can but cost evaluations.
+    After the first evaluation of part s = 0 .. S-1 the state moves by ``noise (1 - s / (S-1))`` times
+    its root mean square times N(0, 1); before it, a state that starts at zero would have no size. A
+    part of a single evaluation has no noise, which nothing would mend. A method for maps with several
+    fixed points: noise leaves poor ones. Where there is one fixed point it can but cost evaluations.
 
     Args:
         noise: of the first part, relative to the state.
         stages: S >= 2; the last part has no noise.
         damping: of the iterations.
-        seed: of the noise, the same for each budget.
+        seed: of the noise, the same for each budget and each batch: an instance's noise is that of its
+            place in the batch.
     """
     require_nonnegative("noise", noise)
     require_count("stages", stages, low=2)
+    require_number("damping", damping, low=0.0, high=2.0, closed=False)
 
     def answer(inputs: Any, budgets: Sequence[int]) -> list[Answer]:
         found = []
@@ -101,10 +106,13 @@ def annealed(
             x, z = _begin(model, inputs)
             ends = [round(budget * (stage + 1) / stages) for stage in range(stages)]
             for stage, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                level = noise * (1 - stage / (stages - 1))
-                drawn = torch.randn(z.shape, generator=generator, dtype=z.dtype).to(z.device)
-                size = z.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (z.dim() - 1))
-                z = _iterate(model, z + level * size * drawn, x, end - start, damping)
+                level, left = noise * (1 - stage / (stages - 1)), end - start
+                if level > 0 and left > 1:
+                    z, left = _iterate(model, z, x, 1, damping), left - 1
+                    drawn = torch.randn(z.shape, generator=generator, dtype=z.dtype).to(z.device)
+                    size = z.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (z.dim() - 1))
+                    z = z + level * size * drawn
+                z = _iterate(model, z, x, left, damping)
             found.append(_spent(model.decode(z), budget))
         return found
 
@@ -121,7 +129,8 @@ def solved_by(
         options: dict[str, Any] = {"solver": solver, "tolerance": tolerance, "adjoint": None}
         for budget in budgets:
             end = model.layer.solve(x, max_steps=budget, on_failure="ignore", **options)
-            found.append(Answer(model.decode(end.value).argmax(2), end.evaluations))
+            predicted = model.decode(end.value).argmax(2)
+            found.append(Answer(predicted, end.evaluations, end.converged))
         return found
 
     return answer

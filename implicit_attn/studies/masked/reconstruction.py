@@ -21,6 +21,7 @@ SHOWN = (1, 2, 4, 8, 12, 24)  # iterations of the pictures
 IMAGES = 8  # in the pictures
 GAUSSIAN = "Gaussian, linear"
 ERRORS, FILLINGS = "errors.csv", "fillings.csv"
+TASK = ("data", "images", "hidden", "patches", "normalised")  # columns that tell what was measured
 
 
 def error_by_iterations(model: nn.Module, task: MaskedImages, numbers: Sequence[int]) -> Table:
@@ -89,7 +90,8 @@ def report_run(
     """
     numbers = sorted({max(1, round(each * iterations)) for each in MULTIPLES})
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    run = {"data": task.data.name, "model": name, "parameters": parameters, "seed": seed}
+    run = dict(zip(TASK, _measured(task), strict=True))
+    run |= {"model": name, "parameters": parameters, "seed": seed}
     found = error_by_iterations(model, task, numbers)
     errors = [{**run, "training": iterations, **row} for row in found]
     write_table(out / ERRORS, errors)
@@ -107,7 +109,8 @@ def report_run(
         row["iterations"]: row["test_loss"] for row in error_by_iterations(model, task, SHOWN)
     }
     note = ", with each patch's true mean and deviation" * task.normalise
-    draw_filling(out / "filling.png", f"{title}, {name}{note}", rows, list(labels.values()))
+    known = [row["test_loss"] for row in fillings if row["filling"] == GAUSSIAN]
+    draw_filling(out / "filling.png", f"{title}, {name}{note}", rows, [*labels.values(), *known])
 
 
 def compare_runs(folders: Sequence[Path], out: Path) -> Table:
@@ -124,16 +127,23 @@ def compare_runs(folders: Sequence[Path], out: Path) -> Table:
 
     Raises:
         FileNotFoundError: a folder holds no such run.
-        ValueError: the runs are of different data, or hide other patches.
+        ValueError: the runs are of different data, hide other patches, or measure other errors; or
+            those of one model differ in more than the seed, or do not differ in it.
     """
     runs = [_read(folder / ERRORS) for folder in folders]
     fillings = [_read(folder / FILLINGS) for folder in folders if (folder / FILLINGS).is_file()]
     names = {run[0]["data"] for run in runs}
-    if len(names) > 1 or any(each != fillings[0] for each in fillings[1:]):
-        raise ValueError(f"runs must be of the same hidden patches, got data {sorted(names)}")
+    measured = {tuple(run[0].get(name) for name in TASK) for run in runs}
+    if len(measured) > 1 or any(each != fillings[0] for each in fillings[1:]):
+        found = "; ".join(sorted(", ".join(map(str, each)) for each in measured))
+        raise ValueError(
+            f"runs must be of the same hidden patches, got {', '.join(TASK)} = {found}"
+        )
     models: dict[str, list[Table]] = {}
     for run in sorted(runs, key=lambda rows: int(rows[0]["seed"])):
         models.setdefault(run[0]["model"], []).append(run)
+    for name, some in models.items():
+        _check_seeds(name, some)
     table = [_summary(name, runs) for name, runs in models.items()]
     out.mkdir(parents=True, exist_ok=True)
     write_table(out / "comparison.csv", table)
@@ -143,6 +153,23 @@ def compare_runs(folders: Sequence[Path], out: Path) -> Table:
     title = f"{names.pop()}: error of hidden patches by iterations at test time"
     draw_errors(out / "comparison.png", title, models, shown)
     return table
+
+
+def _measured(task: MaskedImages) -> tuple[Any, ...]:
+    """The values of ``TASK``."""
+    images = len(task.test_images()[0])
+    return task.data.name, images, task.most, task.patches, int(task.normalise)
+
+
+def _check_seeds(name: str, runs: Sequence[Table]) -> None:
+    """Runs of one model become a row, so they must be alike but for the seed."""
+    kinds = {(run[0]["parameters"], run[0]["training"]) for run in runs}
+    seeds = [run[0]["seed"] for run in runs]
+    if len(kinds) > 1 or len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"runs of {name} must differ in the seed alone, got seeds {seeds} and (parameters, "
+            f"iterations of training) {sorted(kinds)}"
+        )
 
 
 def _summary(name: str, runs: Sequence[Table]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def test_one_layer_may_own_its_network() -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["model_state_dict", "state_dict"])
-@pytest.mark.parametrize("prefix", ["model.", "module.", ""])
+@pytest.mark.parametrize("prefix", ["model.", "module.model.", ""])
 def test_checkpoints_are_unwrapped(wrapper: str, prefix: str) -> None:
     state = random_state(sudoku_shapes())
     wrapped = {wrapper: {f"{prefix}{key}": weight for key, weight in state.items()}, "epoch": 3}
@@ -232,6 +232,17 @@ def test_what_weights_do_not_tell_must_be_given() -> None:
     refuse("step must be given", {"network": "none"})
     refuse("lora_scale must be given", {"rank": 2})
     refuse("iterations must be 3", {"rank": 2}, lora_scale=2.0, iterations=4)
+    # 0 is an answer that is refused, never the default; what has no meaning is refused as well.
+    refuse("step must be finite and > 0, got 0.0", {"network": "none"}, step=0.0)
+    refuse("iterations must be", {}, iterations=0)
+    refuse("attention must be one of", {}, attention="")
+    refuse("channels must be", {}, channels=0)
+    refuse("step must be None where the weights have a network", {}, step=0.5)
+    refuse("lora_scale must be None where the weights have no low-rank", {}, lora_scale=2.0)
+    with pytest.raises(
+        ValueError, match="image_size must be None for the weights of codes, got 32"
+    ):
+        load_official(random_state(code_shapes()), image_size=32)
     with pytest.raises(ValueError, match="descent must be 'plain' or 'momentum' for task='codes'"):
         load_official(random_state(code_shapes()), descent="adam")
     with pytest.raises(TypeError, match="state must be a dict of tensors, got list"):

@@ -146,6 +146,24 @@ def test_annealing_ends_without_noise(rings: Instances) -> None:
     )
 
 
+def test_the_first_part_of_annealing_is_noisy_from_a_start_at_zero(rings: Instances) -> None:
+    """Of two parts only the first has noise: it changes what is known after it."""
+    before, after = ([], [])
+    for noise, states in ((0.0, before), (5.0, after)):
+        model = Exact()
+        model.layer.update.register_forward_hook(lambda *each, kept=states: kept.append(each[2]))
+        annealed(model, noise=noise, stages=2)(rings.inputs, [8])
+        assert len(states) == 8  # noise costs no evaluation
+    assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+
+
+def test_a_budget_of_one_is_not_spoilt_by_noise(rings: Instances) -> None:
+    (noisy,), (plain,) = (
+        annealed(Exact(), noise=noise)(rings.inputs, [1]) for noise in (5.0, 0.0)
+    )  # fmt: skip
+    assert torch.equal(noisy.predicted, plain.predicted)
+
+
 @pytest.mark.parametrize("solver", [solvers.Forward(), solvers.Anderson()])
 def test_solvers_stop_where_nothing_moves(solver: solvers.Solver, rings: Instances) -> None:
     rows = iteration_curve(solved_by(Exact(), solver), rings, [3, 40])
@@ -157,7 +175,7 @@ def test_each_instance_stops_at_its_own_time(rings: Instances) -> None:
     table, depths = adaptive_curve(
         Exact(), rings, solvers.Forward(), 40, rtols=[0.5, 1e-6], batch=9
     )
-    assert table[1]["solved"] == table[1]["stopped"] == 1
+    assert table[1]["solved"] == table[1]["converged"] == 1
     assert table[0]["evaluations"] < table[1]["evaluations"] < table[1]["evaluations_90"] + 1
     exact = [row for row in depths if row["rtol"] == 1e-6]
     assert sum(row["samples"] for row in exact) == 50
@@ -165,8 +183,24 @@ def test_each_instance_stops_at_its_own_time(rings: Instances) -> None:
     assert all(row["evaluations"] == row["difficulty"] + 1 for row in exact)
     short, _ = adaptive_curve(Exact(), rings, solvers.Forward(), 3, rtols=[1e-6])
     # A ring that is all marks stops after two; the others spend the budget.
-    assert short[0]["stopped"] == pytest.approx(known_share(rings, 1))
+    assert short[0]["converged"] == pytest.approx(known_share(rings, 1))
     assert short[0]["evaluations_90"] == 3
+
+
+def test_what_ends_without_converging_is_not_counted(rings: Instances) -> None:
+    """States that are no numbers end a solve at once; one that converges may do so at the last."""
+
+    class Broken(Product):
+        def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+            return super().forward(z, x, mask=mask) * float("nan")
+
+    model = Exact()
+    last = int(rings.difficulty.max()) + 1
+    table, _ = adaptive_curve(model, rings, solvers.Forward(), last, rtols=[1e-6])
+    assert table[0]["converged"] == 1
+    model.layer = DEQ(Broken())
+    table, _ = adaptive_curve(model, rings, solvers.Forward(), 40, rtols=[1e-6])
+    assert table[0]["converged"] == 0 and table[0]["evaluations"] < 40
 
 
 def test_a_fixed_depth_does_not_care_for_the_budget(rings: Instances) -> None:
@@ -193,6 +227,8 @@ def test_multiples_of_training() -> None:
 def test_methods_refuse_what_they_cannot_do() -> None:
     with pytest.raises(ValueError, match="damping"):
         iterated(Exact(), damping=0.0)
+    with pytest.raises(ValueError, match="damping"):
+        annealed(Exact(), damping=2.5)
     with pytest.raises(ValueError, match="stages"):
         annealed(Exact(), stages=1)
     with pytest.raises(ValueError, match="noise"):

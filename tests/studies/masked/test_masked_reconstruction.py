@@ -101,6 +101,25 @@ def test_runs_of_other_patches_are_refused(tmp_path: Path) -> None:
         compare_runs([tmp_path / "c"], tmp_path)
 
 
+def test_runs_that_are_not_alike_are_not_averaged(tmp_path: Path) -> None:
+    """Errors in pixels beside those of standardised patches; a run twice; other iterations."""
+    row = {"data": "noise", "images": 10, "hidden": 2, "patches": 4, "normalised": 0}
+    row |= {"model": "a", "parameters": 1, "seed": 0, "training": 4, "iterations": 4}
+    changes = {
+        "plain": {}, "normalised": {"normalised": 1, "model": "b"},
+        "fewer": {"images": 5, "model": "b"}, "longer": {"seed": 1, "training": 8},
+    }  # fmt: skip
+    for name, change in changes.items():
+        (tmp_path / name).mkdir()
+        write_table(tmp_path / name / "errors.csv", [row | change | {"test_loss": 0.5}])
+    for name, said in (
+        ("normalised", "same hidden patches"), ("fewer", "same hidden patches"),
+        ("longer", "runs of a must differ in the seed alone"), ("plain", r"got seeds \[0, 0\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            compare_runs([tmp_path / "plain", tmp_path / name], tmp_path)
+
+
 def test_standardised_patches_have_no_fillings(tmp_path: Path) -> None:
     task = MaskedImages(DATA, 2, masked=0.5, normalise=True)
     report_run(Halving(), task, name="halving", iterations=4, seed=0, out=tmp_path)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from implicit_attn.command_line import seed_number, whole
+from implicit_attn.command_line import folder, seed_number, whole
 from implicit_attn.studies.experiments.experiment import Advance, Experiment
 from implicit_attn.studies.experiments.harder.contenders import Settings
 from implicit_attn.studies.experiments.harder.figures import easy_to_hard_figure
-from implicit_attn.studies.experiments.harder.runs import FACTORS, Found, run_all
+from implicit_attn.studies.experiments.harder.found import Found
+from implicit_attn.studies.experiments.harder.runs import FACTORS, run_all
 from implicit_attn.studies.harder.seeds import over_seeds
 from implicit_attn.studies.tables import Result, Table
 
@@ -18,7 +19,7 @@ def run_easy_to_hard(options: argparse.Namespace, advance: Advance) -> Result:
     """prefix parity on rings: trained on small ones, solved on larger ones by more iterations"""
     settings = Settings(size=options.size, steps=options.steps, tests=options.tests)
     seeds = range(options.seed, options.seed + options.seeds)
-    found = run_all(settings, seeds, advance)
+    found = run_all(settings, seeds, advance, options.keep)
     tables = {
         "summary": summary(found.sizes),
         "methods": over_seeds(
@@ -52,7 +53,7 @@ def summary(sizes: Table) -> Table:
 
 
 def _means(found: Found) -> Table:
-    measures = ["evaluations", "evaluations_90", "stopped", "solved", "accuracy"]
+    measures = ["evaluations", "evaluations_90", "converged", "solved", "accuracy"]
     merged = over_seeds(found.adaptive, ["method", "size", "rtol"], measures)
     kept = ["method", "size", "rtol", "seeds", *measures]
     return [{name: row[name] for name in kept} for row in merged]
@@ -68,6 +69,7 @@ EXPERIMENTS = {
             ("--tests", whole(1, 100_000), 100, "rings of each size in the test"),
             ("--seeds", whole(1, 100), 3, "trainings of each model"),
             ("--seed", seed_number, 0, "the first of them"),
+            ("--keep", folder, None, "keep each training's numbers here; go on after those kept"),
         ),
         quick=("--size", "4", "--steps", "1", "--tests", "4", "--seeds", "1"),
     ),

@@ -22,6 +22,7 @@ SAME_PARAMETERS = "transformer, equal parameters"
 SAME_DEPTH = "transformer, equal evaluations"
 ALWAYS = "same block, iterations not random"
 ONCE = "one iteration"
+MAJORITY = "majority class"
 FEATURES, CLASSES = 2, 2
 LAYERS = 4  # of the transformer of equal parameters
 

@@ -8,22 +8,24 @@ from typing import Any
 from implicit_attn.studies.experiments.harder.contenders import (
     ALWAYS,
     EQUILIBRIUM,
+    MAJORITY,
     ONCE,
     SAME_DEPTH,
     SAME_PARAMETERS,
     Settings,
 )
+from implicit_attn.studies.experiments.harder.found import Found
 from implicit_attn.studies.experiments.harder.runs import (
     ANDERSON,
     ANNEALED,
     DAMPED,
     FORWARD,
     LONG,
-    Found,
 )
 from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED, drawing
 from implicit_attn.studies.harder.curves import multiples
 from implicit_attn.studies.harder.figures import draw_seeds, mark_training
+from implicit_attn.studies.harder.seeds import over_seeds
 from implicit_attn.studies.tables import Table
 
 SIZES = (GREEN, BLUE, RED)
@@ -36,7 +38,7 @@ def easy_to_hard_figure(path: str | Path, title: str, found: Found, settings: Se
         axes = figure.subplots(2, 3)
         _draw_sizes(axes[0, 0], found.sizes, settings)
         _draw_iterations(axes[0, 1], found.curves, settings)
-        _draw_methods(axes[0, 2], found.curves, settings)
+        _draw_methods(axes[0, 2], found, settings)
         _draw_needed(axes[1, 0], found.needed, settings)
         _draw_adaptive(axes[1, 1], found, settings)
         _draw_unfolding(axes[1, 2], found, settings)
@@ -51,6 +53,7 @@ def _draw_sizes(axes: Any, table: Table, settings: Settings) -> None:
         SAME_DEPTH: (RED, "-"),
         SAME_PARAMETERS: (ORANGE, "-"),
         ONCE: (GREY, "--"),
+        MAJORITY: ("black", ":"),
     }
     for label, (color, style) in labels.items():
         rows = [row for row in table if row["model"] == label]
@@ -58,9 +61,10 @@ def _draw_sizes(axes: Any, table: Table, settings: Settings) -> None:
     axes.axvspan(settings.least, settings.size, color=GREY, alpha=0.15, linewidth=0)
     sizes = sorted({row["size"] for row in table})
     axes.set_xticks(sizes)
-    axes.set(xlabel="positions of the ring (grey: in training)", ylabel="rings solved", ylim=_SHARE)
+    axes.set(xlabel="positions of the ring (grey: in training)", ylabel="rings solved")
+    axes.set(ylim=(-0.03, 1.85), yticks=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0])  # the legend stands above
     axes.set_title("larger rings than in training")
-    axes.legend(fontsize=8, loc="center right")
+    axes.legend(fontsize=8, loc="upper right")
 
 
 def _draw_iterations(axes: Any, table: Table, settings: Settings) -> None:
@@ -77,15 +81,23 @@ def _draw_iterations(axes: Any, table: Table, settings: Settings) -> None:
     axes.legend(fontsize=9, loc="lower right")
 
 
-def _draw_methods(axes: Any, table: Table, settings: Settings) -> None:
-    size = next(row["size"] for row in table if row["method"] == ANDERSON)
+def _draw_methods(axes: Any, found: Found, settings: Settings) -> None:
+    size = next(row["size"] for row in found.curves if row["method"] == ANDERSON)
     for name, color in METHODS.items():
-        rows = [row for row in table if row["method"] == name and row["size"] == size]
-        draw_seeds(axes, rows, "iterations", "solved", color, name, marker="o")
+        rows = [row for row in found.curves if row["method"] == name and row["size"] == size]
+        style = "--" if name == ANNEALED else "-"  # it often lies on the first
+        draw_seeds(axes, rows, "iterations", "solved", color, name, marker="o", linestyle=style)
+    for name in (FORWARD, ANDERSON):
+        rows = [row for row in found.adaptive if row["method"] == name and row["size"] == size]
+        merged = over_seeds(rows, ["rtol"], ["evaluations", "solved"])
+        means = [[row[key] for row in merged] for key in ("evaluations", "solved")]
+        label = f"{name}, each ring stops by itself"
+        axes.plot(*means, "s--", color=METHODS[name], markerfacecolor="white", label=label)
     mark_training(axes, settings.trained, multiples(settings.trained))
-    axes.set(xlabel="evaluations at most", ylabel="rings solved", ylim=_SHARE)
+    axes.set(ylabel="rings solved", ylim=_SHARE)
+    axes.set_xlabel("evaluations at most; squares: mean, tolerances 0.1 to 1e-4")
     axes.set_title(f"equilibrium: ways of solving, {size} positions")
-    axes.legend(fontsize=9, loc="lower right")
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def _draw_needed(axes: Any, table: Table, settings: Settings) -> None:

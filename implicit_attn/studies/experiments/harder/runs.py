@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ from implicit_attn.studies.experiments.experiment import Advance
 from implicit_attn.studies.experiments.harder.contenders import (
     ALWAYS,
     EQUILIBRIUM,
+    MAJORITY,
     ONCE,
     Contender,
     Settings,
     contenders,
 )
+from implicit_attn.studies.experiments.harder.found import Found
+from implicit_attn.studies.experiments.harder.kept import kept
 from implicit_attn.studies.harder.curves import (
     adaptive_curve,
     iteration_curve,
@@ -37,60 +41,62 @@ from implicit_attn.studies.harder.methods import (
     repeated,
     solved_by,
 )
-from implicit_attn.studies.tables import Table
 
 FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0)  # sizes of the test, as multiples of the largest of training
 CURVES = (1.0, 2.0, 4.0)  # of which solved shares are followed over iterations
 LONG = 4  # times the iterations of training: what the equilibrium is given on any size
 FORWARD, DAMPED, ANDERSON, ANNEALED = "forward", "damped, 1/2", "Anderson", "annealed"
+Tests = dict[float, Instances]  # by size, as a multiple of the largest of training
 TEST_SEED = 1_000_000_007  # apart from those of training
 
 
-@dataclass
-class Found:
-    """Tables of all seeds.
+def run_all(
+    settings: Settings, seeds: Sequence[int], advance: Advance, keep: Path | None = None
+) -> Found:
+    """Train and measure, seed after seed; every seed is measured on the same instances.
 
-    Attributes:
-        sizes: rows with model, seed, size, parameters, evaluations, solved, accuracy.
-        curves: rows with method, size, seed and those of ``iteration_curve``.
-        adaptive: rows with method, size, seed and those of ``adaptive_curve``.
-        stops: rows with method, size, seed, rtol, difficulty, samples, evaluations.
-        needed: rows with size, seed and those of ``needed_by_difficulty``.
-        picture: for the first seed (positions, iterations): where an answer of one ring is right.
+    Args:
+        keep: folder of a file for each training, which is read where it is there.
     """
-
-    sizes: Table = field(default_factory=list)
-    curves: Table = field(default_factory=list)
-    adaptive: Table = field(default_factory=list)
-    stops: Table = field(default_factory=list)
-    needed: Table = field(default_factory=list)
-    picture: Tensor | None = None
-
-
-def run_all(settings: Settings, seeds: Sequence[int], advance: Advance) -> Found:
-    """Train and measure, seed after seed; every seed is measured on the same instances."""
     tests = {factor: draw_test(round(settings.size * factor), settings.tests) for factor in FACTORS}
     found = Found()
     for seed in seeds:
         for name, contender in contenders(settings).items():
-            model = contender.train(settings, seed, _every_quarter(seed, name, contender, advance))
-            advance(f"seed {seed}: {name}, measured")
-            first = {"model": name, "seed": seed}
-            known = {"parameters": sum(each.numel() for each in model.parameters())}
-            for label, budget, method in _answering(name, model, settings, contender.evaluations):
-                for instances in tests.values():
-                    row = iteration_curve(method, instances, [budget])[0]
-                    row.pop("iterations")
-                    size = {"size": instances.targets.shape[1]}
-                    found.sizes.append(first | {"model": label} | size | known | row)
-            if name == EQUILIBRIUM:
-                _follow(model, tests, settings, seed, found, advance)
+            by = [asdict(settings), contender.steps, contender.rate, contender.iterations]
+            run = partial(_run_one, settings, seed, name, contender, tests, advance)
+            found.add(kept(keep, name, seed, by, run))
+    common = most_common(settings)
     for instances in tests.values():
-        never = instances.right(torch.zeros_like(instances.targets))
-        row = {"model": "always 0", "seed": 0, "size": instances.targets.shape[1]}
+        right = instances.right(torch.full_like(instances.targets, common))
+        row = {"model": MAJORITY, "seed": 0, "size": instances.targets.shape[1]}
         row |= {"parameters": 0, "evaluations": 0.0}
-        found.sizes.append(row | shares(never, instances))
+        found.sizes.append(row | shares(right, instances))
     return found
+
+
+def _run_one(
+    settings: Settings, seed: int, name: str, contender: Contender, tests: Tests, advance: Advance
+) -> Found:
+    """What a training of one model finds."""
+    found = Found()
+    model = contender.train(settings, seed, _every_quarter(seed, name, contender, advance))
+    advance(f"seed {seed}: {name}, measured")
+    known = {"parameters": sum(each.numel() for each in model.parameters())}
+    for label, budget, method in _answering(name, model, settings, contender.evaluations):
+        for instances in tests.values():
+            row = iteration_curve(method, instances, [budget])[0]
+            row.pop("iterations")
+            first = {"model": label, "seed": seed, "size": instances.targets.shape[1]}
+            found.sizes.append(first | known | row)
+    if name == EQUILIBRIUM:
+        _follow(model, tests, settings, seed, found, advance)
+    return found
+
+
+def most_common(settings: Settings) -> int:
+    """The class that is most common among the answers of a thousand rings of training."""
+    rings = settings.draw(1000, torch.Generator().manual_seed(0))
+    return int(rings.targets.flatten().mode().values)
 
 
 def _every_quarter(
@@ -132,7 +138,7 @@ def _answering(
 
 def _follow(
     model: Any,
-    tests: dict[float, Instances],
+    tests: Tests,
     settings: Settings,
     seed: int,
     found: Found,
@@ -162,8 +168,7 @@ def _follow(
             table, depths = adapt(LONG * LONG * settings.trained)
             found.adaptive += [{"method": name, **first, **row} for row in table]
             found.stops += [{"method": name, **first, **row} for row in depths]
-    if found.picture is None:
-        found.picture = unfolding(model, tests[CURVES[-1]], LONG * settings.trained)
+    found.picture = unfolding(model, tests[CURVES[-1]], LONG * settings.trained)
 
 
 @torch.no_grad()
