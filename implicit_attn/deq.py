@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,8 +118,10 @@ class DEQ(nn.Module):
     def forward(self, x: Any, mask: Tensor | None = None, **options: Any) -> Any:
         """The fixed point for the input ``x``, of the structure of the initial state.
 
-        ``options`` are those of :meth:`solve`.
+        ``options`` are those of :meth:`solve`, except ``states_at``.
         """
+        if "states_at" in options:
+            raise TypeError("states_at is an option of solve, whose solution has the states")
         return self.solve(x, mask, **options).value
 
     @eager
@@ -131,6 +133,7 @@ class DEQ(nn.Module):
         z0: Any = None,
         record: bool = False,
         callback: Callable[[solvers.Progress], object] | None = None,
+        states_at: Sequence[int] = (),
         **options: Any,
     ) -> solvers.Solution:
         """The :class:`solvers.Solution`, whose ``value`` has the same gradients as ``forward``'s.
@@ -140,6 +143,8 @@ class DEQ(nn.Module):
             z0: initial state, instead of that of ``init``.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
+            states_at: numbers of evaluations after which ``Solution.states`` has the state, with a
+                gradient; see :func:`solvers.fixed_point`.
             options: solver, tolerance, max_steps, adjoint, on_failure or compact, for this solve only.
 
         Raises:
@@ -165,11 +170,12 @@ class DEQ(nn.Module):
             mask=mask,
             record=record,
             callback=callback,
+            states_at=states_at,
             **chosen,
         )
         if not in_transform():  # a transform's tensors are good only within it
             spent = solution.evaluations + self.evaluations_before
-            self.last = replace(solution, value=None, evaluations=spent)
+            self.last = replace(solution, value=None, states=None, evaluations=spent)
         return solution
 
     def extra_repr(self) -> str:

@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "implicit_attn.updates": _BELOW_UPDATES,
     "implicit_attn.deq": _BELOW_DEQ,
     "implicit_attn.block": _BELOW_DEQ | {"implicit_attn.deq"},
+    "implicit_attn.regularization": _BELOW_DEQ | {"implicit_attn.deq"},
     "implicit_attn.models": _BELOW_MODELS,
     "implicit_attn.training": _GROUND
     | {

@@ -32,6 +32,9 @@ PUBLIC = {
     "implicit_attn": """
         ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
+    "implicit_attn.regularization": """
+        correction_weights fixed_point_correction
+    """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
         check_sigmoid_backend covariance_product explain explain_frozen_keys explain_sigmoid

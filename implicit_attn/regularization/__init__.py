@@ -1,0 +1,7 @@
+"""What keeps training of equilibrium layers stable: losses on the way, of the Jacobian, norms of weights."""
+
+from __future__ import annotations
+
+from implicit_attn.regularization.correction import correction_weights, fixed_point_correction
+
+__all__ = ["correction_weights", "fixed_point_correction"]
