@@ -101,9 +101,7 @@ def fixed_point(
     automatic, solver = solver is None, _default(f, energy) if solver is None else solver
     _check_options(solver, tolerance, max_steps, adjoint, f, energy)
     states_at = _check_run(record, compact, callback, on_failure, states_at, max_steps)
-    _check_external(
-        solver, energy=energy is not None, record=record, callback=callback, states_at=states_at
-    )
+    _check_external(solver, energy is not None, record, callback, states_at)
     layout = Layout.of(z0)
     if in_transform():
         refuse_in_transform(adjoint, record=record)
@@ -140,12 +138,7 @@ def fixed_point(
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
-    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
-        solution.value = solution.value.clone()
-    solution.value = layout.tree(solution.value)
-    if solution.states is not None:
-        # Several may be one state, or the value.
-        solution.states = tuple(layout.tree(each.value.clone()) for each in solution.states)
+    _as_trees(solution, layout, start)
     apply_policy(solution, on_failure, goal.what, f)
     return solution
 
@@ -187,6 +180,15 @@ def _solve(
         return solution
 
 
+def _as_trees(solution: Solution, layout: Layout, start: Tensor) -> None:
+    """Give the value and the states (B, D) of a solution the structure of the initial state."""
+    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
+        solution.value = solution.value.clone()
+    solution.value = layout.tree(solution.value)
+    if solution.states is not None:  # several may be one state, or the value
+        solution.states = tuple(layout.tree(each.value.clone()) for each in solution.states)
+
+
 def _shares_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
@@ -223,8 +225,9 @@ def _check_run(
     return require_increasing("states_at", states_at, high=max_steps, what="max_steps")
 
 
-def _check_external(solver: Solver, **options: object) -> None:
-    unknown = [name for name, given in options.items() if given]
+def _check_external(solver: Solver, *options: object) -> None:
+    names = ("energy", "record", "callback", "states_at")
+    unknown = [name for name, given in zip(names, options, strict=True) if given]
     if unknown and isinstance(solver, ExternalSolver):
         raise ValueError(
             f"{solver!r} has a loop of its own, which knows no {unknown}: leave them out"

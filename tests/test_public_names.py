@@ -22,8 +22,8 @@ PUBLIC = {
         LinearSolver MINRES Newton OneStep Phantom PottsSite Progress SaddleSolution Site Solution
         SolveError SolveWarning Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState
         Status Tolerance TorusSite Trace Unrolled adaptive_tap belief_propagation decimate
-        extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map kinetic_step
-        kinetic_trajectory solve_linear spectral_radius spectrum spherical_saddle starting_state
+        extreme_eigenvalues fixed_point gibbs glauber jacobian jacobian_penalty kinetic_map
+        kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum spherical_saddle starting_state
         steady_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
@@ -33,7 +33,7 @@ PUBLIC = {
         ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
     "implicit_attn.regularization": """
-        correction_weights fixed_point_correction
+        VariationalDropout correction_weights dropout_seeds fixed_point_correction
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from implicit_attn.dropout import VariationalDropout, dropout_seeds
 from implicit_attn.regularization.correction import correction_weights, fixed_point_correction
 
-__all__ = ["correction_weights", "fixed_point_correction"]
+__all__ = [
+    "VariationalDropout",
+    "correction_weights",
+    "dropout_seeds",
+    "fixed_point_correction",
+]
