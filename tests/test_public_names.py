@@ -33,7 +33,7 @@ PUBLIC = {
         ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
     "implicit_attn.regularization": """
-        VariationalDropout correction_weights dropout_seeds fixed_point_correction
+        SpectralRadii VariationalDropout correction_weights dropout_seeds fixed_point_correction
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from implicit_attn.deq.layer import DEQ, OPTIONS
+from implicit_attn.deq.layer import DEQ, EVALUATION_OPTIONS, OPTIONS
 
-__all__ = ["DEQ", "OPTIONS"]
+__all__ = ["DEQ", "EVALUATION_OPTIONS", "OPTIONS"]

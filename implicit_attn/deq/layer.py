@@ -24,6 +24,7 @@ from solvers.core.modes import eager, in_transform
 from solvers.core.solution import check_on_failure
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
+EVALUATION_OPTIONS = ("eval_max_steps", "eval_tolerance")  # of the layer, not of a solve
 
 
 class DEQ(nn.Module):

@@ -122,7 +122,8 @@ def test_masks_are_fair_coins(p: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "shared"), [((4, 5, 6), (1,)), ((4, 5, 6), (-1,)), ((4, 3, 5, 6), (1, 2)), ((4, 6), ())]
+    ("shape", "shared"),
+    [((4, 5, 6), (1,)), ((4, 5, 6), (-1,)), ((4, 3, 5, 6), (1, 2)), ((4, 6), ())],
 )
 def test_shared_dimensions(shape: tuple[int, ...], shared: tuple[int, ...]) -> None:
     dropped = VariationalDropout(0.5, shared=shared)(torch.ones(shape), dropout_seeds(4))
