@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
-from implicit_attn.deq import DEQ
-from implicit_attn.deq import EVALUATION_OPTIONS
+from implicit_attn.deq import DEQ, EVALUATION_OPTIONS
 from implicit_attn.deq import OPTIONS as DEQ_OPTIONS
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy

@@ -33,7 +33,8 @@ PUBLIC = {
         ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
     "implicit_attn.regularization": """
-        SpectralRadii VariationalDropout correction_weights dropout_seeds fixed_point_correction
+        SpectralNorm SpectralRadii VariationalDropout WeightNorm apply_norm correction_weights
+        dropout_seeds fixed_point_correction remove_norm
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend
