@@ -64,11 +64,13 @@ class Transformed:
         operation = Operation(f, energy, leaves, tree, captured, run, recorded, self.compact)
         implicit = isinstance(self.adjoint, Implicit)
         found = transformed_value(operation, [*tensors, *captured], attach=implicit)
-        near = (self.adjoint.states or OneStep()) if implicit else self.adjoint
+        near = self.adjoint
+        if isinstance(near, Implicit):
+            near = near.states or OneStep()
         if isinstance(near, (Phantom, OneStep)):
             problem = Problem.of(f, energy, z0, args, mask, self.compact)
-            if found["states"] is not None:
-                found["states"] = tuple(near.attach(problem, state) for state in found["states"])
+            states = found["states"]
+            found["states"] = states and tuple(near.attach(problem, state) for state in states)
             if not implicit:
                 found["value"] = near.attach(problem, found["value"])
         tree = Layout.of(z0).tree

@@ -86,6 +86,7 @@ def test_the_weight_norm_is_torchs(name: str) -> None:
     assert list(layer.state_dict()) == list(theirs.state_dict())
     layer.load_state_dict(theirs.state_dict())
     cotangent = drawn(*layer.weight.shape)
+    model: Any
     for model in (layer, theirs):
         (model.weight * cotangent).sum().backward()
     for one, other in zip(layer.parameters(), theirs.parameters(), strict=True):

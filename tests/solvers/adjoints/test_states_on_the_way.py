@@ -50,7 +50,8 @@ def sample(batch: int = 5) -> Tensor:
 def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> Solution:
     x = sample() if x is None else x
     given: dict[str, Any] = {"tolerance": Tolerance(1e-8), "max_steps": 30, "adjoint": None}
-    return fixed_point(f, torch.zeros_like(x), (x,), **({"on_failure": "ignore"} | given | options))
+    given |= {"on_failure": "ignore"} | options
+    return fixed_point(f, torch.zeros_like(x), (x,), **given)
 
 
 @pytest.mark.parametrize("compact", [True, False])
