@@ -152,7 +152,7 @@ class Counted(SpectralNorm):
 @pytest.mark.parametrize("norm", ["spectral", "bound"])
 def test_a_layer_that_contracts_and_its_gradients(norm: str) -> None:
     """sigma <= 0.9 for both weights: a contraction by 0.81, whatever training does to the parameters."""
-    cell, x = Cell(), drawn(2, 3, 4)
+    cell, x = Cell(), drawn(1, 1, 4)
     tight = Tolerance(1e-12)
     options: dict[str, Any] = {"tolerance": tight, "adjoint": Implicit(tolerance=tight)}
     layer = DEQ.from_update(cell, max_steps=200, **options)

@@ -69,7 +69,7 @@ def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> Solution:
 )
 def test_a_state_is_what_the_smaller_budget_returns(f: Any, solver: Any, compact: bool) -> None:
     x = torch.cat([sample(20), 0 * sample(2), 1e200 * sample(2)])
-    at = [1, 2, 5, 6, 11, 30]
+    at = [1, 5, 6, 30]
     whole = solve(f, x, solver=solver, compact=compact, states_at=at)
     assert len(whole.states) == len(at)
     for number, state in zip(at, whole.states, strict=True):
@@ -90,7 +90,7 @@ def test_second_attempts_count_on() -> None:
     z0 = torch.zeros_like(drawn[..., 8])
     options: dict[str, Any] = {"adjoint": None, "tolerance": Tolerance(1e-5)}
     options |= {"on_failure": "ignore"}
-    at = [20, 100, 103, 150, 400]
+    at = [20, 103, 400]
     whole = fixed_point(kinked, z0, args, max_steps=400, states_at=at, **options)
     first = fixed_point(kinked, z0, args, max_steps=400, solver=Anderson(), **options)
     assert not bool(first.converged.all()) and bool(whole.converged.all())

@@ -89,8 +89,8 @@ EXACT: dict[str, Any] = {
 @pytest.mark.parametrize("masked", [False, True])
 def test_with_the_value_the_fixed_point_moves_along(masked: bool) -> None:
     """The whole derivative by the weights, central differences of solve and penalty; or at a fixed z."""
-    x = drawn(2, 2, 3, seed=1)
-    mask = torch.tensor([[True, True], [True, False]]) if masked else None
+    x = drawn(1, 2, 3, seed=1)
+    mask = torch.tensor([[True, False]]) if masked else None
     start = DEQ.from_update(Cell(WEIGHT), **EXACT)(x, mask).detach()
 
     def whole(weight: Tensor) -> Tensor:
