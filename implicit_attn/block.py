@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
-from implicit_attn.deq import DEQ
+from implicit_attn.deq import DEQ, EVALUATION_OPTIONS
 from implicit_attn.deq import OPTIONS as DEQ_OPTIONS
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
@@ -189,6 +189,8 @@ class EquilibriumBlock(nn.Module):
 
     def _tolerance(self, x: Tensor) -> solvers.Tolerance | None:
         """That of the options, else 1e-3; in half precision what the map can meet (None)."""
+        if not self.deq.training and self.deq.eval_tolerance is not None:
+            return self.deq.eval_tolerance
         half = x.dtype in (torch.float16, torch.bfloat16)
         if self.deq.tolerance is not None or half or torch.is_autocast_enabled(x.device.type):
             return self.deq.tolerance
@@ -259,7 +261,7 @@ def _normalised(x: Tensor, mask: Tensor | None) -> Tensor:
 def _check_layer(layer: Any) -> dict[str, Any]:
     if layer is not None and not isinstance(layer, dict):
         raise TypeError(f"layer must be a dict of options of DEQ or None, got {layer!r}")
-    known = set(DEQ_OPTIONS)
+    known = {*DEQ_OPTIONS, *EVALUATION_OPTIONS}
     unknown = sorted(set(layer or {}) - known)
     if unknown:
         raise TypeError(f"layer must hold options of DEQ, {sorted(known)}, got {unknown}")

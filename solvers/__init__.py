@@ -12,6 +12,7 @@ from solvers.core.rows import Progress
 from solvers.core.solution import AdjointReport, Solution, SolveError, SolveWarning, Status, Trace
 from solvers.core.solver import Solver
 from solvers.core.tolerance import Tolerance
+from solvers.eigen.penalty import jacobian_penalty
 from solvers.eigen.spectrum import (
     Spectrum,
     SpectrumError,
@@ -102,6 +103,7 @@ __all__ = [
     "gibbs",
     "glauber",
     "jacobian",
+    "jacobian_penalty",
     "kinetic_map",
     "kinetic_step",
     "kinetic_trajectory",

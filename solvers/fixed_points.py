@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,13 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
-from solvers.core.checks import require_callable, require_count, require_flag, require_instance
+from solvers.core.checks import (
+    require_callable,
+    require_count,
+    require_flag,
+    require_increasing,
+    require_instance,
+)
 from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
 from solvers.core.modes import constant_weights, eager, in_transform, without_autocast
@@ -44,6 +50,7 @@ def fixed_point(
     on_failure: str = "warn",
     compact: bool = True,
     callback: Callable[[Progress], object] | None = None,
+    states_at: Sequence[int] = (),
 ) -> Solution:
     """Solve ``z = f(z, *args)`` for every sample of a batch.
 
@@ -73,6 +80,12 @@ def fixed_point(
         on_failure: what to do about samples that did not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where ``f`` closes over batched tensors.
         callback: called with a :class:`Progress` after every evaluation.
+        states_at: numbers of evaluations, increasing, ``max_steps`` at most. ``Solution.states`` then has
+            for each of them what this call would have returned with that ``max_steps``; where a sample
+            had converged before, its solution. (Of Newton's method, the last iterate within it.) Their
+            gradients are exact with ``Unrolled``. ``Phantom`` and ``OneStep`` differentiate their
+            iterations from each state, and with ``Implicit``, whose equation holds at the solution
+            alone, a state has the gradient that ``Implicit(states=...)`` says.
 
     Returns:
         A :class:`Solution`; ``value`` is the best iterate seen, ``residual`` belongs to it.
@@ -87,8 +100,8 @@ def fixed_point(
     """
     automatic, solver = solver is None, _default(f, energy) if solver is None else solver
     _check_options(solver, tolerance, max_steps, adjoint, f, energy)
-    _check_run(record, compact, callback, on_failure)
-    _check_external(solver, energy=energy is not None, record=record, callback=callback)
+    states_at = _check_run(record, compact, callback, on_failure, states_at, max_steps)
+    _check_external(solver, energy is not None, record, callback, states_at)
     layout = Layout.of(z0)
     if in_transform():
         refuse_in_transform(adjoint, record=record)
@@ -102,6 +115,7 @@ def fixed_point(
             on_failure=on_failure,
             compact=compact,
             callback=callback,
+            states_at=states_at,
         )
         return Transformed(plain, adjoint, tolerance, compact)(f, energy, z0, args, mask)
     _check_inputs(z0, layout, args, mask)
@@ -117,15 +131,14 @@ def fixed_point(
         max_steps=max_steps,
         record=record,
         callback=callback,
+        states_at=states_at,
     )
     if adjoint is not None and torch.is_grad_enabled():
         solution = adjoint.solve(problem, start, solve, goal.tolerance)
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
-    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
-        solution.value = solution.value.clone()
-    solution.value = layout.tree(solution.value)
+    _as_trees(solution, layout, start)
     apply_policy(solution, on_failure, goal.what, f)
     return solution
 
@@ -145,6 +158,7 @@ def _solve(
     max_steps: int,
     record: bool,
     callback: Callable[[Progress], object] | None,
+    states_at: Sequence[int],
 ) -> Solution:
     """The solution as a matrix (B, D), without gradients of its own.
 
@@ -157,13 +171,22 @@ def _solve(
         with goal.watching():
             first = problem.evaluate_first(start)
         tolerance = goal.tolerance
-        loop = Loop(problem, first, solver, tolerance, max_steps, record, callback)
+        loop = Loop(problem, first, solver, tolerance, max_steps, record, callback, states_at)
         del first  # the loop frees it when it has moved on
         solution = loop.run()
         if automatic:
-            rescue(problem, solution, tolerance, max_steps, record, callback)
+            rescue(problem, solution, tolerance, max_steps, record, callback, states_at)
         problem.check_last(solution.value)
         return solution
+
+
+def _as_trees(solution: Solution, layout: Layout, start: Tensor) -> None:
+    """Give the value and the states (B, D) of a solution the structure of the initial state."""
+    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
+        solution.value = solution.value.clone()
+    solution.value = layout.tree(solution.value)
+    if solution.states is not None:  # several may be one state, or the value
+        solution.states = tuple(layout.tree(each.value.clone()) for each in solution.states)
 
 
 def _shares_memory(first: Tensor, second: Tensor) -> bool:
@@ -186,15 +209,25 @@ def _check_options(
         )
 
 
-def _check_run(record: object, compact: object, callback: object, on_failure: str) -> None:
+def _check_run(
+    record: object,
+    compact: object,
+    callback: object,
+    on_failure: str,
+    states_at: Any,
+    max_steps: int,
+) -> tuple[int, ...]:
+    """The numbers of ``states_at``, checked like the rest."""
     require_flag("compact", compact)
     require_flag("record", record)
     require_callable("callback", callback, optional=True)
     check_on_failure(on_failure)
+    return require_increasing("states_at", states_at, high=max_steps, what="max_steps")
 
 
-def _check_external(solver: Solver, **options: object) -> None:
-    unknown = [name for name, given in options.items() if given]
+def _check_external(solver: Solver, *options: object) -> None:
+    names = ("energy", "record", "callback", "states_at")
+    unknown = [name for name, given in zip(names, options, strict=True) if given]
     if unknown and isinstance(solver, ExternalSolver):
         raise ValueError(
             f"{solver!r} has a loop of its own, which knows no {unknown}: leave them out"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchdeq.solver import get_solver, register_solver, solver_stat_from_final_step
 
-from solvers.core.checks import require_instance
+from solvers.core.checks import require_increasing, require_instance
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Best, row_norm, small_dtype
 from solvers.core.solution import Solution, Status
@@ -150,7 +150,9 @@ def register(name: str, solver: Solver | None = None) -> None:
 
     torchdeq's ``tol`` and ``stop_mode`` become our :class:`Tolerance`, ``max_iter`` our ``max_steps``.
     The statistics are torchdeq's, measured at the returned value, with our per-sample "status" and
-    "evaluations" beside them. Unknown keyword arguments raise TypeError.
+    "evaluations" beside them. ``indexing`` (of ``n_states``, ``indexing`` in torchdeq) gives a state for
+    each of its numbers, ``states_at`` here, also where the solve ends before. Unknown keyword arguments
+    raise TypeError.
     """
     ours = Anderson() if solver is None else solver
     require_instance("solver", ours, Solver, "a solvers.Solver")
@@ -165,11 +167,7 @@ def register(name: str, solver: Solver | None = None) -> None:
     ) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
         if stop_mode not in ("abs", "rel"):
             raise ValueError(f'stop_mode must be "abs" or "rel", got {stop_mode!r}')
-        if indexing is not None and len(indexing) > 1:
-            raise ValueError(
-                f"this solver returns its final state only, but indexing={indexing!r} asks for "
-                f"{len(indexing)} states"
-            )
+        at = require_increasing("indexing", indexing or (), high=max_iter, what="max_iter")
         relative = stop_mode == "rel"
         tolerance = Tolerance(rtol=tol if relative else 0.0, atol=0.0 if relative else tol)
         # torchdeq's functions close over the whole batch, so no sample may leave it.
@@ -181,6 +179,7 @@ def register(name: str, solver: Solver | None = None) -> None:
             max_steps=max_iter,
             adjoint=None,
             compact=False,
+            states_at=at,
         )
         with torch.no_grad():
             statistics = solver_stat_from_final_step(
@@ -188,6 +187,6 @@ def register(name: str, solver: Solver | None = None) -> None:
             )
         statistics["status"] = solution.status
         statistics["evaluations"] = solution.evaluations
-        return solution.value, [solution.value], statistics
+        return solution.value, list(solution.states or [solution.value]), statistics
 
     register_solver(name, solve)

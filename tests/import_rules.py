@@ -27,7 +27,7 @@ _METHODS = _KRYLOV | {"solvers.krylov"}
 _ENTRY = _METHODS | {"solvers.methods", "solvers.adjoints"}
 _BELOW_ENERGIES = _GROUND | {"implicit_attn.kernels", "implicit_attn.optional"}
 _BELOW_UPDATES = _BELOW_ENERGIES | {"implicit_attn.energies", "solvers"}
-_BELOW_DEQ = _BELOW_UPDATES | {"implicit_attn.updates"}
+_BELOW_DEQ = _BELOW_UPDATES | {"implicit_attn.dropout", "implicit_attn.updates"}
 _BELOW_MODELS = (_BELOW_DEQ - {"solvers"}) | {
     "implicit_attn.checkpoint",
     "implicit_attn.data",
@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "solvers.torchdeq_bridge": _ENTRY | {"solvers.fixed_points"},
     "solvers": _ENTRY | {"solvers.fixed_points", "solvers.eigen", "solvers.spins"},
     "implicit_attn.optional": set[str](),
+    "implicit_attn.dropout": _GROUND,
     "implicit_attn.command_line": _GROUND,
     "implicit_attn.checkpoint": _GROUND | {"implicit_attn.optional"},
     "implicit_attn.data": _GROUND | {"implicit_attn.optional"},
@@ -55,6 +56,7 @@ MAY_IMPORT = {
     "implicit_attn.updates": _BELOW_UPDATES,
     "implicit_attn.deq": _BELOW_DEQ,
     "implicit_attn.block": _BELOW_DEQ | {"implicit_attn.deq"},
+    "implicit_attn.regularization": _BELOW_DEQ | {"implicit_attn.deq"},
     # A model may choose a method for its DEQ, which solves: some converge by one alone.
     "implicit_attn.models": _BELOW_MODELS | {"solvers.methods"},
     "implicit_attn.training": _GROUND

@@ -22,8 +22,8 @@ PUBLIC = {
         LinearSolver MINRES Newton OneStep Phantom PottsSite Progress SaddleSolution Site Solution
         SolveError SolveWarning Solver Spectrum SpectrumError SphericalSite SpinMarginals SpinState
         Status Tolerance TorusSite Trace Unrolled adaptive_tap belief_propagation decimate
-        extreme_eigenvalues fixed_point gibbs glauber jacobian kinetic_map kinetic_step
-        kinetic_trajectory solve_linear spectral_radius spectrum spherical_saddle starting_state
+        extreme_eigenvalues fixed_point gibbs glauber jacobian jacobian_penalty kinetic_map
+        kinetic_step kinetic_trajectory solve_linear spectral_radius spectrum spherical_saddle starting_state
         steady_state tap_log_partition tap_step
     """,
     "solvers.torchdeq_bridge": """
@@ -31,6 +31,10 @@ PUBLIC = {
     """,
     "implicit_attn": """
         ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
+    """,
+    "implicit_attn.regularization": """
+        SpectralNorm SpectralRadii VariationalDropout WeightNorm apply_norm correction_weights
+        dropout_seeds fixed_point_correction remove_norm
     """,
     "implicit_attn.kernels": """
         Choice bisoftmax bisoftmax_hvp check_backend check_frozen_key_backend

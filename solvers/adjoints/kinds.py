@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,22 @@ class Adjoint(ABC):
 
     @abstractmethod
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
-        """Solve from ``start`` (B, D) by ``run``; the returned value (B, D) carries the gradient."""
+        """Solve from ``start`` (B, D) by ``run``; the returned value (B, D) carries the gradient.
+
+        So do its ``states``.
+        """
+
+
+Attach = Callable[[Problem, Tensor, Tensor | None], Tensor]
+
+
+def _differentiate_states(
+    problem: Problem, solution: Solution, start: Tensor, left_out: Tensor, attach: list[Attach]
+) -> None:
+    """:func:`_differentiate` for each of the solution's states, by its own of ``attach``."""
+    for state, own in zip(solution.states or (), attach, strict=True):
+        whole = replace(solution, value=state.value)
+        state.value = _differentiate(problem, whole, start, left_out, own).value
 
 
 def _differentiate(
@@ -36,7 +52,7 @@ def _differentiate(
     solution: Solution,
     start: Tensor,
     left_out: Tensor,
-    attach: Callable[[Problem, Tensor, Tensor | None], Tensor],
+    attach: Attach,
 ) -> Solution:
     """Let ``attach(problem, value, rows)`` give the solution's value its gradient.
 
@@ -85,6 +101,8 @@ class Implicit(Adjoint):
             solve's ``rtol``, or 1e-6 where that is 0.
         max_steps: products with ``J^T`` per sample, an upper bound.
         on_failure: "warn", "raise" or "ignore" when adjoint systems are not solved.
+        states: how gradients flow through the states of ``states_at``, at which the equation does not
+            hold: ``Phantom(...)``, or None for ``OneStep()``.
 
     The outcome of the latest backward pass is in ``solution.adjoint.solution``.
 
@@ -96,6 +114,7 @@ class Implicit(Adjoint):
     tolerance: Tolerance | None = None
     max_steps: int = 100
     on_failure: str = "warn"
+    states: Phantom | OneStep | None = None
 
     def __post_init__(self) -> None:
         linear = "CG(), MINRES(), GMRES()"
@@ -103,6 +122,8 @@ class Implicit(Adjoint):
         require_instance("tolerance", self.tolerance, Tolerance, "a Tolerance", optional=True)
         require_count("max_steps", self.max_steps)
         check_on_failure(self.on_failure)
+        kinds = "solvers.Phantom(...) or solvers.OneStep()"
+        require_instance("states", self.states, (Phantom, OneStep), kinds, optional=True)
 
     def solve(self, problem: Problem, start: Tensor, run: Run, tolerance: Tolerance) -> Solution:
         with torch.no_grad():
@@ -114,6 +135,7 @@ class Implicit(Adjoint):
             system = self.system(solution.adjoint, solved, start.shape[0], rows, part.f)
             return implicit_value(part, z, system)
 
+        _attach_states(self.states or OneStep(), problem, solution, start)
         left_out = _no_evaluation(solution)
         return _differentiate(problem, solution, start.detach(), left_out, attach)
 
@@ -160,15 +182,26 @@ class Unrolled(Adjoint):
         if self.checkpoint:
             problem = replace(problem, recorder=Checkpoints(problem.args))
 
-        def attach(part: Problem, value: Tensor, rows: Tensor | None) -> Tensor:
+        again: list[Solution] = []
+
+        def attach(part: Problem, value: Tensor, rows: Tensor | None, state: int | None) -> Tensor:
             if rows is None or keeps_failures_out(value.device):
                 return value
             # A second, recorded solve of the other samples keeps the NaN out of the graph.
-            return run(part, start.index_select(0, rows)).value
+            if not again:
+                again.append(run(part, start.index_select(0, rows)))
+            return again[0].value if state is None else again[0].states[state].value
 
         plain = replace(problem, recorder=None)
         solution = run(problem, start)
-        found = _differentiate(problem, solution, start, _no_evaluation(solution), attach)
+        left_out = _no_evaluation(solution)
+        numbers = range(len(solution.states or ()))
+        each: list[Attach] = [partial(attach, state=number) for number in numbers]
+        _differentiate_states(problem, solution, start, left_out, each)
+        for state in solution.states or ():
+            if not state.value.requires_grad:  # the start
+                state.value = zero_derivative(plain, state.value)
+        found = _differentiate(problem, solution, start, left_out, partial(attach, state=None))
         if not found.value.requires_grad:  # the start was the solution: no step was taken
             found.value = zero_derivative(plain, found.value)
         return found
@@ -203,6 +236,7 @@ class Phantom(Adjoint):
         def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
             return self.attach(part, anchor)
 
+        _attach_states(self, problem, solution, start)
         return _differentiate(problem, solution, start.detach(), _failed(solution), attach)
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
@@ -211,6 +245,20 @@ class Phantom(Adjoint):
         for _ in range(self.steps):
             z = torch.lerp(z, problem.masked_map(z), self.damping)
         return _WithDerivative.apply(anchor, z) if z.requires_grad else anchor
+
+
+def _attach_states(
+    adjoint: Phantom | OneStep, problem: Problem, solution: Solution, start: Tensor
+) -> None:
+    """Let ``adjoint`` give each of the solution's states its gradient, as if it were the solution."""
+    if solution.states is None:
+        return
+
+    def attach(part: Problem, anchor: Tensor, rows: Tensor | None) -> Tensor:
+        return adjoint.attach(part, anchor)
+
+    each: list[Attach] = [attach] * len(solution.states)
+    _differentiate_states(problem, solution, start.detach(), _failed(solution), each)
 
 
 class _WithDerivative(torch.autograd.Function):

@@ -45,7 +45,10 @@ class Transformed:
 
         def run(f: Any, energy: Any, z0: Any, args: Any, mask: Any) -> Solution:
             solution = self.solve(f, z0, args, energy=energy, mask=mask)
-            solution.value = Layout.of(z0).vector(solution.value)
+            vector = Layout.of(z0).vector
+            solution.value = vector(solution.value)
+            if solution.states is not None:
+                solution.states = tuple(vector(state) for state in solution.states)
             return solution
 
         def recorded(f: Any, energy: Any, z0: Any, args: Any, mask: Any, value: Tensor) -> Record:
@@ -61,10 +64,19 @@ class Transformed:
         operation = Operation(f, energy, leaves, tree, captured, run, recorded, self.compact)
         implicit = isinstance(self.adjoint, Implicit)
         found = transformed_value(operation, [*tensors, *captured], attach=implicit)
-        if isinstance(self.adjoint, (Phantom, OneStep)):
+        near = self.adjoint
+        if isinstance(near, Implicit):
+            near = near.states or OneStep()
+        if isinstance(near, (Phantom, OneStep)):
             problem = Problem.of(f, energy, z0, args, mask, self.compact)
-            found["value"] = self.adjoint.attach(problem, found["value"])
-        found["value"] = Layout.of(z0).tree(found["value"])
+            states = found["states"]
+            found["states"] = states and tuple(near.attach(problem, state) for state in states)
+            if not implicit:
+                found["value"] = near.attach(problem, found["value"])
+        tree = Layout.of(z0).tree
+        found["value"] = tree(found["value"])
+        if found["states"] is not None:
+            found["states"] = tuple(tree(state) for state in found["states"])
         return Solution(**found, adjoint=report)
 
     def _record(self, problem: Problem, value: Tensor, report: AdjointReport) -> Record:

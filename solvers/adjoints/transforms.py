@@ -56,9 +56,14 @@ class Operation:
 
 
 def transformed_value(operation: Operation, tensors: list[Any], attach: bool) -> dict[str, Any]:
-    """The fields of a :class:`Solution`, its value (B, D) with the implicit gradient if ``attach``."""
+    """The fields of a :class:`Solution`, its value (B, D) with the implicit gradient if ``attach``.
+
+    Its states (B, D) have none.
+    """
     names = ("value", "status", "residual", "residual_norm", "steps", "evaluations", "energy")
-    found: dict[str, Any] = dict(zip(names, _Solve.apply(operation, *tensors), strict=True))
+    outputs = _Solve.apply(operation, *tensors)
+    found: dict[str, Any] = dict(zip(names, outputs, strict=False))
+    found["states"] = outputs[len(names) :] or None
     if attach:
         found["value"] = _Attach.apply(operation, found["value"], *tensors)[0]
     if operation.energy is None and not isinstance(operation.f, EnergyUpdate):
@@ -100,6 +105,7 @@ class _Solve(torch.autograd.Function):
             solution.steps,
             solution.evaluations,
             energy.clone(),
+            *(solution.states or ()),
         )
 
     @staticmethod

@@ -5,7 +5,7 @@ Where a sample's convergence is decided: :meth:`Loop._decide_status`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from solvers.core.rows import (
     Point,
     Progress,
     Rows,
+    Snapshots,
+    best_of,
+    gathering,
     merge_rows,
     norms_fit,
     select_rows,
@@ -60,6 +63,7 @@ class Loop:
         max_steps: int,
         record: bool = False,
         callback: Callable[[Progress], object] | None = None,
+        states_at: Sequence[int] = (),
     ) -> None:
         self.problem, self.solver, self.tolerance = problem, solver, tolerance
         self.max_steps = max_steps
@@ -76,6 +80,7 @@ class Loop:
         if start.energy is not None:
             self.growth = Growth.start(start)
         self.history = History(len(start.norm), record, callback)
+        self.snapshots = Snapshots(states_at, uneven=type(solver).products is not Solver.products)
         self.watch = Watch(start.z.device)
         self.arrays = Arrays(start.z.device)
         self.some_ended = False  # some row of the working batch has ended
@@ -90,12 +95,16 @@ class Loop:
     def run(self) -> Solution:
         """Go on until every sample has ended."""
         evaluation = 1
-        while not self._account(evaluation):
+        while True:
+            over = self._account(evaluation)
+            if self.snapshots.at:
+                self.snapshots.note([*self.finished, self.rows], evaluation)
+            if over:
+                return self._solution()
             with SILENT():
                 candidate = self._propose()
             self.trial = self.problem.evaluate(candidate)
             evaluation += 1
-        return self._solution()
 
     def _account(self, evaluation: int) -> bool:
         """Judge the trial and update every row by it; True when the solve is over."""
@@ -282,21 +291,18 @@ class Loop:
     def _solution(self) -> Solution:
         """Gather the rows in the caller's order."""
         parts = [*self.finished, self.rows]
-        order = torch.argsort(torch.cat([part.index for part in parts]))
-
-        def gather(pieces: list[Tensor]) -> Tensor:
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces).index_select(0, order)
-
-        energies = [part.best.energy.detach() for part in parts if part.best.energy is not None]
-        evaluations = gather([part.evaluations for part in parts])
-        others = gather([part.products + part.rejected for part in parts])
+        gather = gathering(parts)
+        best = best_of(parts, gather)
+        evaluations = gather(lambda part: part.evaluations)
+        others = gather(lambda part: part.products + part.rejected)
         return Solution(
-            value=gather([part.best.value for part in parts]),
-            status=gather([part.status for part in parts]),
-            residual=gather([part.best.relative for part in parts]),
-            residual_norm=gather([part.best.norm for part in parts]),
+            value=best.value,
+            status=gather(lambda part: part.status),
+            residual=best.relative,
+            residual_norm=best.norm,
             steps=evaluations - others,
             evaluations=evaluations,
-            energy=gather(energies) if energies else None,
+            energy=best.energy,
             trace=self.history.trace(),
+            states=self.snapshots.states(best),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -105,6 +105,67 @@ class Rows:
         energy = None if point.energy is None else torch.full_like(point.energy, torch.nan)
         best = Best(point.z, infinite, infinite, energy)
         return cls(index, best, none + RUNNING, none, none, none, limit, infinite, infinite)
+
+
+Gather = Callable[[Callable[[Rows], Tensor]], Tensor]
+
+
+def gathering(parts: list[Rows]) -> Gather:
+    """``gather(pick)``: what ``pick`` takes of every part of a batch, in the caller's order."""
+    order = torch.argsort(torch.cat([part.index for part in parts]))
+
+    def gather(pick: Callable[[Rows], Tensor]) -> Tensor:
+        pieces = [pick(part) for part in parts]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces).index_select(0, order)
+
+    return gather
+
+
+def best_of(parts: list[Rows], gather: Gather) -> Best:
+    """The best iterates of all samples, in the caller's order; their energies are detached."""
+    value, relative = gather(lambda part: part.best.value), gather(lambda part: part.best.relative)
+    norm, energy = gather(lambda part: part.best.norm), None
+    if all(part.best.energy is not None for part in parts):
+        energy = gather(lambda part: torch.as_tensor(part.best.energy).detach())
+    return Best(value, relative, norm, energy)
+
+
+class Snapshots:
+    """The best iterates of all samples after each of the numbers ``at`` of evaluations.
+
+    A sample that has ended before keeps its last one. ``uneven`` says that samples may have had different
+    numbers of evaluations at the same turn (Newton's products count): then each one's latest iterate
+    counts that took no more than the number. Its residual is infinite where there is none.
+    """
+
+    def __init__(self, at: Sequence[int], *, uneven: bool = False) -> None:
+        self.at, self.uneven = tuple(at), uneven
+        self.found: dict[int, Best] = {}
+
+    def note(self, parts: list[Rows], evaluation: int) -> None:
+        """The turn of an evaluation is over."""
+        if not self.uneven:
+            if evaluation in self.at:
+                self.found[evaluation] = best_of(parts, gathering(parts))
+            return
+        open_ones = [number for number in self.at if number >= evaluation]
+        if not open_ones:
+            return
+        gather = gathering(parts)
+        best = best_of(parts, gather)
+        spent = gather(lambda part: _spent(part, evaluation))
+        for number in open_ones:
+            none = replace(best, relative=torch.full_like(best.relative, torch.inf))
+            self.found[number] = merge_rows(spent <= number, best, self.found.get(number, none))
+
+    def states(self, last: Best) -> list[Best] | None:
+        """One for each number, ``last`` for those that were not reached; None where none was asked for."""
+        return [replace(self.found.get(number, last)) for number in self.at] if self.at else None
+
+
+def _spent(part: Rows, evaluation: int) -> Tensor:
+    """(n,) evaluations of each row, also where the account of this turn was a brief one."""
+    return torch.where(part.status == RUNNING, evaluation + part.products, part.evaluations)
 
 
 class History:

@@ -103,6 +103,8 @@ class Solution:
             inner products of Newton-Krylov included.
         energy: (B,) energy at ``value``, or None.
         trace: history, if ``record=True``.
+        states: for each number of ``states_at`` what ``value`` would be had the solve ended after so
+            many evaluations, structured like the initial state; None where none was asked for.
         adjoint: filled by the backward pass of an implicit adjoint.
     """
 
@@ -115,6 +117,7 @@ class Solution:
     energy: Tensor | None = None
     trace: Trace | None = None
     adjoint: AdjointReport = field(default_factory=AdjointReport)
+    states: Any = None
 
     @property
     def converged(self) -> Tensor:

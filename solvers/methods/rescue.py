@@ -7,7 +7,7 @@ Newton's method with products by finite differences, which needs neither a contr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from solvers.core.jacobian import JacobianProduct
 from solvers.core.loop import Loop
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, Progress, row_norm, where_rows
+from solvers.core.rows import Best, Point, Progress, row_norm, where_rows
 from solvers.core.safeguard import rounding
 from solvers.core.solution import Solution, Status, Trace
 from solvers.core.solver import Solver
@@ -65,6 +65,7 @@ def rescue(
     max_steps: int,
     record: bool = False,
     callback: Callable[[Progress], object] | None = None,
+    states_at: Sequence[int] = (),
 ) -> Solution:
     """Solve again for the samples of ``solution`` that were given up; the others stay as they are.
 
@@ -82,7 +83,9 @@ def rescue(
         rows = _given_up(solution, max_steps)
         if rows.numel() == 0:
             break
-        _try_again(problem, solution, rows, solver, tolerance, max_steps, record, callback)
+        _try_again(
+            problem, solution, rows, solver, tolerance, max_steps, record, callback, states_at
+        )
     return solution
 
 
@@ -105,6 +108,7 @@ def _try_again(
     max_steps: int,
     record: bool,
     callback: Callable[[Progress], object] | None,
+    states_at: Sequence[int],
 ) -> None:
     """One attempt by ``solver`` at ``rows`` (n,); ``solution`` is updated in place."""
     batch = solution.status.numel()
@@ -113,9 +117,10 @@ def _try_again(
     spent = solution.evaluations[index]
     start = part.evaluate(solution.value[index])
     report = None if callback is None else _counting_on(callback, int(spent.max()), max_steps)
-    loop = Loop(part, start, solver, tolerance, max_steps, record, report)
+    loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at)
+    loop.snapshots.uneven = True  # rows go on counting their evaluations
     loop.brief_account, loop.guarded = False, False
-    # Rows report under their numbers in the whole batch, and go on counting their evaluations.
+    # Rows report under their numbers in the whole batch.
     loop.rows.index, loop.history.batch = index, batch
     if isinstance(solver, Newton):
         state = solver.init(start, part)
@@ -149,10 +154,13 @@ def _merge(solution: Solution, found: Solution, rows: Tensor, order: Tensor, spe
     nearer and ran out of evaluations.
     """
     relative, status = found.residual[order], found.status[order]
-    better = relative < solution.residual[rows]
-    if found.energy is not None and solution.energy is not None:
-        energy, before = found.energy[order], solution.energy[rows]
-        better = better & (energy <= before + NOISE * rounding(before))
+    whole = Best(found.value, found.residual, found.residual_norm, found.energy)
+    better = _better(whole, solution, rows, order)
+    # Before the values: a state of the attempt is a better one than where the attempt began.
+    for state, tried in zip(solution.states or (), found.states or (), strict=True):
+        taken = _better(tried, solution, rows, order)
+        value = where_rows(taken, tried.value[order], state.value[rows])
+        state.value = state.value.index_copy(0, rows, value)
     nearer = relative < 0.5 * solution.residual[rows]
     ended = better & (
         (status == int(Status.CONVERGED)) | (nearer & (status == int(Status.MAX_STEPS)))
@@ -174,6 +182,15 @@ def _merge(solution: Solution, found: Solution, rows: Tensor, order: Tensor, spe
         solution.trace = _joined(
             solution.trace, found.trace, rows, spent, int(solution.evaluations.max())
         )
+
+
+def _better(found: Best, solution: Solution, rows: Tensor, order: Tensor) -> Tensor:
+    """(n,) bool, where ``found`` betters the samples ``rows``: no smaller residual at a higher energy."""
+    better = found.relative[order] < solution.residual[rows]
+    if found.energy is not None and solution.energy is not None:
+        energy, before = found.energy[order], solution.energy[rows]
+        better = better & (energy <= before + NOISE * rounding(before))
+    return better
 
 
 def _joined(first: Trace, second: Trace, rows: Tensor, spent: Tensor, width: int) -> Trace:

@@ -186,17 +186,6 @@ def test_their_layer_runs_on_our_solvers(ours: Solver, stop: str) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore::solvers.SolveWarning")
-def test_their_layer_asks_for_states_on_the_way() -> None:
-    """``n_states`` wants the states at several steps: one in their place would lose gradients."""
-    register("ours_for_a_test", Forward())
-    deq = get_deq(
-        f_solver="ours_for_a_test", core="indexing", n_states=3, f_max_iter=9, f_tol=1e-14
-    )
-    with pytest.raises(ValueError, match=r"final state only, but indexing=.* asks for 3 states"):
-        deq(lambda z: 0.9 * z + 1, torch.zeros(2, 3, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("solver", [LBFGS(), Newton()])
 def test_what_cannot_run_in_their_loop_says_so(solver: Solver) -> None:
     register("ours_for_a_test", solver)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import solvers
+from implicit_attn.deq.inputs import check_batched, check_inputs
+from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
+from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.heads.inputs import expand_pairs
-from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.simple import FunctionEnergy
-from implicit_attn.updates.gradient_step import EnergyStep, GradientStep
+from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
@@ -23,6 +24,7 @@ from solvers.core.modes import eager, in_transform
 from solvers.core.solution import check_on_failure
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
+EVALUATION_OPTIONS = ("eval_max_steps", "eval_tolerance")  # of the layer, not of a solve
 
 
 class DEQ(nn.Module):
@@ -45,6 +47,8 @@ class DEQ(nn.Module):
             or a function ``x -> z0``.
         on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where the update holds batched tensors.
+        eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
+            mode; None: the same.
 
     Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
     ``mask`` (B, N) bool is False at masked tokens: they keep their initial state, influence no other
@@ -53,6 +57,8 @@ class DEQ(nn.Module):
     Attributes:
         last: the :class:`solvers.Solution` of the latest solve without its value: status, residual and
             evaluations of each sample, and ``last.adjoint.solution`` after a backward pass.
+
+        observer: None, or a function that is called with (x, mask, solution) after every solve.
 
         evaluations_before: evaluations that a module around the layer has made of an initial state which
             it hands over, 0 by default; ``last`` counts them with those of the solve.
@@ -76,6 +82,8 @@ class DEQ(nn.Module):
         init: str | Callable[[Any], Any] = "input",
         on_failure: str = "warn",
         compact: bool = True,
+        eval_max_steps: int | None = None,
+        eval_tolerance: solvers.Tolerance | None = None,
     ) -> None:
         super().__init__()
         if isinstance(update, Energy):
@@ -94,12 +102,24 @@ class DEQ(nn.Module):
             "tolerance", tolerance, solvers.Tolerance, "a solvers.Tolerance", optional=True
         )
         self.solver, self.tolerance, self.adjoint = solver, tolerance, adjoint
+        require_instance(
+            "eval_tolerance",
+            eval_tolerance,
+            solvers.Tolerance,
+            "a solvers.Tolerance",
+            optional=True,
+        )
         self.max_steps = require_count("max_steps", max_steps)
+        if eval_max_steps is not None:
+            require_count("eval_max_steps", eval_max_steps)
+        self.eval_max_steps, self.eval_tolerance = eval_max_steps, eval_tolerance
         check_on_failure(on_failure)
         self.init, self.on_failure = init, on_failure
         self.compact = require_flag("compact", compact)
         self.last: solvers.Solution | None = None
+        self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before = 0
+        self._seeds: Tensor | None = None  # of the dropout in the latest solve
 
     @classmethod
     def from_energy(
@@ -118,8 +138,10 @@ class DEQ(nn.Module):
     def forward(self, x: Any, mask: Tensor | None = None, **options: Any) -> Any:
         """The fixed point for the input ``x``, of the structure of the initial state.
 
-        ``options`` are those of :meth:`solve`.
+        ``options`` are those of :meth:`solve`, except ``states_at``.
         """
+        if "states_at" in options:
+            raise TypeError("states_at is an option of solve, whose solution has the states")
         return self.solve(x, mask, **options).value
 
     @eager
@@ -131,6 +153,7 @@ class DEQ(nn.Module):
         z0: Any = None,
         record: bool = False,
         callback: Callable[[solvers.Progress], object] | None = None,
+        states_at: Sequence[int] = (),
         **options: Any,
     ) -> solvers.Solution:
         """The :class:`solvers.Solution`, whose ``value`` has the same gradients as ``forward``'s.
@@ -140,6 +163,8 @@ class DEQ(nn.Module):
             z0: initial state, instead of that of ``init``.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
+            states_at: numbers of evaluations after which ``Solution.states`` has the state, with a
+                gradient; see :func:`solvers.fixed_point`.
             options: solver, tolerance, max_steps, adjoint, on_failure or compact, for this solve only.
 
         Raises:
@@ -149,28 +174,100 @@ class DEQ(nn.Module):
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
-        x = _check_inputs(x, mask, self.update, z0)
-        prepared = self.update.prepare(x, mask=mask)
+        x = check_inputs(x, mask, self.update, z0)
+        dropped = SolveMasks.of(self.update)
+        seeds = None if dropped is None else dropout_seeds(*_batch_and_device(z0, x))
+        f, args, prepared = self._map(x, mask, dropped, seeds)
         start = self._initial(x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
-            _check_batched(x, start)
-        elif not _prepares(self.update):  # else the module may serve there, once a solve
+            check_batched(x, start)
+        elif not prepares(self.update):  # else the module may serve there, once a solve
             refuse_drawing_modules(self.update, "the update")
-        given, spec = _flat(prepared)
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS} | options
         solution = solvers.fixed_point(
-            (_MonitoredMap if self.update.monitored else _Map)(self.update, self, spec),
+            f,
             start,
-            (given, mask),
+            args,
             mask=mask,
             record=record,
             callback=callback,
-            **chosen,
+            states_at=states_at,
+            **(self._options() | options),
         )
         if not in_transform():  # a transform's tensors are good only within it
             spent = solution.evaluations + self.evaluations_before
-            self.last = replace(solution, value=None, evaluations=spent)
+            self.last = replace(solution, value=None, states=None, evaluations=spent)
+            self._seeds = seeds
+        if self.observer is not None:
+            self.observer(x, mask, solution)
         return solution
+
+    def jacobian_penalty(
+        self,
+        z: Any,
+        x: Any,
+        mask: Tensor | None = None,
+        *,
+        samples: int | None = 1,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """``|J|_F^2 / D`` of the Jacobian of the update at ``z``, (B,), with gradients.
+
+        A loss that keeps the update contracting, :func:`solvers.jacobian_penalty`. Dropout has the masks
+        of the layer's latest solve.
+
+        Args:
+            z: state: the ``value`` of a solve, or ``value.detach()``.
+            x, mask: input and mask of that solve.
+            samples, generator: as for :func:`solvers.jacobian_penalty`.
+        """
+        f, args = self._equation(x, mask, z)
+        options: Any = {"mask": mask, "samples": samples, "generator": generator}
+        return solvers.jacobian_penalty(f, z, args, **options)
+
+    def spectral_radius(self, z: Any, x: Any, mask: Tensor | None = None, **options: Any) -> Tensor:
+        """Largest ``|eigenvalue|`` of the Jacobian of the update at ``z``, (B,) float64, no gradient.
+
+        Below one, plain iteration converges near z, by about this factor a step. Arguments as for
+        :meth:`jacobian_penalty`; ``options`` and errors are those of :func:`solvers.spectral_radius`.
+        """
+        f, args = self._equation(x, mask, z)
+        return solvers.spectral_radius(Held(f), z, args, **options)
+
+    def _equation(self, x: Any, mask: Tensor | None, z: Any) -> tuple[Map, tuple[Any, ...]]:
+        """The map and its inputs ``f(z, *args)``, as the latest solve had them."""
+        x = check_inputs(x, mask, self.update, z)
+        dropped, seeds = SolveMasks.of(self.update), self._seeds
+        if dropped is not None and (seeds is None or len(seeds) != _batch_and_device(z, x)[0]):
+            raise RuntimeError(
+                "dropout in the update has the masks of the latest solve, and there was none with as many "
+                "samples: solve for x first, or call eval()"
+            )
+        f, args, _ = self._map(x, mask, dropped, seeds)
+        return f, args
+
+    def _map(
+        self, x: Any, mask: Tensor | None, dropped: SolveMasks | None, seeds: Tensor | None
+    ) -> tuple[Map, tuple[Any, ...], Any]:
+        """``f``, its ``args``, and what the update has prepared of x."""
+        if dropped is None or seeds is None:
+            prepared = self.update.prepare(x, mask=mask)
+        else:
+            with dropped.within(seeds):
+                prepared = self.update.prepare(x, mask=mask)
+        given, spec = flat(prepared)
+        kind = MonitoredMap if self.update.monitored else Map
+        inputs = (given, mask) if dropped is None else (given, mask, seeds)
+        return kind(self.update, self, spec, dropped), inputs, prepared
+
+    def _options(self) -> dict[str, Any]:
+        """The layer's options of :func:`solvers.fixed_point`, in its mode."""
+        chosen = {name: getattr(self, name) for name in OPTIONS}
+        if not self.training:
+            if self.eval_max_steps is not None:
+                chosen["max_steps"] = self.eval_max_steps
+            if self.eval_tolerance is not None:
+                chosen["tolerance"] = self.eval_tolerance
+        return chosen
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
@@ -190,118 +287,10 @@ class DEQ(nn.Module):
         return x if self.init == "input" else torch.zeros_like(x)
 
 
-def _prepares(update: nn.Module) -> bool:
-    """Whether a part of the update has a ``prepare`` of its own."""
-    return any(
-        isinstance(part, Update)
-        and not isinstance(part, EnergyStep)  # which asks its energy
-        and type(part).prepare is not Update.prepare
-        for part in update.modules()
-    )
-
-
-def _check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None) -> Any:
-    """Check shapes, finiteness and, without autocast, the dtype: that of the parameters.
-
-    Finiteness is checked on the CPU only: on a GPU the check would wait for the device.
-
-    Returns:
-        ``x``, with a matrix of pairs for all samples expanded to one for each of them.
-    """
-    if mask is not None and (
-        not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2
-    ):
-        what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
-        raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
-    wanted = {p.dtype for p in update.parameters() if p.is_floating_point()}
-    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
-    for leaf in leaves:
-        if leaf.dim() == 0 or leaf.shape[0] == 0:
-            raise ValueError(
-                f"x must have a batch dimension (B, ...) and hold at least one sample, got shape "
-                f"{tuple(leaf.shape)}"
-            )
-        if not leaf.is_floating_point():
-            continue
-        kind = leaf.device.type
-        if kind == "cpu" and leaf.dim() > 1 and not in_transform():
-            bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1)
-            if bool(bad.any()):
-                rows = torch.nonzero(bad).flatten().tolist()
-                raise ValueError(f"x must be finite, got NaN or infinity in samples {rows[:10]}")
-        if len(wanted) == 1 and leaf.dtype not in wanted and not torch.is_autocast_enabled(kind):
-            raise TypeError(
-                f"x must have the dtype of the layer's parameters, {next(iter(wanted))}, got "
-                f"{leaf.dtype}; convert one of them with .to()"
-            )
-    return _batched(x, leaves, mask, z0)
-
-
-def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:
-    """``x`` with a matrix of pairs for all samples expanded to one for each; the mask has as many.
-
-    A tensor of two dimensions may be such a matrix, so the number of samples is that of a deeper one.
-    """
-    starts = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor) and leaf.dim()]
-    deep = [leaf for leaf in leaves if leaf.dim() > 2] or starts
-    if deep:
-        x = expand_pairs(x, deep[0].shape[0])
-    elif mask is not None:
-        x = expand_pairs(x, mask.shape[0])
-        deep = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
-    if mask is not None and deep and mask.shape[0] != deep[0].shape[0]:
-        raise ValueError(
-            f"mask must be batched like x, {deep[0].shape[0]} samples, got shape {tuple(mask.shape)}"
-        )
-    return x
-
-
-def _check_batched(x: Any, start: Any) -> None:
-    """Tensors of three dimensions or more in ``x`` have one sample for each of the initial state.
-
-    A matrix may be a pattern for all samples, such as pairs (N, N), of which each gets its own.
-    """
-    leaves = [leaf for leaf in pytree.tree_leaves(start) if isinstance(leaf, Tensor)]
-    if not leaves or leaves[0].dim() == 0:
-        return  # for the solver to say
-    batch = leaves[0].shape[0]
-    for leaf in pytree.tree_leaves(x):
-        if isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[0] != batch:
-            raise ValueError(
-                f"x must be batched along dim 0 like the initial state ({batch} samples), got shape "
-                f"{tuple(leaf.shape)}"
-            )
-
-
-def _flat(prepared: Any) -> tuple[Any, Any]:
-    """The tensors of what was prepared, through which solvers go often, and how they belong together.
-
-    What is no deep tree stays as it is, with None for the other part.
-    """
-    if not isinstance(prepared, Prepared):
-        return prepared, None
-    leaves, spec = pytree.tree_flatten(prepared)
-    return tuple(leaves), spec
-
-
-class _Map:
-    """An update as the function ``f(z, x, mask)`` that ``solvers.fixed_point`` takes."""
-
-    def __init__(self, update: Update, layer: DEQ, spec: Any) -> None:
-        self.update, self.symmetric = update, update.symmetric
-        self.layer = layer  # named by warnings
-        self.spec = spec
-
-    def __call__(self, z: Any, x: Any, mask: Tensor | None) -> Any:
-        return self.update(z, self.whole(x), mask=mask)
-
-    def whole(self, x: Any) -> Any:
-        """What was prepared, from the tensors in it."""
-        return x if self.spec is None else pytree.tree_unflatten(list(x), self.spec)
-
-
-class _MonitoredMap(_Map, solvers.EnergyUpdate):
-    """A monitored update as a ``solvers.EnergyUpdate``."""
-
-    def joint(self, z: Any, x: Any, mask: Tensor | None) -> tuple[Any, Tensor, Any | None]:  # type: ignore[override]
-        return self.update.joint(z, self.whole(x), mask=mask)
+def _batch_and_device(*trees: Any) -> tuple[int, torch.device]:
+    """Those of the first tensor in ``trees``."""
+    tensors = (t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor) and t.dim())
+    first = next(tensors, None)
+    if first is None:
+        raise TypeError("x must hold a tensor (B, ...) where the update has dropout, got none")
+    return first.shape[0], first.device

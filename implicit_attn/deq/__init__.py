@@ -1,0 +1,7 @@
+"""The deep-equilibrium layer: the fixed point of an update, or the minimum of an energy."""
+
+from __future__ import annotations
+
+from implicit_attn.deq.layer import DEQ, EVALUATION_OPTIONS, OPTIONS
+
+__all__ = ["DEQ", "EVALUATION_OPTIONS", "OPTIONS"]

@@ -1,0 +1,85 @@
+"""Checks of what a layer is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from implicit_attn.energies.heads.inputs import expand_pairs
+from solvers.core.modes import in_transform
+
+
+def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None) -> Any:
+    """Check shapes, finiteness and, without autocast, the dtype: that of the parameters.
+
+    Finiteness is checked on the CPU only: on a GPU the check would wait for the device.
+
+    Returns:
+        ``x``, with a matrix of pairs for all samples expanded to one for each of them.
+    """
+    if mask is not None and (
+        not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2
+    ):
+        what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+        raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
+    wanted = {p.dtype for p in update.parameters() if p.is_floating_point()}
+    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        if leaf.dim() == 0 or leaf.shape[0] == 0:
+            raise ValueError(
+                f"x must have a batch dimension (B, ...) and hold at least one sample, got shape "
+                f"{tuple(leaf.shape)}"
+            )
+        if not leaf.is_floating_point():
+            continue
+        kind = leaf.device.type
+        if kind == "cpu" and leaf.dim() > 1 and not in_transform():
+            bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1)
+            if bool(bad.any()):
+                rows = torch.nonzero(bad).flatten().tolist()
+                raise ValueError(f"x must be finite, got NaN or infinity in samples {rows[:10]}")
+        if len(wanted) == 1 and leaf.dtype not in wanted and not torch.is_autocast_enabled(kind):
+            raise TypeError(
+                f"x must have the dtype of the layer's parameters, {next(iter(wanted))}, got "
+                f"{leaf.dtype}; convert one of them with .to()"
+            )
+    return _batched(x, leaves, mask, z0)
+
+
+def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:
+    """``x`` with a matrix of pairs for all samples expanded to one for each; the mask has as many.
+
+    A tensor of two dimensions may be such a matrix, so the number of samples is that of a deeper one.
+    """
+    starts = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor) and leaf.dim()]
+    deep = [leaf for leaf in leaves if leaf.dim() > 2] or starts
+    if deep:
+        x = expand_pairs(x, deep[0].shape[0])
+    elif mask is not None:
+        x = expand_pairs(x, mask.shape[0])
+        deep = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    if mask is not None and deep and mask.shape[0] != deep[0].shape[0]:
+        raise ValueError(
+            f"mask must be batched like x, {deep[0].shape[0]} samples, got shape {tuple(mask.shape)}"
+        )
+    return x
+
+
+def check_batched(x: Any, start: Any) -> None:
+    """Tensors of three dimensions or more in ``x`` have one sample for each of the initial state.
+
+    A matrix may be a pattern for all samples, such as pairs (N, N), of which each gets its own.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(start) if isinstance(leaf, Tensor)]
+    if not leaves or leaves[0].dim() == 0:
+        return  # for the solver to say
+    batch = leaves[0].shape[0]
+    for leaf in pytree.tree_leaves(x):
+        if isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[0] != batch:
+            raise ValueError(
+                f"x must be batched along dim 0 like the initial state ({batch} samples), got shape "
+                f"{tuple(leaf.shape)}"
+            )

@@ -1,0 +1,207 @@
+"""Variational dropout: one mask for all evaluations of a solve.
+
+The mask is no stored tensor but a function of a number drawn for each sample, its seed, and of the place in
+the tensor. The seeds travel with the other inputs of the solve. So the mask is the same at every evaluation,
+in the adjoint, in a repeated (checkpointed) evaluation and after other samples have left the batch, whatever
+shape the dropped tensor has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from solvers.core.checks import require_count, require_number
+from solvers.core.modes import in_transform
+
+_WORD = 0xFFFFFFFF  # the arithmetic is that of 32 bits, in int64
+
+
+class VariationalDropout(nn.Module):
+    r"""Dropout whose mask is drawn once a solve: ``h m / (1 - p)``, m of 0 (probability p) and 1.
+
+    ``nn.Dropout`` inside an update draws a new mask at every evaluation, so there is no fixed point. This
+    one may stand anywhere in an update, or in an energy that is differentiated automatically, of a
+    :class:`implicit_attn.DEQ`: on the state, on hidden units, on features of ``prepare``. Each sample has a
+    mask of its own, drawn from torch's global generator when a solve begins. All evaluations of the solve and
+    its derivatives share it, and the next solve has another. In evaluation nothing is dropped.
+
+    It must be a part of the layer's update (an attribute of a module), so that the layer finds it.
+    Two such modules in an update have different masks; one that is called twice has the same one twice. An
+    energy stays an energy: what is descended is that of the thinned network.
+
+    Without a DEQ, in a function for :func:`solvers.fixed_point`, draw the seeds before the solve and pass
+    them through ``args``::
+
+        seeds = dropout_seeds(len(z0), z0.device)
+        solvers.fixed_point(lambda z, x, seeds: f(dropout(z, seeds), x), z0, (x, seeds))
+
+    Args:
+        p: probability of a zero, in [0, 1).
+        shared: dimensions along which the mask is the same: ``1`` for tensors (B, N, d) drops the same
+            features of all tokens, ``-1`` whole tokens.
+
+    Shapes: ``h`` (B, ...), like the result. ``seeds`` (B,) int64.
+
+    Raises:
+        RuntimeError: called in training mode with no seeds at hand.
+
+    Example:
+        >>> class Cell(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear, self.dropout = nn.Linear(4, 4), VariationalDropout(0.1)
+        ...
+        ...     def forward(self, z, x):
+        ...         return 0.5 * torch.tanh(self.linear(self.dropout(z))) + x
+        >>> from implicit_attn import DEQ
+        >>> DEQ.from_update(Cell())(torch.zeros(2, 3, 4)).shape
+        torch.Size([2, 3, 4])
+
+    Source: Gal, Ghahramani, "A Theoretically Grounded Application of Dropout in Recurrent Neural Networks"
+    (2016), https://arxiv.org/abs/1512.05287; for equilibrium models Bai, Kolter, Koltun, "Deep Equilibrium
+    Models" (2019), https://arxiv.org/abs/1909.01377.
+    """
+
+    def __init__(self, p: float = 0.5, *, shared: int | Iterable[int] = ()) -> None:
+        super().__init__()
+        self.p = require_number("p", p, low=0.0, high=1.0)
+        if p == 1:
+            raise ValueError("p must be below 1, where nothing would be left, got 1")
+        dims = (shared,) if isinstance(shared, int) else tuple(shared)
+        for dim in dims:
+            require_count("shared", dim, low=-64)
+            if dim == 0:
+                raise ValueError("shared must not hold 0: every sample has a mask of its own")
+        self.shared = dims
+
+    @property
+    def active(self) -> bool:
+        """Whether it drops anything now."""
+        return self.training and self.p > 0
+
+    def forward(self, h: Tensor, seeds: Tensor | None = None) -> Tensor:
+        """``h`` with its mask; ``h`` itself in evaluation."""
+        if not self.active:
+            return h
+        if seeds is not None:
+            return h * self.mask(h, seeds, 0)
+        current = _OF_THIS_THREAD.solve
+        if current is None or id(self) not in current[0].numbers:
+            raise RuntimeError(
+                "VariationalDropout in training mode drops by the mask of a solve, and is in none: make it "
+                "an attribute of a module in the update or energy of a DEQ (a closure hides it), call "
+                "eval(), or pass seeds=dropout_seeds(batch)"
+            )
+        masks, given = current
+        return h * masks.mask(self, h, given)
+
+    def mask(self, h: Tensor, seeds: Tensor, number: int) -> Tensor:
+        """``m / (1 - p)`` in the dtype of ``h``, of the shape of ``h`` but 1 in the shared dimensions.
+
+        ``number`` tells modules with the same seeds apart.
+        """
+        if h.dim() == 0 or h.shape[0] != seeds.shape[0]:
+            raise ValueError(
+                f"h must be batched along dim 0 like the state, {seeds.shape[0]} samples, got shape "
+                f"{tuple(h.shape)}"
+            )
+        shape = list(h.shape)
+        for dim in self.shared:
+            if not -h.dim() < dim < h.dim():
+                raise ValueError(f"shared must fit h, of shape {tuple(h.shape)}, got {dim}")
+            shape[dim] = 1
+        with torch.no_grad():
+            words = _words(seeds, number, h[:1].numel() if not self.shared else _count(shape))
+            kept = words >= round(self.p * 2**32)
+            return (kept.to(h.dtype) / (1 - self.p)).reshape(shape)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}" + (f", shared={self.shared}" if self.shared else "")
+
+
+def dropout_seeds(batch: int, device: torch.device | str | None = None) -> Tensor:
+    """A number for each sample, (batch,) int64, from torch's global generator of the device."""
+    require_count("batch", batch)
+    with torch.inference_mode(False):
+        return torch.randint(2**62, (batch,), device=device)
+
+
+class SolveMasks:
+    """The masks of a solve, for the active modules of an update; each is computed once a batch."""
+
+    def __init__(self, modules: Iterable[VariationalDropout]) -> None:
+        self.numbers = {id(module): number for number, module in enumerate(modules)}
+        self.known: dict[Any, tuple[Tensor, Tensor]] = {}  # the seeds and the mask that they gave
+
+    @classmethod
+    def of(cls, update: nn.Module) -> SolveMasks | None:
+        """Those of an update; None where nothing is dropped."""
+        found = [m for m in update.modules() if isinstance(m, VariationalDropout) and m.active]
+        return cls(found) if found else None
+
+    @contextmanager
+    def within(self, seeds: Tensor) -> Iterator[None]:
+        """Within, the modules called in this thread drop by these seeds."""
+        outer = _OF_THIS_THREAD.solve
+        _OF_THIS_THREAD.solve = (self, seeds)
+        try:
+            yield
+        finally:
+            _OF_THIS_THREAD.solve = outer
+
+    def mask(self, module: VariationalDropout, h: Tensor, seeds: Tensor) -> Tensor:
+        number = self.numbers[id(module)]
+        if in_transform():  # whose tensors are good only within it
+            return module.mask(h, seeds, number)
+        key = number, h.shape, h.dtype
+        known = self.known.get(key)
+        if known is None or known[0] is not seeds:
+            with torch.inference_mode(False):
+                known = seeds, module.mask(h, seeds, number)
+            self.known[key] = known
+        return known[1]
+
+
+class _PerThread(threading.local):
+    """The masks and seeds of the innermost solve of this thread; None outside of a solve."""
+
+    solve: tuple[SolveMasks, Tensor] | None = None
+
+
+_OF_THIS_THREAD = _PerThread()
+
+
+def _count(shape: list[int]) -> int:
+    count = 1
+    for size in shape[1:]:
+        count *= size
+    return count
+
+
+def _words(seeds: Tensor, number: int, count: int) -> Tensor:
+    """(B, count) numbers in [0, 2^32), a function of seed, ``number`` and place alone."""
+    first = _mix(seeds + _mix_number(number))
+    second = _mix((seeds >> 31) ^ first)
+    place = torch.arange(count, device=seeds.device) * 0x9E3779B1
+    return _mix(_mix(place + first[:, None]) ^ second[:, None])
+
+
+def _mix(word: Tensor) -> Tensor:
+    """A permutation of the numbers of 32 bits in which every bit depends on every other.
+
+    Source: Wellons, "Prospecting for Hash Functions" (2018), https://nullprogram.com/blog/2018/07/31/.
+    """
+    word = word & _WORD
+    word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
+    word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
+    return word ^ (word >> 16)
+
+
+def _mix_number(number: int) -> int:
+    return (number + 1) * 0x85EBCA6B & _WORD

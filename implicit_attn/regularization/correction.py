@@ -1,0 +1,126 @@
+"""The loss on the way to a fixed point: fixed-point correction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solvers.core.checks import (
+    require_callable,
+    require_choice,
+    require_count,
+    require_nonnegative,
+    require_number,
+)
+
+KINDS = ("exponential", "linear", "constant")
+DEFAULT_GAMMA = {"exponential": 0.8, "linear": 0.9, "constant": 1.0}
+
+
+def correction_weights(
+    count: int, kind: str = "exponential", *, gamma: float | None = None
+) -> list[float]:
+    """Weights of ``count`` losses from the first state to the solution, whose weight is 1.
+
+    With ``m = 0`` for the solution, ``m = 1`` for the state before it, and so on::
+
+        "exponential"   gamma^m                 gamma 0.8 by default
+        "linear"        1 - gamma m / count     gamma 0.9 by default
+        "constant"      1
+
+    Args:
+        count: number of losses n, >= 1.
+        kind: one of the three.
+        gamma: in [0, 1]; None: the default. Not for "constant".
+
+    Returns:
+        n numbers.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, naming the argument.
+    """
+    require_count("count", count)
+    require_choice("kind", kind, KINDS)
+    if gamma is None:
+        gamma = DEFAULT_GAMMA[kind]
+    elif kind == "constant":
+        raise ValueError(f'gamma belongs to "exponential" and "linear" weights, got {gamma!r}')
+    gamma = require_number("gamma", gamma, low=0.0, high=1.0)
+    before = range(count - 1, -1, -1)
+    if kind == "linear":
+        return [1 - gamma * m / count for m in before]
+    return [gamma**m for m in before]
+
+
+def fixed_point_correction(
+    loss: Callable[[Any], Tensor],
+    states: Sequence[Any],
+    *,
+    weights: str | Sequence[float] = "exponential",
+    gamma: float | None = None,
+) -> Tensor:
+    """``sum_k w_k loss(z_k)`` over states on the way to the fixed point and the fixed point itself.
+
+    It asks states that the solver passes for the answer too. So a short solve learns to be useful, and
+    the solve as a whole to converge.
+
+    Args:
+        loss: of one state, a scalar, or any shape that is the same for all states.
+        states: z_1, ..., z_n from the first to the solution, n >= 1: ``[*solution.states,
+            solution.value]`` of a solve with ``states_at``.
+        weights: "exponential", "linear" or "constant" (:func:`correction_weights`), or n finite numbers
+            >= 0.
+        gamma: of :func:`correction_weights`; only where ``weights`` is a name.
+
+    Returns:
+        The weighted sum, like ``loss``.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, naming the argument.
+
+    Example:
+        >>> import torch
+        >>> from implicit_attn import DEQ
+        >>> layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
+        >>> solution = layer.solve(torch.ones(2, 3, 4), states_at=[2, 4])
+        >>> every = [*solution.states, solution.value]
+        >>> fixed_point_correction(lambda z: z.square().mean(), every).shape
+        torch.Size([])
+
+    Source: Bai, Geng, Savani, Kolter, "Deep Equilibrium Optical Flow Estimation" (2022), section 4.3,
+    https://arxiv.org/abs/2204.08442.
+    """
+    require_callable("loss", loss)
+    if isinstance(states, Tensor) or not isinstance(states, Sequence) or not states:
+        raise TypeError(
+            "states must be a sequence of at least one state, such as [*solution.states, "
+            f"solution.value], got {type(states)}"
+        )
+    if isinstance(weights, str):
+        numbers = correction_weights(len(states), weights, gamma=gamma)
+    else:
+        numbers = _given(weights, len(states), gamma)
+    total: Tensor | None = None
+    for weight, state in zip(numbers, states, strict=True):
+        term = loss(state)
+        if not isinstance(term, Tensor):
+            raise TypeError(f"loss must return a tensor, got {type(term)}")
+        if total is not None and term.shape != total.shape:
+            shapes = f"{tuple(total.shape)} and {tuple(term.shape)}"
+            raise ValueError(f"loss must return one shape for all states, got {shapes}")
+        total = weight * term if total is None else torch.add(total, term, alpha=weight)
+    assert total is not None
+    return total
+
+
+def _given(weights: Any, count: int, gamma: float | None) -> list[float]:
+    if isinstance(weights, Tensor) or not isinstance(weights, Sequence):
+        raise TypeError(f"weights must be one of {KINDS} or a sequence of numbers, got {weights!r}")
+    if gamma is not None:
+        raise ValueError(f"gamma goes with weights given by name, got {gamma!r} beside numbers")
+    if len(weights) != count:
+        raise ValueError(f"weights must be {count} numbers like states, got {len(weights)}")
+    return [require_nonnegative(f"weights[{at}]", each) for at, each in enumerate(weights)]

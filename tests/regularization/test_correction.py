@@ -1,0 +1,89 @@
+"""The fixed-point correction against torchdeq's, and its derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchdeq.loss import fp_correction
+
+import solvers
+from implicit_attn import DEQ
+from implicit_attn.regularization import correction_weights, fixed_point_correction
+
+
+def states(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"gamma": 0.5}, {"weight_func": "exp", "gamma": 0.5}),
+        ({"weights": "linear"}, {"weight_func": "linear"}),
+        ({"weights": "linear", "gamma": 0.3}, {"weight_func": "linear", "gamma": 0.3}),
+    ],
+)
+def test_same_as_torchdeq(count: int, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    passed = states(count)
+    expected = fp_correction(lambda z: z.square().mean(), (passed,), **theirs)
+    found = fixed_point_correction(lambda z: z.square().mean(), passed, **ours)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+def test_weights_by_hand() -> None:
+    assert correction_weights(3, "constant") == [1, 1, 1]
+    assert correction_weights(3, gamma=0.5) == [0.25, 0.5, 1]
+    assert correction_weights(4, "linear", gamma=1.0) == [0.25, 0.5, 0.75, 1]
+    a, b = states(2)
+    found = fixed_point_correction(lambda z: z.sum(1), [a, b], weights=[2, 3])
+    torch.testing.assert_close(found, 2 * a.sum(1) + 3 * b.sum(1))
+
+
+def test_gradient_through_an_unrolled_solve() -> None:
+    """Central differences of the whole: solve, states, weighted sum."""
+    layer = DEQ.from_update(
+        lambda z, x: torch.tanh(0.6 * z.roll(1, -1)) + x,
+        solver=solvers.Anderson(memory=3),
+        adjoint=solvers.Unrolled(),
+        tolerance=solvers.Tolerance(0.0),
+        max_steps=5,
+        on_failure="ignore",
+    )
+
+    def total(x: Tensor) -> Tensor:
+        solution = layer.solve(x, z0=0.3 * torch.ones_like(x), states_at=[1, 2, 4])
+        every = [*solution.states, solution.value]
+        return fixed_point_correction(lambda z: z.pow(2).sum(), every)
+
+    x = states(1)[0][:, None].requires_grad_()
+    assert torch.autograd.gradcheck(total, (x,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"states": []}, TypeError, "states must be a sequence of at least one"),
+        ({"states": torch.ones(2, 3)}, TypeError, "states must be a sequence"),
+        ({"weights": "exp"}, ValueError, "kind must be one of"),
+        ({"weights": [1.0]}, ValueError, "weights must be 2 numbers like states, got 1"),
+        ({"weights": [1.0, -1.0]}, ValueError, r"weights\[1\] must be finite and >= 0"),
+        ({"weights": 3}, TypeError, "weights must be one of"),
+        ({"gamma": 1.5}, ValueError, r"gamma must be in \[0.0, 1.0\]"),
+        ({"gamma": 0.5, "weights": [1.0, 1.0]}, ValueError, "gamma goes with weights given by"),
+        ({"gamma": 0.5, "weights": "constant"}, ValueError, "gamma belongs to"),
+        ({"loss": lambda z: 1.0}, TypeError, "loss must return a tensor"),
+        ({"loss": lambda z: z[: int(z[0, 0] > 0)]}, ValueError, "loss must return one shape"),
+        ({"loss": 3}, TypeError, "loss must be callable"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    given: dict[str, Any] = {"loss": torch.mean, "states": [torch.ones(2, 3), -torch.ones(2, 3)]}
+    given |= arguments
+    with pytest.raises(error, match=match):
+        fixed_point_correction(given.pop("loss"), given.pop("states"), **given)
