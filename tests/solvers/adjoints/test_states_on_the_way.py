@@ -65,7 +65,7 @@ def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> Solution:
         (Descent(energy), LBFGS()),
         (Descent(energy), Anderson(memory=3)),
     ],
-    ids=str,
+    ids=["map", "map-Forward", "map-Broyden", "energy", "energy-LBFGS", "energy-Anderson"],
 )
 def test_a_state_is_what_the_smaller_budget_returns(f: Any, solver: Any, compact: bool) -> None:
     x = torch.cat([sample(20), 0 * sample(2), 1e200 * sample(2)])
