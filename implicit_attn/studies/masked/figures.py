@@ -48,7 +48,7 @@ def draw_errors(
         axes.minorticks_off()
         axes.set(xlabel="iterations at test time, as a multiple of those in training")
         axes.set(ylabel="mean squared error of hidden pixels", ylim=(None, 1.08 * top))
-        figure.legend(loc="outside right upper", frameon=False)
+        figure.legend(loc="outside right center", frameon=False)
 
 
 def draw_filling(
