@@ -19,8 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks.measure import table
-from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, perform
-from implicit_attn.command_line import Parser, command, count, mistakes, repeats
+from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, run_command
+from implicit_attn.command_line import Parser, count, mistakes, repeats
 from implicit_attn.studies.convergence import solver_choices
 from implicit_attn.studies.evaluations import accuracy_by_evaluations
 from implicit_attn.studies.extrapolation import accuracy_by_iterations
@@ -101,10 +101,7 @@ def by_iterations(subject: Subject, numbers: list[int]) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    reader = parser()
-    with command(reader):
-        options = reader.parse_args(arguments)
-        perform(reader, options, plan(options), show)
+    run_command(parser(), arguments, plan, show)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from benchmarks.trainings.runs import Run, add_run_options, perform
-from implicit_attn.command_line import Parser, command, count, mistakes, repeats
+from benchmarks.trainings.runs import Run, add_run_options, run_command
+from implicit_attn.command_line import Parser, count, mistakes, repeats
 from implicit_attn.data import LOADERS
 from implicit_attn.studies.masked.reconstruction import compare_runs
 
@@ -58,10 +58,7 @@ def show(options: Any, runs: list[Run]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    reader = parser()
-    with command(reader):
-        options = reader.parse_args(arguments)
-        perform(reader, options, plan(options), show)
+    run_command(parser(), arguments, plan, show)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks.language.rows import EXAMPLE, SIZES
 from benchmarks.measure import table
-from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, perform
-from implicit_attn.command_line import Parser, command, count, mistakes, repeats
+from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, run_command
+from implicit_attn.command_line import Parser, count, mistakes, repeats
 from implicit_attn.data import TextData, load_text
 from implicit_attn.models import EquilibriumLanguageModel, load_model
 from implicit_attn.training import NextToken
@@ -119,10 +119,7 @@ def residual(model: EquilibriumLanguageModel, task: NextToken, number: int) -> f
 
 
 def main(arguments: list[str] | None = None) -> None:
-    reader = parser()
-    with command(reader):
-        options = reader.parse_args(arguments)
-        perform(reader, options, plan(options), show)
+    run_command(parser(), arguments, plan, show)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ from benchmarks.language.claims import SOURCE, Losses, lines, verdicts
 from benchmarks.language.figure import draw
 from benchmarks.language.rows import EXAMPLE, ROWS, SIZES
 from benchmarks.measure import table
-from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, perform
+from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, run_command
 from implicit_attn.command_line import (
     Parser,
-    command,
     count,
     learning_rate,
     place,
@@ -90,10 +89,7 @@ def show(options: Any, runs: list[Run]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    reader = parser()
-    with command(reader):
-        options = reader.parse_args(arguments)
-        perform(reader, options, plan(options), show)
+    run_command(parser(), arguments, plan, show)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from implicit_attn.command_line import Parser, folder, make_folder, mistakes, whole
+from implicit_attn.command_line import Parser, command, folder, make_folder, mistakes, whole
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -41,6 +41,18 @@ def add_run_options(parser: Parser, out: Path) -> None:
     add("--workers", type=whole(1, 256), default=2, help="runs at a time, each of one thread")
     add("--out", type=folder, default=out, help=f"folder of the runs (default {out})")
     add("--table", action="store_true", help="only show what is done")
+
+
+def run_command(
+    parser: Parser,
+    arguments: Sequence[str] | None,
+    plan: Callable[[Any], list[Run]],
+    show: Callable[[Any, list[Run]], None],
+) -> None:
+    """What ``main`` of a comparison does: read the options, train what is missing, show what is done."""
+    with command(parser):
+        options = parser.parse_args(arguments)
+        perform(parser, options, plan(options), show)
 
 
 def perform(
