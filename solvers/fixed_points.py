@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
+from solvers.compiled.forward import compiled_solve
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -165,9 +166,8 @@ def _solve(
     Parametrised weights are constant during a solve and computed once. The solver's own algebra
     runs without autocast, which Problem restores around f.
     """
-    with constant_weights(), without_autocast(start.device.type):
-        if isinstance(solver, ExternalSolver):
-            return solver.run(problem, start, goal.tolerance, max_steps)
+
+    def ordinary(problem: Problem, start: Tensor) -> Solution:
         with goal.watching():
             first = problem.evaluate_first(start)
         tolerance = goal.tolerance
@@ -178,6 +178,26 @@ def _solve(
             rescue(problem, solution, tolerance, max_steps, record, callback, states_at)
         problem.check_last(solution.value)
         return solution
+
+    with constant_weights(), without_autocast(start.device.type):
+        if isinstance(solver, ExternalSolver):
+            return solver.run(problem, start, goal.tolerance, max_steps)
+        observed = record or callback is not None or states_at or torch.is_grad_enabled()
+        if problem.programs is None or observed or not solver.traceable:
+            return ordinary(problem, start)
+        _look_once(problem, start, goal)
+        return compiled_solve(problem, start, solver, goal.tolerance, max_steps, ordinary)
+
+
+def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
+    """One ordinary evaluation of each kind, which refuses what no solve can serve."""
+    known, key = problem.programs.known, problem.static_key()
+    if key not in known:
+        with goal.watching():
+            problem.evaluate_first(start)
+        problem.draws = None
+        known[key] = goal.used
+    goal.used = known[key]
 
 
 def _as_trees(solution: Solution, layout: Layout, start: Tensor) -> None:

@@ -18,6 +18,7 @@ from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
+from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
 from solvers.core.modes import eager, in_transform
@@ -120,6 +121,7 @@ class DEQ(nn.Module):
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before = 0
         self._seeds: Tensor | None = None  # of the dropout in the latest solve
+        self._programs: Programs | None = None  # where the layer is compiled
 
     @classmethod
     def from_energy(
@@ -201,6 +203,10 @@ class DEQ(nn.Module):
             self.observer(x, mask, solution)
         return solution
 
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """Compile."""
+        self._programs = Programs(self.update, **options)
+
     def jacobian_penalty(
         self,
         z: Any,
@@ -257,7 +263,7 @@ class DEQ(nn.Module):
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
         inputs = (given, mask) if dropped is None else (given, mask, seeds)
-        return kind(self.update, self, spec, dropped), inputs, prepared
+        return kind(self.update, self, spec, dropped, self._programs), inputs, prepared
 
     def _options(self) -> dict[str, Any]:
         """The layer's options of :func:`solvers.fixed_point`, in its mode."""

@@ -13,6 +13,7 @@ from implicit_attn.dropout import SolveMasks
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.updates.gradient_step import EnergyStep
 from implicit_attn.updates.update import Update
+from solvers.compiled.programs import Programs
 from solvers.core.layout import Layout
 
 
@@ -44,8 +45,14 @@ class Map:
     """
 
     def __init__(
-        self, update: Update, layer: nn.Module, spec: Any, dropped: SolveMasks | None
+        self,
+        update: Update,
+        layer: nn.Module,
+        spec: Any,
+        dropped: SolveMasks | None,
+        programs: Programs | None = None,
     ) -> None:
+        self.programs = programs
         self.update, self.symmetric = update, update.symmetric
         self.layer = layer  # named by warnings
         self.spec, self.dropped = spec, dropped
@@ -55,6 +62,10 @@ class Map:
             return self.update(z, self.whole(x), mask=mask)
         with self.dropped.within(seeds):
             return self.update(z, self.whole(x), mask=mask)
+
+    def static_key(self) -> tuple[Any, ...]:
+        """What a compiled evaluation depends on beside tensors and the modules' own attributes."""
+        return type(self), self.spec, self.dropped is None
 
     def whole(self, x: Any) -> Any:
         """What was prepared, from the tensors in it."""

@@ -48,11 +48,15 @@ class AdjointSystem:
         solution = run(right, solver=solver, max_steps=self.max_steps)
         if self.solver is None and symmetric:
             solution = self._retry_saddles(run, solution, right)
+        self.note(solution)
+        return solution.value
+
+    def note(self, solution: Solution) -> None:
+        """Report the outcome of a solve."""
         self.report.solution = self._of_whole_batch(solution)
         self.report.solves += 1
         # Samples without a finite evaluation were reported by the forward solve already.
         apply_policy(solution, self.on_failure, "adjoint solve", self.f)
-        return solution.value
 
     def _retry_saddles(
         self, run: Callable[..., Solution], first: Solution, right: Tensor
@@ -101,7 +105,7 @@ class Record:
     """
 
     system: AdjointSystem
-    recorder: Recorder
+    recorder: Any  # a Recorder, or what knows its inputs
     point: Tensor
     output: Tensor
 
@@ -164,7 +168,7 @@ class _ImplicitValue(torch.autograd.Function):
         record: Record = ctx.record
         value, *inputs = ctx.saved_tensors
         if torch.is_grad_enabled():
-            results = _ImplicitGradient.apply(record, cotangent, value, *inputs)
+            results = ImplicitGradient.apply(record, cotangent, value, *inputs)
         else:
             results = first_derivative(record, cotangent)[1]
         return (None, None, *results)
@@ -177,7 +181,7 @@ def first_derivative(record: Record, cotangent: Tensor) -> tuple[Tensor, list[Te
     return u, gradients(record.output, record.recorder.aliases, u)
 
 
-class _ImplicitGradient(torch.autograd.Function):
+class ImplicitGradient(torch.autograd.Function):
     """(cotangent, z, inputs) -> gradients of the inputs, itself differentiable once.
 
     With ``u = A^-T g``, ``A = I - J`` and outputs ``G = f_theta^T u``, cotangents c give
@@ -210,7 +214,7 @@ class _ImplicitGradient(torch.autograd.Function):
 def second_derivative(
     record: Record, u: Tensor, cotangents: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """Gradients with respect to (cotangent, value, inputs); see :class:`_ImplicitGradient`."""
+    """Gradients with respect to (cotangent, value, inputs); see :class:`ImplicitGradient`."""
     symmetric = record.recorder.problem.symmetric
     point, output = record.point, record.output
     variables = [point, *record.recorder.aliases]

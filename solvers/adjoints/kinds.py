@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.checkpoints import Checkpoints
+from solvers.adjoints.compiled import compiled_value
 from solvers.adjoints.implicit import AdjointSystem, implicit_value, zero_derivative
 from solvers.core.checks import require_count, require_flag, require_instance, require_number
 from solvers.core.loop import keeps_failures_out
@@ -133,7 +134,8 @@ class Implicit(Adjoint):
             # As the solve has found it to be, where it depends on what f does.
             solved = tolerance if problem.goal is None else problem.goal.tolerance
             system = self.system(solution.adjoint, solved, start.shape[0], rows, part.f)
-            return implicit_value(part, z, system)
+            value = implicit_value if part.programs is None else compiled_value
+            return value(part, z, system)
 
         _attach_states(self.states or OneStep(), problem, solution, start)
         left_out = _no_evaluation(solution)

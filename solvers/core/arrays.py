@@ -9,6 +9,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from solvers.core.device import readable
+
 # An array (n, 1) or (n, k): numpy.ndarray on the CPU, Tensor elsewhere.
 Array = Any
 
@@ -20,13 +22,13 @@ NUMPY_SIZE = 1 << 17  # numbers up to which NumPy's cheaper calls outweigh torch
 def fits_numpy(tensor: Tensor) -> bool:
     """Whether NumPy may compute: a small float32 or float64 tensor on the CPU, no autograd."""
     wide = tensor.dtype in (torch.float32, torch.float64)
-    few = tensor.device.type == "cpu" and tensor.numel() <= NUMPY_SIZE
+    few = readable(tensor.device) and tensor.numel() <= NUMPY_SIZE
     return wide and few and not torch.is_grad_enabled()
 
 
 def on_host(device: torch.device) -> bool:
     """Whether the numbers are kept in NumPy arrays."""
-    return device.type == "cpu"
+    return readable(device)
 
 
 class Arrays:

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 CUDA_LAG = 2  # steps that the host may run ahead: enough to keep the queue of kernels filled
+
+
+class _PerThread(threading.local):
+    """Whether this thread traces a program, in which nothing may depend on the numbers of tensors."""
+
+    tracing = False
+
+
+_OF_THIS_THREAD = _PerThread()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Within, the host reads no tensor of any device: what is done to the tensors is being recorded."""
+    before, _OF_THIS_THREAD.tracing = _OF_THIS_THREAD.tracing, True
+    try:
+        yield
+    finally:
+        _OF_THIS_THREAD.tracing = before
+
+
+def readable(device: torch.device) -> bool:
+    """Whether the host may read tensors of the device without waiting, for decisions or in NumPy."""
+    return device.type == "cpu" and not _OF_THIS_THREAD.tracing
 
 
 def lag_of(device: torch.device) -> int:
@@ -56,8 +83,9 @@ class Watch:
 
 
 def maybe_any(mask: Tensor) -> bool:
-    """Whether any entry holds; always True on a GPU, where the answer would have to be awaited.
+    """Whether any entry holds; always True on a GPU, where the answer would have to be awaited,
+    and while a program is traced.
 
     The code behind it must also be right when no entry holds.
     """
-    return bool(mask.any()) if mask.device.type == "cpu" else True
+    return bool(mask.any()) if readable(mask.device) else True

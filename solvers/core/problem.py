@@ -121,6 +121,7 @@ class Problem:
     checked: bool = False  # an output of f has been checked
     draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
     goal: Goal | None = None  # of the call of fixed_point
+    programs: Any = None  # solvers.compiled.programs.Programs, where evaluations are compiled
 
     @classmethod
     def of(
@@ -143,6 +144,7 @@ class Problem:
             mask=None if mask is None else layout.mask_vector(mask),
             symmetric=bool(getattr(f, "symmetric", False)),
             compact=compact,
+            programs=getattr(f, "programs", None),
         )
 
     @property
@@ -245,7 +247,12 @@ class Problem:
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
         mask = None if self.mask is None else self.mask.index_select(0, index)
-        return replace(self, args=take(self.args, index, batch), mask=mask, shrunk=True)
+        return replace(self, args=take(self.args, index, batch), mask=mask, shrunk=True, programs=None)
+
+    def static_key(self) -> tuple[Any, ...]:
+        """What a compiled evaluation depends on beside tensors, for an ``f`` that says its own part."""
+        own = self.f.static_key()  # type: ignore[attr-defined]
+        return (own, self.layout, self.autocast, self.symmetric, self.has_energy)
 
     def jacobian_product(self, z: Tensor) -> JacobianProduct:
         """``v -> J(z) v`` for vectors (B, D): one pullback where J is symmetric, else a pushforward.

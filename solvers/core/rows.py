@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from solvers.core.device import maybe_any
+from solvers.core.device import maybe_any, readable
 from solvers.core.solution import Trace
 
 RUNNING = -1  # status of a sample that is still being solved
@@ -67,7 +67,7 @@ class Best:
 
     def update(self, better: Tensor, point: Point, relative: Tensor) -> None:
         """Take ``point`` with its ``relative`` residual in the rows ``better`` (B,) bool."""
-        if better.device.type == "cpu" and bool(better.all()):
+        if readable(better.device) and bool(better.all()):
             self.replace(point, relative)
         elif maybe_any(better):
             self.value = where_rows(better, point.z, self.value)
@@ -278,7 +278,7 @@ def row_norm(vector: Tensor) -> Tensor:
 
     On the CPU a norm whose squares over- or underflow is wrong; see :meth:`Problem.exact`.
     """
-    if vector.device.type != "cpu":  # whether it is would have to be awaited there
+    if not readable(vector.device):  # whether it is would have to be awaited there
         return scaled_norm(vector)
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 

@@ -41,6 +41,8 @@ class Solver(ABC):
     # The solver chooses the next trial of a rejected row itself (a line search); otherwise the loop
     # takes a shortened step along the residual.
     searches: ClassVar[bool] = False
+    # A step is operations on tensors alone, the same for every row, so that a compiler can trace it.
+    traceable: ClassVar[bool] = False
     lost: ClassVar[Status] = Status.NONFINITE  # of a row whose trials were all not finite
 
     @abstractmethod
@@ -50,6 +52,13 @@ class Solver(ABC):
     @abstractmethod
     def step(self, state: Any, turn: Turn) -> Tensor:
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
+
+    def settled(self, state: Any) -> Any:
+        """A state from which the solver goes on alike, its counters back in a cycle of few values.
+
+        A compiled block of steps has the counters in it. Called after each block, while it is traced.
+        """
+        return state
 
     def products(self, state: Any) -> Tensor | None:
         """(B,) int64 evaluations made beside the loop's (products with the Jacobian), or None."""

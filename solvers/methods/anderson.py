@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class Anderson(Solver):
     damping: float = 1.0
     regularization: float = 1e-12
 
+    traceable: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         require_count("memory", self.memory)
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
@@ -74,6 +77,20 @@ class Anderson(Solver):
         right = inner_products(state.changes[:, :filled], residual)
         weights = solve_small(state.gram[:, :filled, :filled], right)
         return combine(damped, weights, state.steps[:, :filled], sign=-1)
+
+    def settled(self, state: AndersonState) -> AndersonState:
+        """Full buffers are turned so that the oldest difference is in the first slot."""
+        kept = state.steps.shape[1]
+        if state.count < kept:
+            return state
+        turned = -(state.count % kept)
+        return replace(
+            state,
+            steps=state.steps.roll(turned, 1),
+            changes=state.changes.roll(turned, 1),
+            gram=state.gram.roll((turned, turned), (1, 2)),
+            count=kept,
+        )
 
     def _remember(self, state: AndersonState, point: Point, last: Point) -> None:
         """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""

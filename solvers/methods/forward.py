@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class Forward(Solver):
     """
 
     damping: float = 1.0
+
+    traceable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)

@@ -1,0 +1,111 @@
+"""The implicit gradient of a compiled solve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record, first_derivative
+from solvers.compiled.backward import Wanted, compiled_adjoint
+from solvers.core.modes import constant_weights, uncompiled
+from solvers.core.problem import Problem
+from solvers.krylov.cg import CG
+from solvers.krylov.gmres import GMRES
+
+
+@dataclass
+class KnownInputs:
+    """Records an evaluation whose inputs are known: the arguments and the weights of a module.
+
+    It stands in the place of a :class:`solvers.adjoints.capture.Recorder`.
+    """
+
+    problem: Problem
+    wanted: Wanted
+    weights: dict[str, Tensor]
+    aliases: list[Tensor] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return self.wanted.inputs(self.problem.args, self.weights)
+
+    def record(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """``point`` and ``output = f(point; aliases)``, (B, D) both."""
+        leaves, spec = pytree.tree_flatten(self.problem.args)
+        for number in self.wanted.leaves:
+            leaves[number] = leaves[number].detach().requires_grad_()
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        for name in self.wanted.weights:
+            weights[name].requires_grad_()
+        args = pytree.tree_unflatten(leaves, spec)
+        self.aliases = self.wanted.inputs(args, weights)
+        plain = replace(self.problem, args=args, programs=None)
+        point = z.detach().requires_grad_()
+        with constant_weights(), torch.enable_grad(), uncompiled():
+            output = self.problem.programs.within(weights, plain.masked_map, point)
+        return point, output
+
+
+def compiled_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
+    """The fixed point z (B, D) with the implicit gradient attached, by compiled programs."""
+    weights = problem.programs.weights()
+    wanted = Wanted.of(problem.args, weights)
+    known = KnownInputs(problem, wanted, weights)
+    inputs = known.inputs
+    return _CompiledValue.apply(known, system, z, *inputs)[0] if inputs else z
+
+
+def _record(known: KnownInputs, system: AdjointSystem, z: Tensor) -> Record:
+    return Record(system, known, *known.record(z))
+
+
+class _CompiledValue(torch.autograd.Function):
+    """z -> z with the backward pass of the implicit function theorem; twice, as ``_ImplicitValue``.
+
+    Where the backward pass is itself recorded, it is the ordinary one: compiled programs cannot be
+    differentiated. So it is where they leave a sample unsolved.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, known: KnownInputs, system: AdjointSystem, z: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.known, ctx.system = known, system
+        ctx.set_materialize_grads(False)
+        own = z.detach()
+        ctx.save_for_backward(own, *inputs)
+        return z.clone(), own
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        given = [c for c in cotangents if c is not None]
+        if not given:
+            return (None,) * len(ctx.needs_input_grad)
+        cotangent = given[0] if len(given) == 1 else given[0] + given[1]
+        known, system = ctx.known, ctx.system
+        value, *inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            record = _record(known, system, value)
+            results = ImplicitGradient.apply(record, cotangent, value, *inputs)
+        else:
+            results = _gradients(known, system, value, cotangent)
+        return (None, None, None, *results)
+
+
+def _gradients(
+    known: KnownInputs, system: AdjointSystem, z: Tensor, cotangent: Tensor
+) -> list[Tensor | None]:
+    problem = known.problem
+    solver = system.solver or (CG() if problem.symmetric else GMRES())
+    numbers = (solver, system.tolerance, system.max_steps)
+    found = compiled_adjoint(problem, z, cotangent, *numbers, known.wanted)
+    if found is None:
+        return first_derivative(_record(known, system, z), cotangent)[1]
+    solution, results = found
+    system.note(solution)
+    return results
+

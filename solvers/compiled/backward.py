@@ -1,0 +1,206 @@
+"""The compiled adjoint of a fixed point: blocks of Krylov steps with products by autograd.
+
+``(I - J^T) u = g`` is solved by cycles of GMRES or CG as in :mod:`solvers.krylov.loop`. The program that
+ends a cycle differentiates the evaluation by everything that asks for a gradient; the product ``J^T u``
+that comes along with it verifies the residual. What this does not solve is left to the ordinary code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from solvers.compiled.inputs import Given, Padding
+from solvers.compiled.lanes import Numbers
+from solvers.compiled.packing import Packed, pack
+from solvers.core.jacobian import gradients, pullback
+from solvers.core.modes import constant_weights, without_autocast
+from solvers.core.problem import Problem
+from solvers.core.solution import Solution, Status
+from solvers.core.tolerance import Tolerance
+from solvers.krylov.cg import CG
+from solvers.krylov.gmres import GMRES
+from solvers.krylov.loop import GAP, HALVED
+from solvers.krylov.method import KrylovRun, LinearSolver, norm
+from solvers.krylov.product import MODERATE
+
+TRACEABLE = (CG, GMRES)  # methods whose steps are operations on tensors alone
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which inputs of the map ask for a gradient, by their place or name."""
+
+    leaves: tuple[int, ...]  # among the leaves of the arguments
+    weights: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: Any, weights: dict[str, Tensor]) -> Wanted:
+        leaves = enumerate(pytree.tree_leaves(args))
+        return cls(
+            tuple(n for n, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad),
+            tuple(name for name, weight in weights.items() if weight.requires_grad),
+        )
+
+    def inputs(self, args: Any, weights: dict[str, Tensor]) -> list[Tensor]:
+        leaves = pytree.tree_leaves(args)
+        return [leaves[n] for n in self.leaves] + [weights[name] for name in self.weights]
+
+
+@dataclass
+class Cycle:
+    """A cycle of the Krylov method."""
+
+    run: KrylovRun
+    running: Tensor  # (B, 1)
+
+
+@dataclass
+class Ended:
+    """The end of a cycle; numbers per sample are (B, 1)."""
+
+    u: Tensor  # (B, D)
+    residual: Tensor  # (B, D), ``g - (I - J^T) u``
+    size: Tensor  # its norm
+    used: Tensor  # products of the cycle
+    accurate: Tensor  # the recurrence's residual was good enough: no product is counted for this one
+    gradients: list[Tensor | None]
+
+
+def compiled_adjoint(
+    problem: Problem,
+    z: Tensor,
+    right: Tensor,
+    solver: LinearSolver,
+    tolerance: Tolerance,
+    max_steps: int,
+    wanted: Wanted,
+) -> tuple[Solution, list[Tensor | None]] | None:
+    """``u`` with ``(I - J(z)^T) u = right``, both (B, D), and ``(df/dinput)^T u`` for what is ``wanted``.
+
+    None where some sample was not solved.
+    """
+    if not isinstance(solver, TRACEABLE) or z.dtype not in (torch.float32, torch.float64):
+        return None
+    batch = z.shape[0]
+    padding = Padding.of(problem, batch)
+    numbers = Numbers.of(tolerance, max_steps, z)
+    given = Given.of(problem, padding, numbers)
+    solve = _Solve(problem, solver, wanted, pack(padding.rows(z.detach())), given)
+    right = padding.zeros(right.detach())
+    with torch.no_grad(), without_autocast(z.device.type):
+        reference = norm(right)
+        moderate = (reference > 1 / MODERATE) & (reference < MODERATE)
+        if not bool((moderate | (reference == 0)).all()):
+            return None
+        found = solve.cycles(right, reference, tolerance, max_steps)
+    if found is None:
+        return None
+    ended, size, products, steps = found
+    solved = torch.zeros(batch, dtype=torch.int64, device=z.device) + int(Status.CONVERGED)
+    zero = reference[:batch] == 0
+    solution = Solution(
+        value=ended.u[:batch],
+        status=solved,
+        residual=torch.where(zero, 0, size[:batch] / reference[:batch]).squeeze(1),
+        residual_norm=size[:batch].squeeze(1),
+        steps=steps[:batch].squeeze(1),
+        evaluations=products[:batch].squeeze(1),
+    )
+    inputs = wanted.inputs(problem.args, problem.programs.weights())
+    pairs = zip(ended.gradients, inputs, strict=True)
+    return solution, [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
+
+
+@dataclass
+class _Solve:
+    """The programs of one adjoint solve."""
+
+    problem: Problem
+    solver: LinearSolver
+    wanted: Wanted
+    z: Packed
+    given: Packed
+
+    def cycles(
+        self, right: Tensor, reference: Tensor, tolerance: Tolerance, max_steps: int
+    ) -> tuple[Ended, Tensor, Tensor, Tensor] | None:
+        """The last cycle's end, residual norms, products and steps; None where a cycle gains too little."""
+        limit = tolerance.threshold(reference.squeeze(1)).unsqueeze(1)
+        u, residual, size, target = torch.zeros_like(right), right, reference, limit
+        steps = products = torch.zeros_like(reference, dtype=torch.int64)
+        while True:
+            open_rows = size > limit
+            start = pack((residual, target, open_rows))
+            ended = self._cycle(start, pack((u, right, limit)), max_steps - int(products.max()))
+            within = ended.size <= limit
+            steps = steps + ended.used
+            products = products + ended.used + (open_rows & ~ended.accurate)
+            if bool(within.all()):
+                return ended, ended.size, products, steps
+            gained = within | (ended.size <= HALVED * size)
+            if not bool(gained.all()) or int(products.max()) + 1 >= max_steps:
+                return None
+            u, residual, size, target = ended.u, ended.residual, ended.size, HALVED * limit
+
+    def _cycle(self, start: Packed, before: Packed, budget: int) -> Ended:
+        """Steps until no row runs, the method restarts, or the products are spent."""
+        programs = self.problem.programs
+        weights, block = programs.weights(), programs.block
+        key = (self.problem.static_key(), self.solver, self.wanted, block, programs.mode_key())
+        cycle = programs.call(self._first, ("adjoint", key), [self.z, self.given, start], weights)
+        done = block
+        while bool(cycle.get("running").any()) and not cycle.skeleton.record.run.exhausted:
+            if done + block > budget:
+                break
+            parts = [self.z, self.given, cycle]
+            cycle = programs.call(self._further, ("more", key), parts, weights)
+            done += block
+        parts = [self.z, self.given, cycle, before]
+        return programs.call(self._last, ("gradients", key), parts, weights).record()
+
+    def _first(self, z: Tensor, given: Given, start: tuple[Tensor, Tensor, Tensor]) -> Cycle:
+        return self._further(z, given, Cycle(self.solver.start(*start), start[2]))
+
+    def _further(self, z: Tensor, given: Given, cycle: Cycle) -> Cycle:
+        own, run = given.problem(self.problem), cycle.run
+        with torch.enable_grad():
+            point = z.detach().requires_grad_()
+            output = own.masked_map(point)
+        product = pullback(output, point)
+        for _ in range(self.problem.programs.block):
+            if not run.exhausted:
+                run.absorb(run.direction - product(run.direction))
+        return Cycle(run, run.active)
+
+    def _last(
+        self, z: Tensor, given: Given, cycle: Cycle, before: tuple[Tensor, Tensor, Tensor]
+    ) -> Ended:
+        u, right, limit = before
+        step, left = cycle.run.final()
+        u = u + step
+        own, programs = given.problem(self.problem), self.problem.programs
+        leaves, spec = pytree.tree_flatten(own.args)
+        for number in self.wanted.leaves:
+            leaves[number] = leaves[number].detach().requires_grad_()
+        weights = programs.weights()
+        for name in self.wanted.weights:
+            weights[name] = weights[name].detach().requires_grad_()
+        args = pytree.tree_unflatten(leaves, spec)
+        with torch.enable_grad(), constant_weights():
+            point = z.detach().requires_grad_()
+            output = programs.within(weights, replace(own, args=args).masked_map, point)
+        found = gradients(output, [point, *self.wanted.inputs(args, weights)], u)
+        image = torch.zeros_like(u) if found[0] is None else found[0]
+        residual = right - (u - image)
+        eps, reference = torch.finfo(u.dtype).eps, norm(right)
+        gap = GAP * eps * (cycle.run.matrix_norm * torch.maximum(norm(u), norm(u - step)) + reference)
+        small = gap <= torch.maximum(left, limit)
+        accurate = cycle.run.reliable() & small & (left <= limit)
+        used = cycle.run.used
+        return Ended(u, residual, norm(residual), used, accurate, found[1:])
+

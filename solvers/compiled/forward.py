@@ -1,0 +1,140 @@
+"""The compiled solve of a fixed point: blocks of evaluations, one look at the residuals a block.
+
+Samples go together to the end; one that has ended keeps its best iterate and its counts by masks. What is
+out of the ordinary (a sample without a finite value, far away, or stalled) is solved from the start by
+the ordinary loop, with the outcome that it always has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from solvers.compiled.inputs import Given, Padding
+from solvers.compiled.lanes import LEFT, Lanes, Numbers, begin, turn
+from solvers.compiled.packing import Packed, pack
+from solvers.core.loop import PATIENCE
+from solvers.core.modes import without_autocast
+from solvers.core.problem import Problem
+from solvers.core.rows import RUNNING, scatter_rows, where_rows
+from solvers.core.solution import Solution
+from solvers.core.solver import Solver
+from solvers.core.tolerance import Tolerance
+
+Ordinary = Callable[[Problem, Tensor], Solution]
+
+
+def compiled_solve(
+    problem: Problem,
+    start: Tensor,
+    solver: Solver,
+    tolerance: Tolerance,
+    max_steps: int,
+    ordinary: Ordinary,
+) -> Solution:
+    """Solve ``problem``, whose ``programs`` are given, from ``start`` (B, D).
+
+    ``ordinary`` is the solve as it is without programs.
+    """
+    padding = Padding.of(problem, start.shape[0])
+    numbers = Numbers.of(tolerance, max_steps, start)
+    given = Given.of(problem, padding, numbers)
+    with without_autocast(start.device.type):
+        lanes = _run(problem, padding.rows(start), solver, given, max_steps)
+    solution = _solution(lanes, start.shape[0])
+    left = solution.status == LEFT
+    if bool(left.any()):
+        _solve_ordinarily(problem, start, left, solution, ordinary)
+    return solution
+
+
+def _run(
+    problem: Problem, start: Tensor, solver: Solver, given: Packed, max_steps: int
+) -> Lanes:
+    """The lanes when no sample runs any more."""
+    programs = problem.programs
+    block = programs.block
+    weights = programs.weights()
+
+    def first(z: Tensor, inside: Given) -> Lanes:
+        own = inside.problem(problem)
+        lanes, point = begin(z, own)
+        lanes = turn(lanes, point, own, solver, inside.numbers)
+        return _more(lanes, own, solver, inside.numbers, block)
+
+    def further(lanes: Lanes, inside: Given) -> Lanes:
+        own = inside.problem(problem)
+        return _more(lanes, own, solver, inside.numbers, block)
+
+    key = (problem.static_key(), solver, block, programs.mode_key())
+    lanes = programs.call(first, ("first", key), [pack(start), given], weights)
+    done, milestone = block + 1, None
+    while bool(lanes.get("status").eq(RUNNING).any()):
+        if done // PATIENCE > (done - block) // PATIENCE:
+            milestone = _leave_stalled(lanes, milestone)
+        if done >= max_steps:
+            break
+        lanes = programs.call(further, ("further", key), [lanes, given], weights)
+        done += block
+    return lanes.record()
+
+
+def _more(lanes: Lanes, own: Problem, solver: Solver, numbers: Numbers, turns: int) -> Lanes:
+    for _ in range(turns):
+        lanes = turn(lanes, own.evaluate(lanes.trial), own, solver, numbers)
+    return replace(lanes, state=solver.settled(lanes.state))
+
+
+def _leave_stalled(lanes: Packed, milestone: Tensor | None) -> Tensor:
+    """Leave the rows whose best residual has hardly fallen since ``milestone``; the new milestone."""
+    record = lanes.record()
+    best = record.best.relative
+    if milestone is not None:
+        stuck = (best > 0.99 * milestone) & (record.status == RUNNING)
+        lanes.put("status", torch.where(stuck, LEFT, record.status))
+    return best
+
+
+def _solution(lanes: Lanes, batch: int) -> Solution:
+    best = lanes.best
+    energy = None if best.energy is None else best.energy[:batch]
+    return Solution(
+        value=best.value[:batch],
+        status=lanes.status[:batch],
+        residual=best.relative[:batch],
+        residual_norm=best.norm[:batch],
+        steps=(lanes.evaluations - lanes.rejected)[:batch],
+        evaluations=lanes.evaluations[:batch],
+        energy=energy,
+    )
+
+
+def _solve_ordinarily(
+    problem: Problem, start: Tensor, left: Tensor, solution: Solution, ordinary: Ordinary
+) -> None:
+    """Solve for the samples ``left`` (B,) bool from the start, and write what is found into ``solution``."""
+    batch = start.shape[0]
+    plain = replace(problem, programs=None)
+    rows = torch.nonzero(left).flatten()
+    if problem.compact and rows.numel() < batch:
+        found = ordinary(plain.rows(rows, batch), start.index_select(0, rows))
+        found = replace(
+            found,
+            **{
+                name: scatter_rows(getattr(found, name), rows, batch, 0)
+                for name in _ROWS
+                if getattr(found, name) is not None
+            },
+        )
+    else:
+        found = ordinary(plain, start)
+    for name in _ROWS:
+        new, old = getattr(found, name), getattr(solution, name)
+        if new is not None and old is not None:
+            setattr(solution, name, where_rows(left, new, old))
+
+
+_ROWS = ("value", "status", "residual", "residual_norm", "steps", "evaluations", "energy")

@@ -1,0 +1,95 @@
+"""What programs of a solve read beside its state, in one of a few batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from solvers.compiled.lanes import Numbers
+from solvers.compiled.packing import Packed, pack
+from solvers.core.layout import take
+from solvers.core.modes import ordinary
+from solvers.core.problem import Problem
+
+WASTE = 2  # a batch is padded to a size that programs exist for, up to so many times its own
+
+
+@dataclass
+class Given:
+    """The inputs of a map and what a solve is to reach."""
+
+    args: tuple[Any, ...]
+    mask: Tensor | None
+    numbers: Any
+
+    @classmethod
+    def of(cls, problem: Problem, padding: Padding, numbers: Any) -> Packed:
+        """The inputs of ``problem`` with rows added to the batch, packed."""
+        args, mask = ordinary((problem.args, problem.mask))
+        detached = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, args)
+        return pack(cls(padding.tree(detached), padding.tree(mask), numbers))
+
+    def problem(self, like: Problem) -> Problem:
+        """``like`` with these tensors, within a program."""
+        return replace(
+            like, args=self.args, mask=self.mask, programs=None, checked=True, draws=None
+        )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Copies of the last sample that fill a batch up to a size that programs exist for."""
+
+    batch: int
+    index: Tensor | None  # rows of the padded batch in the caller's; None: the same
+
+    @classmethod
+    def of(cls, problem: Problem, batch: int) -> Padding:
+        """The padding for ``problem``; see :func:`program_size`."""
+        shapes = tuple(
+            (tuple(leaf.shape[1:]), leaf.dtype)
+            for leaf in pytree.tree_leaves(problem.args)
+            if isinstance(leaf, Tensor)
+        )
+        sizes = problem.programs.sizes.setdefault((problem.layout.shapes, shapes), [])
+        size = batch if not problem.compact else program_size(batch, sizes)
+        if size == batch:
+            return cls(batch, None)
+        device = pytree.tree_leaves(problem.args)[0].device if problem.args else None
+        return cls(batch, torch.arange(size, device=device).clamp_max(batch - 1))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(B, ...) -> (size, ...), contiguous."""
+        padded = tensor if self.index is None else tensor.index_select(0, self.index)
+        return padded.contiguous()
+
+    def zeros(self, tensor: Tensor) -> Tensor:
+        """(B, ...) -> (size, ...), the added rows zero."""
+        if self.index is None:
+            return tensor.contiguous()
+        added = tensor.new_zeros(len(self.index) - self.batch, *tensor.shape[1:])
+        return torch.cat((tensor, added))
+
+    def tree(self, tree: Any) -> Any:
+        """The pytree with its batched tensors padded."""
+        return tree if self.index is None else take(tree, self.index, self.batch)
+
+
+def program_size(batch: int, sizes: list[int]) -> int:
+    """The size of batch to compile for; a new one is added to ``sizes``.
+
+    The first two sizes are taken as they come (those of training, and of what an epoch leaves), later ones
+    are powers of two; a batch that fits into a known size without wasting more than half of it takes that.
+    """
+    known = [size for size in sizes if batch <= size <= WASTE * batch]
+    if batch in sizes:
+        return batch
+    if known:
+        return min(known)
+    size = batch if len(sizes) < 2 else 1 << (batch - 1).bit_length()
+    sizes.append(size)
+    return size

@@ -1,0 +1,121 @@
+"""Records of tensors as flat lists, for programs that take and return tensors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from solvers.core.arrays import Arrays
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands in a skeleton for the tensor of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A record without its tensors.
+
+    Attributes:
+        record: the record, with places where its tensors were.
+        key: what a program depends on beside the tensors: the structure, and all numbers and flags.
+    """
+
+    record: Any
+    key: Hashable
+
+
+@dataclass
+class Packed:
+    """A record as the list of its tensors, each once, and its skeleton."""
+
+    tensors: list[Tensor]
+    skeleton: Skeleton
+
+    def record(self) -> Any:
+        return unpack(self.tensors, self.skeleton)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor in the field ``name`` of the record."""
+        return self.tensors[getattr(self.skeleton.record, name).number]
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Replace the tensor in the field ``name``."""
+        self.tensors[getattr(self.skeleton.record, name).number] = tensor
+
+
+def pack(record: Any) -> Packed:
+    """Take a record apart.
+
+    A record is a tensor, None, a plain value, or a tuple, list, dict, dataclass or object with
+    ``__dict__`` of records. A tensor that stands at several places is one tensor at all of them.
+    """
+    tensors: list[Tensor] = []
+    numbers: dict[int, int] = {}
+
+    def walk(value: Any) -> tuple[Any, Hashable]:
+        if isinstance(value, Tensor):
+            number = numbers.setdefault(id(value), len(tensors))
+            if number == len(tensors):
+                tensors.append(value)
+            return _Place(number), number
+        if isinstance(value, (tuple, list)):
+            parts = [walk(item) for item in value]
+            return type(value)(part for part, _ in parts), (type(value), *(k for _, k in parts))
+        if isinstance(value, dict):
+            found = {name: walk(item) for name, item in value.items()}
+            keys = tuple((name, key) for name, (_, key) in found.items())
+            return {name: part for name, (part, _) in found.items()}, (dict, *keys)
+        if isinstance(value, Arrays):
+            return value, (Arrays, value.device)
+        names = _names(value)
+        if names is None:
+            return value, (type(value), value)
+        bare, keys = copy(value), []
+        for name in names:
+            part, key = walk(getattr(value, name))
+            object.__setattr__(bare, name, part)
+            keys.append((name, key))
+        return bare, (type(value), *keys)
+
+    bare, key = walk(record)
+    return Packed(tensors, Skeleton(bare, key))
+
+
+def unpack(tensors: list[Tensor], skeleton: Skeleton) -> Any:
+    """The record that :func:`pack` took apart, made of ``tensors``."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, _Place):
+            return tensors[value.number]
+        if isinstance(value, (tuple, list)):
+            return type(value)(walk(item) for item in value)
+        if isinstance(value, dict):
+            return {name: walk(item) for name, item in value.items()}
+        names = None if isinstance(value, Arrays) else _names(value)
+        if names is None:
+            return value
+        whole = copy(value)
+        for name in names:
+            object.__setattr__(whole, name, walk(getattr(value, name)))
+        return whole
+
+    return walk(skeleton.record)
+
+
+def _names(value: Any) -> list[str] | None:
+    """Names of the fields of a record; None for a plain value."""
+    if is_dataclass(value) and not isinstance(value, type):
+        # A frozen dataclass holds hyperparameters: its own equality tells them apart.
+        frozen = type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return None if frozen else [entry.name for entry in fields(value)]
+    if type(value).__module__.startswith("solvers.") and hasattr(value, "__dict__"):
+        return sorted(vars(value))
+    return None

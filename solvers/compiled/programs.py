@@ -1,0 +1,194 @@
+"""Functions of tensors, traced once for each kind of input and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from solvers.compiled.packing import Packed, Skeleton, pack, unpack
+from solvers.core.device import tracing
+from solvers.core.modes import constant_weights
+
+Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
+PLAIN = (bool, int, float, str, type(None))  # attributes of modules that a program has in it
+
+
+@dataclass
+class Program:
+    """A compiled function from tensors to tensors.
+
+    Attributes:
+        run: takes the tensors one by one, returns a sequence of them.
+        after: the skeleton of what the tensors returned are part of.
+    """
+
+    run: Callable[..., Sequence[Tensor]]
+    after: Skeleton
+
+
+class Programs:
+    """The programs of one map, which reads the weights of ``module`` and its inputs.
+
+    A program is made at the first call with tensors of new shapes, strides, dtypes or devices, with
+    other numbers in the records, in another mode of the module (training, plain attributes) or with
+    another number of threads. All tensors that the map reads must be inputs: weights and buffers of the
+    module, or arguments.
+
+    Args:
+        module: whose parameters and buffers the map reads; they may change between calls.
+        backend: as of ``torch.compile``: "inductor", "eager" (the traced operators one by one), another
+            registered name, or a function ``(graph, tensors) -> callable``.
+        mode: as of ``torch.compile``, for "inductor".
+        options: options of Inductor, for "inductor".
+        block: evaluations between two looks at the residuals.
+
+    Raises:
+        ValueError: backend is unknown, or mode and options do not belong to it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        backend: str | Compiler = "inductor",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        block: int = 5,
+    ) -> None:
+        self.module, self.block = module, block
+        self.compiler = find_compiler(backend, mode, options)
+        self.made: dict[Hashable, Program] = {}
+        self.sizes: dict[Hashable, list[int]] = {}  # of batches, by the shapes of a sample
+        self.known: dict[Hashable, bool] = {}  # whether autocast matters, for maps that have been checked
+        self._within = _Within(module)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the module, by name."""
+        named = dict(self.module.named_parameters())
+        named.update(self.module.named_buffers())
+        return named
+
+    def mode_key(self) -> Hashable:
+        """What the evaluation depends on beside tensors: modes and plain attributes of the modules."""
+        found = []
+        for module in self.module.modules():
+            values = vars(module)
+            found += [values[name] for name in values if isinstance(values[name], PLAIN)]
+        return (torch.get_num_threads(), *found)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        key: Hashable,
+        parts: Sequence[Packed],
+        weights: dict[str, Tensor],
+    ) -> Packed:
+        """``function(*records)``, compiled; records go in and out packed.
+
+        Args:
+            function: of some records, to a record; it may read the module, whose weights are inputs.
+            key: what ``function`` depends on beside the records, for example its name.
+            parts: the records.
+            weights: those of the module, as :meth:`weights` has named them.
+        """
+        inputs = [tensor for part in parts for tensor in part.tensors]
+        inputs += weights.values()
+        skeletons = [part.skeleton for part in parts]
+        keys = tuple(skeleton.key for skeleton in skeletons)
+        which = (key, keys, *((t.shape, t.stride(), t.dtype, t.device) for t in inputs))
+        program = self.made.get(which)
+        if program is None:
+            sizes = [len(part.tensors) for part in parts]
+            program = self._make(function, inputs, skeletons, sizes, list(weights))
+            self.made[which] = program
+        return Packed(list(program.run(*inputs)), program.after)
+
+    def within(
+        self, weights: dict[str, Tensor], function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """``function(*arguments)`` while the module has these ``weights``."""
+        swapped = {f"module.{name}": weight for name, weight in weights.items()}
+        return torch.func.functional_call(self._within, swapped, (function, arguments))
+
+    def _make(
+        self,
+        function: Callable[..., Any],
+        inputs: list[Tensor],
+        skeletons: list[Skeleton],
+        sizes: list[int],
+        names: list[str],
+    ) -> Program:
+        found: list[Skeleton] = []
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            rest = iter(tensors)
+            given = [
+                unpack(list(islice(rest, size)), skeleton)
+                for size, skeleton in zip(sizes, skeletons, strict=True)
+            ]
+            weights = dict(zip(names, rest, strict=True))
+            with torch.no_grad(), tracing(), constant_weights():
+                result = self.within(weights, function, *given)
+            packed = pack(result)
+            found.append(packed.skeleton)
+            return packed.tensors
+
+        detached = [tensor.detach() for tensor in inputs]
+        graph = make_fx(flat, tracing_mode="fake", _error_on_data_dependent_ops=True)(*detached)
+        _refuse_captured(graph)
+        return Program(self.compiler(graph, detached), found[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"made": {}, "sizes": {}, "known": {}}  # compiled code belongs to its process
+
+
+class _Within(nn.Module):
+    """Calls a function while the weights of ``module`` are replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], given: Sequence[Any]) -> Any:
+        return function(*given)
+
+
+def _refuse_captured(graph: GraphModule) -> None:
+    """Raise ValueError where the map reads a tensor of which a gradient may be asked, no input."""
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(graph, node.target, None)
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ValueError(
+                    "the compiled map reads a tensor that requires a gradient and is no parameter of its "
+                    f"update, of shape {tuple(value.shape)}: register it as a parameter, or pass it in x"
+                )
+
+
+def find_compiler(
+    backend: str | Compiler, mode: str | None, options: dict[str, Any] | None
+) -> Compiler:
+    """The function that compiles a graph for the tensors that it will be given."""
+    if backend == "inductor":
+        patches = dict(options or {})
+        if mode is not None and mode != "default":
+            patches = torch._inductor.list_mode_options(mode) | patches
+
+        def compile_graph(graph: GraphModule, tensors: list[Tensor]) -> Any:
+            return torch._inductor.compile(graph, tensors, options=patches or None)
+
+        return compile_graph
+    if mode is not None or options:
+        raise ValueError(f'mode and options belong to backend="inductor", got backend={backend!r}')
+    if backend == "eager":
+        return lambda graph, tensors: graph.forward
+    if callable(backend):
+        return backend
+    return torch._dynamo.lookup_backend(backend)
