@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.core.device import tracing
@@ -140,10 +143,11 @@ class Programs:
             found.append(packed.skeleton)
             return packed.tensors
 
-        detached = [tensor.detach() for tensor in inputs]
-        graph = make_fx(flat, tracing_mode="fake", _error_on_data_dependent_ops=True)(*detached)
+        fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache on disk asks for one
+        examples = [fake_mode.from_tensor(t.detach(), static_shapes=True) for t in inputs]
+        graph = make_fx(flat, tracing_mode="fake", _error_on_data_dependent_ops=True)(*examples)
         _refuse_captured(graph)
-        return Program(self.compiler(graph, detached), found[-1])
+        return Program(self.compiler(graph, examples), found[-1])
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"made": {}, "sizes": {}, "known": {}}  # compiled code belongs to its process
@@ -182,7 +186,9 @@ def find_compiler(
             patches = torch._inductor.list_mode_options(mode) | patches
 
         def compile_graph(graph: GraphModule, tensors: list[Tensor]) -> Any:
-            return torch._inductor.compile(graph, tensors, options=patches or None)
+            with warnings.catch_warnings():  # torch's own, about its own code
+                warnings.simplefilter("ignore")
+                return torch._inductor.compile(graph, tensors, options=patches or None)
 
         return compile_graph
     if mode is not None or options:
