@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import solvers
+from implicit_attn.deq.compiling import check_compilable
 from implicit_attn.deq.inputs import check_batched, check_inputs
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
 from implicit_attn.dropout import SolveMasks, dropout_seeds
@@ -203,9 +204,36 @@ class DEQ(nn.Module):
             self.observer(x, mask, solution)
         return solution
 
-    def compile(self, **options: Any) -> None:  # type: ignore[override]
-        """Compile."""
-        self._programs = Programs(self.update, **options)
+    def compile(  # type: ignore[override]
+        self,
+        *,
+        backend: Any = "inductor",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        block: int = 5,
+    ) -> None:
+        """Compile the solves of this layer and their gradients; the layer is used as before.
+
+        The update, its Jacobian products and the solver's own algebra become programs of ``block``
+        evaluations each, with one look at the residuals after each block. Values, statuses and counts stay those
+        of each sample. The first solve of a kind (shapes, dtypes, masked or not, training or not) makes
+        its programs, which takes up to a minute and is remembered on disk by Inductor; see
+        :func:`implicit_attn.compile_layers`.
+
+        Args:
+            backend, mode, options: as of ``torch.compile``; "eager" traces without compiling; None: no
+                longer compiled.
+            block: evaluations between two looks, >= 1.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit, or a solver that cannot be compiled.
+        """
+        self._programs = None
+        if backend is not None:
+            check_compilable(self.solver)
+            self._programs = Programs(
+                self.update, backend=backend, mode=mode, options=options, block=block
+            )
 
     def jacobian_penalty(
         self,

@@ -108,4 +108,3 @@ def _gradients(
     solution, results = found
     system.note(solution)
     return results
-

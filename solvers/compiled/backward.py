@@ -67,7 +67,9 @@ class Ended:
     residual: Tensor  # (B, D), ``g - (I - J^T) u``
     size: Tensor  # its norm
     used: Tensor  # products of the cycle
-    accurate: Tensor  # the recurrence's residual was good enough: no product is counted for this one
+    accurate: (
+        Tensor  # the recurrence's residual was good enough: no product is counted for this one
+    )
     gradients: list[Tensor | None]
 
 
@@ -198,9 +200,10 @@ class _Solve:
         image = torch.zeros_like(u) if found[0] is None else found[0]
         residual = right - (u - image)
         eps, reference = torch.finfo(u.dtype).eps, norm(right)
-        gap = GAP * eps * (cycle.run.matrix_norm * torch.maximum(norm(u), norm(u - step)) + reference)
+        gap = (
+            GAP * eps * (cycle.run.matrix_norm * torch.maximum(norm(u), norm(u - step)) + reference)
+        )
         small = gap <= torch.maximum(left, limit)
         accurate = cycle.run.reliable() & small & (left <= limit)
         used = cycle.run.used
         return Ended(u, residual, norm(residual), used, accurate, found[1:])
-

@@ -51,9 +51,7 @@ def compiled_solve(
     return solution
 
 
-def _run(
-    problem: Problem, start: Tensor, solver: Solver, given: Packed, max_steps: int
-) -> Lanes:
+def _run(problem: Problem, start: Tensor, solver: Solver, given: Packed, max_steps: int) -> Lanes:
     """The lanes when no sample runs any more."""
     programs = problem.programs
     block = programs.block

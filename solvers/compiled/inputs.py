@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.compiled.lanes import Numbers
 from solvers.compiled.packing import Packed, pack
 from solvers.core.layout import take
 from solvers.core.modes import ordinary

@@ -91,7 +91,9 @@ def turn(lanes: Lanes, point: Point, problem: Problem, solver: Solver, numbers: 
     relative = point.relative().clamp_max(torch.finfo(point.norm.dtype).max)
     threshold = torch.maximum(point.reference * numbers.rtol, numbers.atol)
     converged = taken & (point.norm <= threshold.to(point.norm.dtype))
-    best = _better(lanes.best, (taken & (relative < lanes.best.relative)) | converged, point, relative)
+    best = _better(
+        lanes.best, (taken & (relative < lanes.best.relative)) | converged, point, relative
+    )
     evaluations = torch.where(running, count, lanes.evaluations)
     status = torch.where(running & left, LEFT, lanes.status)
     status = torch.where(converged, int(Status.CONVERGED), status)

@@ -16,10 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
+from solvers.core.checks import require_choice, require_count, require_instance
 from solvers.core.device import tracing
+from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights
 
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+MOST = 64  # programs that are kept
 PLAIN = (bool, int, float, str, type(None))  # attributes of modules that a program has in it
 
 
@@ -42,7 +46,7 @@ class Programs:
     A program is made at the first call with tensors of new shapes, strides, dtypes or devices, with
     other numbers in the records, in another mode of the module (training, plain attributes) or with
     another number of threads. All tensors that the map reads must be inputs: weights and buffers of the
-    module, or arguments.
+    module, or arguments. Another tensor that it reads is taken to be the same one for ever.
 
     Args:
         module: whose parameters and buffers the map reads; they may change between calls.
@@ -53,7 +57,7 @@ class Programs:
         block: evaluations between two looks at the residuals.
 
     Raises:
-        ValueError: backend is unknown, or mode and options do not belong to it.
+        TypeError, ValueError: backend, mode or options are unknown or do not belong together.
     """
 
     def __init__(
@@ -65,11 +69,14 @@ class Programs:
         options: dict[str, Any] | None = None,
         block: int = 5,
     ) -> None:
-        self.module, self.block = module, block
-        self.compiler = find_compiler(backend, mode, options)
+        self.module, self.block = module, require_count("block", block)
+        self.backend, self.mode, self.options = backend, mode, options
+        check_backend(backend, mode, options)
         self.made: dict[Hashable, Program] = {}
         self.sizes: dict[Hashable, list[int]] = {}  # of batches, by the shapes of a sample
-        self.known: dict[Hashable, bool] = {}  # whether autocast matters, for maps that have been checked
+        self.known: dict[
+            Hashable, bool
+        ] = {}  # whether autocast matters, for maps that have been checked
         self._within = _Within(module)
 
     def weights(self) -> dict[str, Tensor]:
@@ -108,6 +115,8 @@ class Programs:
         which = (key, keys, *((t.shape, t.stride(), t.dtype, t.device) for t in inputs))
         program = self.made.get(which)
         if program is None:
+            if len(self.made) >= MOST:
+                self._forget()
             sizes = [len(part.tensors) for part in parts]
             program = self._make(function, inputs, skeletons, sizes, list(weights))
             self.made[which] = program
@@ -143,14 +152,38 @@ class Programs:
             found.append(packed.skeleton)
             return packed.tensors
 
-        fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache on disk asks for one
+        fake_mode = FakeTensorMode(
+            shape_env=ShapeEnv(), static_shapes=True
+        )  # Inductor's cache on disk asks for one
         examples = [fake_mode.from_tensor(t.detach(), static_shapes=True) for t in inputs]
-        graph = make_fx(flat, tracing_mode="fake", _error_on_data_dependent_ops=True)(*examples)
+        try:
+            graph = make_fx(flat, tracing_mode="fake", _error_on_data_dependent_ops=True)(*examples)
+        except Exception as error:
+            raise RuntimeError(
+                f"{type(self.module).__name__} cannot be compiled ({type(error).__name__}: {error}); "
+                "use the layer without compile(), or state its step with torch's operators alone"
+            ) from error
         _refuse_captured(graph)
-        return Program(self.compiler(graph, examples), found[-1])
+        return Program(compiled(graph, examples, self.backend, self.mode, self.options), found[-1])
+
+    def _forget(self) -> None:
+        """Drop all programs, and say so: they should be few."""
+        self.made.clear()
+        name = type(self.module).__name__
+        warn_user(
+            f"{MOST} programs were compiled for {name} and are dropped: the shapes of its inputs differ from "
+            "call to call (pad them), or a plain attribute of one of its modules does",
+            UserWarning,
+            "programs",
+            self.module,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"made": {}, "sizes": {}, "known": {}}  # compiled code belongs to its process
+        return vars(self) | {
+            "made": {},
+            "sizes": {},
+            "known": {},
+        }  # compiled code belongs to its process
 
 
 class _Within(nn.Module):
@@ -176,25 +209,35 @@ def _refuse_captured(graph: GraphModule) -> None:
                 )
 
 
-def find_compiler(
-    backend: str | Compiler, mode: str | None, options: dict[str, Any] | None
-) -> Compiler:
-    """The function that compiles a graph for the tensors that it will be given."""
-    if backend == "inductor":
-        patches = dict(options or {})
-        if mode is not None and mode != "default":
-            patches = torch._inductor.list_mode_options(mode) | patches
+def check_backend(backend: Any, mode: Any, options: Any) -> None:
+    """Raise TypeError or ValueError unless these are a backend of torch and belong together."""
+    if not callable(backend):
+        names = torch.compiler.list_backends(exclude_tags=())
+        require_choice("backend", backend, ["eager", *(n for n in names if n != "eager")])
+    if mode is not None:
+        require_choice("mode", mode, MODES)
+    require_instance("options", options, dict, "a dict of options of Inductor", optional=True)
+    if backend != "inductor" and (mode is not None or options):
+        raise ValueError(
+            f'mode and options belong to backend="inductor", got backend={backend!r}, mode={mode!r}, '
+            f"options={options!r}"
+        )
 
-        def compile_graph(graph: GraphModule, tensors: list[Tensor]) -> Any:
-            with warnings.catch_warnings():  # torch's own, about its own code
-                warnings.simplefilter("ignore")
-                return torch._inductor.compile(graph, tensors, options=patches or None)
 
-        return compile_graph
-    if mode is not None or options:
-        raise ValueError(f'mode and options belong to backend="inductor", got backend={backend!r}')
+def compiled(
+    graph: GraphModule,
+    tensors: list[Tensor],
+    backend: str | Compiler,
+    mode: str | None,
+    options: dict[str, Any] | None,
+) -> Callable[..., Sequence[Tensor]]:
+    """The graph as a callable, compiled for tensors like ``tensors``."""
     if backend == "eager":
-        return lambda graph, tensors: graph.forward
-    if callable(backend):
-        return backend
-    return torch._dynamo.lookup_backend(backend)
+        return graph.forward
+    with warnings.catch_warnings():  # torch's own, about its own code
+        warnings.simplefilter("ignore")
+        if backend == "inductor":
+            patches = {} if mode in (None, "default") else torch._inductor.list_mode_options(mode)
+            return torch._inductor.compile(graph, tensors, options=patches | (options or {}))
+        make = backend if callable(backend) else torch._dynamo.lookup_backend(backend)
+        return make(graph, tensors)

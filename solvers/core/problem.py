@@ -247,7 +247,9 @@ class Problem:
     def rows(self, index: Tensor, batch: int) -> Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
         mask = None if self.mask is None else self.mask.index_select(0, index)
-        return replace(self, args=take(self.args, index, batch), mask=mask, shrunk=True, programs=None)
+        return replace(
+            self, args=take(self.args, index, batch), mask=mask, shrunk=True, programs=None
+        )
 
     def static_key(self) -> tuple[Any, ...]:
         """What a compiled evaluation depends on beside tensors, for an ``f`` that says its own part."""
