@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from implicit_attn.block import EquilibriumBlock
 from implicit_attn.deq import DEQ
 from implicit_attn.energies import Energy
-from implicit_attn.models.attention.energy_attention import EnergyAttention
 from implicit_attn.updates import ActivationStep, GradientStep, Update
+from solvers.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from implicit_attn.models.attention.energy_attention import EnergyAttention
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "implicit_attn.checkpoint": "",
+            "implicit_attn.data": "",
+            "implicit_attn.models": "",
+            "implicit_attn.models.attention.energy_attention": "EnergyAttention",
+        },
+    )
 
 __version__ = "0.1.0"
 

@@ -21,7 +21,9 @@ MOST_FILES = 14  # of Python in a folder of the library, the package's face amon
 
 # What each part of the library may import of the library; itself goes without saying. A part is named
 # by the beginning of its modules' names; a module belongs to the longest name that fits.
-_GROUND = {"solvers.core.checks", "solvers.core.modes"}  # the floor that everything stands on
+# The floor that everything stands on.
+_GROUND = {"solvers.core.checks", "solvers.core.modes", "solvers.lazy"}
+_IMPORTERS = {"implicit_attn.optional", "solvers.lazy"}  # what imports by a name, for all others
 _KRYLOV = _GROUND | {"solvers.core"}
 _METHODS = _KRYLOV | {"solvers.krylov"}
 _ENTRY = _METHODS | {"solvers.methods", "solvers.adjoints"}
@@ -37,6 +39,7 @@ _BELOW_MODELS = (_BELOW_DEQ - {"solvers"}) | {
 MAY_IMPORT = {
     "solvers.core.checks": set[str](),
     "solvers.core.modes": set[str](),
+    "solvers.lazy": set[str](),
     "solvers.core": _GROUND,
     "solvers.krylov": _KRYLOV,
     "solvers.methods": _METHODS,
@@ -264,7 +267,7 @@ def imports_stand_at_the_top(files: Files) -> list[str]:
                     for node in ast.walk(outer)
                     if isinstance(node, ast.Import | ast.ImportFrom)
                 ]
-        if file.module != "implicit_attn.optional":
+        if file.module not in _IMPORTERS:
             found += [
                 f"{file.path}:{each.line}: importlib, where require is meant"
                 for each in file.imports

@@ -170,6 +170,7 @@ GOOD = {
     "solvers/__init__.py": "from solvers.a import f\nfrom . import b",
     "solvers/a.py": "import torch\nfrom solvers import b\nfrom solvers.b import g",
     "solvers/b.py": "import math\nimport scipy.linalg",
+    "solvers/lazy.py": "import importlib",
     "solvers/torchdeq_bridge.py": "import torchdeq",
     "implicit_attn/__init__.py": "from implicit_attn.deq import DEQ",
     "implicit_attn/optional.py": "import importlib",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,12 +21,35 @@ from torch.utils import _pytree as pytree
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def compiler_loaded() -> bool:
+    """Whether the compiler behind ``torch.compile`` has been imported, which takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
 def eager(function: Function) -> Function:
-    """``torch.compiler.disable`` that keeps the function's type.
+    """``torch.compiler.disable`` that keeps the function's type and does not import the compiler.
 
     A solver loop branches on values at every step, where a compiler would break its graph anyway.
     """
-    return cast(Function, torch.compiler.disable(function))
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
+        return cast(Function, torch.compiler.disable(function))
+    disabled: list[Callable[..., Any]] = []  # made as soon as there is a compiler
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not disabled:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            outer = frames.set_eval_frame(None)  # what makes the wrapper is not compiled either
+            disabled.append(torch.compiler.disable(function))
+            frames.set_eval_frame(outer)
+        return disabled[0](*args, **kwargs)
+
+    # A compiler neither follows a call of this function nor compiles it where it runs.
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(run.__code__, skip)
+    return cast(Function, functools.update_wrapper(run, function))
 
 
 def in_transform() -> bool:
@@ -69,14 +94,14 @@ class _Stance:
 
     def enter(self) -> None:
         with self.lock:
-            if self.number == 0:
+            if self.before is None and compiler_loaded():
                 self.before = torch.compiler.set_stance("force_eager")
             self.number += 1
 
     def leave(self) -> None:
         with self.lock:
             self.number -= 1
-            if self.number == 0:
+            if self.number == 0 and self.before is not None:
                 self.before.__exit__(None, None, None)
                 self.before = None
 

@@ -6,12 +6,14 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
+
+from solvers.core.modes import eager
 
 LEARNING = (
     "f updates the running statistics of {} at every evaluation{}: call eval(), or use a norm of each "
@@ -94,7 +96,8 @@ def _instance_norm(
     )
 
 
-def _refuse_here(name: str, running_mean: Tensor | None, coupled: bool) -> None:
+@eager  # it reads a thread's variables, which cannot be compiled
+def _refuse(name: str, running_mean: Tensor | None, coupled: bool) -> None:
     """Raise ValueError in a thread that watches; a module's count of its batches is taken back."""
     if not _THIS_THREAD.on:
         return
@@ -108,10 +111,6 @@ def _refuse_here(name: str, running_mean: Tensor | None, coupled: bool) -> None:
     raise ValueError(
         LEARNING.format(what, ", and its samples are not solved on their own" if coupled else "")
     )
-
-
-# It reads a thread's variables, which cannot be compiled.
-_refuse = cast(Callable[..., None], torch.compiler.disable(_refuse_here))
 
 
 def _calling_module(frame: FrameType | None) -> _NormBase | None:
