@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from implicit_attn.block import EquilibriumBlock
-from implicit_attn.deq import DEQ
+from implicit_attn.deq import DEQ, compile_layers
 from implicit_attn.energies import Energy
 from implicit_attn.updates import ActivationStep, GradientStep, Update
 from solvers.lazy import lazy_names
@@ -34,4 +34,5 @@ __all__ = [
     "GradientStep",
     "Update",
     "__version__",
+    "compile_layers",
 ]

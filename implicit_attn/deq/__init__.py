@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from implicit_attn.deq.compiling import compile_layers
 from implicit_attn.deq.layer import DEQ, EVALUATION_OPTIONS, OPTIONS
 
-__all__ = ["DEQ", "EVALUATION_OPTIONS", "OPTIONS"]
+__all__ = ["DEQ", "EVALUATION_OPTIONS", "OPTIONS", "compile_layers"]

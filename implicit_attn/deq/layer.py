@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import solvers
-from implicit_attn.deq.compiling import check_compilable
+from implicit_attn.deq.compiling import Compilable
 from implicit_attn.deq.inputs import check_batched, check_inputs
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
 from implicit_attn.dropout import SolveMasks, dropout_seeds
@@ -19,7 +19,6 @@ from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
-from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
 from solvers.core.modes import eager, in_transform
@@ -29,7 +28,7 @@ OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact
 EVALUATION_OPTIONS = ("eval_max_steps", "eval_tolerance")  # of the layer, not of a solve
 
 
-class DEQ(nn.Module):
+class DEQ(Compilable):
     """Deep-equilibrium layer: its output is the fixed point ``z* = f(z*, x)`` of an update f.
 
     The forward pass finds z* of every sample with a solver instead of applying a number of layers. The
@@ -97,7 +96,7 @@ class DEQ(nn.Module):
             )
         if not callable(init) and init not in ("input", "zeros"):
             raise ValueError(f'init must be "input", "zeros" or a function of x, got {init!r}')
-        self.update = update
+        self.update: Update = update
         require_instance("solver", solver, solvers.Solver, "a solvers.Solver", optional=True)
         require_instance("adjoint", adjoint, solvers.Adjoint, "a solvers.Adjoint", optional=True)
         require_instance(
@@ -122,7 +121,6 @@ class DEQ(nn.Module):
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before = 0
         self._seeds: Tensor | None = None  # of the dropout in the latest solve
-        self._programs: Programs | None = None  # where the layer is compiled
 
     @classmethod
     def from_energy(
@@ -203,37 +201,6 @@ class DEQ(nn.Module):
         if self.observer is not None:
             self.observer(x, mask, solution)
         return solution
-
-    def compile(  # type: ignore[override]
-        self,
-        *,
-        backend: Any = "inductor",
-        mode: str | None = None,
-        options: dict[str, Any] | None = None,
-        block: int = 5,
-    ) -> None:
-        """Compile the solves of this layer and their gradients; the layer is used as before.
-
-        The update, its Jacobian products and the solver's own algebra become programs of ``block``
-        evaluations each, with one look at the residuals after each block. Values, statuses and counts stay those
-        of each sample. The first solve of a kind (shapes, dtypes, masked or not, training or not) makes
-        its programs, which takes up to a minute and is remembered on disk by Inductor; see
-        :func:`implicit_attn.compile_layers`.
-
-        Args:
-            backend, mode, options: as of ``torch.compile``; "eager" traces without compiling; None: no
-                longer compiled.
-            block: evaluations between two looks, >= 1.
-
-        Raises:
-            TypeError, ValueError: for arguments that do not fit, or a solver that cannot be compiled.
-        """
-        self._programs = None
-        if backend is not None:
-            check_compilable(self.solver)
-            self._programs = Programs(
-                self.update, backend=backend, mode=mode, options=options, block=block
-            )
 
     def jacobian_penalty(
         self,

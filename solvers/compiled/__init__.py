@@ -1,3 +1,12 @@
 """Solves whose evaluations, products and algebra are compiled together, a few at a time."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from solvers.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from solvers.compiled import tracing as tracing
+else:  # what traces imports torch's compiler, which takes seconds
+    __getattr__, __dir__ = lazy_names(__name__, {"solvers.compiled.tracing": ""})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,18 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from solvers import compiled
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.core.checks import require_choice, require_count, require_instance
 from solvers.core.device import tracing
 from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights
 
-Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
+Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 MOST = 64  # programs that are kept
 PLAIN = (bool, int, float, str, type(None))  # attributes of modules that a program has in it
@@ -74,16 +70,12 @@ class Programs:
         check_backend(backend, mode, options)
         self.made: dict[Hashable, Program] = {}
         self.sizes: dict[Hashable, list[int]] = {}  # of batches, by the shapes of a sample
-        self.known: dict[
-            Hashable, bool
-        ] = {}  # whether autocast matters, for maps that have been checked
+        self.known: dict[Hashable, bool] = {}  # maps that have been checked: does autocast matter?
         self._within = _Within(module)
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters and buffers of the module, by name."""
-        named = dict(self.module.named_parameters())
-        named.update(self.module.named_buffers())
-        return named
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def mode_key(self) -> Hashable:
         """What the evaluation depends on beside tensors: modes and plain attributes of the modules."""
@@ -152,19 +144,15 @@ class Programs:
             found.append(packed.skeleton)
             return packed.tensors
 
-        fake_mode = FakeTensorMode(
-            shape_env=ShapeEnv(), static_shapes=True
-        )  # Inductor's cache on disk asks for one
-        examples = [fake_mode.from_tensor(t.detach(), static_shapes=True) for t in inputs]
         try:
-            graph = make_fx(flat, tracing_mode="fake", _error_on_data_dependent_ops=True)(*examples)
+            graph, examples = compiled.tracing.trace(flat, inputs)
         except Exception as error:
             raise RuntimeError(
                 f"{type(self.module).__name__} cannot be compiled ({type(error).__name__}: {error}); "
-                "use the layer without compile(), or state its step with torch's operators alone"
+                "use the layer without compile(), or state its step by torch's operators alone"
             ) from error
-        _refuse_captured(graph)
-        return Program(compiled(graph, examples, self.backend, self.mode, self.options), found[-1])
+        run = compiled.tracing.compiled(graph, examples, self.backend, self.mode, self.options)
+        return Program(run, found[-1])
 
     def _forget(self) -> None:
         """Drop all programs, and say so: they should be few."""
@@ -179,11 +167,8 @@ class Programs:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {
-            "made": {},
-            "sizes": {},
-            "known": {},
-        }  # compiled code belongs to its process
+        # Compiled code belongs to its process.
+        return vars(self) | {"made": {}, "sizes": {}, "known": {}}
 
 
 class _Within(nn.Module):
@@ -195,18 +180,6 @@ class _Within(nn.Module):
 
     def forward(self, function: Callable[..., Any], given: Sequence[Any]) -> Any:
         return function(*given)
-
-
-def _refuse_captured(graph: GraphModule) -> None:
-    """Raise ValueError where the map reads a tensor of which a gradient may be asked, no input."""
-    for node in graph.graph.nodes:
-        if node.op == "get_attr":
-            value = getattr(graph, node.target, None)
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise ValueError(
-                    "the compiled map reads a tensor that requires a gradient and is no parameter of its "
-                    f"update, of shape {tuple(value.shape)}: register it as a parameter, or pass it in x"
-                )
 
 
 def check_backend(backend: Any, mode: Any, options: Any) -> None:
@@ -222,22 +195,3 @@ def check_backend(backend: Any, mode: Any, options: Any) -> None:
             f'mode and options belong to backend="inductor", got backend={backend!r}, mode={mode!r}, '
             f"options={options!r}"
         )
-
-
-def compiled(
-    graph: GraphModule,
-    tensors: list[Tensor],
-    backend: str | Compiler,
-    mode: str | None,
-    options: dict[str, Any] | None,
-) -> Callable[..., Sequence[Tensor]]:
-    """The graph as a callable, compiled for tensors like ``tensors``."""
-    if backend == "eager":
-        return graph.forward
-    with warnings.catch_warnings():  # torch's own, about its own code
-        warnings.simplefilter("ignore")
-        if backend == "inductor":
-            patches = {} if mode in (None, "default") else torch._inductor.list_mode_options(mode)
-            return torch._inductor.compile(graph, tensors, options=patches | (options or {}))
-        make = backend if callable(backend) else torch._dynamo.lookup_backend(backend)
-        return make(graph, tensors)
