@@ -52,7 +52,7 @@ class KnownInputs:
 
 def compiled_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
     """The fixed point z (B, D) with the implicit gradient attached, by compiled programs."""
-    weights = problem.programs.weights()
+    weights = problem.programs.named_weights()
     wanted = Wanted.of(problem.args, weights)
     known = KnownInputs(problem, wanted, weights)
     inputs = known.inputs

@@ -113,7 +113,7 @@ def compiled_adjoint(
         steps=steps[:batch].squeeze(1),
         evaluations=products[:batch].squeeze(1),
     )
-    inputs = wanted.inputs(problem.args, problem.programs.weights())
+    inputs = wanted.inputs(problem.args, problem.programs.named_weights())
     pairs = zip(ended.gradients, inputs, strict=True)
     return solution, [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
 
@@ -153,7 +153,7 @@ class _Solve:
         """Steps until no row runs, the method restarts, or the products are spent."""
         programs = self.problem.programs
         weights, block = programs.weights(), programs.block
-        key = (self.problem.static_key(), self.solver, self.wanted, block, programs.mode_key())
+        key = (self.problem.static_key(), self.solver, self.wanted, block)
         cycle = programs.call(self._first, ("adjoint", key), [self.z, self.given, start], weights)
         done = block
         while bool(cycle.get("running").any()) and not cycle.skeleton.record.run.exhausted:
@@ -189,7 +189,7 @@ class _Solve:
         leaves, spec = pytree.tree_flatten(own.args)
         for number in self.wanted.leaves:
             leaves[number] = leaves[number].detach().requires_grad_()
-        weights = programs.weights()
+        weights = programs.named_weights()
         for name in self.wanted.weights:
             weights[name] = weights[name].detach().requires_grad_()
         args = pytree.tree_unflatten(leaves, spec)

@@ -67,7 +67,7 @@ def _run(problem: Problem, start: Tensor, solver: Solver, given: Packed, max_ste
         own = inside.problem(problem)
         return _more(lanes, own, solver, inside.numbers, block)
 
-    key = (problem.static_key(), solver, block, programs.mode_key())
+    key = (problem.static_key(), solver, block)
     lanes = programs.call(first, ("first", key), [pack(start), given], weights)
     done, milestone = block + 1, None
     while bool(lanes.get("status").eq(RUNNING).any()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -21,23 +21,22 @@ class _Place:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A record without its tensors.
-
-    Attributes:
-        record: the record, with places where its tensors were.
-        key: what a program depends on beside the tensors: the structure, and all numbers and flags.
-    """
+    """A record with places where its tensors were."""
 
     record: Any
-    key: Hashable
 
 
 @dataclass
 class Packed:
-    """A record as the list of its tensors, each once, and its skeleton."""
+    """A record as the list of its tensors, each once, and its skeleton.
+
+    ``kind`` tells records apart for which programs differ: by their structure and by what :func:`look`
+    sees of the tensors. Whoever knows that it is always the same may say so by another value.
+    """
 
     tensors: list[Tensor]
     skeleton: Skeleton
+    kind: Hashable
 
     def record(self) -> Any:
         return unpack(self.tensors, self.skeleton)
@@ -86,7 +85,12 @@ def pack(record: Any) -> Packed:
         return bare, (type(value), *keys)
 
     bare, key = walk(record)
-    return Packed(tensors, Skeleton(bare, key))
+    return Packed(tensors, Skeleton(bare), (key, look(tensors)))
+
+
+def look(tensors: Iterable[Tensor]) -> Hashable:
+    """What a program depends on of the tensors that it is given."""
+    return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
 def unpack(tensors: list[Tensor], skeleton: Skeleton) -> Any:

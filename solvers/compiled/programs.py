@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from solvers import compiled
-from solvers.compiled.packing import Packed, Skeleton, pack, unpack
+from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
 from solvers.core.checks import require_choice, require_count, require_instance
 from solvers.core.device import tracing
 from solvers.core.guards.telling import warn_user
@@ -23,7 +23,18 @@ MOST = 64  # programs that are kept
 PLAIN = (bool, int, float, str, type(None))  # attributes of modules that a program has in it
 
 
-@dataclass
+@dataclass(frozen=True)
+class Weights:
+    """Parameters and buffers of a module, by name.
+
+    ``kind`` tells apart for which of its states programs differ: shapes, modes, plain attributes.
+    """
+
+    tensors: dict[str, Tensor]
+    kind: Hashable
+
+
+@dataclass(eq=False)
 class Program:
     """A compiled function from tensors to tensors.
 
@@ -73,24 +84,23 @@ class Programs:
         self.known: dict[Hashable, bool] = {}  # maps that have been checked: does autocast matter?
         self._within = _Within(module)
 
-    def weights(self) -> dict[str, Tensor]:
+    def named_weights(self) -> dict[str, Tensor]:
         """All parameters and buffers of the module, by name."""
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
-    def mode_key(self) -> Hashable:
-        """What the evaluation depends on beside tensors: modes and plain attributes of the modules."""
-        found = []
+    def weights(self) -> Weights:
+        """The weights as they are, and what else of the module a program has in it."""
+        tensors, plain = self.named_weights(), []
         for module in self.module.modules():
-            values = vars(module)
-            found += [values[name] for name in values if isinstance(values[name], PLAIN)]
-        return (torch.get_num_threads(), *found)
+            plain += [value for value in vars(module).values() if isinstance(value, PLAIN)]
+        return Weights(tensors, (torch.get_num_threads(), *plain, look(tensors.values())))
 
     def call(
         self,
         function: Callable[..., Any],
         key: Hashable,
         parts: Sequence[Packed],
-        weights: dict[str, Tensor],
+        weights: Weights,
     ) -> Packed:
         """``function(*records)``, compiled; records go in and out packed.
 
@@ -98,21 +108,18 @@ class Programs:
             function: of some records, to a record; it may read the module, whose weights are inputs.
             key: what ``function`` depends on beside the records, for example its name.
             parts: the records.
-            weights: those of the module, as :meth:`weights` has named them.
+            weights: those of the module, from :meth:`weights`.
         """
         inputs = [tensor for part in parts for tensor in part.tensors]
-        inputs += weights.values()
-        skeletons = [part.skeleton for part in parts]
-        keys = tuple(skeleton.key for skeleton in skeletons)
-        which = (key, keys, *((t.shape, t.stride(), t.dtype, t.device) for t in inputs))
+        inputs += weights.tensors.values()
+        which = (key, weights.kind, *[part.kind for part in parts])
         program = self.made.get(which)
         if program is None:
             if len(self.made) >= MOST:
                 self._forget()
-            sizes = [len(part.tensors) for part in parts]
-            program = self._make(function, inputs, skeletons, sizes, list(weights))
+            program = self._make(function, inputs, parts, list(weights.tensors))
             self.made[which] = program
-        return Packed(list(program.run(*inputs)), program.after)
+        return Packed(list(program.run(*inputs)), program.after, program)
 
     def within(
         self, weights: dict[str, Tensor], function: Callable[..., Any], *arguments: Any
@@ -125,18 +132,15 @@ class Programs:
         self,
         function: Callable[..., Any],
         inputs: list[Tensor],
-        skeletons: list[Skeleton],
-        sizes: list[int],
+        parts: Sequence[Packed],
         names: list[str],
     ) -> Program:
         found: list[Skeleton] = []
+        sizes = [(len(part.tensors), part.skeleton) for part in parts]
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
-            given = [
-                unpack(list(islice(rest, size)), skeleton)
-                for size, skeleton in zip(sizes, skeletons, strict=True)
-            ]
+            given = [unpack(list(islice(rest, size)), skeleton) for size, skeleton in sizes]
             weights = dict(zip(names, rest, strict=True))
             with torch.no_grad(), tracing(), constant_weights():
                 result = self.within(weights, function, *given)

@@ -1,0 +1,309 @@
+"""``DEQ.compile``: the same solutions, statuses, counts and gradients from compiled programs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cases.deq import COUNT, DIM, Cell, energy, gradients, make, relative_error, tokens
+from implicit_attn import DEQ, EquilibriumBlock, GradientStep, compile_layers
+from implicit_attn.dropout import VariationalDropout
+from implicit_attn.updates import Update
+from solvers import (
+    GMRES,
+    LBFGS,
+    Anderson,
+    Broyden,
+    Forward,
+    Implicit,
+    Newton,
+    SolveWarning,
+    Status,
+    Tolerance,
+)
+
+pytestmark = [
+    # torch's compiler uses parts of torch and Python that are deprecated.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+]
+OPTIONS: dict[str, Any] = {"tolerance": Tolerance(1e-10), "max_steps": 60}
+
+
+class Sum(Update):
+    """``z -> A tanh(z) + x`` with a chosen spectral norm of A; each sample is scaled by its first x."""
+
+    def __init__(self, size: float = 0.5) -> None:
+        super().__init__()
+        weight = torch.randn(DIM, DIM, dtype=torch.float64)
+        self.weight = nn.Parameter(size * weight / torch.linalg.matrix_norm(weight, 2))
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return torch.tanh(z) @ self.weight.mT + x
+
+
+def pair(layer: DEQ, **options: Any) -> tuple[DEQ, DEQ]:
+    """The layer and a copy that is compiled, without code generation."""
+    compiled = copy.deepcopy(layer)
+    compiled.compile(**{"backend": "eager", "block": 2, **options})
+    return layer, compiled
+
+
+def run(layer: DEQ, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Value and gradients of a loss, by name."""
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    value = layer(leaf, mask)
+    (value * torch.arange(value.numel()).reshape(value.shape).sin()).sum().backward()
+    assert leaf.grad is not None
+    return gradients(layer) | {"x": leaf.grad, "value": value.detach()}
+
+
+def assert_same(first: DEQ, second: DEQ, x: Tensor, mask: Tensor | None = None) -> None:
+    """Same values, gradients, statuses and counts, forward and backward."""
+    wanted, got = run(first, x, mask), run(second, x, mask)
+    assert wanted.keys() == got.keys()
+    for name, value in wanted.items():
+        assert relative_error(got[name], value) < 1e-7, name
+    assert first.last is not None and second.last is not None
+    assert torch.equal(first.last.status, second.last.status)
+    assert torch.equal(first.last.evaluations, second.last.evaluations)
+    assert torch.equal(first.last.steps, second.last.steps)
+    pairs = [each.last.adjoint.solution for each in (first, second) if each.last is not None]
+    assert pairs[0] is not None and pairs[1] is not None
+    assert torch.equal(pairs[0].status, pairs[1].status)
+    assert torch.equal(pairs[0].evaluations, pairs[1].evaluations)
+
+
+@pytest.mark.parametrize("name", ["gradient", "context", "activation", "mean_field"])
+def test_same_as_without(name: str) -> None:
+    first, second = pair(make(name, **OPTIONS))
+    assert_same(first, second, tokens(3))
+    assert second._programs is not None and second._programs.made
+
+
+@pytest.mark.parametrize(
+    "solver", [Anderson(memory=3), LBFGS(), Broyden(), Forward(0.7)], ids=lambda s: type(s).__name__
+)
+def test_solvers(solver: Any) -> None:
+    torch.manual_seed(0)
+    layer = DEQ(GradientStep(energy()), solver=solver, **OPTIONS | {"max_steps": 40})
+    layer.on_failure = "ignore"  # plain iteration takes longer
+    assert_same(*pair(layer, block=3), tokens(3))
+
+
+def test_masks_and_unmasked_inputs_have_programs_of_their_own() -> None:
+    first, second = pair(make("gradient", **OPTIONS))
+    mask = torch.ones(3, COUNT, dtype=torch.bool)
+    mask[0, 1] = mask[2, 0] = False
+    assert_same(first, second, tokens(3), mask)
+    assert_same(first, second, tokens(3))
+
+
+def test_programs_serve_other_numbers_weights_and_limits() -> None:
+    first, second = pair(make("mean_field", **OPTIONS))
+    assert_same(first, second, tokens(3))
+    assert second._programs is not None
+    made = len(second._programs.made)
+    with torch.no_grad():
+        for layer in (first, second):
+            for weight in layer.parameters():
+                weight.mul_(0.9)
+            layer.max_steps, layer.tolerance = 7, Tolerance(1e-9)
+            layer.on_failure = "ignore"
+    assert_same(first, second, tokens(3, seed=1))
+    assert first.last is not None and (first.last.evaluations == 7).all()
+    assert len(second._programs.made) == made
+
+
+def test_a_plain_attribute_is_part_of_the_program() -> None:
+    layer = DEQ(GradientStep(energy(), 0.5), **OPTIONS)
+    first, second = pair(layer)
+    assert_same(first, second, tokens(2))
+    for each in (first, second):
+        each.update.step_size.initial = 1.0  # type: ignore[union-attr]
+    assert_same(first, second, tokens(2))
+
+
+def test_batch_sizes_share_programs() -> None:
+    torch.manual_seed(0)
+    first, second = pair(DEQ(Sum(), **OPTIONS))
+    for batch in (8, 5):
+        assert_same(first, second, tokens(batch))
+    assert second._programs is not None
+    made = len(second._programs.made)
+    for batch in (4, 6, 7):
+        assert_same(first, second, tokens(batch))
+    assert len(second._programs.made) == made  # padded to 8 and 5
+
+
+def test_rows_out_of_the_ordinary_are_solved_as_without() -> None:
+    """One sample diverges, one is not finite, one converges."""
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x[:, :1] > 0, 0.5 * torch.tanh(z), 3 * z + z**3) / x[:, 1:2] + x
+
+    x = tokens(3).flatten(1)[:, :6]
+    x[:, 0], x[:, 1] = torch.tensor([1.0, -1.0, 1.0]), torch.tensor([1.0, 1.0, 0.0])
+    layer = DEQ.from_update(f, solver=Forward(), max_steps=30, on_failure="ignore")
+    first, second = pair(layer)
+    with torch.no_grad():
+        wanted, got = first.solve(x), second.solve(x)
+    assert torch.equal(wanted.status, got.status)
+    assert wanted.status[0] == Status.CONVERGED and (wanted.status[1:] != Status.CONVERGED).all()
+    assert torch.equal(wanted.evaluations, got.evaluations)
+    assert torch.equal(wanted.value.nan_to_num(), got.value.nan_to_num())
+
+
+def test_stalled_samples_are_solved_as_without() -> None:
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return z + 1.0 + 0 * x  # no fixed point; the residual stays 1
+
+    layer = DEQ.from_update(f, solver=Forward(), max_steps=400, on_failure="ignore")
+    first, second = pair(layer, block=25)
+    with torch.no_grad():
+        wanted, got = first.solve(tokens(2)), second.solve(tokens(2))
+    assert torch.equal(wanted.status, got.status)
+    assert torch.equal(wanted.evaluations, got.evaluations)
+
+
+def test_an_adjoint_that_is_not_solved_is_told_as_without() -> None:
+    torch.manual_seed(0)
+    short = Implicit(solver=GMRES(2), tolerance=Tolerance(1e-12), max_steps=3)
+    first, second = pair(DEQ(Sum(0.9), **OPTIONS | {"adjoint": short}))
+    for layer in (first, second):
+        with pytest.warns(SolveWarning, match="adjoint"):
+            layer(tokens(2)).sum().backward()
+    assert relative_error(second.update.weight.grad, first.update.weight.grad) < 1e-12  # type: ignore[union-attr]
+
+
+def test_second_derivatives() -> None:
+    torch.manual_seed(0)
+    exact = Implicit(tolerance=Tolerance(1e-12))
+    _, layer = pair(DEQ(Sum(), **OPTIONS | {"adjoint": exact, "tolerance": Tolerance(1e-12)}))
+    x = tokens(1).requires_grad_()
+    assert torch.autograd.gradcheck(layer, x)
+    assert torch.autograd.gradgradcheck(layer, x)
+
+
+def test_dropout_has_one_mask_a_solve() -> None:
+    class Dropped(Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = VariationalDropout(0.5)
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return super().forward(self.dropout(z), x)
+
+    first, second = pair(DEQ.from_update(Dropped(), **OPTIONS).double())
+    for seed in (1, 2):
+        outputs = []
+        for layer in (first, second):
+            torch.manual_seed(seed)
+            outputs.append(layer(tokens(2)))
+        assert relative_error(outputs[1], outputs[0]) < 1e-9
+    for layer in (first, second):
+        layer.eval()
+    assert_same(first, second, tokens(2))
+
+
+def test_autocast_and_inference_mode() -> None:
+    torch.manual_seed(0)
+    first, second = pair(DEQ.from_update(Cell()))
+    x = tokens(2).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert relative_error(second(x), first(x)) < 2e-2
+    assert first.last is not None and second.last is not None
+    assert torch.equal(first.last.evaluations, second.last.evaluations)
+    with torch.inference_mode():
+        assert relative_error(second(x.clone()), first(x.clone())) < 1e-4
+
+
+def test_state_dict_copies_and_pickles() -> None:
+    first, second = pair(DEQ.from_update(Cell(), **OPTIONS).double())
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert_same(first, second, tokens(2))
+    for other in (copy.deepcopy(second), pickle.loads(pickle.dumps(second))):
+        assert other._programs is not None and not other._programs.made
+        assert_same(first, other, tokens(2))
+
+
+def test_observed_solves_and_other_adjoints_are_as_without() -> None:
+    first, second = pair(make("mean_field", **OPTIONS))
+    solutions = [layer.solve(tokens(2), record=True, states_at=[2]) for layer in (first, second)]
+    assert torch.equal(
+        solutions[0].trace.residual.nan_to_num(), solutions[1].trace.residual.nan_to_num()
+    )  # type: ignore[union-attr]
+    assert second._programs is not None and not second._programs.made
+
+
+def test_compile_layers() -> None:
+    model = nn.Sequential(EquilibriumBlock(8, 2), nn.Linear(8, 8), EquilibriumBlock(8, 2))
+    x = torch.randn(2, 5, 8)
+    wanted = model(x)
+    assert compile_layers(model, backend="eager", block=1) == 2
+    torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-6)
+    assert compile_layers(model, backend=None) == 2
+    torch.testing.assert_close(model(x), wanted, rtol=0, atol=0)
+
+
+class Asks(Update):
+    """Asks for a number while it computes."""
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return 0.5 * torch.tanh(z) + x if float(z.sum()) > -1e9 else z
+
+
+def test_what_cannot_be_compiled_says_so() -> None:
+    _, layer = pair(DEQ(Asks(), **OPTIONS))
+    with pytest.raises(RuntimeError, match="Asks cannot be compiled"):
+        layer(tokens(2))
+    outside = torch.zeros(DIM, dtype=torch.float64, requires_grad=True)
+    _, layer = pair(DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z + outside) + x, **OPTIONS))
+    with pytest.raises(RuntimeError, match="requires a gradient"):
+        layer(tokens(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"backend": "no such"}, ValueError, "backend"),
+        ({"mode": "fast"}, ValueError, "mode"),
+        ({"backend": "eager", "mode": "max-autotune"}, ValueError, "inductor"),
+        ({"options": 3}, TypeError, "options"),
+        ({"block": 0}, ValueError, "block"),
+    ],
+)
+def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DEQ.from_update(Cell()).compile(**options)
+
+
+def test_solver_and_model() -> None:
+    with pytest.raises(ValueError, match="Newton"):
+        DEQ.from_update(Cell(), solver=Newton()).compile()
+    with pytest.raises(ValueError, match="model must hold a DEQ"):
+        compile_layers(nn.Linear(2, 2))
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    torch.manual_seed(0)
+    first, second = pair(
+        DEQ.from_update(Cell(), solver=Anderson(memory=2)), backend="inductor", block=2
+    )
+    assert_close = torch.testing.assert_close
+    x = tokens(2).float()
+    wanted, got = run(first, x), run(second, x)
+    for name, value in wanted.items():
+        assert_close(got[name], value, rtol=1e-4, atol=1e-5)
+    assert second._programs is not None
+    made = len(second._programs.made)
+    for _ in range(3):
+        run(second, x)
+    assert len(second._programs.made) == made
