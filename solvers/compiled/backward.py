@@ -94,6 +94,7 @@ def compiled_adjoint(
     given = Given.of(problem, padding, numbers)
     solve = _Solve(problem, solver, wanted, pack(padding.rows(z.detach())), given)
     right = padding.zeros(right.detach())
+    problem.programs.begin(z.device)
     with torch.no_grad(), without_autocast(z.device.type):
         reference = norm(right)
         moderate = (reference > 1 / MODERATE) & (reference < MODERATE)
@@ -115,7 +116,10 @@ def compiled_adjoint(
     )
     inputs = wanted.inputs(problem.args, problem.programs.named_weights())
     pairs = zip(ended.gradients, inputs, strict=True)
-    return solution, [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
+    found = [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
+    if z.device.type == "cuda":  # else a later program may write there
+        found = [None if g is None else g.clone() for g in found]
+    return solution, found
 
 
 @dataclass

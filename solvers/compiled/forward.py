@@ -42,6 +42,7 @@ def compiled_solve(
     padding = Padding.of(problem, start.shape[0])
     numbers = Numbers.of(tolerance, max_steps, start)
     given = Given.of(problem, padding, numbers)
+    problem.programs.begin(start.device)
     with without_autocast(start.device.type):
         lanes = _run(problem, padding.rows(start), solver, given, max_steps)
     solution = _solution(lanes, start.shape[0])
@@ -97,16 +98,20 @@ def _leave_stalled(lanes: Packed, milestone: Tensor | None) -> Tensor:
 
 
 def _solution(lanes: Lanes, batch: int) -> Solution:
+    own = lanes.status.device.type == "cuda"  # else a later program may write there
+
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor[:batch].clone() if own else tensor[:batch]
+
     best = lanes.best
-    energy = None if best.energy is None else best.energy[:batch]
     return Solution(
-        value=best.value[:batch],
-        status=lanes.status[:batch],
-        residual=best.relative[:batch],
-        residual_norm=best.norm[:batch],
-        steps=(lanes.evaluations - lanes.rejected)[:batch],
-        evaluations=lanes.evaluations[:batch],
-        energy=energy,
+        value=rows(best.value),
+        status=rows(lanes.status),
+        residual=rows(best.relative),
+        residual_norm=rows(best.norm),
+        steps=rows(lanes.evaluations - lanes.rejected),
+        evaluations=rows(lanes.evaluations),
+        energy=None if best.energy is None else rows(best.energy),
     )
 
 

@@ -121,6 +121,11 @@ class Programs:
             self.made[which] = program
         return Packed(list(program.run(*inputs)), program.after, program)
 
+    def begin(self, device: torch.device) -> None:
+        """A solve begins: what CUDA graphs have returned before may be overwritten from now on."""
+        if device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+
     def within(
         self, weights: dict[str, Tensor], function: Callable[..., Any], *arguments: Any
     ) -> Any:

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
-OPTIONS: dict[str, Any] = {"tolerance": Tolerance(1e-10), "max_steps": 60}
+OPTIONS: Any = {"tolerance": Tolerance(1e-5), "max_steps": 60}
 
 
 class Sum(Update):
@@ -50,7 +50,7 @@ class Sum(Update):
 def pair(layer: DEQ, **options: Any) -> tuple[DEQ, DEQ]:
     """The layer and a copy that is compiled, without code generation."""
     compiled = copy.deepcopy(layer)
-    compiled.compile(**{"backend": "eager", "block": 2, **options})
+    compiled.compile(**{"backend": "eager", "block": 5, **options})
     return layer, compiled
 
 
@@ -94,7 +94,7 @@ def test_solvers(solver: Any) -> None:
     torch.manual_seed(0)
     layer = DEQ(GradientStep(energy()), solver=solver, **OPTIONS | {"max_steps": 40})
     layer.on_failure = "ignore"  # plain iteration takes longer
-    assert_same(*pair(layer, block=3), tokens(3))
+    assert_same(*pair(layer, block=4), tokens(3))
 
 
 def test_masks_and_unmasked_inputs_have_programs_of_their_own() -> None:
@@ -114,10 +114,10 @@ def test_programs_serve_other_numbers_weights_and_limits() -> None:
         for layer in (first, second):
             for weight in layer.parameters():
                 weight.mul_(0.9)
-            layer.max_steps, layer.tolerance = 7, Tolerance(1e-9)
+            layer.max_steps, layer.tolerance = 4, Tolerance(1e-4)
             layer.on_failure = "ignore"
     assert_same(first, second, tokens(3, seed=1))
-    assert first.last is not None and (first.last.evaluations == 7).all()
+    assert first.last is not None and (first.last.evaluations == 4).all()
     assert len(second._programs.made) == made
 
 
@@ -233,12 +233,11 @@ def test_state_dict_copies_and_pickles() -> None:
         assert_same(first, other, tokens(2))
 
 
-def test_observed_solves_and_other_adjoints_are_as_without() -> None:
+def test_observed_solves_are_as_without() -> None:
     first, second = pair(make("mean_field", **OPTIONS))
-    solutions = [layer.solve(tokens(2), record=True, states_at=[2]) for layer in (first, second)]
-    assert torch.equal(
-        solutions[0].trace.residual.nan_to_num(), solutions[1].trace.residual.nan_to_num()
-    )  # type: ignore[union-attr]
+    traces = [layer.solve(tokens(2), record=True).trace for layer in (first, second)]
+    assert traces[0] is not None and traces[1] is not None
+    assert torch.equal(traces[0].residual.nan_to_num(), traces[1].residual.nan_to_num())
     assert second._programs is not None and not second._programs.made
 
 
