@@ -186,13 +186,13 @@ def test_every_contestant_in_jax_makes_the_same_step(
         python = vs_jax.jax_python(None)
     except OSError as error:
         pytest.skip(str(error))
-    problem, wanted = exact
+    (problem, wanted), most = exact, {"forward": 1e-6, "backward": 1e-6}
     command = [str(python), "-m", vs_jax.PROGRAMS[1]]
     with Worker(command, environment=vs_jax.JAX_ENVIRONMENT) as worker:
         worker.ask("load", file=str(problem.file))
         assert vs_jax.BAR in worker.contestants
         for name in worker.contestants:
-            file, most = tmp_path / f"{name}.npz", {"forward": 1e-6, "backward": 1e-6}
+            file = tmp_path / f"{name}.npz"
             worker.ask("step", contestant=name, file=str(file), **most)
             with np.load(file) as found:
                 same(dict(found), wanted)
