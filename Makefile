@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+JAX_VENV := .venv-jax
 BIN := $(VENV)/bin
 # More arguments for the command that a target runs, e.g. make test ARGS="-k digits -n 0"
 ARGS ?=
@@ -14,7 +15,7 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz lint format types bench clean triton-floor
+.PHONY: help demo test fuzz lint format types bench clean triton-floor bench-jax
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,10 +45,13 @@ types: $(VENV)/dev.stamp ## basedpyright
 bench: $(VENV)/examples.stamp ## ratios against torchdeq, printed
 	$(BIN)/python benchmarks/vs_torchdeq.py $(ARGS)
 
+bench-jax: $(VENV)/examples.stamp $(JAX_VENV)/stamp ## ratios against JAX, printed
+	$(BIN)/python benchmarks/vs_jax.py $(ARGS)
+
 triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(JAX_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:
@@ -79,4 +83,11 @@ $(VENV)/triton-floor.stamp: $(VENV)/test.stamp
 	@echo "installing the lowest Triton allowed into $(VENV)/triton-floor ..."
 	@rm -rf $(VENV)/triton-floor
 	@$(PIP) install $(PIP_ARGS) --no-deps --target $(VENV)/triton-floor "triton==3.3.*"
+	@touch $@
+
+# Beside the other environment: JAX must not decide which versions we are measured with.
+$(JAX_VENV)/stamp: benchmarks/jax_peers/requirements.txt $(VENV)/python.stamp
+	@echo "installing JAX and its solvers into $(JAX_VENV) ..."
+	@$(BIN)/python -m venv $(JAX_VENV)
+	@$(JAX_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(PIP_ARGS) -r $<
 	@touch $@

@@ -133,7 +133,7 @@ def _race(
     fastest = min(t for n, t in seconds.items() if n.startswith("torchdeq") and meets[n])
     rows: list[dict[str, Any]] = []
     for name, (tolerances, reached) in found.items():
-        f, vjp, overhead = _account(layer, contestants[name], tolerances)
+        f, vjp, overhead = account(layer, contestants[name], tolerances)
         same = "torchdeq " + name.split()[1].replace("forward", "fixed_point_iter")
         rows.append(
             {
@@ -156,7 +156,9 @@ def _runner(contestant: Any, tolerances: Pair) -> Callable[[], Tensor]:
     return lambda: contestant.step(tolerances)
 
 
-def _account(layer: MeanField, contestant: Any, tolerances: Pair) -> tuple[int, int, float]:
+def account(
+    layer: MeanField, contestant: Any, tolerances: Pair, repeats: int = 15
+) -> tuple[int, int, float]:
     """Calls of f, VJPs, and the share of a step spent in neither."""
     spent, calls = [0.0, 0.0], [0, 0]
     update, grad = layer.update, torch.autograd.grad
@@ -172,7 +174,7 @@ def _account(layer: MeanField, contestant: Any, tolerances: Pair) -> tuple[int, 
         return run
 
     layer.update, torch.autograd.grad = timed(0, update), timed(1, grad)  # type: ignore[method-assign]
-    shares, repeats = [], 15
+    shares: list[float] = []
     try:
         for _ in range(repeats):
             spent[:] = [0.0, 0.0]

@@ -167,7 +167,7 @@ def report(training: Training, options: argparse.Namespace, data: ImageData) -> 
         f"\n{data.name}, {options.model}, {number} parameters: test accuracy "
         f"{100 * history[-1]['test_accuracy']:.2f} %\n{training.summary()}"
     )
-    images, labels = training.data.test_images[:2000], training.data.test_labels[:2000]
+    images, labels = training.data.some_test(2000)
     trained = options.iterations
     print(f"accuracy on {len(images)} test images by iterations:")
     for iterations in sorted({max(1, trained // 2), trained, 2 * trained}):

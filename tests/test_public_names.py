@@ -88,7 +88,7 @@ PUBLIC = {
         SudokuSymmetries TextData batches board_counts draw_rings epoch_generator load load_cifar10
         load_digits load_fashion_mnist load_mnist load_sudoku load_text ngram_loss
         principal_features random_features read_idx read_list resolve_source reveal solve_sudoku
-        stratified_holdout unique_puzzles
+        some_samples stratified_holdout unique_puzzles
     """,
     "implicit_attn.training": """
         ACCELERATORS Augment BoardCompletion BoltzmannFit Classification CsvLog Interrupted

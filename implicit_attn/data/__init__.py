@@ -5,7 +5,13 @@ from __future__ import annotations
 from implicit_attn.data.augment import Compose, RandomAffine, RandomCrop, RandomFlip
 from implicit_attn.data.cifar import load_cifar10
 from implicit_attn.data.digits import load_digits
-from implicit_attn.data.images import ImageData, batches, epoch_generator, stratified_holdout
+from implicit_attn.data.images import (
+    ImageData,
+    batches,
+    epoch_generator,
+    some_samples,
+    stratified_holdout,
+)
 from implicit_attn.data.mnist import load_fashion_mnist, load_mnist, read_idx
 from implicit_attn.data.registry import LOADERS, load
 from implicit_attn.data.spherical import (
@@ -56,6 +62,7 @@ __all__ = [
     "resolve_source",
     "reveal",
     "solve_sudoku",
+    "some_samples",
     "stratified_holdout",
     "unique_puzzles",
 ]

@@ -44,12 +44,20 @@ class ImageData:
             )
 
     def first(self, number: int | None) -> ImageData:
-        """The same data with the first ``number`` training images only; None: all of them."""
+        """The same data with ``number`` training images only; None: all of them.
+
+        The first ones; of images that are sorted by their classes, as many evenly spaced ones, which
+        have all classes.
+        """
         if number is None:
             return self
-        number = require_count("number", number)
-        images, labels = self.train_images[:number], self.train_labels[:number]
+        images, labels = _some(self.train_images, self.train_labels, number)
         return replace(self, train_images=images, train_labels=labels)
+
+    def some_test(self, number: int | None) -> tuple[Tensor, Tensor]:
+        """``number`` test images (None: all) and their labels, chosen as those of :meth:`first`."""
+        every = len(self.test_labels) if number is None else number
+        return _some(self.test_images, self.test_labels, every)
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same data on another device."""
@@ -74,6 +82,20 @@ class ImageData:
                 raise ValueError(
                     f"{self.name}: {part}_{what} lie in [{low}, {high}], expected [0, {top}]"
                 )
+
+
+def _some(images: Tensor, labels: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    chosen = some_samples(labels, number)
+    return images[chosen], labels[chosen]
+
+
+def some_samples(targets: Tensor, number: int) -> slice | Tensor:
+    """An index of ``number`` samples: the first, or where targets are sorted labels evenly spaced ones."""
+    number = min(require_count("number", number), len(targets))
+    labels = targets.dim() == 1 and not targets.is_floating_point()
+    if labels and bool((targets[1:] >= targets[:-1]).all()):
+        return torch.arange(number, device=targets.device) * len(targets) // number
+    return slice(number)
 
 
 def from_pixels(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from implicit_attn.block import EquilibriumBlock
 from implicit_attn.command_line import LARGEST_SEED
-from implicit_attn.data import LOADERS, ImageData, board_counts, load, load_sudoku
+from implicit_attn.data import LOADERS, ImageData, board_counts, load, load_sudoku, some_samples
 from implicit_attn.data.sudoku import SOURCES
 from implicit_attn.data.unpacking import damaged
 from implicit_attn.deq import DEQ
@@ -227,13 +227,14 @@ class Subject:
         yield from zip(self.inputs.split(size), self.targets.split(size), strict=True)
 
     def first(self, number: int | None) -> Subject:
-        """The same with the first ``number`` samples; None: with all."""
-        return replace(self, inputs=self.inputs[:number], targets=self.targets[:number])
+        """The same with ``number`` samples as of :func:`some_samples`; None: with all."""
+        part = slice(None) if number is None else some_samples(self.targets, number)
+        return replace(self, inputs=self.inputs[part], targets=self.targets[part])
 
     def exact(self) -> Subject:
         """The same in float64, so that small differences of energies are resolved."""
-        inputs = self.inputs.double() if self.inputs.is_floating_point() else self.inputs
-        return replace(self, model=copy.deepcopy(self.model).double(), inputs=inputs)
+        x = self.inputs.double() if self.inputs.is_floating_point() else self.inputs
+        return replace(self, model=copy.deepcopy(self.model).double(), inputs=x)
 
 
 def open_subject(path: str | Path, data: str | None = None, samples: int | None = None) -> Subject:

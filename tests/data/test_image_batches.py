@@ -25,6 +25,21 @@ def image_data(**changes: Any) -> ImageData:
     return ImageData(**(parts | changes))
 
 
+def test_some_of_the_images_are_the_first_or_of_all_classes() -> None:
+    data = image_data()
+    assert torch.equal(data.first(2).train_images, data.train_images[:2])
+    assert data.first(None) is data and len(data.first(9).train_labels) == 4
+    labels = torch.arange(3).repeat_interleave(4)
+    images = torch.rand(12, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    ordered = {"train_images": images, "train_labels": labels}
+    ordered |= {"test_images": images, "test_labels": labels}
+    by_class = image_data(**ordered)
+    assert by_class.first(6).train_labels.tolist() == [0, 0, 1, 1, 2, 2]
+    some, own = by_class.some_test(5)
+    assert own.tolist() == [0, 0, 1, 1, 2] and torch.equal(some, images[[0, 2, 4, 7, 9]])
+    assert len(by_class.some_test(None)[1]) == 12
+
+
 def test_good_data_pass() -> None:
     assert image_data().train_images.shape == (4, 1, 2, 2)
 

@@ -135,7 +135,7 @@ class MaskedImages:
 
     def test_images(self) -> tuple[Tensor, Tensor]:
         """The test images with their hidden patches NaN, and whole."""
-        images = self.data.test_images[: self.test]
+        images, _ = self.data.some_test(self.test)
         generator = torch.Generator().manual_seed(self.seed)
         counts = torch.full((len(images),), self.most)
         hidden = draw_masks(counts, self.patches, generator).to(images.device)

@@ -1,0 +1,236 @@
+"""Our training step against JAX: jaxopt, optimistix, and loops jitted by hand.
+
+python benchmarks/vs_jax.py [--rounds 30] [--couplings 1 2] [--jax-python .venv-jax/bin/python]
+
+The layer, targets and yardstick are those of step.py: each contestant gets the loosest pair of
+tolerances (forward, backward) with which it reaches the same true residual and gradient error. Ours
+run in one process, JAX's in another, with Pythons of their own ("make bench-jax" makes that of JAX); they
+take turns, and one waits while the other works.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.jax_peers.protocol import ROOT, Arrays, Worker, WorkerError
+from benchmarks.layers import MeanField
+from benchmarks.measure import table
+from benchmarks.step import TARGETS, TOLERANCES, Pair, errors
+from implicit_attn.command_line import Parser, command, count, mistakes, place, positive, threads
+
+PROGRAMS = "benchmarks.jax_peers.ours", "benchmarks.jax_peers.theirs"
+VARIABLE = "IMPLICIT_ATTN_JAX_PYTHON"
+BAR, LIBRARY = "hand-jitted", "jaxopt"  # what the ratios are to: this row, the best of these
+STEPS, BEFORE = 4, 2  # timed steps of a turn, and those that go before
+# lineax raises where a solve breaks down: here NaN is enough, which misses the target.
+JAX_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "EQX_ON_ERROR": "nan"}
+
+
+@dataclass
+class Entry:
+    """A contestant in the race for one target."""
+
+    name: str
+    worker: Worker
+    tolerances: Pair
+    reached: tuple[float, float]  # true residual, gradient error
+    meets: bool
+    calls: tuple[int, int] = (0, 0)  # of f, vector-Jacobian products
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+class Problem:
+    """A mean-field layer in a file, its exact solution, and the errors of what a worker found."""
+
+    def __init__(self, layer: MeanField, exact: Any, folder: Path) -> None:
+        self.layer, self.exact = layer, exact
+        self.file, self.answer = folder / "problem.npz", folder / "answer.npz"
+        arrays = {name: each.detach().numpy() for name, each in layer.named_parameters()}
+        others = {"x": layer.x, "cotangent": layer.cotangent, "blocks": layer.blocks}
+        arrays |= {name: each.numpy() for name, each in others.items()}
+        np.savez(self.file, allow_pickle=False, **arrays)
+
+    def errors(self, worker: Worker, name: str, tolerances: Pair) -> tuple[float, float]:
+        """Worst true residual of a sample, and the error of the gradient: the same measure for all."""
+        forward, backward = tolerances
+        worker.ask(
+            "step", contestant=name, forward=forward, backward=backward, file=str(self.answer)
+        )
+        with np.load(self.answer, allow_pickle=False) as arrays:
+            found: Arrays = dict(arrays)
+        for key, parameter in self.layer.named_parameters():
+            parameter.grad = torch.from_numpy(found[key])
+        return errors(self.layer, torch.from_numpy(found["z"]), self.exact)
+
+
+def loosest(
+    problem: Problem, worker: Worker, name: str, target: Pair, ladder: Sequence[float]
+) -> Entry:
+    """The loosest tolerances of the ladder with which a contestant reaches the target."""
+    tight = ladder[-1]
+
+    def met(tolerances: Pair, which: int) -> bool:
+        return problem.errors(worker, name, tolerances)[which] <= target[which]
+
+    forward = next((each for each in ladder if met((each, tight), 0)), tight)
+    backward = next((each for each in ladder if met((forward, each), 1)), tight)
+    reached = problem.errors(worker, name, (forward, backward))
+    meets = all(got <= wanted for got, wanted in zip(reached, target, strict=True))
+    calls = worker.ask("count", contestant=name, forward=forward, backward=backward)
+    return Entry(name, worker, (forward, backward), reached, meets, tuple(calls))
+
+
+def race(entries: Sequence[Entry], rounds: int, pause: float) -> None:
+    """Time all in turns, in an order that changes.
+
+    Between two turns is a pause: a library's threads look for work for some milliseconds, and would
+    take the processors of the next one.
+    """
+    turns, order = list(entries), random.Random(0)
+    for _ in range(rounds):
+        order.shuffle(turns)
+        for each in turns:
+            time.sleep(pause)
+            forward, backward = each.tolerances
+            each.seconds += each.worker.ask(
+                "time",
+                contestant=each.name,
+                forward=forward,
+                backward=backward,
+                steps=STEPS,
+                before=BEFORE,
+            )
+
+
+def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """The table: medians, the middle 80 %, and ratios of medians."""
+    bar = next((each.median for each in entries if each.name == BAR and each.meets), None)
+    libraries = [e.median for e in entries if e.name.startswith(LIBRARY) and e.meets]
+    found: list[dict[str, Any]] = []
+    for each in entries:
+        tenths = statistics.quantiles(each.seconds, n=10)
+        found.append(
+            {
+                "contestant": each.name if each.meets else f"{each.name} (target missed)",
+                "tolerances": "{:.1e}, {:.1e}".format(*each.tolerances),
+                "residual": each.reached[0],
+                "gradient error": each.reached[1],
+                "f": each.calls[0],
+                "vjp": each.calls[1],
+                "ms": 1e3 * each.median,
+                "10 to 90 %": f"{1e3 * tenths[0]:.3g}-{1e3 * tenths[-1]:.3g}",
+                f"/ {BAR}": "" if bar is None else each.median / bar,
+                f"/ best {LIBRARY}": each.median / min(libraries) if libraries else "",
+            }
+        )
+    return found
+
+
+def compare(workers: Sequence[Worker], scale: float, rounds: int, pause: float) -> None:
+    """The tables of one layer."""
+    layer = MeanField(scale)
+    with tempfile.TemporaryDirectory() as folder:
+        problem = Problem(layer, layer.exact(), Path(folder))
+        for worker in workers:
+            worker.ask("load", file=str(problem.file))
+        for target in TARGETS:
+            entries = [
+                loosest(problem, worker, name, target, TOLERANCES)
+                for worker in workers
+                for name in worker.contestants
+            ]
+            race(entries, rounds, pause)
+            print(
+                f"\nTraining step, mean-field layer, couplings x {scale:g}; "
+                f"residual <= {target[0]:g}, gradient error <= {target[1]:g}\n"
+            )
+            print(table(rows(entries)), flush=True)
+
+
+def jax_python(given: Path | None) -> Path:
+    """The Python of the environment with JAX.
+
+    Raises:
+        OSError: there is none; the message names the command that makes it.
+    """
+    path = given or Path(os.environ.get(VARIABLE) or ROOT / ".venv-jax" / "bin" / "python")
+    if not path.is_file():
+        raise OSError(f"jax_python: no Python with JAX at {path}; `make bench-jax` makes .venv-jax")
+    return path
+
+
+def load_of_machine() -> str:
+    """How many processes run or want to, on average of the last minute."""
+    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+
+
+def parser() -> Parser:
+    found = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
+    found.add_argument("--rounds", type=count, default=30, help=f"turns of {STEPS} timed steps")
+    found.add_argument(
+        "--couplings", type=positive, nargs="+", default=[1.0, 2.0], help="scales of the couplings"
+    )
+    found.add_argument("--threads", type=threads, default=2, help="of each process")
+    found.add_argument(
+        "--pause", type=positive, default=0.02, help="seconds between two contestants' turns"
+    )
+    found.add_argument(
+        "--jax-python",
+        type=place,
+        help=f"Python of an environment with JAX; default: ${VARIABLE}, else .venv-jax/bin/python",
+    )
+    return found
+
+
+def main() -> None:
+    found = parser()
+    with command(found):
+        options = found.parse_args()
+        with mistakes():
+            python = jax_python(options.jax_python)
+        torch.set_num_threads(options.threads)
+        try:
+            run(python, options)
+        except WorkerError as error:
+            raise SystemExit(str(error)) from error
+
+
+def run(python: Path, options: Any) -> None:
+    """Start both workers and print all tables."""
+    ours_command, theirs_command = (
+        [str(each), "-m", program]
+        for each, program in zip((sys.executable, python), PROGRAMS, strict=True)
+    )
+    number = options.threads
+    with (
+        Worker(ours_command, threads=number) as ours,
+        Worker(theirs_command, threads=number, environment=JAX_ENVIRONMENT) as theirs,
+    ):
+        versions = ours.versions | theirs.versions
+        print(", ".join(f"{name} {each}" for name, each in versions.items()))
+        print(f"{number} threads each; load before: {load_of_machine()}")
+        for scale in options.couplings:
+            compare((ours, theirs), scale, options.rounds, options.pause)
+    print(f"\nload after: {load_of_machine()}")
+
+
+if __name__ == "__main__":
+    main()

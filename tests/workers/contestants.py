@@ -1,0 +1,80 @@
+"""Answers for made-up contestants, as ``benchmarks/jax_peers/protocol.py`` asks for them.
+
+    python -m tests.workers.contestants NAME [LOG]
+
+The errors of "good" are its tolerances; the others misbehave. When LOG is given, each timed step writes
+there when it begins and when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.jax_peers.protocol import Arrays, Contestant, serve
+
+NAME, LOG = sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None
+
+
+class Good:
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays
+
+    def run(self, forward: float, backward: float) -> tuple[float, float]:
+        note("begins")
+        note("ends")
+        return forward, backward
+
+    def read(self, result: Any) -> Arrays:
+        forward, backward = result
+        return {"z": self.arrays["x"] + forward, "weight": np.array(backward)}
+
+    def count(self, forward: float, backward: float) -> tuple[int, int]:
+        return 3, 4
+
+
+class Raises(Good):
+    def run(self, forward: float, backward: float) -> tuple[float, float]:
+        raise ArithmeticError("no pivot")
+
+
+class Dies(Good):
+    def run(self, forward: float, backward: float) -> tuple[float, float]:
+        print("the last words", file=sys.stderr, flush=True)
+        os._exit(7)
+
+
+class Hangs(Good):
+    def run(self, forward: float, backward: float) -> tuple[float, float]:
+        threading.Event().wait()
+        raise AssertionError
+
+
+class Prints(Good):
+    def run(self, forward: float, backward: float) -> tuple[float, float]:
+        print("progress", flush=True)
+        os.write(1, b"from a library\n")
+        return super().run(forward, backward)
+
+
+KINDS = {"good": Good, "raises": Raises, "dies": Dies, "hangs": Hangs, "prints": Prints}
+
+
+def note(what: str) -> None:
+    if LOG is not None:
+        with LOG.open("a") as log:
+            log.write(f"{NAME} {what}\n")
+
+
+def load(arrays: Arrays) -> dict[str, Contestant]:
+    return {f"{NAME} {kind}": make(arrays) for kind, make in KINDS.items()}
+
+
+if __name__ == "__main__":
+    threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "NPROC")}
+    serve([f"{NAME} {kind}" for kind in KINDS], threads, load)
