@@ -17,7 +17,7 @@ from implicit_attn.deq.inputs import (
     initial_state,
 )
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
-from implicit_attn.deq.warm import WarmStarts, visit_of
+from implicit_attn.deq.warm import WarmStarts, visit_of, warm_starts
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
@@ -54,8 +54,8 @@ class DEQ(nn.Module):
         compact: let finished samples leave the batch; False where the update holds batched tensors.
         eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
             mode; None: the same.
-        warm_start: number of samples whose fixed points and adjoint solutions are kept, for ``layer(x,
-            ids=ids)`` to start from in training (:class:`implicit_attn.deq.WarmStarts`); None: none.
+        warm_start: number of samples whose fixed points are kept, for ``layer(x, ids=ids)`` to start from
+            in training mode; or ``implicit_attn.deq.WarmStarts(samples, adjoint=True)``; None: none.
 
     Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
     ``mask`` (B, N) bool is False at masked tokens: they keep their initial state, influence no other
@@ -91,7 +91,7 @@ class DEQ(nn.Module):
         compact: bool = True,
         eval_max_steps: int | None = None,
         eval_tolerance: solvers.Tolerance | None = None,
-        warm_start: int | None = None,
+        warm_start: int | WarmStarts | None = None,
     ) -> None:
         super().__init__()
         if isinstance(update, Energy):
@@ -127,7 +127,7 @@ class DEQ(nn.Module):
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before = 0
-        self.warm_starts = None if warm_start is None else WarmStarts(warm_start)
+        self.warm_starts = warm_starts(warm_start)
         self._seeds: Tensor | None = None  # of the dropout in the latest solve
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import solvers
-from solvers.core.checks import require_count
+from solvers.core.checks import require_count, require_flag
 from solvers.core.layout import Layout
 from solvers.core.modes import in_transform
 
@@ -20,15 +21,24 @@ KEPT = (solvers.Status.CONVERGED, solvers.Status.MAX_STEPS)
 
 
 class WarmStarts:
-    """States and adjoint solutions of the ``capacity`` samples visited last, by their ids.
+    """States and adjoint solutions of the samples visited last, by their ids.
 
-    They are kept in the state's dtype and on its device, ``2 capacity D`` numbers for D in a state, of
-    which memory is taken as ids come. Ids whose states have another structure, shape, dtype or device
-    replace all that is kept. Copies and pickles of it are empty.
+    They are kept in the state's dtype and on its device, ``capacity D`` numbers for D in a state, twice
+    as many with adjoints; memory is taken as ids come. Ids whose states have another structure, shape,
+    dtype or device replace all that is kept. Copies and pickles of it are empty.
+
+    Warm starts gain where tolerances are tight and weights change little between two visits. With many
+    fixed points, which one a sample reaches then depends on its earlier visits.
+
+    Args:
+        capacity: number of samples, >= 1; beyond it, those visited longest ago are forgotten.
+        adjoint: keep adjoint solutions, too. Each system then begins with one more product, which pays
+            where it takes many.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, adjoint: bool = False) -> None:
         self.capacity = require_count("warm_start", capacity)
+        self.adjoint = require_flag("adjoint", adjoint)
         self.clear()
 
     def clear(self) -> None:
@@ -43,7 +53,7 @@ class WarmStarts:
         return len(self.slots)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WarmStarts, (self.capacity,)
+        return partial(WarmStarts, adjoint=self.adjoint), (self.capacity,)
 
     def visit(self, ids: Any, start: Any, mask: Tensor | None) -> Visit:
         """The solve of the samples ``ids`` that would else begin at ``start``."""
@@ -123,8 +133,8 @@ class Visit:
         self.start = layout.tree(torch.where(known, kept, cold))
 
     def adjoint(self, adjoint: solvers.Adjoint | None) -> solvers.Adjoint | None:
-        """``adjoint`` with this memory, where it solves a linear system."""
-        if not isinstance(adjoint, solvers.Implicit):
+        """``adjoint`` with this memory, where it solves a linear system whose solution is kept."""
+        if not (self.store.adjoint and isinstance(adjoint, solvers.Implicit)):
             return adjoint
         return replace(adjoint, memory=self)
 
@@ -168,6 +178,11 @@ class Visit:
         found = torch.zeros_like(like).index_copy(0, rows, kept.index_select(0, slots))
         known = torch.zeros(len(like), 1, dtype=torch.bool, device=like.device)
         return found.detach(), known.index_fill(0, rows, True)
+
+
+def warm_starts(given: Any) -> WarmStarts | None:
+    """The store of ``DEQ(warm_start=given)``."""
+    return given if given is None or isinstance(given, WarmStarts) else WarmStarts(given)
 
 
 def visit_of(

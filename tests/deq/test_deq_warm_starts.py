@@ -25,7 +25,8 @@ LOOSE: dict[str, Any] = {
 
 def layer(warm_start: int | None = 8, **options: Any) -> DEQ:
     torch.manual_seed(0)
-    return gradient_layer(warm_start=warm_start, **{**LOOSE, **options})
+    store = WarmStarts(warm_start, adjoint=True) if warm_start else warm_start
+    return gradient_layer(warm_start=store, **{**LOOSE, **options})
 
 
 def step(deq: DEQ, x: Tensor, ids: Any = None, **options: Any) -> tuple[Tensor, Tensor, int, int]:
@@ -184,7 +185,8 @@ def test_the_store_is_no_part_of_the_state_dict_or_of_copies() -> None:
     assert set(deq.state_dict()) == names == set(layer(None).state_dict())
     for other in (copy.deepcopy(deq), pickle.loads(pickle.dumps(deq.warm_starts))):
         store = other.warm_starts if isinstance(other, DEQ) else other
-        assert isinstance(store, WarmStarts) and store.capacity == 8 and len(store) == 0
+        assert isinstance(store, WarmStarts) and len(store) == 0
+        assert (store.capacity, store.adjoint) == (8, True)
     assert deq.warm_starts is not None and len(deq.warm_starts) == 2
 
 
@@ -211,7 +213,9 @@ def test_wrong_uses_are_refused() -> None:
         layer(None)(x, ids=[0, 1])
     for value in (0, -1, 2.5, True):
         with pytest.raises((TypeError, ValueError), match="warm_start"):
-            layer(value)  # type: ignore[arg-type]
+            DEQ.from_update(Cell(), warm_start=value)
+    with pytest.raises(TypeError, match="adjoint"):
+        WarmStarts(3, adjoint=1)  # type: ignore[arg-type]
     deq = layer()
     with pytest.raises(RuntimeError, match="ids cannot be used inside of torch"):
         torch.func.grad(lambda x: deq(x, ids=[0, 1]).sum())(x)
@@ -225,5 +229,9 @@ def test_inference_mode() -> None:
     assert deq.warm_starts is not None and not deq.warm_starts.states.is_inference()
 
 
-def test_a_layer_made_by_name() -> None:
-    assert make("gradient", warm_start=3).warm_starts is not None
+def test_a_number_keeps_states_alone() -> None:
+    deq, x = make("gradient", warm_start=3, **LOOSE), tokens(batch=2)
+    cold, warm = step(deq, x, [0, 1]), step(deq, x, [0, 1])
+    store = deq.warm_starts
+    assert store is not None and len(store) == 2 and not store.with_adjoint
+    assert warm[2] < cold[2] and warm[3] == cold[3]
