@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.heads.inputs import expand_pairs
+from implicit_attn.updates.update import Update
 from solvers.core.modes import in_transform
 
 
@@ -83,3 +84,27 @@ def check_batched(x: Any, start: Any) -> None:
                 f"x must be batched along dim 0 like the initial state ({batch} samples), got shape "
                 f"{tuple(leaf.shape)}"
             )
+
+
+def initial_state(init: Any, update: Update, x: Any, prepared: Any) -> Any:
+    """The state that ``DEQ(init=...)`` begins at for the input ``x``, of which ``prepared`` was made."""
+    if callable(init):
+        return init(x)
+    kind = type(update)
+    own = kind.initial is not Update.initial or kind.start is not Update.start
+    if init == "input" and own:
+        return update.start(x, prepared)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x must be a tensor where init={init!r}, got {type(x)}; give init a function x -> z0"
+        )
+    return x if init == "input" else torch.zeros_like(x)
+
+
+def batch_and_device(*trees: Any) -> tuple[int, torch.device]:
+    """Those of the first tensor in ``trees``."""
+    tensors = (t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor) and t.dim())
+    first = next(tensors, None)
+    if first is None:
+        raise TypeError("x must hold a tensor (B, ...) where the update has dropout, got none")
+    return first.shape[0], first.device

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.deq.compiling import Compilable
-from implicit_attn.deq.inputs import check_batched, check_inputs
+from implicit_attn.deq.inputs import (
+    batch_and_device,
+    check_batched,
+    check_inputs,
+    initial_state,
+)
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
+from implicit_attn.deq.warm import WarmStarts, visit_of, warm_starts
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
@@ -50,6 +55,8 @@ class DEQ(Compilable):
         compact: let finished samples leave the batch; False where the update holds batched tensors.
         eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
             mode; None: the same.
+        warm_start: number of samples whose fixed points are kept, for ``layer(x, ids=ids)`` to start from
+            in training mode; or ``implicit_attn.deq.WarmStarts(samples, adjoint=True)``; None: none.
 
     Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
     ``mask`` (B, N) bool is False at masked tokens: they keep their initial state, influence no other
@@ -85,6 +92,7 @@ class DEQ(Compilable):
         compact: bool = True,
         eval_max_steps: int | None = None,
         eval_tolerance: solvers.Tolerance | None = None,
+        warm_start: int | WarmStarts | None = None,
     ) -> None:
         super().__init__()
         if isinstance(update, Energy):
@@ -120,6 +128,7 @@ class DEQ(Compilable):
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before = 0
+        self.warm_starts = warm_starts(warm_start)
         self._seeds: Tensor | None = None  # of the dropout in the latest solve
 
     @classmethod
@@ -152,6 +161,7 @@ class DEQ(Compilable):
         mask: Tensor | None = None,
         *,
         z0: Any = None,
+        ids: Any = None,
         record: bool = False,
         callback: Callable[[solvers.Progress], object] | None = None,
         states_at: Sequence[int] = (),
@@ -162,6 +172,7 @@ class DEQ(Compilable):
         Args:
             x, mask: as for the layer.
             z0: initial state, instead of that of ``init``.
+            ids: (B,) integers that name the samples, for ``warm_start``; negative ones name none.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
             states_at: numbers of evaluations after which ``Solution.states`` has the state, with a
@@ -177,13 +188,17 @@ class DEQ(Compilable):
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
-        seeds = None if dropped is None else dropout_seeds(*_batch_and_device(z0, x))
+        seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
         f, args, prepared = self._map(x, mask, dropped, seeds)
-        start = self._initial(x, prepared) if z0 is None else z0
+        start = initial_state(self.init, self.update, x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
             check_batched(x, start)
         elif not prepares(self.update):  # else the module may serve there, once a solve
             refuse_drawing_modules(self.update, "the update")
+        options = self._options() | options
+        visit = visit_of(self.warm_starts, ids, start, mask, self.training)
+        if visit is not None:
+            start, options["adjoint"] = visit.start, visit.adjoint(options["adjoint"])
         solution = solvers.fixed_point(
             f,
             start,
@@ -192,8 +207,10 @@ class DEQ(Compilable):
             record=record,
             callback=callback,
             states_at=states_at,
-            **(self._options() | options),
+            **options,
         )
+        if visit is not None:
+            visit.note(solution)
         if not in_transform():  # a transform's tensors are good only within it
             spent = solution.evaluations + self.evaluations_before
             self.last = replace(solution, value=None, states=None, evaluations=spent)
@@ -238,7 +255,7 @@ class DEQ(Compilable):
         """The map and its inputs ``f(z, *args)``, as the latest solve had them."""
         x = check_inputs(x, mask, self.update, z)
         dropped, seeds = SolveMasks.of(self.update), self._seeds
-        if dropped is not None and (seeds is None or len(seeds) != _batch_and_device(z, x)[0]):
+        if dropped is not None and (seeds is None or len(seeds) != batch_and_device(z, x)[0]):
             raise RuntimeError(
                 "dropout in the update has the masks of the latest solve, and there was none with as many "
                 "samples: solve for x first, or call eval()"
@@ -272,26 +289,3 @@ class DEQ(Compilable):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
-
-    def _initial(self, x: Any, prepared: Any) -> Any:
-        if callable(self.init):
-            return self.init(x)
-        kind = type(self.update)
-        own = kind.initial is not Update.initial or kind.start is not Update.start
-        if self.init == "input" and own:
-            return self.update.start(x, prepared)
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"x must be a tensor where init={self.init!r}, got {type(x)}; give init a function "
-                "x -> z0"
-            )
-        return x if self.init == "input" else torch.zeros_like(x)
-
-
-def _batch_and_device(*trees: Any) -> tuple[int, torch.device]:
-    """Those of the first tensor in ``trees``."""
-    tensors = (t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor) and t.dim())
-    first = next(tensors, None)
-    if first is None:
-        raise TypeError("x must hold a tensor (B, ...) where the update has dropout, got none")
-    return first.shape[0], first.device

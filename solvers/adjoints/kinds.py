@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,12 @@ from torch import Tensor
 
 from solvers.adjoints.checkpoints import Checkpoints
 from solvers.adjoints.compiled import compiled_value
-from solvers.adjoints.implicit import AdjointSystem, implicit_value, zero_derivative
+from solvers.adjoints.implicit import (
+    AdjointMemory,
+    AdjointSystem,
+    implicit_value,
+    zero_derivative,
+)
 from solvers.core.checks import require_count, require_flag, require_instance, require_number
 from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
@@ -104,6 +109,9 @@ class Implicit(Adjoint):
         on_failure: "warn", "raise" or "ignore" when adjoint systems are not solved.
         states: how gradients flow through the states of ``states_at``, at which the equation does not
             hold: ``Phantom(...)``, or None for ``OneStep()``.
+        memory: adjoint solutions of earlier solves to start from, of which the best multiple is taken;
+            the layer's option ``warm_start`` gives one. It does not change the gradient beyond the
+            tolerance.
 
     The outcome of the latest backward pass is in ``solution.adjoint.solution``.
 
@@ -116,6 +124,7 @@ class Implicit(Adjoint):
     max_steps: int = 100
     on_failure: str = "warn"
     states: Phantom | OneStep | None = None
+    memory: AdjointMemory | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         linear = "CG(), MINRES(), GMRES()"
@@ -159,6 +168,7 @@ class Implicit(Adjoint):
             batch=batch,
             rows=rows,
             f=f,
+            memory=self.memory,
         )
 
 

@@ -54,6 +54,8 @@ class Layout:
         batch = vector.shape[0]
         if len(self.shapes) == 1:
             leaf = vector.reshape(batch, *self.shapes[0])
+            if self.spec.is_leaf():  # a tensor on its own
+                return leaf
             return pytree.tree_unflatten([leaf], self.spec)
         parts = vector.split([prod(shape) for shape in self.shapes], dim=1)
         leaves = [

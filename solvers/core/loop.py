@@ -135,17 +135,16 @@ class Loop:
         if due or self.some_ended or self.recovering:
             return False
         trial, rows, read = self.trial, self.rows, self.arrays.read
-        relative = trial.norm / trial.reference
-        numbers = read(relative)
-        if not (numbers < read(rows.best.relative)).all():  # False also for NaN
-            return False
-        if numbers.min() <= self.tolerance.rtol:
-            return False
-        if not (read(trial.norm) <= read(rows.limit)).all():
-            return False
         if not norms_fit(trial.norm, trial.reference):
             return False
-        rows.best.replace(trial, relative)
+        norms = read(trial.norm)
+        with SILENT():
+            relative = norms / read(trial.reference)
+        if not (relative < read(rows.best.relative)).all():  # False also for NaN
+            return False
+        if (relative <= self.tolerance.rtol).any() or (norms > read(rows.limit)).any():
+            return False
+        rows.best.replace(trial, self.arrays.write(relative))
         self.accepted = None
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -219,9 +220,8 @@ def select_rows(record: Record, index: Tensor) -> Record:
     Large histories (B, m, D) are moved slot by slot within their storage, so that no second copy of
     them ever exists; the old record is invalid then.
     """
-    changes: dict[str, Any] = {}
-    for entry in fields(record):  # type: ignore[arg-type]
-        value = getattr(record, entry.name)
+    part = copy(record)
+    for name, value in vars(record).items():
         if isinstance(value, Tensor):
             in_place = value.dim() == 3 and value.numel() > LARGE and not torch.is_grad_enabled()
             if not in_place:
@@ -230,10 +230,10 @@ def select_rows(record: Record, index: Tensor) -> Record:
                 for slot in range(value.shape[1]):
                     value[: len(index), slot] = value[:, slot].index_select(0, index)
                 value = value[: len(index)]
-            changes[entry.name] = value
+            object.__setattr__(part, name, value)
         elif is_dataclass(value):
-            changes[entry.name] = select_rows(value, index)
-    return replace(record, **changes)  # type: ignore[type-var]
+            object.__setattr__(part, name, select_rows(value, index))
+    return part
 
 
 def clear_rows(tensor: Tensor, rows: Tensor) -> Tensor:

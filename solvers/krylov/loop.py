@@ -13,7 +13,7 @@ from solvers.core.loop import SHRINK
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, Status, Trace
 from solvers.krylov.cycle import Cycle, Results
-from solvers.krylov.method import LinearSolver, norm
+from solvers.krylov.method import LinearSolver, dot, norm
 from solvers.krylov.product import Product, System
 
 # Rounding moves the residual of a recurrence away from the true one by at most about
@@ -62,28 +62,31 @@ class LinearLoop:
         self.steps = self.evaluations = self.arrays.whole(self.open)
         self.status = self.steps + int(Status.MAX_STEPS)
 
-    def run(self, x0: Tensor | None) -> Solution:
-        """Solve from ``x0`` (B, D) or zero; the value is a matrix (B, D) of the working dtype."""
+    def run(self, x0: Tensor | None, scale: bool = False) -> Solution:
+        """Solve from ``x0`` (B, D) or zero; the value is a matrix (B, D) of the working dtype.
+
+        ``scale``: from the multiple of ``x0`` that has the least residual.
+        """
         with SILENT():
-            self._begin(x0)
+            self._begin(x0, scale)
         while len(rows := self.arrays.index(self.open)) > 0:
             result = self._cycle(rows)
             with SILENT():
                 self._accept(result)
         return self._solution()
 
-    def _begin(self, x0: Tensor | None) -> None:
+    def _begin(self, x0: Tensor | None, scale: bool) -> None:
         """Close the samples that need no work."""
         system = self.system
         if x0 is not None:
-            self._start_at(system.scaled(x0.detach().to(system.b.dtype)))
+            self._start_at(system.scaled(x0.detach().to(system.b.dtype)), scale)
         self._close(~system.finite, Status.NONFINITE)
         self.residual_norm = self.arrays.xp.where(system.finite, self.residual_norm, torch.inf)
         self._close(self.residual_norm <= system.limit, Status.CONVERGED)
         if self.record:
             self.columns.append(system.relative(self.residual_norm))
 
-    def _start_at(self, x: Tensor) -> None:
+    def _start_at(self, x: Tensor, scale: bool) -> None:
         """Replace the start 0 by ``x`` (B, D), for one product of every open sample."""
         arrays, rows = self.arrays, self.arrays.index(self.open)
         if len(rows) == 0:
@@ -91,6 +94,11 @@ class LinearLoop:
         finite = arrays.read(torch.isfinite(x).all(1, keepdim=True))
         x = torch.where(arrays.write(self.open & finite), x, 0)
         r = self._true_residual(x, rows)
+        if scale:
+            image = self.system.b - r
+            factor = dot(image, self.system.b) / dot(image, image)
+            factor = torch.where(torch.isfinite(factor), factor, 0)
+            x, r = x * factor, torch.addcmul(self.system.b, image, factor, value=-1)
         r_norm = arrays.read(norm(r))
         self.evaluations = self.evaluations + self.open
         self._close(self.open & ~(finite & (r_norm < torch.inf)), Status.NONFINITE)

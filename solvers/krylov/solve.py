@@ -36,6 +36,7 @@ def solve_linear(
     tolerance: Tolerance = _DEFAULT_TOLERANCE,
     max_steps: int = 100,
     x0: Any = None,
+    scale_x0: bool = False,
     args: tuple[Any, ...] = (),
     compact: bool = True,
     on_failure: str = "warn",
@@ -57,6 +58,8 @@ def solve_linear(
         max_steps: largest number of products with ``A`` per sample, those that verify a residual
             included.
         x0: initial iterate, like ``b``; default zero. Costs one product, for the first residual.
+        scale_x0: multiply the initial iterate of each sample by the number that makes its residual
+            least, so that it is never worse than zero; without a further product.
         args: further inputs of ``matvec``, pytrees of tensors batched along dim 0. Finished samples
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share belong into ``matvec`` itself.
@@ -89,6 +92,7 @@ def solve_linear(
     require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance")
     require_count("max_steps", max_steps)
     require_flag("compact", compact)
+    require_flag("scale_x0", scale_x0)
     require_flag("record", record)
     require_callable("callback", callback, optional=True)
     check_on_failure(on_failure)
@@ -103,7 +107,7 @@ def solve_linear(
         loop = LinearLoop(
             product, system, solver, max_steps, compact=compact, record=record, callback=callback
         )
-        solution = loop.run(None if x0 is None else layout.vector(x0))
+        solution = loop.run(None if x0 is None else layout.vector(x0), scale_x0)
         solution.value = layout.tree(solution.value.to(layout.dtype))
     apply_policy(solution, on_failure, f"linear solve with {solver}")
     return solution

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import fits_numpy
 from solvers.core.checks import require_count, require_number
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
@@ -62,6 +64,8 @@ class Anderson(Solver):
 
     def step(self, state: AndersonState, turn: Turn) -> Tensor:
         """Remember the newest difference and mix all that are kept."""
+        if fits_numpy(state.steps):
+            return self._step_on_host(state, turn)
         z, residual = turn.current.z, turn.current.residual
         last = state.last
         state.last = turn.current
@@ -92,12 +96,43 @@ class Anderson(Solver):
             count=kept,
         )
 
+    def _step_on_host(self, state: AndersonState, turn: Turn) -> Tensor:
+        """:meth:`step` in NumPy, whose calls cost less: they are most of a small problem's step."""
+        last, state.last = state.last, turn.current
+        z, residual = turn.current.z.numpy(), turn.current.residual.numpy()
+        changes, steps = state.changes.numpy(), state.steps.numpy()
+        damped = z + (residual if self.damping == 1 else self.damping * residual)
+        if last is not None:
+            slot = state.next_slot()
+            change, step = changes[:, slot], steps[:, slot]
+            np.subtract(residual, last.residual.numpy(), out=change)
+            np.subtract(z, last.z.numpy(), out=step)
+            step += change if self.damping == 1 else self.damping * change
+            row = np.matmul(changes[:, : state.filled], change[:, :, None])[:, :, 0]
+            ridge, tiny = self._ridge(state.gram.dtype)
+            write_symmetric(state.gram, slot, torch.from_numpy(row), ridge, tiny)
+        if turn.accepted is not None:
+            state.forget(~turn.accepted)
+        filled = state.filled
+        if filled:
+            right = np.matmul(changes[:, :filled], residual[:, :, None])[:, :, 0]
+            weights = solve_small(state.gram[:, :filled, :filled], torch.from_numpy(right))
+            damped -= np.matmul(weights.numpy()[:, None], steps[:, :filled])[:, 0]
+        return torch.from_numpy(damped)
+
+    def _ridge(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Factor of the Gram matrix' diagonal, and what is added to it.
+
+        The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
+        smallest normal number gives a zero difference (a rejected step) the weight zero.
+        """
+        limits = torch.finfo(dtype)
+        return 1 + max(self.regularization, 4 * limits.eps), limits.tiny
+
     def _remember(self, state: AndersonState, point: Point, last: Point) -> None:
         """Store the newest difference in the oldest slot and refresh its row of the Gram matrix."""
-        kept = state.steps.shape[1]
-        slot = state.count % kept
-        state.count += 1
-        filled = state.filled = min(state.count, kept)
+        slot = state.next_slot()
+        filled = state.filled
         if torch.is_grad_enabled():
             change = point.residual - last.residual
             step = (point.z - last.z).add(change, alpha=self.damping)
@@ -109,11 +144,7 @@ class Anderson(Solver):
             torch.sub(point.z, last.z, out=step)
             step.add_(change, alpha=self.damping)
         row = inner_products(state.changes[:, :filled], state.changes[:, slot])
-        # The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
-        # smallest normal number gives a zero difference (a rejected step) the weight zero.
-        limits = torch.finfo(row.dtype)
-        ridge = max(self.regularization, 4 * limits.eps)
-        state.gram = write_symmetric(state.gram, slot, row, 1 + ridge, limits.tiny)
+        state.gram = write_symmetric(state.gram, slot, row, *self._ridge(row.dtype))
 
 
 @dataclass
@@ -126,6 +157,14 @@ class AndersonState:
     last: Point | None  # None before the first step
     count: int = 0  # differences made so far
     filled: int = 0  # slots in use
+
+    def next_slot(self) -> int:
+        """The slot of the newest difference, which the count takes in."""
+        kept = self.steps.shape[1]
+        slot = self.count % kept
+        self.count += 1
+        self.filled = min(self.count, kept)
+        return slot
 
     def forget(self, rows: Tensor) -> None:
         """Drop the history of the rows (B,) bool whose accelerated step was rejected."""

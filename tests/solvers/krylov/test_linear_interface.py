@@ -128,6 +128,25 @@ def test_starts(solver: LinearSolver) -> None:
     assert solution.residual[2] == 1
 
 
+@ALL
+def test_a_scaled_start_is_never_worse_than_zero(solver: LinearSolver) -> None:
+    matrix, right = mixed(6)
+    answer = exact(matrix, right)
+    options: dict[str, Any] = {"solver": solver, "args": (matrix,), "max_steps": 300}
+    solution = solve_linear(multiply, right, x0=-1e3 * answer, scale_x0=True, **options)
+    assert (solution.evaluations == 1).all() and solution.converged.all()
+    torch.testing.assert_close(solution.value, answer)
+    far = 1e3 * right_sides(6, 40, seed=5)
+    far[3] = 0
+    short = options | {"max_steps": 1, "on_failure": "ignore"}
+    left = solve_linear(multiply, right, x0=far, scale_x0=True, **short)
+    assert (left.residual <= 1 + 1e-6).all()
+    residual = (multiply(left.value, matrix) - right).norm(dim=1) / right.norm(dim=1)
+    torch.testing.assert_close(residual, left.residual, rtol=1e-5, atol=1e-5)
+    solution = solve_linear(multiply, right, x0=far, scale_x0=True, **options)
+    assert solution.converged.all()
+
+
 def test_the_absolute_tolerance() -> None:
     matrix, right = mixed(6)
     right[0] *= 1e-9
@@ -271,6 +290,7 @@ def wrong(name: str) -> Any:
         ({"args": (torch.ones(4, 4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,"),
         ({"args": (torch.ones(3, device="meta"),)}, ValueError, r"args\[0\] must be on cpu"),
         ({"x0": torch.ones(3, 5)}, ValueError, r"x0 .* shape of b, .*\[3, 4\].*, got .*\[3, 5\]"),
+        ({"scale_x0": 1}, TypeError, "scale_x0"),
         ({"x0": torch.ones(2, 4)}, ValueError, r"x0 .* shape of b, .*\[3, 4\].*, got .*\[2, 4\]"),
         ({"x0": torch.ones(3, 4).double()}, TypeError, "x0 .* the dtype of b, .*32, got .*64"),
         ({"x0": (torch.ones(3, 4),)}, TypeError, "x0 must have the structure of b"),
