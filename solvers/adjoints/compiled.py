@@ -67,7 +67,7 @@ class _CompiledValue(torch.autograd.Function):
     """z -> z with the backward pass of the implicit function theorem; twice, as ``_ImplicitValue``.
 
     Where the backward pass is itself recorded, it is the ordinary one: compiled programs cannot be
-    differentiated. So it is where they leave a sample unsolved.
+    differentiated. So it is where they leave a sample unsolved, or adjoint solutions are remembered.
     """
 
     @staticmethod
@@ -102,7 +102,9 @@ def _gradients(
     problem = known.problem
     solver = system.solver or (CG() if problem.symmetric else GMRES())
     numbers = (solver, system.tolerance, system.max_steps)
-    found = compiled_adjoint(problem, z, cotangent, *numbers, known.wanted)
+    found = None
+    if system.memory is None:
+        found = compiled_adjoint(problem, z, cotangent, *numbers, known.wanted)
     if found is None:
         return first_derivative(_record(known, system, z), cotangent)[1]
     solution, results = found
