@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.kinds import Adjoint, Implicit
+from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
+from solvers.adjoints.unrolled_transform import unrolled_solution
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -21,7 +22,13 @@ from solvers.core.checks import (
 )
 from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
-from solvers.core.modes import constant_weights, eager, in_transform, without_autocast
+from solvers.core.modes import (
+    constant_weights,
+    eager,
+    in_transform,
+    refuse_export,
+    without_autocast,
+)
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
@@ -95,15 +102,23 @@ def fixed_point(
             works in place on its inputs, or whose value changes from call to call.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``Unrolled`` or
-    ``record``; ``torch.func.jvp`` raises.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``record``; ``jvp``
+    only with ``Unrolled()``. That needs ``solver=Forward(...)`` there, makes ``max_steps`` evaluations for
+    every sample, of which those that have converged stand still, and has no energy safeguard.
     """
+    refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
     automatic, solver = solver is None, _default(f, energy) if solver is None else solver
     _check_options(solver, tolerance, max_steps, adjoint, f, energy)
     states_at = _check_run(record, compact, callback, on_failure, states_at, max_steps)
     _check_external(solver, energy is not None, record, callback, states_at)
     layout = Layout.of(z0)
     if in_transform():
+        if isinstance(adjoint, Unrolled) and not (record or callback):
+            return unrolled_solution(
+                Problem.of(f, energy, z0, args, mask, compact), z0, adjoint=adjoint,
+                solver=None if automatic else solver, tolerance=tolerance, max_steps=max_steps,
+                states_at=states_at,
+            )  # fmt: skip
         refuse_in_transform(adjoint, record=record)
         # The same call, made where the tensors are ordinary ones.
         plain = partial(

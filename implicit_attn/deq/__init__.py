@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from implicit_attn.deq.layer import DEQ, EVALUATION_OPTIONS, OPTIONS
+from implicit_attn.deq.unrolled import UnrolledLayer, bake, unroll
 
-__all__ = ["DEQ", "EVALUATION_OPTIONS", "OPTIONS"]
+__all__ = ["DEQ", "EVALUATION_OPTIONS", "OPTIONS", "UnrolledLayer", "bake", "unroll"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.heads.inputs import expand_pairs
+from implicit_attn.updates.update import Update
 from solvers.core.modes import in_transform
 
 
@@ -36,7 +38,7 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
         if not leaf.is_floating_point():
             continue
         kind = leaf.device.type
-        if kind == "cpu" and leaf.dim() > 1 and not in_transform():
+        if kind == "cpu" and leaf.dim() > 1 and _has_numbers():
             bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1)
             if bool(bad.any()):
                 rows = torch.nonzero(bad).flatten().tolist()
@@ -47,6 +49,28 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
                 f"{leaf.dtype}; convert one of them with .to()"
             )
     return _batched(x, leaves, mask, z0)
+
+
+def _has_numbers() -> bool:
+    """Whether tensors show them: not to a compiler or an exporter, nor within a transform."""
+    return not (torch.compiler.is_compiling() or in_transform())
+
+
+def initial_state(
+    update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any
+) -> Any:
+    """The initial state by a layer's ``init``, for its input and what the update prepared of it."""
+    if callable(init):
+        return init(x)
+    kind = type(update)
+    own = kind.initial is not Update.initial or kind.start is not Update.start
+    if init == "input" and own:
+        return update.start(x, prepared)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x must be a tensor where init={init!r}, got {type(x)}; give init a function x -> z0"
+        )
+    return x if init == "input" else torch.zeros_like(x)
 
 
 def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:

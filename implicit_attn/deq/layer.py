@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import solvers
-from implicit_attn.deq.inputs import check_batched, check_inputs
+from implicit_attn.deq.inputs import check_batched, check_inputs, initial_state
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
+from implicit_attn.deq.unrolled import UnrolledLayer
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
@@ -20,7 +21,7 @@ from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
-from solvers.core.modes import eager, in_transform
+from solvers.core.modes import eager, in_transform, refuse_export
 from solvers.core.solution import check_on_failure
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
@@ -142,6 +143,7 @@ class DEQ(nn.Module):
         """
         if "states_at" in options:
             raise TypeError("states_at is an option of solve, whose solution has the states")
+        refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
         return self.solve(x, mask, **options).value
 
     @eager
@@ -272,19 +274,21 @@ class DEQ(nn.Module):
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
 
+    def unrolled(self, evaluations: int, *, damping: float = 1.0, memory: int = 0) -> UnrolledLayer:
+        """The update in a fixed number of evaluations, with this layer's weights: see the class.
+
+        It has no control flow that depends on numbers, so it can be exported (``torch.export``, ONNX),
+        compiled whole, and mapped and differentiated in every mode by ``torch.func``.
+
+        Args:
+            evaluations, damping, memory: as for :class:`implicit_attn.deq.UnrolledLayer`.
+        """
+        return UnrolledLayer(
+            self.update, evaluations, init=self.init, damping=damping, memory=memory
+        )
+
     def _initial(self, x: Any, prepared: Any) -> Any:
-        if callable(self.init):
-            return self.init(x)
-        kind = type(self.update)
-        own = kind.initial is not Update.initial or kind.start is not Update.start
-        if self.init == "input" and own:
-            return self.update.start(x, prepared)
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"x must be a tensor where init={self.init!r}, got {type(x)}; give init a function "
-                "x -> z0"
-            )
-        return x if self.init == "input" else torch.zeros_like(x)
+        return initial_state(self.update, self.init, x, prepared)
 
 
 def _batch_and_device(*trees: Any) -> tuple[int, torch.device]:
