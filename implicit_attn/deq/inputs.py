@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,27 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
                 f"{leaf.dtype}; convert one of them with .to()"
             )
     return _batched(x, leaves, mask, z0)
+
+
+def refuse_sharded_parts(update: nn.Module) -> None:
+    """Raise ValueError where FSDP gathers weights at every evaluation of an update.
+
+    Processes whose samples take different numbers of evaluations would wait for each other for ever, or
+    take each other's weights.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has sharded anything
+        return
+    kinds = (fsdp.FullyShardedDataParallel, *_existing(fsdp, "FSDPModule"))
+    if any(isinstance(part, kinds) for part in update.modules()):
+        raise ValueError(
+            "the update must hold no module that FSDP shards, as processes make different numbers of "
+            "evaluations: shard the DEQ layer, or the block around it (fully_shard(layer))"
+        )
+
+
+def _existing(module: Any, name: str) -> tuple[Any, ...]:
+    return (getattr(module, name),) if hasattr(module, name) else ()
 
 
 def _has_numbers() -> bool:

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import solvers
-from implicit_attn.deq.inputs import check_batched, check_inputs, initial_state
+from implicit_attn.deq.inputs import (
+    check_batched,
+    check_inputs,
+    initial_state,
+    refuse_sharded_parts,
+)
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
 from implicit_attn.deq.unrolled import UnrolledLayer
 from implicit_attn.dropout import SolveMasks, dropout_seeds
@@ -176,6 +181,7 @@ class DEQ(nn.Module):
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
+        refuse_sharded_parts(self.update)
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
         seeds = None if dropped is None else dropout_seeds(*_batch_and_device(z0, x))

@@ -167,12 +167,12 @@ def test_what_is_not_possible_is_said() -> None:
     x, unrolled, implicit = sample(2, 4), Layer(Unrolled()), Layer(KINDS[0])
     with pytest.raises(RuntimeError, match=r"torch.func's transforms .* needs solver=solvers.Forward"):
         grad(lambda x: unrolled(x).sum())(x)
-    call: dict[str, Any] = {"adjoint": Unrolled(), "solver": Forward()}
+    plain, call = Map(), {"adjoint": Unrolled(), "solver": Forward()}
     with pytest.raises(RuntimeError, match=r"needs adjoint=Implicit\(\).* without callback"):
-        grad(lambda x: fixed_point(Map(), x, (x,), callback=print, **call).value.sum())(x)
+        grad(lambda x: fixed_point(plain, x, (x,), callback=print, **call).value.sum())(x)
     call["adjoint"] = Unrolled(checkpoint=True)
     with pytest.raises(RuntimeError, match="checkpoint=False"):
-        grad(lambda x: fixed_point(Map(), x, (x,), **call).value.sum())(x)
+        grad(lambda x: fixed_point(plain, x, (x,), **call).value.sum())(x)
     with pytest.raises(NotImplementedError, match=r"forward-mode .* jacrev"):
         hessian(lambda x: implicit(x).sum())(x)
 
