@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.measure import table
 from benchmarks.scaling.network import Message, Network, gather, places, scatter
-from implicit_attn.command_line import Parser, command, count, positive
+from implicit_attn.command_line import Parser, command, count, number
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
 
 Parts = list[Tensor]  # one a device
+POSITIVE = number(0.0, above=True)
 
 
 @dataclass
@@ -246,9 +247,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=count, default=64, help="of a head")
     parser.add_argument("--size", type=count, default=2, help="bytes a number")
     parser.add_argument("--devices", type=count, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--gigabytes", type=positive, default=50.0, help="of a link, a second")
-    parser.add_argument("--teraflops", type=positive, default=200.0, help="of a device")
-    parser.add_argument("--microseconds", type=positive, default=10.0, help="of a message")
+    parser.add_argument("--gigabytes", type=POSITIVE, default=50.0, help="of a link, a second")
+    parser.add_argument("--teraflops", type=POSITIVE, default=200.0, help="of a device")
+    parser.add_argument("--microseconds", type=POSITIVE, default=10.0, help="of a message")
     with command(parser):
         options = parser.parse_args(words)
         if min(options.devices) < 2:
