@@ -36,7 +36,9 @@ def build(seed: int = 0) -> nn.Module:
     return ImageClassifier(backbone, SIZE, 1, CLASSES, readout="mean")
 
 
-def images(step: int, number: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def images(
+    step: int, number: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Bright quadrants in noise, and which quadrant it is; the same in all processes."""
     generator = torch.Generator().manual_seed(step)
     labels = torch.randint(CLASSES, (number,), generator=generator)
@@ -103,9 +105,9 @@ def train(engine: str | None, steps: int, parts: int) -> None:
         if engine is not None:
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
-        if step % max(1, steps // 5) == 0 or step == steps - 1:
-            if engine is None or dist.get_rank() == 0:
-                print(f"step {step:3d}  loss {loss.item():.6f}", flush=True)
+        shown = step % max(1, steps // 5) == 0 or step == steps - 1
+        if shown and (engine is None or dist.get_rank() == 0):
+            print(f"step {step:3d}  loss {loss.item():.6f}", flush=True)
 
 
 def main(words: list[str] | None = None) -> None:

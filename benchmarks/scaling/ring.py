@@ -46,9 +46,9 @@ class Ring:
         Messages travel while a device computes with the one that it has; the last round sends none.
         """
         devices, owners, rounds = self.network.devices, list(range(self.network.devices)), []
-        for number in range(devices):
+        for turn in range(devices):
             rounds.append(list(zip(owners, messages, strict=True)))
-            if number + 1 < devices:
+            if turn + 1 < devices:
                 messages = self.network.shift(messages)
                 owners = [owners[device - 1] for device in range(devices)]
         return rounds
@@ -182,7 +182,9 @@ class Plan:
         pairs = self.batch * self.heads * (self.tokens / devices) ** 2
         compute = 2 * products * pairs * self.width / self.rate
         message = self.latency + self.bytes_of(devices, numbers) / (devices - 1) / self.link
-        return (devices - 1) * max(compute, message) + compute, (devices - 1) * message + devices * compute
+        return (devices - 1) * max(compute, message) + compute, (
+            devices - 1
+        ) * message + devices * compute
 
     def row(self, devices: int) -> dict[str, object]:
         """One row of the table: an evaluation of the gradient, by a ring and by an all-gather."""

@@ -78,9 +78,7 @@ def _has_numbers() -> bool:
     return not (torch.compiler.is_compiling() or in_transform())
 
 
-def initial_state(
-    update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any
-) -> Any:
+def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any) -> Any:
     """The initial state by a layer's ``init``, for its input and what the update prepared of it."""
     if callable(init):
         return init(x)

@@ -42,7 +42,7 @@ def test_as_the_layer_at_as_many_steps(name: str) -> None:
         ({"memory": 2}, Anderson(2)),
     ):
         found = layer.unrolled(5, **options)
-        close = dict(rtol=1e-11, atol=1e-13)
+        close: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
         torch.testing.assert_close(found(x), by_solver(layer, x, solver, 5), **close)
         if masked:
             expected = by_solver(layer, x, solver, 5, mask)

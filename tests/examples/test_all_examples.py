@@ -28,6 +28,7 @@ ARGUMENTS: dict[str, list[str]] = {
         "--methods", "linear", "softmax", "recycled", "--steps", "150", "--masked", "3",
         "--few", "50", "--out", "{out}",
     ],
+    "scale_out.py": ["--steps", "3", "--accumulate", "2"],
     "solve_sudoku.py": [
         "--source", "generated", "--train", "110", "--test", "2", "--epochs", "1", "--features", "4",
         "--width", "8", "--iterations", "2", "--window", "1", "--batch", "60", "--boards", "2",

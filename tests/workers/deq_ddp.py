@@ -109,7 +109,7 @@ def _whole(tensor: Any) -> Tensor:
 
 def sharded_within() -> str:
     """What is said where a module inside of an update is sharded."""
-    layer = make("update")
+    layer: Any = make("update")
     fully_shard(layer.update.function)
     try:
         layer(tokens())

@@ -165,7 +165,9 @@ def test_an_energy_with_a_mask_and_a_pytree() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_what_is_not_possible_is_said() -> None:
     x, unrolled, implicit = sample(2, 4), Layer(Unrolled()), Layer(KINDS[0])
-    with pytest.raises(RuntimeError, match=r"torch.func's transforms .* needs solver=solvers.Forward"):
+    with pytest.raises(
+        RuntimeError, match=r"torch.func's transforms .* needs solver=solvers.Forward"
+    ):
         grad(lambda x: unrolled(x).sum())(x)
     plain, call = Map(), {"adjoint": Unrolled(), "solver": Forward()}
     with pytest.raises(RuntimeError, match=r"needs adjoint=Implicit\(\).* without callback"):
