@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
-from solvers.adjoints.unrolled_transform import unrolled_solution
+from solvers.adjoints.unrolled_transform import refuse_unrolled, unrolled_solution
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -35,6 +35,7 @@ from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Goal, Tolerance
 from solvers.methods.anderson import Anderson
+from solvers.methods.forward import Forward
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.rescue import rescue
 
@@ -113,26 +114,22 @@ def fixed_point(
     _check_external(solver, energy is not None, record, callback, states_at)
     layout = Layout.of(z0)
     if in_transform():
-        if isinstance(adjoint, Unrolled) and not (record or callback):
-            return unrolled_solution(
-                Problem.of(f, energy, z0, args, mask, compact), z0, adjoint=adjoint,
-                solver=None if automatic else solver, tolerance=tolerance, max_steps=max_steps,
-                states_at=states_at,
-            )  # fmt: skip
-        refuse_in_transform(adjoint, record=record)
-        # The same call, made where the tensors are ordinary ones.
-        plain = partial(
-            fixed_point,
+        return _transformed(
+            f,
+            energy,
+            z0,
+            args,
+            mask,
+            adjoint,
+            record,
             solver=None if automatic else solver,
             tolerance=tolerance,
             max_steps=max_steps,
-            adjoint=None,
             on_failure=on_failure,
             compact=compact,
             callback=callback,
             states_at=states_at,
         )
-        return Transformed(plain, adjoint, tolerance, compact)(f, energy, z0, args, mask)
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
     problem = Problem.of(f, energy, z0, args, mask, compact)
@@ -156,6 +153,30 @@ def fixed_point(
     _as_trees(solution, layout, start)
     apply_policy(solution, on_failure, goal.what, f)
     return solution
+
+
+def _transformed(
+    f: Callable[..., Any],
+    energy: Callable[..., Tensor] | None,
+    z0: Any,
+    args: tuple[Any, ...],
+    mask: Any,
+    adjoint: Adjoint | None,
+    record: bool,
+    **options: Any,
+) -> Solution:
+    """The solution inside of a transform of ``torch.func``; ``options`` are the others of the call."""
+    tolerance, compact = options["tolerance"], options["compact"]
+    if isinstance(adjoint, Unrolled) and not (record or options["callback"]):
+        problem, solver = Problem.of(f, energy, z0, args, mask, compact), options["solver"]
+        if not isinstance(solver, Forward) or adjoint.checkpoint:
+            refuse_unrolled(solver, adjoint)
+        limits: dict[str, Any] = {name: options[name] for name in ("max_steps", "states_at")}
+        return unrolled_solution(problem, z0, solver.damping, tolerance, **limits)
+    refuse_in_transform(adjoint, record=record)
+    # The same call, made where the tensors are ordinary ones.
+    plain = partial(fixed_point, adjoint=None, **options)
+    return Transformed(plain, adjoint, tolerance, compact)(f, energy, z0, args, mask)
 
 
 def _default(f: object, energy: object) -> Solver:

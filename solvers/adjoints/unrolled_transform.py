@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,35 +14,32 @@ from solvers.core.problem import Problem
 from solvers.core.rows import small_dtype
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Tolerance, criterion
-from solvers.methods.forward import Forward
 
-REFUSED = (
-    "inside of torch.func's transforms adjoint=Unrolled() needs solver=solvers.Forward(...), whose steps "
-    "look at no numbers, and checkpoint=False; got solver={}, {}. Of a DEQ, layer.unrolled(k) has "
-    "Anderson's steps too; or use Implicit(), Phantom() or OneStep()"
-)
+
+def refuse_unrolled(solver: object, adjoint: Unrolled) -> NoReturn:
+    """Raise RuntimeError: of this solver, or with checkpoints, iterations look at numbers."""
+    raise RuntimeError(
+        "inside of torch.func's transforms adjoint=Unrolled() needs solver=solvers.Forward(...), whose "
+        f"steps look at no numbers, and checkpoint=False; got solver={solver}, {adjoint}. Of a DEQ, "
+        "layer.unrolled(k) has Anderson's steps too; or use Implicit(), Phantom() or OneStep()"
+    )
 
 
 def unrolled_solution(
     problem: Problem,
     z0: Any,
-    *,
-    adjoint: Unrolled,
-    solver: object,
+    damping: float,
     tolerance: Tolerance | None,
+    *,
     max_steps: int,
     states_at: Sequence[int],
 ) -> Solution:
     """The solution by ``max_steps`` damped evaluations in every sample; its value carries the gradient.
 
-    A sample that has converged stands still, so value, status and counts are those of the solve outside of
-    transforms, without its energy safeguard. All modes of differentiation go through.
-
-    Raises:
-        RuntimeError: for another solver than ``Forward``, or with ``checkpoint``.
+    A sample that has converged stands still, so value, status and counts are those of the solve by
+    ``Forward(damping)`` outside of transforms, without its energy safeguard. All modes of differentiation
+    go through.
     """
-    if not isinstance(solver, Forward) or adjoint.checkpoint:
-        raise RuntimeError(REFUSED.format(solver, adjoint))
     layout = Layout.of(z0)
     z = layout.vector(z0)
     limit = criterion(tolerance, z.dtype, problem.autocast)[0]
@@ -56,7 +53,7 @@ def unrolled_solution(
         account.note(z, value, residual, problem.mask, limit)
         if number in states_at:
             states.append(account.best)
-        moved = z.add(residual, alpha=solver.damping)
+        moved = z.add(residual, alpha=damping)
         z = torch.where(account.running.unsqueeze(1), moved, z)
     assert account is not None
     return account.solution(layout, tuple(states) if states_at else None)

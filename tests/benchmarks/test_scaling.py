@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -60,13 +58,10 @@ def test_what_implicit_layers_save_does_not_grow(monkeypatch: pytest.MonkeyPatch
     assert saved["unrolled, checkpointed", 6] < 0.7 * saved["unrolled", 6]
 
 
-def test_curves_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs the extra [examples]")
+def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "BASE", {"B": 2, "N": 4, "d": 8})
-    rows = curves.measure(1, {"N": (4, 6)})
-    assert [row["layer"] for row in rows] == 2 * list(curves.COLORS)
+    rows = curves.measure(1, {"N": (5,)})
+    assert [row["layer"] for row in rows] == list(curves.COLORS)
     assert all(row["converged"] == 1 and row["ms"] > 0 for row in rows)
-    layers = [row for row in rows if row["layer"] != "transformer layer"]
-    assert all(row["evaluations"] > 1 and row["backward"] > 0 for row in layers)
-    curves.draw(tmp_path / "curves.png", rows)
-    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert all(row["evaluations"] > 1 and row["backward"] > 0 for row in rows[:2])
+    assert rows[2]["evaluations"] == 1
