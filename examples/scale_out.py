@@ -60,7 +60,8 @@ def wrap(model: nn.Module, engine: str) -> nn.Module:
     for part in model.modules():
         if isinstance(part, EquilibriumBlock):
             fully_shard(part)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 @contextlib.contextmanager

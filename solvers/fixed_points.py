@@ -115,21 +115,10 @@ def fixed_point(
     layout = Layout.of(z0)
     if in_transform():
         return _transformed(
-            f,
-            energy,
-            z0,
-            args,
-            mask,
-            adjoint,
-            record,
-            solver=None if automatic else solver,
-            tolerance=tolerance,
-            max_steps=max_steps,
-            on_failure=on_failure,
-            compact=compact,
-            callback=callback,
-            states_at=states_at,
-        )
+            f, energy, z0, args, mask, adjoint, record, solver=None if automatic else solver,
+            tolerance=tolerance, max_steps=max_steps, on_failure=on_failure, compact=compact,
+            callback=callback, states_at=states_at,
+        )  # fmt: skip
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
     problem = Problem.of(f, energy, z0, args, mask, compact)

@@ -47,7 +47,7 @@ def models(dim: int) -> dict[str, nn.Module]:
     }
 
 
-def step(model: nn.Module, x: Tensor) -> Callable[[], None]:
+def step(model: nn.Module, x: Tensor) -> Callable[[], object]:
     def run() -> None:
         model.zero_grad()
         model(x).square().sum().backward()
@@ -108,11 +108,11 @@ def draw(path: Path, rows: list[Row]) -> None:
         axes_of = list(dict.fromkeys(row["axis"] for row in rows))
         panels = figure.subplots(3, len(axes_of), squeeze=False, sharey="row")
         for column, axis in enumerate(axes_of):
+            given = list(dict.fromkeys(row["value"] for row in rows if row["axis"] == axis))
             for place_, key in enumerate(("ms", "peak MB", "evaluations")):
                 axes = panels[place_][column]
                 for name, color in COLORS.items():
                     own = [r for r in rows if r["axis"] == axis and r["layer"] == name]
-                    given = [r["value"] for r in own]
                     axes.plot(
                         given, [r[key] for r in own], "o-", color=color, label=name, markersize=4
                     )

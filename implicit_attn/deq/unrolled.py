@@ -166,8 +166,9 @@ def unroll(
     ]
     if not layers:
         raise ValueError(f"model must hold a DEQ layer, got {type(model).__name__} without one")
-    for parent, name, child in layers:
-        setattr(parent, name, child.unrolled(evaluations, **options))
+    found: Any
+    for parent, name, found in layers:
+        setattr(parent, name, found.unrolled(evaluations, **options))
     return copied
 
 

@@ -36,11 +36,12 @@ def test_as_the_layer_at_as_many_steps(name: str) -> None:
     mask = torch.ones(x.shape[:2], dtype=torch.bool)
     mask[1, -1] = False
     masked = name not in ("update", "mixer")
-    for options, solver in (
+    ways: list[tuple[dict[str, Any], Solver]] = [
         ({}, Forward()),
         ({"damping": 0.7}, Forward(0.7)),
         ({"memory": 2}, Anderson(2)),
-    ):
+    ]
+    for options, solver in ways:
         found = layer.unrolled(5, **options)
         close: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
         torch.testing.assert_close(found(x), by_solver(layer, x, solver, 5), **close)
