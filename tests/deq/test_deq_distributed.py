@@ -42,10 +42,11 @@ def run_workers(folder: Path) -> list[dict[str, Any]]:
         for rank in range(WORLD)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=400)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.communicate()  # which closes its pipe
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]

@@ -123,7 +123,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=180),
     )  # fmt: skip
     share = SAMPLES // world
     model = DistributedDataParallel(build())
