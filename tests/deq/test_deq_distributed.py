@@ -91,3 +91,18 @@ def test_updates_may_not_be_sharded(results: list[dict[str, Any]]) -> None:
     """Their processes would wait for each other at evaluations that not all of them make."""
     for result in results:
         assert "shard the DEQ layer" in result["refused"]
+
+
+def test_the_example_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchrun it is one process, whose losses do not depend on the parts of a batch."""
+    monkeypatch.delenv("RANK", raising=False)
+    losses = []
+    for parts in ("1", "2"):
+        example().main(["--steps", "2", "--accumulate", parts])
+        losses.append([float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()])
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    with pytest.raises(SystemExit):
+        example().main(["--accumulate", "9"])

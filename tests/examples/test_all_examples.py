@@ -28,7 +28,6 @@ ARGUMENTS: dict[str, list[str]] = {
         "--methods", "linear", "softmax", "recycled", "--steps", "150", "--masked", "3",
         "--few", "50", "--out", "{out}",
     ],
-    "scale_out.py": ["--steps", "3", "--accumulate", "2"],
     "solve_sudoku.py": [
         "--source", "generated", "--train", "110", "--test", "2", "--epochs", "1", "--features", "4",
         "--width", "8", "--iterations", "2", "--window", "1", "--batch", "60", "--boards", "2",
@@ -56,6 +55,7 @@ ELSEWHERE = {
     "language_model.py",
     "masked_images.py",
     "mnist_spins.py",
+    "scale_out.py",
 }  # run by tests of their own
 NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),
