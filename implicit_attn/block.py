@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
-from implicit_attn.deq import DEQ, EVALUATION_OPTIONS
+from implicit_attn.deq import DEQ, EVALUATION_OPTIONS, UnrolledLayer
 from implicit_attn.deq import OPTIONS as DEQ_OPTIONS
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
@@ -163,7 +163,8 @@ class EquilibriumBlock(nn.Module):
         x, given, mask = self.arguments(
             src, src_mask, src_key_padding_mask, is_causal, memory, memory_key_padding_mask
         )
-        z = self.deq(given, mask, tolerance=self._tolerance(x))
+        fixed = isinstance(self.deq, UnrolledLayer)  # put here by unroll()
+        z = self.deq(given, mask, **({} if fixed else {"tolerance": self._tolerance(x)}))
         z = self.dropout(z if self.output is None else self.output(z))
         y = x + z
         if src.dim() == 2:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.kinds import Adjoint, Implicit
+from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
+from solvers.adjoints.unrolled_transform import refuse_unrolled, unrolled_solution
 from solvers.compiled.forward import compiled_solve
 from solvers.core.checks import (
     require_callable,
@@ -22,13 +23,20 @@ from solvers.core.checks import (
 )
 from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
-from solvers.core.modes import constant_weights, eager, in_transform, without_autocast
+from solvers.core.modes import (
+    constant_weights,
+    eager,
+    in_transform,
+    refuse_export,
+    without_autocast,
+)
 from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Goal, Tolerance
 from solvers.methods.anderson import Anderson
+from solvers.methods.forward import Forward
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.rescue import rescue
 
@@ -96,29 +104,22 @@ def fixed_point(
             works in place on its inputs, or whose value changes from call to call.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``Unrolled`` or
-    ``record``; ``torch.func.jvp`` raises.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``record``; ``jvp``
+    only with ``Unrolled()``. That needs ``solver=Forward(...)`` there, makes ``max_steps`` evaluations for
+    every sample, of which those that have converged stand still, and has no energy safeguard.
     """
+    refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
     automatic, solver = solver is None, _default(f, energy) if solver is None else solver
     _check_options(solver, tolerance, max_steps, adjoint, f, energy)
     states_at = _check_run(record, compact, callback, on_failure, states_at, max_steps)
     _check_external(solver, energy is not None, record, callback, states_at)
     layout = Layout.of(z0)
     if in_transform():
-        refuse_in_transform(adjoint, record=record)
-        # The same call, made where the tensors are ordinary ones.
-        plain = partial(
-            fixed_point,
-            solver=None if automatic else solver,
-            tolerance=tolerance,
-            max_steps=max_steps,
-            adjoint=None,
-            on_failure=on_failure,
-            compact=compact,
-            callback=callback,
-            states_at=states_at,
-        )
-        return Transformed(plain, adjoint, tolerance, compact)(f, energy, z0, args, mask)
+        return _transformed(
+            f, energy, z0, args, mask, adjoint, record, solver=None if automatic else solver,
+            tolerance=tolerance, max_steps=max_steps, on_failure=on_failure, compact=compact,
+            callback=callback, states_at=states_at,
+        )  # fmt: skip
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
     problem = Problem.of(f, energy, z0, args, mask, compact)
@@ -142,6 +143,30 @@ def fixed_point(
     _as_trees(solution, layout, start)
     apply_policy(solution, on_failure, goal.what, f)
     return solution
+
+
+def _transformed(
+    f: Callable[..., Any],
+    energy: Callable[..., Tensor] | None,
+    z0: Any,
+    args: tuple[Any, ...],
+    mask: Any,
+    adjoint: Adjoint | None,
+    record: bool,
+    **options: Any,
+) -> Solution:
+    """The solution inside of a transform of ``torch.func``; ``options`` are the others of the call."""
+    tolerance, compact = options["tolerance"], options["compact"]
+    if isinstance(adjoint, Unrolled) and not (record or options["callback"]):
+        problem, solver = Problem.of(f, energy, z0, args, mask, compact), options["solver"]
+        if not isinstance(solver, Forward) or adjoint.checkpoint:
+            refuse_unrolled(solver, adjoint)
+        limits: dict[str, Any] = {name: options[name] for name in ("max_steps", "states_at")}
+        return unrolled_solution(problem, z0, solver.damping, tolerance, **limits)
+    refuse_in_transform(adjoint, record=record)
+    # The same call, made where the tensors are ordinary ones.
+    plain = partial(fixed_point, adjoint=None, **options)
+    return Transformed(plain, adjoint, tolerance, compact)(f, energy, z0, args, mask)
 
 
 def _default(f: object, energy: object) -> Solver:

@@ -17,7 +17,12 @@ from implicit_attn.studies.experiments.registry import EXPERIMENTS
 from solvers import SolveWarning, Tolerance
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["docs/guide.md", "docs/choosing.md", "docs/spins.md"]  # whose snippets run one by one
+PAGES = [
+    "docs/guide.md",
+    "docs/choosing.md",
+    "docs/spins.md",
+    "docs/scaling.md",
+]  # whose snippets run one by one
 LISTS = ["docs/gallery.md", "docs/systems.md", "docs/results.md", "benchmarks/RESULTS.md"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, *LISTS]
 FOLDERS = "solvers|implicit_attn|tests|examples|benchmarks|docs"

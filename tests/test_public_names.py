@@ -32,6 +32,9 @@ PUBLIC = {
     "implicit_attn": """
         ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
     """,
+    "implicit_attn.deq": """
+        DEQ EVALUATION_OPTIONS OPTIONS UnrolledLayer bake unroll
+    """,
     "implicit_attn.regularization": """
         SpectralNorm SpectralRadii VariationalDropout WeightNorm apply_norm correction_weights
         dropout_seeds fixed_point_correction remove_norm

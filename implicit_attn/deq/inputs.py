@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
         if not leaf.is_floating_point():
             continue
         kind = leaf.device.type
-        if kind == "cpu" and leaf.dim() > 1 and not in_transform():
+        if kind == "cpu" and leaf.dim() > 1 and _has_numbers():
             bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1)
             if bool(bad.any()):
                 rows = torch.nonzero(bad).flatten().tolist()
@@ -48,6 +50,47 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
                 f"{leaf.dtype}; convert one of them with .to()"
             )
     return _batched(x, leaves, mask, z0)
+
+
+def refuse_sharded_parts(update: nn.Module) -> None:
+    """Raise ValueError where FSDP gathers weights at every evaluation of an update.
+
+    Processes whose samples take different numbers of evaluations would wait for each other for ever, or
+    take each other's weights.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has sharded anything
+        return
+    kinds = (fsdp.FullyShardedDataParallel, *_existing(fsdp, "FSDPModule"))
+    if any(isinstance(part, kinds) for part in update.modules()):
+        raise ValueError(
+            "the update must hold no module that FSDP shards, as processes make different numbers of "
+            "evaluations: shard the DEQ layer, or the block around it (fully_shard(layer))"
+        )
+
+
+def _existing(module: Any, name: str) -> tuple[Any, ...]:
+    return (getattr(module, name),) if hasattr(module, name) else ()
+
+
+def _has_numbers() -> bool:
+    """Whether tensors show them: not to a compiler or an exporter, nor within a transform."""
+    return not (torch.compiler.is_compiling() or in_transform())
+
+
+def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any) -> Any:
+    """The initial state by a layer's ``init``, for its input and what the update prepared of it."""
+    if callable(init):
+        return init(x)
+    kind = type(update)
+    own = kind.initial is not Update.initial or kind.start is not Update.start
+    if init == "input" and own:
+        return update.start(x, prepared)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x must be a tensor where init={init!r}, got {type(x)}; give init a function x -> z0"
+        )
+    return x if init == "input" else torch.zeros_like(x)
 
 
 def _batched(x: Any, leaves: list[Tensor], mask: Tensor | None, z0: Any) -> Any:
@@ -84,21 +127,6 @@ def check_batched(x: Any, start: Any) -> None:
                 f"x must be batched along dim 0 like the initial state ({batch} samples), got shape "
                 f"{tuple(leaf.shape)}"
             )
-
-
-def initial_state(init: Any, update: Update, x: Any, prepared: Any) -> Any:
-    """The state that ``DEQ(init=...)`` begins at for the input ``x``, of which ``prepared`` was made."""
-    if callable(init):
-        return init(x)
-    kind = type(update)
-    own = kind.initial is not Update.initial or kind.start is not Update.start
-    if init == "input" and own:
-        return update.start(x, prepared)
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"x must be a tensor where init={init!r}, got {type(x)}; give init a function x -> z0"
-        )
-    return x if init == "input" else torch.zeros_like(x)
 
 
 def batch_and_device(*trees: Any) -> tuple[int, torch.device]:

@@ -16,8 +16,10 @@ from implicit_attn.deq.inputs import (
     check_batched,
     check_inputs,
     initial_state,
+    refuse_sharded_parts,
 )
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
+from implicit_attn.deq.unrolled import UnrolledLayer
 from implicit_attn.deq.warm import WarmStarts, visit_of, warm_starts
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.energies.energy import Energy
@@ -26,7 +28,7 @@ from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
-from solvers.core.modes import eager, in_transform
+from solvers.core.modes import eager, in_transform, refuse_export
 from solvers.core.solution import check_on_failure
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
@@ -152,6 +154,7 @@ class DEQ(Compilable):
         """
         if "states_at" in options:
             raise TypeError("states_at is an option of solve, whose solution has the states")
+        refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
         return self.solve(x, mask, **options).value
 
     @eager
@@ -186,11 +189,12 @@ class DEQ(Compilable):
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
+        refuse_sharded_parts(self.update)
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
         f, args, prepared = self._map(x, mask, dropped, seeds)
-        start = initial_state(self.init, self.update, x, prepared) if z0 is None else z0
+        start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
             check_batched(x, start)
         elif not prepares(self.update):  # else the module may serve there, once a solve
@@ -289,3 +293,16 @@ class DEQ(Compilable):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
+
+    def unrolled(self, evaluations: int, *, damping: float = 1.0, memory: int = 0) -> UnrolledLayer:
+        """The update in a fixed number of evaluations, with this layer's weights: see the class.
+
+        It has no control flow that depends on numbers, so it can be exported (``torch.export``, ONNX),
+        compiled whole, and mapped and differentiated in every mode by ``torch.func``.
+
+        Args:
+            evaluations, damping, memory: as for :class:`implicit_attn.deq.UnrolledLayer`.
+        """
+        return UnrolledLayer(
+            self.update, evaluations, init=self.init, damping=damping, memory=memory
+        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.modes import ordinary, recording, uncompiled
+from solvers.core.modes import exporting, in_transform, ordinary, recording, uncompiled
 
 
 def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) -> tuple[Tensor, Any]:
@@ -19,6 +19,8 @@ def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) ->
     Differentiable itself where gradients are being recorded; works under ``no_grad`` and
     ``inference_mode`` too.
     """
+    if in_transform() or torch.compiler.is_dynamo_compiling():
+        return _by_transform(function, z, inputs)
     record = torch.is_grad_enabled()
     # What a compiler makes of the function could not be differentiated twice.
     with recording(), uncompiled() if record else nullcontext():
@@ -32,6 +34,29 @@ def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) ->
         )
     gradient = pytree.tree_unflatten(list(gradients), spec)
     return (value if record else value.detach()), gradient
+
+
+def _by_transform(
+    function: Callable[..., Tensor], z: Any, inputs: tuple[Any, ...]
+) -> tuple[Tensor, Any]:
+    """:func:`value_and_gradient` where tensors belong to a transform or a compiler.
+
+    There ``torch.func.grad`` is a transform like others, while leaves of a graph cannot be made.
+    """
+    if exporting() and torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "an energy that is differentiated automatically cannot be exported with strict=True; "
+            "export with strict=False, torch's default"
+        )
+    leaves, spec = pytree.tree_flatten(z)
+    _check_state(leaves)
+
+    def total(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+        value = function(pytree.tree_unflatten(leaves, spec), *inputs)
+        return value.sum(), value
+
+    gradients, value = torch.func.grad(total, has_aux=True)(leaves)
+    return value, pytree.tree_unflatten(list(gradients), spec)
 
 
 def hessian_product(gradient: Callable[..., Any], z: Any, v: Any, *inputs: Any) -> Any:
@@ -65,17 +90,21 @@ def _fresh(z: Any, record: bool) -> tuple[Any, list[Tensor], Any]:
     As a tree, flat, and the tree's structure.
     """
     leaves, spec = pytree.tree_flatten(ordinary(z))
+    _check_state(leaves)
+    fresh = [
+        leaf.view_as(leaf) if record and leaf.requires_grad else leaf.detach().requires_grad_()
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(fresh, spec), fresh, spec
+
+
+def _check_state(leaves: list[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
             kind = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
             raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {kind}")
     if not leaves:
         raise ValueError("z must hold at least one tensor, got an empty structure")
-    fresh = [
-        leaf.view_as(leaf) if record and leaf.requires_grad else leaf.detach().requires_grad_()
-        for leaf in leaves
-    ]
-    return pytree.tree_unflatten(fresh, spec), fresh, spec
 
 
 def scale_tree(tree: Any, factor: float | Tensor) -> Any:

@@ -35,6 +35,8 @@ class Choice:
 
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     """The dense formula where only it can be differentiated as the caller does; else None."""
+    if modes.exporting():
+        return Choice("reference", "inside torch.export, whose programs hold stock operators alone")
     if any(has_tangent(tensor) for tensor in tensors):
         return Choice("reference", "only the dense formula knows forward-mode differentiation")
     if differentiated():

@@ -133,7 +133,7 @@ class AttentionStep(Update):
             x = self._input(x, z)
         held = x.parts.key if isinstance(x, Prepared) else x.memory
         tokens = held.shape[-2]
-        if len(held) != len(z):
+        if held.shape[0] != z.shape[0]:
             raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(held)}")
         if self.causal and tokens != z.shape[1]:
             raise ValueError(

@@ -135,7 +135,7 @@ class KineticAttention(Update):
         field = check_input(field, z, name)
         if not z.numel():  # no samples, or no tokens
             return z
-        batch = len(z)
+        batch = z.shape[0]
 
         def fold(y: Tensor) -> Tensor:
             return split_heads(y, self.heads).flatten(0, 1)

@@ -92,5 +92,6 @@ def refuse_in_transform(adjoint: Adjoint | None, *, record: bool) -> None:
     if record or not (adjoint is None or isinstance(adjoint, (Implicit, Phantom, OneStep))):
         raise RuntimeError(
             "inside of torch.func's transforms fixed_point needs adjoint=Implicit(), Phantom(), "
-            f"OneStep() or None, and record=False; got adjoint={adjoint!r}, record={record}"
+            "OneStep() or None, or Unrolled() without callback, and record=False; got "
+            f"adjoint={adjoint!r}, record={record}"
         )

@@ -27,9 +27,7 @@ def trace(
         Exception: what it raises where it asks for the numbers in a tensor, which are not known.
     """
     # Inductor keeps on disk what it makes of tensors from such a mode.
-    mode = FakeTensorMode(
-        shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True
-    )
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     examples: list[Tensor] = [mode.from_tensor(t.detach(), static_shapes=True) for t in inputs]
     tracer = make_fx(function, tracing_mode="fake", _error_on_data_dependent_ops=True)
     graph = tracer(*examples)

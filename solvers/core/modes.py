@@ -19,6 +19,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# Lower torch versions do not tell an export from a compilation.
+_IS_EXPORTING: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def compiler_loaded() -> bool:
@@ -50,6 +52,20 @@ def eager(function: Function) -> Function:
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(run.__code__, skip)
     return cast(Function, functools.update_wrapper(run, function))
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` is recording a program."""
+    return bool(_IS_EXPORTING())
+
+
+def refuse_export(instead: str) -> None:
+    """Raise RuntimeError, naming what to export ``instead``, while ``torch.export`` records a solve."""
+    if exporting():
+        raise RuntimeError(
+            "a fixed-point solve decides by numbers when each sample has converged, which no exported "
+            f"program can: export a fixed number of evaluations instead, {instead}"
+        )
 
 
 def in_transform() -> bool:
@@ -200,7 +216,7 @@ _COMPUTE: Callable[[ParametrizationList], Tensor] = ParametrizationList.forward
 
 def _weight(self: ParametrizationList) -> Tensor:
     """``ParametrizationList.forward``: as torch defines it, but constant within a solve."""
-    if torch.compiler.is_compiling():  # a thread's own variables cannot be traced
+    if torch.compiler.is_dynamo_compiling():  # a thread's own variables cannot be traced
         return _COMPUTE(self)
     weights = _OF_THIS_THREAD.weights
     if weights is None:

@@ -7,14 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from cases.deq import relative_error
-from workers.deq_ddp import STEPS, build, train
+from workers.deq_ddp import MODELS, RUNS, STEPS, build, example, scaled_out, train
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_workers(folder: Path) -> list[list[dict[str, Tensor]]]:
+def run_workers(folder: Path) -> list[dict[str, Any]]:
     paths = [str(ROOT), str(ROOT / "tests")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -42,17 +42,24 @@ def run_workers(folder: Path) -> list[list[dict[str, Tensor]]]:
         for rank in range(WORLD)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=400)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.communicate()  # which closes its pipe
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    ranks = run_workers(tmp_path)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of both processes, which are started once for all tests."""
+    return run_workers(tmp_path_factory.mktemp("processes"))
+
+
+def test_two_processes_train_as_one(results: list[dict[str, Any]]) -> None:
+    ranks = [result["history"] for result in results]
     single = train(build(), slice(None))
     assert len(single) == STEPS + 1
     for step, expected in enumerate(single):
@@ -63,3 +70,39 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             assert relative_error(first, reference) <= 1e-9, (step, name)
     moved = [relative_error(single[-1][n], single[1][n]) for n in single[1]]
     assert min(moved) > 1e-6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engines_and_accumulation_train_as_one(name: str, results: list[dict[str, Any]]) -> None:
+    """Loss, gradients and weights of DDP and FSDP2, also in parts, are those of the whole batch."""
+    single = scaled_out(example(), name, None, 1)
+    assert relative_error(single[1]["loss"], single[0]["loss"]) > 1e-6
+    for key in RUNS:
+        if key[0] != name:
+            continue
+        for result in results:
+            for found, expected in zip(result["runs"][key], single, strict=True):
+                assert found.keys() == expected.keys()
+                for what, reference in expected.items():
+                    assert relative_error(found[what], reference) <= 1e-7, (key, what)
+
+
+def test_updates_may_not_be_sharded(results: list[dict[str, Any]]) -> None:
+    """Their processes would wait for each other at evaluations that not all of them make."""
+    for result in results:
+        assert "shard the DEQ layer" in result["refused"]
+
+
+def test_the_example_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchrun it is one process, whose losses do not depend on the parts of a batch."""
+    monkeypatch.delenv("RANK", raising=False)
+    losses = []
+    for parts in ("1", "2"):
+        example().main(["--steps", "2", "--accumulate", parts])
+        losses.append([float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()])
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    with pytest.raises(SystemExit):
+        example().main(["--accumulate", "9"])

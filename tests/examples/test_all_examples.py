@@ -55,6 +55,7 @@ ELSEWHERE = {
     "language_model.py",
     "masked_images.py",
     "mnist_spins.py",
+    "scale_out.py",
 }  # run by tests of their own
 NEEDS = {
     "bare_attention.py": ("sklearn", "tqdm"),

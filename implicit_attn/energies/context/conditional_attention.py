@@ -173,7 +173,7 @@ class ConditionalAttention(HasTemperatures, Energy):
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
         if self.cross:
             memory, seen = read_memory(x, self.key.weight.shape[1], None, name)
-            if len(memory) != len(query):
+            if memory.shape[0] != query.shape[0]:
                 raise ValueError(
                     f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
                 )
@@ -224,7 +224,7 @@ class ConditionalAttention(HasTemperatures, Energy):
             return FrozenAttention(scores.log_softmax(-1), value)
         allowed = pairs.allowed
         allowed = allowed if allowed.dim() == 4 else allowed[None, None]
-        attends = allowed.any(-1).expand(len(query), -1, -1)
+        attends = allowed.any(-1).expand(query.shape[0], -1, -1)
         # A row without any key is uniform, and its result is emptied.
         scores = scores.masked_fill(~allowed, CLOSED).log_softmax(-1)
         return FrozenAttention(scores, value, attends)

@@ -242,7 +242,7 @@ def read_memory(x: Any, width: int, z: Tensor | None, name: str) -> tuple[Tensor
 def masked_key(key: Tensor) -> tuple[Tensor, Tensor]:
     """A key (B, H, 1, p) with its mask (B, 1) in place of no key at all, from which nothing comes."""
     unit = key.new_zeros(*key.shape[:2], 1, key.shape[3])
-    return unit, torch.zeros(len(key), 1, dtype=torch.bool, device=key.device)
+    return unit, torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
 
 
 def check_parts(

@@ -172,7 +172,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
         keys = x.parts if isinstance(x, Prepared) else self._freeze(x, mask, z)
         held = keys.states if keys.sums is None else keys.sums
         assert held is not None  # of normalised energies the sums
-        if len(held) != len(z):
+        if held.shape[0] != z.shape[0]:
             raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(held)}")
         weight = self.query.weight
         raw = project(hide(z, mask), weight, None, self.heads, mask)

@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from solvers import Descent, Implicit, OneStep, Phantom, Tolerance, Unrolled, fixed_point
+from solvers import (
+    Descent,
+    Forward,
+    Implicit,
+    OneStep,
+    Phantom,
+    Status,
+    Tolerance,
+    Unrolled,
+    fixed_point,
+)
 
 pytestmark = pytest.mark.defect("D5")
 TIGHT = Tolerance(rtol=1e-12)
@@ -155,7 +165,55 @@ def test_an_energy_with_a_mask_and_a_pytree() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_what_is_not_possible_is_said() -> None:
     x, unrolled, implicit = sample(2, 4), Layer(Unrolled()), Layer(KINDS[0])
-    with pytest.raises(RuntimeError, match=r"torch.func's transforms .* needs adjoint=Implicit"):
+    with pytest.raises(
+        RuntimeError, match=r"torch.func's transforms .* needs solver=solvers.Forward"
+    ):
         grad(lambda x: unrolled(x).sum())(x)
+    plain, call = Map(), {"adjoint": Unrolled(), "solver": Forward()}
+    with pytest.raises(RuntimeError, match=r"needs adjoint=Implicit\(\).* without callback"):
+        grad(lambda x: fixed_point(plain, x, (x,), callback=print, **call).value.sum())(x)
+    call["adjoint"] = Unrolled(checkpoint=True)
+    with pytest.raises(RuntimeError, match="checkpoint=False"):
+        grad(lambda x: fixed_point(plain, x, (x,), **call).value.sum())(x)
     with pytest.raises(NotImplementedError, match=r"forward-mode .* jacrev"):
         hessian(lambda x: implicit(x).sum())(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_unrolled_plain_iteration_is_that_outside() -> None:
+    """Values and gradients of the same evaluations, as no sample moves when it has converged."""
+    plain, x = Map(), sample(3, 4)
+    call: dict[str, Any] = {"adjoint": Unrolled(), "solver": Forward(0.8), "max_steps": 40}
+    call |= {"tolerance": Tolerance(1e-5), "on_failure": "ignore"}
+
+    def value(x: Tensor) -> Tensor:
+        return fixed_point(plain, torch.zeros_like(x), (x,), **call).value
+
+    expected = torch.autograd.functional.jacobian(value, x)
+    close(vmap(lambda row: value(row[None])[0])(x), value(x))
+    close(jacrev(value)(x), expected)
+    close(jacfwd(value)(x), expected)
+    close(jvp(value, (x,), (2 * x,))[1], torch.einsum("abij,ij->ab", expected, 2 * x))
+    second = hessian(lambda row: value(row[None]).square().sum())(x[0])
+    close(second, torch.autograd.functional.hessian(lambda r: value(r[None]).square().sum(), x[0]))
+
+    def counts(row: Tensor) -> tuple[Tensor, ...]:
+        found = fixed_point(plain, torch.zeros_like(row)[None], (row[None],), **call)
+        return found.status[0], found.evaluations[0], found.residual[0]
+
+    outside = fixed_point(plain, torch.zeros_like(x), (x,), **call)
+    status, evaluations, residual = vmap(counts)(x)
+    assert torch.equal(status, outside.status) and (status == Status.CONVERGED).all()
+    assert torch.equal(evaluations, outside.evaluations) and evaluations.max() < 40
+    close(residual, outside.residual)
+    call["max_steps"] = 3
+    short = fixed_point(plain, torch.zeros_like(x), (x,), states_at=(1, 2), **call)
+    status, evaluations, residual = vmap(counts)(x)
+    assert torch.equal(status, short.status) and (status == Status.MAX_STEPS).all()
+    close(vmap(lambda row: value(row[None])[0])(x), short.value)
+
+    def states(row: Tensor) -> Tensor:
+        z0 = torch.zeros_like(row)[None]
+        return torch.cat(fixed_point(plain, z0, (row[None],), states_at=(1, 2), **call).states)
+
+    close(vmap(states)(x).transpose(0, 1), torch.stack(short.states))

@@ -1,0 +1,271 @@
+"""Bi-softmax attention over tokens that are sharded on the devices of a ring: exactness, traffic, time.
+
+python benchmarks/scaling/ring.py [--tokens 65536] [--devices 2 4 8 16] [--gigabytes 50] [--teraflops 200]
+
+The devices are simulated in one process: tensors are split over tokens, and every message is passed and
+counted. docs/scaling.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.measure import table
+from benchmarks.scaling.network import Message, Network, gather, places, scatter
+from implicit_attn.command_line import Parser, command, count, number
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
+
+Parts = list[Tensor]  # one a device
+POSITIVE = number(0.0, above=True)
+
+
+@dataclass
+class Ring:
+    """Tokens (B, H, N, p) of which device k holds ``where[k]``; ``mask`` (B, N) bool marks those that count.
+
+    ``z``, ``lse`` and all results are lists with the part of each device.
+    """
+
+    network: Network
+    where: list[Tensor]
+    beta: float
+    causal: bool = False
+    mask: Parts | None = None
+
+    def _rounds(self, messages: list[Message]) -> list[list[tuple[int, Message]]]:
+        """For each round what each device has at hand: the owner of the message, and the message.
+
+        Messages travel while a device computes with the one that it has; the last round sends none.
+        """
+        devices, owners, rounds = self.network.devices, list(range(self.network.devices)), []
+        for turn in range(devices):
+            rounds.append(list(zip(owners, messages, strict=True)))
+            if turn + 1 < devices:
+                messages = self.network.shift(messages)
+                owners = [owners[device - 1] for device in range(devices)]
+        return rounds
+
+    def _allowed(self, row: int, column: int) -> Tensor | None:
+        """Pairs (B or 1, 1, n, n) of the rows of one device and the columns of another's that count."""
+        allowed = None
+        if self.causal:
+            allowed = (self.where[column][None, :] <= self.where[row][:, None])[None, None]
+        if self.mask is not None:
+            both = (self.mask[row][:, :, None] & self.mask[column][:, None, :])[:, None]
+            allowed = both if allowed is None else both & allowed
+        return allowed
+
+    def _scores(self, own: Tensor, other: Tensor, allowed: Tensor | None) -> Tensor:
+        scores = self.beta * own @ other.mT
+        return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+
+    def gradient(self, z: Parts) -> tuple[Parts, Parts, Parts]:
+        """``(P + P^T) Z``, the log-sum-exp of the rows, and the row term ``P Z``.
+
+        First lap: the tokens travel, and each device sums its rows with a running maximum. Second lap: the
+        tokens travel with the log-sum-exp of their rows, from which the columns of P follow.
+        """
+        peak = [t.new_full(t.shape[:3], -torch.inf) for t in z]
+        weight, rows = [torch.zeros_like(t) for t in peak], [torch.zeros_like(t) for t in z]
+        for at_hand in self._rounds([(t,) for t in z]):
+            for k, (owner, (other,)) in enumerate(at_hand):
+                scores = self._scores(z[k], other, self._allowed(k, owner))
+                top = torch.maximum(peak[k], scores.amax(-1))
+                shift = torch.where(torch.isfinite(top), top, 0.0)
+                grown, old = (scores - shift[..., None]).exp(), (peak[k] - shift).exp()
+                weight[k] = weight[k] * old + grown.sum(-1)
+                rows[k] = rows[k] * old[..., None] + grown @ other
+                peak[k] = top
+        empty = [w == 0 for w in weight]  # rows without any key
+        lse = [
+            torch.where(e, 0.0, p + w.log()) for e, p, w in zip(empty, peak, weight, strict=True)
+        ]
+        rows = [
+            torch.where(e[..., None], 0.0, r / w[..., None])
+            for e, r, w in zip(empty, rows, weight, strict=True)
+        ]
+        total = [row.clone() for row in rows]
+        for at_hand in self._rounds(list(zip(z, lse, strict=True))):
+            for k, (owner, (other, theirs)) in enumerate(at_hand):
+                total[k] += self._columns(z[k], other, theirs, k, owner) @ other
+        return total, lse, rows
+
+    def _columns(self, own: Tensor, other: Tensor, lse: Tensor, k: int, owner: int) -> Tensor:
+        """``P_ji`` (B, H, n, n): i of this device, j of the owner of the message, by its ``lse``."""
+        allowed = self._allowed(owner, k)
+        scores = self._scores(own, other, None if allowed is None else allowed.mT)
+        return (scores - lse[..., None, :]).exp()
+
+    def hvp(self, z: Parts, v: Parts, lse: Parts, rows: Parts) -> Parts:
+        """Hessian times v, from what :meth:`gradient` found at z.
+
+        First lap, with (z, v, lse): the row terms, the mean tangents ``r``, and of the columns all but
+        these means. Second lap, with (z, lse, r): their part.
+        """
+        row_part = [torch.zeros_like(t) for t in z]
+        column_part, mean = [torch.zeros_like(t) for t in z], [torch.zeros_like(t) for t in lse]
+        for at_hand in self._rounds(list(zip(z, v, lse, strict=True))):
+            for k, (owner, (other, moved, theirs)) in enumerate(at_hand):
+                tangent = self.beta * (v[k] @ other.mT + z[k] @ moved.mT)
+                scores = self._scores(z[k], other, self._allowed(k, owner))
+                weights = (scores - lse[k][..., None]).exp()
+                mean[k] += (weights * tangent).sum(-1)
+                row_part[k] += weights @ moved + (weights * tangent) @ other
+                columns = self._columns(z[k], other, theirs, k, owner)
+                column_part[k] += columns @ moved + (columns * tangent) @ other
+        for at_hand in self._rounds(list(zip(z, lse, mean, strict=True))):
+            for k, (owner, (other, theirs, means)) in enumerate(at_hand):
+                columns = self._columns(z[k], other, theirs, k, owner)
+                column_part[k] -= columns @ (means[..., None] * other)
+        return [
+            a + b - r[..., None] * row
+            for a, b, r, row in zip(row_part, column_part, mean, rows, strict=True)
+        ]
+
+    def adjoint(
+        self, z: Parts, right: Parts, lse: Parts, rows: Parts, weight: float, steps: int
+    ) -> tuple[Parts, list[Tensor]]:
+        """``(I + weight H)^-1 right``, H the Hessian: the adjoint of ``1/2 |z|^2 + weight E``, by CG.
+
+        Its two inner products a step are all-reduced, one number a sample each. Also returns the residual
+        norms (B,) of the steps.
+        """
+
+        def inner(a: Parts, b: Parts) -> Tensor:
+            return self.network.add([(x * y).sum((1, 2, 3)) for x, y in zip(a, b, strict=True)])
+
+        def moved(a: Parts, step: Tensor, b: Parts) -> Parts:
+            return [x + step[:, None, None, None] * y for x, y in zip(a, b, strict=True)]
+
+        solution, left = [torch.zeros_like(t) for t in right], right
+        direction, square = right, inner(right, right)
+        norms = [square.sqrt()]
+        for _ in range(steps):
+            curved = self.hvp(z, direction, lse, rows)
+            image = [d + weight * c for d, c in zip(direction, curved, strict=True)]
+            step = square / inner(direction, image)
+            solution, left = moved(solution, step, direction), moved(left, -step, image)
+            before, square = square, inner(left, left)
+            direction = moved(left, square / before, direction)
+            norms.append(square.sqrt())
+        return solution, norms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of an evaluation, and what a device and its link to the next one can do."""
+
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    size: int  # bytes a number
+    link: float  # bytes per second
+    rate: float  # floating-point operations per second
+    latency: float  # seconds a message
+
+    def bytes_of(self, devices: int, numbers: float) -> float:
+        """What each device sends in a lap in which each token travels with so many ``numbers``."""
+        share = self.batch * self.heads * self.tokens / devices
+        return (devices - 1) * share * numbers * self.size
+
+    def lap(self, devices: int, numbers: float, products: int) -> tuple[float, float]:
+        """Seconds of a lap with and without overlap of messages with the ``products`` of n x n x p."""
+        pairs = self.batch * self.heads * (self.tokens / devices) ** 2
+        compute = 2 * products * pairs * self.width / self.rate
+        message = self.latency + self.bytes_of(devices, numbers) / (devices - 1) / self.link
+        return (devices - 1) * max(compute, message) + compute, (
+            devices - 1
+        ) * message + devices * compute
+
+    def row(self, devices: int) -> dict[str, object]:
+        """One row of the table: an evaluation of the gradient, by a ring and by an all-gather."""
+        laps = [self.lap(devices, self.width, 2), self.lap(devices, self.width + 1, 2)]
+        sent = self.bytes_of(devices, self.width) + self.bytes_of(devices, self.width + 1)
+        once = self.bytes_of(devices, self.width) + self.bytes_of(devices, 1)
+        gathered = sum(self.lap(devices, numbers, 2)[1] for numbers in (self.width, 1))
+        held = self.batch * self.heads * self.tokens * self.width * self.size
+        return {
+            "devices": devices,
+            "ring, MB sent": sent / 1e6,
+            "all-gather, MB sent": once / 1e6,
+            "ring, MB of others held": 2 * held / devices / 1e6,
+            "all-gather, MB of others held": (devices - 1) / devices * held / 1e6,
+            "ring, ms": 1e3 * sum(lap[0] for lap in laps),
+            "ring without overlap, ms": 1e3 * sum(lap[1] for lap in laps),
+            "all-gather, ms": 1e3 * gathered,
+            "one device, ms": 1e3 * 8 * self.batch * self.heads * self.tokens**2 * self.width / self.rate,
+        }  # fmt: skip
+
+
+def exactness(devices: int, causal: bool, masked: bool, tokens: int = 48) -> dict[str, object]:
+    """Simulated results against the dense formula in float64, and the bytes against the plan's."""
+    torch.manual_seed(devices)
+    batch, heads, width, beta, weight = 2, 2, 8, 0.4, 0.2
+    where, network = places(tokens, devices, zigzag=causal), Network(devices)
+    z, v = torch.randn(2, batch, heads, tokens, width, dtype=torch.float64)
+    mask = torch.rand(batch, tokens) < 0.8 if masked else None
+    if mask is not None:
+        z, v = (t * mask[:, None, :, None] for t in (z, v))
+    ring = Ring(network, where, beta, causal, None if mask is None else scatter(mask, where, 1))
+    options = {"mask": mask, "causal": causal, "backend": "reference"}
+    own, moved = scatter(z, where), scatter(v, where)
+    gradient, lse, rows = ring.gradient(own)
+    plan = Plan(batch, heads, tokens, width, 8, 1.0, 1.0, 0.0)
+    counted = network.sent[0] / (plan.bytes_of(devices, width) + plan.bytes_of(devices, width + 1))
+    expected, _ = bisoftmax(z, beta, **options)  # type: ignore[arg-type]
+    product = gather(ring.hvp(own, moved, lse, rows), where)
+    curved = bisoftmax_hvp(z, v, beta, **options)  # type: ignore[arg-type]
+    solution = gather(ring.adjoint(own, moved, lse, rows, weight, 60)[0], where)
+    back = solution + weight * bisoftmax_hvp(z, solution, beta, **options)  # type: ignore[arg-type]
+    return {
+        "devices": devices,
+        "causal": causal,
+        "masked": masked,
+        "gradient": _error(gather(gradient, where), expected),
+        "HVP": _error(product, curved),
+        "adjoint": _error(back, v),
+        "bytes / plan": counted,
+    }
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--batch", type=count, default=1)
+    parser.add_argument("--heads", type=count, default=8)
+    parser.add_argument("--tokens", type=count, default=65536)
+    parser.add_argument("--width", type=count, default=64, help="of a head")
+    parser.add_argument("--size", type=count, default=2, help="bytes a number")
+    parser.add_argument("--devices", type=count, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--gigabytes", type=POSITIVE, default=50.0, help="of a link, a second")
+    parser.add_argument("--teraflops", type=POSITIVE, default=200.0, help="of a device")
+    parser.add_argument("--microseconds", type=POSITIVE, default=10.0, help="of a message")
+    with command(parser):
+        options = parser.parse_args(words)
+        if min(options.devices) < 2:
+            parser.error("argument --devices: must be 2 or more")
+        cases = [(causal, masked) for causal in (False, True) for masked in (False, True)]
+        print("Simulated against dense, float64:\n")
+        print(table([exactness(devices, *case) for devices in (2, 3, 4) for case in cases]))
+        plan = Plan(
+            options.batch, options.heads, options.tokens, options.width, options.size,
+            1e9 * options.gigabytes, 1e12 * options.teraflops, 1e-6 * options.microseconds,
+        )  # fmt: skip
+        print(f"\nPredicted for one gradient, {plan}:\n")
+        print(table([plan.row(devices) for devices in options.devices]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""A layer as a fixed number of evaluations of its update: for export, ``vmap``, ``jvp``, compilers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+from implicit_attn.deq.inputs import check_inputs, initial_state
+from implicit_attn.deq.maps import Map, flat
+from implicit_attn.dropout import SolveMasks, dropout_seeds
+from implicit_attn.updates.update import Update
+from solvers.core.checks import require_count, require_number
+from solvers.core.layout import Layout, check_mask
+from solvers.core.modes import constant_weights
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class UnrolledLayer(nn.Module):
+    r"""A layer's update, evaluated a fixed number k of times: ``z_{i+1} = (1 - a) z_i + a f(z_i, x)``.
+
+    Made by ``layer.unrolled(k)``, whose weights and initial state it shares. Nothing in it depends on
+    numbers (no tolerance, no samples that leave), so ``torch.export``, ONNX, ``torch.compile`` with
+    ``fullgraph=True`` and all transforms of ``torch.func`` go through it, forward mode (``jvp``) too.
+    Its gradients are those of the k iterations, with memory that grows with k; they are not those of
+    implicit differentiation, to which they converge as the iteration does.
+
+    The result ``z_k`` is that of the layer with ``solver=Forward(damping)``, no tolerance and ``max_steps``
+    k + 1, as long as residuals and, where an energy is monitored, energies fall: the layer spends its last
+    evaluation on the residual of what it returns. With ``memory`` m >= 1 the steps are those of
+    ``Anderson(m, damping)`` instead. Whether k is enough is not looked at here: ask the layer,
+    ``layer.solve(x).evaluations``, on inputs like those to come.
+
+    Args:
+        update, init: of the layer.
+        evaluations: k, >= 1.
+        damping: a, in (0, 2].
+        memory: differences that Anderson's mixing keeps; 0 for plain iteration.
+
+    Shapes: as for the layer. ``forward`` takes (x, mask), or ``z0`` for another initial state. Inputs are
+    checked as by the layer, but for NaN inside of compilers and exporters.
+
+    Example:
+        >>> layer = DEQ(BiSoftmaxAttention(64, heads=4) + Quadratic())
+        >>> program = torch.export.export(layer.unrolled(12).eval(), (x,))  # x (B, N, 64)
+
+    Source: Walker and Ni, "Anderson acceleration for fixed-point iterations" (2011), eq. 2.1,
+    https://doi.org/10.1137/10078356X, for ``memory`` > 0.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        evaluations: int,
+        *,
+        init: str | Callable[[Any], Any] = "input",
+        damping: float = 1.0,
+        memory: int = 0,
+    ) -> None:
+        super().__init__()
+        self.update, self.init = update, init
+        self.evaluations = require_count("evaluations", evaluations)
+        self.damping = require_number("damping", damping, low=0.0, high=2.0, closed=False)
+        self.memory = require_count("memory", memory, low=0)
+
+    def forward(self, x: Any, mask: Tensor | None = None, *, z0: Any = None) -> Any:
+        """``z_k`` for the input ``x``, of the structure of the initial state."""
+        x = check_inputs(x, mask, self.update, z0)
+        dropped = SolveMasks.of(self.update)
+        # Dynamo traces no variables of a thread: it computes weights anew, and merges them later.
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else constant_weights():
+            if dropped is None:
+                prepared, seeds = self.update.prepare(x, mask=mask), None
+            else:
+                first = next(t for t in pytree.tree_leaves((z0, x)) if isinstance(t, Tensor))
+                seeds = dropout_seeds(first.shape[0], first.device)
+                with dropped.within(seeds):
+                    prepared = self.update.prepare(x, mask=mask)
+            start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
+            given, spec = flat(prepared)
+            return self._iterate(Map(self.update, self, spec, dropped), start, given, mask, seeds)
+
+    def _iterate(
+        self, f: Map, start: Any, x: Any, mask: Tensor | None, seeds: Tensor | None
+    ) -> Any:
+        layout = Layout.of(start)
+        z = layout.vector(start)
+        keep = None
+        if mask is not None:
+            check_mask(mask, layout, z.shape[0], z.device)
+            keep = layout.mask_vector(mask)
+        mixing = _Mixing(self.memory, self.damping)
+        for _ in range(self.evaluations):
+            residual = layout.vector(f(layout.tree(z), x, mask, seeds)).to(z.dtype) - z
+            if keep is not None:  # masked tokens keep their initial state
+                residual = torch.where(keep, residual, 0.0)
+            z = mixing.step(z, residual)
+        return layout.tree(z)
+
+    def baked(self) -> UnrolledLayer:
+        """A copy whose parametrised weights (``bound=...``) are the tensors that they are now.
+
+        What bounds a weight is an eigenvalue, which ONNX cannot compute, and which a program for
+        inference need not compute anew.
+        """
+        return bake(self)
+
+    def extra_repr(self) -> str:
+        mixed = f", memory={self.memory}" if self.memory else ""
+        return f"evaluations={self.evaluations}, damping={self.damping}{mixed}"
+
+
+def bake(module: Module) -> Module:
+    """A copy of ``module`` with plain weights in the place of its parametrised ones."""
+    copied = copy.deepcopy(module)
+    for part in list(copied.modules()):
+        if not parametrize.is_parametrized(part):
+            continue
+        names = list(part.parametrizations)  # type: ignore[arg-type]
+        weights = {name: getattr(part, name).detach().clone() for name in names}
+        # Not by torch.nn.utils.parametrize, which would take the property off a class that the copy
+        # shares with its original.
+        part.__class__ = parametrize.type_before_parametrizations(part)
+        del part.parametrizations
+        for name, weight in weights.items():
+            part.register_parameter(name, nn.Parameter(weight))
+    return copied
+
+
+def unroll(
+    model: nn.Module, evaluations: int, *, damping: float = 1.0, memory: int = 0
+) -> nn.Module:
+    """``model`` with ``layer.unrolled(evaluations)`` in the place of each of its DEQ layers.
+
+    A copy that shares all weights and buffers with ``model``, whose training changes both. What
+    reads a layer's ``last`` finds none there.
+
+    Args:
+        model: any module; a DEQ itself gives its :class:`UnrolledLayer`.
+        evaluations, damping, memory: as for :class:`UnrolledLayer`, for all layers.
+
+    Raises:
+        ValueError: no part of ``model`` is a DEQ.
+
+    Example:
+        >>> model = nn.Sequential(EquilibriumBlock(64, heads=4), nn.Linear(64, 10))
+        >>> program = torch.export.export(unroll(model, 8).eval(), (x,))
+    """
+    options: dict[str, Any] = {"damping": damping, "memory": memory}
+    if _is_layer(model):
+        return model.unrolled(evaluations, **options)  # type: ignore[operator]
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, dict(shared))
+    layers = [
+        (parent, name, child)
+        for parent in copied.modules()
+        for name, child in parent.named_children()
+        if _is_layer(child)
+    ]
+    if not layers:
+        raise ValueError(f"model must hold a DEQ layer, got {type(model).__name__} without one")
+    found: Any
+    for parent, name, found in layers:
+        setattr(parent, name, found.unrolled(evaluations, **options))
+    return copied
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "update", None), Update) and hasattr(module, "unrolled")
+
+
+class _Mixing:
+    """Steps of plain iteration or, with ``memory``, of Anderson's mixing, in stock operators."""
+
+    def __init__(self, memory: int, damping: float) -> None:
+        self.memory, self.damping = memory, damping
+        self.last: tuple[Tensor, Tensor] | None = None
+        self.steps: list[Tensor] = []  # (B, D) each, dz + damping dr
+        self.changes: list[Tensor] = []  # dr
+
+    def step(self, z: Tensor, residual: Tensor) -> Tensor:
+        plain = z + self.damping * residual if self.damping != 1.0 else z + residual
+        if not self.memory:
+            return plain
+        if self.last is not None:
+            change = residual - self.last[1]
+            self.changes = [*self.changes, change][-self.memory :]
+            newest = z - self.last[0] + self.damping * change
+            self.steps = [*self.steps, newest][-self.memory :]
+        self.last = (z, residual)
+        weights = _least_squares(self.changes, residual)
+        for weight, step in zip(weights, self.steps, strict=True):
+            plain = plain - weight.to(z.dtype) * step
+        return plain
+
+
+def _least_squares(changes: list[Tensor], residual: Tensor) -> list[Tensor]:
+    """``argmin_c |residual - sum_j c_j changes_j|^2`` with a relative ridge, (B, 1) each.
+
+    By elimination written out, as exporters know no solver of linear systems. The matrix is positive
+    definite, so no pivots are looked for.
+    """
+    wide = torch.promote_types(residual.dtype, torch.float32)
+    limits = torch.finfo(wide)
+    ridge = 1 + max(1e-12, 4 * limits.eps)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return (a.to(wide) * b.to(wide)).sum(1, keepdim=True)
+
+    size = len(changes)
+    rows = [[product(a, b) for b in changes] for a in changes]
+    right = [product(a, residual) for a in changes]
+    for k in range(size):
+        rows[k][k] = rows[k][k] * ridge + limits.tiny
+    for k in range(size):
+        for i in range(k + 1, size):
+            factor = rows[i][k] / rows[k][k]
+            rows[i] = [a - factor * b for a, b in zip(rows[i], rows[k], strict=True)]
+            right[i] = right[i] - factor * right[k]
+    weights: list[Tensor] = []
+    for k in reversed(range(size)):
+        known = sum((rows[k][k + 1 + j] * c for j, c in enumerate(weights)), 0.0 * right[k])
+        weights.insert(0, (right[k] - known) / rows[k][k])
+    return weights

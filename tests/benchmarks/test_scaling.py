@@ -1,0 +1,67 @@
+"""The ring of devices is exact and counts its bytes; implicit memory does not grow; the curves are made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.scaling import curves, memory, ring
+from benchmarks.scaling.network import Network, gather, places, scatter
+
+
+@pytest.mark.parametrize(
+    ("devices", "causal", "masked"), [(2, True, True), (3, False, False), (4, True, False)]
+)
+def test_the_ring_is_exact_and_sends_what_is_planned(
+    devices: int, causal: bool, masked: bool
+) -> None:
+    found = ring.exactness(devices, causal, masked, tokens=24)
+    for name in ("gradient", "HVP", "adjoint"):
+        assert found[name] <= 1e-12, name  # type: ignore[operator]
+    assert found["bytes / plan"] == 1
+
+
+def test_a_row_without_a_key_is_empty() -> None:
+    where, network = places(4, 2, zigzag=False), Network(2)
+    mask = torch.zeros(1, 4, dtype=torch.bool)
+    z = scatter(torch.ones(1, 1, 4, 2), where)
+    parts = ring.Ring(network, where, 1.0, mask=scatter(mask, where, 1)).gradient(z)
+    assert all(torch.equal(t, torch.zeros_like(t)) for part in parts for t in part)
+
+
+def test_places_divide_the_tokens() -> None:
+    for zigzag in (False, True):
+        where = places(12, 3, zigzag)
+        whole = torch.randn(1, 1, 12, 2)
+        assert torch.equal(gather(scatter(whole, where), where), whole)
+    assert places(8, 2, True)[0].tolist() == [0, 1, 6, 7]
+    with pytest.raises(ValueError, match="multiple of 6"):
+        places(8, 3, True)
+
+
+def test_messages_and_sums_are_counted() -> None:
+    network = Network(4)
+    arrived = network.shift([(torch.full((3,), float(k)),) for k in range(4)])
+    assert [message[0][0].item() for message in arrived] == [3, 0, 1, 2]
+    assert network.sent == [12] * 4
+    assert network.add([torch.ones(2)] * 4).tolist() == [4, 4]
+    assert network.sent == [12 + 12] * 4  # 2 (P - 1) / P of 8 bytes
+
+
+def test_what_implicit_layers_save_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "ITERATIONS", (2, 6))
+    rows = memory.measure(2, 5, 8, 2)
+    saved = {(row["way"], row["iterations"]): row["saved MB"] for row in rows}
+    assert saved["implicit", 2] == saved["implicit", 6] > 0
+    for way in ("unrolled", "transformer layers"):
+        assert saved[way, 6] > 2 * saved[way, 2], way
+    assert saved["unrolled, checkpointed", 6] < 0.7 * saved["unrolled", 6]
+
+
+def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "BASE", {"B": 2, "N": 4, "d": 8})
+    rows = curves.measure(1, {"N": (5,)})
+    assert [row["layer"] for row in rows] == list(curves.COLORS)
+    assert all(row["converged"] == 1 and row["ms"] > 0 for row in rows)
+    assert all(row["evaluations"] > 1 and row["backward"] > 0 for row in rows[:2])
+    assert rows[2]["evaluations"] == 1

@@ -1,0 +1,198 @@
+"""A layer in a fixed number of evaluations: the layer's numbers, exported, compiled, transformed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+
+from cases.deq import LAYERS, make, relative_error, tokens
+from implicit_attn import DEQ, EquilibriumBlock
+from implicit_attn.deq import bake, unroll
+from implicit_attn.energies import FunctionEnergy
+from solvers import Anderson, Forward, Solver, Tolerance, fixed_point
+
+ANY: Any = torch.export.Dim("batch", min=1, max=64)
+
+
+def by_solver(
+    layer: nn.Module, x: Tensor, solver: Solver, evaluations: int, mask: Tensor | None = None
+) -> Tensor:
+    """The layer's own value; one evaluation more is for the residual of what it returns."""
+    exact = {"tolerance": Tolerance(0.0), "max_steps": evaluations + 1, "on_failure": "ignore"}
+    return layer(x, mask, solver=solver, adjoint=None, **exact)
+
+
+def exported(module: nn.Module, *given: Any, **options: Any) -> nn.Module:
+    return torch.export.export(module, given, **options).module()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_as_the_layer_at_as_many_steps(name: str) -> None:
+    layer, x = make(name), tokens(batch=3)
+    mask = torch.ones(x.shape[:2], dtype=torch.bool)
+    mask[1, -1] = False
+    masked = name not in ("update", "mixer")
+    ways: list[tuple[dict[str, Any], Solver]] = [
+        ({}, Forward()),
+        ({"damping": 0.7}, Forward(0.7)),
+        ({"memory": 2}, Anderson(2)),
+    ]
+    for options, solver in ways:
+        found = layer.unrolled(5, **options)
+        close: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
+        torch.testing.assert_close(found(x), by_solver(layer, x, solver, 5), **close)
+        if masked:
+            expected = by_solver(layer, x, solver, 5, mask)
+            torch.testing.assert_close(found(x, mask), expected, **close)
+    assert relative_error(layer.unrolled(1)(x), layer.unrolled(5)(x)) > 1e-4
+
+
+def test_weights_and_gradients_are_shared() -> None:
+    layer, x = make("gradient"), tokens()
+    fixed = layer.unrolled(60)
+    assert fixed.state_dict().keys() == layer.state_dict().keys()
+    for one, other in zip(fixed.parameters(), layer.parameters(), strict=True):
+        assert one is other
+    fixed(x).square().sum().backward()
+    found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+    layer(x, tolerance=Tolerance(1e-12), max_steps=200).square().sum().backward()
+    for name, p in layer.named_parameters():
+        assert p.grad is not None
+        assert relative_error(found[name], p.grad) <= 1e-6, name
+    start = tokens(seed=4)
+    assert torch.equal(layer.unrolled(1)(x, z0=start), layer.update(start, x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["gradient", "kinetic", "by autograd"])
+def test_every_transform(name: str) -> None:
+    if name == "by autograd":
+        wave = FunctionEnergy(lambda z, x: (0.5 * (z - x).square() + z.cos() / 3).flatten(1).sum(1))
+        layer = DEQ(wave)
+    else:
+        layer = make(name)
+    fixed, x = layer.unrolled(3), tokens(batch=3)
+    weights = {key: p.detach() for key, p in fixed.named_parameters()}
+
+    def alone(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return functional_call(fixed, weights, (row[None],)).square().sum()
+
+    torch.testing.assert_close(vmap(lambda row: fixed(row[None])[0])(x), fixed(x))
+    torch.testing.assert_close(jacrev(fixed)(x), jacfwd(fixed)(x))
+    step, direction = 1e-5, tokens(batch=3, seed=1)
+    if name != "kinetic":  # whose initial state is a constant
+        slope = (fixed(x + step * direction) - fixed(x - step * direction)) / (2 * step)
+        torch.testing.assert_close(jvp(fixed, (x,), (direction,))[1], slope, rtol=1e-7, atol=1e-8)
+    if weights:
+        each = vmap(grad(alone), in_dims=(None, 0))(weights, x)
+        total = torch.autograd.grad(fixed(x).square().sum(), list(fixed.parameters()))
+        for one, other in zip(each.values(), total, strict=True):
+            torch.testing.assert_close(one.sum(0), other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "memory"), [("gradient", 0), ("kinetic", 0), ("update", 2)])
+def test_exported_with_any_number_of_samples(name: str, memory: int) -> None:
+    layer, count = make(name), 2 + memory // 2
+    fixed = layer.unrolled(count, memory=memory).eval()
+    program = exported(fixed, tokens(batch=3), dynamic_shapes=({0: ANY},))
+    for batch in (1, 5):
+        x = tokens(batch=batch, seed=batch)
+        assert torch.equal(program(x), fixed(x))
+        expected = by_solver(layer, x, Anderson(memory) if memory else Forward(), count)
+        torch.testing.assert_close(program(x), expected, rtol=1e-11, atol=1e-13)
+
+
+def test_exported_with_a_mask() -> None:
+    layer, x = make("mean_field"), tokens()
+    mask = torch.ones(x.shape[:2], dtype=torch.bool)
+    mask[1, -1] = False
+    program = exported(layer.unrolled(2).eval(), x, mask)
+    expected = by_solver(layer, x, Forward(), 2, mask)
+    torch.testing.assert_close(program(x, mask), expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_model_of_blocks() -> None:
+    torch.manual_seed(0)
+    blocks = (EquilibriumBlock(8, 2), EquilibriumBlock(8, 2, causal=True, hidden=0))
+    model = nn.Sequential(*blocks, nn.Linear(8, 3)).double().eval()
+    fixed, x = unroll(model, 40), tokens(count=5, dim=8)
+    assert fixed.state_dict().keys() == model.state_dict().keys()
+    assert all(a is b for a, b in zip(fixed.parameters(), model.parameters(), strict=True))
+    for block in blocks:
+        block.deq.tolerance = Tolerance(1e-12)
+    torch.testing.assert_close(fixed(x), model(x), rtol=1e-8, atol=1e-9)
+    short = bake(unroll(model, 1))
+    shapes = ({0: ANY, 1: torch.export.Dim("tokens", min=2, max=64)},)
+    other = tokens(batch=3, count=7, dim=8)
+    torch.testing.assert_close(short(other), unroll(model, 1)(other), rtol=1e-12, atol=1e-13)
+    program, block = exported(short[1], x, dynamic_shapes=shapes), short[1]  # type: ignore[index]
+    torch.testing.assert_close(program(other), block(other), rtol=1e-12, atol=1e-13)
+    assert model(x).requires_grad  # baking has left the model's own weights alone
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_whole() -> None:
+    fixed, x = make("update").unrolled(2), tokens()
+    compiled = torch.compile(fixed, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), fixed(x), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*onnx.*:UserWarning")
+def test_onnx() -> None:
+    pytest.importorskip("onnxscript", reason="the extra export is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    fixed = make("mean_field").float().unrolled(3, memory=2).eval()
+    program = torch.onnx.export(
+        fixed.baked(), (tokens(batch=3).float(),), dynamo=True, verbose=False,
+        dynamic_shapes=({0: ANY},),
+    )  # fmt: skip
+    assert program is not None
+    session = runtime.InferenceSession(program.model_proto.SerializeToString())
+    x = tokens(batch=5, seed=2).float()
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), fixed(x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_exported_is_said() -> None:
+    layer, x = make("update"), tokens()
+    with pytest.raises(RuntimeError, match=r"export a fixed number .* layer.unrolled\(k\)"):
+        torch.export.export(layer, (x,))
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return fixed_point(lambda z, x: 0.5 * z.cos() + x, x, (x,)).value
+
+    with pytest.raises(RuntimeError, match="loop of evaluations"):
+        torch.export.export(Own(), (x,))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"evaluations": 0}, ValueError, "evaluations"),
+        ({"evaluations": 2, "damping": 3.0}, ValueError, "damping"),
+        ({"evaluations": 2, "memory": -1}, ValueError, "memory"),
+        ({"evaluations": 2.0}, TypeError, "evaluations"),
+    ],
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        make("update").unrolled(**options)
+
+
+def test_inputs_are_checked() -> None:
+    fixed = make("gradient").unrolled(2)
+    with pytest.raises(ValueError, match="finite"):
+        fixed(tokens() * torch.nan)
+    with pytest.raises(TypeError, match="dtype"):
+        fixed(tokens().float())
+    with pytest.raises(ValueError, match="mask"):
+        fixed(tokens(), torch.ones(2, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match="must hold a DEQ"):
+        unroll(nn.Linear(2, 2), 3)
