@@ -45,7 +45,7 @@ struct Head {
   int tokens, blocks, features, width;
   int* places;              // of the tokens, among all
   float *z, *v;             // (padded, width)
-  float *z_columns, *v_columns;  // (blocks, features, TILE)
+  float *z_columns, *v_columns;  // (blocks, width, TILE)
   float *lse, *share, *tilt;
   float own_score;          // of the first token
   bool bounded, causal;
@@ -69,47 +69,64 @@ int64_t kept_tiles(int64_t blocks) {
 
 std::size_t arena_size(const Problem& p, int slots) {
   const int64_t blocks = (p.tokens + TILE - 1) / TILE, padded = blocks * TILE;
-  const int64_t rows = padded * padded_width(p), columns = padded * p.features;
+  const int64_t rows = padded * padded_width(p);
   const int64_t sides = p.v ? 2 : 1, tile = sides * TILE * TILE;
-  const int64_t head = sides * (rows + columns) + 4 * padded;
+  const int64_t head = 2 * sides * rows + 4 * padded;
   const int64_t slot = 3 * padded + rows + (kept_tiles(blocks) + 1) * tile;
   return static_cast<std::size_t>(head + slots * slot + 16 * (8 + 5 * slots));
 }
 
-// (N, p) of the tensor to rows and columns of the head.
+// The first eight of `count` floats, zeros where there are fewer.
+inline __m256 some(const float* from, int count) {
+  if (count >= 8) return _mm256_loadu_ps(from);
+  alignas(32) float few[8] = {};
+  for (int k = 0; k < count; k++) few[k] = from[k];
+  return _mm256_load_ps(few);
+}
+
+inline void copy(const float* from, int count, float* to) {
+  int k = 0;
+  for (; k + 8 <= count; k += 8) _mm256_storeu_ps(to + k, _mm256_loadu_ps(from + k));
+  for (; k < count; k++) to[k] = from[k];
+}
+
+// The tokens of a tensor to rows and columns of the head, eight by eight.
 void pack(const Head& head, const float* from, int64_t stride, float* rows, float* columns) {
-  const int features = head.features, width = head.width;
-  for (int n = 0; n < head.padded(); n++) {
-    float* row = rows + static_cast<int64_t>(n) * width;
-    int known = 0;
-    if (n < head.tokens) {
-      std::memcpy(row, from + head.places[n] * stride, sizeof(float) * features);
-      known = features;
+  const int width = head.width, end = (head.tokens + LANES - 1) / LANES * LANES;
+  for (int n = 0; n < end; n += 8) {
+    float* column = columns + static_cast<int64_t>(n / TILE) * width * TILE + n % TILE;
+    for (int k = 0; k < width; k += 8) {
+      __m256 block[8];
+      for (int r = 0; r < 8; r++) {
+        block[r] = _mm256_setzero_ps();
+        if (n + r < head.tokens && k < head.features)
+          block[r] = some(from + head.places[n + r] * stride + k, head.features - k);
+        _mm256_store_ps(rows + static_cast<int64_t>(n + r) * width + k, block[r]);
+      }
+      transpose(block);
+      for (int r = 0; r < 8; r++) _mm256_store_ps(column + (k + r) * TILE, block[r]);
     }
-    std::memset(row + known, 0, sizeof(float) * (width - known));
-    float* column = columns + static_cast<int64_t>(n / TILE) * features * TILE + n % TILE;
-    for (int k = 0; k < features; k++) column[k * TILE] = row[k];
   }
+  std::memset(rows + static_cast<int64_t>(end) * width, 0,
+              sizeof(float) * (head.padded() - end) * width);
 }
 
 // Whether exp(S) needs no largest score: |S_ij| <= beta max |z_i|^2 by Cauchy-Schwarz. No for NaN.
+// Keeps S_00 too, with the rounding that the tiles give it.
 bool scores_are_small(const Problem& p, Head& head) {
   bool all = p.bounded != 0;
-  for (int n = 0; n < head.tokens; n++) {
-    const float* row = head.z + static_cast<int64_t>(n) * head.width;
+  alignas(64) float first[LANES] = {};
+  for (int n = 0; n < head.tokens; n += LANES) {
+    const float* column = head.z_columns + static_cast<int64_t>(n / TILE) * head.width * TILE + n % TILE;
     Vec squares = zero();
-    for (int k = 0; k < head.width; k += LANES)
-      squares = fma(load(row + k), load(row + k), squares);
-    if (!(p.beta * total(squares) <= LARGEST_EXPONENT)) all = false;
+    for (int k = 0; k < head.features; k++)
+      squares = fma(load(column + k * TILE), load(column + k * TILE), squares);
+    const Vec scores = mul(squares, broadcast(p.beta));
+    if (n == 0) store(first, scores);
+    if (any_above(scores, broadcast(LARGEST_EXPONENT))) all = false;
   }
+  head.own_score = first[0];
   return all;
-}
-
-// S_00 with the rounding that the tiles give it.
-float first_score(const Problem& p, const Head& head) {
-  float sum = 0.0f;
-  for (int k = 0; k < head.features; k++) sum = std::fma(head.z[k], head.z[k], sum);
-  return head.tokens ? sum * p.beta : 0.0f;
 }
 
 Head packed_head(const Problem& p, int64_t number, Arena& arena) {
@@ -127,17 +144,16 @@ Head packed_head(const Problem& p, int64_t number, Arena& arena) {
   head.blocks = (head.tokens + TILE - 1) / TILE;
   for (float** each : {&head.lse, &head.share, &head.tilt}) *each = arena.take(all);
   head.z = arena.take(all * head.width);
-  head.z_columns = arena.take(all * p.features);
+  head.z_columns = arena.take(all * head.width);
   const float* z = p.z + batch * p.z_strides[0] + in_batch * p.z_strides[1];
   pack(head, z, p.z_strides[2], head.z, head.z_columns);
   if (p.v) {
     head.v = arena.take(all * head.width);
-    head.v_columns = arena.take(all * p.features);
+    head.v_columns = arena.take(all * head.width);
     const float* v = p.v + batch * p.v_strides[0] + in_batch * p.v_strides[1];
     pack(head, v, p.v_strides[2], head.v, head.v_columns);
   }
   head.bounded = scores_are_small(p, head);
-  head.own_score = first_score(p, head);
   return head;
 }
 
@@ -187,13 +203,13 @@ struct Sweeps {
 
   void scores(const Tile& tile, int j, float* result) const {
     const Pair pair{head.z + static_cast<int64_t>(tile.row) * head.width,
-                    head.z_columns + static_cast<int64_t>(j) * head.features * TILE};
+                    head.z_columns + static_cast<int64_t>(j) * head.width * TILE};
     tile_products(&pair, 1, tile.rows, tile.columns, head.features, head.width, p.beta, result);
   }
 
   void tangents(const Tile& tile, int j, float* result) const {
     const int64_t row = static_cast<int64_t>(tile.row) * head.width;
-    const int64_t column = static_cast<int64_t>(j) * head.features * TILE;
+    const int64_t column = static_cast<int64_t>(j) * head.width * TILE;
     const Pair pairs[2] = {{head.v + row, head.z_columns + column},
                            {head.z + row, head.v_columns + column}};
     tile_products(pairs, 2, tile.rows, tile.columns, head.features, head.width, p.beta, result);
@@ -213,7 +229,8 @@ struct Sweeps {
                           : sum_scores<CAUSAL, false>(tile, place, rows, slot.per_token);
         },
         [&](int i) {
-          for (int r = 0; !CAUSAL && r < TILE; r++) add_row(i * TILE + r, rows, r);
+          const int count = CAUSAL ? 0 : head.tile(i, i).rows;
+          for (int r = 0; r < count; r++) add_row(i * TILE + r, rows, r);
           rows.clear();
         });
   }
@@ -251,7 +268,8 @@ struct Sweeps {
               : sum_tangents<BOUNDED, CAUSAL, false>(tile, place, other, rows, per_token);
         },
         [&](int i) {
-          for (int r = 0; !CAUSAL && r < TILE; r++) slot.means[i * TILE + r] += total(rows.sum[r]);
+          const int count = CAUSAL ? 0 : head.tile(i, i).rows;
+          for (int r = 0; r < count; r++) slot.means[i * TILE + r] += total(rows.sum[r]);
           rows.clear();
         });
   }
@@ -352,7 +370,7 @@ struct Between {
     for (int n = 0; n < head.tokens; n++) {
       const int64_t row = static_cast<int64_t>(n) * head.width;
       float* out = output + head.places[n] * p.features;
-      std::memcpy(out, all[0].output + row, sizeof(float) * p.features);
+      copy(all[0].output + row, head.features, out);
       for (int s = 1; s < slots; s++)
         for (int k = 0; k < head.features; k++) out[k] += all[s].output[row + k];
       if (lse) lse[head.places[n]] = head.lse[n];

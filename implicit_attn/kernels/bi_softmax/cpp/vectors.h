@@ -32,6 +32,8 @@ inline Mask lanes(int first, int end) {
   unsigned before = first >= 16 ? 0xffffu : first <= 0 ? 0u : (1u << first) - 1;
   return static_cast<Mask>(below & ~before);
 }
+inline bool any_above(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ) != 0; }  // or NaN
+inline float total(Vec v) { return _mm512_reduce_add_ps(v); }
 inline Vec round_off(Vec a) { return _mm512_roundscale_ps(a, 8); }
 inline Vec times_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }  // a 2^n
 
@@ -60,6 +62,14 @@ inline Mask lanes(int first, int end) {
   const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane);
   const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
   return _mm256_castsi256_ps(_mm256_andnot_si256(before, below));
+}
+inline bool any_above(Vec a, Vec b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)) != 0;
+}
+inline float total(Vec v) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 inline Vec round_off(Vec a) { return _mm256_round_ps(a, 8); }
 inline Vec times_power(Vec a, Vec n) {
@@ -98,12 +108,24 @@ inline Vec exponential(Vec x) {
   return BOUNDED ? exp_bounded(x) : exp_negative(x);
 }
 
-inline float total(Vec v) {
-  alignas(64) float x[LANES];
-  store(x, v);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int k = 0; k < half; k++) x[k] += x[k + half];
-  return x[0];
+// Eight floats of each of eight rows, changed into eight columns.
+inline void transpose(__m256 (&x)[8]) {
+  __m256 y[8];
+  for (int k = 0; k < 8; k += 2) {
+    y[k] = _mm256_unpacklo_ps(x[k], x[k + 1]);
+    y[k + 1] = _mm256_unpackhi_ps(x[k], x[k + 1]);
+  }
+  for (int k = 0; k < 8; k += 4) {
+    x[k] = _mm256_shuffle_ps(y[k], y[k + 2], 0x44);
+    x[k + 1] = _mm256_shuffle_ps(y[k], y[k + 2], 0xee);
+    x[k + 2] = _mm256_shuffle_ps(y[k + 1], y[k + 3], 0x44);
+    x[k + 3] = _mm256_shuffle_ps(y[k + 1], y[k + 3], 0xee);
+  }
+  for (int k = 0; k < 4; k++) {
+    y[k] = _mm256_permute2f128_ps(x[k], x[k + 4], 0x20);
+    y[k + 4] = _mm256_permute2f128_ps(x[k], x[k + 4], 0x31);
+  }
+  for (int k = 0; k < 8; k++) x[k] = y[k];
 }
 
 }  // namespace
