@@ -3,7 +3,7 @@
 Each tile of the scores' upper triangle is computed in registers and serves rows and columns: with ``S``
 symmetric, in units of N^2 p multiply-adds, the gradient takes 2 (1.5 where the tiles are kept) and the
 Hessian-vector product 5 (3.5). Memory is O(N): so many tiles are kept from one sweep to the next, at
-most. float64 and widths beyond ``WIDTHS`` are for strips; half precision is computed in float32.
+most. float64 and more than ``MOST_FEATURES`` features are for strips; half precision is computed in float32.
 For the formulas see ``dispatch``; for autograd and autocast ``ops``.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from implicit_attn.kernels.arguments import LARGEST_EXPONENT
 from implicit_attn.kernels.bi_softmax.cpp.library import library
 
-WIDTHS = range(1, 129)
+VARIABLE = "IMPLICIT_ATTN_CPP"
+MOST_FEATURES = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -44,6 +46,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.solve: Any = None
+        self.warned = False
         self.fork: int | None = None
         # A child inherits OpenMP's memory without its threads, and would wait for them forever.
         self.forked = False
@@ -53,15 +56,28 @@ class _Process:
     def _now_forked(self) -> None:
         self.forked = True
 
-    def prepare(self) -> None:
-        found = library()
-        if isinstance(found, str):
-            raise RuntimeError(f'backend="cpp" cannot be used: {found}')
-        self.fork = _openmp()
-        self.solve = found.implicit_attn_bi_softmax
-        self.solve.argtypes, self.solve.restype = (ctypes.c_void_p,), ctypes.c_int
+    def prepare(self) -> str | None:
+        """Find all of it; why there is no kernel, or None."""
+        if self.solve is None:
+            found = library()
+            if isinstance(found, str):
+                return found
+            self.fork = _openmp()
+            solve = found.implicit_attn_bi_softmax
+            solve.argtypes, solve.restype = (ctypes.c_void_p,), ctypes.c_int
+            self.solve = solve
+        return None
 
 
+def _enabled() -> bool:
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"the environment variable {VARIABLE} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+# Whether "auto" may take the kernel: its first use runs a compiler, which nobody should meet unasked.
+ENABLED = _enabled()
 _PROCESS = _Process()
 
 
@@ -71,18 +87,30 @@ def lacks(z: Tensor) -> str | None:
         return f"it is for tensors on the CPU, got one on {z.device}"
     if z.dtype not in DTYPES:
         return f"it computes in float32, got {z.dtype}"
-    if z.shape[3] not in WIDTHS:
-        return f"it takes heads of up to {WIDTHS[-1]} features, got {z.shape[3]}"
+    if not 1 <= z.shape[3] <= MOST_FEATURES:
+        return f"it takes heads of 1 to {MOST_FEATURES} features, got {z.shape[3]}"
     return None
 
 
 def unavailable(z: Tensor) -> str | None:
-    """Why the kernel cannot take this input; None where it can. May compile it."""
+    """Why "auto" cannot have the kernel for this input; None where it can. May compile it."""
     missing = lacks(z)
-    if missing is None and _PROCESS.solve is None:
-        found = library()
-        return found if isinstance(found, str) else None
+    if missing is None and (missing := _PROCESS.prepare()) is not None and not _PROCESS.warned:
+        _PROCESS.warned = True
+        warnings.warn(
+            f"{VARIABLE} is 1, but there is no C++ kernel: {missing}", RuntimeWarning, stacklevel=2
+        )
     return missing
+
+
+def require(z: Tensor) -> None:
+    """ValueError where the kernel does not take this input, RuntimeError where there is no kernel."""
+    missing = lacks(z)
+    if missing is not None:
+        raise ValueError(f'backend="cpp" does not take this input: {missing}')
+    missing = _PROCESS.prepare()
+    if missing is not None:
+        raise RuntimeError(f'backend="cpp" cannot be used here: {missing}')
 
 
 def bisoftmax_forward(
@@ -124,8 +152,6 @@ def _solve(
     output: Tensor,
     output_lse: Tensor | None,
 ) -> None:
-    if _PROCESS.solve is None:
-        _PROCESS.prepare()
     mask = None if mask is None else mask.contiguous()
     strides, v_strides = z.stride()[:3], (0, 0, 0) if v is None else v.stride()[:3]
     # All tensors are held by name until the kernel has returned: it gets their addresses alone.
