@@ -11,7 +11,7 @@ An operator's ``backend`` is one of
 - "cpp", "triton": the kernels of that kind; the caller has checked that they take the input;
 - UNCHECKED_CPP, UNCHECKED_TRITON: the same, but the operator checks, because a compiler cannot
   trace that check;
-- "auto": Triton where it takes the input, else C++ where that is allowed and takes it, else strips.
+- "auto": C++ where that is allowed and takes the input, else Triton where it does, else strips.
 
 The third derivative is by strips, whatever the backend.
 """
@@ -70,9 +70,9 @@ def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> str:
         return "cpp"
     if backend != "auto":
         return backend
-    if triton_lacks(z, mask) is None:
-        return "triton"
-    return "cpp" if cpp.ENABLED and cpp.unavailable(z) is None else "blocks"
+    if cpp.ENABLED and cpp.unavailable(z) is None:
+        return "cpp"
+    return "triton" if triton_lacks(z, mask) is None else "blocks"
 
 
 def _forward(

@@ -152,6 +152,8 @@ def _solve(
     output: Tensor,
     output_lse: Tensor | None,
 ) -> None:
+    if _PROCESS.solve is None:
+        require(z)
     mask = None if mask is None else mask.contiguous()
     strides, v_strides = z.stride()[:3], (0, 0, 0) if v is None else v.stride()[:3]
     # All tensors are held by name until the kernel has returned: it gets their addresses alone.
