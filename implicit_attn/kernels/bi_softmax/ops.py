@@ -61,7 +61,7 @@ def require_triton(z: Tensor, mask: Tensor | None) -> None:
 
 
 def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> str:
-    """"blocks", "cpp" or "triton" for any of the names above."""
+    """ "blocks", "cpp" or "triton" for any of the names above."""
     if backend == UNCHECKED_TRITON:
         require_triton(z, mask)
         return "triton"

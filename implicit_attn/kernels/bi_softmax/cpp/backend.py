@@ -158,7 +158,8 @@ def _solve(
     strides, v_strides = z.stride()[:3], (0, 0, 0) if v is None else v.stride()[:3]
     # All tensors are held by name until the kernel has returned: it gets their addresses alone.
     addresses = [
-        None if t is None else t.data_ptr() for t in (z, v, mask, lse, cotangent, output, output_lse)
+        None if t is None else t.data_ptr()
+        for t in (z, v, mask, lse, cotangent, output, output_lse)
     ]
     problem = _Problem(
         *addresses, *z.shape, strides, v_strides, _PROCESS.fork,

@@ -76,7 +76,9 @@ def build(folder: Path) -> Path:
         raise CannotBuild(f"it is for Linux and macOS, not {sys.platform}")
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in INSTRUCTIONS:
-        raise CannotBuild(f"it needs a processor with AVX2 or AVX-512, and torch reports {capability}")
+        raise CannotBuild(
+            f"it needs a processor with AVX2 or AVX-512, and torch reports {capability}"
+        )
     compiler = find_compiler()
     if compiler is None:
         tried = "$CXX, " + ", ".join(COMPILERS)
@@ -113,7 +115,9 @@ def private(folder: Path) -> Path:
     for parent in folder.parents:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise CannotBuild(f"the cache {folder} is not safe: anybody may replace what is in {parent}")
+            raise CannotBuild(
+                f"the cache {folder} is not safe: anybody may replace what is in {parent}"
+            )
     return folder
 
 
