@@ -16,7 +16,7 @@ namespace {
 using std::int64_t;
 
 constexpr float LARGEST_EXPONENT = 60.0f;      // exp of it, and sums of that, are finite
-constexpr int64_t KEPT_TILES = 160;            // of a slot, from one sweep to the next: 1.5 MB
+constexpr int64_t KEPT_TILES = 256;            // of a slot, from one sweep to the next: 2.3 MB or twice that
 constexpr int64_t SHARED_TOKENS = 4 * TILE;    // from here on a head may be shared by threads
 
 struct Problem {

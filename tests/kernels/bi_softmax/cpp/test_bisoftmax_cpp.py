@@ -102,8 +102,8 @@ def test_every_width(width: int) -> None:
 @pytest.mark.usefixtures("instructions")
 @each_path
 def test_more_tiles_than_are_kept(limit: float | None, causal: bool) -> None:
-    z, v, a = states(1, 1, 900, 8)
-    assert max(errors(z, v, a, 0.3, limit, causal=causal)) <= 5e-6
+    z, v, a = states(1, 1, 1100, 4)
+    assert max(errors(z, v, a, 0.5, limit, causal=causal)) <= 5e-6
 
 
 def test_many_heads() -> None:
@@ -120,7 +120,7 @@ def threads() -> Iterator[Any]:
 
 
 @each_path
-@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 3])
 def test_threads(limit: float | None, causal: bool, heads: int, threads: Any) -> None:
     """Whole heads for each, and one shared by all; the same bits every time."""
     z, v, a = states(1, heads, 260, 12)
