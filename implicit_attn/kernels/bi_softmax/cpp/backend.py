@@ -68,6 +68,9 @@ class _Process:
             self.solve = solve
         return None
 
+    def run(self, problem: _Problem) -> int:
+        return self.solve(ctypes.byref(problem))
+
 
 def _enabled() -> bool:
     value = os.environ.get(VARIABLE, "")
@@ -166,7 +169,7 @@ def _solve(
         1 if _PROCESS.forked else torch.get_num_threads(),
         beta, causal, limit is None or limit <= LARGEST_EXPONENT,
     )  # fmt: skip
-    if _PROCESS.solve(ctypes.byref(problem)):
+    if _PROCESS.run(problem):
         raise MemoryError(f"no memory for a head of {z.shape[2]} tokens x {z.shape[3]} features")
 
 
