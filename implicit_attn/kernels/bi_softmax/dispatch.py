@@ -182,8 +182,8 @@ def explain(
 
     "auto" takes Triton on a GPU where it can. On a CPU it takes the C++ kernel only where the
     environment variable ``IMPLICIT_ATTN_CPP`` is 1 when the package is imported: it was faster than
-    strips at every size measured, but its first use on a machine runs a compiler. Otherwise, and for what that kernel
-    does not take, it is the dense formula for small problems and strips beyond.
+    strips at every size measured, but its first use on a machine runs a compiler. Otherwise, and
+    for what that kernel does not take, it is the dense formula for small problems and strips beyond.
     """
     _check(z, beta, mask, lengths, backend)
     if check_pairs(pairs, bias, _pair_shape(z)) is not None:
