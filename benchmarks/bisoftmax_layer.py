@@ -1,6 +1,7 @@
 """A DEQ layer on ``backend="auto"`` against the same layer on ``backend="reference"``.
 
     python benchmarks/bisoftmax_layer.py              # batch 8, 1024 tokens, width 256, 4 heads
+    python benchmarks/bisoftmax_layer.py --backend cpp
 
 Forward solve and implicit backward pass; prints seconds, their ratio, the largest difference of the
 gradients, and the peak memory, each backend in processes of its own: on a CPU one a round, on a GPU
@@ -116,6 +117,7 @@ def main() -> None:
     parser = Parser(description="Times a layer on two backends.")
     for name, value in {"batch": 8, "tokens": 1024, "dim": 256, "heads": 4}.items():
         parser.add_argument(f"--{name}", type=size, default=value)
+    parser.add_argument("--backend", choices=("auto", "blocks", "cpp", "triton"), default="auto")
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--threads", type=threads, default=2)
     parser.add_argument(
@@ -134,7 +136,8 @@ def main() -> None:
 
 
 def compare(options: dict[str, Any]) -> None:
-    runs: dict[str, list[dict[str, Any]]] = {"auto": [], "reference": []}
+    ours = options["backend"]
+    runs: dict[str, list[dict[str, Any]]] = {ours: [], "reference": []}
     # On a GPU starting and warming up takes longer than the rounds: one process a backend.
     inside = options["rounds"] if torch.device(options["device"]).type == "cuda" else 1
     for _ in range(options["rounds"] // inside):
@@ -147,10 +150,10 @@ def compare(options: dict[str, Any]) -> None:
             {"backend": backend} | {n: statistics.median(r[n] for r in results) for n in names}
         )
     rows.append(
-        {"backend": "auto / reference"} | {n: rows[0][n] / rows[1][n] for n in list(rows[0])[1:]}
+        {"backend": f"{ours} / reference"} | {n: rows[0][n] / rows[1][n] for n in list(rows[0])[1:]}
     )
     print(table(rows))
-    pairs = zip(runs["auto"][0]["gradients"], runs["reference"][0]["gradients"], strict=True)
+    pairs = zip(runs[ours][0]["gradients"], runs["reference"][0]["gradients"], strict=True)
     errors = [(torch.tensor(a) - torch.tensor(b)).norm() / torch.tensor(b).norm() for a, b in pairs]
     print(f"largest relative difference of a parameter's gradient: {max(errors).item():.1e}")
     if options["output"]:

@@ -50,8 +50,8 @@ class BiSoftmaxAttention(HeadsEnergy):
         causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
             carries information from later to earlier tokens, so the layer is not autoregressive.
         backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
-            (memory linear in N), "triton" or "auto"; ``implicit_attn.kernels.explain`` says which
-            one "auto" takes. Pairs, their biases and ``exclude_self`` are dense.
+            (memory linear in N), "cpp", "triton" or "auto"; ``implicit_attn.kernels.explain`` says
+            which one "auto" takes. Pairs, their biases and ``exclude_self`` are dense.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 and 7, with the
     full derivative of the norm.

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from implicit_attn.kernels import workspace
+from implicit_attn.kernels.bi_softmax.cpp import library
 
 COUNTS = (1, 2, 15, 16, 17, 65, 81, 127, 128, 129, 257, 1000)
+
+
+def cpp_lacks() -> str | None:
+    """What the C++ kernel needs and this machine does not have; a compiler that fails is no excuse."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in library.INSTRUCTIONS:
+        return f"the C++ kernel needs AVX2 or AVX-512, this processor has {capability}"
+    return "there is no C++ compiler" if library.find_compiler() is None else None
+
+
+needs_cpp = pytest.mark.skipif(cpp_lacks() is not None, reason=str(cpp_lacks()))
 
 
 def difference(value: Tensor, exact: Tensor) -> float:

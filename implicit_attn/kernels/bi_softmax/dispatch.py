@@ -16,12 +16,13 @@ from implicit_attn.kernels.arguments import (
     wide_dtype,
 )
 from implicit_attn.kernels.bi_softmax import ops, reference
+from implicit_attn.kernels.bi_softmax.cpp import backend as cpp
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
 from implicit_attn.kernels.pairs import check_pairs
 from solvers.core.checks import require_choice
 
 # "blocks" is the public name of the strips.
-BACKENDS = ("auto", "reference", "blocks", "triton")
+BACKENDS = ("auto", "reference", "blocks", "cpp", "triton")
 # Beyond so many tokens no N x N matrix is held. Up to it the dense formula is faster where all its
 # matrices fit the cache: so many pairs at most, measured on a CPU with widths 16 to 64.
 DENSE_TOKENS, DENSE_PAIRS = 256, 2**18
@@ -52,7 +53,7 @@ def bisoftmax(
     m further and make the scores ``S = beta Z Z^T + bias``; a row without any key has ``L_i = 0`` and
     ``P_i = 0``. They need not be symmetric.
 
-    Both results can be differentiated: twice by the backends "blocks" and "triton", in memory O(N);
+    Both results can be differentiated: twice by "blocks", "cpp" and "triton", in memory O(N);
     any number of times, and in forward mode, by "reference".
 
     Args:
@@ -72,8 +73,9 @@ def bisoftmax(
         pairs: bool (N, N), (B, N, N) or (B, H, N, N), True where row i may attend to column j.
         bias: floating, of such a shape, finite where the pair is allowed; may be differentiated by.
             ``limit`` is then not used. Pairs and biases are taken by "reference" alone.
-        backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), "triton"
-            (GPU kernels), or "auto": see ``explain``.
+        backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), "cpp" (a
+            kernel for CPUs with AVX2 or AVX-512, which the first call compiles, some seconds, into
+            the user's cache), "triton" (GPU kernels), or "auto": see ``explain``.
 
     Returns:
         gradient (B, H, N, p) in the dtype of ``z``, and lse (B, H, N) in float32 or wider; both zero
@@ -84,6 +86,8 @@ def bisoftmax(
             or for both ``mask`` and ``lengths``.
         NotImplementedError: forward-mode differentiation by another backend than "reference".
         ImportError: "triton" where Triton is not installed.
+        RuntimeError: "cpp" where there is no compiler or it fails, on another kind of processor, or
+            where others may write to the cache.
     """
     paired = pairs is not None or bias is not None
     choice = _choose(z, beta, mask, lengths, backend, paired)
@@ -173,8 +177,13 @@ def explain(
 ) -> Choice:
     """Which backend ``bisoftmax`` and ``bisoftmax_hvp`` take for these arguments, and why.
 
-    It raises the errors of ``bisoftmax``. Nothing is computed, and ``causal``, ``limit`` and
-    ``deterministic`` decide nothing.
+    It raises the errors of ``bisoftmax``. Nothing is computed, though "cpp" may be compiled, and
+    ``causal``, ``limit`` and ``deterministic`` decide nothing.
+
+    "auto" takes Triton on a GPU where it can. On a CPU it takes the C++ kernel only where the
+    environment variable ``IMPLICIT_ATTN_CPP`` is 1 when the package is imported: it was faster than
+    strips at every size measured, but its first use on a machine runs a compiler. Otherwise, and
+    for what that kernel does not take, it is the dense formula for small problems and strips beyond.
     """
     _check(z, beta, mask, lengths, backend)
     if check_pairs(pairs, bias, _pair_shape(z)) is not None:
@@ -185,6 +194,8 @@ def explain(
         refuse_forward_mode(z, backend, "bisoftmax_hvp")
     if backend == "triton":
         ops.require_triton(z, mask)
+    if backend == "cpp":
+        cpp.require(z)
     return Choice(backend, "asked for")
 
 
@@ -235,13 +246,17 @@ def _choose(
     backend: str,
     paired: bool,
 ) -> str:
-    """The backend, in the operators' words; under a compiler they ask for Triton by themselves."""
+    """The backend, in the operators' words; under a compiler they ask for kernels by themselves."""
     if paired:
         _check(z, beta, mask, lengths, backend)
         return _for_pairs(backend).backend
-    if torch.compiler.is_compiling() and (backend == "triton" or (backend == "auto" and z.is_cuda)):
-        _check(z, beta, mask, lengths, backend)
-        return ops.UNCHECKED_TRITON if backend == "triton" else backend
+    if torch.compiler.is_compiling():
+        named = {"triton": ops.UNCHECKED_TRITON, "cpp": ops.UNCHECKED_CPP}.get(backend)
+        if backend == "auto" and (z.is_cuda or (cpp.ENABLED and cpp.lacks(z) is None)):
+            named = backend
+        if named is not None:
+            _check(z, beta, mask, lengths, backend)
+            return named
     return explain(z, beta, mask=mask, lengths=lengths, backend=backend).backend
 
 
@@ -255,4 +270,9 @@ def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
         if missing is None:
             return Choice("triton", "a CUDA tensor that the kernels take")
         note = f" (no Triton: {missing})"
+    elif cpp.ENABLED:
+        missing = cpp.unavailable(z)
+        if missing is None:
+            return Choice("cpp", f"{cpp.VARIABLE} is 1 and the C++ kernel takes this tensor")
+        note = f" (no C++ kernel: {missing})"
     return dense_or_strips(z, DENSE_TOKENS, DENSE_PAIRS, note)

@@ -1,4 +1,4 @@
-"""Bi-softmax by strips and by Triton as PyTorch operators, differentiable twice.
+"""Bi-softmax by strips, by C++ and by Triton as PyTorch operators, differentiable twice.
 
 ``implicit_attn::bisoftmax`` gives gradient and lse; its backward pass is
 ``implicit_attn::bisoftmax_hvp``, whose backward pass is ``implicit_attn::bisoftmax_third`` (a third
@@ -8,9 +8,12 @@ refuses forward mode.
 
 An operator's ``backend`` is one of
 - "blocks": strips;
-- "triton": the Triton kernels; the caller has checked that they take the input;
-- UNCHECKED_TRITON: the same, but the operator checks, because a compiler cannot trace that check;
-- "auto": Triton where it takes the input, else strips.
+- "cpp", "triton": the kernels of that kind; the caller has checked that they take the input;
+- UNCHECKED_CPP, UNCHECKED_TRITON: the same, but the operator checks, because a compiler cannot
+  trace that check;
+- "auto": C++ where that is allowed and takes the input, else Triton where it does, else strips.
+
+The third derivative is by strips, whatever the backend.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ import torch
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import wide_dtype
+from implicit_attn.kernels.bi_softmax.cpp import backend as cpp
 from implicit_attn.kernels.bi_softmax.strips import backend as strips
 from implicit_attn.kernels.operators import Operator, empty_like_first
 from implicit_attn.optional import require
 
-UNCHECKED_TRITON = "triton, unchecked"
+UNCHECKED_TRITON, UNCHECKED_CPP = "triton, unchecked", "cpp, unchecked"
 
 
 def mask_of(z: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
@@ -56,12 +60,19 @@ def require_triton(z: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f'backend="triton" does not take this input: {missing}')
 
 
-def _by_triton(backend: str, z: Tensor, mask: Tensor | None) -> bool:
-    if backend == "auto":
-        return triton_lacks(z, mask) is None
+def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> str:
+    """ "blocks", "cpp" or "triton" for any of the names above."""
     if backend == UNCHECKED_TRITON:
         require_triton(z, mask)
-    return backend != "blocks"
+        return "triton"
+    if backend == UNCHECKED_CPP:
+        cpp.require(z)
+        return "cpp"
+    if backend != "auto":
+        return backend
+    if cpp.ENABLED and cpp.unavailable(z) is None:
+        return "cpp"
+    return "triton" if triton_lacks(z, mask) is None else "blocks"
 
 
 def _forward(
@@ -75,10 +86,12 @@ def _forward(
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Gradient (B, H, N, p) and lse (B, H, N), contiguous; only Triton reads ``deterministic``."""
-    if _by_triton(backend, z, mask):
+    backend = _chosen(backend, z, mask)
+    if backend == "triton":
         options = {"lengths": lengths, "deterministic": deterministic}
         return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit, **options)
-    return strips.bisoftmax_forward(z, beta, mask_of(z, mask, lengths), causal, limit)
+    chosen = cpp if backend == "cpp" else strips
+    return chosen.bisoftmax_forward(z, beta, mask_of(z, mask, lengths), causal, limit)
 
 
 def _hvp(
@@ -94,11 +107,12 @@ def _hvp(
     lengths: Tensor | None = None,
 ) -> Tensor:
     """Hessian times ``v`` plus the pullback of ``lse_cotangent``, (B, H, N, p) contiguous."""
-    if _by_triton(backend, z, mask):
+    backend = _chosen(backend, z, mask)
+    if backend == "triton":
         options = {"lse": lse, "lse_cotangent": lse_cotangent, "limit": limit, "lengths": lengths}
         return triton_backend().bisoftmax_hvp(z, v, beta, mask, causal, **options)
-    mask = mask_of(z, mask, lengths)
-    return strips.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
+    mask, chosen = mask_of(z, mask, lengths), cpp if backend == "cpp" else strips
+    return chosen.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
 
 
 def _empty_forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

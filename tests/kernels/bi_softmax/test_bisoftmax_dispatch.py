@@ -8,12 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases.kernels import needs_cpp
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic
 from implicit_attn.kernels import Choice, bisoftmax, bisoftmax_hvp, explain
 from implicit_attn.kernels.bi_softmax import dispatch, ops, reference
 from implicit_attn.kernels.bi_softmax.strips import backend as strips
 from solvers import Implicit, Tolerance
+
+each_backend = pytest.mark.parametrize(
+    "backend", ["auto", "reference", "blocks", pytest.param("cpp", marks=needs_cpp)]
+)
 
 
 def state(count: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -76,7 +81,7 @@ def test_a_named_backend_is_taken_or_refused() -> None:
             call()
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "blocks"])
+@each_backend
 def test_every_backend_checks_its_input(backend: str) -> None:
     z = state(5)
     with pytest.raises(ValueError, match=r"z must have the shape \(B, H, N, p\)"):
@@ -134,7 +139,7 @@ def test_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [7, 300])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "reference", "blocks"])
+@each_backend
 def test_lengths_are_a_mask(backend: str, causal: bool, count: int) -> None:
     """Also of a sample without tokens; what padding holds is not read."""
     lengths = torch.tensor([0, count - 2], dtype=torch.uint8 if count < 255 else torch.int32)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import solvers
+from cases.kernels import needs_cpp
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.kernels import bisoftmax
@@ -21,7 +22,13 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 each_backend = pytest.mark.parametrize(
-    "backend", ["reference", "blocks", pytest.param("triton", marks=needs_triton)]
+    "backend",
+    [
+        "reference",
+        "blocks",
+        pytest.param("cpp", marks=needs_cpp),
+        pytest.param("triton", marks=needs_triton),
+    ],
 )
 BETA, LIMIT = 0.5, 4.0
 # tokens, which of them is counted (None: no mask)
@@ -67,7 +74,7 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocks"])
+@pytest.mark.parametrize("backend", ["reference", "blocks", pytest.param("cpp", marks=needs_cpp)])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_layers_converge_on_it(tokens: int, backend: str) -> None:
     torch.manual_seed(0)

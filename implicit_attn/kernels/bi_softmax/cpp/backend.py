@@ -1,0 +1,196 @@
+"""Bi-softmax by a kernel in C++, for CPUs with AVX2 or AVX-512.
+
+Each tile of the scores' upper triangle is computed in registers and serves rows and columns: with ``S``
+symmetric, in units of N^2 p multiply-adds, the gradient takes 2 (1.5 where the tiles are kept) and the
+Hessian-vector product 5 (3.5). Memory is O(N): so many tiles are kept from one sweep to the next, at
+most. float64 and more than ``MOST_FEATURES`` features are for strips; half precision is computed in float32.
+For the formulas see ``dispatch``; for autograd and autocast ``ops``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_attn.kernels.arguments import LARGEST_EXPONENT
+from implicit_attn.kernels.bi_softmax.cpp.library import library
+
+VARIABLE = "IMPLICIT_ATTN_CPP"
+MOST_FEATURES = 128
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Problem(ctypes.Structure):
+    """``Problem`` of ``bi_softmax.cpp``, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("z", "v", "mask", "lse", "cotangent")),
+        *((name, ctypes.c_void_p) for name in ("output", "output_lse")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "features")),
+        *((name, ctypes.c_int64 * 3) for name in ("z_strides", "v_strides")),
+        ("fork", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("beta", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+        ("bounded", ctypes.c_int32),
+    )
+
+
+class _Process:
+    """What is found once in a process: the kernel, OpenMP, and whether threads may be used."""
+
+    def __init__(self) -> None:
+        self.solve: Any = None
+        self.warned = False
+        self.fork: int | None = None
+        # A child inherits OpenMP's memory without its threads, and would wait for them forever.
+        self.forked = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._now_forked)
+
+    def _now_forked(self) -> None:
+        self.forked = True
+
+    def prepare(self) -> str | None:
+        """Find all of it; why there is no kernel, or None."""
+        if self.solve is None:
+            found = library()
+            if isinstance(found, str):
+                return found
+            self.fork = _openmp()
+            solve = found.implicit_attn_bi_softmax
+            solve.argtypes, solve.restype = (ctypes.c_void_p,), ctypes.c_int
+            self.solve = solve
+        return None
+
+    def run(self, problem: _Problem) -> int:
+        return self.solve(ctypes.byref(problem))
+
+
+def _enabled() -> bool:
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"the environment variable {VARIABLE} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+# Whether "auto" may take the kernel: its first use runs a compiler, which nobody should meet unasked.
+ENABLED = _enabled()
+_PROCESS = _Process()
+
+
+def lacks(z: Tensor) -> str | None:
+    """Why the kernel does not take tensors of this kind, whatever the machine; None where it does."""
+    if z.device.type != "cpu":
+        return f"it is for tensors on the CPU, got one on {z.device}"
+    if z.dtype not in DTYPES:
+        return f"it computes in float32, got {z.dtype}"
+    if not 1 <= z.shape[3] <= MOST_FEATURES:
+        return f"it takes heads of 1 to {MOST_FEATURES} features, got {z.shape[3]}"
+    return None
+
+
+def unavailable(z: Tensor) -> str | None:
+    """Why "auto" cannot have the kernel for this input; None where it can. May compile it."""
+    missing = lacks(z)
+    if missing is None and (missing := _PROCESS.prepare()) is not None and not _PROCESS.warned:
+        _PROCESS.warned = True
+        warnings.warn(
+            f"{VARIABLE} is 1, but there is no C++ kernel: {missing}", RuntimeWarning, stacklevel=2
+        )
+    return missing
+
+
+def require(z: Tensor) -> None:
+    """ValueError where the kernel does not take this input, RuntimeError where there is no kernel."""
+    missing = lacks(z)
+    if missing is not None:
+        raise ValueError(f'backend="cpp" does not take this input: {missing}')
+    missing = _PROCESS.prepare()
+    if missing is not None:
+        raise RuntimeError(f'backend="cpp" cannot be used here: {missing}')
+
+
+def bisoftmax_forward(
+    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None
+) -> tuple[Tensor, Tensor]:
+    """Gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32."""
+    rows = _rows(z)
+    gradient, lse = _empty(z, z.shape), _empty(z, z.shape[:3])
+    _solve(rows, None, beta, mask, causal, limit, None, None, gradient, lse)
+    return gradient.to(z.dtype), lse
+
+
+def bisoftmax_hvp(
+    z: Tensor,
+    v: Tensor,
+    beta: float,
+    mask: Tensor | None,
+    causal: bool,
+    limit: float | None,
+    lse: Tensor | None = None,
+    lse_cotangent: Tensor | None = None,
+) -> Tensor:
+    """Hessian times ``v``, and the pullback of a cotangent of the lse: as by strips."""
+    lse, cotangent = _numbers(lse), _numbers(lse_cotangent)
+    product = _empty(z, z.shape)
+    _solve(_rows(z), _rows(v), beta, mask, causal, limit, lse, cotangent, product, None)
+    return product.to(z.dtype)
+
+
+def _solve(
+    z: Tensor,
+    v: Tensor | None,
+    beta: float,
+    mask: Tensor | None,
+    causal: bool,
+    limit: float | None,
+    lse: Tensor | None,
+    cotangent: Tensor | None,
+    output: Tensor,
+    output_lse: Tensor | None,
+) -> None:
+    if _PROCESS.solve is None:
+        require(z)
+    mask = None if mask is None else mask.contiguous()
+    strides, v_strides = z.stride()[:3], (0, 0, 0) if v is None else v.stride()[:3]
+    # All tensors are held by name until the kernel has returned: it gets their addresses alone.
+    addresses = [
+        None if t is None else t.data_ptr()
+        for t in (z, v, mask, lse, cotangent, output, output_lse)
+    ]
+    problem = _Problem(
+        *addresses, *z.shape, strides, v_strides, _PROCESS.fork,
+        1 if _PROCESS.forked else torch.get_num_threads(),
+        beta, causal, limit is None or limit <= LARGEST_EXPONENT,
+    )  # fmt: skip
+    if _PROCESS.run(problem):
+        raise MemoryError(f"no memory for a head of {z.shape[2]} tokens x {z.shape[3]} features")
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """float32, the features of a token side by side."""
+    tensor = tensor.float().resolve_neg()
+    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+
+
+def _numbers(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().resolve_neg().contiguous()
+
+
+def _openmp() -> int | None:
+    """Where the OpenMP that torch uses starts its threads; None without one, or with another kind."""
+    try:
+        start = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (AttributeError, OSError):
+        return None
+    return ctypes.cast(start, ctypes.c_void_p).value
+
+
+def _empty(like: Tensor, shape: torch.Size) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
