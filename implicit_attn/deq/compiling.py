@@ -25,7 +25,7 @@ class Compilable(nn.Module):
         backend: Any = "inductor",
         mode: str | None = None,
         options: dict[str, Any] | None = None,
-        block: int = 5,
+        block: int = 4,
     ) -> None:
         """Compile the solves of this layer and their gradients; the layer is used as before.
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record, first_derivative
 from solvers.compiled.backward import Wanted, compiled_adjoint
+from solvers.compiled.programs import Weights
 from solvers.core.modes import constant_weights, uncompiled
 from solvers.core.problem import Problem
 from solvers.krylov.cg import CG
@@ -26,19 +27,19 @@ class KnownInputs:
 
     problem: Problem
     wanted: Wanted
-    weights: dict[str, Tensor]
+    weights: Weights
     aliases: list[Tensor] = field(default_factory=list)
 
     @property
     def inputs(self) -> list[Tensor]:
-        return self.wanted.inputs(self.problem.args, self.weights)
+        return self.wanted.inputs(self.problem.args, self.weights.tensors)
 
     def record(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``point`` and ``output = f(point; aliases)``, (B, D) both."""
         leaves, spec = pytree.tree_flatten(self.problem.args)
         for number in self.wanted.leaves:
             leaves[number] = leaves[number].detach().requires_grad_()
-        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        weights = {name: weight.detach() for name, weight in self.weights.tensors.items()}
         for name in self.wanted.weights:
             weights[name].requires_grad_()
         args = pytree.tree_unflatten(leaves, spec)
@@ -52,8 +53,8 @@ class KnownInputs:
 
 def compiled_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor:
     """The fixed point z (B, D) with the implicit gradient attached, by compiled programs."""
-    weights = problem.programs.named_weights()
-    wanted = Wanted.of(problem.args, weights)
+    weights = problem.programs.weights()
+    wanted = Wanted.of(problem.args, weights.tensors)
     known = KnownInputs(problem, wanted, weights)
     inputs = known.inputs
     return _CompiledValue.apply(known, system, z, *inputs)[0] if inputs else z
@@ -104,7 +105,7 @@ def _gradients(
     numbers = (solver, system.tolerance, system.max_steps)
     found = None
     if system.memory is None:
-        found = compiled_adjoint(problem, z, cotangent, *numbers, known.wanted)
+        found = compiled_adjoint(problem, z, cotangent, *numbers, known.wanted, known.weights)
     if found is None:
         return first_derivative(_record(known, system, z), cotangent)[1]
     solution, results = found

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from solvers.compiled.inputs import Given, Padding
 from solvers.compiled.lanes import Numbers
 from solvers.compiled.packing import Packed, pack
+from solvers.compiled.programs import Weights
 from solvers.core.jacobian import gradients, pullback
 from solvers.core.modes import constant_weights, without_autocast
 from solvers.core.problem import Problem
@@ -81,10 +82,11 @@ def compiled_adjoint(
     tolerance: Tolerance,
     max_steps: int,
     wanted: Wanted,
+    weights: Weights,
 ) -> tuple[Solution, list[Tensor | None]] | None:
     """``u`` with ``(I - J(z)^T) u = right``, both (B, D), and ``(df/dinput)^T u`` for what is ``wanted``.
 
-    None where some sample was not solved.
+    ``weights`` are those of the solve. None where some sample was not solved.
     """
     if not isinstance(solver, TRACEABLE) or z.dtype not in (torch.float32, torch.float64):
         return None
@@ -92,7 +94,7 @@ def compiled_adjoint(
     padding = Padding.of(problem, batch)
     numbers = Numbers.of(tolerance, max_steps, z)
     given = Given.of(problem, padding, numbers)
-    solve = _Solve(problem, solver, wanted, pack(padding.rows(z.detach())), given)
+    solve = _Solve(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
     right = padding.zeros(right.detach())
     problem.programs.begin(z.device)
     with torch.no_grad(), without_autocast(z.device.type):
@@ -114,7 +116,7 @@ def compiled_adjoint(
         steps=steps[:batch].squeeze(1),
         evaluations=products[:batch].squeeze(1),
     )
-    inputs = wanted.inputs(problem.args, problem.programs.named_weights())
+    inputs = wanted.inputs(problem.args, weights.tensors)
     pairs = zip(ended.gradients, inputs, strict=True)
     found = [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
     if z.device.type == "cuda":  # else a later program may write there
@@ -129,6 +131,7 @@ class _Solve:
     problem: Problem
     solver: LinearSolver
     wanted: Wanted
+    weights: Weights
     z: Packed
     given: Packed
 
@@ -156,7 +159,7 @@ class _Solve:
     def _cycle(self, start: Packed, before: Packed, budget: int) -> Ended:
         """Steps until no row runs, the method restarts, or the products are spent."""
         programs = self.problem.programs
-        weights, block = programs.weights(), programs.block
+        weights, block = self.weights, programs.block
         key = (self.problem.static_key(), self.solver, self.wanted, block)
         cycle = programs.call(self._first, ("adjoint", key), [self.z, self.given, start], weights)
         done = block
@@ -193,7 +196,7 @@ class _Solve:
         leaves, spec = pytree.tree_flatten(own.args)
         for number in self.wanted.leaves:
             leaves[number] = leaves[number].detach().requires_grad_()
-        weights = programs.named_weights()
+        weights = dict(programs.weights().tensors)  # those that are traced
         for name in self.wanted.weights:
             weights[name] = weights[name].detach().requires_grad_()
         args = pytree.tree_unflatten(leaves, spec)

@@ -74,7 +74,7 @@ class Programs:
         backend: str | Compiler = "inductor",
         mode: str | None = None,
         options: dict[str, Any] | None = None,
-        block: int = 5,
+        block: int = 4,
     ) -> None:
         self.module, self.block = module, require_count("block", block)
         self.backend, self.mode, self.options = backend, mode, options
@@ -84,15 +84,25 @@ class Programs:
         self.known: dict[Hashable, bool] = {}  # maps that have been checked: does autocast matter?
         self._within = _Within(module)
 
-    def named_weights(self) -> dict[str, Tensor]:
-        """All parameters and buffers of the module, by name."""
-        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-
     def weights(self) -> Weights:
         """The weights as they are, and what else of the module a program has in it."""
-        tensors, plain = self.named_weights(), []
-        for module in self.module.modules():
-            plain += [value for value in vars(module).values() if isinstance(value, PLAIN)]
+        tensors: dict[str, Tensor] = {}
+        plain: list[Any] = []
+        seen: set[int] = set()
+        places: list[tuple[str, nn.Module]] = [("", self.module)]
+        while places:  # one walk, as every solve takes it
+            prefix, module = places.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            values = vars(module)
+            for own in (values["_parameters"], values["_buffers"]):
+                for name, tensor in own.items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        tensors[prefix + name] = tensor
+            plain += [value for value in values.values() if isinstance(value, PLAIN)]
+            places += [(f"{prefix}{n}.", m) for n, m in values["_modules"].items() if m is not None]
         return Weights(tensors, (torch.get_num_threads(), *plain, look(tensors.values())))
 
     def call(
