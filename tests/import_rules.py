@@ -26,7 +26,7 @@ _GROUND = {"solvers.core.checks", "solvers.core.modes", "solvers.lazy"}
 _IMPORTERS = {"implicit_attn.optional", "solvers.lazy"}  # what imports by a name, for all others
 _KRYLOV = _GROUND | {"solvers.core"}
 _METHODS = _KRYLOV | {"solvers.krylov"}
-_ENTRY = _METHODS | {"solvers.methods", "solvers.adjoints"}
+_ENTRY = _METHODS | {"solvers.methods", "solvers.adjoints", "solvers.compiled"}
 _BELOW_ENERGIES = _GROUND | {"implicit_attn.kernels", "implicit_attn.optional"}
 _BELOW_UPDATES = _BELOW_ENERGIES | {"implicit_attn.energies", "solvers"}
 _BELOW_DEQ = _BELOW_UPDATES | {"implicit_attn.dropout", "implicit_attn.updates"}
@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "solvers.core": _GROUND,
     "solvers.krylov": _KRYLOV,
     "solvers.methods": _METHODS,
-    "solvers.adjoints": _METHODS,
+    "solvers.compiled": _METHODS,
+    "solvers.adjoints": _METHODS | {"solvers.compiled"},
     "solvers.eigen": _KRYLOV,
     "solvers.fixed_points": _ENTRY,
     "solvers.spins": _ENTRY | {"solvers.fixed_points"},
