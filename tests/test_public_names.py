@@ -31,9 +31,10 @@ PUBLIC = {
     """,
     "implicit_attn": """
         ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
+        compile_layers
     """,
     "implicit_attn.deq": """
-        DEQ EVALUATION_OPTIONS OPTIONS UnrolledLayer bake unroll
+        DEQ EVALUATION_OPTIONS OPTIONS UnrolledLayer WarmStarts bake compile_layers unroll
     """,
     "implicit_attn.regularization": """
         SpectralNorm SpectralRadii VariationalDropout WeightNorm apply_norm correction_weights

@@ -1,7 +1,7 @@
 """CIFAR-10 on a CPU: Hyper-SET, its equilibrium and three rivals of the same size and effort.
 
 python benchmarks/images/cifar10.py [--rows hyperset transformer ...] [--seeds 1] [--epochs 3]
-    [--limit 50000] [--workers 2] [--out runs/cifar10] [--table]
+    [--limit 50000] [--workers 2] [--out runs/cifar10] [--table] [--logistic]
 
 Every run is ``examples/vit_images.py --data cifar10`` with the words of a row, in a folder of its own; a
 command that was interrupted goes on where it stopped. All train with the same batches of the same
@@ -16,11 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks.measure import table
 from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, run_command
-from implicit_attn.command_line import Parser, count, mistakes, repeats
+from implicit_attn.command_line import Parser, command, count, mistakes, repeats
+from implicit_attn.data import ImageData, load
 from implicit_attn.studies.convergence import solver_choices
 from implicit_attn.studies.evaluations import accuracy_by_evaluations
 from implicit_attn.studies.extrapolation import accuracy_by_iterations
@@ -46,6 +49,7 @@ def parser() -> Parser:
     add("--seeds", type=repeats, default=1)
     add("--epochs", type=count, default=3)
     add("--limit", type=count, default=50_000, help="training images")
+    add("--logistic", action="store_true", help="only logistic regression on the pixels")
     add_run_options(made, Path("runs/cifar10"))
     return made
 
@@ -91,6 +95,22 @@ def measure(folder: Path) -> dict[str, Any]:
     return found
 
 
+def logistic_accuracy(data: ImageData, epochs: int = 20, rate: float = 3e-4) -> float:
+    """Test accuracy of a linear map of the pixels, by Adam in batches of 128."""
+    torch.manual_seed(0)
+    pixels, tests = (each.flatten(1) - 0.5 for each in (data.train_images, data.test_images))
+    model = torch.nn.Linear(pixels.shape[1], data.classes)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(pixels)).split(128):
+            optimizer.zero_grad()
+            outputs = model(pixels[chosen])
+            torch.nn.functional.cross_entropy(outputs, data.train_labels[chosen]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        return (model(tests).argmax(1) == data.test_labels).double().mean().item()
+
+
 def by_iterations(subject: Subject, numbers: list[int]) -> Any:
     """Accuracy after each number of iterations, or evaluations of an equilibrium."""
     if subject.recurrence is not None:
@@ -101,6 +121,12 @@ def by_iterations(subject: Subject, numbers: list[int]) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    if parser().parse_known_args(arguments)[0].logistic:
+        with command(parser()):
+            options = parser().parse_args(arguments)
+            right = logistic_accuracy(load("cifar10").first(options.limit))
+            print(f"logistic regression on the pixels: {100 * right:.2f} %")
+        return
     run_command(parser(), arguments, plan, show)
 
 

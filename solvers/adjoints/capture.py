@@ -80,13 +80,12 @@ class _Substitution(TorchFunctionMode):
         if torch.is_grad_enabled():
             args = [self._replace(value) for value in args]
             kwargs = {name: self._replace(value) for name, value in kwargs.items()}
+        # A leaf that a function returns was made by f, unless the same tensor went in as a leaf (as
+        # with a .to() that changes nothing). Asked before: .requires_grad_() makes leaves in place.
+        given = {id(t) for t in (*args, *kwargs.values()) if _requires_grad(t)}
         result = func(*args, **kwargs)
-        if _requires_grad(result) and result.is_leaf:
-            # A leaf that a function returns was made by f, unless the same tensor went in as a leaf
-            # (as with a .to() that changes nothing).
-            given = {id(t) for t in (*args, *kwargs.values()) if _requires_grad(t)}
-            if id(result) not in given:
-                self.inside[id(result)] = result
+        if _requires_grad(result) and result.is_leaf and id(result) not in given:
+            self.inside[id(result)] = result
         return result
 
     def _replace(self, value: Any) -> Any:

@@ -174,6 +174,9 @@ def test_our_contestants_make_the_same_step(
         torch.testing.assert_close(layer.update(z, layer.x, layer.couplings()), z)
     with np.load(problem.file) as arrays:
         contestants = ours.load(dict(arrays))
+    del contestants[
+        "ours, DEQ layer compiled"
+    ]  # minutes of compilation; DEQ.compile has its own tests
     for step in contestants.values():
         same(step.read(step.run(1e-7, 1e-7)), wanted)
         assert min(step.count(1e-4, 1e-3)) > 3

@@ -1,0 +1,111 @@
+"""Compiled layers against the same layers without: python benchmarks/compiled/solves.py [--rounds 20]
+
+The training step of the mean-field layer of ``benchmarks/step.py`` at its four targets, and of an equilibrium
+block. The two take turns; times are lower thirds, as other processes only ever add to them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import solvers
+from benchmarks.layers import MeanField
+from benchmarks.measure import table
+from implicit_attn import DEQ, EquilibriumBlock, Update, compile_layers
+from implicit_attn.command_line import Parser, command, count
+
+CASES = [(scale, goal) for scale in (1.0, 2.0) for goal in ((1e-4, 1e-3), (1e-6, 1e-5))]
+
+
+class MeanFieldUpdate(Update):
+    """The benchmark's layer as an update, its couplings computed from their weights."""
+
+    def __init__(self, layer: MeanField) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self.layer.update(z, x, self.layer.couplings())
+
+    def initial(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def mean_field(scale: float, goal: tuple[float, float]) -> tuple[nn.Module, Tensor, Tensor]:
+    """The layer to tolerances of the solve and of the adjoint, an input and a cotangent."""
+    update = MeanFieldUpdate(MeanField(scale))
+    forward, backward = (solvers.Tolerance(each) for each in goal)
+    layer = DEQ(
+        update, tolerance=forward, adjoint=solvers.Implicit(tolerance=backward), max_steps=200
+    )
+    return layer, update.layer.x, update.layer.cotangent
+
+
+def block() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(32, 16, 64)
+    return EquilibriumBlock(64, 4, 128), x, torch.randn_like(x)
+
+
+def compare(name: str, made: tuple[nn.Module, Tensor, Tensor], rounds: int) -> dict[str, Any]:
+    model, x, cotangent = made
+    compiled = copy.deepcopy(model)
+    compile_layers(compiled)
+    start = time.perf_counter()
+    gradients = [step(each, x, cotangent) for each in (model, compiled)]
+    first = time.perf_counter() - start
+    error = max((a - b).norm().item() / a.norm().item() for a, b in zip(*gradients, strict=True))
+    found: list[list[float]] = [[], []]
+    for _ in range(4):
+        for times, each in zip(found, (model, compiled), strict=True):
+            times += [clock(lambda each=each: step(each, x, cotangent)) for _ in range(rounds)]
+    plain, fast = (sorted(times)[len(times) // 3] for times in found)
+    return {
+        "training step": name,
+        "not compiled, ms": f"{1e3 * plain:.1f}",
+        "compiled, ms": f"{1e3 * fast:.1f}",
+        "ratio": f"{fast / plain:.2f}",
+        "gradients differ by": f"{error:.0e}",
+        "first step, s": f"{first:.0f}",
+    }
+
+
+def step(model: nn.Module, x: Tensor, cotangent: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).backward(cotangent)
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def clock(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=count, default=20, help="timed steps, four times each")
+    parser.add_argument("--threads", type=count, default=2)
+    with command(parser):
+        options = parser.parse_args()
+        torch.set_num_threads(options.threads)
+        rows = []
+        for scale, goal in CASES:
+            name = f"couplings x {scale:g}, residual {goal[0]:g}"
+            rows.append(compare(name, mean_field(scale, goal), options.rounds))
+        rows.append(compare("equilibrium block (32, 16, 64)", block(), options.rounds))
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
