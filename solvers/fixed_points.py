@@ -216,13 +216,15 @@ def _solve(
 
 def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
     """One ordinary evaluation of each kind, which refuses what no solve can serve."""
-    known, key = problem.programs.known, problem.static_key()
-    if key not in known:
-        with goal.watching():
+    programs = problem.programs
+    key = (problem.static_key(), programs.weights().kind)
+    if key not in programs.known:
+        own = Goal(None, start.dtype, problem.autocast)
+        with own.watching():
             problem.evaluate_first(start)
-        problem.draws = None
-        known[key] = goal.used
-    goal.used = known[key]
+        problem.draws = None  # a program that draws is refused
+        programs.known[key] = own.used
+    goal.used = programs.known[key]
 
 
 def _as_trees(solution: Solution, layout: Layout, start: Tensor) -> None:

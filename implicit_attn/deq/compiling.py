@@ -36,9 +36,9 @@ class Compilable(nn.Module):
 
         The first solve of a kind makes its programs: of new shapes, dtypes or devices, masked or not,
         training or not. With Inductor this takes up to a minute, a few seconds where its cache on disk
-        knows them. Batches of more than two sizes are padded to powers of two. The update must state
+        knows them. A batch that fills half of a known size is padded to it. The update must state
         its step by torch's operators alone and read no tensors but parameters, buffers and its
-        arguments; others, which a closure has, count as constants.
+        arguments; another tensor, random numbers, and a weight that changes at every evaluation raise.
 
         Solves with ``record``, ``callback`` or ``states_at``, with ``Unrolled``, with a solver given for
         the call that cannot be compiled, and inside of ``torch.func``'s transforms are as without.
@@ -57,6 +57,13 @@ class Compilable(nn.Module):
             self._programs = Programs(
                 self.update, backend=backend, mode=mode, options=options, block=block
             )
+
+    def programs(self) -> Programs | None:
+        """Those of the update that the layer has now; None where it is not compiled."""
+        made = self._programs
+        if made is not None and made.module is not self.update:
+            made = self._programs = made.of(self.update)
+        return made
 
 
 def compile_layers(model: nn.Module, **options: Any) -> int:

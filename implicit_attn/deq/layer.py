@@ -202,7 +202,8 @@ class DEQ(Compilable):
         options = self._options() | options
         visit = visit_of(self.warm_starts, ids, start, mask, self.training)
         if visit is not None:
-            start, options["adjoint"] = visit.start, visit.adjoint(options["adjoint"])
+            start = visit.start if z0 is None else z0
+            options["adjoint"] = visit.adjoint(options["adjoint"])
         solution = solvers.fixed_point(
             f,
             start,
@@ -279,7 +280,7 @@ class DEQ(Compilable):
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
         inputs = (given, mask) if dropped is None else (given, mask, seeds)
-        return kind(self.update, self, spec, dropped, self._programs), inputs, prepared
+        return kind(self.update, self, spec, dropped, self.programs()), inputs, prepared
 
     def _options(self) -> dict[str, Any]:
         """The layer's options of :func:`solvers.fixed_point`, in its mode."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -62,6 +63,13 @@ class Map:
             return self.update(z, self.whole(x), mask=mask)
         with self.dropped.within(seeds):
             return self.update(z, self.whole(x), mask=mask)
+
+    def on(self, update: Update) -> Map:
+        """The same map with another update in the place of this one, of the same kind."""
+        other = copy(self)
+        other.update, other.programs = update, None
+        other.dropped = None if self.dropped is None else SolveMasks.of(update)
+        return other
 
     def static_key(self) -> tuple[Any, ...]:
         """What a compiled evaluation depends on beside tensors and the modules' own attributes."""

@@ -161,8 +161,8 @@ def unroll(
     layers = [
         (parent, name, child)
         for parent in copied.modules()
-        for name, child in parent.named_children()
-        if _is_layer(child)
+        for name, child in parent._modules.items()  # one that is used twice, twice
+        if child is not None and _is_layer(child)
     ]
     if not layers:
         raise ValueError(f"model must hold a DEQ layer, got {type(model).__name__} without one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +35,22 @@ class KnownInputs:
     def inputs(self) -> list[Tensor]:
         return self.wanted.inputs(self.problem.args, self.weights.tensors)
 
+    def tensors(self) -> list[Tensor]:
+        """All tensors that an evaluation reads."""
+        leaves = pytree.tree_leaves((self.problem.args, self.problem.mask))
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [*found, *self.weights.tensors.values()]
+
+    def reading(self, tensors: Sequence[Tensor]) -> KnownInputs:
+        """The same with these in the place of :meth:`tensors`."""
+        given = iter(tensors)
+        leaves, spec = pytree.tree_flatten((self.problem.args, self.problem.mask))
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, mask = pytree.tree_unflatten(leaves, spec)
+        weights = dict(zip(self.weights.tensors, given, strict=True))
+        problem = replace(self.problem, args=args, mask=mask)
+        return KnownInputs(problem, self.wanted, Weights(weights, self.weights.kind))
+
     def record(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``point`` and ``output = f(point; aliases)``, (B, D) both."""
         leaves, spec = pytree.tree_flatten(self.problem.args)
@@ -44,10 +61,12 @@ class KnownInputs:
             weights[name].requires_grad_()
         args = pytree.tree_unflatten(leaves, spec)
         self.aliases = self.wanted.inputs(args, weights)
-        plain = replace(self.problem, args=args, programs=None)
+        programs = self.problem.programs
         point = z.detach().requires_grad_()
-        with constant_weights(), torch.enable_grad(), uncompiled():
-            output = self.problem.programs.within(weights, plain.masked_map, point)
+        with programs.cloned(), constant_weights(), torch.enable_grad(), uncompiled():
+            f = self.problem.f.on(programs.clone)  # type: ignore[attr-defined]
+            plain = replace(self.problem, f=f, args=args, programs=None)
+            output = programs.within(weights, plain.masked_map, point)
         return point, output
 
 
@@ -61,6 +80,7 @@ def compiled_value(problem: Problem, z: Tensor, system: AdjointSystem) -> Tensor
 
 
 def _record(known: KnownInputs, system: AdjointSystem, z: Tensor) -> Record:
+    known.problem.programs.check_unchanged(known.weights)
     return Record(system, known, *known.record(z))
 
 
@@ -78,7 +98,8 @@ class _CompiledValue(torch.autograd.Function):
         ctx.known, ctx.system = known, system
         ctx.set_materialize_grads(False)
         own = z.detach()
-        ctx.save_for_backward(own, *inputs)
+        # All of them, so that what is changed in place before the backward pass is noticed.
+        ctx.save_for_backward(own, *known.tensors())
         return z.clone(), own
 
     @staticmethod
@@ -87,11 +108,11 @@ class _CompiledValue(torch.autograd.Function):
         if not given:
             return (None,) * len(ctx.needs_input_grad)
         cotangent = given[0] if len(given) == 1 else given[0] + given[1]
-        known, system = ctx.known, ctx.system
-        value, *inputs = ctx.saved_tensors
+        value, *tensors = ctx.saved_tensors
+        known, system = ctx.known.reading(tensors), ctx.system
         if torch.is_grad_enabled():
             record = _record(known, system, value)
-            results = ImplicitGradient.apply(record, cotangent, value, *inputs)
+            results = ImplicitGradient.apply(record, cotangent, value, *known.inputs)
         else:
             results = _gradients(known, system, value, cotangent)
         return (None, None, None, *results)

@@ -71,6 +71,7 @@ class Ended:
     accurate: (
         Tensor  # the recurrence's residual was good enough: no product is counted for this one
     )
+    indefinite: Tensor  # () bool: CG met a direction of non-positive curvature
     gradients: list[Tensor | None]
 
 
@@ -91,7 +92,7 @@ def compiled_adjoint(
     if not isinstance(solver, TRACEABLE) or z.dtype not in (torch.float32, torch.float64):
         return None
     batch = z.shape[0]
-    padding = Padding.of(problem, batch)
+    padding = Padding.of(problem, z)
     numbers = Numbers.of(tolerance, max_steps, z)
     given = Given.of(problem, padding, numbers)
     solve = _Solve(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
@@ -146,6 +147,8 @@ class _Solve:
             open_rows = size > limit
             start = pack((residual, target, open_rows))
             ended = self._cycle(start, pack((u, right, limit)), max_steps - int(products.max()))
+            if bool(ended.indefinite):
+                return None
             within = ended.size <= limit
             steps = steps + ended.used
             products = products + ended.used + (open_rows & ~ended.accurate)
@@ -196,7 +199,7 @@ class _Solve:
         leaves, spec = pytree.tree_flatten(own.args)
         for number in self.wanted.leaves:
             leaves[number] = leaves[number].detach().requires_grad_()
-        weights = dict(programs.weights().tensors)  # those that are traced
+        weights = programs.traced_weights()
         for name in self.wanted.weights:
             weights[name] = weights[name].detach().requires_grad_()
         args = pytree.tree_unflatten(leaves, spec)
@@ -212,5 +215,6 @@ class _Solve:
         )
         small = gap <= torch.maximum(left, limit)
         accurate = cycle.run.reliable() & small & (left <= limit)
+        indefinite = (cycle.run.verdict() == int(Status.INDEFINITE)).any()
         used = cycle.run.used
-        return Ended(u, residual, norm(residual), used, accurate, found[1:])
+        return Ended(u, residual, norm(residual), used, accurate, indefinite, found[1:])

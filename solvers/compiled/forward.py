@@ -16,7 +16,6 @@ from torch import Tensor
 from solvers.compiled.inputs import Given, Padding
 from solvers.compiled.lanes import LEFT, Lanes, Numbers, begin, turn
 from solvers.compiled.packing import Packed, pack
-from solvers.core.loop import PATIENCE
 from solvers.core.modes import without_autocast
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, scatter_rows, where_rows
@@ -39,12 +38,12 @@ def compiled_solve(
 
     ``ordinary`` is the solve as it is without programs.
     """
-    padding = Padding.of(problem, start.shape[0])
+    padding = Padding.of(problem, start)
     numbers = Numbers.of(tolerance, max_steps, start)
     given = Given.of(problem, padding, numbers)
     problem.programs.begin(start.device)
     with without_autocast(start.device.type):
-        lanes = _run(problem, padding.rows(start), solver, given, max_steps)
+        lanes = _run(problem, padding.rows(start), solver, given)
     solution = _solution(lanes, start.shape[0])
     left = solution.status == LEFT
     if bool(left.any()):
@@ -52,7 +51,7 @@ def compiled_solve(
     return solution
 
 
-def _run(problem: Problem, start: Tensor, solver: Solver, given: Packed, max_steps: int) -> Lanes:
+def _run(problem: Problem, start: Tensor, solver: Solver, given: Packed) -> Lanes:
     """The lanes when no sample runs any more."""
     programs = problem.programs
     block = programs.block
@@ -70,14 +69,8 @@ def _run(problem: Problem, start: Tensor, solver: Solver, given: Packed, max_ste
 
     key = (problem.static_key(), solver, block)
     lanes = programs.call(first, ("first", key), [pack(start), given], weights)
-    done, milestone = block + 1, None
     while bool(lanes.get("status").eq(RUNNING).any()):
-        if done // PATIENCE > (done - block) // PATIENCE:
-            milestone = _leave_stalled(lanes, milestone)
-        if done >= max_steps:
-            break
         lanes = programs.call(further, ("further", key), [lanes, given], weights)
-        done += block
     return lanes.record()
 
 
@@ -85,16 +78,6 @@ def _more(lanes: Lanes, own: Problem, solver: Solver, numbers: Numbers, turns: i
     for _ in range(turns):
         lanes = turn(lanes, own.evaluate(lanes.trial), own, solver, numbers)
     return replace(lanes, state=solver.settled(lanes.state))
-
-
-def _leave_stalled(lanes: Packed, milestone: Tensor | None) -> Tensor:
-    """Leave the rows whose best residual has hardly fallen since ``milestone``; the new milestone."""
-    record = lanes.record()
-    best = record.best.relative
-    if milestone is not None:
-        stuck = (best > 0.99 * milestone) & (record.status == RUNNING)
-        lanes.put("status", torch.where(stuck, LEFT, record.status))
-    return best
 
 
 def _solution(lanes: Lanes, batch: int) -> Solution:

@@ -35,7 +35,13 @@ class Given:
     def problem(self, like: Problem) -> Problem:
         """``like`` with these tensors, within a program."""
         return replace(
-            like, args=self.args, mask=self.mask, programs=None, checked=True, draws=None
+            like,
+            f=like.f.on(like.programs.clone),  # type: ignore[attr-defined]
+            args=self.args,
+            mask=self.mask,
+            programs=None,
+            checked=True,
+            draws=None,
         )
 
 
@@ -47,8 +53,9 @@ class Padding:
     index: Tensor | None  # rows of the padded batch in the caller's; None: the same
 
     @classmethod
-    def of(cls, problem: Problem, batch: int) -> Padding:
-        """The padding for ``problem``; see :func:`program_size`."""
+    def of(cls, problem: Problem, state: Tensor) -> Padding:
+        """The padding for ``problem`` and a state (B, D); see :func:`program_size`."""
+        batch = state.shape[0]
         shapes = tuple(
             (tuple(leaf.shape[1:]), leaf.dtype)
             for leaf in pytree.tree_leaves(problem.args)
@@ -58,8 +65,7 @@ class Padding:
         size = batch if not problem.compact else program_size(batch, sizes)
         if size == batch:
             return cls(batch, None)
-        device = pytree.tree_leaves(problem.args)[0].device if problem.args else None
-        return cls(batch, torch.arange(size, device=device).clamp_max(batch - 1))
+        return cls(batch, torch.arange(size, device=state.device).clamp_max(batch - 1))
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, ...) -> (size, ...), contiguous."""
@@ -81,8 +87,8 @@ class Padding:
 def program_size(batch: int, sizes: list[int]) -> int:
     """The size of batch to compile for; a new one is added to ``sizes``.
 
-    The first two sizes are taken as they come (those of training, and of what an epoch leaves), later ones
-    are powers of two; a batch that fits into a known size without wasting more than half of it takes that.
+    A batch that fills at least half of a known size is padded to it. The first two other sizes are taken as
+    they come, later ones are powers of two.
     """
     known = [size for size in sizes if batch <= size <= WASTE * batch]
     if batch in sizes:

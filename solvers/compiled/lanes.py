@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.guards.growth import FAR
-from solvers.core.loop import DIVERGENCE
+from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Best, Point, merge_rows, small_dtype, where_rows
 from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable
@@ -52,6 +52,7 @@ class Lanes:
     count: Tensor  # () evaluations of a running row
     limit: Tensor  # (B,) residual norm beyond which a sample is left
     scale: Tensor  # (B,) of the first evaluation
+    milestone: Tensor  # (B,) best relative residual when it was last asked whether samples stall
     state: Any  # the solver's
     backtracking: Backtracking
 
@@ -73,6 +74,7 @@ def begin(start: Tensor, problem: Problem) -> tuple[Lanes, Point]:
         count=torch.zeros((), dtype=torch.int64, device=start.device),
         limit=DIVERGENCE * scale,
         scale=scale,
+        milestone=infinite,
         state=None,
         backtracking=Backtracking.start(point.norm),
     )
@@ -99,6 +101,9 @@ def turn(lanes: Lanes, point: Point, problem: Problem, solver: Solver, numbers: 
     status = torch.where(converged, int(Status.CONVERGED), status)
     over = (status == RUNNING) & (evaluations >= numbers.max_steps)
     status = torch.where(over, int(Status.MAX_STEPS), status)
+    due = count % PATIENCE == 0
+    stuck = due & (best.relative > 0.99 * lanes.milestone) & (status == RUNNING)
+    status = torch.where(stuck, LEFT, status)
     rejected = lanes.rejected
     current, backtracking = point, lanes.backtracking
     if accepted is not None:
@@ -122,6 +127,7 @@ def turn(lanes: Lanes, point: Point, problem: Problem, solver: Solver, numbers: 
         evaluations=evaluations,
         rejected=rejected,
         count=count,
+        milestone=torch.where(due, best.relative, lanes.milestone),
         state=state,
         backtracking=backtracking,
     )

@@ -21,9 +21,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A record with places where its tensors were."""
+    """A record with places where its tensors were, and the key of all else in it."""
 
     record: Any
+    key: Hashable
 
 
 @dataclass
@@ -67,7 +68,10 @@ def pack(record: Any) -> Packed:
             return _Place(number), number
         if isinstance(value, (tuple, list)):
             parts = [walk(item) for item in value]
-            return type(value)(part for part, _ in parts), (type(value), *(k for _, k in parts))
+            return _sequence(value, [part for part, _ in parts]), (
+                type(value),
+                *(k for _, k in parts),
+            )
         if isinstance(value, dict):
             found = {name: walk(item) for name, item in value.items()}
             keys = tuple((name, key) for name, (_, key) in found.items())
@@ -76,7 +80,7 @@ def pack(record: Any) -> Packed:
             return value, (Arrays, value.device)
         names = _names(value)
         if names is None:
-            return value, (type(value), value)
+            return value, _checked(value)
         bare, keys = copy(value), []
         for name in names:
             part, key = walk(getattr(value, name))
@@ -85,7 +89,56 @@ def pack(record: Any) -> Packed:
         return bare, (type(value), *keys)
 
     bare, key = walk(record)
-    return Packed(tensors, Skeleton(bare), (key, look(tensors)))
+    return Packed(tensors, Skeleton(bare, key), (key, look(tensors)))
+
+
+def _sequence(like: Any, parts: list[Any]) -> Any:
+    """A list, tuple or named tuple like ``like``."""
+    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
+
+
+def _checked(value: Any) -> Hashable:
+    """The fingerprint of what is no record; TypeError for an object that could hold tensors."""
+    if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        frozen = getattr(type(value), "__dataclass_params__", None)
+        if frozen is None or not frozen.frozen:
+            raise TypeError(
+                f"a compiled layer cannot look into a {type(value).__name__}: pass tensors, numbers, tuples, "
+                "lists and dicts, or register it as a pytree"
+            )
+    return fingerprint(value)
+
+
+@dataclass(frozen=True)
+class _Same:
+    """An object by its identity; it stays alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def fingerprint(value: Any) -> Hashable:
+    """A key that differs where ``value`` does: by value for what is hashable so, else by identity."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        return (type(value), *[fingerprint(item) for item in value])
+    if isinstance(value, dict):
+        return (
+            dict,
+            *[(_Same(k) if k.__hash__ is None else k, fingerprint(v)) for k, v in value.items()],
+        )
+    if is_dataclass(value) and not isinstance(value, type):
+        return (
+            type(value),
+            *[(e.name, fingerprint(getattr(value, e.name))) for e in fields(value)],
+        )
+    return _Same(value)
 
 
 def look(tensors: Iterable[Tensor]) -> Hashable:
@@ -100,7 +153,7 @@ def unpack(tensors: list[Tensor], skeleton: Skeleton) -> Any:
         if isinstance(value, _Place):
             return tensors[value.number]
         if isinstance(value, (tuple, list)):
-            return type(value)(walk(item) for item in value)
+            return _sequence(value, [walk(item) for item in value])
         if isinstance(value, dict):
             return {name: walk(item) for name, item in value.items()}
         names = None if isinstance(value, Arrays) else _names(value)

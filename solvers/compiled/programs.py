@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import copy
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from solvers import compiled
-from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
+from solvers.compiled.packing import Packed, Skeleton, fingerprint, look, pack, unpack
 from solvers.core.checks import require_choice, require_count, require_instance
 from solvers.core.device import tracing
 from solvers.core.guards.telling import warn_user
@@ -20,7 +23,8 @@ from solvers.core.modes import constant_weights
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 MOST = 64  # programs that are kept
-PLAIN = (bool, int, float, str, type(None))  # attributes of modules that a program has in it
+_LOCK = threading.RLock()  # torch traces in one thread at a time
+_OF_EVERY_MODULE = set(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Program:
 
     run: Callable[..., Sequence[Tensor]]
     after: Skeleton
+    kind: Hashable = None  # of the record that is returned, once it has been seen
 
 
 class Programs:
@@ -53,7 +58,7 @@ class Programs:
     A program is made at the first call with tensors of new shapes, strides, dtypes or devices, with
     other numbers in the records, in another mode of the module (training, plain attributes) or with
     another number of threads. All tensors that the map reads must be inputs: weights and buffers of the
-    module, or arguments. Another tensor that it reads is taken to be the same one for ever.
+    module, or arguments.
 
     Args:
         module: whose parameters and buffers the map reads; they may change between calls.
@@ -82,28 +87,22 @@ class Programs:
         self.made: dict[Hashable, Program] = {}
         self.sizes: dict[Hashable, list[int]] = {}  # of batches, by the shapes of a sample
         self.known: dict[Hashable, bool] = {}  # maps that have been checked: does autocast matter?
-        self._within = _Within(module)
+        self.kinds: dict[Hashable, int] = {}  # of what programs return
+        self.clone: nn.Module | None = None  # see :meth:`cloned`
 
     def weights(self) -> Weights:
         """The weights as they are, and what else of the module a program has in it."""
-        tensors: dict[str, Tensor] = {}
-        plain: list[Any] = []
-        seen: set[int] = set()
-        places: list[tuple[str, nn.Module]] = [("", self.module)]
-        while places:  # one walk, as every solve takes it
-            prefix, module = places.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            values = vars(module)
-            for own in (values["_parameters"], values["_buffers"]):
-                for name, tensor in own.items():
-                    if tensor is not None and id(tensor) not in seen:
-                        seen.add(id(tensor))
-                        tensors[prefix + name] = tensor
-            plain += [value for value in values.values() if isinstance(value, PLAIN)]
-            places += [(f"{prefix}{n}.", m) for n, m in values["_modules"].items() if m is not None]
-        return Weights(tensors, (torch.get_num_threads(), *plain, look(tensors.values())))
+        tensors, plain = read_module(self.module)
+        return Weights(tensors, (torch.get_num_threads(), plain, look(tensors.values())))
+
+    def check_unchanged(self, weights: Weights) -> None:
+        """Raise RuntimeError where the module is another one than that of ``weights`` was."""
+        if self.weights().kind != weights.kind:
+            name = type(self.module).__name__
+            raise RuntimeError(
+                f"{name} was changed between a compiled solve and its backward pass, in its mode or an "
+                "attribute: change it after backward()"
+            )
 
     def call(
         self,
@@ -125,23 +124,53 @@ class Programs:
         which = (key, weights.kind, *[part.kind for part in parts])
         program = self.made.get(which)
         if program is None:
+            self.check_unchanged(weights)
             if len(self.made) >= MOST:
                 self._forget()
             program = self._make(function, inputs, parts, list(weights.tensors))
             self.made[which] = program
-        return Packed(list(program.run(*inputs)), program.after, program)
+        results = list(program.run(*inputs))
+        if program.kind is None:  # a number for what further programs depend on
+            kind = (program.after.key, look(results))
+            program.kind = self.kinds.setdefault(kind, len(self.kinds))
+        return Packed(results, program.after, program.kind)
+
+    def of(self, module: nn.Module) -> Programs:
+        """The same options for another module."""
+        options: dict[str, Any] = {"mode": self.mode, "options": self.options, "block": self.block}
+        return Programs(module, backend=self.backend, **options)
 
     def begin(self, device: torch.device) -> None:
         """A solve begins: what CUDA graphs have returned before may be overwritten from now on."""
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
+    @contextmanager
+    def cloned(self) -> Iterator[None]:
+        """Within, ``clone`` is a copy of the module that has its tensors and may be changed, by one thread.
+
+        The module itself is never touched: other threads may be using it.
+        """
+        with _LOCK:
+            tensors = read_module(self.module)[0].values()
+            self.clone = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+            try:
+                yield
+            finally:
+                self.clone = None
+
+    def traced_weights(self) -> dict[str, Tensor]:
+        """The weights that the clone has now."""
+        assert self.clone is not None
+        return read_module(self.clone)[0]
+
     def within(
         self, weights: dict[str, Tensor], function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """``function(*arguments)`` while the module has these ``weights``."""
+        """``function(*arguments)`` while the clone has these ``weights``."""
+        assert self.clone is not None
         swapped = {f"module.{name}": weight for name, weight in weights.items()}
-        return torch.func.functional_call(self._within, swapped, (function, arguments))
+        return torch.func.functional_call(_Within(self.clone), swapped, (function, arguments))
 
     def _make(
         self,
@@ -164,14 +193,15 @@ class Programs:
             return packed.tensors
 
         try:
-            graph, examples = compiled.tracing.trace(flat, inputs)
+            with self.cloned():
+                graph, examples = compiled.tracing.trace(flat, inputs, fixed=len(names))
+                options = (self.backend, self.mode, self.options)
+                return Program(compiled.tracing.compiled(graph, examples, *options), found[-1])
         except Exception as error:
             raise RuntimeError(
                 f"{type(self.module).__name__} cannot be compiled ({type(error).__name__}: {error}); "
                 "use the layer without compile(), or state its step by torch's operators alone"
             ) from error
-        run = compiled.tracing.compiled(graph, examples, self.backend, self.mode, self.options)
-        return Program(run, found[-1])
 
     def _forget(self) -> None:
         """Drop all programs, and say so: they should be few."""
@@ -187,7 +217,7 @@ class Programs:
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code belongs to its process.
-        return vars(self) | {"made": {}, "sizes": {}, "known": {}}
+        return vars(self) | {"made": {}, "sizes": {}, "known": {}, "kinds": {}}
 
 
 class _Within(nn.Module):
@@ -199,6 +229,33 @@ class _Within(nn.Module):
 
     def forward(self, function: Callable[..., Any], given: Sequence[Any]) -> Any:
         return function(*given)
+
+
+def read_module(module: nn.Module) -> tuple[dict[str, Tensor], Hashable]:
+    """Parameters and buffers by name, each once, and what else an evaluation of the module may depend on.
+
+    That is the modules' types, modes, numbers of hooks and own attributes.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: list[Hashable] = []
+    seen: set[int] = set()
+    places: list[tuple[str, nn.Module]] = [("", module)]
+    while places:  # one walk, as every solve takes it
+        prefix, part = places.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        values = vars(part)
+        for own in (values["_parameters"], values["_buffers"]):
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    tensors[prefix + name] = tensor
+        hooks = len(values["_forward_hooks"]) + len(values["_forward_pre_hooks"])
+        plain += [prefix, type(part), part.training, hooks]
+        plain += [(n, fingerprint(v)) for n, v in values.items() if n not in _OF_EVERY_MODULE]
+        places += [(f"{prefix}{n}.", m) for n, m in values["_modules"].items() if m is not None]
+    return tensors, tuple(plain)
 
 
 def check_backend(backend: Any, mode: Any, options: Any) -> None:

@@ -12,18 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def trace(
-    function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
+    function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, fixed: int = 0
 ) -> tuple[GraphModule, list[Tensor]]:
     """The operators that ``function`` applies to tensors like ``inputs``, and such tensors, without data.
 
+    Args:
+        function, inputs: what to trace.
+        fixed: so many of the inputs, the last ones, must not be written to.
+
     Raises:
-        ValueError: it reads a tensor of which a gradient may be asked and that is no input.
+        ValueError: it reads a tensor that is no input, draws random numbers, or writes to a fixed input.
         Exception: what it raises where it asks for the numbers in a tensor, which are not known.
     """
     # Inductor keeps on disk what it makes of tensors from such a mode.
@@ -31,14 +35,40 @@ def trace(
     examples: list[Tensor] = [mode.from_tensor(t.detach(), static_shapes=True) for t in inputs]
     tracer = make_fx(function, tracing_mode="fake", _error_on_data_dependent_ops=True)
     graph = tracer(*examples)
-    for node in graph.graph.nodes:
-        value = getattr(graph, node.target, None) if node.op == "get_attr" else None
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise ValueError(
-                f"it reads a tensor of shape {tuple(value.shape)} that requires a gradient and is no "
-                "parameter of the update: register it as one, or pass it in x"
-            )
+    nodes = list(graph.graph.nodes)
+    kept = set([node for node in nodes if node.op == "placeholder"][len(inputs) - fixed :])
+    for node in nodes:
+        if node.op == "get_attr":
+            _check_constant(getattr(graph, node.target, None), node)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                raise ValueError(f"it draws random numbers ({node.target})")
+            if any(value in kept for value in _written(node)):
+                raise ValueError(
+                    f"it changes a parameter or buffer at every evaluation ({node.target}), as a "
+                    "parametrisation with power iteration does: call eval(), or bound the weight otherwise"
+                )
     return graph, examples
+
+
+def _written(node: Node) -> list[Any]:
+    """The arguments that an operator writes to."""
+    found = []
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def _check_constant(value: object, node: Node) -> None:
+    """Raise ValueError for a tensor from outside; one that the function itself made is copied at once."""
+    made = {torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default}
+    if isinstance(value, Tensor) and value.dim() and not all(n.target in made for n in node.users):
+        raise ValueError(
+            f"it reads a tensor of shape {tuple(value.shape)} that is no parameter or buffer of the update: "
+            "register it as one, or pass it in x"
+        )
 
 
 def compiled(
