@@ -46,10 +46,6 @@ class Packed:
         """The tensor in the field ``name`` of the record."""
         return self.tensors[getattr(self.skeleton.record, name).number]
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Replace the tensor in the field ``name``."""
-        self.tensors[getattr(self.skeleton.record, name).number] = tensor
-
 
 def pack(record: Any) -> Packed:
     """Take a record apart.
