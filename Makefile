@@ -21,7 +21,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/examples.stamp ## train on the embedded digits, write the report to runs/, over an earlier one
-	$(BIN)/python examples/classify.py $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
+	$(BIN)/implicit-attn demo $(ARGS)
 
 # A test that hangs fails after ten minutes; the slowest takes two. "thread" also ends what waits within
 # a library, where a signal would not be heard.

@@ -20,6 +20,7 @@ import reprlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ LARGEST_SIZE = 2**16  # of a dimension of a model; its matrices grow with the sq
 LARGEST_NUMBER = 1e30
 # What a wrong argument, a wrong file or a missing package raises.
 MISTAKES = (ValueError, TypeError, OverflowError, ImportError, OSError)
+_CALLED: ContextVar[str | None] = ContextVar("called", default=None)
 
 
 class Ending(Exception):
@@ -51,8 +53,8 @@ class Stopped(Ending):
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line without the usage, ``PROG: error: ...``, exit code 2."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog=prog or called_as(), **options)
         self.dests: frozenset[str] = frozenset()  # of the options of the last command line
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -80,6 +82,21 @@ class Parser(argparse.ArgumentParser):
         if first is None or first[0] not in self.dests:
             return message
         return f"argument --{first[0].replace('_', '-')}: {message}"
+
+
+@contextlib.contextmanager
+def called(name: str) -> Iterator[None]:
+    """Parsers made within call themselves ``name``, whatever file the process was started with."""
+    token = _CALLED.set(name)
+    try:
+        yield
+    finally:
+        _CALLED.reset(token)
+
+
+def called_as(default: str | None = None) -> str | None:
+    """The name that :func:`called` gives, or else ``default``."""
+    return _CALLED.get() or default
 
 
 @contextlib.contextmanager

@@ -36,6 +36,14 @@ _BELOW_MODELS = (_BELOW_DEQ - {"solvers"}) | {
     "implicit_attn.deq",
     "implicit_attn.block",
 }
+_BELOW_PROGRAMS = _BELOW_MODELS | {
+    "implicit_attn.command_line",
+    "implicit_attn.models",
+    "implicit_attn.studies",
+    "implicit_attn.training",
+    "implicit_attn.weights",
+    "solvers",
+}
 MAY_IMPORT = {
     "solvers.core.checks": set[str](),
     "solvers.core.modes": set[str](),
@@ -73,7 +81,17 @@ MAY_IMPORT = {
         "solvers",
     },
     "implicit_attn.studies": _BELOW_MODELS
-    | {"implicit_attn.command_line", "implicit_attn.models", "implicit_attn.training", "solvers"},
+    | {
+        "implicit_attn.command_line",
+        "implicit_attn.models",
+        "implicit_attn.training",
+        "implicit_attn.weights",
+        "solvers",
+    },
+    "implicit_attn.weights": _GROUND | {"implicit_attn.command_line"},
+    "implicit_attn.programs": _BELOW_PROGRAMS,
+    "implicit_attn.console": _BELOW_PROGRAMS | {"implicit_attn.programs"},
+    "implicit_attn.__main__": {"implicit_attn.console"},
     "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
 }
 # An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver

@@ -25,6 +25,7 @@ PAGES = [
 ]  # whose snippets run one by one
 LISTS = ["docs/gallery.md", "docs/systems.md", "docs/results.md", "benchmarks/RESULTS.md"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, *LISTS]
+STUDY = r"(?:python -m implicit_attn\.studies|implicit-attn study)"
 FOLDERS = "solvers|implicit_attn|tests|examples|benchmarks|docs"
 PATH = re.compile(rf"(?<![\w/.])(?:{FOLDERS})(?:/[\w.-]+)+/?(?![\w*{{<])")
 DOTTED = re.compile(r"`((?:solvers|implicit_attn)(?:\.\w+)+)[`(]")
@@ -117,7 +118,7 @@ def test_the_names_in_it_can_be_imported(document: str) -> None:
 
 def test_the_gallery_shows_every_experiment_and_every_picture() -> None:
     text = text_of("docs/gallery.md")
-    commands = set(re.findall(r"python -m implicit_attn\.studies ([\w-]+)", text))
+    commands = set(re.findall(rf"{STUDY} ([\w-]+)", text))
     assert set(EXPERIMENTS) <= commands
     pictures = {path.name for path in (ROOT / "docs/gallery").glob("*.png")}
     assert set(re.findall(r"\(gallery/([\w-]+\.png)\)", text)) == pictures
@@ -125,5 +126,5 @@ def test_the_gallery_shows_every_experiment_and_every_picture() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_its_commands_exist(document: str) -> None:
-    named = set(re.findall(r"python -m implicit_attn\.studies ([a-z][\w-]+)", text_of(document)))
+    named = set(re.findall(rf"{STUDY} ([a-z][\w-]+)", text_of(document)))
     assert named <= {*EXPERIMENTS, *STUDIES, "trade-off"}

@@ -1,9 +1,9 @@
 """Sudoku by every method of this package on the same boards, by their number of givens.
 
-python benchmarks/boards/sudoku.py [--weights examples/weights/sudoku-solver.safetensors] [--boards 200]
+python benchmarks/boards/sudoku.py [--weights sudoku-solver] [--boards 200]
     [--test 1000] [--train 9000] [--fit-steps 300] [--seed 0]
 
-Boards are the 1,000 held-out ones of ``examples/solve_sudoku.py``: with the givens of the list of 17-clue
+Boards are the 1,000 held-out ones of ``train solve-sudoku``: with the givens of the list of 17-clue
 puzzles, with further cells revealed up to 20, 25, 30 and 34, and "mixed", 17 to 34 (without the list they
 are generated, and have more). Belief propagation and mean fields take minutes on all of them, so they see
 the first ``--boards`` of each number of givens. What each method is told:
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import solvers
 from benchmarks.measure import table
-from implicit_attn.command_line import Parser, command, mistakes, place, seed_number, whole
+from implicit_attn.command_line import Parser, command, mistakes, seed_number, whole
 from implicit_attn.models import BoardSolver, load_model
 from implicit_attn.studies.experiments.boards.belief import (
     ALONE,
@@ -47,19 +47,18 @@ from implicit_attn.studies.experiments.boards.solving import (
     methods,
     train_couplings,
 )
+from implicit_attn.weights import weights_file, weights_path
 
 GIVENS = [17, 20, 25, 30, 34]
 TIMES = (0.25, 1, 4, 16)  # the iterations of training
 RTOL = 1e-3
-WEIGHTS = (
-    Path(__file__).resolve().parent.parent.parent / "examples/weights/sudoku-solver.safetensors"
-)
+WEIGHTS = weights_path("sudoku-solver")
 
 
 def parser() -> Parser:
     made = Parser(description="Sudoku by every method, by the number of givens.")
     add = made.add_argument
-    add("--weights", type=place, default=WEIGHTS, help="of examples/solve_sudoku.py")
+    add("--weights", type=weights_file, default=WEIGHTS, help="of a board solver")
     add("--boards", type=whole(1, 10_000), default=200, help="of each number, for slow methods")
     add("--test", type=whole(1, 10_000), default=1000, help="of each number, for the others")
     add("--train", type=whole(1, 40_000), default=9000, help="boards that are not for the test")

@@ -3,7 +3,7 @@
 python benchmarks/images/cifar10.py [--rows hyperset transformer ...] [--seeds 1] [--epochs 3]
     [--limit 50000] [--workers 2] [--out runs/cifar10] [--table] [--logistic]
 
-Every run is ``examples/vit_images.py --data cifar10`` with the words of a row, in a folder of its own; a
+Every run is ``train vit-images --data cifar10`` with the words of a row, in a folder of its own; a
 command that was interrupted goes on where it stopped. All train with the same batches of the same
 augmented images, rate and schedule. "1x" is the accuracy with the iterations of training, all 10,000 test
 images; an equilibrium is solved by plain iteration with at most as many evaluations.

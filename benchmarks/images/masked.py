@@ -3,8 +3,8 @@
 python benchmarks/images/masked.py [--data digits] [--rows hyperset transformer ...] [--seeds 3]
     [--epochs N] [--limit N] [--workers 2] [--out runs/masked] [--table]
 
-Every run is ``examples/masked_images.py`` with the words of a row, in a folder of its own; a command that
-was interrupted goes on where it stopped. Table and figure (``comparison.csv`` and ``.png`` in the folder
+Every run is ``implicit-attn train masked-images`` with the words of a row, in a folder of its own; a command
+that was interrupted goes on where it stopped. Table and figure (``comparison.csv`` and ``.png`` in the folder
 of the data) have the error of hidden patches with 1/4 to 4 times the iterations of training, beside
 fillings that learn nothing.
 """

@@ -3,7 +3,7 @@
 python benchmarks/language/forms.py [--text austen] [--size tiny small] [--rows plain momentum ...]
     [--workers 2] [--out runs/language-forms] [--figure FILE] [--table]
 
-Every run is ``examples/language_model.py`` with the words of a row, in a folder of its own; a command
+Every run is ``implicit-attn train language-model`` with the words of a row, in a folder of its own; a command
 that was interrupted goes on where it stopped. Runs with the same seed see the same windows of the text
 in the same order and begin with the same weights, but for "newton-taylor-no-value", which has fewer. All
 sizes and rows took 137 minutes of one core. ``--steps`` and ``--rate`` replace the rows' own; ``--table``

@@ -1,4 +1,4 @@
-"""The trainings of language models that are compared, as words of ``examples/language_model.py``."""
+"""The trainings of language models that are compared, as words of ``implicit-attn train language-model``."""
 
 from __future__ import annotations
 

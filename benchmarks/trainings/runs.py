@@ -16,13 +16,13 @@ from typing import Any
 from implicit_attn.command_line import Parser, command, folder, make_folder, mistakes, whole
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-EXAMPLES = ROOT / "examples"
+PROGRAMS = ROOT / "implicit_attn" / "programs"
 WEIGHTS = "weights.safetensors"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training: a row of a table at a size, with a seed; ``words`` are options of the example."""
+    """A training: a row of a table at a size, with a seed; ``words`` are options of the program."""
 
     size: str
     row: str
@@ -127,7 +127,7 @@ def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
     place = folder / run.folder
     place.mkdir(parents=True, exist_ok=True)
     (place / "words.json").write_text(json.dumps(run.words))
-    words = [sys.executable, str(EXAMPLES / run.example), *run.words, "--seed", str(run.seed)]
+    words = [sys.executable, str(PROGRAMS / run.example), *run.words, "--seed", str(run.seed)]
     words += ["--out", str(place), "--accelerator", "cpu"]
     if (place / "checkpoint.safetensors").exists():
         words.append("--resume")

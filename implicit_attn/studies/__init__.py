@@ -1,6 +1,6 @@
 """Studies of trained models: functions that return plain tables, and figures of them.
 
-The command ``python -m implicit_attn.studies`` runs them on checkpoints.
+The command ``implicit-attn study`` runs them on checkpoints.
 """
 
 from __future__ import annotations

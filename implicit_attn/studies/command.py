@@ -1,4 +1,4 @@
-"""The command ``python -m implicit_attn.studies``: sub-commands, options, progress, files."""
+"""``implicit-attn study``, also ``python -m implicit_attn.studies``: sub-commands, options, files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 import solvers
 from implicit_attn.command_line import (
     Parser,
+    called_as,
     command,
     count,
     folder,
     learning_rate,
     make_folder,
     mistakes,
-    place,
     positive,
     repeats,
     whole,
@@ -51,9 +51,9 @@ from implicit_attn.studies.trade_off import (
     train_trade_off,
 )
 from implicit_attn.training import Recipe
+from implicit_attn.weights import weights_file, weights_path
 
-SHIPPED = Path("examples") / "weights"
-UNROLLED, SOLVED = "digits-hyperset.safetensors", "digits-hyperset-equilibrium.safetensors"
+UNROLLED, SOLVED = "digits-hyperset", "digits-hyperset-equilibrium"
 OUT = Path("runs") / "studies"
 TEST_SAMPLES = 10_000  # of the trained models that trade-off reads
 # Options of trade-off's trainings, where the command line gives none; layers None: all divisors.
@@ -161,7 +161,7 @@ class Study(NamedTuple):
     """A sub-command that studies trained models; the docstring of ``run`` is its help."""
 
     run: Callable[[Subject, argparse.Namespace, Advance], Result]
-    weights: tuple[str, ...]  # studied by default, of those that come with the repository
+    weights: tuple[str, ...]  # studied by default, of those that come with the package
     samples: int  # test samples by default
     options: tuple[Option, ...]
 
@@ -198,15 +198,19 @@ STUDIES = {
 def parser() -> Parser:
     """The command's options."""
     top = Parser(
-        prog="python -m implicit_attn.studies",
+        prog=called_as("python -m implicit_attn.studies"),
         description="Studies of trained models and of small systems: a figure and CSV tables each.",
     )
     commands = top.add_subparsers(dest="study", required=True, metavar="STUDY")
 
     def study(name: str, text: str | None, default: str, *options: Option) -> Callable[..., Any]:
         add = commands.add_parser(name, help=text, description=text).add_argument
-        weights: Any = {"type": place, "nargs": "+", "metavar": "FILE"}
-        add("--weights", help=f"checkpoints (default: {default})", **weights)
+        weights: Any = {"type": weights_file, "nargs": "+", "metavar": "FILE"}
+        add(
+            "--weights",
+            help=f"checkpoints, or names of shipped ones (default: {default})",
+            **weights,
+        )
         add("--data", choices=sorted(LOADERS), help="default: what the checkpoint was trained on")
         add("--out", type=folder, default=OUT, help="folder of the files")
         for flag, kind, value, meaning in options:
@@ -214,8 +218,13 @@ def parser() -> Parser:
         return add
 
     for name, (run, weights, samples, options) in STUDIES.items():
-        shown = f"{', '.join(weights)} in {SHIPPED}"
-        study(name, run.__doc__, shown, ("--samples", count, samples, "test samples"), *options)
+        study(
+            name,
+            run.__doc__,
+            ", ".join(weights),
+            ("--samples", count, samples, "test samples"),
+            *options,
+        )
     add = study(
         "trade-off",
         run_trade_off.__doc__,
@@ -257,7 +266,7 @@ def _run(options: argparse.Namespace) -> None:
         _run_experiment(EXPERIMENTS[options.study], options)
     else:
         study = STUDIES[options.study]
-        for path in options.weights or [_shipped(name) for name in study.weights]:
+        for path in options.weights or [weights_path(name) for name in study.weights]:
             subject = _open(path, options)
             stem = f"{options.study}-{subject.name}"
             print(f"{stem}: {subject.title}", flush=True)
@@ -291,16 +300,6 @@ def _complete_trade_off(top: argparse.ArgumentParser, options: argparse.Namespac
     wrong = [n for n in options.layers if n not in divisors]
     if wrong:
         top.error(f"--layers must divide --depth {options.depth}, got {wrong}")
-
-
-def _shipped(name: str) -> Path:
-    """A file of the repository: of the current folder, or of the one that holds this package."""
-    for base in (Path(), Path(__file__).resolve().parents[2]):
-        if (base / SHIPPED / name).is_file():
-            return base / SHIPPED / name
-    raise SystemExit(
-        f"argument --weights: {SHIPPED / name} is not here; give the weights to study by --weights FILE"
-    )
 
 
 def _open(path: Path, options: argparse.Namespace) -> Subject:

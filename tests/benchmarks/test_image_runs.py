@@ -27,7 +27,7 @@ BENCHMARKS = {
 
 
 def load_example(name: str) -> Any:
-    path = ROOT / "examples" / name
+    path = ROOT / "implicit_attn/programs" / name
     found = importlib.util.spec_from_file_location(f"compared_{path.stem}", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

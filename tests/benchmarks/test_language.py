@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def load_example() -> Any:
-    path = ROOT / "examples" / "language_model.py"
+    path = ROOT / "implicit_attn/programs/language_model.py"
     found = importlib.util.spec_from_file_location("compared_language_model", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -83,7 +83,7 @@ def test_runs_are_resumed_and_failures_told(
         "elif out.name.endswith('1'): print('told why'); sys.exit(3)\n"
         "else: (out / 'checkpoint.safetensors').write_text('')\n"
     )
-    monkeypatch.setattr(runs, "EXAMPLES", tmp_path)
+    monkeypatch.setattr(runs, "PROGRAMS", tmp_path)
     wanted, folder = [a_run("plain"), a_run("plain", 1)], tmp_path / "out"
     options = SimpleNamespace(out=folder, table=False, workers=2)
     shown: list[list[Run]] = []

@@ -51,6 +51,13 @@ class Hangs(BaseException):
     """Neither work nor an error for so many seconds."""
 
 
+def path_of(name: str) -> Path:
+    folders = ("implicit_attn/programs", "implicit_attn/programs/systems")
+    return next(
+        path for path in (ROOT / folder / f"{name}.py" for folder in folders) if path.exists()
+    )
+
+
 def _hangs(*_: Any) -> None:
     raise Hangs
 
@@ -110,7 +117,7 @@ def _start(name: str, words: list[str]) -> tuple[Any, str]:
             if name in STUDIES:
                 studies.main([name, *words])
             else:
-                runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+                runpy.run_path(str(path_of(name)), run_name="__main__")
         except SystemExit as end:
             if isinstance(end.code, str):  # Python prints it, and the exit code is 1
                 said.write(end.code)
@@ -130,7 +137,7 @@ def _options(name: str) -> list[str]:
                 if name in STUDIES:
                     studies.main([name, "--help"])
                 else:
-                    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+                    runpy.run_path(str(path_of(name)), run_name="__main__")
         flags = set(re.findall(r"(?<![\w-])--[a-z-]+", text.getvalue()))
         assert len(flags) > 5, f"no options in the help of {name}"
         _KNOWN[name] = sorted(flags - LEFT_OUT)

@@ -1,4 +1,4 @@
-"""The weights in examples/weights: what docs/results.md says of them."""
+"""The weights in implicit_attn/weights: what docs/results.md says of them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 import solvers
 from implicit_attn.studies import accuracy_by_iterations, geometry, open_subject
-from implicit_attn.studies.command import SHIPPED, SOLVED, UNROLLED
+from implicit_attn.studies.command import SOLVED, UNROLLED
 from implicit_attn.studies.extrapolation import extrapolate
 from implicit_attn.studies.subjects import Subject
+from implicit_attn.weights import weights_path
 
 pytest.importorskip("safetensors", reason="the weights are read by safetensors")
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
-FOLDER = Path(__file__).resolve().parents[2] / SHIPPED
-MNIST = "mnist-hyperset.safetensors"
+MNIST = "mnist-hyperset"
 HAS_MNIST = (Path(os.environ.get("IMPLICIT_ATTN_DATA", "/nowhere")) / "mnist").is_dir()
 needs_mnist = pytest.mark.skipif(not HAS_MNIST, reason="no MNIST under IMPLICIT_ATTN_DATA")
 
 
 def digits(name: str) -> Subject:
-    return open_subject(FOLDER / name)
+    return open_subject(weights_path(name))
 
 
 @pytest.mark.parametrize("name", [UNROLLED, SOLVED, MNIST])
 def test_small_enough_to_ship(name: str) -> None:
-    assert (FOLDER / name).stat().st_size <= 2**20
+    assert (weights_path(name)).stat().st_size <= 2**20
 
 
 def test_digits_hold_at_four_times_the_iterations() -> None:
@@ -64,7 +64,7 @@ def test_acceleration_needs_half_the_evaluations_of_forward_iteration() -> None:
 
 @needs_mnist
 def test_mnist_holds_at_twice_the_iterations() -> None:
-    once, twice = accuracy_by_iterations(open_subject(FOLDER / MNIST, samples=2000), [12, 24])
+    once, twice = accuracy_by_iterations(open_subject(weights_path(MNIST), samples=2000), [12, 24])
     assert once["accuracy"] >= 0.975
     assert twice["accuracy"] >= once["accuracy"] - 0.002
 
@@ -72,7 +72,7 @@ def test_mnist_holds_at_twice_the_iterations() -> None:
 @needs_mnist
 def test_energies_end_lower_and_the_tokens_wider_apart_on_mnist() -> None:
     """From the first to the last iteration; in between they do not move in one direction."""
-    subject = open_subject(FOLDER / MNIST, samples=128)
+    subject = open_subject(weights_path(MNIST), samples=128)
     energies, heads = geometry(subject, 12)
     first, last = energies[0], energies[-1]
     for term in ("attention_energy", "feedforward_energy"):

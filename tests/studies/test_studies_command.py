@@ -15,7 +15,7 @@ from implicit_attn.checkpoint import read_progress, save_checkpoint
 from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
 from implicit_attn.studies import command, layers_of_depth, open_subject, subjects
-from implicit_attn.studies.command import SHIPPED, STUDIES, UNROLLED, main
+from implicit_attn.studies.command import STUDIES, main
 from implicit_attn.studies.figures.trade_off import seed_means, trade_off_figure
 from implicit_attn.studies.subjects import DataDiffers
 
@@ -85,13 +85,13 @@ def test_convergence_of_softmax_attention(backbone: str, tmp_path: Path) -> None
     assert (tmp_path / "convergence-tiny.png").read_bytes().startswith(PNG)
 
 
-def test_weights_of_the_repository_are_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", [[], ["--weights", "digits-hyperset"]], ids=["default", "named"])
+def test_shipped_weights_anywhere(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the current folder first; the files go to ``runs/studies``."""
-    write_weights(tmp_path / SHIPPED / UNROLLED, "hyperset")
+    """The files go to ``runs/studies`` of the current folder."""
     monkeypatch.chdir(tmp_path)
-    main(["geometry", "--samples", "3"])
+    main(["geometry", "--samples", "3", *words])
     made = tmp_path / "runs" / "studies" / "geometry-digits-hyperset.png"
     assert made.read_bytes().startswith(PNG)
 

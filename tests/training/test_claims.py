@@ -25,7 +25,9 @@ SCRIPTS = ("classify", "mnist_spins", "sudoku", "vit_images")
 
 def script(name: str) -> Any:
     """The example as a module, whose data must not be read."""
-    found = importlib.util.spec_from_file_location(f"claimed_{name}", ROOT / f"examples/{name}.py")
+    found = importlib.util.spec_from_file_location(
+        f"claimed_{name}", ROOT / f"implicit_attn/programs/{name}.py"
+    )
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

@@ -53,7 +53,15 @@ class Counts:
 
 def launch(name: str, out: Path, *flags: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, f"examples/{name}.py", *SCRIPTS[name], "--out", str(out), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        f"implicit_attn.programs.{name}",
+        *SCRIPTS[name],
+        "--out",
+        str(out),
+        *flags,
+    ]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )  # fmt: skip

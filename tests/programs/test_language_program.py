@@ -28,7 +28,7 @@ TINY = [
 
 
 def load_example() -> Any:
-    path = ROOT / "examples" / "language_model.py"
+    path = ROOT / "implicit_attn/programs/language_model.py"
     found = importlib.util.spec_from_file_location("example_language_model", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

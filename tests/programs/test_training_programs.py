@@ -35,7 +35,9 @@ TINY = [
 
 def script(name: str) -> Any:
     """The example as a module."""
-    found = importlib.util.spec_from_file_location(f"example_{name}", ROOT / f"examples/{name}.py")
+    found = importlib.util.spec_from_file_location(
+        f"example_{name}", ROOT / f"implicit_attn/programs/{name}.py"
+    )
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
@@ -294,7 +296,7 @@ def test_two_processes_report_once(tmp_path: Path) -> None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     started = ["--source", "generated", "--devices", "2", "--accelerator", "cpu"]
     result = subprocess.run(
-        [sys.executable, "examples/sudoku.py", *TINY, *started, "--out", str(tmp_path)],
+        [sys.executable, "-m", "implicit_attn.programs.sudoku", *TINY, *started, "--out", str(tmp_path)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     output = result.stdout

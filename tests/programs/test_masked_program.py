@@ -17,7 +17,7 @@ for module in ("sklearn", "safetensors", "matplotlib", "tqdm", "lightning_fabric
     pytest.importorskip(module, reason="the example needs the extra [examples]")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "examples/masked_images.py"))
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "implicit_attn/programs/masked_images.py"))
 TINY = [
     "--limit", "48", "--test", "20", "--epochs", "1", "--dim", "8", "--heads", "2", "--patch", "4",
     "--iterations", "2", "--random-iterations", "1", "3",

@@ -1,10 +1,10 @@
 """Learn the rules of Sudoku from solved boards, as couplings of a Potts model, and solve puzzles.
 
-    python examples/sudoku_potts.py                                  # half a minute on one core
-    python examples/sudoku_potts.py --train 20                       # twenty boards are enough
-    python examples/sudoku_potts.py --weights runs/sudoku-potts/weights.safetensors    # no training
-    python examples/sudoku_potts.py --solver belief-propagation      # messages instead of means
-    python examples/sudoku_potts.py --solver belief-propagation --graph true    # the rules
+    implicit-attn run sudoku-potts                                  # half a minute on one core
+    implicit-attn run sudoku-potts --train 20                       # twenty boards are enough
+    implicit-attn run sudoku-potts --weights runs/sudoku-potts/weights.safetensors    # no training
+    implicit-attn run sudoku-potts --solver belief-propagation      # messages instead of means
+    implicit-attn run sudoku-potts --solver belief-propagation --graph true    # the rules
 
 One head of factored attention, whose weights know only the cells and whose values know only the
 digits, is fitted to predict every cell of a solved board from the other 80. Its couplings then solve

@@ -1,11 +1,11 @@
 """Train a small language model on the characters of a text, its sublayers steps of descent.
 
-    python examples/language_model.py                          # the help topics of Python, no download
-    python examples/language_model.py --text austen --descent momentum
-    python examples/language_model.py --attention light-newton-taylor
-    python examples/language_model.py --model equilibrium      # one block, solved for its fixed point
-    python examples/language_model.py --resume                 # go on where a run stopped
-    python examples/language_model.py --generate 500 --prompt "It was "
+    implicit-attn train language-model                          # the help topics of Python, no download
+    implicit-attn train language-model --text austen --descent momentum
+    implicit-attn train language-model --attention light-newton-taylor
+    implicit-attn train language-model --model equilibrium      # one block, solved for its fixed point
+    implicit-attn train language-model --resume                 # go on where a run stopped
+    implicit-attn train language-model --generate 500 --prompt "It was "
 
 ``--text`` is the name of a text in $IMPLICIT_ATTN_DATA/text or the path of any file in UTF-8, of which the
 last 5 % are held out. The loss is in nats a character; beside it stand the losses of models that count
@@ -58,6 +58,7 @@ from implicit_attn.training import NextToken, Training, run_script
 from implicit_attn.training.options import add_process_options, add_result_options, given, settings
 from implicit_attn.training.script import build_training, claim, save_weights, start
 from implicit_attn.updates.momentum import DESCENTS, LOOKAHEADS
+from implicit_attn.weights import weights_path
 
 # Which options belong to one of the models only, with their defaults.
 OWN: dict[str, dict[str, Any]] = {
@@ -66,7 +67,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 KINDS = {"decoder": "language-model", "equilibrium": "equilibrium-language-model"}
 # Trained by the row "momentum" of benchmarks/language/forms.py --size small, seed 0.
-SHIPPED = Path(__file__).resolve().parent / "weights" / "austen-language.safetensors"
+SHIPPED = weights_path("austen-language")
 # How text is written, not what is trained, with their defaults.
 WRITING: dict[str, Any] = {"prompt": "The ", "temperature": 0.8, "most": None, "weights": None}
 # What may stand beside --generate besides these.

@@ -1,11 +1,11 @@
 """Train a recurrent attention model to fill in hidden patches of images: Hyper-SET, or a baseline.
 
-    python examples/masked_images.py                           # embedded 8x8 digits, a minute or two
-    python examples/masked_images.py --model transformer       # about as many parameters
-    python examples/masked_images.py --model hyperset-equilibrium
-    python examples/masked_images.py --data mnist              # MNIST, some ten minutes
-    python examples/masked_images.py --data mnist --resume     # go on where a run stopped
-    python examples/masked_images.py --compare runs/masked-digits-*
+    implicit-attn train masked-images                           # embedded 8x8 digits, a minute or two
+    implicit-attn train masked-images --model transformer       # about as many parameters
+    implicit-attn train masked-images --model hyperset-equilibrium
+    implicit-attn train masked-images --data mnist              # MNIST, some ten minutes
+    implicit-attn train masked-images --data mnist --resume     # go on where a run stopped
+    implicit-attn train masked-images --compare runs/masked-digits-*
 
 Images become patches and patches tokens. A learned token stands for each hidden patch. One layer is
 applied to the tokens repeatedly, or solved for its equilibrium. A linear readout gives the pixels. The

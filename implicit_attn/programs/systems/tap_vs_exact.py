@@ -1,7 +1,7 @@
 """How good are mean-field theories of spins, and where do they stop making sense?
 
-    python examples/tap_vs_exact.py               # writes runs/tap-vs-exact/report.png, about a minute
-    python examples/tap_vs_exact.py --models 10   # a quick look
+    implicit-attn run tap-vs-exact               # writes runs/tap-vs-exact/report.png, about a minute
+    implicit-attn run tap-vs-exact --models 10   # a quick look
 
 Random Ising and Potts models, so small that every configuration can be visited, tell the exact means
 and correlations. Naive mean field and adaptive TAP are compared with them against the strength of
@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from implicit_attn.command_line import (
     Parser,
@@ -30,6 +29,7 @@ from implicit_attn.command_line import (
     seed_number,
     whole,
 )
+from implicit_attn.optional import require
 from implicit_attn.studies import (
     error_against_coupling,
     format_table,
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    with mistakes():
+        tqdm = require("tqdm", extra="training").tqdm
     with mistakes("--out"):
         make_folder(options.out)
     torch.set_num_threads(1)  # the matrices are tiny

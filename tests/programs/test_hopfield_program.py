@@ -12,7 +12,7 @@ import pytest
 for module in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(module, reason="the example needs the extra [examples]")
 
-PATH = Path(__file__).resolve().parents[2] / "examples" / "hopfield_density.py"
+PATH = Path(__file__).resolve().parents[2] / "implicit_attn/programs/systems/hopfield_density.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """A Hopfield memory is a density: what does it know of handwritten digits?
 
-    python examples/hopfield_density.py              # writes two pictures to runs/hopfield-density
-    python examples/hopfield_density.py --noises 0.1 # one noise only, a quick look
+    implicit-attn run hopfield-density              # writes two pictures to runs/hopfield-density
+    implicit-attn run hopfield-density --noises 0.1 # one noise only, a quick look
 
 At temperature 1 / beta the energy of the continuous memory is a mixture of Gaussians around its patterns,
 and one step of attention over the patterns is the best guess of the pattern behind a noisy state. On

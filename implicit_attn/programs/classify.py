@@ -1,11 +1,11 @@
 """Train an equilibrium block to read handwritten digits, beside simpler models, and report on it.
 
-    python examples/classify.py                          # embedded 8x8 digits, about a minute
-    python examples/classify.py --data mnist --patch 4   # MNIST, local or downloaded
-    python examples/classify.py --model hyperset         # an energy that sees the image as 1/2 |z - x|^2
-    python examples/classify.py --baselines none         # the equilibrium alone
-    python examples/classify.py --resume                 # go on where an interrupted run stopped
-    python examples/classify.py --overwrite              # train anew in the folder of an earlier run
+    implicit-attn train classify                          # embedded 8x8 digits, about a minute
+    implicit-attn train classify --data mnist --patch 4   # MNIST, local or downloaded
+    implicit-attn train classify --model hyperset         # an energy that sees the image as 1/2 |z - x|^2
+    implicit-attn train classify --baselines none         # the equilibrium alone
+    implicit-attn train classify --resume                 # go on where an interrupted run stopped
+    implicit-attn train classify --overwrite              # train anew in the folder of an earlier run
 
 Each image becomes tokens x. The block makes x + z* of them, where z* minimises an energy that sees x
 inside its attention and its hidden units; a linear readout classifies the result. The same loop trains

@@ -15,19 +15,27 @@ from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.data import load
 from implicit_attn.models import SpinClassifier
 from implicit_attn.training import accuracy
+from implicit_attn.weights import weights_path
 
 for module in ("safetensors", "matplotlib", "tqdm"):
     pytest.importorskip(module, reason="the example needs the extra [examples]")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHIPPED = ROOT / "examples" / "weights" / "mnist_spins.safetensors"
+SHIPPED = weights_path("mnist-spins")
 HAS_MNIST = (Path(os.environ.get("IMPLICIT_ATTN_DATA", "/nowhere")) / "mnist").is_dir()
 needs_mnist = pytest.mark.skipif(not HAS_MNIST, reason="no MNIST under IMPLICIT_ATTN_DATA")
 
 
 def run(*arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "examples/mnist_spins.py", *arguments],
+        [
+            sys.executable,
+            "-W",
+            "error::UserWarning",
+            "-m",
+            "implicit_attn.programs.mnist_spins",
+            *arguments,
+        ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -81,7 +89,7 @@ def test_shipped_weights_fit_and_are_small() -> None:
 @pytest.mark.parametrize("option", [("--dim", "12"), ("--data", "fashion-mnist"), ("--resume",)])
 def test_shipped_weights_take_no_settings(option: tuple[str, ...]) -> None:
     result = subprocess.run(
-        [sys.executable, "examples/mnist_spins.py", "--shipped", *option],
+        [sys.executable, "-m", "implicit_attn.programs.mnist_spins", "--shipped", *option],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,9 +1,9 @@
 """Learn to solve Sudoku at equilibrium: from boards, without being told a rule.
 
-    python examples/solve_sudoku.py                              # an hour on two cores
-    python examples/solve_sudoku.py --resume                     # go on where a run stopped
-    python examples/solve_sudoku.py --weights examples/weights/sudoku-solver.safetensors
-    python examples/solve_sudoku.py --givens 26 34 --iterations 12 --window 12 --epochs 3 \\
+    implicit-attn train solve-sudoku                              # an hour on two cores
+    implicit-attn train solve-sudoku --resume                     # go on where a run stopped
+    implicit-attn train solve-sudoku --weights sudoku-solver
+    implicit-attn train solve-sudoku --givens 26 34 --iterations 12 --window 12 --epochs 3 \\
         --out runs/solve-easy                                    # trained on easy boards only
 
 Which cells constrain each other is learned first, in seconds: a head of factored attention predicts
@@ -62,6 +62,7 @@ from implicit_attn.training.options import (
     settings,
 )
 from implicit_attn.training.script import build_training, claim, save_weights, start
+from implicit_attn.weights import weights_file
 
 CELLS, DIGITS = 81, 9
 GIVENS = (17, 20, 25, 30, 34)  # of the puzzles in the table at the end
@@ -89,7 +90,8 @@ def command_line() -> Parser:
     add("--weight-decay", type=learning_rate, default=1e-3)
     add_process_options(parser, save_every=100)
     add_result_options(parser, "folder of the results (default runs/solve-sudoku)")
-    add("--weights", type=place, help="weights that were trained earlier: only test them")
+    text = "file, or name of shipped weights: only test them"
+    add("--weights", type=weights_file, help=text)
     add("--figure", type=place, help="PNG of the solved shares and a board; .gif: its animation")
     add("--boards", type=puzzles, default=200, help="puzzles of each number of givens in the table")
     return parser
@@ -114,7 +116,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def puzzles(options: argparse.Namespace, first: bool) -> tuple[SudokuData, SudokuData]:
-    """The puzzles without further givens, and with 0 to 17 more, as ``examples/sudoku.py`` has them."""
+    """The puzzles without further givens, and with 0 to 17 more, as the program ``sudoku`` has them."""
     with mistakes("--source", first=first):
         source = resolve_source(options.source)
     with mistakes("--train", first=first):

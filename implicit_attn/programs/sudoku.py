@@ -1,11 +1,11 @@
 """Train a recurrent attention model to solve Sudoku: Hyper-SET, or a baseline; or a board solver.
 
-    python examples/sudoku.py                          # reduced model, half an hour on one core
-    python examples/sudoku.py --model transformer
-    python examples/sudoku.py --attention softmax --layers 2
-    python examples/sudoku.py --preset paper --compile --precision bf16-mixed    # for a GPU
-    python examples/sudoku.py --resume                 # go on where a run stopped
-    python examples/sudoku.py --model board-solver     # all further options: of solve_sudoku.py
+    implicit-attn train sudoku                          # reduced model, half an hour on one core
+    implicit-attn train sudoku --model transformer
+    implicit-attn train sudoku --attention softmax --layers 2
+    implicit-attn train sudoku --preset paper --compile --precision bf16-mixed    # for a GPU
+    implicit-attn train sudoku --resume                 # go on where a run stopped
+    implicit-attn train sudoku --model board-solver     # all further options: of solve-sudoku
 
 The 81 cells are tokens. One layer is applied to them repeatedly. A linear readout gives the logits of
 the nine digits in every cell. Puzzles have 17 to 34 clues, made from the list of 17-clue puzzles
@@ -17,7 +17,6 @@ the nine digits in every cell. Puzzles have 17 to 34 clues, made from the list o
 from __future__ import annotations
 
 import argparse
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +42,7 @@ from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.models import BACKBONES, build_backbone, build_model
 from implicit_attn.models.registry import CHOICES, SOLVED, WITHOUT_WIDTH
 from implicit_attn.models.sudoku import FINAL_NORMS, POSITIONS
+from implicit_attn.programs import solve_sudoku
 from implicit_attn.training import SudokuCompletion, Training, describe, run_script
 from implicit_attn.training.options import (
     add_model_options,
@@ -85,7 +85,7 @@ EQUILIBRIA = {name: {"iterations": 50, "random_iterations": None} for name in SO
 def command_line() -> Parser:
     parser = Parser(
         description=__doc__.split("\n")[0] if __doc__ else None,
-        epilog=f"--model {BOARD_SOLVER} has the options of solve_sudoku.py, which it runs.",
+        epilog=f"--model {BOARD_SOLVER} has the options of solve-sudoku, which it runs.",
     )
     add, puzzles = parser.add_argument, whole(1, 1_000_000)
     add_model_options(
@@ -179,8 +179,8 @@ def board_solver_words(words: Sequence[str]) -> list[str] | None:
 
 def main(words: Sequence[str] | None = None) -> None:
     others = board_solver_words(sys.argv[1:] if words is None else words)
-    if others is not None:  # trained and tested by a script of its own
-        runpy.run_path(str(Path(__file__).with_name("solve_sudoku.py")))["main"](others)
+    if others is not None:  # trained and tested by a program of its own
+        solve_sudoku.main(others)
         return
     parser = command_line()
     with command(parser):

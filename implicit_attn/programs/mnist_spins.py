@@ -1,9 +1,9 @@
 """Train attention made of coupled vector spins to read MNIST, and watch the couplings form.
 
-    python examples/mnist_spins.py                 # the full training, minutes an epoch at most
-    python examples/mnist_spins.py --resume        # go on where an interrupted run stopped
-    python examples/mnist_spins.py --shipped       # no training: study the weights that come along
-    python examples/mnist_spins.py --overwrite     # replace the files of an earlier run in the folder
+    implicit-attn train mnist-spins                 # the full training, minutes an epoch at most
+    implicit-attn train mnist-spins --resume        # go on where an interrupted run stopped
+    implicit-attn train mnist-spins --shipped       # no training: study the weights that come along
+    implicit-attn train mnist-spins --overwrite     # replace the files of an earlier run in the folder
 
 An image becomes the fields x of 16 sites; a class token has a learned field. The layer returns their
 mean-field response ``z = J z - f(z) + x``. The state of the class token, which depends on the image
@@ -38,8 +38,9 @@ from implicit_attn.training.options import (
     settings,
 )
 from implicit_attn.training.script import checkpoint_path, claim, save_weights
+from implicit_attn.weights import weights_path
 
-SHIPPED = Path(__file__).parent / "weights" / "mnist_spins.safetensors"
+SHIPPED = weights_path("mnist-spins")
 
 
 def command_line() -> Parser:

@@ -1,11 +1,11 @@
 """Train a local block on small rings, then give it more iterations on larger ones.
 
-    python examples/easy_to_hard.py                     # half a minute
+    implicit-attn run easy-to-hard                     # half a minute
 
 The task is the parity of bits along a ring since the last mark, which takes as many local steps as a run
 is long. The block is trained with random numbers of iterations, so that its answer is a fixed point;
 rings of four times the size then take more iterations and nothing else. Beside other models, with
-other solvers and several seeds: ``python -m implicit_attn.studies easy-to-hard``.
+other solvers and several seeds: ``implicit-attn study easy-to-hard``.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from implicit_attn.optional import require
 for module in ("sklearn", "safetensors", "matplotlib", "tqdm"):
     pytest.importorskip(module, reason="the example needs the extra [examples]")
 
-SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "classify.py"
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "implicit_attn/programs/classify.py"
 OWN = {
     "checkpoint.safetensors", "convergence.csv", "epochs.csv", "extrapolation.csv", "report.png",
 }  # fmt: skip

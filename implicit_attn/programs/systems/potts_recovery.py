@@ -1,8 +1,8 @@
 """Which models find the couplings of a Potts model in its samples?
 
-    python examples/potts_recovery.py --data ring4                       # a minute
-    python examples/potts_recovery.py                                    # four data sets, about ten minutes
-    python examples/potts_recovery.py --data tree --methods sink-long potts vanilla recycled
+    implicit-attn run potts-recovery --data ring4                       # a minute
+    implicit-attn run potts-recovery                                    # four data sets, about ten minutes
+    implicit-attn run potts-recovery --data tree --methods sink-long potts vanilla recycled
 
 Four sparse models of 20 sites and 10 colours are sampled by Gibbs chains. Factored attention (weights by
 positions, values by colours), the Potts model itself and transformers on masked tokens learn from the

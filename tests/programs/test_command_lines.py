@@ -45,8 +45,16 @@ STUDIES = ("convergence", "extrapolation", "paths", "geometry", "trade-off")
 HUGE = "1" + 30 * "0"
 
 
+def path_of(name: str) -> Path:
+    """Of a program in the package, or of an example."""
+    folders = ("implicit_attn/programs", "implicit_attn/programs/systems", "examples")
+    return next(
+        path for path in (ROOT / folder / f"{name}.py" for folder in folders) if path.exists()
+    )
+
+
 def load_script(name: str) -> Any:
-    found = importlib.util.spec_from_file_location(f"line_{name}", ROOT / f"examples/{name}.py")
+    found = importlib.util.spec_from_file_location(f"line_{name}", path_of(name))
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
@@ -63,7 +71,7 @@ def start(name: str, arguments: list[str]) -> None:
     elif name in MODULES:
         MODULES[name].main(arguments)
     else:
-        runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
+        runpy.run_path(str(path_of(name)), run_name="__main__")
 
 
 @pytest.fixture

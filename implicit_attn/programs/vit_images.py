@@ -1,11 +1,11 @@
 """Train a recurrent attention model to classify images: Hyper-SET, or a baseline.
 
-    python examples/vit_images.py                               # embedded 8x8 digits, a minute or two
-    python examples/vit_images.py --data mnist                  # MNIST, a quarter of an hour
-    python examples/vit_images.py --data mnist --model transformer
-    python examples/vit_images.py --data mnist --attention softmax --layers 2
-    python examples/vit_images.py --data cifar10 --preset paper --compile    # for a GPU
-    python examples/vit_images.py --data mnist --resume         # go on where a run stopped
+    implicit-attn train vit-images                               # embedded 8x8 digits, a minute or two
+    implicit-attn train vit-images --data mnist                  # MNIST, a quarter of an hour
+    implicit-attn train vit-images --data mnist --model transformer
+    implicit-attn train vit-images --data mnist --attention softmax --layers 2
+    implicit-attn train vit-images --data cifar10 --preset paper --compile    # for a GPU
+    implicit-attn train vit-images --data mnist --resume         # go on where a run stopped
 
 An image becomes tokens, a class token among them. One layer is applied to them repeatedly. A linear
 readout of the class token gives the logits. With ``--model hyperset-equilibrium`` the layer is solved

@@ -1,7 +1,7 @@
 """Bare self-attention learns digits without backpropagation, and fills in hidden patches.
 
-    python examples/bare_attention.py                 # about 15 seconds
-    python examples/bare_attention.py --rule source --cap 8
+    implicit-attn run bare-attention                 # about 15 seconds
+    implicit-attn run bare-attention --rule source --cap 8
 
 Pixels are points on circles, 2 x 2 patches are tokens, and the only parameters are couplings between the
 16 patches. Every step of the training multiplies tokens of pairs of patches; no graph is recorded. Then
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from implicit_attn.command_line import (
     Parser,
@@ -29,6 +28,7 @@ from implicit_attn.command_line import (
 )
 from implicit_attn.data import CircleTokens, load_digits
 from implicit_attn.energies import BareAttention
+from implicit_attn.optional import require
 from implicit_attn.training import fit_locally
 from implicit_attn.updates import BareAttentionStep
 from solvers import TorusSite
@@ -70,6 +70,8 @@ def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     model = BareAttention(codec.sites, codec.dim, site=TorusSite(codec.values))
     generator = torch.Generator().manual_seed(options.seed)
+    with mistakes():
+        tqdm = require("tqdm", extra="training").tqdm
     bar = tqdm(total=options.steps, desc="training", leave=False, disable=None)
     with bar, mistakes():  # a rate that is too large
         fit_locally(

@@ -1,0 +1,8 @@
+"""``python -m implicit_attn``: the command ``implicit-attn``."""
+
+from __future__ import annotations
+
+from implicit_attn.console.command import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""The command ``implicit-attn``; a sub-command is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from solvers.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from implicit_attn.console import demo, study
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__, {"implicit_attn.console.demo": "", "implicit_attn.console.study": ""}
+    )
+
+__all__ = ["demo", "study"]
