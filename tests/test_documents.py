@@ -17,12 +17,11 @@ from implicit_attn.studies.experiments.registry import EXPERIMENTS
 from solvers import SolveWarning, Tolerance
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    "docs/guide.md",
-    "docs/choosing.md",
-    "docs/spins.md",
-    "docs/scaling.md",
-]  # whose snippets run one by one
+PAGES = sorted(  # whose snippets run one by one
+    path.relative_to(ROOT).as_posix()
+    for folder in ("guide", "theory")
+    for path in (ROOT / "docs" / folder).glob("*.md")
+)
 LISTS = ["docs/gallery.md", "docs/systems.md", "docs/results.md", "benchmarks/RESULTS.md"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, *LISTS]
 STUDY = r"(?:python -m implicit_attn\.studies|implicit-attn study)"
@@ -72,11 +71,11 @@ def test_each_snippet_of_a_page_runs_alone(
 @pytest.mark.parametrize("scale", [10.0, 1.0, 0.3, 0.1, 0.01])
 def test_the_energy_that_the_guide_recommends_is_solved(scale: float) -> None:
     """Whatever the size of the input, within the guide's tolerance and budget."""
-    recipe = next(block for block in snippets("docs/guide.md") if "bound=" in block)
+    recipe = next(block for block in snippets("docs/guide/energies.md") if "bound=" in block)
     for seed in range(3):
         torch.manual_seed(seed)
         scope: dict[str, Any] = {}
-        execute(recipe, "docs/guide.md", scope)
+        execute(recipe, "docs/guide/energies.md", scope)
         layer = DEQ(scope["energy"], tolerance=Tolerance(rtol=1e-3), max_steps=60)
         with torch.no_grad():
             solution = layer.solve(scale * torch.randn(16, 16, 64), on_failure="ignore")

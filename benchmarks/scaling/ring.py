@@ -3,7 +3,7 @@
 python benchmarks/scaling/ring.py [--tokens 65536] [--devices 2 4 8 16] [--gigabytes 50] [--teraflops 200]
 
 The devices are simulated in one process: tensors are split over tokens, and every message is passed and
-counted. docs/scaling.md has the formulas.
+counted. docs/guide/devices.md has the formulas.
 """
 
 from __future__ import annotations
