@@ -1,6 +1,6 @@
-"""What the attention forms learn in 600 steps: the order of their losses on the characters of novels.
+"""What the attention forms learn in 400 steps: the order of their losses on the characters of novels.
 
-The settings are those of ``benchmarks/language/forms.py --size tiny``, with fewer validation windows.
+The settings are those of ``benchmarks/language/forms.py --size tiny``, on shorter windows and fewer of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from implicit_attn.training import NextToken, Recipe, Training
 pytest.importorskip("safetensors", reason="a training writes checkpoints")
 pytest.importorskip("lightning_fabric", reason="a training runs in Fabric's processes")
 
-STEPS, BATCH, LENGTH = 600, 16, 64
+STEPS, BATCH, LENGTH = 400, 16, 32
 
 
 def loss_of(folder: Path, attention: str, descent: str) -> float:
@@ -42,7 +42,7 @@ def loss_of(folder: Path, attention: str, descent: str) -> float:
 @pytest.mark.slow
 def test_what_the_forms_learn(tmp_path: Path) -> None:
     plain = loss_of(tmp_path, "softmax", "plain")
-    assert plain < 2.25  # counts of pairs of characters: 2.443
+    assert plain < 2.35  # counts of pairs of characters: 2.443
     assert loss_of(tmp_path, "softmax", "momentum") < plain
     assert abs(loss_of(tmp_path, "light-newton-taylor", "plain") - plain) < 0.02
     assert loss_of(tmp_path, "newton-taylor", "plain") > plain + 0.1
