@@ -30,11 +30,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Small trainings; each saves often, and takes a few seconds.
 SCRIPTS: dict[str, list[str]] = {
     "classify": [
-        "--limit", "128", "--epochs", "12", "--batch", "16", "--dim", "16", "--memories", "16",
+        "--limit", "96", "--epochs", "6", "--batch", "16", "--dim", "16", "--memories", "16",
         "--heads", "2",
     ],
     "sudoku": [
-        "--source", "generated", "--train", "64", "--test", "8", "--epochs", "6", "--dim", "16",
+        "--source", "generated", "--train", "64", "--test", "8", "--epochs", "3", "--dim", "16",
         "--heads", "2", "--width", "32", "--iterations", "4", "--batch", "4", "--save-every", "3",
         "--log-every", "2",
     ],
