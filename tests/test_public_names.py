@@ -48,7 +48,7 @@ PUBLIC = {
     """,
     "implicit_attn.energies": """
         AttentionInput BareAttention BiSoftmaxAttention ClassicalHopfield ConditionalAttention
-        ConditionalMixture Couplings DenseAssociative EffectiveRBM Energy EquilibriumEnergy Field
+        ConditionalMixture Couplings DenseAssociative EffectiveRBM Energy EnergyReport EquilibriumEnergy Field
         FunctionEnergy GELUFeedForward GatedFeedForward GatedLinearAttention HeadwiseEnergy
         HiddenPrior Hopfield HyperSETEnergy
         IdentityLagrangian IsingLagrangian Lagrangian LayerNormLagrangian
@@ -56,7 +56,7 @@ PUBLIC = {
         Prepared Projection Quadratic QueryEnergy RMSNorm RMSNormLagrangian ReLUFeedForward ReLULagrangian
         RowSoftmaxAttention Scaled ScoreAttention Select SigmoidAttention Site SiteDistribution SiteLagrangian
         SoftmaxAttention SoftmaxFeedForward SoftmaxLagrangian SpectralBound SphericalLagrangian
-        SpinInteraction Sum VectorSpin Weighted
+        SpinInteraction Sum VectorSpin Weighted check_energy
     """,
     "implicit_attn.energies.effective": """
         BinaryPrior ConstantPrior EffectiveRBM ExponentialPrior HiddenPrior IsingPrior LaplacePrior

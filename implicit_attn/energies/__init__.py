@@ -10,6 +10,8 @@ from implicit_attn.energies.attention import (
 )
 from implicit_attn.energies.bare.bare_attention import BareAttention
 from implicit_attn.energies.bare.mixture import ConditionalMixture
+from implicit_attn.energies.checking.check_energy import check_energy
+from implicit_attn.energies.checking.report import EnergyReport
 from implicit_attn.energies.context.conditional_attention import ConditionalAttention
 from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
 from implicit_attn.energies.effective.prior import HiddenPrior
@@ -62,6 +64,7 @@ __all__ = [
     "DenseAssociative",
     "EffectiveRBM",
     "Energy",
+    "EnergyReport",
     "EquilibriumEnergy",
     "Field",
     "FunctionEnergy",
@@ -103,4 +106,5 @@ __all__ = [
     "Sum",
     "VectorSpin",
     "Weighted",
+    "check_energy",
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def check_energy(energy: Any, batch: int, name: str) -> None:
+def check_values(energy: Any, batch: int, name: str) -> None:
     """``energy`` must be a tensor (B,): one number per sample."""
     if not isinstance(energy, Tensor):
         raise TypeError(f"{name} must return a tensor of shape (B,), got {type(energy).__name__}")

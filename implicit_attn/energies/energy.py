@@ -1,10 +1,10 @@
 """Energies: one number per sample, and the algebra that builds a layer's energy from terms.
 
-To write one, subclass :class:`Energy` in a file of this folder and define ``forward(z, x, *, mask)``,
-the value (B,), which is differentiated automatically; or ``value_and_grad(z, x, *, mask)``, value and
-gradient in closed form, from which ``forward`` follows, and optionally ``hvp``. Functions of features
-``norm(z W^T)`` subclass ``ProjectedEnergy``. Masked tokens must influence nothing: start from
-``hide(z, mask)``. Export it and add it to ``tests/cases/energies.py``.
+To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, the value (B,),
+which is differentiated automatically; or ``value_and_grad``, value and gradient in closed form, from which
+``forward`` follows, and optionally ``hvp``. Each may leave out ``mask``, then the energy takes none, and
+``x``. Masked tokens must influence nothing: start from ``hide(z, mask)``. ``check_energy`` says whether all
+of it is right. Energies of this package are exported and have a row in ``tests/cases/energies.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.checks import check_energy
+from implicit_attn.energies.checks import check_values
+from implicit_attn.energies.custom.signatures import ENERGY_METHODS, complete
 from implicit_attn.energies.differentiation import (
     add_trees,
     hessian_product,
@@ -35,14 +36,13 @@ Evaluation = tuple[Tensor, Any]  # the energy (B,) and its gradient, like z
 class Energy(nn.Module):
     """A scalar per sample whose stationary points in ``z`` are the layer's output.
 
-    A subclass defines ``forward`` or ``value_and_grad``; the rest comes from that and from automatic
-    differentiation. A closed-form gradient that shares no work with the value may be defined as
-    ``grad``. Energies can be added, scaled and weighted::
+    A subclass defines ``forward`` or ``value_and_grad``; the rest is differentiated automatically. A closed
+    form of the gradient alone may be defined as ``grad``. Energies can be added, scaled and weighted::
 
         BiSoftmaxAttention(64, heads=4) + 0.5 * ReLUFeedForward(64, 256) + Quadratic()
 
     The state ``z`` is a tensor (B, ...), mostly tokens (B, N, d); without closed forms it may also be
-    a pytree of such tensors. Samples must not influence each other.
+    a pytree of such tensors. Samples must not influence each other. :func:`check_energy` verifies it.
 
     Attributes:
         concave: True where the energy is concave in ``z`` for any weights (then the unit step on
@@ -52,6 +52,7 @@ class Energy(nn.Module):
     concave: bool = False
 
     def __init_subclass__(cls) -> None:
+        complete(cls, ENERGY_METHODS)
         if "value_and_grad" in vars(cls) and "grad" not in vars(cls):
             cls.grad = Energy.grad  # not a parent's, of another energy
 
@@ -72,8 +73,7 @@ class Energy(nn.Module):
 
         Args:
             z: state, (B, ...).
-            x: the layer's input, held constant, or what ``prepare`` made of it; energies that need
-                none ignore it.
+            x: the layer's input, held constant, or what ``prepare`` made of it; not all need one.
             mask: (B, N) bool, False at masked tokens; None: no token is masked.
 
         Returns:
@@ -127,7 +127,7 @@ class Energy(nn.Module):
 
     def _checked(self, z: Any, x: Any, mask: Tensor | None) -> Tensor:
         value = self(z, x, mask=mask)
-        check_energy(value, pytree.tree_leaves(z)[0].shape[0], self._label())
+        check_values(value, pytree.tree_leaves(z)[0].shape[0], self._label())
         return value
 
     def _label(self) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from implicit_attn.energies.checks import check_input, check_tokens, check_vector
+from implicit_attn.energies.custom.signatures import FunctionCall
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.tokens import Pair, hide, sum_samples, sum_squares
 
@@ -91,47 +91,3 @@ class FunctionEnergy(Energy):
 
     def extra_repr(self) -> str:
         return self.call.name
-
-
-class FunctionCall(NamedTuple):
-    """Which of a state, an input and a mask a function takes, to call it with those."""
-
-    name: str
-    takes_x: bool
-    takes_mask: bool
-
-    @classmethod
-    def read(cls, function: Any) -> FunctionCall:
-        """From the signature, ``function(z)`` or ``function(z, x)``, with or without a ``mask``."""
-        if not callable(function):
-            raise TypeError(f"function must be callable, got {function!r}")
-        name = getattr(function, "__qualname__", type(function).__name__)
-        # The signature of a module's __call__ takes anything.
-        called = function.forward if isinstance(function, nn.Module) else function
-        try:
-            signature = inspect.signature(called)
-        except ValueError as error:
-            raise TypeError(
-                f"the signature of {name} cannot be read; wrap it in a function"
-            ) from error
-        kinds = inspect.Parameter
-        by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-        parameters = signature.parameters.values()
-        rest = [p for p in parameters if p.name != "mask" or p.kind not in by_name]
-        placed = [p for p in rest if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-        starred = any(p.kind is kinds.VAR_POSITIONAL for p in rest)
-        needed = placed[2:] + [p for p in rest if p.kind is kinds.KEYWORD_ONLY]
-        if any(p.default is kinds.empty for p in needed) or not (placed or starred):
-            raise TypeError(
-                f"{name} must be callable as function(z) or function(z, x), got {name}{signature}"
-            )
-        return cls(name, len(placed) > 1 or starred, len(rest) < len(parameters))
-
-    def __call__(self, function: Callable[..., Any], z: Any, x: Any, mask: Tensor | None) -> Any:
-        if mask is not None and not self.takes_mask:
-            raise ValueError(
-                f"{self.name} takes no mask, so masked tokens would influence it; give it a parameter "
-                f"mask or pass no mask, got {tuple(mask.shape)}"
-            )
-        arguments = (z, x) if self.takes_x else (z,)
-        return function(*arguments, mask=mask) if self.takes_mask else function(*arguments)

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from implicit_attn.energies.simple import FunctionCall
+from implicit_attn.energies.custom.signatures import UPDATE_METHODS, FunctionCall, complete
 
 
 class Update(nn.Module):
     """A map from a state to a state of the same structure; samples must not influence each other.
 
-    A subclass defines ``forward``. One that descends an energy also defines ``joint`` and sets
-    ``monitored``.
+    A subclass defines ``forward(self, z, x, *, mask=None)``, which may leave out ``mask``, then it takes
+    none, and ``x``. One that descends an energy also defines ``joint`` and sets ``monitored``.
 
     Attributes:
         symmetric: the Jacobian ``df/dz`` is symmetric, so the adjoint system can be solved by CG.
@@ -26,6 +26,9 @@ class Update(nn.Module):
 
     symmetric: bool = False
     monitored: bool = False
+
+    def __init_subclass__(cls) -> None:
+        complete(cls, UPDATE_METHODS)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         """One update, like ``z``: the state, (B, N, d) or any pytree of tensors (B, ...).
