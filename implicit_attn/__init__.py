@@ -12,6 +12,8 @@ from solvers.lazy import lazy_names
 
 if TYPE_CHECKING:
     from implicit_attn.models.attention.energy_attention import EnergyAttention
+    from implicit_attn.weights.loading import load_pretrained
+    from implicit_attn.weights.registry import pretrained_models
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -20,6 +22,8 @@ else:
             "implicit_attn.data": "",
             "implicit_attn.models": "",
             "implicit_attn.models.attention.energy_attention": "EnergyAttention",
+            "implicit_attn.weights.loading": "load_pretrained",
+            "implicit_attn.weights.registry": "pretrained_models",
         },
     )
 
@@ -35,4 +39,6 @@ __all__ = [
     "Update",
     "__version__",
     "compile_layers",
+    "load_pretrained",
+    "pretrained_models",
 ]

@@ -1,17 +1,66 @@
-"""Imports of optional dependencies, with an error that says which extra installs them."""
+"""Optional dependencies: imported with an error that names the extra, and which ones are installed."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import re
 from types import ModuleType
 
+DISTRIBUTION = "implicit-attn"
+# Of a requirement as metadata have it: the name, its extras, and the extra that brings it along.
+_NAME, _EXTRA = (
+    re.compile(r"([\w.-]+)\s*(?:\[([\w.,-]+)\])?"),
+    re.compile(r"extra == ['\"]([\w-]+)"),
+)
 
-def require(module: str, *, extra: str) -> ModuleType:
-    """Import ``"sklearn.datasets"``, say, which the extra ``"examples"`` of ``setup.cfg`` lists."""
+
+def require(module: str, *, extra: str | None) -> ModuleType:
+    """Import ``"sklearn.datasets"``, say, which the extra ``"examples"`` of ``setup.cfg`` lists.
+
+    ``extra`` None is for what the package itself needs, and imports only where it is used.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        wanted = DISTRIBUTION if extra is None else f'"{DISTRIBUTION}[{extra}]"'
         raise ImportError(
-            f"{module} could not be imported ({error}); "
-            f'it comes with: pip install "implicit-attn[{extra}]"'
+            f"{module} could not be imported ({error}); it comes with: pip install {wanted}"
         ) from error
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, ``"torch"`` for example; None where it is missing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def requirements() -> dict[str, list[str]]:
+    """The distributions that this package needs, under ``""``, and those of each extra.
+
+    An extra that includes another one holds its distributions, too. Empty where the package runs from
+    a folder and is not installed.
+    """
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found: dict[str, list[str]] = {}
+    included: dict[str, list[str]] = {}
+    for line in lines:
+        name, extra = _NAME.match(line), _EXTRA.search(line)
+        group = extra[1] if extra else ""
+        if name is None:
+            continue
+        if name[1].replace("_", "-") == DISTRIBUTION:
+            included.setdefault(group, []).extend((name[2] or "").split(","))
+        else:
+            found.setdefault(group, []).append(name[1])
+    return {group: _gathered(group, found, included) for group in {**found, **included}}
+
+
+def _gathered(group: str, own: dict[str, list[str]], included: dict[str, list[str]]) -> list[str]:
+    inner = [name for part in included.get(group, []) for name in _gathered(part, own, included)]
+    return list(dict.fromkeys([*own.get(group, []), *inner]))

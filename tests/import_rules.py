@@ -88,11 +88,14 @@ MAY_IMPORT = {
         "implicit_attn.weights",
         "solvers",
     },
-    "implicit_attn.weights": _GROUND | {"implicit_attn.command_line"},
+    "implicit_attn.weights": _GROUND
+    | {"implicit_attn.checkpoint", "implicit_attn.command_line", "implicit_attn.models", "solvers"},
     "implicit_attn.programs": _BELOW_PROGRAMS,
-    "implicit_attn.console": _BELOW_PROGRAMS | {"implicit_attn.programs"},
+    "implicit_attn.console": _BELOW_PROGRAMS
+    | {"implicit_attn.kernels", "implicit_attn.optional", "implicit_attn.programs"},
     "implicit_attn.__main__": {"implicit_attn.console"},
-    "implicit_attn": _BELOW_MODELS | {"implicit_attn.models", "implicit_attn.studies"},
+    "implicit_attn": _BELOW_MODELS
+    | {"implicit_attn.models", "implicit_attn.studies", "implicit_attn.weights"},
 }
 # An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver
 # of fixed points. A saddle point with Newton steps of its own is no fixed point of an update, and

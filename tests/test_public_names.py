@@ -31,7 +31,7 @@ PUBLIC = {
     """,
     "implicit_attn": """
         ActivationStep DEQ Energy EnergyAttention EquilibriumBlock GradientStep Update __version__
-        compile_layers
+        compile_layers load_pretrained pretrained_models
     """,
     "implicit_attn.deq": """
         DEQ EVALUATION_OPTIONS OPTIONS UnrolledLayer WarmStarts bake compile_layers unroll
@@ -113,6 +113,18 @@ PUBLIC = {
     """,
     "implicit_attn.checkpoint": """
         load_checkpoint read_progress save_checkpoint
+    """,
+    "implicit_attn.weights": """
+        Pretrained find_pretrained load_pretrained pretrained_models weights_file weights_path
+    """,
+    "implicit_attn.programs": """
+        classify language_model masked_images mnist_spins solve_sudoku sudoku systems vit_images
+    """,
+    "implicit_attn.programs.systems": """
+        bare_attention easy_to_hard hopfield_density potts_recovery sudoku_potts tap_vs_exact
+    """,
+    "implicit_attn.console": """
+        completion demo info study weights
     """,
     "implicit_attn.kernels.workspace": """
         release

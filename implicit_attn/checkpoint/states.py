@@ -50,7 +50,7 @@ def save_checkpoint(
             checkpoint that :func:`load_checkpoint` accepts could be written.
         ImportError: if safetensors is not installed.
     """
-    require("safetensors", extra="examples")  # without it, nobody here could read the file
+    require("safetensors", extra=None)  # without it, nobody here could read the file
     weights = {name: on_cpu(f"model.{name}", value) for name, value in model.state_dict().items()}
     check_finite(model, weights)
     tensors = {f"model.{name}": value for name, value in weights.items()}

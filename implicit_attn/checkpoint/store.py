@@ -109,7 +109,7 @@ def read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
-    safetensors = require("safetensors", extra="examples")
+    safetensors = require("safetensors", extra=None)
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             texts: dict[str, str] = file.metadata() or {}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from implicit_attn.command_line import Parser
 from implicit_attn.programs import classify
 
 
+def parser() -> Parser:
+    """The options are those of ``implicit-attn train classify``."""
+    return classify.command_line()
+
+
 def main(words: Sequence[str]) -> None:
-    """Run the demo; ``words`` are options of ``implicit-attn train classify``."""
-    again = "--resume" in words or "--overwrite" in words
-    classify.main(words if again else [*words, "--overwrite"])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    """Train and report; unlike ``train classify`` it replaces the report of an earlier run."""
+    kept = any(word in ("--resume", "--overwrite") for word in words)
+    classify.main([*words] if kept else [*words, "--overwrite"])

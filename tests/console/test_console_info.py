@@ -1,0 +1,133 @@
+"""``implicit-attn info``, the requirements it reads, and the completion of shells."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from implicit_attn import kernels
+from implicit_attn.console import info
+from implicit_attn.console.command import main
+from implicit_attn.optional import installed_version, requirements
+
+LINES = [
+    "torch>=2.6",
+    "numpy<3,>=1.26",
+    'tqdm<5,>=4.66; extra == "training"',
+    'implicit-attn[training]; extra == "examples"',
+    'pillow<14,>=10; extra == "examples"',
+    'implicit-attn[examples,training]; extra == "all"',
+    'triton<4,>=3.3; platform_system == "Linux" and extra == "gpu"',
+]
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path / "data"))
+    return tmp_path
+
+
+def test_what_info_says(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info"])
+    text = capsys.readouterr().out
+    for title in ("versions", "devices", "kernels", "folders", "extras"):
+        assert f"{title}\n  " in text
+    assert torch.__version__ in text and sys.executable in text
+    chosen = kernels.explain(torch.zeros(8, 4, 64, 16), 1.0)
+    assert f"bi-softmax, 64 tokens x 16: {chosen.backend} ({chosen.reason})" in text
+    assert f"{folders / 'data'} (no such folder)" in text
+
+
+def test_data_are_found_where_they_are_read(folders: Path) -> None:
+    for name in ("mnist/train-images-idx3-ubyte.gz", "sudoku/sudoku17.npz", "text/austen.txt.xz"):
+        path = folders / "data" / name
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (folders / "cache/implicit-attn/kernels").mkdir(parents=True)
+    (folders / "cache/implicit-attn/kernels/bi_softmax-avx2-0.so").touch()
+    rows = dict(info.folders())
+    assert rows["data"] == f"{folders / 'data'}: mnist, sudoku, texts"
+    assert rows["data cache"].endswith("implicit-attn: no data set")
+    assert rows["kernel cache"].endswith("kernels: 1 entries")
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert dict(info.kernels())["C++ compiler"].startswith("none found")
+    monkeypatch.setenv("CXX", sys.executable)
+    assert dict(info.kernels())["C++ compiler"] == sys.executable
+
+
+def requires(found: list[str] | None) -> Callable[[str], list[str] | None]:
+    def answer(name: str) -> list[str] | None:
+        assert name == "implicit-attn"
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    return answer
+
+
+def test_extras_include_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", requires(LINES))
+    assert requirements() == {
+        "": ["torch", "numpy"],
+        "training": ["tqdm"],
+        "examples": ["pillow", "tqdm"],
+        "all": ["pillow", "tqdm"],
+        "gpu": ["triton"],
+    }
+    monkeypatch.setattr(info, "installed_version", {"pillow": "1", "triton": "2"}.get)
+    assert dict(info.extras()) == {
+        "all": "without tqdm",
+        "examples": "without tqdm",
+        "gpu": "installed",
+        "training": "without tqdm",
+    }
+
+
+def test_a_folder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", requires(None))
+    assert requirements() == {}
+    assert "is not installed" in dict(info.extras())["unknown"]
+    assert installed_version("torch") == torch.__version__
+    assert installed_version("no-such-distribution-xyz") is None
+
+
+def test_completion_needs_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as stop:
+        main(["--print-completion", "bash"])
+    assert stop.value.code == 2
+    assert 'pip install "implicit-attn[completion]"' in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_commands_programs_and_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab", reason="needs the extra [completion]")
+    main(["--print-completion", "bash"])
+    (tmp_path / "completion.bash").write_text(capsys.readouterr().out)
+    lines = ["tr", "train cl", "train classify --readou", "study memory-dens"]
+    ask = "\n".join(
+        f"COMP_WORDS=(implicit-attn {line}); COMP_CWORD={len(line.split())}; "
+        '_shtab_implicit_attn; echo "${COMPREPLY[*]}"'
+        for line in lines
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"source {tmp_path / 'completion.bash'}\n{ask}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    answers = done.stdout.splitlines()
+    assert answers == ["train", "classify", "--readout", "memory-density"]

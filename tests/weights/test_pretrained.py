@@ -1,0 +1,147 @@
+"""The shipped models by name: each is built, loaded, and as good as the registry says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import implicit_attn
+from implicit_attn.checkpoint import read_progress
+from implicit_attn.data import load, load_digits, load_sudoku, load_text
+from implicit_attn.models import SpinClassifier
+from implicit_attn.training import NextToken, accuracy
+from implicit_attn.weights import (
+    find_pretrained,
+    load_pretrained,
+    pretrained_models,
+    weights_file,
+    weights_path,
+)
+
+pytest.importorskip("safetensors", reason="the weights are read by safetensors")
+DATA = Path(os.environ.get("IMPLICIT_ATTN_DATA", "/nowhere"))
+NAMES = list(pretrained_models())
+
+
+def needs(folder: str) -> pytest.MarkDecorator:
+    here = (DATA / folder).is_dir()
+    return pytest.mark.skipif(not here, reason=f"no {folder} under IMPLICIT_ATTN_DATA")
+
+
+def test_the_registry_and_the_folder_are_the_same() -> None:
+    folder = Path(implicit_attn.__file__).parent / "weights"
+    assert {path.stem for path in folder.glob("*.safetensors")} == set(NAMES)
+    assert implicit_attn.pretrained_models() is not None
+    assert implicit_attn.load_pretrained is load_pretrained
+    with pytest.raises(TypeError):
+        pretrained_models()["mine"] = pretrained_models()[NAMES[0]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_loaded_as_it_is_described(name: str) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model = load_pretrained(name)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    row = find_pretrained(name)
+    assert sum(parameter.numel() for parameter in model.parameters()) == row.parameters
+    last = read_progress(row.path)["history"][-1]
+    for key in ("test_accuracy", "solved_boards", "validation_loss"):
+        if key in last:
+            assert last[key] == pytest.approx(row.share, abs=6e-5)
+            break
+    else:
+        raise AssertionError(f"{row.path} says nothing of what it reaches")
+    number = f"{row.share:.4f}" if key == "validation_loss" else f"{100 * row.share:.4g}"
+    assert row.measured.startswith(number)
+
+
+@pytest.mark.parametrize("name", ["digits-hyperset", "digits-hyperset-equilibrium"])
+def test_digits(name: str) -> None:
+    """On all test images; another machine may tip one of the 359."""
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    data = load_digits()
+    right = accuracy(load_pretrained(name), data.test_images, data.test_labels)
+    assert right == pytest.approx(find_pretrained(name).share, abs=1.01 / 359)
+
+
+@needs("mnist")
+@pytest.mark.parametrize("name", ["mnist-hyperset", "mnist-spins"])
+def test_mnist(name: str) -> None:
+    data = load("mnist")
+    right = accuracy(load_pretrained(name), data.test_images[:400], data.test_labels[:400])
+    assert right >= 0.98
+
+
+@needs("sudoku")
+@pytest.mark.parametrize(
+    ("name", "times", "least"),
+    [("sudoku-solver", 1, 0.9), ("sudoku-solver-easy", 1, 0.45), ("sudoku-solver-easy", 4, 0.85)],
+)
+def test_sudoku(name: str, times: int, least: float) -> None:
+    """On the first of the held-out boards, with so many times the iterations of training."""
+    data = load_sudoku(9000, 1000, source="list", seed=0)
+    model: Any = load_pretrained(name)
+    boards, answers = data.test_puzzles[:60], data.test_solutions[:60]
+    with torch.no_grad():
+        found = model(boards, iterations=times * model.iterations).argmax(-1) + 1
+    solved = ((found == answers) | (boards > 0)).all(1).double().mean().item()
+    assert least <= solved <= 1
+
+
+@needs("text")
+def test_the_language_model_reads_and_knows_its_alphabet() -> None:
+    row = find_pretrained("austen-language")
+    data = load_text("austen")
+    assert data.alphabet == row.settings["alphabet"]
+    task = NextToken(data, 128, windows=8)
+    total, number = task.evaluate(load_pretrained(row.name), 0, 1)["validation_loss"]
+    assert abs(total / number - row.share) < 0.15  # counts of triples: 1.90
+
+
+def test_solver_options() -> None:
+    layer: Any = load_pretrained("mnist-spins", layer={"max_steps": 7}).layer
+    assert isinstance(load_pretrained("mnist-spins"), SpinClassifier)
+    assert layer.max_steps == 7 and layer.tolerance.rtol == 1e-4
+    equilibrium = load_pretrained("digits-hyperset-equilibrium")
+    layers: list[Any] = [
+        part for part in equilibrium.modules() if isinstance(part, implicit_attn.DEQ)
+    ]
+    assert [part.tolerance.rtol for part in layers] == [1e-3]
+    with pytest.raises(ValueError, match="layer must be None for the backbone 'hyperset'"):
+        load_pretrained("digits-hyperset", layer={"max_steps": 7})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("mnist_hyperset", "nearest: mnist-hyperset"),
+        ("digits", "nearest: .*digits-hyperset"),
+        ("Sudoku-Solver.safetensors", "nearest: sudoku-solver, sudoku-solver-easy"),
+        ("resnet", "nearest: austen-language, digits-hyperset"),
+    ],
+)
+def test_an_unknown_name_has_the_nearest_ones(name: str, nearest: str) -> None:
+    for call in (load_pretrained, weights_path):
+        with pytest.raises(ValueError, match=f"name must be .*got '{name}'; {nearest}"):
+            call(name)
+
+
+def test_no_name_at_all() -> None:
+    with pytest.raises(TypeError, match="name must be a str, got NoneType"):
+        load_pretrained(None)  # type: ignore[arg-type]
+
+
+def test_an_option_takes_a_file_before_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert weights_file("mnist-spins") == weights_path("mnist-spins")
+    Path("mnist-spins").touch()
+    assert weights_file("mnist-spins") == Path("mnist-spins")
+    assert weights_file("mine.safetensors") == Path("mine.safetensors")
