@@ -1,0 +1,107 @@
+"""What happens to the pages while MkDocs builds them: a hook (``hooks:`` in mkdocs.yml).
+
+- fences of names (:mod:`tools.site.names`) become a table of the names and their documentation;
+- a comment ``include: PATH`` becomes the text of that file of the repository, its links mended;
+- links to files of the repository outside of the site become their paths in code font;
+- formulas become MathML, which browsers draw without a script and without fonts of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import os
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+import griffe
+from latex2mathml.converter import convert
+
+from tools.site.docstrings import PACKAGES, Markdown
+from tools.site.names import ROOT, replace_fences
+
+# Files of the repository that have a page of their own under another name.
+PAGE_OF = {
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/RESULTS.md": "measurements.md",
+    "README.md": "index.md",
+}
+_INCLUDE = re.compile(r"^<!-- include: (?P<path>[\w./-]+) -->$", flags=re.M)
+_LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+_FORMULA = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<latex>.*?)\\[)\]]</(?P=tag)>', re.S
+)
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    folder = PurePosixPath("docs") / PurePosixPath(page.file.src_uri).parent
+    markdown = _INCLUDE.sub(lambda found: _included(found["path"], folder), markdown)
+    markdown = _LINK.sub(lambda found: _link(found, folder), markdown)
+    return replace_fences(markdown, _documentation)
+
+
+def on_page_content(html_text: str, **_: Any) -> str:
+    return _FORMULA.sub(_mathml, html_text)
+
+
+def _included(path: str, folder: PurePosixPath) -> str:
+    """A file of the repository as a part of a page in ``folder``, without its first heading."""
+    text = re.sub(r"\A# .*\n", "", (ROOT / path).read_text("utf-8"))
+    source = PurePosixPath(path).parent
+
+    def moved(found: re.Match[str]) -> str:
+        if "://" in found["target"]:
+            return found[0]
+        target = os.path.relpath(source / found["target"], folder)
+        return f"[{found['text']}]({target}{found['anchor'] or ''})"
+
+    return _LINK.sub(moved, text)
+
+
+def _link(found: re.Match[str], folder: PurePosixPath) -> str:
+    """A link that leaves docs/, to the page of that file or to none."""
+    target = found["target"]
+    if "://" in target or target.startswith("mailto:"):
+        return found[0]
+    path = os.path.normpath(folder / target)
+    if path in PAGE_OF:
+        page = os.path.relpath(PurePosixPath("docs") / PAGE_OF[path], folder)
+        return f"[{found['text']}]({page}{found['anchor'] or ''})"
+    if path.startswith("docs/"):
+        return found[0]
+    text = found["text"].strip("`")
+    return f"`{path}`" if text == path or path.endswith(text) else f"{found['text']} (`{path}`)"
+
+
+def _documentation(module: str, names: list[str]) -> str:
+    rows = [f"| [`{name}`][{module}.{name}] | {_first_sentence(module, name)} |" for name in names]
+    parts = [f"::: {module}.{name}" for name in names]
+    if len(names) == 1:
+        return f"{parts[0]}\n"
+    return "\n".join(["| name | what it is |", "|---|---|", *rows, "", "\n\n".join(parts), ""])
+
+
+@functools.cache
+def _loader() -> griffe.GriffeLoader:
+    """Both packages, read without importing them, as mkdocstrings reads them."""
+    extensions = griffe.load_extensions(Markdown)
+    loader = griffe.GriffeLoader(extensions=extensions, search_paths=[ROOT])
+    for package in PACKAGES:
+        loader.load(package)
+    loader.resolve_aliases(external=False)
+    return loader
+
+
+def _first_sentence(module: str, name: str) -> str:
+    found = _loader().modules_collection[f"{module}.{name}"]
+    text = found.docstring.value if found.docstring is not None else ""
+    line = " ".join(text.split("\n\n")[0].split())
+    sentence = re.match(r".*?[.:](?= [A-Z`]|$)|.*", line)
+    line = (sentence[0] if sentence else line).rstrip(":")
+    return line.replace("|", "\\|") if line else "-"
+
+
+def _mathml(found: re.Match[str]) -> str:
+    display = "block" if found["tag"] == "div" else "inline"
+    return convert(html.unescape(found["latex"]).strip(), display=display)
