@@ -77,12 +77,12 @@ def accumulating(model: nn.Module, more: bool) -> Any:
 
 
 def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], parts: int = 1) -> Tensor:
-    """The mean loss of a batch in equal ``parts``, one after the other; gradients are left in ``.grad``."""
+    """The mean loss of a batch in ``parts``, one after the other; gradients are left in ``.grad``."""
     pairs = list(zip(*(each.chunk(parts) for each in batch), strict=True))
     total = batch[0].new_zeros(())
     for number, (pictures, labels) in enumerate(pairs):
         with accumulating(model, more=number + 1 < len(pairs)):
-            loss = F.cross_entropy(model(pictures), labels) / len(pairs)
+            loss = F.cross_entropy(model(pictures), labels, reduction="sum") / len(batch[1])
             loss.backward()
         total += loss.detach()
     return total
@@ -91,6 +91,8 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], parts: int = 1) ->
 def own_share(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """What this process takes of a batch: equal parts, so that the mean of means is the mean."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    if len(batch[1]) % world:
+        raise ValueError(f"a batch of {len(batch[1])} has no equal parts for {world} processes")
     return batch[0].chunk(world)[rank], batch[1].chunk(world)[rank]
 
 

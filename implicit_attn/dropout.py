@@ -133,7 +133,10 @@ def dropout_seeds(batch: int, device: torch.device | str | None = None) -> Tenso
 
 
 class SolveMasks:
-    """The masks of a solve, for the active modules of an update; each is computed once a batch."""
+    """The masks of a solve, for the active modules of an update; each is computed once a batch.
+
+    The last one of each module is kept, not one for every number of samples on the way.
+    """
 
     def __init__(self, modules: Iterable[VariationalDropout]) -> None:
         self.numbers = {id(module): number for number, module in enumerate(modules)}
@@ -159,9 +162,9 @@ class SolveMasks:
         number = self.numbers[id(module)]
         if in_transform():  # whose tensors are good only within it
             return module.mask(h, seeds, number)
-        key = number, h.shape, h.dtype
+        key = number, h.shape[1:], h.dtype
         known = self.known.get(key)
-        if known is None or known[0] is not seeds:
+        if known is None or known[0] is not seeds or h.shape[:1] != seeds.shape:
             with torch.inference_mode(False):
                 known = seeds, module.mask(h, seeds, number)
             self.known[key] = known

@@ -304,6 +304,8 @@ class DEQ(Compilable):
         Args:
             evaluations, damping, memory: as for :class:`implicit_attn.deq.UnrolledLayer`.
         """
-        return UnrolledLayer(
+        fixed = UnrolledLayer(
             self.update, evaluations, init=self.init, damping=damping, memory=memory
         )
+        fixed.training = self.training  # of the update, which it shares, the modes are as they are
+        return fixed

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from implicit_attn.deq.inputs import check_inputs, initial_state
-from implicit_attn.deq.maps import Map, flat
+from implicit_attn.deq.inputs import check_batched, check_inputs, initial_state
+from implicit_attn.deq.maps import Map, flat, prepares
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_count, require_number
+from solvers.core.guards.randomness import refuse_drawing_modules
 from solvers.core.layout import Layout, check_mask
 from solvers.core.modes import constant_weights
 
@@ -84,6 +85,9 @@ class UnrolledLayer(nn.Module):
                 with dropped.within(seeds):
                     prepared = self.update.prepare(x, mask=mask)
             start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
+            check_batched(x, start)
+            if not prepares(self.update):  # else the module may serve there, once
+                refuse_drawing_modules(self.update, "the update")
             given, spec = flat(prepared)
             return self._iterate(Map(self.update, self, spec, dropped), start, given, mask, seeds)
 
@@ -98,7 +102,13 @@ class UnrolledLayer(nn.Module):
             keep = layout.mask_vector(mask)
         mixing = _Mixing(self.memory, self.damping)
         for _ in range(self.evaluations):
-            residual = layout.vector(f(layout.tree(z), x, mask, seeds)).to(z.dtype) - z
+            value = layout.vector(f(layout.tree(z), x, mask, seeds))
+            if value.shape != z.shape:  # which might be broadcast
+                raise ValueError(
+                    f"the update must return a state like z0, {tuple(z.shape)} with the numbers of a "
+                    f"sample in a row, got {tuple(value.shape)}"
+                )
+            residual = value.to(z.dtype) - z
             if keep is not None:  # masked tokens keep their initial state
                 residual = torch.where(keep, residual, 0.0)
             z = mixing.step(z, residual)
@@ -118,20 +128,35 @@ class UnrolledLayer(nn.Module):
 
 
 def bake(module: Module) -> Module:
-    """A copy of ``module`` with plain weights in the place of its parametrised ones."""
+    """A copy of ``module`` with plain weights in the place of its parametrised ones.
+
+    Frozen weights stay frozen, and buffers buffers.
+    """
     copied = copy.deepcopy(module)
     for part in list(copied.modules()):
         if not parametrize.is_parametrized(part):
             continue
-        names = list(part.parametrizations)  # type: ignore[arg-type]
-        weights = {name: getattr(part, name).detach().clone() for name in names}
+        lists: Any = part.parametrizations
+        weights = {name: _plain(getattr(part, name), lists[name]) for name in lists}
         # Not by torch.nn.utils.parametrize, which would take the property off a class that the copy
         # shares with its original.
         part.__class__ = parametrize.type_before_parametrizations(part)
         del part.parametrizations
         for name, weight in weights.items():
-            part.register_parameter(name, nn.Parameter(weight))
+            if isinstance(weight, nn.Parameter):
+                part.register_parameter(name, weight)
+            else:
+                part.register_buffer(name, weight)
     return copied
+
+
+def _plain(weight: Tensor, parametrization: nn.Module) -> Tensor:
+    """A copy of a computed weight: a parameter, trained or frozen like its originals, or a buffer."""
+    originals = list(parametrization.parameters())
+    copied = weight.detach().clone()
+    if not originals:
+        return copied
+    return nn.Parameter(copied, requires_grad=any(each.requires_grad for each in originals))
 
 
 def unroll(
@@ -143,7 +168,8 @@ def unroll(
     reads a layer's ``last`` finds none there.
 
     Args:
-        model: any module; a DEQ itself gives its :class:`UnrolledLayer`.
+        model: any module; a DEQ itself gives its :class:`UnrolledLayer`, one within its update is
+            replaced, too.
         evaluations, damping, memory: as for :class:`UnrolledLayer`, for all layers.
 
     Raises:
@@ -154,10 +180,10 @@ def unroll(
         >>> program = torch.export.export(unroll(model, 8).eval(), (x,))
     """
     options: dict[str, Any] = {"damping": damping, "memory": memory}
-    if _is_layer(model):
+    if _is_layer(model) and not any(_is_layer(part) for part in model.update.modules()):  # type: ignore[union-attr]
         return model.unrolled(evaluations, **options)  # type: ignore[operator]
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, dict(shared))
+    copied = copy.deepcopy(nn.ModuleList([model]), dict(shared))
     layers = [
         (parent, name, child)
         for parent in copied.modules()
@@ -169,7 +195,7 @@ def unroll(
     found: Any
     for parent, name, found in layers:
         setattr(parent, name, found.unrolled(evaluations, **options))
-    return copied
+    return copied[0]
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from implicit_attn.energies.checks import check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
 from solvers.core.checks import require_count, require_instance, require_positive
+from solvers.core.modes import without_autocast
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,10 @@ class SpectralBound(nn.Module):
         wide = weight.to(accumulation_dtype(weight.dtype))
         size = wide.detach().abs().amax().clamp_min(self.bound)
         wide = wide / size
-        gram = wide @ wide.mT if len(wide) < wide.shape[1] else wide.mT @ wide
-        least = (self.bound / size).square()
-        return torch.maximum(torch.linalg.eigvalsh(gram)[-1], least).sqrt() * size
+        with without_autocast(weight.device.type):  # whose products are in half precision
+            gram = wide @ wide.mT if len(wide) < wide.shape[1] else wide.mT @ wide
+            least = (self.bound / size).square()
+            return torch.maximum(torch.linalg.eigvalsh(gram)[-1], least).sqrt() * size
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """An assigned weight is stored as it is; the bound applies where it is read."""

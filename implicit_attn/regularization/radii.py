@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class SpectralRadii:
             model.eval()
             for name, layer in layers.items():
                 layer.observer = _noting(layer, found.setdefault(name, []))
-            with torch.no_grad():
+            with torch.no_grad(), self._random_state():
                 model(self.inputs)
         finally:
             for module in training:
@@ -69,6 +70,12 @@ class SpectralRadii:
             for name, layer in layers.items():
                 layer.observer, layer.last, layer._seeds = before[name]
         return {name: _summary(torch.cat(radii)) for name, radii in found.items() if radii}
+
+    def _random_state(self) -> AbstractContextManager[None]:
+        """Within, random numbers are drawn; after it, the generators are as they were before."""
+        device = self.inputs.device
+        others = [] if device.type == "cpu" else [device]
+        return torch.random.fork_rng(others, device_type=device.type if others else "cuda")
 
 
 def _noting(layer: DEQ, radii: list[Tensor]) -> Callable[..., None]:

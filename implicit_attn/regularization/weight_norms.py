@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from implicit_attn.energies.projected import SpectralBound
+from implicit_attn.energies.tokens import accumulation_dtype
 from solvers.core.checks import require_choice, require_instance, require_positive
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -37,10 +38,11 @@ class WeightNorm(nn.Module):
 
     def forward(self, *parts: Tensor) -> Tensor:
         """W from (g, V), or from V alone where ``target`` is given."""
-        direction = parts[-1]
+        # In half precision SMALLEST would be 0, and its inverse infinite.
+        direction = parts[-1].to(accumulation_dtype(parts[-1].dtype))
         size = self._norm(direction).clamp_min(SMALLEST)
         length = parts[0] if self.target is None else self.target
-        return direction * (length / size)
+        return (direction * (length / size)).to(parts[-1].dtype)
 
     def right_inverse(self, weight: Tensor) -> Any:
         return weight if self.target is not None else (self._norm(weight), weight.clone())
@@ -163,6 +165,7 @@ def apply_norm(
             made = _MatrixBound(target, dim)
         else:
             made = (WeightNorm if norm == "weight" else SpectralNorm)(target, dim=dim)
+        _own_class(layer)
         parametrize.register_parametrization(layer, "weight", made)
     return [_weight_name(name) for name in chosen]
 
@@ -170,7 +173,8 @@ def apply_norm(
 def remove_norm(module: nn.Module) -> list[str]:
     """Take off what :func:`apply_norm` has put on; the weights keep their values, as plain parameters.
 
-    Other parametrisations stay.
+    Other parametrisations stay, and so do copies of the module as they are. Call it before an optimizer is
+    made: where a length was learned, the parameter is a new one.
 
     Returns:
         Names of the weights.
@@ -193,8 +197,31 @@ def remove_norm(module: nn.Module) -> list[str]:
             )
         found.append((name, layer))
     for _, layer in found:
-        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+        _remove(layer)
     return [_weight_name(name) for name, _ in found]
+
+
+def _remove(layer: nn.Module) -> None:
+    originals = list(layer.parametrizations["weight"].parameters())  # type: ignore[index,union-attr]
+    _own_class(layer)
+    with torch.enable_grad():
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+    if originals and "weight" in layer._buffers:  # which torch makes of a frozen parameter
+        weight = layer._buffers.pop("weight")
+        assert weight is not None
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+
+
+def _own_class(layer: nn.Module) -> None:
+    """Give a parametrised layer a class of its own.
+
+    torch keeps the properties of parametrised weights in a class that copies of a layer share with it: a
+    property added or removed for the layer would come and go for its copies.
+    """
+    if parametrize.is_parametrized(layer):
+        shared = type(layer)
+        given = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
+        layer.__class__ = type(shared.__name__, shared.__bases__, given)
 
 
 def _matrix(weight: Tensor, dim: int) -> Tensor:
@@ -237,8 +264,9 @@ def _chosen(
 def _check_weights(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
     """Every chosen weight is a parameter of its layer alone."""
     places: dict[int, list[str]] = {}
-    for name, weight in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(weight), []).append(name)
+    for path, part in module.named_modules():  # each once, also one that is used at several places
+        for name, weight in part._parameters.items():
+            places.setdefault(id(weight), []).append(f"{path}.{name}" if path else name)
     for name, layer in chosen.items():
         if parametrize.is_parametrized(layer, "weight"):
             raise ValueError(f"{_weight_name(name)} is parametrised already: remove_norm first")

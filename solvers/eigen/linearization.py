@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from solvers.core.checks import require_choice
 from solvers.core.jacobian import JacobianProduct, gradients, pullback
 from solvers.core.layout import Layout, check_args, take
+from solvers.core.modes import constant_weights, ordinary, recording, uncompiled
 from solvers.core.problem import check_energy
 
 KINDS = ("map", "energy", "product")
@@ -42,9 +43,10 @@ class Linearization:
         """``v -> J^T v`` ("map") or ``J v``, for vectors (B, D)."""
         if self.kind == "product":
             return lambda v: self._image(self.f(self.z, self.layout.tree(v), *self.args))
-        with torch.enable_grad():
-            point = self.layout.vector(self.z).detach().requires_grad_()
-            output = self.f(self.layout.tree(point), *self.args)
+        # A compiled function could not be differentiated several times.
+        with recording(), constant_weights(), uncompiled():
+            point = self.layout.vector(ordinary(self.z)).detach().requires_grad_()
+            output = self.f(self.layout.tree(point), *ordinary(self.args))
             if self.kind == "energy":
                 check_energy(output, self.batch)
             else:

@@ -13,7 +13,15 @@ from torch.utils import _pytree as pytree
 from solvers.core.checks import require_callable, require_count, require_instance
 from solvers.core.jacobian import gradients
 from solvers.core.layout import Layout, check_args, check_mask
-from solvers.core.modes import constant_weights, eager, in_transform, uncompiled
+from solvers.core.modes import (
+    constant_weights,
+    eager,
+    in_transform,
+    ordinary,
+    recording,
+    uncompiled,
+)
+from solvers.core.rows import small_dtype
 
 
 @eager
@@ -44,7 +52,7 @@ def jacobian_penalty(
         generator: of the random vectors; None: torch's global one of the device.
 
     Returns:
-        (B,), not differentiable under ``no_grad``.
+        (B,) in float32 or wider, not differentiable under ``no_grad`` and ``inference_mode``.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument; if ``f`` does not
@@ -65,12 +73,13 @@ def jacobian_penalty(
     if mask is not None:
         check_mask(mask, layout, first.shape[0], first.device)
         keep = layout.mask_vector(mask)
-    with torch.enable_grad(), constant_weights(), uncompiled():
+    with recording(), constant_weights(), uncompiled():
         total, products = None, 0
-        point = layout.vector(z)
-        product = _product(f, layout, point, args, keep)
+        point = layout.vector(ordinary(z))
+        product = _product(f, layout, point, ordinary(args), keep)
+        wide = small_dtype(point.dtype)  # a sum of squares overflows in float16
         for v in _vectors(point, keep, samples, generator):
-            square = product(v).square().sum(1)
+            square = product(v).to(wide).square().sum(1)
             total = square if total is None else total + square
             products += 1
         assert total is not None

@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap
 
 import solvers
 from implicit_attn import DEQ, Energy
+from implicit_attn.dropout import SolveMasks
 from implicit_attn.energies import Quadratic
 from implicit_attn.regularization import VariationalDropout, dropout_seeds
 from solvers import Implicit, OneStep, Phantom, Tolerance, Unrolled
@@ -257,6 +258,19 @@ def test_by_hand_in_a_function() -> None:
 
     value = solvers.fixed_point(f, x, (x, seeds), tolerance=TIGHT, max_steps=200).value
     torch.testing.assert_close(value, x / (1 - 0.3 * dropout.mask(x, seeds, 0)))
+
+
+def test_one_mask_is_kept_however_many_samples_leave() -> None:
+    cell = Cell()
+    masks = SolveMasks.of(cell)
+    assert masks is not None
+    seeds = dropout_seeds(16)
+    whole = cell.of_state.mask(torch.ones(16, 5), seeds, 0)
+    for left in range(16, 0, -1):
+        own = seeds[:left]
+        with masks.within(own):
+            assert torch.equal(cell.of_state(torch.ones(left, 5)), whole[:left])
+    assert len(masks.known) == 1
 
 
 def test_wrong_uses() -> None:

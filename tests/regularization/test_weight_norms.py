@@ -225,3 +225,63 @@ def test_weights_that_cannot_be_normed() -> None:
     parametrize.register_parametrization(model[0], "weight", nn.Identity())
     with pytest.raises(ValueError, match=r"0\.weight has other parametrisations"):
         remove_norm(model)
+
+
+@pytest.mark.parametrize("norm", ["weight", "bound"])
+def test_copies_keep_their_norms(norm: str) -> None:
+    """torch has the properties of parametrised weights in a class that copies share."""
+    model, x = nn.Sequential(nn.Linear(4, 4)).double(), drawn(2, 4)
+    target = None if norm == "weight" else 0.5
+    apply_norm(model, norm, target=target)
+    expected, other = model(x), copy.deepcopy(model)
+    assert remove_norm(other) == ["0.weight"]
+    assert type(other[0]) is nn.Linear and parametrize.is_parametrized(model[0])
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(other(x), expected)
+    parametrize.register_parametrization(other[0], "bias", nn.Identity())
+    third = copy.deepcopy(other)
+    apply_norm(third, norm, target=target)
+    torch.testing.assert_close(other(x), third(x))
+    remove_norm(third)
+    assert list(third[0].parametrizations) == ["bias"]  # type: ignore[arg-type]
+    torch.testing.assert_close(third(x), expected)
+
+
+@pytest.mark.parametrize("norm", ["weight", "spectral"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_removed_norm_leaves_a_parameter(norm: str, frozen: bool) -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(not frozen)
+    apply_norm(layer, norm)
+    with torch.no_grad():
+        remove_norm(layer)
+    assert [name for name, _ in layer.named_parameters()] in (
+        ["bias", "weight"],
+        ["weight", "bias"],
+    )
+    assert layer.weight.requires_grad is not frozen and layer.weight.is_leaf
+
+
+def test_a_layer_that_is_used_twice_is_normed_once() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    assert apply_norm(model, "bound", target=0.9) == ["0.weight"]
+    assert remove_norm(model) == ["0.weight"]
+
+
+def test_half_precision_and_autocast() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        layer = nn.Linear(6, 4, dtype=dtype)
+        with torch.no_grad():
+            layer.weight[0] = 0  # without a direction
+        before = layer.weight.detach().clone()
+        apply_norm(layer, "weight")
+        torch.testing.assert_close(layer.weight, before, rtol=0.02, atol=0.0)
+        layer(torch.ones(1, 6, dtype=dtype)).sum().backward()
+        gradients = [p.grad for p in layer.parametrizations.parameters()]  # type: ignore[union-attr]
+        assert all(g is not None and bool(g.isfinite().all()) for g in gradients)
+    layer, _ = made("linear")
+    layer = layer.float()
+    apply_norm(layer, "spectral", target=0.7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # its products have three digits
+        assert sigma(layer.weight.double()) == pytest.approx(0.7, rel=1e-6)

@@ -124,6 +124,28 @@ def test_transforms_and_no_grad() -> None:
     torch.testing.assert_close(found.sum(), total(x))
 
 
+def test_inference_mode() -> None:
+    """Within it, and outside of it for the tensors that were made there."""
+    z, x = drawn(2, 4, 3), 0.3 * drawn(2, 4, 3, seed=1)
+    expected = jacobian_penalty(step, z, (x,), samples=None)
+    radius = solvers.spectral_radius(step, z, (x,))
+    with torch.inference_mode():
+        z, x = z.clone(), x.clone()
+        found = jacobian_penalty(step, z, (x,), samples=None)
+        assert not found.requires_grad
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(solvers.spectral_radius(step, z, (x,)), radius)
+    torch.testing.assert_close(jacobian_penalty(step, z, (x,), samples=None), expected)
+    torch.testing.assert_close(solvers.spectral_radius(step, z, (x,)), radius)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_does_not_overflow(dtype: torch.dtype) -> None:
+    z = torch.ones(2, 40000, dtype=dtype)  # whose sum of squares is above the largest float16
+    found = jacobian_penalty(lambda z: 2 * z, z, samples=2, generator=generator())
+    assert torch.equal(found, torch.full((2,), 4.0))
+
+
 def test_pytrees() -> None:
     def f(z: Any) -> Any:
         return {"a": z["b"].sum(1) * torch.ones(1, 2).double(), "b": 2 * z["b"]}
