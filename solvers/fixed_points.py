@@ -112,7 +112,7 @@ def fixed_point(
     automatic, solver = solver is None, _default(f, energy) if solver is None else solver
     _check_options(solver, tolerance, max_steps, adjoint, f, energy)
     states_at = _check_run(record, compact, callback, on_failure, states_at, max_steps)
-    _check_external(solver, energy is not None, record, callback, states_at)
+    _check_external(solver, energy is not None, record, callback)
     layout = Layout.of(z0)
     if in_transform():
         return _transformed(
@@ -206,7 +206,7 @@ def _solve(
 
     with constant_weights(), without_autocast(start.device.type):
         if isinstance(solver, ExternalSolver):
-            return solver.run(problem, start, goal.tolerance, max_steps)
+            return solver.run(problem, start, goal.tolerance, max_steps, states_at)
         observed = record or callback is not None or states_at or torch.is_grad_enabled()
         if problem.programs is None or observed or not solver.traceable:
             return ordinary(problem, start)
@@ -273,7 +273,7 @@ def _check_run(
 
 
 def _check_external(solver: Solver, *options: object) -> None:
-    names = ("energy", "record", "callback", "states_at")
+    names = ("energy", "record", "callback")
     unknown = [name for name, given in zip(names, options, strict=True) if given]
     if unknown and isinstance(solver, ExternalSolver):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchdeq.solver import get_solver, register_solver, solver_stat_from_final_
 
 from solvers.core.checks import require_increasing, require_instance
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Best, row_norm, small_dtype
+from solvers.core.rows import RUNNING, Best, Snapshots, row_norm, small_dtype
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance
@@ -61,11 +61,16 @@ class TorchDEQ(ExternalSolver):
             ) from error
 
     def run(
-        self, problem: Problem, start: Tensor, tolerance: Tolerance, max_steps: int
+        self,
+        problem: Problem,
+        start: Tensor,
+        tolerance: Tolerance,
+        max_steps: int,
+        states_at: Sequence[int],
     ) -> Solution:
         if torch.is_grad_enabled():
             raise RuntimeError("torchdeq's solvers cannot be unrolled here; use adjoint=Implicit()")
-        monitored = _MonitoredMap(problem, start, tolerance, max_steps)
+        monitored = _MonitoredMap(problem, start, tolerance, max_steps, states_at)
         solve, wide = get_solver(self.name), small_dtype(start.dtype)
         begin, before = start, torch.full_like(monitored.best.relative, torch.inf)
         while True:
@@ -98,10 +103,15 @@ class _MonitoredMap:
     """``f`` for torchdeq, which keeps the best iterate and the cost of every sample."""
 
     def __init__(
-        self, problem: Problem, start: Tensor, tolerance: Tolerance, max_steps: int
+        self,
+        problem: Problem,
+        start: Tensor,
+        tolerance: Tolerance,
+        max_steps: int,
+        states_at: Sequence[int],
     ) -> None:
         self.problem, self.tolerance, self.max_steps = problem, tolerance, max_steps
-        self.start = start
+        self.start, self.snapshots = start, Snapshots(states_at)
         infinite = torch.full_like(row_norm(start), torch.inf)
         self.best = Best(start, infinite, infinite, None)
         self.status = torch.full_like(infinite, RUNNING, dtype=torch.int64)
@@ -130,6 +140,7 @@ class _MonitoredMap:
         self.best.update(better, point, relative)
         self.evaluations = torch.where(running, self.count, self.evaluations)
         self.status = torch.where(converged, int(Status.CONVERGED), self.status)
+        self.snapshots.keep(self.best, self.count)
         return z + tau * point.residual.to(z.dtype)
 
     def stop(self, rows: Tensor) -> None:
@@ -142,7 +153,15 @@ class _MonitoredMap:
         ended = torch.where(self.finite, int(Status.MAX_STEPS), int(Status.DIVERGED))
         status = torch.where(self.status == RUNNING, ended, self.status)
         status = torch.where(torch.isfinite(best.relative), status, int(Status.NONFINITE))
-        return Solution(best.value, status, best.relative, best.norm, steps, steps)
+        return Solution(
+            value=best.value,
+            status=status,
+            residual=best.relative,
+            residual_norm=best.norm,
+            steps=steps,
+            evaluations=steps,
+            states=self.snapshots.states(best),
+        )
 
 
 def register(name: str, solver: Solver | None = None) -> None:

@@ -159,6 +159,11 @@ class Snapshots:
             none = replace(best, relative=torch.full_like(best.relative, torch.inf))
             self.found[number] = merge_rows(spent <= number, best, self.found.get(number, none))
 
+    def keep(self, best: Best, evaluation: int) -> None:
+        """The best iterates of all samples after that number of evaluations, if it is among ``at``."""
+        if evaluation in self.at:
+            self.found[evaluation] = replace(best)
+
     def states(self, last: Best) -> list[Best] | None:
         """One for each number, ``last`` for those that were not reached; None where none was asked for."""
         return [replace(self.found.get(number, last)) for number in self.at] if self.at else None

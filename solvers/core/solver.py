@@ -11,6 +11,7 @@ All vectors are (B, D) and every row is a problem of its own: a solver never mix
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -70,9 +71,14 @@ class ExternalSolver(Solver):
 
     @abstractmethod
     def run(
-        self, problem: Problem, start: Tensor, tolerance: Tolerance, max_steps: int
+        self,
+        problem: Problem,
+        start: Tensor,
+        tolerance: Tolerance,
+        max_steps: int,
+        states_at: Sequence[int],
     ) -> Solution:
-        """Solve from ``start`` (B, D)."""
+        """Solve from ``start`` (B, D); with ``states`` after these numbers of evaluations, if any."""
 
     def init(self, point: Point, problem: Problem) -> Any:
         raise TypeError(f"{type(self).__name__} has its own loop and cannot be stepped")

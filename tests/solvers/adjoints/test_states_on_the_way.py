@@ -222,8 +222,6 @@ def test_wrong_numbers(states_at: Any, error: type[Exception], match: str) -> No
 
 
 def test_what_cannot_have_states_says_so() -> None:
-    with pytest.raises(ValueError, match=r"knows no \['states_at'\]"):
-        solve(solver=TorchDEQ(), states_at=[2])
     with pytest.raises(TypeError, match=r"states must be solvers.Phantom.* got Unrolled"):
         Implicit(states=Unrolled())  # type: ignore[arg-type]
     layer = DEQ.from_update(step)
@@ -231,6 +229,22 @@ def test_what_cannot_have_states_says_so() -> None:
         layer(sample(), states_at=[2])
     layer.solve(sample(), states_at=[2])
     assert layer.last is not None and layer.last.states is None
+
+
+@pytest.mark.parametrize("name", ["anderson", "broyden", "fixed_point_iter"])
+def test_their_solvers_have_states_too(name: str) -> None:
+    """Each is what the smaller budget returns, with the gradient that the adjoint gives it."""
+    at, x = [1, 3, 6, 30], sample().requires_grad_()
+    whole = solve(x=x, solver=TorchDEQ(name), states_at=at, adjoint=Implicit())
+    assert int(whole.evaluations.min()) < 30
+    for number, state in zip(at, whole.states, strict=True):
+        part = solve(x=x, solver=TorchDEQ(name), max_steps=number)
+        assert torch.equal(state, part.value)
+        (found,) = torch.autograd.grad(state.pow(2).sum(), x, retain_graph=True)
+        leaf = x.detach().requires_grad_()
+        cotangent = 2 * part.value
+        (wanted,) = torch.autograd.grad(step(part.value, leaf), leaf, cotangent)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.filterwarnings("ignore::solvers.SolveWarning")
