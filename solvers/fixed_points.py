@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
 from solvers.adjoints.unrolled_transform import refuse_unrolled, unrolled_solution
+from solvers.compiled.captured import capture
 from solvers.compiled.forward import compiled_solve
+from solvers.compiled.programs import UntraceableError
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -24,6 +26,7 @@ from solvers.core.checks import (
 from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.loop import Loop
 from solvers.core.modes import (
+    compiler_loaded,
     constant_weights,
     eager,
     in_transform,
@@ -124,6 +127,8 @@ def fixed_point(
     start = layout.vector(z0)
     problem = Problem.of(f, energy, z0, args, mask, compact)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast)
+    if problem.programs is None and compiler_loaded() and isinstance(adjoint, Implicit | None):
+        problem.programs = capture(problem, start)
 
     solve = partial(
         _solve,
@@ -210,8 +215,15 @@ def _solve(
         observed = record or callback is not None or states_at or torch.is_grad_enabled()
         if problem.programs is None or observed or not solver.traceable:
             return ordinary(problem, start)
-        _look_once(problem, start, goal)
-        return compiled_solve(problem, start, solver, goal.tolerance, max_steps, ordinary)
+        try:
+            _look_once(problem, start, goal)
+            return compiled_solve(problem, start, solver, goal.tolerance, max_steps, ordinary)
+        except UntraceableError:
+            if problem.programs.required:
+                raise
+            problem.programs.give_up()
+            problem.programs = None
+            return ordinary(problem, start)
 
 
 def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:

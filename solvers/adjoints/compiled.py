@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record, first_derivative
 from solvers.compiled.backward import Wanted, compiled_adjoint
-from solvers.compiled.programs import Weights
+from solvers.compiled.programs import UntraceableError, Weights
 from solvers.core.modes import constant_weights, uncompiled
 from solvers.core.problem import Problem
 from solvers.krylov.cg import CG
@@ -64,7 +64,7 @@ class KnownInputs:
         programs = self.problem.programs
         point = z.detach().requires_grad_()
         with programs.cloned(), constant_weights(), torch.enable_grad(), uncompiled():
-            f = self.problem.f.on(programs.clone)  # type: ignore[attr-defined]
+            f = programs.traced_map(self.problem.f)
             plain = replace(self.problem, f=f, args=args, programs=None)
             output = programs.within(weights, plain.masked_map, point)
         return point, output
@@ -126,7 +126,12 @@ def _gradients(
     numbers = (solver, system.tolerance, system.max_steps)
     found = None
     if system.memory is None:
-        found = compiled_adjoint(problem, z, cotangent, *numbers, known.wanted, known.weights)
+        try:
+            found = compiled_adjoint(problem, z, cotangent, *numbers, known.wanted, known.weights)
+        except UntraceableError:
+            if problem.programs.required:
+                raise
+            problem.programs.give_up()
     if found is None:
         return first_derivative(_record(known, system, z), cotangent)[1]
     solution, results = found

@@ -36,7 +36,7 @@ class Given:
         """``like`` with these tensors, within a program."""
         return replace(
             like,
-            f=like.f.on(like.programs.clone),  # type: ignore[attr-defined]
+            f=like.programs.traced_map(like.f),
             args=self.args,
             mask=self.mask,
             programs=None,
@@ -62,7 +62,8 @@ class Padding:
             if isinstance(leaf, Tensor)
         )
         sizes = problem.programs.sizes.setdefault((problem.layout.shapes, shapes), [])
-        size = batch if not problem.compact else program_size(batch, sizes)
+        fixed = not (problem.compact and problem.programs.pads)
+        size = batch if fixed else program_size(batch, sizes)
         if size == batch:
             return cls(batch, None)
         return cls(batch, torch.arange(size, device=state.device).clamp_max(batch - 1))

@@ -18,13 +18,17 @@ from solvers.compiled.packing import Packed, Skeleton, fingerprint, look, pack, 
 from solvers.core.checks import require_choice, require_count, require_instance
 from solvers.core.device import tracing
 from solvers.core.guards.telling import warn_user
-from solvers.core.modes import constant_weights
+from solvers.core.modes import constant_weights, uncompiled
 
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 MOST = 64  # programs that are kept
-_LOCK = threading.RLock()  # torch traces in one thread at a time
+LOCK = threading.RLock()  # torch traces in one thread at a time
 _OF_EVERY_MODULE = set(vars(nn.Module()))
+
+
+class UntraceableError(RuntimeError):
+    """No program can be made of a map."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ class Programs:
         TypeError, ValueError: backend, mode or options are unknown or do not belong together.
     """
 
+    pads = True  # batches may be padded
+    required = True  # what cannot be traced is an error
+
     def __init__(
         self,
         module: nn.Module,
@@ -82,6 +89,7 @@ class Programs:
         block: int = 4,
     ) -> None:
         self.module, self.block = module, require_count("block", block)
+        self.name = type(module).__name__
         self.backend, self.mode, self.options = backend, mode, options
         check_backend(backend, mode, options)
         self.made: dict[Hashable, Program] = {}
@@ -145,19 +153,30 @@ class Programs:
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
+    def give_up(self) -> None:
+        """What cannot be traced is not tried again."""
+
     @contextmanager
     def cloned(self) -> Iterator[None]:
         """Within, ``clone`` is a copy of the module that has its tensors and may be changed, by one thread.
 
         The module itself is never touched: other threads may be using it.
         """
-        with _LOCK:
+        with LOCK:
             tensors = read_module(self.module)[0].values()
             self.clone = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
             try:
                 yield
             finally:
                 self.clone = None
+
+    def traced_map(self, f: Any) -> Callable[..., Any]:
+        """The map ``f`` of a solve with the clone in the place of the module."""
+        return f.on(self.clone)
+
+    def map_key(self, f: Any) -> Hashable:
+        """What an evaluation of ``f`` depends on beside tensors and the module."""
+        return f.static_key()
 
     def traced_weights(self) -> dict[str, Tensor]:
         """The weights that the clone has now."""
@@ -186,7 +205,7 @@ class Programs:
             rest = iter(tensors)
             given = [unpack(list(islice(rest, size)), skeleton) for size, skeleton in sizes]
             weights = dict(zip(names, rest, strict=True))
-            with torch.no_grad(), tracing(), constant_weights():
+            with torch.no_grad(), tracing(), constant_weights(), uncompiled():
                 result = self.within(weights, function, *given)
             packed = pack(result)
             found.append(packed.skeleton)
@@ -198,18 +217,17 @@ class Programs:
                 options = (self.backend, self.mode, self.options)
                 return Program(compiled.tracing.compiled(graph, examples, *options), found[-1])
         except Exception as error:
-            raise RuntimeError(
-                f"{type(self.module).__name__} cannot be compiled ({type(error).__name__}: {error}); "
+            raise UntraceableError(
+                f"{self.name} cannot be compiled ({type(error).__name__}: {error}); "
                 "use the layer without compile(), or state its step by torch's operators alone"
             ) from error
 
     def _forget(self) -> None:
         """Drop all programs, and say so: they should be few."""
         self.made.clear()
-        name = type(self.module).__name__
         warn_user(
-            f"{MOST} programs were compiled for {name} and are dropped: the shapes of its inputs differ from "
-            "call to call (pad them), or a plain attribute of one of its modules does",
+            f"{MOST} programs were compiled for {self.name} and are dropped: the shapes of its inputs "
+            "differ from call to call (pad them), or a plain attribute of one of its modules does",
             UserWarning,
             "programs",
             self.module,

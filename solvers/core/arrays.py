@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from solvers.core.device import readable
+from solvers.core.rows import small_dtype
 
 # An array (n, 1) or (n, k): numpy.ndarray on the CPU, Tensor elsewhere.
 Array = Any
@@ -89,3 +91,22 @@ class Arrays:
         if self.host and mask.all():
             return new
         return torch.where(self.write(mask), new, old)
+
+
+def inner_products_of(vectors: Sequence[Tensor], vector: Tensor) -> Tensor:
+    """(B, m) products of m vectors (B, D) with another, in a program.
+
+    A program keeps vectors apart: to write one of them into a buffer it would copy the buffer.
+    """
+    dtype = small_dtype(vector.dtype)
+    wide = vector.to(dtype)
+    return torch.stack([(each.to(dtype) * wide).sum(1) for each in vectors], dim=1)
+
+
+def combine_all(start: Tensor, weights: Tensor, vectors: Sequence[Tensor], sign: int = 1) -> Tensor:
+    """``start + sign sum_j weights_j vectors_j``, in a program."""
+    parts = [
+        w.unsqueeze(1) * v for w, v in zip(weights.to(start.dtype).unbind(1), vectors, strict=True)
+    ]
+    total = reduce(torch.add, parts)
+    return start + total if sign > 0 else start - total

@@ -32,6 +32,11 @@ def tracing() -> Iterator[None]:
         _OF_THIS_THREAD.tracing = before
 
 
+def traced() -> bool:
+    """Whether this thread traces a program."""
+    return _OF_THIS_THREAD.tracing
+
+
 def readable(device: torch.device) -> bool:
     """Whether the host may read tensors of the device without waiting, for decisions or in NumPy."""
     return device.type == "cpu" and not _OF_THIS_THREAD.tracing

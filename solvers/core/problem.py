@@ -252,8 +252,8 @@ class Problem:
         )
 
     def static_key(self) -> tuple[Any, ...]:
-        """What a compiled evaluation depends on beside tensors, for an ``f`` that says its own part."""
-        own = self.f.static_key()  # type: ignore[attr-defined]
+        """What a compiled evaluation depends on beside tensors; ``programs`` know the part of ``f``."""
+        own = self.programs.map_key(self.f)
         return (own, self.layout, self.autocast, self.symmetric, self.has_energy)
 
     def jacobian_product(self, z: Tensor) -> JacobianProduct:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.core.arrays import Array, fits_numpy
+from solvers.core.arrays import Array, combine_all, fits_numpy, inner_products_of
 from solvers.core.checks import require_count
+from solvers.core.device import traced
 from solvers.core.solution import Status
 from solvers.krylov.method import KrylovRun, LinearSolver, norm
 
@@ -69,8 +70,12 @@ class GMRESRun(KrylovRun):
         self.in_numpy = arrays.host and fits_numpy(residual)
         self.matmul = numpy.matmul if self.in_numpy else torch.matmul
         self.direction = residual / torch.where(length > 0, length, 1)
-        self.basis = self._vectors(residual.new_empty(rows, capacity, residual.shape[1]))
-        self.basis[:, 0] = self._vectors(self.direction)
+        # A program keeps the vectors apart: to write one into an array it would copy the array.
+        self.vectors: list[Tensor] | None = [self.direction] if traced() else None
+        width = 0 if self.vectors else residual.shape[1]
+        self.basis = self._vectors(residual.new_empty(rows, capacity, width))
+        if self.vectors is None:
+            self.basis[:, 0] = self._vectors(self.direction)
         self.hessenberg = arrays.read(residual.new_zeros(rows, capacity, capacity + 1))
         self.rotation = arrays.read(residual.new_zeros(rows, capacity, capacity + 1))
         self.null = arrays.read(residual.new_zeros(rows, capacity + 1))
@@ -90,19 +95,31 @@ class GMRESRun(KrylovRun):
         step = self.step
         if step + 1 >= self.basis.shape[1]:
             self._grow()
+        entries, rest = self._orthogonal(product)
+        below = norm(rest)
+        self.direction = rest / below.clamp_min(self.tiny)
+        if self.vectors is None:
+            self.basis[:, step + 1] = self._vectors(self.direction)
+        else:
+            self.vectors.append(self.direction)
+        self._extend(entries, self.arrays.read(below))
+        self.step = step + 1
+        self.exhausted = self.step == self.restart
+
+    def _orthogonal(self, product: Tensor) -> tuple[Array, Tensor]:
+        """(n, k + 1) inner products of ``product`` with the basis, and what is left of it."""
+        if self.vectors is not None:
+            first = inner_products_of(self.vectors, product)
+            product = combine_all(product, first, self.vectors, sign=-1)
+            second = inner_products_of(self.vectors, product)
+            return first + second, combine_all(product, second, self.vectors, sign=-1)
         matmul = self.matmul
-        basis, vector = self.basis[:, : step + 1], self._vectors(product)
+        basis, vector = self.basis[:, : self.step + 1], self._vectors(product)
         first = matmul(basis, vector[:, :, None])
         vector = vector - matmul(first.swapaxes(1, 2), basis)[:, 0]
         second = matmul(basis, vector[:, :, None])
         rest = self._tensor(vector - matmul(second.swapaxes(1, 2), basis)[:, 0])
-        below = norm(rest)
-        self.direction = rest / below.clamp_min(self.tiny)
-        self.basis[:, step + 1] = self._vectors(self.direction)
-        entries = self.arrays.read(self._tensor((first + second)[:, :, 0]))
-        self._extend(entries, self.arrays.read(below))
-        self.step = step + 1
-        self.exhausted = self.step == self.restart
+        return self.arrays.read(self._tensor((first + second)[:, :, 0])), rest
 
     def _extend(self, entries: Array, below: Array) -> None:
         """Append a column to H and rotate it; stop rows that have converged or broken down."""
@@ -149,12 +166,14 @@ class GMRESRun(KrylovRun):
         xp, write = self.arrays.xp, self.arrays.write
         entries = self.hessenberg[:, :step, : step + 1]
         rotation = self.rotation[:, :step, : step + 1]
-        basis = self.basis[:, :step]
+        basis = self.basis[:, :step] if self.vectors is None else self.vectors[:step]
         # Columns added after a row had stopped are left out; they may be NaN.
         mask = (self.arrays.range(step) < self.columns)[:, :, None]
         if not (self.arrays.host and mask.all()):
             entries, rotation = xp.where(mask, entries, 0), xp.where(mask, rotation, 0)
-        if not (self.arrays.host and (self.columns == self.used).all()):
+        if self.vectors is not None:
+            basis = [torch.where(m, v, 0) for m, v in zip(mask.unbind(1), basis, strict=True)]
+        elif not (self.arrays.host and (self.columns == self.used).all()):
             basis = self._vectors(torch.where(write(mask), self._tensor(basis), 0))
         triangle = write(xp.matmul(rotation, entries.swapaxes(1, 2)))
         diagonal = triangle.diagonal(dim1=1, dim2=2)
@@ -162,7 +181,10 @@ class GMRESRun(KrylovRun):
         target = write(self.beta * rotation[:, :, 0]) * usable
         diagonal.copy_(torch.where(usable, diagonal, 1))
         weights = torch.linalg.solve_triangular(triangle, target.unsqueeze(2), upper=True)
-        solution = self._tensor(self.matmul(self._vectors(weights.mT), basis)[:, 0])
+        if self.vectors is not None:
+            solution = combine_all(torch.zeros_like(basis[0]), weights[:, :, 0], basis)
+        else:
+            solution = self._tensor(self.matmul(self._vectors(weights.mT), basis)[:, 0])
         if self.arrays.host and not self.broken.any():
             return solution, self.residual_norm
         return solution, xp.where(self.broken, self._left(weights, entries), self.residual_norm)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import fits_numpy
+from solvers.core.arrays import combine_all, fits_numpy, inner_products_of
 from solvers.core.checks import require_count, require_number
+from solvers.core.device import traced
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
 from solvers.core.solver import Solver, Turn
-from solvers.methods.history import combine, inner_products, solve_small, write_symmetric
+from solvers.methods.history import (
+    combine,
+    inner_products,
+    solve_small,
+    write_symmetric,
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,13 @@ class Anderson(Solver):
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
         require_number("regularization", self.regularization, low=0.0, high=1.0)
 
-    def init(self, point: Point, problem: Problem) -> AndersonState:
+    def init(self, point: Point, problem: Problem) -> AndersonState | TracedAndersonState:
         batch, size = point.z.shape
         kept = min(self.memory, size)  # more differences than dimensions are dependent
         dtype = small_dtype(point.z.dtype)
+        if traced():
+            gram = torch.zeros(batch, 0, 0, dtype=dtype, device=point.z.device)
+            return TracedAndersonState(kept, [], [], gram)
         return AndersonState(
             steps=point.z.new_zeros(batch, kept, size),
             changes=point.z.new_zeros(batch, kept, size),
@@ -62,8 +71,10 @@ class Anderson(Solver):
             last=None,
         )
 
-    def step(self, state: AndersonState, turn: Turn) -> Tensor:
+    def step(self, state: AndersonState | TracedAndersonState, turn: Turn) -> Tensor:
         """Remember the newest difference and mix all that are kept."""
+        if isinstance(state, TracedAndersonState):
+            return self._step_of_program(state, turn)
         if fits_numpy(state.steps):
             return self._step_on_host(state, turn)
         z, residual = turn.current.z, turn.current.residual
@@ -82,19 +93,21 @@ class Anderson(Solver):
         weights = solve_small(state.gram[:, :filled, :filled], right)
         return combine(damped, weights, state.steps[:, :filled], sign=-1)
 
-    def settled(self, state: AndersonState) -> AndersonState:
-        """Full buffers are turned so that the oldest difference is in the first slot."""
-        kept = state.steps.shape[1]
-        if state.count < kept:
-            return state
-        turned = -(state.count % kept)
-        return replace(
-            state,
-            steps=state.steps.roll(turned, 1),
-            changes=state.changes.roll(turned, 1),
-            gram=state.gram.roll((turned, turned), (1, 2)),
-            count=kept,
-        )
+    def _step_of_program(self, state: TracedAndersonState, turn: Turn) -> Tensor:
+        """:meth:`step` within a program."""
+        current, last = turn.current, state.last
+        state.last = current
+        if last is not None:
+            change = current.residual - last.residual
+            step = (current.z - last.z).add(change, alpha=self.damping)
+            state.remember(step, change, *self._ridge(state.gram.dtype))
+        if turn.accepted is not None:
+            state.forget(~turn.accepted)
+        damped = current.z.add(current.residual, alpha=self.damping)
+        if not state.changes:
+            return damped
+        right = inner_products_of(state.changes, current.residual)
+        return combine_all(damped, solve_small(state.gram, right), state.steps, sign=-1)
 
     def _step_on_host(self, state: AndersonState, turn: Turn) -> Tensor:
         """:meth:`step` in NumPy, whose calls cost less: they are most of a small problem's step."""
@@ -173,3 +186,32 @@ class AndersonState:
         self.gram = where_rows(rows, unit.expand_as(self.gram), self.gram)
         self.steps = clear_rows(self.steps, rows)
         self.changes = clear_rows(self.changes, rows)
+
+
+@dataclass
+class TracedAndersonState:
+    """:class:`AndersonState` in a program: the vectors (B, D) of k slots, the oldest first."""
+
+    kept: int  # slots at most
+    steps: list[Tensor]
+    changes: list[Tensor]
+    gram: Tensor  # (B, k, k) with its ridge
+    last: Point | None = None
+
+    def remember(self, step: Tensor, change: Tensor, ridge: float, tiny: float) -> None:
+        """Take the newest difference in the place of the oldest one."""
+        if len(self.changes) == self.kept:
+            self.steps, self.changes = self.steps[1:], self.changes[1:]
+            self.gram = self.gram[:, 1:, 1:]
+        self.steps, self.changes = [*self.steps, step], [*self.changes, change]
+        row = inner_products_of(self.changes, change)
+        row = torch.cat((row[:, :-1], row[:, -1:] * ridge + tiny), 1)
+        upper = torch.cat((self.gram, row[:, :-1].unsqueeze(2)), 2)
+        self.gram = torch.cat((upper, row.unsqueeze(1)), 1)
+
+    def forget(self, rows: Tensor) -> None:
+        """:meth:`AndersonState.forget`."""
+        unit = torch.eye(len(self.changes), dtype=self.gram.dtype, device=self.gram.device)
+        self.gram = where_rows(rows, unit.expand_as(self.gram), self.gram)
+        self.steps = [where_rows(rows, torch.zeros_like(t), t) for t in self.steps]
+        self.changes = [where_rows(rows, torch.zeros_like(t), t) for t in self.changes]
