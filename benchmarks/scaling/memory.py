@@ -30,6 +30,7 @@ COLORS = {
     "transformer layers": GREY,
 }
 Row = dict[str, Any]
+Way = tuple[Callable[[Tensor], Tensor], nn.Module]
 
 
 def saved_bytes(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> tuple[int, Tensor]:
@@ -51,8 +52,11 @@ def saved_bytes(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> tupl
     return sum(storage.nbytes() for storage in held.values()), result
 
 
-def models(iterations: int, dim: int, heads: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Maps with as many evaluations: of one block by its adjoint, or a stack of transformer layers."""
+def models(iterations: int, dim: int, heads: int) -> dict[str, Way]:
+    """Maps with as many evaluations: of one block by its adjoint, or a stack of transformer layers.
+
+    Each with the module that it runs.
+    """
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "tolerance": solvers.Tolerance(0.0),
@@ -65,18 +69,19 @@ def models(iterations: int, dim: int, heads: int) -> dict[str, Callable[[Tensor]
         for _ in range(iterations)
     ]
 
-    def by(adjoint: solvers.Adjoint) -> Callable[[Tensor], Tensor]:
+    def by(adjoint: solvers.Adjoint) -> Way:
         def run(x: Tensor) -> Tensor:
             return block.solve(x, adjoint=adjoint, solver=solvers.Anderson(5)).value
 
-        return run
+        return run, block
 
+    stack = nn.Sequential(*layers)
     ignore = solvers.Implicit(on_failure="ignore", max_steps=iterations)
     return {
         "implicit": by(ignore),
         "unrolled": by(solvers.Unrolled()),
         "unrolled, checkpointed": by(solvers.Unrolled(checkpoint=True)),
-        "transformer layers": nn.Sequential(*layers),
+        "transformer layers": (stack, stack),
     }
 
 
@@ -84,7 +89,7 @@ def measure(batch: int, tokens: int, dim: int, heads: int) -> list[Row]:
     """A row for each number of iterations and each way: bytes saved by forward, peak of a step."""
     rows: list[Row] = []
     for iterations in ITERATIONS:
-        for name, run in models(iterations, dim, heads).items():
+        for name, (run, module) in models(iterations, dim, heads).items():
             x = torch.randn(
                 batch, tokens, dim, generator=torch.Generator().manual_seed(1), requires_grad=True
             )
@@ -92,8 +97,7 @@ def measure(batch: int, tokens: int, dim: int, heads: int) -> list[Row]:
             def forward(run: Callable[[Tensor], Tensor] = run, x: Tensor = x) -> Tensor:
                 return run(x)
 
-            parameters = list(run.parameters()) if isinstance(run, nn.Module) else []
-            saved, _ = saved_bytes(forward, parameters)
+            saved, _ = saved_bytes(forward, list(module.parameters()))
             peak = peak_bytes(lambda forward=forward: forward().square().sum().backward())
             rows.append(
                 {

@@ -219,7 +219,7 @@ def _own_class(layer: nn.Module) -> None:
     property added or removed for the layer would come and go for its copies.
     """
     if parametrize.is_parametrized(layer):
-        shared = type(layer)
+        shared: Any = type(layer)
         given = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
         layer.__class__ = type(shared.__name__, shared.__bases__, given)
 

@@ -50,6 +50,13 @@ def test_messages_and_sums_are_counted() -> None:
 
 def test_what_implicit_layers_save_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "ITERATIONS", (2, 6))
+    # Weights are kept anyway, and do not count.
+    for name, (run, module) in memory.models(2, 8, 2).items():
+        weights = list(module.parameters())
+        x = torch.ones(1, 3, 8, requires_grad=True)
+        counted, _ = memory.saved_bytes(lambda run=run, x=x: run(x), [])
+        own, _ = memory.saved_bytes(lambda run=run, x=x: run(x), weights)
+        assert weights and own < counted, name
     rows = memory.measure(2, 5, 8, 2)
     saved = {(row["way"], row["iterations"]): row["saved MB"] for row in rows}
     assert saved["implicit", 2] == saved["implicit", 6] > 0
