@@ -15,7 +15,7 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz lint format types bench clean triton-floor bench-jax
+.PHONY: help demo test fuzz lint format types docs docs-serve bench clean triton-floor bench-jax
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,14 @@ format: $(VENV)/dev.stamp ## ruff: mend what can be mended, format
 types: $(VENV)/dev.stamp ## basedpyright
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
+# The notice that is silenced is Material's, of releases to come; every other warning is an error.
+docs: $(VENV)/docs.stamp ## the documentation site into site/, with its checks
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m tools.site.check site
+
+docs-serve: $(VENV)/docs.stamp ## the site at http://127.0.0.1:8000, built again at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 bench: $(VENV)/examples.stamp ## ratios against torchdeq, printed
 	$(BIN)/python benchmarks/vs_torchdeq.py $(ARGS)
 
@@ -51,7 +59,7 @@ bench-jax: $(VENV)/examples.stamp $(JAX_VENV)/stamp ## ratios against JAX, print
 triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(JAX_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(JAX_VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:
@@ -76,7 +84,12 @@ $(VENV)/test.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
 $(VENV)/dev.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
 	@echo "installing the package and the developer's tools into $(VENV) (minutes the first time) ..."
 	@$(INSTALL) -e ".[test,dev]"
-	@touch $@ $(VENV)/test.stamp $(VENV)/examples.stamp
+	@touch $@ $(VENV)/test.stamp $(VENV)/docs.stamp $(VENV)/examples.stamp
+
+$(VENV)/docs.stamp: $(VENV)/python.stamp $(REQUIREMENTS)
+	@echo "installing the package and what its documentation needs into $(VENV) (minutes the first time) ..."
+	@$(INSTALL) -e ".[docs]"
+	@touch $@
 
 # Beside the environment's own Triton, in a folder that one test puts on the path of a process.
 $(VENV)/triton-floor.stamp: $(VENV)/test.stamp

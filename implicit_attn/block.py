@@ -64,9 +64,11 @@ class EquilibriumBlock(nn.Module):
             DEQ takes in half precision.
 
     Example:
+        >>> import torch
         >>> block = EquilibriumBlock(64, heads=4)
-        >>> y = block(x)  # (B, N, 64) -> (B, N, 64)
-        >>> block.last.status, block.last.evaluations
+        >>> y = block(torch.randn(2, 16, 64))  # (B, N, 64) -> (B, N, 64)
+        >>> y.shape, bool(block.last.converged.all())
+        (torch.Size([2, 16, 64]), True)
 
     A stack of them: ``nn.Sequential(*(EquilibriumBlock(64, heads=4) for _ in range(3)))``.
     """

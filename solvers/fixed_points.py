@@ -107,6 +107,20 @@ def fixed_point(
             works in place on its inputs, or whose value changes from call to call.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
+    Example:
+        >>> import torch
+        >>> b = torch.tensor([[0.0], [1.0]], requires_grad=True)  # two samples
+        >>> solution = fixed_point(lambda z, b: 0.5 * torch.cos(z) + b, torch.zeros(2, 1), (b,))
+        >>> solution.value
+        tensor([[0.4502],
+                [1.1872]], grad_fn=...)
+        >>> solution.converged
+        tensor([True, True])
+        >>> solution.value.sum().backward()  # implicit gradients: dz/db = 1 / (1 + sin(z) / 2)
+        >>> b.grad
+        tensor([[0.8213],
+                [0.6832]])
+
     ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``record``; ``jvp``
     only with ``Unrolled()``. That needs ``solver=Forward(...)`` there, makes ``max_steps`` evaluations for
     every sample, of which those that have converged stand still, and has no energy safeguard.

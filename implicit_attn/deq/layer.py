@@ -74,9 +74,15 @@ class DEQ(Compilable):
             it hands over, 0 by default; ``last`` counts them with those of the solve.
 
     Example:
-        >>> layer = DEQ(BiSoftmaxAttention(64, heads=4) + ReLUFeedForward(64, 128) + Quadratic())
-        >>> z = layer(x)  # (B, N, 64)
-        >>> layer.solve(x, max_steps=200).status
+        >>> import torch
+        >>> from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
+        >>> attention = BiSoftmaxAttention(64, heads=4).weighted(0.2, maximum=1.0)
+        >>> layer = DEQ(attention + 0.2 * ReLUFeedForward(64, 128) + Quadratic())
+        >>> x = torch.randn(2, 5, 64)
+        >>> layer(x).shape
+        torch.Size([2, 5, 64])
+        >>> layer.solve(x, max_steps=200).status  # solvers.Status.CONVERGED is 0
+        tensor([0, 0])
 
     Source: Bai, Kolter, Koltun, "Deep Equilibrium Models" (2019), https://arxiv.org/abs/1909.01377.
     """

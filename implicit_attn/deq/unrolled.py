@@ -49,8 +49,12 @@ class UnrolledLayer(nn.Module):
     checked as by the layer, but for NaN inside of compilers and exporters.
 
     Example:
-        >>> layer = DEQ(BiSoftmaxAttention(64, heads=4) + Quadratic())
-        >>> program = torch.export.export(layer.unrolled(12).eval(), (x,))  # x (B, N, 64)
+        >>> from implicit_attn import DEQ
+        >>> from implicit_attn.energies import Hopfield, Quadratic
+        >>> layer = DEQ(Quadratic() + 0.5 * Hopfield(torch.eye(4)))
+        >>> program = layer.unrolled(12)  # for torch.export.export(program.eval(), (x,))
+        >>> program(torch.ones(2, 3, 4)).shape
+        torch.Size([2, 3, 4])
 
     Source: Walker and Ni, "Anderson acceleration for fixed-point iterations" (2011), eq. 2.1,
     https://doi.org/10.1137/10078356X, for ``memory`` > 0.
@@ -176,8 +180,10 @@ def unroll(
         ValueError: no part of ``model`` is a DEQ.
 
     Example:
+        >>> from implicit_attn import EquilibriumBlock
         >>> model = nn.Sequential(EquilibriumBlock(64, heads=4), nn.Linear(64, 10))
-        >>> program = torch.export.export(unroll(model, 8).eval(), (x,))
+        >>> unroll(model, 8).eval()(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 10])
     """
     options: dict[str, Any] = {"damping": damping, "memory": memory}
     if _is_layer(model) and not any(_is_layer(part) for part in model.update.modules()):  # type: ignore[union-attr]

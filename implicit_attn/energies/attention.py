@@ -53,6 +53,13 @@ class BiSoftmaxAttention(HeadsEnergy):
             (memory linear in N), "cpp", "triton" or "auto"; ``implicit_attn.kernels.explain`` says
             which one "auto" takes. Pairs, their biases and ``exclude_self`` are dense.
 
+    Example:
+        >>> import torch
+        >>> energy = BiSoftmaxAttention(64, heads=4)
+        >>> z = torch.randn(2, 16, 64)
+        >>> energy(z).shape, energy.grad(z).shape, energy.hvp(z, z).shape
+        (torch.Size([2]), torch.Size([2, 16, 64]), torch.Size([2, 16, 64]))
+
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 and 7, with the
     full derivative of the norm.
     """

@@ -44,6 +44,17 @@ class Energy(nn.Module):
     The state ``z`` is a tensor (B, ...), mostly tokens (B, N, d); without closed forms it may also be
     a pytree of such tensors. Samples must not influence each other. :func:`check_energy` verifies it.
 
+    Example:
+        >>> import torch
+        >>> class Pull(Energy):
+        ...     def forward(self, z, x=None, *, mask=None):  # (B, N, d), (B, N, d) -> (B,)
+        ...         return 0.5 * (z - x).square().sum((1, 2))
+        >>> energy, z, x = 3 * Pull(), torch.ones(2, 4, 8), torch.zeros(2, 4, 8)
+        >>> energy(z, x)
+        tensor([48., 48.])
+        >>> bool((energy.grad(z, x) == 3 * (z - x)).all())
+        True
+
     Attributes:
         concave: True where the energy is concave in ``z`` for any weights (then the unit step on
             ``Quadratic() + energy`` never raises that sum); False where it is not, or not known to be.

@@ -28,6 +28,13 @@ class ReLUFeedForward(MemoryEnergy):
     Shapes and arguments as for
     :class:`implicit_attn.energies.context.memory_energy.MemoryEnergy`.
 
+    Example:
+        >>> import torch
+        >>> energy = ReLUFeedForward(64, 128)
+        >>> z = torch.randn(2, 16, 64)
+        >>> energy(z).shape, energy.grad(z).shape
+        (torch.Size([2]), torch.Size([2, 16, 64]))
+
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equation 11, with the full
     derivative of the norm.
     """

@@ -31,7 +31,10 @@ class EquilibriumTransformer(nn.Module):
         ValueError: for blocks that are no backbone: cross attention, or tokens before samples.
 
     Example, a vision transformer of two blocks:
-        >>> ImageClassifier(EquilibriumTransformer(64, 4, layers=2), 8, 1, 10, patch=2)
+        >>> from implicit_attn.models import ImageClassifier
+        >>> model = ImageClassifier(EquilibriumTransformer(64, 4, layers=2), 8, 1, 10, patch=2)
+        >>> model(torch.rand(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
     """
 
     def __init__(

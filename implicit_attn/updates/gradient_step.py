@@ -82,6 +82,14 @@ class GradientStep(EnergyStep):
         channels: d for a step size per channel of z (..., d).
         learned: train the step size.
 
+    Example:
+        >>> import torch
+        >>> from implicit_attn.energies import Quadratic
+        >>> step = GradientStep(Quadratic(), step_size=0.5)
+        >>> step(torch.ones(1, 2, 2), torch.zeros(1, 2, 2))
+        tensor([[[0.5000, 0.5000],
+                 [0.5000, 0.5000]]])
+
     Source: for learned step sizes Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646,
     equations 9 and 11.
     """

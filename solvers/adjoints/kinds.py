@@ -115,6 +115,19 @@ class Implicit(Adjoint):
 
     The outcome of the latest backward pass is in ``solution.adjoint.solution``.
 
+    Example:
+        >>> import torch, solvers
+        >>> b = torch.ones(2, 3, requires_grad=True)
+        >>> adjoint = solvers.Implicit(solver=solvers.GMRES(), max_steps=50)
+        >>> solution = solvers.fixed_point(
+        ...     lambda z, b: 0.5 * z + b, b.detach(), (b,), adjoint=adjoint
+        ... )
+        >>> solution.value.sum().backward()
+        >>> b.grad[0]  # 1 / (1 - 0.5), within the tolerance
+        tensor([2.0000, 2.0000, 2.0000])
+        >>> solution.adjoint.solution.converged
+        tensor([True, True])
+
     Source: Bai, Kolter and Koltun, "Deep Equilibrium Models" (2019), theorem 1,
     https://arxiv.org/abs/1909.01377.
     """

@@ -106,6 +106,13 @@ class Solution:
         states: for each number of ``states_at`` what ``value`` would be had the solve ended after so
             many evaluations, structured like the initial state; None where none was asked for.
         adjoint: filled by the backward pass of an implicit adjoint.
+
+    Example:
+        >>> import solvers
+        >>> start = torch.tensor([[1.0], [3.0]])
+        >>> solution = solvers.fixed_point(torch.sqrt, start, record=True)
+        >>> solution.counts(), bool((solution.residual < 1e-4).all())
+        ({'CONVERGED': 2}, True)
     """
 
     value: Any

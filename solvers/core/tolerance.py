@@ -32,6 +32,11 @@ class Tolerance:
 
     Raises:
         ValueError: if one is negative, infinite or not a number.
+
+    Example:
+        >>> import torch
+        >>> Tolerance(rtol=1e-3).threshold(torch.tensor([1.0, 200.0]))
+        tensor([0.0010, 0.2000])
     """
 
     rtol: float = 1e-4

@@ -86,6 +86,14 @@ def solve_linear(
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument.
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
+
+    Example:
+        >>> import torch, solvers
+        >>> b = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
+        >>> weights = torch.tensor([2.0, 4.0])
+        >>> solvers.solve_linear(lambda v: weights * v, b, solver=solvers.CG()).value
+        tensor([[0.5000, 0.5000],
+                [0.0000, 1.0000]])
     """
     require_callable("matvec", matvec)
     require_instance("solver", solver, LinearSolver, "CG(), MINRES() or GMRES(restart)")

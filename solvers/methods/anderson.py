@@ -41,6 +41,18 @@ class Anderson(Solver):
         damping: mixing in (0, 2].
         regularization: relative ridge, >= 0; raised to the rounding level of the Gram matrix.
 
+    Example:
+        >>> import torch, solvers
+        >>> def f(z):  # a linear map that contracts by 0.95
+        ...     return 0.95 * z.flip(1) + 1.0
+        >>> tolerance = solvers.Tolerance(rtol=1e-5)
+        >>> options = {"tolerance": tolerance, "max_steps": 500}
+        >>> start = torch.zeros(1, 3)
+        >>> solvers.fixed_point(f, start, solver=solvers.Anderson(), **options).evaluations
+        tensor([3])
+        >>> solvers.fixed_point(f, start, solver=solvers.Forward(), **options).evaluations
+        tensor([168])
+
     Source: Walker and Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal.
     49 (2011), eq. 2.1, https://doi.org/10.1137/10078356X; the type after Fang and Saad (2009),
     https://doi.org/10.1002/nla.617.

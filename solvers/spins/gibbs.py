@@ -66,8 +66,12 @@ def gibbs(
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
-        >>> samples = gibbs(J, x, site=IsingSite(), sweeps=100, chains=1000, generator=generator)
-        >>> samples.mean(0)  # <S_i> (N, d)
+        >>> from solvers import IsingSite
+        >>> J, x = torch.zeros(3, 3, 1, 1), torch.full((3, 1), 0.5)  # three free spins in a field
+        >>> samples = gibbs(J, x, site=IsingSite(), sweeps=20, chains=1000, generator=generator)
+        >>> means = samples.mean(0)  # <S_i> (N, d), here tanh(0.5) = 0.46
+        >>> means.shape, bool((means - 0.4621).abs().max() < 0.1)
+        (torch.Size([3, 1]), True)
 
     Source: S. Geman, D. Geman (1984), "Stochastic relaxation, Gibbs distributions, and the Bayesian
     restoration of images", https://doi.org/10.1109/TPAMI.1984.4767596.

@@ -117,8 +117,10 @@ def spherical_saddle(
         SolveError: if ``on_failure="raise"`` and a sample did not converge.
 
     Example:
-        >>> solution = spherical_saddle(K, x)
-        >>> solution.mean, solution.log_partition  # (B, N, d), (B,)
+        >>> K = 0.1 * (torch.ones(4, 4) - torch.eye(4))  # (N, N)
+        >>> solution = spherical_saddle(K, torch.randn(2, 4, 16))
+        >>> solution.mean.shape, solution.log_partition.shape
+        (torch.Size([2, 4, 16]), torch.Size([2]))
 
     Source: H. E. Stanley (1968), "Spherical model as the limit of infinite spin dimensionality",
     https://doi.org/10.1103/PhysRev.176.718; M. Bal, afem, https://github.com/mcbal/afem, for the use as

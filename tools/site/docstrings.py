@@ -21,7 +21,9 @@ PACKAGES = ("solvers", "implicit_attn")
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?([^`]+)`")
 _LITERAL = re.compile(r"(?<=\S)::[ \t]*$", flags=re.M)
 _HEADING = re.compile(r"^(Sources?|Shapes?|Note|Limits): ", flags=re.M)
-_EXAMPLE = re.compile(r"^Example(?P<what>, [^\n]*)?:\n(?P<code>(?:[ ]{4}[^\n]*\n?|\n)+)", flags=re.M)
+_EXAMPLE = re.compile(
+    r"^Example(?P<what>, [^\n]*)?:\n(?P<code>(?:[ ]{4}[^\n]*\n?|\n)+)", flags=re.M
+)
 
 
 class Markdown(griffe.Extension):

@@ -25,7 +25,13 @@ class Instances:
         TypeError, ValueError: a shape or dtype that does not fit, or an instance that asks for nothing.
 
     Example, Sudoku boards:
-        >>> Instances(puzzles, solutions - 1, puzzles == 0, (puzzles == 0).sum(1))
+        >>> puzzles, solutions = (
+        ...     torch.tensor([[0, 2, 1]]),
+        ...     torch.tensor([[3, 2, 1]]),
+        ... )  # of three cells
+        >>> boards = Instances(puzzles, solutions - 1, puzzles == 0, (puzzles == 0).sum(1))
+        >>> len(boards)
+        1
     """
 
     inputs: Any

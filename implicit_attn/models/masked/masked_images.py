@@ -56,8 +56,12 @@ class MaskedImageModel(nn.Module):
         ValueError: a size is out of range, or ``positions`` unknown.
 
     Example:
+        >>> from implicit_attn.models import HyperSET
         >>> model = MaskedImageModel(HyperSET(64, 4, 64), 8, 1, patch=2)
-        >>> model.fill(hide_patches(images, hidden, 2))
+        >>> images = torch.rand(3, 1, 8, 8)
+        >>> images[:, :, :2, :2] = float("nan")  # the first patch is hidden
+        >>> model.fill(images).isnan().any().item()
+        False
 
     Source: the masked image modelling of Hu, Zou, Xu, "Hyper-SET"
     (https://arxiv.org/abs/2502.11646), with the pixels of patches in place of the codes of a

@@ -63,11 +63,14 @@ def load_official(
         TypeError: ``state`` is no dict of tensors.
 
     Example:
+        >>> from implicit_attn.models.official import build_official, to_official
         >>> model = build_official("sudoku")
         >>> state = to_official(model)
         >>> state["time_mlp.1.1.weight"].shape
         torch.Size([1536, 768])
         >>> again = load_official(state)
+        >>> all(torch.equal(state[name], weight) for name, weight in to_official(again).items())
+        True
 
     Source: the names and shapes are those of the official code of Hu, Zou, Xu, "Hyper-SET"
     (https://arxiv.org/abs/2502.11646), https://github.com/huyunzhe/hyper-set.

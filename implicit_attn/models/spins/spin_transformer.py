@@ -40,7 +40,11 @@ class SpinTransformer(nn.Module):
     Source: Bal, "Spin-model transformers", https://mcbal.github.io/post/spin-model-transformers/.
 
     Example, a vision transformer of two modules:
-        >>> ImageClassifier(SpinTransformer(64, 4, layers=2), 8, 1, 10, patch=2, readout="tokens")
+        >>> from implicit_attn.models import ImageClassifier
+        >>> spins = SpinTransformer(64, 4, layers=2)
+        >>> model = ImageClassifier(spins, 8, 1, 10, patch=2, readout="tokens")
+        >>> model(torch.rand(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
     """
 
     def __init__(

@@ -90,9 +90,16 @@ def decimate(
         TypeError, ValueError: for arguments that do not fit, naming the argument.
 
     Example:
+        >>> from solvers import belief_propagation
+        >>> edges, repel = torch.tensor([[0, 1], [1, 2]]), -4.0 * torch.eye(2).expand(2, 2, 2)
+        >>> x = torch.zeros(1, 3, 2)  # three sites in a chain, of two colours, that must differ
+        >>> values = torch.nn.functional.one_hot(torch.zeros(1, 3, dtype=torch.int64), 2).float()
+        >>> clamped = torch.tensor([[True, False, False]])  # the first has colour 0
         >>> def solve(rows, given, start):
-        ...     return belief_propagation(J, x[rows], given=given, start=start, on_failure="ignore")
+        ...     options = {"edges": edges, "given": given, "start": start}
+        ...     return belief_propagation(repel, x[rows], on_failure="ignore", **options)
         >>> decimate(solve, (values, clamped)).states  # (B, N)
+        tensor([[0, 1, 0]])
 
     Source: Montanari, Ricci-Tersenghi and Semerjian (2007), "Solving constraint satisfaction problems
     through belief propagation-guided decimation", https://arxiv.org/abs/0709.1667.

@@ -122,7 +122,8 @@ def belief_propagation(
         >>> chain = torch.tensor([[0, 1], [1, 2]])
         >>> repel = -2.0 * torch.eye(3).expand(2, 3, 3)
         >>> solution = belief_propagation(repel, torch.randn(4, 3, 3), edges=chain)
-        >>> solution.value.mean  # (4, 3, 3)
+        >>> solution.value.mean.shape
+        torch.Size([4, 3, 3])
 
     Source: Pearl (1988), "Probabilistic Reasoning in Intelligent Systems",
     https://doi.org/10.1016/C2009-0-27609-4; Yedidia, Freeman and Weiss (2005), "Constructing
