@@ -15,7 +15,7 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz lint format types docs docs-serve bench clean triton-floor bench-jax
+.PHONY: help demo test fuzz lint format types docs docs-serve bench clean triton-floor bench-jax dist dist-test
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,13 @@ bench: $(VENV)/examples.stamp ## ratios against torchdeq, printed
 
 bench-jax: $(VENV)/examples.stamp $(JAX_VENV)/stamp ## ratios against JAX, printed
 	$(BIN)/python benchmarks/vs_jax.py $(ARGS)
+
+dist: $(VENV)/dev.stamp ## build wheel and sdist into dist/
+	@rm -rf dist build *.egg-info/SOURCES.txt
+	$(BIN)/python -m build --no-isolation .
+
+dist-test: dist ## install what was built into an empty environment outside of the repository, and try it
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/workers/distribution.py dist
 
 triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
+import implicit_attn.shadow  # noqa: F401 - before all that takes something out of solvers
 from implicit_attn.block import EquilibriumBlock
 from implicit_attn.deq import DEQ, compile_layers
 from implicit_attn.energies import Energy
@@ -28,6 +30,8 @@ else:
     )
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless the user asks
 
 __all__ = [
     "DEQ",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+from collections.abc import Sequence
 from types import ModuleType
 
 DISTRIBUTION = "implicit-attn"
@@ -37,16 +38,20 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def requirements() -> dict[str, list[str]]:
+def requirements(lines: Sequence[str] | None = None) -> dict[str, list[str]]:
     """The distributions that this package needs, under ``""``, and those of each extra.
 
-    An extra that includes another one holds its distributions, too. Empty where the package runs from
-    a folder and is not installed.
+    An extra that includes another one holds its distributions, too.
+
+    Args:
+        lines: as metadata have them (``Requires-Dist``); None: those of the installed package, and
+            nothing where it runs from a folder and is not installed.
     """
-    try:
-        lines = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
+    if lines is None:
+        try:
+            lines = importlib.metadata.requires(DISTRIBUTION) or []
+        except importlib.metadata.PackageNotFoundError:
+            return {}
     found: dict[str, list[str]] = {}
     included: dict[str, list[str]] = {}
     for line in lines:

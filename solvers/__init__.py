@@ -6,6 +6,7 @@ Every sample of a batch is a problem of its own, with its own stopping, status a
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom, Unrolled
@@ -80,6 +81,10 @@ else:
             "solvers.spins.solver": "AdaptiveTAP",
         },
     )
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless the user asks
+
+DISTRIBUTION = "implicit-attn"  # by which implicit_attn knows this package from others of its name
 
 __all__ = [
     "CG",

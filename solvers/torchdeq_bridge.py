@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchdeq.solver import get_solver, register_solver, solver_stat_from_final_step
 
 from solvers.core.checks import require_increasing, require_instance
 from solvers.core.problem import Problem
@@ -18,6 +17,14 @@ from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.methods.anderson import Anderson
+
+try:
+    from torchdeq.solver import get_solver, register_solver, solver_stat_from_final_step
+except ImportError as error:
+    raise ImportError(
+        f"solvers.torchdeq_bridge needs torchdeq, which could not be imported ({error}): "
+        'pip install "torchdeq>=0.1,<0.2"; nothing else of solvers and implicit_attn needs it'
+    ) from error
 
 OPTIONS: dict[str, frozenset[str]] = {
     "anderson": frozenset({"m", "lam", "tau"}),

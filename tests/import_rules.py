@@ -22,7 +22,12 @@ MOST_FILES = 14  # of Python in a folder of the library, the package's face amon
 # What each part of the library may import of the library; itself goes without saying. A part is named
 # by the beginning of its modules' names; a module belongs to the longest name that fits.
 # The floor that everything stands on.
-_GROUND = {"solvers.core.checks", "solvers.core.modes", "solvers.lazy"}
+_GROUND = {
+    "solvers.core.checks",
+    "solvers.core.guards.telling",
+    "solvers.core.modes",
+    "solvers.lazy",
+}
 _IMPORTERS = {"implicit_attn.optional", "solvers.lazy"}  # what imports by a name, for all others
 _KRYLOV = _GROUND | {"solvers.core"}
 _METHODS = _KRYLOV | {"solvers.krylov"}
@@ -46,6 +51,7 @@ _BELOW_PROGRAMS = _BELOW_MODELS | {
 }
 MAY_IMPORT = {
     "solvers.core.checks": set[str](),
+    "solvers.core.guards.telling": set[str](),
     "solvers.core.modes": set[str](),
     "solvers.lazy": set[str](),
     "solvers.core": _GROUND,
@@ -59,6 +65,7 @@ MAY_IMPORT = {
     "solvers.torchdeq_bridge": _ENTRY | {"solvers.fixed_points"},
     "solvers": _ENTRY | {"solvers.fixed_points", "solvers.eigen", "solvers.spins"},
     "implicit_attn.optional": set[str](),
+    "implicit_attn.shadow": {"solvers"},
     "implicit_attn.dropout": _GROUND,
     "implicit_attn.command_line": _GROUND,
     "implicit_attn.checkpoint": _GROUND | {"implicit_attn.optional"},
@@ -92,10 +99,20 @@ MAY_IMPORT = {
     | {"implicit_attn.checkpoint", "implicit_attn.command_line", "implicit_attn.models", "solvers"},
     "implicit_attn.programs": _BELOW_PROGRAMS,
     "implicit_attn.console": _BELOW_PROGRAMS
-    | {"implicit_attn.kernels", "implicit_attn.optional", "implicit_attn.programs"},
+    | {
+        "implicit_attn",
+        "implicit_attn.kernels",
+        "implicit_attn.optional",
+        "implicit_attn.programs",
+    },
     "implicit_attn.__main__": {"implicit_attn.console"},
     "implicit_attn": _BELOW_MODELS
-    | {"implicit_attn.models", "implicit_attn.studies", "implicit_attn.weights"},
+    | {
+        "implicit_attn.models",
+        "implicit_attn.shadow",
+        "implicit_attn.studies",
+        "implicit_attn.weights",
+    },
 }
 # An update may state which protocol it fulfils, and use the map of the spins; it may not call a solver
 # of fixed points. A saddle point with Newton steps of its own is no fixed point of an update, and

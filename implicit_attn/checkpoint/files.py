@@ -8,10 +8,11 @@ import re
 import socket
 import sys
 import uuid
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from solvers.core.guards.telling import warn_user
 
 # _lock(handle): lock an open file until it is closed, or its process ends. False: another process has
 # it. None: its file system knows no locks.
@@ -194,10 +195,10 @@ class RunLock:
                 "folder"
             )
         if locked is None:
-            warnings.warn(
+            warn_user(
                 f"the file system of {folder} knows no locks: nothing keeps two runs apart there",
                 RuntimeWarning,
-                stacklevel=4,
+                f"locks in {folder}",
             )
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -10,9 +10,9 @@ from typing import Any
 import implicit_attn.console as console
 import implicit_attn.programs as programs
 import implicit_attn.programs.systems as systems
+from implicit_attn import __version__
 from implicit_attn.command_line import Parser, called, command, mistakes
 from implicit_attn.console.tables import COMMANDS, EPILOG, GROUPS
-from implicit_attn.optional import installed_version
 
 PROGRAM = "implicit-attn"
 SHELLS = ("bash", "zsh", "tcsh")
@@ -73,7 +73,7 @@ def top_parser(full: bool = False) -> Parser:
         description="Attention layers defined by an energy: trainings, studies, trained models.",
         epilog=EPILOG[""],
     )
-    version = f"{PROGRAM} {installed_version(PROGRAM) or '(not installed)'}"
+    version = f"{PROGRAM} {__version__}"
     parser.add_argument("--version", action="version", version=version)
     parser.add_argument(
         "--print-completion",

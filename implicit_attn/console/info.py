@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from implicit_attn import __version__
 from implicit_attn.command_line import Parser, command
 from implicit_attn.data.files import DATA_VARIABLE, cache_folder
 from implicit_attn.kernels import explain, explain_sigmoid
@@ -62,7 +63,7 @@ def report() -> str:
 def versions() -> Rows:
     """This package, Python, and what the package computes with."""
     here = Path(__file__).resolve().parents[1]
-    yield DISTRIBUTION, f"{installed_version(DISTRIBUTION) or 'not installed'}, in {here}"
+    yield DISTRIBUTION, f"{__version__}, in {here}"
     yield "python", f"{platform.python_version()}, {sys.executable}"
     yield "system", f"{platform.platform()}"
     yield "torch", torch.__version__

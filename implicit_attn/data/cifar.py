@@ -114,7 +114,7 @@ def read_jpeg(path: Path) -> dict[str, Split]:
 
 def _read_cache(path: Path) -> dict[str, Split] | None:
     """What was decoded before; None where there is nothing, or something damaged."""
-    safetensors = require("safetensors", extra="examples")
+    safetensors = require("safetensors", extra=None)
     if not path.is_file():
         return None
     try:
@@ -146,7 +146,7 @@ def _write_cache(path: Path, decoded: dict[str, Split]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        save = require("safetensors.torch", extra="examples").save_file
+        save = require("safetensors.torch", extra=None).save_file
         save(tensors, str(unfinished), metadata=header)
         os.replace(unfinished, path)
     finally:

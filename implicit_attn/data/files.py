@@ -6,6 +6,7 @@ How they are unpacked within bounds is in ``implicit_attn/data/unpacking.py``.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from implicit_attn.data.unpacking import damaged, read_all, unpacked
 from implicit_attn.optional import require
 
 DATA_VARIABLE = "IMPLICIT_ATTN_DATA"
+_LOG = logging.getLogger(__name__)
 MOST_BYTES = 2**30  # of a file, once decompressed
 
 
@@ -115,6 +117,7 @@ def download(folder: str, name: str, archive: str, urls: Sequence[str], md5: str
         raise ImportError(f"{help_text}; to download it: {error}") from error
     cache, causes = cache_folder() / folder, list[Exception]()
     for url in urls:
+        _LOG.info("downloading %s to %s", url, cache)
         try:
             return Path(pooch.retrieve(url, known_hash=f"md5:{md5}", fname=archive, path=cache))
         # requests' errors are OSErrors; pooch raises ValueError for a wrong checksum.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -21,6 +22,7 @@ from solvers.core import modes
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
 
+_LOG = logging.getLogger("implicit_attn.kernels")
 # exp of scores within this bound, and sums of them over any number of tokens, stay in float32.
 LARGEST_EXPONENT = 60.0
 
@@ -31,6 +33,12 @@ class Choice:
 
     backend: str
     reason: str
+
+
+def log_choice(kernel: str, choice: Choice) -> None:
+    """Tell the log, at the level DEBUG, which backend ``kernel`` takes and why."""
+    if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
+        _LOG.debug("%s: %s (%s)", kernel, choice.backend, choice.reason)
 
 
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from solvers.core.device import tracing
 from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights, uncompiled
 
+_LOG = logging.getLogger(__name__)
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 MOST = 64  # programs that are kept
@@ -135,6 +137,8 @@ class Programs:
             self.check_unchanged(weights)
             if len(self.made) >= MOST:
                 self._forget()
+            name = type(self.module).__name__
+            _LOG.info("compiling program %d of %s", len(self.made) + 1, name)
             program = self._make(function, inputs, parts, list(weights.tensors))
             self.made[which] = program
         results = list(program.run(*inputs))

@@ -167,8 +167,8 @@ def apply_policy(solution: Solution, on_failure: str, what: str, f: object = Non
     """Warn, raise (:class:`SolveError`) or do nothing about samples that have not converged.
 
     ``what`` was solved, the beginning of the message, such as ``"linear solve with CG()"``. The
-    warning points at the user's line, and is shown once for each line, set of statuses and ``f``, the
-    function or layer that failed.
+    warning points at the user's line, names the layer, and is shown once for each set of statuses and
+    ``f``, the function or layer that failed.
     """
     check_on_failure(on_failure)
     if on_failure == "ignore" or bool(solution.converged.all()):

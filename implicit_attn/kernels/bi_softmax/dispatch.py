@@ -12,6 +12,7 @@ from implicit_attn.kernels.arguments import (
     check_vector,
     dense_for_transforms,
     dense_or_strips,
+    log_choice,
     rescaled,
     wide_dtype,
 )
@@ -257,7 +258,9 @@ def _choose(
         if named is not None:
             _check(z, beta, mask, lengths, backend)
             return named
-    return explain(z, beta, mask=mask, lengths=lengths, backend=backend).backend
+    choice = explain(z, beta, mask=mask, lengths=lengths, backend=backend)
+    log_choice("bi-softmax", choice)
+    return choice.backend
 
 
 def _automatic(z: Tensor, mask: Tensor | None) -> Choice:

@@ -13,6 +13,7 @@ from implicit_attn.kernels.arguments import (
     check_vector,
     dense_for_transforms,
     dense_or_strips,
+    log_choice,
     rescaled,
     wide_dtype,
 )
@@ -54,7 +55,7 @@ def sigmoid_attention(
         TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
         NotImplementedError: forward-mode differentiation by "blocks".
     """
-    choice = explain_sigmoid(z, beta, mask=mask, backend=backend).backend
+    choice = _choose(z, beta, mask, backend)
     varying = by_rescaling(beta)
     if varying is not None:
         root = varying.sqrt()
@@ -80,7 +81,7 @@ def sigmoid_attention_hvp(
     Raises:
         As ``sigmoid_attention``; ValueError if ``v`` is not like ``z``.
     """
-    choice = explain_sigmoid(z, beta, mask=mask, backend=backend).backend
+    choice = _choose(z, beta, mask, backend)
     check_vector(z, v, None)
     varying = by_rescaling(beta)
     if varying is not None:
@@ -91,6 +92,12 @@ def sigmoid_attention_hvp(
         return reference.sigmoid_attention_hvp(z, v, beta, mask=mask)
     refuse_forward_mode(v, choice, "sigmoid_attention_hvp")
     return strips.hvp(z, v, beta, mask)
+
+
+def _choose(z: Tensor, beta: float | Tensor, mask: Tensor | None, backend: str) -> str:
+    choice = explain_sigmoid(z, beta, mask=mask, backend=backend)
+    log_choice("sigmoid", choice)
+    return choice.backend
 
 
 def explain_sigmoid(

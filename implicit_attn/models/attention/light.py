@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +10,7 @@ from implicit_attn.kernels import covariance_product
 from implicit_attn.models.attention.causal import AttentionForm
 from implicit_attn.models.attention.newton import covariances
 from solvers.core.checks import require_count, require_number
+from solvers.core.guards.telling import warn_user
 from solvers.core.modes import without_autocast
 
 
@@ -75,11 +74,13 @@ class LightNewtonAttention(AttentionForm):
             # Numbers that are not finite came from elsewhere, not from tau.
             failed = (failed > 0) & matrix.detach().isfinite().all(-1).all(-1)
             if bool(failed.any()):
-                warnings.warn(
+                warn_user(
                     "tau is too large: I - tau C is not positive definite for "
                     f"{int(failed.sum())} of {failed.numel()} queries and heads, where the "
                     "step descends nothing",
-                    stacklevel=2,
+                    UserWarning,
+                    "tau",
+                    self,
                 )
         return torch.linalg.solve(matrix, mean)
 

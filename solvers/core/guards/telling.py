@@ -17,44 +17,80 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _OURS = ("solvers", "implicit_attn", "torch")  # packages whose frames are not the user's
-# What has been told about a layer or function, by module of the user; forgotten with the layer.
-_TOLD: WeakKeyDictionary[nn.Module | CodeType, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
-
-
-class _Text(str):
-    """A message that is known by its cause.
-
-    Python shows a warning once per line of code and text. The numbers of a message change from call
-    to call, so it is hashed and compared by ``cause``.
-    """
-
-    cause: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Text) and self.cause == other.cause
-
-    def __hash__(self) -> int:
-        return hash(self.cause)
+# What has been told about a layer or function; forgotten with it.
+_TOLD: WeakKeyDictionary[nn.Module | CodeType, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_TOLD_OF_NONE: set[tuple[Any, ...]] = set()  # at lines of the user, of nothing that has a name
+_NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_ONCE = ("default", "module", "once")  # actions of Python's filters that show a warning but once
 
 
 def warn_user(message: str, category: type[Warning], cause: str, f: object = None) -> None:
-    """Warn at the innermost line outside of these packages and torch, once per line, cause and ``f``.
+    """Warn at the innermost line outside of these packages and torch, once per layer and cause.
 
-    Once, as Python's filters have it: "always" shows every warning, "error" raises it. ``f`` is known
-    by its layer or its code, since a closure may be made anew for every call.
+    What is told of a layer names it, by its name in the outermost model that is being called where
+    there is one. Of a function and of nothing in particular it is told once per line and cause; a
+    function is known by its code, since a closure may be made anew for every call.
+
+    Python's filters keep their meaning: "always" shows every warning, "error" raises it, "ignore" drops
+    it. Only the memory of what was shown is ours: Python forgets its own whenever anybody changes the
+    filters, as torch does during a training step.
     """
-    text = _Text(message)
-    text.cause = cause
     frame = _user_frame()
-    module = frame.f_globals.get("__name__", "<unknown>")
+    module = str(frame.f_globals.get("__name__", "<unknown>"))
+    place = (frame.f_code.co_filename, frame.f_lineno)
     origin = _origin(f)
-    if origin is None:
-        registry = frame.f_globals.setdefault("__warningregistry__", {})
-    else:
-        registry = _TOLD.setdefault(origin, {}).setdefault(module, {})
-    warnings.warn_explicit(
-        text, category, frame.f_code.co_filename, frame.f_lineno, module, registry
-    )
+    told = _TOLD_OF_NONE if origin is None else _TOLD.setdefault(origin, set())
+    key = (category, cause) if isinstance(origin, nn.Module) else (category, cause, *place)
+    once = _action(message, category, module, place[1]) in _ONCE
+    if once and key in told:
+        return
+    if isinstance(origin, nn.Module):
+        message = f"{message}; in {named(origin)}, told once for each cause"
+        if hasattr(origin, "last"):
+            message += ": its attribute last tells of every call"
+    if once:
+        told.add(key)
+    warnings.warn_explicit(message, category, *place, module, {})
+
+
+def _action(message: str, category: type[Warning], module: str, line: int) -> str:
+    """What Python's filters would do with a warning."""
+    for action, text, kind, place, number in warnings.filters:
+        if (
+            issubclass(category, kind)
+            and _fits(text, message)
+            and _fits(place, module)
+            and number in (0, line)
+        ):
+            return action
+    return getattr(warnings, "defaultaction", "default")
+
+
+def _fits(pattern: Any, text: str) -> bool:
+    """Patterns of filters are compiled; those that Python is started with are plain texts, or None."""
+    if pattern is None or isinstance(pattern, str):
+        return pattern is None or pattern == text
+    return pattern.match(text) is not None
+
+
+def named(layer: nn.Module) -> str:
+    """The layer in words: its class, and its name in the outermost module that is being called now.
+
+    A backward pass calls no module: there it is the name that the layer was told of by last.
+    """
+    kind, frame = type(layer).__name__, sys._getframe(1)
+    models: list[nn.Module] = []
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        if isinstance(caller, nn.Module) and caller not in models:
+            models.append(caller)
+        frame = frame.f_back
+    for model in reversed(models):
+        name = next((name for name, part in model.named_modules() if part is layer), "")
+        if name:
+            _NAMES[layer] = f"the layer {name} ({kind}) of {type(model).__name__}"
+            break
+    return _NAMES.get(layer, f"a layer {kind}")
 
 
 def _origin(f: object) -> nn.Module | CodeType | None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import pickle
+import re
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -103,8 +107,12 @@ def heard_from(function: Any, action: Any, times: int = 4) -> list[warnings.Warn
     return heard
 
 
-def layer_alone(x: Tensor) -> Tensor:
-    return LAYER(x)  # line of the user
+def a_layer() -> DEQ:
+    return DEQ.from_update(halve, solver=Forward(), max_steps=2)
+
+
+def layer_alone(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)  # line of the user
 
 
 def solve_alone(x: Tensor) -> Any:
@@ -128,15 +136,26 @@ def backward_alone(x: Tensor) -> None:
     value.square().sum().backward()
 
 
-LAYER = DEQ.from_update(halve, solver=Forward(), max_steps=2)
-NESTED = nn.Sequential(nn.Identity(), LAYER)
-SOURCES = [layer_alone, NESTED, solve_alone, linear_alone, backward_alone]
+SOURCES: dict[str, Callable[[], Any]] = {  # each made anew: a layer is told of once
+    "layer": lambda: partial(layer_alone, a_layer()),
+    "nested": lambda: nn.Sequential(nn.Identity(), a_layer()),
+    "solve": lambda: solve_alone,
+    "linear": lambda: linear_alone,
+    "backward": lambda: backward_alone,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions and lines of this file are told of anew by every test."""
+    monkeypatch.setattr(telling, "_TOLD", WeakKeyDictionary())
+    monkeypatch.setattr(telling, "_TOLD_OF_NONE", set())
 
 
 @pytest.mark.defect("D8")
-@pytest.mark.parametrize("source", SOURCES, ids=lambda s: getattr(s, "__name__", "nested"))
-def test_a_failing_line_warns_once_and_is_named(source: Any) -> None:
-    heard = [w for w in heard_from(source, "default") if w.category is SolveWarning]
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_failing_line_warns_once_and_is_named(name: str) -> None:
+    heard = [w for w in heard_from(SOURCES[name](), "default") if w.category is SolveWarning]
     assert len(heard) == 1
     assert heard[0].filename == __file__
     assert "unconverged" in str(heard[0].message)
@@ -144,13 +163,20 @@ def test_a_failing_line_warns_once_and_is_named(source: Any) -> None:
 
 @pytest.mark.defect("D8")
 def test_other_filters_keep_their_meaning() -> None:
-    heard = heard_from(layer_alone, "always")
+    source = partial(layer_alone, a_layer())
+    heard = heard_from(source, "always")
     assert len(heard) == 4
     assert len({str(w.message) for w in heard}) == 4
     assert {w.filename for w in heard} == {__file__}
-    assert heard_from(layer_alone, "ignore") == []
+    assert heard_from(source, "ignore") == []
     with pytest.raises(SolveWarning):
-        heard_from(layer_alone, "error")
+        heard_from(source, "error")
+    # None of these has used up the one time that it is shown by default.
+    assert [len(heard_from(source, action)) for action in ("once", "default", "module")] == [
+        1,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.defect("D8")
@@ -224,3 +250,78 @@ def test_nothing_is_kept_of_layers_that_are_gone() -> None:
         heard_from(Inner(0.5), "default")
     gc.collect()
     assert len(telling._TOLD) <= before
+
+
+@pytest.mark.parametrize(
+    ("filters", "action"),
+    [
+        ([], "default"),
+        ([("ignore", None, UserWarning, None, 0)], "ignore"),
+        ([("error", None, DeprecationWarning, None, 0)], "default"),
+        ([("error", None, SolveWarning, "user.module", 0)], "error"),
+        ([("error", None, SolveWarning, "user", 0)], "default"),
+        ([("always", re.compile("fixed"), Warning, re.compile("user"), 7)], "always"),
+        ([("always", re.compile("fixed"), Warning, None, 8)], "default"),
+        ([("always", re.compile("linear"), Warning, None, 0)], "default"),
+        ([("once", None, Warning, None, 0), ("error", None, Warning, None, 0)], "once"),
+    ],
+)
+def test_the_action_is_that_of_python(
+    filters: list[Any], action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warnings, "filters", filters)
+    assert telling._action("fixed-point solve", SolveWarning, "user.module", 7) == action
+
+
+def test_a_layer_is_told_of_once_though_filters_change_and_lines_differ() -> None:
+    """Python forgets what it has shown when the filters change, which torch does within a step."""
+    layer = a_layer()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            layer(torch.ones(2, 2, 3))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+        layer(torch.ones(1, 2, 3))
+    assert len(heard) == 1
+    assert "told once for each cause: its attribute last" in str(heard[0].message)
+
+
+class Model(nn.Module):
+    """Two blocks, one of them failing, in a model of the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), Inner(0.5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_layer_is_named_as_in_the_model_that_is_called() -> None:
+    said = [str(w.message) for w in heard_from(Model(), "default")]
+    assert len(said) == 1 and "; in the layer blocks.1.layer (DEQ) of Model, told once" in said[0]
+    said = [str(w.message) for w in heard_from(a_layer(), "default")]
+    assert len(said) == 1 and "; in a layer DEQ, told once" in said[0]
+
+
+def test_a_backward_pass_names_the_layer_where_it_was_told_of() -> None:
+    """It calls no module; the name is the one that the failing forward pass was told with."""
+    scale = torch.linspace(0.1, 1.0, 6).reshape(2, 3)
+    model = Model()
+
+    def backward(x: Tensor) -> None:
+        model(scale * x.requires_grad_()).square().sum().backward()
+
+    said = [str(w.message) for w in heard_from(backward, "default") if "adjoint" in str(w.message)]
+    assert len(said) == 1 and "in the layer blocks.1.layer (DEQ) of Model" in said[0]
+
+
+def test_names_are_not_kept_of_layers_that_are_gone() -> None:
+    before = len(telling._NAMES)
+    for _ in range(3):
+        heard_from(Model(), "default")
+    gc.collect()
+    assert len(telling._NAMES) <= before

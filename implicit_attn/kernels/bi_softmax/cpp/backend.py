@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from implicit_attn.kernels.arguments import LARGEST_EXPONENT
 from implicit_attn.kernels.bi_softmax.cpp.library import library
+from solvers.core.guards.telling import warn_user
 
 VARIABLE = "IMPLICIT_ATTN_CPP"
 MOST_FEATURES = 128
@@ -100,8 +100,8 @@ def unavailable(z: Tensor) -> str | None:
     missing = lacks(z)
     if missing is None and (missing := _PROCESS.prepare()) is not None and not _PROCESS.warned:
         _PROCESS.warned = True
-        warnings.warn(
-            f"{VARIABLE} is 1, but there is no C++ kernel: {missing}", RuntimeWarning, stacklevel=2
+        warn_user(
+            f"{VARIABLE} is 1, but there is no C++ kernel: {missing}", RuntimeWarning, missing
         )
     return missing
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -29,6 +30,7 @@ FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fvisibility=hidd
 COMPILERS = ("g++", "clang++", "c++")
 SECONDS = 300  # that a compiler may take
 
+_LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 _LOADED: list[ctypes.CDLL | str] = []  # the library, or why there is none
 
@@ -61,9 +63,12 @@ def _built_and_loaded() -> ctypes.CDLL | str:
     try:
         path = build(cache_folder())
         check_private(path)
-        return ctypes.CDLL(str(path))
+        found = ctypes.CDLL(str(path))
     except (CannotBuild, OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        _LOG.info("no C++ kernel: %s", error)
         return str(error)
+    _LOG.info("C++ kernel: %s", path)
+    return found
 
 
 def build(folder: Path) -> Path:
@@ -86,6 +91,7 @@ def build(folder: Path) -> Path:
     flags = [*FLAGS, *INSTRUCTIONS[capability]]
     path = private(folder) / f"bi_softmax-{capability.lower()}-{_digest(compiler, flags)}.so"
     if not path.exists():
+        _LOG.info("compiling the C++ kernel with %s into %s", shlex.join(compiler), path)
         _compile(compiler, flags, path)
     return path
 

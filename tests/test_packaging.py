@@ -1,0 +1,103 @@
+"""What an installed package must hold and name, read from the sources; ``make dist-test`` installs it."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+import implicit_attn
+from cases.packaging import imported, unnamed
+from implicit_attn.optional import requirements
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("implicit_attn", "solvers")
+
+
+def setup() -> configparser.ConfigParser:
+    found = configparser.ConfigParser()
+    found.read(ROOT / "setup.cfg", encoding="utf-8")
+    return found
+
+
+def stated_requirements() -> dict[str, list[str]]:
+    """Of setup.cfg, in the form that metadata have."""
+    found = setup()
+    lines = found["options"]["install_requires"].split("\n")
+    for extra, text in found["options.extras_require"].items():
+        for line in filter(None, text.split("\n")):
+            name, _, marker = line.partition(";")
+            condition = f"{marker.strip()} and " if marker else ""
+            lines.append(f'{name}; {condition}extra == "{extra}"')
+    return requirements([line for line in lines if line])
+
+
+def sources() -> list[str]:
+    return [path.read_text("utf-8") for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+
+
+def test_the_metadata_name_what_is_imported() -> None:
+    assert unnamed(sources(), stated_requirements()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "lacking"),
+    [
+        ("import torch\nimport torch.nn", []),
+        ("import yaml", ["yaml (extra None)"]),
+        ("require('sklearn.datasets', extra='examples')", []),
+        ("require('sklearn.datasets', extra='training')", ["sklearn (extra 'training')"]),
+        ("require('safetensors', extra=None)", []),
+        ("require('torch.utils.tensorboard', extra='tensorboard')", []),
+        ("import matplotlib", ["matplotlib (extra None)"]),
+        ("import json\nimport solvers.core\nimport triton.language", []),
+    ],
+)
+def test_what_the_metadata_lack_is_seen(source: str, lacking: list[str]) -> None:
+    assert unnamed([source], stated_requirements()) == lacking
+
+
+def test_nothing_is_required_that_nothing_imports() -> None:
+    homes = importlib.metadata.packages_distributions()
+    used = {name for module in imported(sources()) for name in homes.get(module, [module])}
+    assert {name for name in stated_requirements()[""] if name not in used} == set()
+
+
+def test_every_folder_of_the_packages_is_a_package() -> None:
+    """Otherwise ``find:`` leaves it out of the wheel; ``weights`` and the C++ sources are data."""
+    folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert [str(path) for path in sorted(folders) if not (path / "__init__.py").exists()] == []
+
+
+def test_data_files_are_named() -> None:
+    stated = setup()["options.package_data"]
+    for name in PACKAGES:
+        for path in (ROOT / name).rglob("*"):
+            if path.is_dir() or path.suffix in (".py", ".pyc") or "__pycache__" in path.parts:
+                continue
+            package = ".".join(path.parent.relative_to(ROOT).parts)
+            patterns = [*stated["*"].split(), *stated.get(package, "").split()]
+            assert any(path.match(pattern) for pattern in patterns), path
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """A text in the package, which the build reads without importing it; the changes are told under it."""
+    assert setup()["metadata"]["version"] == "attr: implicit_attn.__version__"
+    source = (ROOT / "implicit_attn" / "__init__.py").read_text("utf-8")
+    stated = re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', source, re.M)
+    assert stated == [implicit_attn.__version__]
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    headings = re.findall(r"^## \[(.+)\] - (.+)$", changes, re.M)
+    assert headings[0] == ("Unreleased", stated[0]) or headings[0][0] == stated[0]
+
+
+def test_the_command_is_an_entry_point() -> None:
+    line = setup()["options.entry_points"]["console_scripts"].strip()
+    name, _, target = line.partition(" = ")
+    module, _, function = target.partition(":")
+    assert (name, module, function) == ("implicit-attn", "implicit_attn.console.command", "main")
+    assert callable(getattr(importlib.import_module(module), function))

@@ -1,0 +1,155 @@
+"""The built distributions do what they should where nothing of the repository can be seen.
+
+    PYTHONPATH=.:tests python tests/workers/distribution.py dist    # one wheel and one sdist
+
+The wheel is installed into an empty environment in a folder outside of the repository. To save the time
+of an installation that environment sees the third-party packages of the one that runs this program, by
+links, and nothing else of it. Then: the contents of the wheel against those of the sdist, its metadata
+against its imports, the console command, the shipped models, and some tests of the sdist.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+import venv
+import zipfile
+from email.parser import Parser as MetadataParser
+from pathlib import Path
+
+from cases.packaging import unnamed
+from implicit_attn.optional import requirements
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("implicit_attn", "solvers")
+OURS = ("implicit_attn", "implicit-attn", "__editable__", "solvers")
+# Of the tests of the sdist: what a user would miss first, in seconds.
+TESTS = (
+    "tests/test_optional.py", "tests/test_lazy_imports.py", "tests/console/test_console.py",
+    "tests/weights/test_pretrained.py",
+)  # fmt: skip
+WHERE = """
+import sys, implicit_attn, solvers
+from pathlib import Path
+prefix, root = Path(sys.prefix).resolve(), Path(sys.argv[1]).resolve()
+for package in (implicit_attn, solvers):
+    here = Path(package.__file__).resolve()
+    assert prefix in here.parents, f"{package.__name__} comes from {here}"
+    assert root not in here.parents, f"{package.__name__} is of the repository: {here}"
+for entry in filter(None, sys.path):
+    here = Path(entry).resolve()
+    assert here != root and not (here / "implicit_attn").is_dir() or prefix in here.parents, entry
+for name, row in implicit_attn.pretrained_models().items():
+    model = implicit_attn.load_pretrained(name)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == row.parameters, (name, count)
+    print("loaded", name, count)
+print("imported from", Path(implicit_attn.__file__).parent, "version", implicit_attn.__version__)
+"""
+
+
+def only(folder: Path, pattern: str) -> Path:
+    """The one file of that kind."""
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        raise SystemExit(f"{folder} must hold one {pattern}, found {[path.name for path in found]}")
+    return found[0]
+
+
+def check_contents(wheel: Path, sources: Path) -> None:
+    """All files of the packages in the sdist are in the wheel, and its metadata name its imports."""
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        metadata = next(name for name in held if name.endswith(".dist-info/METADATA"))
+        fields = MetadataParser().parsestr(archive.read(metadata).decode())
+        texts = [archive.read(name).decode() for name in held if name.endswith(".py")]
+    for package in PACKAGES:
+        there = [path for path in (sources / package).rglob("*") if path.is_file()]
+        lost = [
+            str(p.relative_to(sources))
+            for p in there
+            if p.relative_to(sources).as_posix() not in held
+        ]
+        assert there and not lost, f"not in the wheel: {lost}"
+    for folder in ("tests", "docs", "examples"):
+        assert any((sources / folder).rglob("*")), f"the sdist has no {folder}"
+    lacking = unnamed(texts, requirements(fields.get_all("Requires-Dist") or []))
+    assert not lacking, f"the metadata do not name: {lacking}"
+    print(
+        f"{wheel.name}: {len(held)} files, {wheel.stat().st_size / 1e6:.1f} MB; imports are named"
+    )
+
+
+def empty_environment(folder: Path, wheel: Path) -> Path:
+    """An environment with the wheel and links to third-party packages; its folder of commands."""
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    links = folder / "third-party"
+    links.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        # .pth files of the other environment, an editable install among them, are left behind.
+        if not entry.name.startswith(OURS) and entry.suffix != ".pth":
+            (links / entry.name).symlink_to(entry)
+    python = folder / "venv" / "bin" / "python"
+    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    place = Path(subprocess.check_output([python, "-c", script], text=True).strip())
+    (place / "third-party.pth").write_text(f"{links}\n")
+    install = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    install += ["--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, env=surroundings(folder))
+    return python.parent
+
+
+def surroundings(folder: Path) -> dict[str, str]:
+    """The variables of the processes: nothing that leads back to the repository."""
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    kept = {key: value for key, value in os.environ.items() if key not in hidden}
+    return kept | {"MPLBACKEND": "Agg", "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def main(dist: Path) -> None:
+    """Check the wheel and the sdist of a folder; an AssertionError or a failed command says what."""
+    start = time.perf_counter()
+    wheel, sdist = only(dist, "*.whl"), only(dist, "*.tar.gz")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        assert ROOT not in folder.parents
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder / "sdist", filter="data")
+        sources = folder / "sdist" / sdist.name.removesuffix(".tar.gz")
+        check_contents(wheel, sources)
+        commands = empty_environment(folder, wheel)
+        work = folder / "work"
+        work.mkdir()
+        environment = surroundings(folder)
+
+        def run(program: str, *words: str) -> None:
+            print(f"$ {program} {' '.join(words)[:100]}", flush=True)
+            subprocess.run([commands / program, *words], cwd=work, env=environment, check=True)
+
+        (work / "where.py").write_text(WHERE)
+        run("python", "where.py", str(ROOT))
+        run("implicit-attn", "info")
+        run("implicit-attn", "demo", "--epochs", "1", "--limit", "256", "--baselines", "none")
+        run("implicit-attn", "study", "geometry", "--samples", "32")
+        made = ("runs/digits-tokens/report.png", "runs/studies/geometry-digits-hyperset.png")
+        for file in made:
+            assert (work / file).read_bytes().startswith(b"\x89PNG"), file
+        # The tests alone, without the packages beside them.
+        for name in ("tests", "pyproject.toml"):
+            shutil.move(str(sources / name), str(work / name))
+        chosen = [each for each in TESTS if (work / each).exists()]
+        assert chosen == list(TESTS), f"the sdist lacks {set(TESTS) - set(chosen)}"
+        run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    print(f"the distributions are whole ({time.perf_counter() - start:.0f} s)")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(f"usage: {Path(sys.argv[0]).name} FOLDER, with one wheel and one sdist")
+    main(Path(sys.argv[1]).resolve())
