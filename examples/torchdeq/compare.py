@@ -21,7 +21,7 @@ import multiscale_digits
 import torch
 from engines import BACKWARD, ENGINES, Record
 
-from implicit_attn.command_line import Parser, command, count, positive
+from implicit_attn.command_line import Parser, command, count, learning_rate, positive
 
 EXAMPLES: dict[str, ModuleType] = {
     "language": language_model,
@@ -73,12 +73,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=count, default=3)
     parser.add_argument("--steps", type=count, default=50)
     parser.add_argument("--tol", type=positive, default=1e-3)
+    parser.add_argument("--rate", type=learning_rate, default=1e-3)
     parser.add_argument(
         "--backward", choices=BACKWARD, default="broyden", help="torchdeq's b_solver"
     )
     with command(parser):
         options = parser.parse_args(words)
-        given = ["--steps", str(options.steps), "--backward", options.backward]
+        given = ["--steps", str(options.steps), "--rate", str(options.rate)]
+        given += ["--backward", options.backward]
         for title in options.example:
             print(f"{title}\n{COLUMNS}", flush=True)
             reference: list[Record] = []
