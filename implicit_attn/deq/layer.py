@@ -19,6 +19,7 @@ from implicit_attn.deq.inputs import (
     refuse_sharded_parts,
 )
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
+from implicit_attn.deq.preparing import prepare
 from implicit_attn.deq.unrolled import UnrolledLayer
 from implicit_attn.deq.warm import WarmStarts, visit_of, warm_starts
 from implicit_attn.dropout import SolveMasks, dropout_seeds
@@ -26,6 +27,7 @@ from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
+from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
 from solvers.core.modes import eager, in_transform, refuse_export
@@ -199,7 +201,8 @@ class DEQ(Compilable):
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
-        f, args, prepared = self._map(x, mask, dropped, seeds)
+        plain = record or callback is not None or bool(states_at)
+        f, args, prepared = self._map(x, mask, dropped, seeds, None if plain else self.programs())
         start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
             check_batched(x, start)
@@ -275,14 +278,15 @@ class DEQ(Compilable):
         return f, args
 
     def _map(
-        self, x: Any, mask: Tensor | None, dropped: SolveMasks | None, seeds: Tensor | None
+        self,
+        x: Any,
+        mask: Tensor | None,
+        dropped: SolveMasks | None,
+        seeds: Tensor | None,
+        programs: Programs | None = None,
     ) -> tuple[Map, tuple[Any, ...], Any]:
         """``f``, its ``args``, and what the update has prepared of x."""
-        if dropped is None or seeds is None:
-            prepared = self.update.prepare(x, mask=mask)
-        else:
-            with dropped.within(seeds):
-                prepared = self.update.prepare(x, mask=mask)
+        prepared = prepare(self.update, x, mask, seeds, programs, compact=self.compact)
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
         inputs = (given, mask) if dropped is None else (given, mask, seeds)

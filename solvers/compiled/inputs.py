@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,12 +62,20 @@ class Padding:
             for leaf in pytree.tree_leaves(problem.args)
             if isinstance(leaf, Tensor)
         )
-        sizes = problem.programs.sizes.setdefault((problem.layout.shapes, shapes), [])
         fixed = not (problem.compact and problem.programs.pads)
+        kind = (problem.layout.shapes, shapes)
+        return cls.to_size(problem.programs, kind, batch, fixed, state.device)
+
+    @classmethod
+    def to_size(
+        cls, programs: Any, kind: Hashable, batch: int, fixed: bool, device: torch.device
+    ) -> Padding:
+        """The padding of a batch of samples of this ``kind``; none where it is ``fixed``."""
+        sizes = programs.sizes.setdefault(kind, [])
         size = batch if fixed else program_size(batch, sizes)
         if size == batch:
             return cls(batch, None)
-        return cls(batch, torch.arange(size, device=state.device).clamp_max(batch - 1))
+        return cls(batch, torch.arange(size, device=device).clamp_max(batch - 1))
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, ...) -> (size, ...), contiguous."""

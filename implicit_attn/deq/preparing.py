@@ -1,0 +1,241 @@
+"""What a layer computes of its input before a solve, compiled or not."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from implicit_attn.deq.maps import prepares
+from implicit_attn.dropout import SolveMasks
+from implicit_attn.updates.update import Update
+from solvers.compiled.backward import Wanted
+from solvers.compiled.inputs import Padding
+from solvers.compiled.packing import pack
+from solvers.compiled.programs import Programs, UntraceableError, Weights
+from solvers.core.jacobian import gradients
+from solvers.core.modes import (
+    autocast_dtype,
+    constant_weights,
+    in_transform,
+    ordinary,
+    uncompiled,
+    with_autocast,
+    without_autocast,
+)
+
+
+def prepare(
+    update: Update,
+    x: Any,
+    mask: Tensor | None,
+    seeds: Tensor | None,
+    programs: Programs | None,
+    *,
+    compact: bool,
+) -> Any:
+    """``update.prepare(x, mask=mask)`` with the dropout of ``seeds``, by ``programs`` where they can.
+
+    ``compact``: the batch may be padded.
+    """
+    if programs is not None and not in_transform() and prepares(update):
+        found = _Preparation.of(programs, (x, mask, seeds), compact)
+        key = found.key, found.weights.kind
+        if programs.known.get(key, True):
+            try:
+                return found.run()
+            except UntraceableError:  # it draws random numbers, for example, which is no harm here
+                programs.known[key] = False
+    return _plainly(update, x, mask, seeds)
+
+
+def _plainly(update: nn.Module, x: Any, mask: Tensor | None, seeds: Tensor | None) -> Any:
+    dropped = None if seeds is None else SolveMasks.of(update)
+    with nullcontext() if dropped is None else dropped.within(seeds):
+        return update.prepare(x, mask=mask)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class _Same:
+    """Stands for an output that is this input."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """How outputs belong together, and which of them depend on what asks for a gradient."""
+
+    spec: Any
+    differentiable: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Preparation:
+    """One call of ``prepare``: leaves of (x, mask, seeds), and the weights of the update."""
+
+    programs: Programs
+    leaves: list[Any]
+    spec: Any
+    autocast: torch.dtype | None
+    wanted: Wanted
+    weights: Weights
+    padding: Padding
+    device: str
+
+    @classmethod
+    def of(cls, programs: Programs, given: Any, compact: bool) -> _Preparation:
+        leaves, spec = pytree.tree_flatten(ordinary(given))
+        weights = programs.weights()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        first = (tensors or list(weights.tensors.values()) or [torch.empty(1)])[0]
+        recorded = torch.is_grad_enabled()
+        wanted = Wanted.of(leaves, weights.tensors) if recorded else Wanted((), ())
+        shapes = tuple((tuple(t.shape[1:]), t.dtype) for t in tensors)
+        batch = first.shape[0] if tensors else 1
+        fixed = not (compact and tensors)
+        padding = Padding.to_size(programs, ("prepare", shapes), batch, fixed, first.device)
+        device = first.device.type
+        return cls(programs, leaves, spec, autocast_dtype(device), wanted, weights, padding, device)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "prepare", self.spec, self.autocast, self.wanted
+
+    def run(self) -> Any:
+        """What the update prepares, with its gradient."""
+        outputs, outline = self._forward(self.leaves, self.weights)
+        if outline.differentiable:
+            inputs = self.wanted.inputs(self.leaves, self.weights.tensors)
+            others = [t for t in self._tensors() if all(t is not each for each in inputs)]
+            values = [outputs[n] for n in outline.differentiable]
+            with_gradient = _Prepared.apply(self, outline, values, len(inputs), *inputs, *others)
+            for n, value in zip(outline.differentiable, with_gradient, strict=True):
+                outputs[n] = value
+        return pytree.tree_unflatten(outputs, outline.spec)
+
+    def _tensors(self) -> list[Tensor]:
+        own = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return [*own, *self.weights.tensors.values()]
+
+    def _given(self, leaves: list[Any]) -> Any:
+        detached = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+        return pack(self.padding.tree(detached))
+
+    def _call(self, function: Any, *parts: Any) -> Any:
+        self.programs.begin(torch.device(self.device))
+        with torch.no_grad(), without_autocast(self.device):
+            key = (function.__name__, *self.key)
+            return self.programs.call(function, key, parts, self.weights).record()
+
+    def _forward(self, leaves: list[Any], weights: Weights) -> tuple[list[Any], _Outline]:
+        found, outline = self._call(self._outputs, self._given(leaves))
+        batch, own = self.padding.batch, self.device == "cuda"  # where a later program may write
+        outputs: list[Any] = []
+        for each in found:
+            if isinstance(each, _Same):
+                outputs.append(leaves[each.number])
+            elif isinstance(each, Tensor) and each.dim():
+                outputs.append(each[:batch].clone() if own else each[:batch])
+            else:
+                outputs.append(each)
+        return outputs, outline
+
+    def backward(self, cotangents: list[Tensor]) -> list[Tensor | None]:
+        """Gradients of what is wanted."""
+        self.programs.check_unchanged(self.weights)
+        padded = pack([self.padding.zeros(each) for each in cotangents])
+        found = self._call(self._gradients, self._given(self.leaves), padded)
+        inputs = self.wanted.inputs(self.leaves, self.weights.tensors)
+        pairs = zip(found, inputs, strict=True)
+        return [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
+
+    def _evaluate(self, leaves: list[Any]) -> tuple[list[Any], list[Tensor], list[Any], Any]:
+        """Within a program: leaves and wanted inputs as they were used, outputs and their spec."""
+        leaves, weights = list(leaves), self.programs.traced_weights()
+        for number in self.wanted.leaves:
+            leaves[number] = leaves[number].detach().requires_grad_()
+        for name in self.wanted.weights:
+            weights[name] = weights[name].detach().requires_grad_()
+        given = pytree.tree_unflatten(leaves, self.spec)
+        with torch.enable_grad(), constant_weights(), with_autocast(self.device, self.autocast):
+            found = self.programs.within(weights, _plainly, self.programs.clone, *given)
+        return leaves, self.wanted.inputs(leaves, weights), *pytree.tree_flatten(found)
+
+    def _outputs(self, leaves: list[Any]) -> tuple[list[Any], _Outline]:
+        leaves, _, outputs, spec = self._evaluate(leaves)
+        numbers = {id(leaf): n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        found, differentiable = [], []
+        for n, each in enumerate(outputs):
+            if not isinstance(each, Tensor):
+                found.append(each)
+            elif id(each) in numbers:
+                found.append(_Same(numbers[id(each)]))
+            else:
+                found.append(each.detach())
+                if each.requires_grad:
+                    differentiable.append(n)
+        return found, _Outline(spec, tuple(differentiable))
+
+    def _gradients(self, leaves: list[Any], cotangents: list[Tensor]) -> list[Tensor | None]:
+        leaves, inputs, outputs, _ = self._evaluate(leaves)
+        own = {id(leaf) for leaf in leaves}
+        outputs = [t for t in outputs if isinstance(t, Tensor) and id(t) not in own]
+        with torch.enable_grad():
+            pairs = zip([t for t in outputs if t.requires_grad], cotangents, strict=True)
+            total = sum((t * c).sum() for t, c in pairs)
+        return gradients(total, inputs)  # type: ignore[arg-type]
+
+    def recorded(self) -> list[Tensor]:
+        """The differentiable outputs, with a graph: for second derivatives."""
+        self.programs.check_unchanged(self.weights)
+        given = pytree.tree_unflatten(self.leaves, self.spec)
+        with (
+            self.programs.cloned(),
+            torch.enable_grad(),
+            constant_weights(),
+            uncompiled(),
+            with_autocast(self.device, self.autocast),
+        ):
+            weights = self.weights.tensors
+            found = self.programs.within(weights, _plainly, self.programs.clone, *given)
+        own = {id(leaf) for leaf in self.leaves}
+        outputs = [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
+        return [t for t in outputs if t.requires_grad and id(t) not in own]
+
+
+class _Prepared(torch.autograd.Function):
+    """(inputs) -> the values that a program has computed of them, with their gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        preparation: _Preparation,
+        outline: _Outline,
+        values: list[Tensor],
+        wanted: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.preparation, ctx.wanted = preparation, wanted
+        # All of them, so that what is changed in place before the backward pass is noticed.
+        ctx.save_for_backward(*tensors)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors[: ctx.wanted]
+        preparation: _Preparation = ctx.preparation
+        results: Any
+        if torch.is_grad_enabled():
+            outputs = preparation.recorded()
+            results = torch.autograd.grad(
+                outputs, inputs, cotangents, create_graph=True, allow_unused=True
+            )
+        else:
+            results = preparation.backward(list(cotangents))
+        others = len(ctx.saved_tensors) - ctx.wanted
+        return (None, None, None, None, *results, *[None] * others)
