@@ -26,6 +26,15 @@ def fits_numpy(tensor: Tensor) -> bool:
     return wide and few and not torch.is_grad_enabled()
 
 
+# Inner products of the rows of two arrays (n, D): (n,). NumPy below 2 has no call of its own for it.
+row_dots: Any = getattr(numpy, "vecdot", None) or partial(numpy.einsum, "nd,nd->n")
+
+
+def row_norms(vectors: Array) -> Array:
+    """Euclidean norms (n,) of the rows of a NumPy array (n, D), in its dtype."""
+    return numpy.sqrt(row_dots(vectors, vectors))
+
+
 def on_host(device: torch.device) -> bool:
     """Whether the numbers are kept in NumPy arrays."""
     return readable(device)
