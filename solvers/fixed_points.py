@@ -37,7 +37,7 @@ from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import Goal, Tolerance
+from solvers.core.tolerance import Goal, Tolerance, check_tolerances
 from solvers.methods.anderson import Anderson
 from solvers.methods.forward import Forward
 from solvers.methods.lbfgs import LBFGS
@@ -80,6 +80,7 @@ def fixed_point(
         tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``. None:
             ``Tolerance()``, rtol 1e-4, where ``f`` computes in float32 or float64; where it computes in
             half precision, also by autocast, what it can meet: rtol 2e-2 in bfloat16, 1e-2 in float16.
+            Tensors (B,) in it are tolerances of each sample.
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
         adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
             gradient.
@@ -139,6 +140,7 @@ def fixed_point(
         )  # fmt: skip
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
+    check_tolerances(tolerance, adjoint, len(start))
     problem = Problem.of(f, energy, z0, args, mask, compact)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast)
     if problem.programs is None and compiler_loaded() and isinstance(adjoint, Implicit | None):
@@ -176,6 +178,7 @@ def _transformed(
 ) -> Solution:
     """The solution inside of a transform of ``torch.func``; ``options`` are the others of the call."""
     tolerance, compact = options["tolerance"], options["compact"]
+    check_tolerances(tolerance, adjoint, None)
     if isinstance(adjoint, Unrolled) and not (record or options["callback"]):
         problem, solver = Problem.of(f, energy, z0, args, mask, compact), options["solver"]
         if not isinstance(solver, Forward) or adjoint.checkpoint:
@@ -214,7 +217,7 @@ def _solve(
     def ordinary(problem: Problem, start: Tensor) -> Solution:
         with goal.watching():
             first = problem.evaluate_first(start)
-        tolerance = goal.tolerance
+        tolerance = (problem.goal or goal).tolerance  # of the samples that are solved here
         loop = Loop(problem, first, solver, tolerance, max_steps, record, callback, states_at)
         del first  # the loop frees it when it has moved on
         solution = loop.run()

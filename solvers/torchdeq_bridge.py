@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import small_dtype
 from solvers.core.checks import require_increasing, require_instance
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Best, Snapshots, row_norm, small_dtype
+from solvers.core.rows import RUNNING, Best, Snapshots, row_norm
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Tolerance

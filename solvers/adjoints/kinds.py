@@ -174,7 +174,7 @@ class Implicit(Adjoint):
         """The adjoint system of a solve to ``tolerance``; see :class:`AdjointSystem`."""
         return AdjointSystem(
             solver=self.solver,
-            tolerance=self.tolerance or Tolerance(rtol=tolerance.rtol or FALLBACK_RTOL),
+            tolerance=(self.tolerance or tolerance.of_adjoint(FALLBACK_RTOL)).rows(rows),
             max_steps=self.max_steps,
             on_failure=self.on_failure,
             report=report,

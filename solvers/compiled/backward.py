@@ -93,6 +93,7 @@ def compiled_adjoint(
         return None
     batch = z.shape[0]
     padding = Padding.of(problem, z)
+    tolerance = tolerance.rows(padding.index)
     numbers = Numbers.of(tolerance, max_steps, z)
     given = Given.of(problem, padding, numbers)
     solve = _Solve(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)

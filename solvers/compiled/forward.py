@@ -39,7 +39,7 @@ def compiled_solve(
     ``ordinary`` is the solve as it is without programs.
     """
     padding = Padding.of(problem, start)
-    numbers = Numbers.of(tolerance, max_steps, start)
+    numbers = Numbers.of(tolerance.rows(padding.index), max_steps, start)
     given = Given.of(problem, padding, numbers)
     problem.programs.begin(start.device)
     with without_autocast(start.device.type):

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import small_dtype
 from solvers.core.guards.growth import FAR
 from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, Best, Point, merge_rows, small_dtype, where_rows
+from solvers.core.rows import RUNNING, Best, Point, merge_rows, where_rows
 from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable
 from solvers.core.solution import Status
 from solvers.core.solver import Solver, Turn

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from solvers.core.device import readable
-from solvers.core.rows import small_dtype
 
 # An array (n, 1) or (n, k): numpy.ndarray on the CPU, Tensor elsewhere.
 Array = Any
@@ -26,6 +25,20 @@ def fits_numpy(tensor: Tensor) -> bool:
     wide = tensor.dtype in (torch.float32, torch.float64)
     few = readable(tensor.device) and tensor.numel() <= NUMPY_SIZE
     return wide and few and not torch.is_grad_enabled()
+
+
+def small_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the small systems of a solver: float32 for half precision, else the state's."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# Inner products of the rows of two arrays (n, D): (n,). NumPy below 2 has no call of its own for it.
+row_dots: Any = getattr(numpy, "vecdot", None) or partial(numpy.einsum, "nd,nd->n")
+
+
+def row_norms(vectors: Array) -> Array:
+    """Euclidean norms (n,) of the rows of a NumPy array (n, D), in its dtype."""
+    return numpy.sqrt(row_dots(vectors, vectors))
 
 
 def on_host(device: torch.device) -> bool:

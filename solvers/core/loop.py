@@ -16,6 +16,7 @@ from solvers.core.device import Watch, maybe_any
 from solvers.core.guards.growth import Growth
 from solvers.core.problem import Problem
 from solvers.core.rows import (
+    MODERATE_ABOVE,
     RUNNING,
     History,
     Point,
@@ -25,7 +26,6 @@ from solvers.core.rows import (
     best_of,
     gathering,
     merge_rows,
-    norms_fit,
     select_rows,
     where_rows,
 )
@@ -37,6 +37,7 @@ from solvers.core.tolerance import Tolerance
 DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
 PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
+SMALL = 1 << 14  # numbers in a batch that costs little: it waits for four times as many to finish
 
 
 def keeps_failures_out(device: torch.device) -> bool:
@@ -90,7 +91,7 @@ class Loop:
         # Who asks for every evaluation, or judges by more than relative residuals on the CPU,
         # gets the full account every time.
         watched = problem.has_energy or solver.searches or self.history.wanted
-        self.brief_account = self.arrays.host and not watched and not tolerance.atol
+        self.brief_account = self.arrays.host and not watched and tolerance.relative
 
     def run(self) -> Solution:
         """Go on until every sample has ended."""
@@ -127,24 +128,31 @@ class Loop:
         return False
 
     def _all_improve(self, evaluation: int) -> bool:
-        """The brief account: every row is running, improves, and none has converged.
+        """The brief account: every running row improves, and none of them has converged.
 
         Then only the best iterate changes; the next full account brings the counts up to date.
         """
         due = evaluation in (1, self.max_steps) or evaluation % self.patience == 0
-        if due or self.some_ended or self.recovering:
+        if due or self.recovering:
             return False
         trial, rows, read = self.trial, self.rows, self.arrays.read
-        if not norms_fit(trial.norm, trial.reference):
-            return False
-        norms = read(trial.norm)
+        norms, references = read(trial.norm), read(trial.reference)
         with SILENT():
-            relative = norms / read(trial.reference)
-        if not (relative < read(rows.best.relative)).all():  # False also for NaN
+            relative = norms / references
+        better = relative < read(rows.best.relative)  # False also for NaN
+        rtol = self.tolerance.rtol
+        better &= relative > (rtol.cpu().numpy() if isinstance(rtol, Tensor) else rtol)
+        ended = read(rows.status) != RUNNING if self.some_ended else None
+        if not (better if ended is None else better | ended).all():
             return False
-        if (relative <= self.tolerance.rtol).any() or (norms > read(rows.limit)).any():
+        # No square of a norm did harm, and no row is far away, be it one that has ended.
+        low = MODERATE_ABOVE[trial.norm.dtype]
+        if not (references.min() > low and (norms <= read(rows.limit)).all()):
             return False
-        rows.best.replace(trial, self.arrays.write(relative))
+        if ended is None:
+            rows.best.replace(trial, self.arrays.write(relative))
+        else:
+            rows.best.update(self.arrays.write(~ended), trial, self.arrays.write(relative))
         self.accepted = None
         return True
 
@@ -265,7 +273,9 @@ class Loop:
             return
         ended = self.rows.status != RUNNING
         number = int(ended.sum())
-        if number * SHRINK < ended.numel() or number == 0:
+        costly = self.trial.z.numel() > SMALL or ended.numel() <= SHRINK
+        share = SHRINK if costly else SHRINK // 4
+        if number * share < ended.numel() or number == 0:
             return
         self._take_out(ended)
 
@@ -275,6 +285,7 @@ class Loop:
         stay = torch.nonzero(~ended).flatten()
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
         self.rows = select_rows(self.rows, stay)
+        self.tolerance = self.tolerance.rows(stay)
         self.backtracking = select_rows(self.backtracking, stay)
         if self.growth is not None:
             self.growth = select_rows(self.growth, stay)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from solvers.core.arrays import SILENT, fits_numpy, row_norms
 from solvers.core.checks import require_instance, require_positive
 from solvers.core.guards.norms import NormsRefused
-from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference
+from solvers.core.guards.outputs import check_energy, check_output
+from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference, version_of
 from solvers.core.guards.randomness import Draws, refuse_random
 from solvers.core.jacobian import JacobianProduct, pullback, pushforward
 from solvers.core.layout import Layout, take
@@ -119,6 +120,7 @@ class Problem:
     recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     shrunk: bool = False  # rows have been taken out
     checked: bool = False  # an output of f has been checked
+    lean: bool = False  # so has been whether :meth:`_lean_evaluation` serves
     draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
     goal: Goal | None = None  # of the call of fixed_point
     programs: Any = None  # solvers.compiled.programs.Programs, where evaluations are compiled
@@ -153,6 +155,8 @@ class Problem:
 
     def evaluate(self, z: Tensor) -> Point:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
+        if self.lean and z.shape[0] > 1 and fits_numpy(z) and not torch.is_inference_mode_enabled():
+            return self._lean_evaluation(z)
         value, energy, gradient = self._run(self._value_and_energy, z)
         residual = value - z
         if self.mask is not None:
@@ -220,9 +224,34 @@ class Problem:
                     raise ValueError(OVERWRITES.format("its input"))
                 return result
         except (RuntimeError, ValueError, IndexError) as error:
-            if self.shrunk:  # then f has most likely closed over the whole batch
-                error.args = (f"{error}\n{_SHRUNK.format(z.shape[0])}", *error.args[1:])
+            self._explain(error, z)
             raise
+
+    def _explain(self, error: Exception, z: Tensor) -> None:
+        if self.shrunk:  # then f has most likely closed over the whole batch
+            error.args = (f"{error}\n{_SHRUNK.format(z.shape[0])}", *error.args[1:])
+
+    def _can_be_lean(self) -> bool:
+        """Nothing but a value comes of f, which takes one tensor and runs in no mode of its own."""
+        plain = self.mask is None and self.autocast is None and not self.has_energy
+        return plain and len(self.layout.shapes) == 1 and self.layout.spec.is_leaf()
+
+    def _lean_evaluation(self, z: Tensor) -> Point:
+        """:meth:`evaluate` with NumPy for what is not f: on small problems that is much of a step."""
+        version = version_of(z)
+        try:
+            output = self.f(z.reshape(-1, *self.layout.shapes[0]), *self.args)
+            value = output.detach().reshape(z.shape).to(z.dtype).resolve_neg().numpy()
+            if version_of(z) != version:
+                raise ValueError(OVERWRITES.format("its input"))
+        except (RuntimeError, ValueError, IndexError) as error:
+            self._explain(error, z)
+            raise
+        with SILENT():
+            residual = value - z.numpy()
+            norm, reference = row_norms(residual), row_norms(value)
+        write = torch.from_numpy
+        return Point(z, write(residual), write(norm), write(reference))
 
     def _value(self, z: Tensor) -> Tensor:
         output = self.f(self.layout.tree(z), *self.args)
@@ -238,7 +267,9 @@ class Problem:
             if self.energy is not None:
                 energy = self.energy(tree, *self.args)
         if not self.checked or z.shape[0] == 1:
-            self._check_output(output, energy, z)
+            check_output(output, energy, z, self.layout, self.autocast)
+            self.checked = True
+            self.lean = self._can_be_lean()
         vector = self.layout.vector(output).to(z.dtype)
         if gradient is not None:
             gradient = self.layout.vector(gradient)
@@ -248,7 +279,12 @@ class Problem:
         """The same problem on the rows ``index`` of a batch of ``batch``."""
         mask = None if self.mask is None else self.mask.index_select(0, index)
         return replace(
-            self, args=take(self.args, index, batch), mask=mask, shrunk=True, programs=None
+            self,
+            args=take(self.args, index, batch),
+            mask=mask,
+            goal=None if self.goal is None else self.goal.rows(index),
+            shrunk=True,
+            programs=None,
         )
 
     def static_key(self) -> tuple[Any, ...]:
@@ -271,50 +307,8 @@ class Problem:
                 )
             return pullback(output, point) if self.symmetric else pushforward(output, point)
 
-    def _check_output(self, output: Any, energy: Tensor | None, z: Tensor) -> None:
-        self.checked = True
-        refuse_forward_mode(output)
-        leaves, spec = pytree.tree_flatten(self.layout.ordered(output))
-        if spec != self.layout.spec:
-            raise TypeError(f"f must return a state structured like z0, got {spec}")
-        for leaf, shape, dtype in zip(leaves, self.layout.shapes, self.layout.dtypes, strict=True):
-            expected = (z.shape[0], *shape)
-            if not isinstance(leaf, Tensor):
-                raise TypeError(f"f must return tensors, got {type(leaf)}")
-            if tuple(leaf.shape) != expected:
-                raise ValueError(f"f must return shape {expected} like z0, got {tuple(leaf.shape)}")
-            if leaf.device != z.device:
-                raise ValueError(f"f must return tensors on {z.device} like z0, got {leaf.device}")
-            if leaf.dtype != dtype and (self.autocast is None or not leaf.is_floating_point()):
-                raise TypeError(f"f must return dtype {dtype} like z0, got {leaf.dtype}")
-        if energy is not None:
-            check_energy(energy, z.shape[0])
-
-
-def refuse_forward_mode(output: Any) -> None:
-    """Raise NotImplementedError for a forward-mode tangent, which the solve would drop."""
-    if getattr(forward_ad, "_current_level", -1) < 0:
-        return
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None:
-            raise NotImplementedError(
-                "forward-mode differentiation through a fixed point is not implemented; use "
-                "reverse mode (backward, torch.autograd.grad)"
-            )
-
 
 _SHRUNK = (
     "f was called with the {} samples that are still being solved. If it closes over a tensor of "
     "the whole batch, pass that tensor in args=(...), or give compact=False."
 )
-
-
-def check_energy(energy: Any, batch: int) -> None:
-    """Raise TypeError or ValueError unless ``energy`` is a tensor of one number per sample."""
-    if not isinstance(energy, Tensor):
-        raise TypeError(f"energy must return a tensor of shape ({batch},), got {type(energy)}")
-    if tuple(energy.shape) != (batch,):
-        raise ValueError(
-            f"energy must return one number per sample, shape ({batch},), got shape "
-            f"{tuple(energy.shape)}; do not reduce over the batch"
-        )

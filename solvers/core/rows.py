@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from solvers.core.arrays import SILENT, fits_numpy, row_norms, small_dtype
 from solvers.core.device import maybe_any, readable
 from solvers.core.solution import Trace
 
@@ -285,6 +286,9 @@ def row_norm(vector: Tensor) -> Tensor:
     """
     if not readable(vector.device):  # whether it is would have to be awaited there
         return scaled_norm(vector)
+    if fits_numpy(vector):  # as in a lean evaluation, to the last digit
+        with SILENT():
+            return torch.from_numpy(row_norms(vector.detach().numpy()))
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 
 
@@ -310,8 +314,3 @@ def scaled_norm(vector: Tensor) -> Tensor:
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     norm = torch.linalg.vector_norm(vector / scale[:, None], dim=1) * scale
     return torch.where(torch.isfinite(largest), norm, largest)
-
-
-def small_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the small systems of a solver: float32 for half precision, else the state's."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

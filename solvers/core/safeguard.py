@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.rows import Point, small_dtype
+from solvers.core.arrays import small_dtype
+from solvers.core.rows import Point
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver
 SHORTEST = 0.1  # least factor by which one interpolation shortens a step

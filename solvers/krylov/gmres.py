@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.core.arrays import Array, combine_all, fits_numpy, inner_products_of
+from solvers.core.arrays import Array, combine_all, fits_numpy, inner_products_of, row_dots
 from solvers.core.checks import require_count
 from solvers.core.device import traced
 from solvers.core.solution import Status
@@ -95,31 +95,76 @@ class GMRESRun(KrylovRun):
         step = self.step
         if step + 1 >= self.basis.shape[1]:
             self._grow()
+        if self.in_numpy:
+            return self._advance_in_numpy(product.numpy())
         entries, rest = self._orthogonal(product)
         below = norm(rest)
         self.direction = rest / below.clamp_min(self.tiny)
         if self.vectors is None:
-            self.basis[:, step + 1] = self._vectors(self.direction)
+            self.basis[:, step + 1] = self.direction
         else:
             self.vectors.append(self.direction)
-        self._extend(entries, self.arrays.read(below))
+        read = self.arrays.read
+        self._extend(read(entries), read(below))
         self.step = step + 1
         self.exhausted = self.step == self.restart
 
-    def _orthogonal(self, product: Tensor) -> tuple[Array, Tensor]:
+    def _orthogonal(self, product: Tensor) -> tuple[Tensor, Tensor]:
         """(n, k + 1) inner products of ``product`` with the basis, and what is left of it."""
         if self.vectors is not None:
             first = inner_products_of(self.vectors, product)
             product = combine_all(product, first, self.vectors, sign=-1)
             second = inner_products_of(self.vectors, product)
             return first + second, combine_all(product, second, self.vectors, sign=-1)
-        matmul = self.matmul
-        basis, vector = self.basis[:, : self.step + 1], self._vectors(product)
-        first = matmul(basis, vector[:, :, None])
-        vector = vector - matmul(first.swapaxes(1, 2), basis)[:, 0]
-        second = matmul(basis, vector[:, :, None])
-        rest = self._tensor(vector - matmul(second.swapaxes(1, 2), basis)[:, 0])
-        return self.arrays.read(self._tensor((first + second)[:, :, 0])), rest
+        basis = self.basis[:, : self.step + 1]
+        first = basis @ product[:, :, None]
+        product = product - (first.mT @ basis)[:, 0]
+        second = basis @ product[:, :, None]
+        return (first + second)[:, :, 0], product - (second.mT @ basis)[:, 0]
+
+    def _advance_in_numpy(self, product: Array) -> None:
+        """The same with fewer calls: at few samples a call costs more than its numbers."""
+        step, matmul = self.step, numpy.matmul
+        basis = self.basis[:, : step + 1]
+        column = self.hessenberg[:, step, : step + 2]
+        first = matmul(basis, product[:, :, None])
+        rest = product - matmul(first.swapaxes(1, 2), basis)[:, 0]
+        second = matmul(basis, rest[:, :, None])
+        rest -= matmul(second.swapaxes(1, 2), basis)[:, 0]
+        numpy.add(first[:, :, 0], second[:, :, 0], out=column[:, :-1])
+        below = numpy.sqrt(row_dots(rest, rest))
+        column[:, -1] = below
+        direction = self.basis[:, step + 1]
+        rest /= numpy.maximum(below, self.tiny)[:, None]
+        direction[...] = rest
+        self.direction = torch.from_numpy(rest)
+        if not self._all_extend(column, below[:, None]):
+            self._extend(column[:, :-1], below[:, None])
+        self.step = step + 1
+        self.exhausted = self.step == self.restart
+
+    def _all_extend(self, column: Array, below: Array) -> bool:
+        """:meth:`_extend` where every row runs and is finite, else False: nothing is to be chosen."""
+        size = numpy.sqrt(row_dots(column, column))[:, None]
+        if not (self.running.all() and size.max() < numpy.inf):  # False for NaN
+            return False
+        step = self.step
+        self.matrix_norm = size = numpy.maximum(self.matrix_norm, size)
+        self.broken = below <= self.floor * size
+        null, rotation = self.null[:, : step + 1], self.rotation[:, step]
+        projection = row_dots(null, column[:, :-1])[:, None]
+        positive = below + self.tiny
+        pivot = numpy.hypot(projection, positive)
+        cosine, sine = projection / pivot, positive / pivot
+        numpy.multiply(null, cosine, out=rotation[:, : step + 1])
+        rotation[:, step + 1 : step + 2] = sine
+        null *= -sine
+        self.null[:, step + 1 : step + 2] = cosine
+        self.residual_norm = sine * self.residual_norm
+        self.columns = self.columns + 1
+        self.running = self.residual_norm > self.limit
+        self.running &= ~self.broken
+        return True
 
     def _extend(self, entries: Array, below: Array) -> None:
         """Append a column to H and rotate it; stop rows that have converged or broken down."""

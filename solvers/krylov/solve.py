@@ -54,7 +54,8 @@ def solve_linear(
             float32 the products run in the dtype of ``b`` and everything else in float32.
         solver: ``CG()`` for symmetric positive definite matrices, ``MINRES()`` for symmetric ones,
             ``GMRES(restart)`` for all.
-        tolerance: a sample has converged where ``|b - A x| <= max(atol, rtol |b|)``.
+        tolerance: a sample has converged where ``|b - A x| <= max(atol, rtol |b|)``; tensors
+            (B,) in it are tolerances of each sample.
         max_steps: largest number of products with ``A`` per sample, those that verify a residual
             included.
         x0: initial iterate, like ``b``; default zero. Costs one product, for the first residual.
@@ -107,6 +108,7 @@ def solve_linear(
     layout = Layout.of(b, "b")
     leaf = pytree.tree_leaves(b)[0]
     check_args(args, len(leaf), leaf.device, "b", "matvec")
+    tolerance.check_batch("tolerance", len(leaf))
     if x0 is not None:
         check_like(x0, b, "x0", "b", ValueError)
     with torch.no_grad():

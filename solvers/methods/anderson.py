@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import combine_all, fits_numpy, inner_products_of
+from solvers.core.arrays import combine_all, fits_numpy, inner_products_of, small_dtype
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import traced
 from solvers.core.problem import Problem
-from solvers.core.rows import Point, clear_rows, small_dtype, where_rows, write_slot
+from solvers.core.rows import Point, clear_rows, where_rows, write_slot
 from solvers.core.solver import Solver, Turn
 from solvers.methods.history import (
     combine,
@@ -125,24 +125,26 @@ class Anderson(Solver):
         """:meth:`step` in NumPy, whose calls cost less: they are most of a small problem's step."""
         last, state.last = state.last, turn.current
         z, residual = turn.current.z.numpy(), turn.current.residual.numpy()
-        changes, steps = state.changes.numpy(), state.steps.numpy()
         damped = z + (residual if self.damping == 1 else self.damping * residual)
-        if last is not None:
-            slot = state.next_slot()
-            change, step = changes[:, slot], steps[:, slot]
-            np.subtract(residual, last.residual.numpy(), out=change)
-            np.subtract(z, last.z.numpy(), out=step)
-            step += change if self.damping == 1 else self.damping * change
-            row = np.matmul(changes[:, : state.filled], change[:, :, None])[:, :, 0]
-            ridge, tiny = self._ridge(state.gram.dtype)
-            write_symmetric(state.gram, slot, torch.from_numpy(row), ridge, tiny)
-        if turn.accepted is not None:
-            state.forget(~turn.accepted)
+        if last is None:
+            return torch.from_numpy(damped)
+        slot, accepted = state.next_slot(), turn.accepted
         filled = state.filled
-        if filled:
-            right = np.matmul(changes[:, :filled], residual[:, :, None])[:, :, 0]
-            weights = solve_small(state.gram[:, :filled, :filled], torch.from_numpy(right))
-            damped -= np.matmul(weights.numpy()[:, None], steps[:, :filled])[:, 0]
+        changes, steps = state.changes.numpy()[:, :filled], state.steps.numpy()[:, :filled]
+        step = steps[:, slot]
+        change = np.subtract(residual, last.residual.numpy(), out=changes[:, slot])
+        np.subtract(z, last.z.numpy(), out=step)
+        step += change if self.damping == 1 else self.damping * change
+        row = np.matmul(changes, change[:, :, None])[:, :, 0]
+        ridge, tiny = self._ridge(state.gram.dtype)
+        row[:, slot] = row[:, slot] * ridge + tiny
+        gram = state.gram.numpy()
+        gram[:, slot, :filled] = gram[:, :filled, slot] = row
+        if accepted is not None:
+            state.forget(~accepted)
+        right = np.matmul(changes, residual[:, :, None])[:, :, 0]
+        weights = solve_small(state.gram[:, :filled, :filled], torch.from_numpy(right))
+        damped -= np.matmul(weights.numpy()[:, None], steps)[:, 0]
         return torch.from_numpy(damped)
 
     def _ridge(self, dtype: torch.dtype) -> tuple[float, float]:

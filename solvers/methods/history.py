@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import fits_numpy
-from solvers.core.rows import small_dtype
+from solvers.core.arrays import fits_numpy, small_dtype
 
 
 def inner_products(basis: Tensor, vector: Tensor) -> Tensor:

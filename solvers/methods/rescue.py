@@ -117,6 +117,8 @@ def _try_again(
     spent = solution.evaluations[index]
     start = part.evaluate(solution.value[index])
     report = None if callback is None else _counting_on(callback, int(spent.max()), max_steps)
+    if problem.compact:
+        tolerance = tolerance.rows(index)
     loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at)
     loop.snapshots.uneven = True  # rows go on counting their evaluations
     loop.brief_account, loop.guarded = False, False
