@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from implicit_attn import DEQ, programs
+from implicit_attn import DEQ, pretrained_models, programs
 from implicit_attn.programs import systems
 from implicit_attn.studies.command import STUDIES
 from implicit_attn.studies.experiments.registry import EXPERIMENTS
@@ -28,6 +28,7 @@ PAGES = sorted(
     if path.relative_to(DOCS).parts[0] != "notebooks"
 )
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", *PAGES]
+SHARED = {"HeadsEnergy", "MemoryEnergy"}  # bases on the API's pages for the arguments they explain
 RECORDS = {"docs/defects.md", "docs/changelog.md"}  # of what was; names in them may be gone
 # What a fence may be called: Python by one name alone, so that no snippet is left out.
 LANGUAGES = set(" api bash bibtex cpp ini json math pycon python sh text toml yaml".split(" "))  # noqa: SIM905
@@ -170,19 +171,19 @@ def test_ten_questions_are_answered_one_click_from_the_first_page() -> None:
 
 
 def test_every_public_name_is_on_one_page_of_the_api() -> None:
-    pages: dict[int, set[str]] = {}
+    pages: dict[tuple[int, str], str] = {}  # two names of one thing are two names
     for entry in listed():
-        found = getattr(importlib.import_module(entry.module), entry.name)
-        assert id(found) not in pages, f"{entry.path} is listed on {entry.page} and elsewhere"
-        pages[id(found)] = {entry.page}
-    public = [(module, name) for module in PUBLIC for name in PUBLIC[module].split()]
+        key = (id(getattr(importlib.import_module(entry.module), entry.name)), entry.name)
+        assert key not in pages, f"{entry.path} is on {entry.page} and on {pages[key]}"
+        pages[key] = entry.page
     missing = [
         f"{module}.{name}"
-        for module, name in public
-        if id(getattr(importlib.import_module(module), name)) not in pages
+        for module in PUBLIC
+        for name in PUBLIC[module].split()
+        if (id(getattr(importlib.import_module(module), name)), name) not in pages
     ]
     assert missing == []
-    assert {entry.module for entry in listed()} <= set(PUBLIC)
+    assert {entry.name for entry in listed() if entry.module not in PUBLIC} == SHARED
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in RECORDS])
@@ -212,6 +213,14 @@ def test_the_gallery_shows_every_experiment_and_every_picture() -> None:
     assert {name.replace("_", "-") for name in PROGRAMS} <= started
     pictures = {path.name for path in (ROOT / "docs/gallery").glob("*.png")}
     assert set(re.findall(r"\(gallery/([\w-]+\.png)\)", text)) == pictures
+
+
+@pytest.mark.parametrize("name", pretrained_models())
+def test_the_models_page_has_every_shipped_model(name: str) -> None:
+    model = pretrained_models()[name]
+    row = next(line for line in text_of("docs/models.md").splitlines() if f"| `{name}` |" in line)
+    assert f" {model.parameters:,} " in row
+    assert model.measured.split()[0] in row
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -76,7 +76,6 @@ class DEQ(Compilable):
             it hands over, 0 by default; ``last`` counts them with those of the solve.
 
     Example:
-        >>> import torch
         >>> from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
         >>> attention = BiSoftmaxAttention(64, heads=4).weighted(0.2, maximum=1.0)
         >>> layer = DEQ(attention + 0.2 * ReLUFeedForward(64, 128) + Quadratic())

@@ -1,10 +1,8 @@
 """Energies: one number per sample, and the algebra that builds a layer's energy from terms.
 
-To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, the value (B,),
-which is differentiated automatically; or ``value_and_grad``, value and gradient in closed form, from which
-``forward`` follows, and optionally ``hvp``. Each may leave out ``mask``, then the energy takes none, and
-``x``. Masked tokens must influence nothing: start from ``hide(z, mask)``. ``check_energy`` says whether all
-of it is right. Energies of this package are exported and have a row in ``tests/cases/energies.py``.
+To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, the value (B,), or
+``value_and_grad``, value and gradient in closed form, and optionally ``hvp``. Each may leave out ``mask`` and
+``x``. Masked tokens must influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies all of it.
 """
 
 from __future__ import annotations
@@ -37,23 +35,14 @@ class Energy(nn.Module):
     """A scalar per sample whose stationary points in ``z`` are the layer's output.
 
     A subclass defines ``forward`` or ``value_and_grad``; the rest is differentiated automatically. A closed
-    form of the gradient alone may be defined as ``grad``. Energies can be added, scaled and weighted::
+    form of the gradient alone may be defined as ``grad``. Energies can be added, scaled and weighted:
 
-        BiSoftmaxAttention(64, heads=4) + 0.5 * ReLUFeedForward(64, 256) + Quadratic()
+        >>> from implicit_attn.energies import Hopfield, Quadratic
+        >>> (Quadratic() + 0.5 * Hopfield(torch.eye(4)))(torch.ones(2, 3, 4)).shape
+        torch.Size([2])
 
     The state ``z`` is a tensor (B, ...), mostly tokens (B, N, d); without closed forms it may also be
     a pytree of such tensors. Samples must not influence each other. :func:`check_energy` verifies it.
-
-    Example:
-        >>> import torch
-        >>> class Pull(Energy):
-        ...     def forward(self, z, x=None, *, mask=None):  # (B, N, d), (B, N, d) -> (B,)
-        ...         return 0.5 * (z - x).square().sum((1, 2))
-        >>> energy, z, x = 3 * Pull(), torch.ones(2, 4, 8), torch.zeros(2, 4, 8)
-        >>> energy(z, x)
-        tensor([48., 48.])
-        >>> bool((energy.grad(z, x) == 3 * (z - x)).all())
-        True
 
     Attributes:
         concave: True where the energy is concave in ``z`` for any weights (then the unit step on

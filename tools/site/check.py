@@ -26,7 +26,7 @@ FETCHED = {
     ("object", "data"), ("image", "href"), ("use", "href"),
 }  # fmt: skip
 _ELSEWHERE = re.compile(r"^\s*(?:https?:)?//", flags=re.I)
-_IN_STYLE = re.compile(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^)'\"\s]+", flags=re.I)
+_IN_STYLE = re.compile(r"(?:url\(|@import)\s*['\"]?((?:https?:)?//[^)'\"\s]+)", flags=re.I)
 
 
 class Page(HTMLParser):

@@ -3,6 +3,7 @@
 - fences of names (:mod:`tools.site.names`) become a table of the names and their documentation;
 - a comment ``include: PATH`` becomes the text of that file of the repository, its links mended;
 - links to files of the repository outside of the site become their paths in code font;
+- a public name in code font becomes a link to its documentation where the page has it first;
 - formulas become MathML, which browsers draw without a script and without fonts of ours.
 """
 
@@ -17,15 +18,25 @@ from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 
 from tools.site.docstrings import PACKAGES, Markdown
-from tools.site.names import ROOT, replace_fences
+from tools.site.names import ROOT, link_names, replace_fences
 
 # Files of the repository that have a page of their own under another name.
 PAGE_OF = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "measurements.md",
     "README.md": "index.md",
+}
+# What the converter to MathML does not know, in words that it does.
+SPELLINGS = {
+    r"\arg\min": r"\operatorname{arg\,min}",
+    r"\lVert": r"\|",
+    r"\rVert": r"\|",
+    r"\lvert": "|",
+    r"\rvert": "|",
+    r"\dfrac": r"\frac",
 }
 _INCLUDE = re.compile(r"^<!-- include: (?P<path>[\w./-]+) -->$", flags=re.M)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
@@ -38,6 +49,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     folder = PurePosixPath("docs") / PurePosixPath(page.file.src_uri).parent
     markdown = _INCLUDE.sub(lambda found: _included(found["path"], folder), markdown)
     markdown = _LINK.sub(lambda found: _link(found, folder), markdown)
+    if not page.file.src_uri.startswith("api/"):
+        markdown = link_names(markdown)
     return replace_fences(markdown, _documentation)
 
 
@@ -76,10 +89,17 @@ def _link(found: re.Match[str], folder: PurePosixPath) -> str:
 
 def _documentation(module: str, names: list[str]) -> str:
     rows = [f"| [`{name}`][{module}.{name}] | {_first_sentence(module, name)} |" for name in names]
-    parts = [f"::: {module}.{name}" for name in names]
+    parts = [_directive(f"{module}.{name}") for name in names]
     if len(names) == 1:
         return f"{parts[0]}\n"
     return "\n".join(["| name | what it is |", "|---|---|", *rows, "", "\n\n".join(parts), ""])
+
+
+def _directive(path: str) -> str:
+    """What mkdocstrings replaces by the documentation; of a module, its text without its parts."""
+    found = _loader().modules_collection[path]
+    alone = "\n    options:\n      members: false\n" if found.is_module else ""
+    return f"::: {path}{alone}"
 
 
 @functools.cache
@@ -104,4 +124,10 @@ def _first_sentence(module: str, name: str) -> str:
 
 def _mathml(found: re.Match[str]) -> str:
     display = "block" if found["tag"] == "div" else "inline"
-    return convert(html.unescape(found["latex"]).strip(), display=display)
+    latex = html.unescape(found["latex"]).strip()
+    for theirs, known in SPELLINGS.items():
+        latex = latex.replace(theirs, known)
+    written = convert(latex, display=display)
+    if unknown := re.search(r">\s*(\\[A-Za-z]+)", written):
+        raise PluginError(f"{unknown[1]} is not known to the converter, in the formula {latex}")
+    return written

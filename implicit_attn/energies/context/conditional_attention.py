@@ -110,11 +110,7 @@ class ConditionalAttention(HasTemperatures, Energy):
             for :func:`implicit_attn.kernels.frozen_key_attention`.
 
     Example:
-        >>> from implicit_attn.energies import AttentionInput, Quadratic
-        >>> energy = ConditionalAttention(64, heads=4) + Quadratic().select("tokens")
-        >>> x = torch.randn(2, 5, 64)
-        >>> energy(x, AttentionInput(x)).shape
-        torch.Size([2])
+        >>> energy = ConditionalAttention(64, heads=4)  # + Quadratic().select("tokens")
 
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762 (P0); Ren, Ouyang, Tang, Liu,
     https://arxiv.org/abs/2511.00907, equation 3 (the free energy), here of keys beside values.
