@@ -45,9 +45,10 @@ def warn_user(message: str, category: type[Warning], cause: str, f: object = Non
     if once and key in told:
         return
     if isinstance(origin, nn.Module):
-        message = f"{message}; in {named(origin)}, told once for each cause"
-        if hasattr(origin, "last"):
-            message += ": its attribute last tells of every call"
+        message = f"{message}; in {named(origin)}"
+        if once:
+            message += ". Shown once for this layer and cause"
+            message += "; its attribute last tells of every call" if hasattr(origin, "last") else ""
     if once:
         told.add(key)
     warnings.warn_explicit(message, category, *place, module, {})

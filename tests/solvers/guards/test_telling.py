@@ -167,6 +167,8 @@ def test_other_filters_keep_their_meaning() -> None:
     heard = heard_from(source, "always")
     assert len(heard) == 4
     assert len({str(w.message) for w in heard}) == 4
+    assert all("in a layer DEQ" in str(w.message) for w in heard)
+    assert not any("Shown once" in str(w.message) for w in heard)
     assert {w.filename for w in heard} == {__file__}
     assert heard_from(source, "ignore") == []
     with pytest.raises(SolveWarning):
@@ -284,7 +286,7 @@ def test_a_layer_is_told_of_once_though_filters_change_and_lines_differ() -> Non
                 warnings.simplefilter("ignore", DeprecationWarning)
         layer(torch.ones(1, 2, 3))
     assert len(heard) == 1
-    assert "told once for each cause: its attribute last" in str(heard[0].message)
+    assert "Shown once for this layer and cause; its attribute last tells" in str(heard[0].message)
 
 
 class Model(nn.Module):
@@ -302,9 +304,9 @@ class Model(nn.Module):
 
 def test_a_layer_is_named_as_in_the_model_that_is_called() -> None:
     said = [str(w.message) for w in heard_from(Model(), "default")]
-    assert len(said) == 1 and "; in the layer blocks.1.layer (DEQ) of Model, told once" in said[0]
+    assert len(said) == 1 and "; in the layer blocks.1.layer (DEQ) of Model. Shown once" in said[0]
     said = [str(w.message) for w in heard_from(a_layer(), "default")]
-    assert len(said) == 1 and "; in a layer DEQ, told once" in said[0]
+    assert len(said) == 1 and "; in a layer DEQ. Shown once" in said[0]
 
 
 def test_a_backward_pass_names_the_layer_where_it_was_told_of() -> None:
