@@ -22,6 +22,9 @@ PAGES = [
     "docs/choosing.md",
     "docs/spins.md",
     "docs/scaling.md",
+    "docs/migrating/torchdeq.md",
+    "docs/migrating/hflayers.md",
+    "docs/migrating/hyper-set.md",
 ]  # whose snippets run one by one
 LISTS = ["docs/gallery.md", "docs/systems.md", "docs/results.md", "benchmarks/RESULTS.md"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, *LISTS]
