@@ -50,6 +50,7 @@ class VariationalDropout(nn.Module):
 
     Raises:
         RuntimeError: called in training mode with no seeds at hand.
+        ValueError: by the DEQ, if its solve never calls it, as energies with closed-form gradients do.
 
     Example:
         >>> class Cell(nn.Module):
@@ -141,6 +142,7 @@ class SolveMasks:
     def __init__(self, modules: Iterable[VariationalDropout]) -> None:
         self.numbers = {id(module): number for number, module in enumerate(modules)}
         self.known: dict[Any, tuple[Tensor, Tensor]] = {}  # the seeds and the mask that they gave
+        self.called: set[int] = set()  # numbers
 
     @classmethod
     def of(cls, update: nn.Module) -> SolveMasks | None:
@@ -160,6 +162,7 @@ class SolveMasks:
 
     def mask(self, module: VariationalDropout, h: Tensor, seeds: Tensor) -> Tensor:
         number = self.numbers[id(module)]
+        self.called.add(number)
         if in_transform():  # whose tensors are good only within it
             return module.mask(h, seeds, number)
         key = number, h.shape[1:], h.dtype
@@ -170,6 +173,19 @@ class SolveMasks:
             self.known[key] = known
         return known[1]
 
+    def require_called(self, update: nn.Module) -> None:
+        """ValueError if a module of the update has dropped nothing in the solve that is over."""
+        if any(_is_compiled(module) for module in update.modules()):
+            return  # which may call no module, after the first time
+        named = {id(module): name for name, module in update.named_modules()}
+        idle = [named[key] for key, number in self.numbers.items() if number not in self.called]
+        if idle:
+            raise ValueError(
+                f"VariationalDropout in the update must be called by it, got {idle}, never called in a "
+                "solve: an energy with a closed-form gradient has no place for it; use nn.Dropout on the "
+                "layer's input or output, or remove it"
+            )
+
 
 class _PerThread(threading.local):
     """The masks and seeds of the innermost solve of this thread; None outside of a solve."""
@@ -178,6 +194,11 @@ class _PerThread(threading.local):
 
 
 _OF_THIS_THREAD = _PerThread()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``module.compile()`` made it."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _count(shape: list[int]) -> int:

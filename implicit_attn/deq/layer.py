@@ -222,6 +222,8 @@ class DEQ(Compilable):
             states_at=states_at,
             **options,
         )
+        if dropped is not None and self.programs() is None:  # a program calls no module
+            dropped.require_called(self.update)
         if visit is not None:
             visit.note(solution)
         if not in_transform():  # a transform's tensors are good only within it

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 import solvers
 from implicit_attn import DEQ, Energy
 from implicit_attn.dropout import SolveMasks
-from implicit_attn.energies import Quadratic
+from implicit_attn.energies import Quadratic, ReLUFeedForward
 from implicit_attn.regularization import VariationalDropout, dropout_seeds
 from solvers import Implicit, OneStep, Phantom, Tolerance, Unrolled
 
@@ -288,6 +288,23 @@ def test_wrong_uses() -> None:
         VariationalDropout(shared=3)(tokens(), dropout_seeds(3))
     with pytest.raises(ValueError, match="h must be batched along dim 0"):
         dropout(tokens(), dropout_seeds(4))
+
+
+def test_dropout_that_a_closed_form_ignores_is_refused() -> None:
+    """The energy is dropped from, its gradient in closed form is not: no solve of the thinned energy."""
+
+    class Dropped(ReLUFeedForward):
+        def __init__(self) -> None:
+            super().__init__(4, 8)
+            self.inner = VariationalDropout(0.5)
+
+        def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+            return super().forward(self.inner(z), x, mask=mask)
+
+    deq, x = DEQ(Dropped().weighted(0.1) + Quadratic()), torch.ones(2, 3, 4)
+    with pytest.raises(ValueError, match=r"must be called by it, got \['.*inner'\], never called"):
+        deq(x)
+    assert deq.eval()(x).shape == x.shape
 
 
 def test_inference_mode_and_threads_of_the_backward_pass() -> None:
