@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 JAX_VENV := .venv-jax
+OTHERS_VENV := .venv-integrations
 BIN := $(VENV)/bin
 # More arguments for the command that a target runs, e.g. make test ARGS="-k digits -n 0"
 ARGS ?=
@@ -15,7 +16,8 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz lint format types docs docs-serve bench clean triton-floor bench-jax dist dist-test
+.PHONY: help demo test fuzz lint format types docs docs-serve bench clean triton-floor bench-jax dist dist-test integrations \
+	notebooks
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,10 +65,16 @@ dist: $(VENV)/dev.stamp ## build wheel and sdist into dist/
 dist-test: dist ## install what was built into an empty environment outside of the repository, and try it
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/workers/distribution.py dist
 
+notebooks: $(VENV)/examples.stamp ## run docs/notebooks and write their pages (ARGS="first_layer" for one)
+	$(BIN)/python docs/notebooks/build.py $(ARGS)
+
+integrations: $(OTHERS_VENV)/stamp ## test the examples with timm, Hugging Face, Lightning and Accelerate
+	OMP_NUM_THREADS=1 $(OTHERS_VENV)/bin/python -m pytest tests/examples/integrations $(ARGS)
+
 triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(JAX_VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(JAX_VENV) $(OTHERS_VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:
@@ -110,4 +118,15 @@ $(JAX_VENV)/stamp: benchmarks/jax_peers/requirements.txt $(VENV)/python.stamp
 	@echo "installing JAX and its solvers into $(JAX_VENV) ..."
 	@$(BIN)/python -m venv $(JAX_VENV)
 	@$(JAX_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(PIP_ARGS) -r $<
+	@touch $@
+
+# An environment on top of the first one, which keeps its packages: those of the integrations are many,
+# and some import each other wherever they find them.
+$(OTHERS_VENV)/stamp: $(VENV)/test.stamp
+	@echo "installing timm, Hugging Face, Lightning and Accelerate into $(OTHERS_VENV) ..."
+	@$(BIN)/python -m venv $(OTHERS_VENV)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(OTHERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
+	@$(OTHERS_VENV)/bin/python -m pip --quiet --disable-pip-version-check install $(PIP_ARGS) -c constraints.txt \
+	  "implicit-attn[integrations]"
 	@touch $@

@@ -112,7 +112,7 @@ PUBLIC = {
         write_report write_table
     """,
     "implicit_attn.checkpoint": """
-        load_checkpoint read_progress save_checkpoint
+        load_checkpoint read_progress restore_constants save_checkpoint
     """,
     "implicit_attn.weights": """
         Pretrained find_pretrained load_pretrained pretrained_models weights_file weights_path

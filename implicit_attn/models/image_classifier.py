@@ -115,7 +115,10 @@ class ImageClassifier(TokenClassifier):
     def tokens(self, images: Tensor) -> Tensor:
         """Images -> the backbone's input, (B, N, d)."""
         x = self.with_class_token(self.embedding_norm(self.embed(self.check_images(images))))
-        return x if self.positions == "none" else x + self.position
+        if self.positions == "none":
+            return x
+        # Some loaders convert weights to half precision and leave what is no weight as it is.
+        return x + self.position.to(self.norm.weight.dtype)
 
     def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
         return self.classify(self.backbone(self.tokens(images), iterations=iterations))

@@ -1,0 +1,146 @@
+"""Runs the notebooks of this folder and writes their pages: text, code, what it printed, its pictures.
+
+    python docs/notebooks/build.py                     # every NAME.py -> NAME.md and NAME-1.png, ...
+    python docs/notebooks/build.py first_layer         # one of them
+    python docs/notebooks/build.py --ipynb notebooks   # also NAME.ipynb without outputs, in that folder
+
+A notebook is a Python file in the percent format, which Jupytext, VS Code and PyCharm open as one: cells
+begin with ``# %%``, or with ``# %% [markdown]`` for text in comments. Its cells share their variables, the
+value of a cell's last line is shown, and so are its figures of matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+DPI = 80
+
+
+class Cell(NamedTuple):
+    text: bool  # or code
+    source: str
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """The cells of a notebook."""
+    cells: list[Cell] = []
+    for part in ("\n" + path.read_text(encoding="utf-8")).split("\n# %%")[1:]:
+        head, _, body = part.partition("\n")
+        if head.strip() not in ("", "[markdown]"):
+            raise ValueError(
+                f"{path.name}: a cell must begin with '# %%' or '# %% [markdown]', got {head!r}"
+            )
+        text = "[markdown]" in head
+        if text:
+            body = "\n".join(line.removeprefix("#").removeprefix(" ") for line in body.splitlines())
+        cells.append(Cell(text, body.strip("\n")))
+    return cells
+
+
+def run_cell(source: str, variables: dict[str, Any], name: str) -> str:
+    """What a cell printed, and the value of its last line."""
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, name, "exec", dont_inherit=True), variables)
+        if last is not None:
+            value = eval(
+                compile(ast.Expression(last.value), name, "eval", dont_inherit=True), variables
+            )
+            if not _is_drawing(value):
+                print(value)
+    return printed.getvalue().rstrip()
+
+
+def _is_drawing(value: Any) -> bool:
+    """Nothing to show, or what matplotlib returns: the figure is shown itself."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return value is None or type(first).__module__.startswith("matplotlib")
+
+
+def save_figures(stem: str, number: int, folder: Path) -> list[str]:
+    """Markdown of the figures that a cell drew, saved and closed; ``number`` is that of the first."""
+    import matplotlib.pyplot as plt
+
+    lines = []
+    for place, key in enumerate(plt.get_fignums(), start=number):
+        figure = plt.figure(key)
+        titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+        title = figure.get_suptitle() or "; ".join(titles[:2]) or f"figure {place}"
+        file = f"{stem}-{place}.png"
+        figure.savefig(folder / file, dpi=DPI, bbox_inches="tight", metadata={"Software": None})
+        plt.close(figure)
+        lines.append(f"![{title}]({file})")
+    return lines
+
+
+def build(path: Path, folder: Path) -> str:
+    """The page of a notebook; its pictures are written to ``folder``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    blocks, pictures = [], 0
+    for cell in read_cells(path):
+        if cell.text:
+            blocks.append(cell.source)
+            continue
+        blocks.append(f"```python\n{cell.source}\n```")
+        output = run_cell(cell.source, variables, path.name)
+        if output:
+            blocks.append(f"```text\n{output}\n```")
+        figures = save_figures(path.stem, pictures + 1, folder)
+        pictures += len(figures)
+        blocks += figures
+    origin = f"*Made by running [{path.name}]({path.name}), which editors open as a notebook.*"
+    return "\n\n".join([*blocks, origin]) + "\n"
+
+
+def notebook(path: Path) -> str:
+    """The cells as a Jupyter notebook without outputs."""
+    cells = [
+        {"cell_type": "markdown", "id": f"cell-{i}", "metadata": {}, "source": cell.source}
+        if cell.text
+        else {
+            "cell_type": "code", "id": f"cell-{i}", "metadata": {}, "source": cell.source,
+            "outputs": [], "execution_count": None,
+        }
+        for i, cell in enumerate(read_cells(path))
+    ]  # fmt: skip
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    whole = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def notebooks() -> list[Path]:
+    """The notebooks of this folder."""
+    return sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *(p.stem for p in notebooks())], help="all"
+    )
+    parser.add_argument("--ipynb", type=Path, help="folder for Jupyter notebooks without outputs")
+    options = parser.parse_args()
+    for path in notebooks():
+        if options.names and path.stem not in options.names:
+            continue
+        path.with_suffix(".md").write_text(build(path, HERE), encoding="utf-8")
+        if options.ipynb is not None:
+            options.ipynb.mkdir(parents=True, exist_ok=True)
+            (options.ipynb / f"{path.stem}.ipynb").write_text(notebook(path), encoding="utf-8")
+        print(path.with_suffix(".md").name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+# %% [markdown]
+# # A Sudoku board filling in
+#
+# This model has learned to solve Sudoku from boards alone; nobody told it a rule. It repeats one update,
+# whose weights are the same for all cells and all digits, until nothing changes any more. Harder boards
+# take more repetitions, more than it ever saw in training.
+
+# %%
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+import solvers
+from implicit_attn.data import load_sudoku
+from implicit_attn.models import load_model
+from implicit_attn.studies.experiments.boards.filling import draw_frame, frames_of
+
+weights = Path("examples/weights/sudoku-solver.safetensors")
+model, _ = load_model(weights)
+print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+
+# %% [markdown]
+# Puzzles are generated here: a board is filled at random and cells are cleared while the solution stays
+# unique.
+
+# %%
+boards = load_sudoku(1, 8, source="generated", seed=3)
+puzzles, solutions = boards.test_puzzles, boards.test_solutions
+print("givens:", (puzzles > 0).sum(1).tolist())
+
+# %% [markdown]
+# ## Solving
+#
+# `model.solve` repeats the update until the state of each board changes by less than a thousandth.
+
+# %%
+with torch.no_grad():
+    answer = model.solve(puzzles, tolerance=solvers.Tolerance(1e-3), on_failure="ignore")
+solved = (answer.value.argmax(-1) + 1 == solutions).all(1)
+print("solved    ", solved.tolist())
+print("converged ", answer.converged.tolist())
+print("iterations", answer.evaluations.tolist())
+
+# %% [markdown]
+# The answer says which boards have converged, without knowing their solutions. One that has not is not to
+# be trusted.
+#
+# ## One board
+#
+# Found digits are the fainter the less certain the model is; wrong ones are red.
+
+# %%
+number = int((puzzles > 0).sum(1).argmin())
+frames = frames_of(model, puzzles[number], at=(1, 3, 6, 12, 24))
+figure, grid = plt.subplots(1, len(frames), figsize=(13, 3.1))
+for axes, frame in zip(grid, frames):
+    draw_frame(axes, puzzles[number], solutions[number], frame)
+figure.suptitle(f"A puzzle with {int((puzzles[number] > 0).sum())} givens", y=1.05)
+
+# %% [markdown]
+# ## How many iterations?
+#
+# Cells that are right after each iteration, one line a board:
+
+# %%
+right = []
+with torch.no_grad():
+    for logits in model.trajectory(puzzles, 40):
+        right.append((logits.argmax(-1) + 1 == solutions).double().mean(1))
+plt.figure(figsize=(6, 3))
+plt.plot(range(1, 41), 100 * torch.stack(right))
+plt.xlabel("iteration")
+plt.ylabel("cells that are right (%)")
+plt.title("Eight boards")
+
+# %% [markdown]
+# `python examples/solve_sudoku.py --weights examples/weights/sudoku-solver.safetensors` prints the table
+# of all numbers of givens and iterations, and [the results](../results.md) compare it with other solvers.

@@ -1,0 +1,50 @@
+"""Hugging Face hub: any module of equilibrium layers with save_pretrained, from_pretrained, push_to_hub.
+
+    pip install "implicit-attn[integrations]"
+    python examples/integrations/hub_mixin.py --out runs/hub-mixin
+
+``PyTorchModelHubMixin`` keeps the arguments of ``__init__`` as config.json and the weights as
+model.safetensors. Nothing is trained here. ``--push-to USER/NAME`` uploads (after ``hf auth login``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
+
+from implicit_attn import EquilibriumBlock
+from implicit_attn.command_line import Parser, command, folder
+
+
+class DigitHead(nn.Module, PyTorchModelHubMixin):
+    """Rows of an 8x8 image as tokens, one equilibrium block, and scores."""
+
+    def __init__(self, classes: int = 10, heads: int = 2) -> None:
+        super().__init__()
+        self.block, self.head = EquilibriumBlock(8, heads), nn.Linear(64, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.block(images.squeeze(1)).flatten(1))
+
+
+def main(out: Path, push_to: str | None) -> DigitHead:
+    torch.manual_seed(0)
+    model = DigitHead(classes=4).eval()
+    model.save_pretrained(out)
+    loaded = DigitHead.from_pretrained(out)
+    images = torch.rand(3, 1, 8, 8)
+    print(f"largest difference after loading: {(model(images) - loaded(images)).abs().max():.1e}")
+    if push_to is not None:
+        model.push_to_hub(push_to)
+    return model
+
+
+if __name__ == "__main__":
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=folder, default=Path("runs/hub-mixin"), help="folder")
+    parser.add_argument("--push-to", default=None, help="repository on the hub, USER/NAME")
+    with command(parser):
+        main(**vars(parser.parse_args()))

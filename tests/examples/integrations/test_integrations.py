@@ -1,0 +1,194 @@
+"""The examples with timm, Hugging Face, Lightning, Accelerate and a graph: trained, saved, resumed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+FOLDER = Path(__file__).resolve().parents[3] / "examples" / "integrations"
+NEEDS = {
+    "accelerate_digits": ("accelerate", "sklearn"),
+    "graph_nodes": ("sklearn",),
+    "hub_mixin": ("huggingface_hub", "safetensors"),
+    "hugging_face": ("transformers", "accelerate", "sklearn"),
+    "lightning_digits": ("lightning", "sklearn"),
+    "timm_vit": ("timm", "sklearn"),
+}
+# Deprecations within the libraries that are integrated, and what they say about small runs.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|exists and is not empty)"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory"),
+]
+
+
+def example(name: str) -> Any:
+    """The example as a module; skipped where a package is missing."""
+    for package in NEEDS[name]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f'needs {package}: pip install "implicit-attn[examples,integrations]"')
+    found = importlib.util.spec_from_file_location(f"integration_{name}", FOLDER / f"{name}.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _own_random_numbers() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def images(count: int = 3) -> Tensor:
+    return torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def frozen_part(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_every_integration_is_tested() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS)
+    assert all(len(path.read_text().splitlines()) <= 80 for path in FOLDER.glob("*.py"))
+
+
+def test_timm(capsys: pytest.CaptureFixture[str]) -> None:
+    module = example("timm_vit")
+    models = module.main(epochs=1, blocks=2, limit=64)
+    assert capsys.readouterr().out.count("% of the test digits") == 1
+    vit, mixed = models["vit"], models["equilibrium"]
+    assert [type(block).__name__ for block in mixed.blocks] == ["Block"] * 2 + [
+        "EquilibriumBlock"
+    ] * 2
+    for name, weight in frozen_part(mixed).items():
+        assert torch.equal(weight, vit.state_dict()[name])
+    assert {name.split(".")[0] for name, p in mixed.named_parameters() if p.requires_grad} == {
+        "blocks", "norm", "head",
+    }  # fmt: skip
+    assert mixed(images()).shape == (3, 10) and mixed.forward_features(images()).shape == (
+        3,
+        17,
+        48,
+    )
+    mixed(images()).sum().backward()
+    trained = [p for p in mixed.blocks[-1].parameters() if p.requires_grad]
+    assert trained and all(p.grad is not None and p.grad.isfinite().all() for p in trained)
+    other = module.replace(vit, 2)
+    other.load_state_dict(mixed.state_dict())
+    assert torch.equal(other.eval()(images()), mixed.eval()(images()))
+    mixed.set_grad_checkpointing()
+    assert torch.equal(mixed.train()(images()), other(images()))
+
+
+def test_transformers_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = example("hugging_face")
+    model = module.main(out=tmp_path, epochs=1, limit=64).eval()
+    assert "logistic regression" in capsys.readouterr().out
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["model_type"] == "equilibrium-vit" and config["dim"] == 32
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    loaded = module.EquilibriumForImages.from_pretrained(tmp_path / "model")
+    assert torch.equal(loaded(images()).logits, model(images()).logits)
+    half = module.EquilibriumForImages.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert half(images().bfloat16()).logits.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        half(images().bfloat16()).logits.float(), model(images()).logits, rtol=0.1, atol=0.1
+    )
+    pushed = catch_uploads(monkeypatch)
+    model.push_to_hub("someone/equilibrium")
+    assert pushed["someone/equilibrium"] >= {"config.json", "model.safetensors"}
+
+
+def test_hub_mixin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = example("hub_mixin")
+    pushed = catch_uploads(monkeypatch)
+    head = module.main(out=tmp_path / "head", push_to="someone/head")
+    assert "after loading: 0.0e+00" in capsys.readouterr().out
+    loaded = module.DigitHead.from_pretrained(tmp_path / "head")
+    assert torch.equal(loaded(images()), head(images())) and loaded(images()).shape == (3, 4)
+    assert pushed["someone/head"] >= {"config.json", "model.safetensors"}
+
+
+def catch_uploads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """Names of the files that are sent to a repository of the hub, which is out of reach."""
+    huggingface_hub = importlib.import_module("huggingface_hub")
+    sent: dict[str, set[str]] = {}
+
+    def create(self: Any, repo_id: str, **options: Any) -> Any:
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload(self: Any, repo_id: str, folder_path: Any, **options: Any) -> None:
+        sent.setdefault(repo_id, set()).update(p.name for p in Path(folder_path).iterdir())
+
+    def commit(self: Any, repo_id: str, operations: Any, **options: Any) -> None:
+        sent.setdefault(repo_id, set()).update(o.path_in_repo for o in operations)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", commit)
+    return sent
+
+
+def test_lightning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = example("lightning_digits")
+    first = module.main(out=tmp_path, epochs=1, limit=64, resume=False)
+    figures = first.callback_metrics
+    assert figures["train_converged"] == 1 and figures["test_converged"] == 1
+    assert 1 < figures["train_evaluations"] < 30
+    loaded = module.Digits.load_from_checkpoint(tmp_path / "last.ckpt").eval()
+    assert torch.equal(loaded.model(images()), first.model.eval().model(images()))
+    again = module.main(out=tmp_path, epochs=2, limit=64, resume=True)
+    assert again.current_epoch == 2 and again.global_step == 2 and first.global_step == 1
+    assert "logistic regression" in capsys.readouterr().out
+
+
+def test_accelerate(capsys: pytest.CaptureFixture[str]) -> None:
+    module = example("accelerate_digits")
+    state = importlib.import_module("accelerate.state")
+    state.AcceleratorState._reset_state(reset_partial_state=True)  # that of transformers' Trainer
+    models = module.main(1, limit=48, precision="bf16", accumulate=2)
+    output = capsys.readouterr().out
+    assert "explicit, bf16" in output and "converged: True" in output
+    parameters = [sum(p.numel() for p in model.parameters()) for model in models.values()]
+    assert abs(parameters[0] / parameters[1] - 1) < 0.02
+    assert all(
+        p.dtype == torch.float32 and p.isfinite().all() for p in models["equilibrium"].parameters()
+    )
+
+
+def test_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    module = example("graph_nodes")
+    found = module.main(nodes=120, labels=3, steps=25)
+    assert set(found) == {"each node alone", "graph"}
+    assert found["graph"] > found["each node alone"] + 0.1
+    assert "of the edges within a class" in capsys.readouterr().out
+
+
+def test_nodes_see_their_neighbours_alone() -> None:
+    module = example("graph_nodes")
+    torch.manual_seed(0)
+    model = module.NodeClassifier(4, 3, 8, "self").double().eval()
+    edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])  # a path 0 -> 1 -> 2 -> 3 -> 4
+    excluded = torch.ones(5, 5, dtype=torch.bool).fill_diagonal_(False)
+    excluded[edge_index[1], edge_index[0]] = False
+    model.blocks = model.blocks[:1]
+    x = torch.randn(5, 4, dtype=torch.float64)
+    reached = (
+        torch.autograd.functional.jacobian(lambda x: model(x, excluded), x).abs().sum((1, 3)) > 0
+    )
+    # The keys of a block are made of its input: one block reaches one step.
+    assert torch.equal(reached, ~excluded)

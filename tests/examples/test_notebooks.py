@@ -1,0 +1,81 @@
+"""The notebooks run from top to bottom, and their pages show the code that they have now."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for package in ("matplotlib", "sklearn", "safetensors"):
+    pytest.importorskip(package, reason="the notebooks need the extra [examples]")
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "notebooks"
+
+
+def _builder() -> Any:
+    found = importlib.util.spec_from_file_location("notebooks_build", FOLDER / "build.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+BUILDER = _builder()
+NOTEBOOKS = BUILDER.notebooks()
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+@each_notebook
+def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with torch.random.fork_rng(devices=[]):
+        page = BUILDER.build(path, tmp_path)
+    pictures = re.findall(r"!\[.+\]\((.+)\)", page)
+    assert pictures and {file.name for file in tmp_path.iterdir()} == set(pictures)
+    assert blocks(page, "text")
+    shown = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert re.findall(r"!\[.+\]\((.+)\)", shown) == pictures, "run make notebooks"
+
+
+@each_notebook
+def test_its_page_is_of_this_code(path: Path) -> None:
+    page = path.with_suffix(".md").read_text(encoding="utf-8")
+    code = [cell.source + "\n" for cell in BUILDER.read_cells(path) if not cell.text]
+    assert blocks(page, "python") == code, "run make notebooks"
+    for cell in BUILDER.read_cells(path):
+        assert not cell.text or cell.source in page, "run make notebooks"
+    for picture in re.findall(r"!\[.+\]\((.+)\)", page):
+        assert (FOLDER / picture).stat().st_size < 200_000
+
+
+@each_notebook
+def test_as_a_jupyter_notebook(path: Path) -> None:
+    made = json.loads(BUILDER.notebook(path))
+    sources = [cell["source"] for cell in made["cells"]]
+    assert sources == [cell.source for cell in BUILDER.read_cells(path)]
+    assert made["nbformat"] == 4 and len({cell["id"] for cell in made["cells"]}) == len(sources)
+
+
+def test_a_cell_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text("# %% a title\nx = 1\n")
+    with pytest.raises(ValueError, match="a cell must begin with"):
+        BUILDER.read_cells(path)
+
+
+def test_a_cell_shows_its_last_value() -> None:
+    scope: dict[str, Any] = {}
+    assert BUILDER.run_cell("x = 2\nprint('a')\nx + 1", scope, "cell") == "a\n3"
+    assert BUILDER.run_cell("x = 3", scope, "cell") == ""
+    with pytest.raises(ZeroDivisionError):
+        BUILDER.run_cell("1 / 0", scope, "cell")
