@@ -179,16 +179,16 @@ def test_a_clipped_spectral_norm_is_a_bound() -> None:
 
 
 def test_a_norm_of_theirs_is_stale_until_it_is_reset() -> None:
-    model, own = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))
+    model, own = nn.Linear(3, 3), nn.Linear(3, 3)
     their_apply_norm(model)
     ours.apply_norm(own)
-    before = [model[0].weight.detach().clone(), own[0].weight.detach().clone()]
+    before = [model.weight.detach().clone(), own.weight.detach().clone()]
     with torch.no_grad():
         for each in (model, own):
             for parameter in each.parameters():
                 parameter.add_(0.1)
-    assert torch.equal(model[0].weight, before[0])
-    assert not torch.equal(own[0].weight, before[1])
+    assert torch.equal(model.weight, before[0])
+    assert not torch.equal(own.weight, before[1])
 
 
 def test_recomputed_activations() -> None:
