@@ -2,7 +2,7 @@
 
 To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, the value (B,), or
 ``value_and_grad``, value and gradient in closed form, and optionally ``hvp``. Each may leave out ``mask`` and
-``x``. Masked tokens must influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies all of it.
+``x``. Masked tokens must influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies it.
 """
 
 from __future__ import annotations
