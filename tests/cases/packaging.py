@@ -36,9 +36,9 @@ def _imports(tree: ast.Module) -> Iterable[tuple[str, str | None]]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "require":
             words = {each.arg: each.value for each in node.keywords}
             if node.args and isinstance(node.args[0], ast.Constant) and "extra" in words:
-                extra = words["extra"]
-                assert isinstance(extra, ast.Constant)
-                yield node.args[0].value, extra.value
+                extra = ast.literal_eval(words["extra"])
+                assert extra is None or isinstance(extra, str)
+                yield str(node.args[0].value), extra
 
 
 def unnamed(sources: Iterable[str], requirements: Mapping[str, Iterable[str]]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from implicit_attn.console.command import RUN, TRAIN
+from implicit_attn.console.tables import RUN, TRAIN
 from implicit_attn.programs import solve_sudoku, sudoku
 from implicit_attn.programs.systems import bare_attention, sudoku_potts
 
