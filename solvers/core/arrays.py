@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from solvers.core.device import readable
-from solvers.core.rows import small_dtype
 
 # An array (n, 1) or (n, k): numpy.ndarray on the CPU, Tensor elsewhere.
 Array = Any
@@ -98,7 +97,7 @@ def inner_products_of(vectors: Sequence[Tensor], vector: Tensor) -> Tensor:
 
     A program keeps vectors apart: to write one of them into a buffer it would copy the buffer.
     """
-    dtype = small_dtype(vector.dtype)
+    dtype = torch.promote_types(vector.dtype, torch.float32)
     wide = vector.to(dtype)
     return torch.stack([(each.to(dtype) * wide).sum(1) for each in vectors], dim=1)
 
