@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +54,9 @@ def prepare(
 
 def _plainly(update: nn.Module, x: Any, mask: Tensor | None, seeds: Tensor | None) -> Any:
     dropped = None if seeds is None else SolveMasks.of(update)
-    with nullcontext() if dropped is None else dropped.within(seeds):
+    if dropped is None or seeds is None:
+        return update.prepare(x, mask=mask)  # type: ignore[operator]
+    with dropped.within(seeds):
         return update.prepare(x, mask=mask)  # type: ignore[operator]
 
 

@@ -44,7 +44,7 @@ class Graph:
 
     def __call__(self, *inputs: Any) -> Any:
         _NOW.calls.append((self, inputs))
-        if len(_NOW.calls) == 1 and self.fit and self.outputs is not None:
+        if len(_NOW.calls) == 1 and (self.outputs is not None or not self.fit):
             raise _KnownError
         _NOW.results = self.run(*inputs)
         return _NOW.results
@@ -83,7 +83,7 @@ def options_of(f: Any) -> dict[str, Any] | None:
     asked = getattr(f, "get_compiler_config", lambda: None)()
     if asked is None:
         return None
-    usual = torch._inductor.config.get_config_copy()
+    usual = torch._inductor.config.get_config_copy()  # type: ignore[attr-defined]
     return {
         "backend": "inductor",
         "options": {name: value for name, value in asked.items() if value != usual.get(name)},
@@ -94,7 +94,7 @@ def _looking(f: Any) -> Callable[..., Any]:
     """``f`` as it was, compiled by :func:`_backend`."""
     found = _LOOKING.get(f)
     if found is None:
-        original = f._orig_mod if isinstance(f, nn.Module) else f._torchdynamo_orig_callable
+        original: Any = f._orig_mod if isinstance(f, nn.Module) else f._torchdynamo_orig_callable
         found = _LOOKING[f] = torch.compile(original, backend=_backend)
     return found
 
@@ -105,7 +105,8 @@ def capture(problem: Problem, start: Tensor) -> Captured | None:
     None where it is another map, and where its graph cannot stand for it: breaks, several graphs, outputs
     that no graph returns, or more than ``SIZES`` sizes of batch.
     """
-    f = problem.f.energy if type(problem.f) is Descent else problem.f
+    f: Any = problem.f
+    f = f.energy if type(f) is Descent else f
     if isinstance(f, EnergyUpdate) or problem.energy is not None:
         return None
     options = options_of(f)
@@ -138,7 +139,7 @@ def capture(problem: Problem, start: Tensor) -> Captured | None:
     if key not in graph.programs:
         graph.programs[key] = Programs(nn.Module(), **options)
     name = getattr(f, "__name__", type(getattr(f, "_orig_mod", f)).__name__)
-    return Captured.of(graph.programs[key], name, graph, tuple(places), weights)
+    return Captured.at(graph.programs[key], name, graph, tuple(places), weights)
 
 
 def _look(evaluate: Callable[..., Any], given: Any) -> tuple[Graph, tuple[Any, ...]] | None:
@@ -150,7 +151,8 @@ def _look(evaluate: Callable[..., Any], given: Any) -> tuple[Graph, tuple[Any, .
         with torch.enable_grad():
             output = evaluate(*given)
     except _KnownError:
-        return _NOW.calls[0]
+        graph, inputs = _NOW.calls[0]
+        return (graph, inputs) if graph.fit else None
     except Exception:  # the ordinary solve meets it again, and raises it
         return None
     else:
@@ -162,9 +164,9 @@ def _look(evaluate: Callable[..., Any], given: Any) -> tuple[Graph, tuple[Any, .
 def _first_look(output: Any) -> tuple[Graph, tuple[Any, ...]] | None:
     """:func:`_look` at a graph that has just run: which of its outputs are the map's?"""
     calls, results = _NOW.calls, _NOW.results
-    for graph, _ in calls[1:]:  # the map's graph breaks
-        graph.fit = False
-    if len(calls) != 1:
+    if len(calls) != 1:  # the map's graph breaks
+        for graph, _ in calls:
+            graph.fit = False
         return None
     graph, inputs = calls[0]
     leaves, spec = pytree.tree_flatten(output)
@@ -187,7 +189,7 @@ class Captured(Programs):
     inside: dict[str, Tensor]  # the weights while a function is traced or recorded
 
     @classmethod
-    def of(
+    def at(
         cls,
         shared: Programs,
         name: str,

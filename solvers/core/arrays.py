@@ -111,7 +111,7 @@ def inner_products_of(vectors: Sequence[Tensor], vector: Tensor) -> Tensor:
 
     A program keeps vectors apart: to write one of them into a buffer it would copy the buffer.
     """
-    dtype = small_dtype(vector.dtype)
+    dtype = torch.promote_types(vector.dtype, torch.float32)
     wide = vector.to(dtype)
     return torch.stack([(each.to(dtype) * wide).sum(1) for each in vectors], dim=1)
 

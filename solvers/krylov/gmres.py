@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
@@ -211,7 +212,7 @@ class GMRESRun(KrylovRun):
         xp, write = self.arrays.xp, self.arrays.write
         entries = self.hessenberg[:, :step, : step + 1]
         rotation = self.rotation[:, :step, : step + 1]
-        basis = self.basis[:, :step] if self.vectors is None else self.vectors[:step]
+        basis: Any = self.basis[:, :step] if self.vectors is None else self.vectors[:step]
         # Columns added after a row had stopped are left out; they may be NaN.
         mask = (self.arrays.range(step) < self.columns)[:, :, None]
         if not (self.arrays.host and mask.all()):

@@ -96,13 +96,13 @@ def test_a_module(counted: list[str]) -> None:
 def test_a_function_made_anew_with_what_it_closes_over(counted: list[str]) -> None:
     raw = nn.Parameter(0.2 * torch.randn(4, 4, dtype=torch.float64, generator=torch.manual_seed(0)))
 
-    def maps(scale: float) -> list[Callable[..., Tensor]]:
+    def maps(scale: float) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         weight = raw + raw.mT  # has a graph, and is another tensor at every call
 
         def f(z: Tensor, x: Tensor) -> Tensor:
             return scale * torch.tanh(z @ weight) + x
 
-        return [f, torch.compile(f)]
+        return f, torch.compile(f)
 
     for _ in range(3):
         assert_same(*maps(0.5), sample(), raw)
