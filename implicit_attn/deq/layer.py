@@ -212,16 +212,13 @@ class DEQ(Compilable):
         if visit is not None:
             start = visit.start if z0 is None else z0
             options["adjoint"] = visit.adjoint(options["adjoint"])
-        solution = solvers.fixed_point(
-            f,
-            start,
-            args,
-            mask=mask,
-            record=record,
-            callback=callback,
-            states_at=states_at,
-            **options,
-        )
+        options |= {"mask": mask, "record": record, "callback": callback, "states_at": states_at}
+        try:
+            solution = solvers.fixed_point(f, start, args, **options)
+        except solvers.SolveError as error:
+            if visit is not None:  # samples that failed start anew, whatever is told of them
+                visit.note(error.solution)
+            raise
         if dropped is not None and self.programs() is None:  # a program calls no module
             dropped.require_called(self.update)
         if visit is not None:

@@ -143,7 +143,7 @@ class Visit:
         status = solution.status.tolist()
         latest = {each: row for row, each in enumerate(self.ids) if each >= 0}
         good = [each for each, row in latest.items() if status[row] in KEPT]
-        self.store.forget([each for each in latest if each not in set(good)])
+        self.store.forget(list(latest.keys() - set(good)))
         self.store.reserve(good)
         places = [
             (latest[each], self.store.slots[each]) for each in good if each in self.store.slots

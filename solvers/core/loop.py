@@ -37,7 +37,6 @@ from solvers.core.tolerance import Tolerance
 DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
 PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
-SMALL = 1 << 14  # numbers in a batch that costs little: it waits for four times as many to finish
 
 
 def keeps_failures_out(device: torch.device) -> bool:
@@ -273,9 +272,7 @@ class Loop:
             return
         ended = self.rows.status != RUNNING
         number = int(ended.sum())
-        costly = self.trial.z.numel() > SMALL or ended.numel() <= SHRINK
-        share = SHRINK if costly else SHRINK // 4
-        if number * share < ended.numel() or number == 0:
+        if number * SHRINK < ended.numel() or number == 0:
             return
         self._take_out(ended)
 

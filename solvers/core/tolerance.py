@@ -106,10 +106,11 @@ class Tolerance:
                     f"{name} must hold one number for each of {batch} samples, got {len(part)}"
                 )
 
-    def require_one(self, name: str, where: str) -> None:
-        """Raise ValueError where samples have tolerances of their own, which ``where`` does not know."""
-        if self.per_sample:
+    def require_one(self, name: str, where: str) -> float:
+        """``rtol``; ValueError where samples have their own tolerances, which ``where`` does not know."""
+        if isinstance(self.rtol, Tensor) or self.per_sample:
             raise ValueError(f"{name} must be one number for all samples {where}, got one for each")
+        return self.rtol
 
 
 def check_tolerances(tolerance: Tolerance | None, adjoint: object, batch: int | None) -> None:
@@ -141,7 +142,9 @@ def _own_numbers(name: str, part: Tensor) -> Tensor:
 def _same(first: float | Tensor, second: float | Tensor) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.device == second.device and torch.equal(first, second)
-    return type(first) is type(second) is not Tensor and first == second
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return False
+    return first == second
 
 
 def _like(part: float | Tensor, like: Tensor, dtype: bool = True) -> float | Tensor:

@@ -131,9 +131,9 @@ def spherical_saddle(
     require_count("max_steps", max_steps)
     check_on_failure(on_failure)
     check_scalar_inputs(couplings, field, mask)
+    rtol = _RTOL.get(field.dtype, 1e-2)
     if tolerance is not None:
-        tolerance.require_one("tolerance", "of a spherical saddle")
-    rtol = _RTOL.get(field.dtype, 1e-2) if tolerance is None else tolerance.rtol
+        rtol = tolerance.require_one("tolerance", "of a spherical saddle")
     with without_autocast(field.device.type):
         x = zero_masked(as_wide(field), mask)
         k = with_scalar_symmetries(as_wide(couplings), mask).expand(len(x), -1, -1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cases.deq import DIM, EXACT, Cell, gradient_layer, make, relative_error, tokens
 from implicit_attn import DEQ
 from implicit_attn.deq import WarmStarts
-from solvers import Forward, Implicit, Phantom, Status, Tolerance
+from solvers import Forward, Implicit, Phantom, SolveError, Status, Tolerance
 
 LOOSE: dict[str, Any] = {
     "tolerance": Tolerance(1e-8),
@@ -143,6 +143,16 @@ def test_a_sample_that_failed_starts_anew() -> None:
     deq(x / 100, ids=[0, 1])
     status = deq.solve(x, ids=[0, 1]).status
     assert status.tolist() == [Status.CONVERGED, Status.DIVERGED]
+    assert deq.warm_starts is not None and list(deq.warm_starts.slots) == [0]
+
+
+def test_a_sample_whose_failure_raises_starts_anew() -> None:
+    options: dict[str, Any] = {"solver": Forward(), "max_steps": 100, "on_failure": "raise"}
+    deq = DEQ.from_update(lambda z, x: x * z + 1, warm_start=4, **options)
+    x = torch.tensor([[0.1], [9.0]], dtype=torch.float64)
+    deq(x / 100, ids=[0, 1])
+    with pytest.raises(SolveError):
+        deq(x, ids=[0, 1])
     assert deq.warm_starts is not None and list(deq.warm_starts.slots) == [0]
 
 

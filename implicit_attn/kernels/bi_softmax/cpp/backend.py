@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import LARGEST_EXPONENT
-from implicit_attn.kernels.bi_softmax.cpp.library import library
+from implicit_attn.kernels.bi_softmax.cpp.library import library, renew_lock
 from solvers.core.guards.telling import warn_user
 
 VARIABLE = "IMPLICIT_ATTN_CPP"
@@ -55,6 +55,7 @@ class _Process:
 
     def _now_forked(self) -> None:
         self.forked = True
+        renew_lock()
 
     def prepare(self) -> str | None:
         """Find all of it; why there is no kernel, or None."""

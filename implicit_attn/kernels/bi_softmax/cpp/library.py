@@ -48,6 +48,12 @@ def library() -> ctypes.CDLL | str:
     return _LOADED[0]
 
 
+def renew_lock() -> None:
+    """For the child of a fork: who held the lock in the parent is not there to give it back."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
 def forget() -> None:
     """Let the next call of :func:`library` look again."""
     _LOADED.clear()

@@ -116,6 +116,15 @@ def test_two_may_build_at_once(compiler: Compiler, cache: Path) -> None:
     assert [path.name for path in cache.iterdir()] == [found[0].name]
 
 
+def test_a_child_does_not_wait_for_its_parents_compilation() -> None:
+    held = library._LOCK
+    with held:  # as by a thread that compiles while another one forks
+        cpp._Process()._now_forked()
+        assert library._LOCK is not held
+        assert library._LOCK.acquire(timeout=1)
+        library._LOCK.release()
+
+
 def test_what_is_missing_is_said(
     compiler: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
