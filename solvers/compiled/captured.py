@@ -83,7 +83,8 @@ def options_of(f: Any) -> dict[str, Any] | None:
     asked = getattr(f, "get_compiler_config", lambda: None)()
     if asked is None:
         return None
-    usual = torch._inductor.config.get_config_copy()  # type: ignore[attr-defined]
+    inductor: Any = torch._inductor
+    usual = inductor.config.get_config_copy()
     return {
         "backend": "inductor",
         "options": {name: value for name, value in asked.items() if value != usual.get(name)},
@@ -95,7 +96,8 @@ def _looking(f: Any) -> Callable[..., Any]:
     found = _LOOKING.get(f)
     if found is None:
         original: Any = f._orig_mod if isinstance(f, nn.Module) else f._torchdynamo_orig_callable
-        found = _LOOKING[f] = torch.compile(original, backend=_backend)
+        compiler: Any = torch.compile
+        found = _LOOKING[f] = compiler(original, backend=_backend)
     return found
 
 

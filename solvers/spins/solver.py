@@ -14,7 +14,7 @@ from solvers.core.problem import Problem
 from solvers.core.rows import Point, where_rows
 from solvers.core.solution import Status
 from solvers.core.solver import Solver, Turn
-from solvers.methods.anderson import Anderson, AndersonState
+from solvers.methods.anderson import Anderson, AndersonState, TracedAndersonState
 
 GROWTH = 3.0  # of the residual over its best, beyond which a step is damped
 SMALLEST = 0.125  # damping factor
@@ -78,6 +78,6 @@ class AdaptiveTAP(Solver):
 class TAPState:
     """``damping`` (B,) of the next damped step, ``best`` (B,) residual norm of the current history."""
 
-    accelerated: AndersonState | None
+    accelerated: AndersonState | TracedAndersonState | None
     damping: Tensor
     best: Tensor
