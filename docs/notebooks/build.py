@@ -47,7 +47,7 @@ def read_cells(path: Path) -> list[Cell]:
 def run_cell(source: str, variables: dict[str, Any], name: str) -> str:
     """What a cell printed, and the value of its last line."""
     tree = ast.parse(source, name)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(tree, name, "exec", dont_inherit=True), variables)
@@ -85,8 +85,10 @@ def save_figures(stem: str, number: int, folder: Path) -> list[str]:
 def build(path: Path, folder: Path) -> str:
     """The page of a notebook; its pictures are written to ``folder``."""
     import matplotlib
+    import matplotlib.pyplot as plt
 
     matplotlib.use("Agg")
+    plt.close("all")
     variables: dict[str, Any] = {"__name__": "__main__"}
     blocks, pictures = [], 0
     for cell in read_cells(path):

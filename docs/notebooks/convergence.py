@@ -23,7 +23,7 @@ def build(scale=1.0):
     return DEQ(energy, max_steps=100, on_failure="ignore")
 
 
-x = torch.randn(16, 12, 16, generator=torch.Generator().manual_seed(1))
+x = torch.randn(8, 12, 16, generator=torch.Generator().manual_seed(1))
 layer = build()
 solution = layer.solve(x, record=True)
 print("converged", int(solution.converged.sum()), "of", len(x))

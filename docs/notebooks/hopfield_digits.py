@@ -26,7 +26,10 @@ patterns = torch.nn.functional.normalize(images - mean)  # 64 patterns of norm 1
 
 def show(axes, z):
     axes.imshow(
-        (z * (images - mean).norm(dim=1).mean() + mean).reshape(8, 8), cmap="gray_r", vmin=0, vmax=1
+        (z * (images - mean).norm(dim=1).mean() + mean).reshape(8, 8).numpy(),
+        cmap="gray_r",
+        vmin=0,
+        vmax=1,
     )
     axes.set_axis_off()
 
@@ -86,7 +89,7 @@ energy = Hopfield(patterns, beta=beta)
 z = damaged[1:2, None]
 figure, grid = plt.subplots(1, 4, figsize=(9, 1.8), sharey=True)
 for step, axes in enumerate(grid):
-    weights = torch.softmax(beta * z[0, 0] @ patterns.T, 0)
+    weights = torch.softmax(beta * z[0, 0] @ patterns.T, 0).numpy()
     axes.bar(range(64), weights, color="tab:blue")
     axes.set(ylim=(0, 1), xlabel="stored digit", title=f"before step {step + 1}")
     print(f"energy before step {step + 1}: {energy(z).item():.4f}")

@@ -12,7 +12,7 @@ many layers, heads and parameters of the blocks.
 from __future__ import annotations
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset

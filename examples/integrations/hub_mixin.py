@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import PyTorchModelHubMixin  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
 from implicit_attn import EquilibriumBlock

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers as hf
+import transformers as hf  # pyright: ignore[reportMissingImports]
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 

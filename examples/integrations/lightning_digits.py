@@ -11,10 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning
+import lightning  # pyright: ignore[reportMissingImports]
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import ModelCheckpoint  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.loggers import CSVLogger  # pyright: ignore[reportMissingImports]
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

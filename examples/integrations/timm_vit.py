@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import timm
+import timm  # pyright: ignore[reportMissingImports]
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from implicit_attn.command_line import Parser, command, whole
 from implicit_attn.data import ImageData, batches, epoch_generator, load_digits
 
 
-def replace(model: Any, number: int, equilibrium: bool = True) -> nn.Module:
+def replace(model: Any, number: int, equilibrium: bool = True) -> Any:
     """A copy whose last ``number`` blocks are new ones; they, the last norm and the head are trained."""
     model = copy.deepcopy(model).requires_grad_(False)
     for place in range(len(model.blocks) - number, len(model.blocks)):

@@ -46,5 +46,5 @@ def test_weights_and_buffers_of_the_state_stay() -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match=r"only one of them has .*position"):
         restore_constants(build(), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"position is \(64, 8\) there and \(16, 8\) here"):
+    with pytest.raises(ValueError, match=r"position is \(16, 8\) there and \(4, 8\) here"):
         restore_constants(build(), build(16))

@@ -54,8 +54,18 @@ def test_its_page_is_of_this_code(path: Path) -> None:
     assert blocks(page, "python") == code, "run make notebooks"
     for cell in BUILDER.read_cells(path):
         assert not cell.text or cell.source in page, "run make notebooks"
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page):
+        assert (FOLDER / link).exists(), link
     for picture in re.findall(r"!\[.+\]\((.+)\)", page):
         assert (FOLDER / picture).stat().st_size < 200_000
+
+
+def test_the_index_has_every_notebook() -> None:
+    index = (FOLDER / "README.md").read_text(encoding="utf-8")
+    titles = {path: BUILDER.read_cells(path)[0].source.split("\n")[0] for path in NOTEBOOKS}
+    assert all(
+        f"[{title.removeprefix('# ')}]({path.stem}.md)" in index for path, title in titles.items()
+    )
 
 
 @each_notebook
