@@ -46,7 +46,7 @@ types: $(VENV)/dev.stamp ## basedpyright
 
 # The notice that is silenced is Material's, of releases to come; every other warning is an error.
 docs: $(VENV)/docs.stamp ## the documentation site into site/, with its checks
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	$(BIN)/python -m tools.site.check site
 
 docs-serve: $(VENV)/docs.stamp ## the site at http://127.0.0.1:8000, built again at every change

@@ -116,5 +116,6 @@ plt.title("Evaluations of the layer against the scale of its weights")
 
 # %% [markdown]
 # If your layer does not converge, look at the radius, bound the weights (`bound=`), add `Quadratic()`, or
-# take `EquilibriumBlock`, which has one minimum whatever its weights. [The guide](../guide.md) says more,
-# and `python -m implicit_attn.studies convergence` makes such a study of trained models.
+# take `EquilibriumBlock`, which has one minimum whatever its weights. See
+# [when a solve fails](../guide/failing.md); `python -m implicit_attn.studies convergence` makes such a study
+# of trained models.

@@ -93,4 +93,4 @@ m = layer(torch.randn(4, 6, 8))
 print(tuple(m.shape), layer.last.status.tolist(), layer.last.evaluations.tolist())
 
 # %% [markdown]
-# [Spins](../spins.md) has the theories, the solvers and the models that use them.
+# [Spins](../theory/spins.md) has the theories, the solvers and the models that use them.

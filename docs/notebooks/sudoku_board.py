@@ -6,18 +6,15 @@
 # take more repetitions, more than it ever saw in training.
 
 # %%
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import torch
 
 import solvers
+from implicit_attn import load_pretrained
 from implicit_attn.data import load_sudoku
-from implicit_attn.models import load_model
 from implicit_attn.studies.experiments.boards.filling import draw_frame, frames_of
 
-weights = Path("examples/weights/sudoku-solver.safetensors")
-model, _ = load_model(weights)
+model = load_pretrained("sudoku-solver")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
 # %% [markdown]
@@ -75,5 +72,5 @@ plt.ylabel("cells that are right (%)")
 plt.title("Eight boards")
 
 # %% [markdown]
-# `python examples/solve_sudoku.py --weights examples/weights/sudoku-solver.safetensors` prints the table
+# `implicit-attn train solve-sudoku --weights sudoku-solver` prints the table
 # of all numbers of givens and iterations, and [the results](../results.md) compare it with other solvers.

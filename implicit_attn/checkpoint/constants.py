@@ -22,10 +22,12 @@ def restore_constants(model: nn.Module, fresh: nn.Module) -> None:
         ValueError: the two have different buffers, or a shape differs.
 
     Example:
+        >>> from implicit_attn import EquilibriumBlock
+        >>> fresh = EquilibriumBlock(8, heads=2)
         >>> with torch.device("meta"):
-        ...     model = build()
-        >>> model.to_empty(device="cpu").load_state_dict(weights)
-        >>> restore_constants(model, build())
+        ...     model = EquilibriumBlock(8, heads=2)
+        >>> loaded = model.to_empty(device="cpu").load_state_dict(fresh.state_dict())
+        >>> restored = restore_constants(model, fresh)
     """
     there, here = _constants(fresh), _constants(model)
     if there.keys() != here.keys():

@@ -87,7 +87,7 @@ def test_fences_of_names_are_replaced() -> None:
         ("`load`, `mask`, `N`, `CG`", "`load`, `mask`, `N`, `CG`"),
         ("`Site` means two things", "`Site` means two things"),
         ("[`DEQ`](x.md)", "[`DEQ`](x.md)"),
-        ("## `DEQ`", "## `DEQ`"),
+        ("## `DEQ`\n\n`DEQ`", "## `DEQ`\n\n[`DEQ`][implicit_attn.DEQ]"),
         ("```python\n`DEQ`\n```", "```python\n`DEQ`\n```"),
     ],
 )

@@ -58,8 +58,12 @@ class Markdown(griffe.Extension):
         """A reference that must resolve, where the target has a page; else the name as code."""
         shown = target.rpartition(".")[2] if target.startswith(PACKAGES) else target
         for path in _candidates(owner, target):
-            if path in self._documented or path.rpartition(".")[0] in self._documented:
+            if path in self._documented:
                 return f"[`{shown}`][{path}]"
+            parent, _, member = path.rpartition(".")
+            if parent in self._documented:  # what a class inherits is documented with its base
+                own = owner.modules_collection[parent].members
+                return f"[`{shown}`][{path if member in own else parent}]"
         return f"`{target}`"
 
 

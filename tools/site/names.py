@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "api"
 # A name in code font, alone; a heading or a link is left as it is.
 _CODE = re.compile(r"(?<![\[`\w])`(?P<name>[A-Za-z_][\w.]*\w)`(?![`\]])")
-_BLOCK = re.compile(r"^[ ]*```.*?^[ ]*```$|^#.*$", flags=re.M | re.S)
+_BLOCK = re.compile(r"^[ ]*```.*?^[ ]*```$|^#[^\n]*$", flags=re.M | re.S)
 _FENCE = re.compile(r"^```api (?P<module>[\w.]+)\n(?P<names>.*?)^```$", flags=re.M | re.S)
 
 

@@ -138,7 +138,7 @@ def bisoftmax_hvp(
         (B, H, N, p) like ``z``; zero at masked tokens.
 
     Raises:
-        As ``bisoftmax``; ValueError if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
+        TypeError, ValueError: as ``bisoftmax``; if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
     """
     paired = pairs is not None or bias is not None
     choice = _choose(z, beta, mask, lengths, backend, paired)

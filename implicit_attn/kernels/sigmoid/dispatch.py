@@ -79,7 +79,7 @@ def sigmoid_attention_hvp(
         v: like ``z``.
 
     Raises:
-        As ``sigmoid_attention``; ValueError if ``v`` is not like ``z``.
+        TypeError, ValueError: as ``sigmoid_attention``; if ``v`` is not like ``z``.
     """
     choice = _choose(z, beta, mask, backend)
     check_vector(z, v, None)

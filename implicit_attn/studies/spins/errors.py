@@ -51,11 +51,11 @@ def error_against_coupling(
 
         - ``naive_mean``, ``tap_mean``: errors of the means;
         - ``naive_log_partition``, ``second_log_partition``, ``tap_log_partition``: ``|log Z - exact|``,
-          also of the second-order TAP equations;
+            also of the second-order TAP equations;
         - ``naive_pairs``, ``tap_pairs``: of the correlations, by ``chi = (Lambda - J)^-1``;
-          ``derivative_pairs``: by ``dm/dx``, the derivative of the TAP solution;
+            ``derivative_pairs``: by ``dm/dx``, the derivative of the TAP solution;
         - ``naive_eigenvalue``, ``tap_eigenvalue``: of :func:`consistency`;
-          ``truth_eigenvalue``: that of naive mean field at the exact means;
+            ``truth_eigenvalue``: that of naive mean field at the exact means;
 
         and the shares of models ``naive_consistent``, ``tap_consistent``; ``truth_consistent``
         (``truth_eigenvalue > 0``); ``tap_stable`` (consistent, and ``dm/dx`` has no negative
