@@ -16,6 +16,8 @@ from solvers import Descent, Forward, Implicit, Tolerance, fixed_point
 from solvers.compiled import captured, programs
 
 pytestmark = [
+    # Torch's tracer looks at the .grad of every tensor that it meets.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
