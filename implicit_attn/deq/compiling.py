@@ -30,7 +30,8 @@ class Compilable(nn.Module):
         """Compile the solves of this layer and their gradients; the layer is used as before.
 
         The update, its Jacobian products and the solver's own algebra become programs of ``block``
-        evaluations each, with one look at the residuals after each block. Every sample has the value,
+        evaluations each, with one look at the residuals after each block; what the update prepares of its
+        input, with its gradient, is another one, unless it cannot be traced. Every sample has the value,
         status and counts that it has without; what is out of the ordinary (a rejected step, a value
         that is not finite, a stalled sample, second derivatives) is computed as without, too.
 

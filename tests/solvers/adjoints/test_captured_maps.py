@@ -16,6 +16,8 @@ from solvers import Descent, Forward, Implicit, Tolerance, fixed_point
 from solvers.compiled import captured, programs
 
 pytestmark = [
+    # Torch's tracer looks at the .grad of every tensor that it meets.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
@@ -79,17 +81,19 @@ def test_a_module(counted: list[str]) -> None:
     """Other numbers need no program; another plain attribute, mode or hook does, and is not missed."""
     model = Map()
     f = torch.compile(model)
-    for seed in range(3):
-        assert_same(model, f, sample(seed), *model.parameters())
+    assert_same(model, f, sample(), *model.parameters())
     made = len(counted)
     assert 0 < made <= 6
-    for seed in range(5):
+    for seed in range(3):
         with torch.no_grad():
             model.linear.weight.mul_(0.9)
-        results(f, sample(seed), *model.parameters())
+        assert_same(model, f, sample(seed), *model.parameters())
     assert len(counted) == made
     model.scale = 0.1
-    assert_same(model, f, sample(), *model.parameters())
+    with torch.no_grad():
+        value = fixed_point(f, torch.zeros(3, 4).double(), (sample(),), **OPTIONS).value
+        wanted = fixed_point(model, torch.zeros(3, 4).double(), (sample(),), **OPTIONS).value
+    torch.testing.assert_close(value, wanted)
     assert len(counted) > made
 
 
@@ -133,7 +137,7 @@ def test_an_energy(counted: list[str]) -> None:
         return (0.5 * (z - x).square() + (z @ weight).cosh()).sum(1)
 
     pair = Descent(energy, 0.5), Descent(torch.compile(energy), 0.5)
-    assert_same(*pair, sample(), weight, solver=None)
+    assert_same(*pair, sample(), weight)
     assert counted
 
 
@@ -147,15 +151,19 @@ def test_the_start_may_be_the_input(counted: list[str]) -> None:
     assert counted
 
 
-def test_few_batch_sizes_have_programs(counted: list[str]) -> None:
+def test_few_batch_sizes_have_programs(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "SIZES", 1)
     model = Map()
-    f, sizes = torch.compile(model, backend="eager"), (2, 3, 4, 5, 6, 7, 8)
+    f, sizes = torch.compile(model, backend="eager"), (2, 3, 4, 5)
     captured.options_of = lambda g: {"backend": "eager"} if g is f else None  # type: ignore[assignment]
     numbers = []
     for batch in sizes:
-        assert_same(model, f, sample(batch=batch), solver=Forward())
+        x = sample(batch=batch)
+        with torch.no_grad():
+            found = [fixed_point(g, torch.zeros_like(x), (x,), **OPTIONS).value for g in (model, f)]
+        torch.testing.assert_close(found[1], found[0])
         numbers.append(len(counted))
-    assert numbers[-1] == numbers[-3]
+    assert 0 < numbers[0] < numbers[1] == numbers[-1]  # the second graph is of any size
 
 
 def breaks(z: Tensor, x: Tensor) -> Tensor:
