@@ -116,3 +116,17 @@ def test_docstrings_become_markdown(text: str, markdown: str) -> None:
     extension = docstrings.Markdown()
     extension.on_package(pkg=package, loader=loader)
     assert extension._rewritten(package["fixed_points"], text).strip() == markdown
+
+
+@pytest.mark.parametrize(
+    ("html", "kept_together"),
+    [
+        ("<td>97.8 %</td>", "<td>97.8&nbsp;%</td>"),
+        ("<pre><code>5 %</code></pre> 5 %", "<pre><code>5 %</code></pre> 5&nbsp;%"),
+        ("<code>7 % 2</code>", "<code>7 % 2</code>"),
+        ('<a title="5">a % b</a>', '<a title="5">a % b</a>'),
+    ],
+)
+def test_numbers_keep_their_percent_sign(html: str, kept_together: str) -> None:
+    pages = pytest.importorskip("tools.site.pages", reason="the extra docs is not installed")
+    assert pages.on_page_content(html) == kept_together
