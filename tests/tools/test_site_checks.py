@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import zlib
 from pathlib import Path
 
 import pytest
 
+from implicit_attn import load_pretrained
 from tools.site.check import Page, check, documented_names, public_names, requests, wrong_links
 from tools.site.names import link_names, listed, replace_fences
 
@@ -130,3 +133,15 @@ def test_docstrings_become_markdown(text: str, markdown: str) -> None:
 def test_numbers_keep_their_percent_sign(html: str, kept_together: str) -> None:
     pages = pytest.importorskip("tools.site.pages", reason="the extra docs is not installed")
     assert pages.on_page_content(html) == kept_together
+
+
+def test_what_is_returned_is_one_text() -> None:
+    griffe = pytest.importorskip("griffe", reason="the extra docs is not installed")
+    yaml = pytest.importorskip("yaml", reason="the extra docs is not installed")
+    written = re.search(r"docstring_options: (\{.*\})", (ROOT / "mkdocs.yml").read_text("utf-8"))
+    assert written is not None
+    text = inspect.cleandoc(load_pretrained.__doc__ or "")
+    assert len(text.partition("Returns:\n")[2].partition("\n\n")[0].splitlines()) > 1
+    sections = griffe.parse_google(griffe.Docstring(text), **yaml.safe_load(written[1]))
+    (returns,) = [each for each in sections if each.kind.value == "returns"]
+    assert len(returns.value) == 1
