@@ -106,6 +106,8 @@ def test_names_in_code_font_become_links(text: str, linked: str) -> None:
         ("A :class:`Loop` is no public name.", "A `Loop` is no public name."),
         ("The step::\n\n    z - r", "The step:\n\n    z - r"),
         ("Source: a paper.", "**Source:** a paper."),
+        ("Attributes:\n    a, b: both", "Attributes:\n    a: both\n    b: both"),
+        ("Args:\n    a, b: both", "Args:\n    a, b: both"),
         ("Example:\n    >>> 1\n    1\n\nMore.", "**Example:**\n\n```pycon\n>>> 1\n1\n```\n\nMore."),
     ],
 )

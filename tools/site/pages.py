@@ -124,7 +124,7 @@ def _first_sentence(module: str, name: str) -> str:
     found = _loader().modules_collection[f"{module}.{name}"]
     text = found.docstring.value if found.docstring is not None else ""
     line = " ".join(text.split("\n\n")[0].split())
-    sentence = re.match(r".*?[.:](?= [A-Z`]|$)|.*", line)
+    sentence = re.match(r".*?(?<!\.)[.:](?= [A-Z`]|$)|.*", line)
     line = (sentence[0] if sentence else line).rstrip(":")
     return line.replace("|", "\\|") if line else "-"
 
