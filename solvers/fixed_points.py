@@ -82,8 +82,8 @@ def fixed_point(
             half precision, also by autocast, what it can meet: rtol 2e-2 in bfloat16, 1e-2 in float16.
             Tensors (B,) in it are tolerances of each sample.
         max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
-        adjoint: how gradients flow (``Implicit``, ``Unrolled``, ``Phantom``, ``OneStep``); None: no
-            gradient.
+        adjoint: how gradients flow, by default ``Implicit()``; ``Unrolled``, ``Phantom``, ``OneStep``;
+            None: no gradient.
         energy: ``energy(z, *args) -> (B,)`` turns the safeguard on: no accepted step raises it.
         mask: (B, N) bool, False at masked tokens: they keep their initial value and enter no norm.
             Tokens are dim 1 of the leaves (B, N, ...) of at least three dimensions, or, where none has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import re
 import warnings
@@ -221,6 +222,16 @@ def test_the_models_page_has_every_shipped_model(name: str) -> None:
     row = next(line for line in text_of("docs/models.md").splitlines() if f"| `{name}` |" in line)
     assert f" {model.parameters:,} " in row
     assert model.measured.split()[0] in row
+    assert f"`{model.command}` |" in row
+
+
+def test_the_page_on_installing_has_every_extra() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", "utf-8")
+    text = text_of("docs/guide/installing.md")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    assert set(setup["options.extras_require"]) <= named
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

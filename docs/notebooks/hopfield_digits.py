@@ -97,5 +97,5 @@ for step, axes in enumerate(grid):
 figure.suptitle("Attention weights on the stored digits", y=1.15)
 
 # %% [markdown]
-# The energy falls from step to step. [Hopfield memories as densities](../gallery.md) says what else this
-# energy is good for.
+# The energy falls from step to step. [Memories as
+# densities](../theory/memories.md#a-density-and-a-denoiser) says what else this energy is good for.

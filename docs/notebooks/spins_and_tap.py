@@ -80,8 +80,9 @@ plt.legend()
 # %% [markdown]
 # ## From spins to a layer
 #
-# Replace the signs by vectors on a sphere and learn the couplings, and the same equations are a layer
-# with tokens as spins: `MeanFieldAttention` with naive means, `AdaptiveTAPAttention` with TAP's.
+# Replace the signs by vectors and learn the couplings, and such equations are a layer with tokens as
+# spins. `AdaptiveTAPAttention` solves those of TAP. `MeanFieldAttention` has a small learned network in
+# the place of the Onsager term: $z_i = x_i + \sum_j J_{ij} z_j - f(z_i)$.
 
 # %%
 from implicit_attn import DEQ

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import zlib
 from pathlib import Path
 
 import pytest
 
+from implicit_attn import load_pretrained
 from tools.site.check import Page, check, documented_names, public_names, requests, wrong_links
 from tools.site.names import link_names, listed, replace_fences
 
@@ -103,6 +106,8 @@ def test_names_in_code_font_become_links(text: str, linked: str) -> None:
         ("A :class:`Loop` is no public name.", "A `Loop` is no public name."),
         ("The step::\n\n    z - r", "The step:\n\n    z - r"),
         ("Source: a paper.", "**Source:** a paper."),
+        ("Attributes:\n    a, b: both", "Attributes:\n    a: both\n    b: both"),
+        ("Args:\n    a, b: both", "Args:\n    a, b: both"),
         ("Example:\n    >>> 1\n    1\n\nMore.", "**Example:**\n\n```pycon\n>>> 1\n1\n```\n\nMore."),
     ],
 )
@@ -116,3 +121,29 @@ def test_docstrings_become_markdown(text: str, markdown: str) -> None:
     extension = docstrings.Markdown()
     extension.on_package(pkg=package, loader=loader)
     assert extension._rewritten(package["fixed_points"], text).strip() == markdown
+
+
+@pytest.mark.parametrize(
+    ("html", "kept_together"),
+    [
+        ("<td>97.8 %</td>", "<td>97.8&nbsp;%</td>"),
+        ("<pre><code>5 %</code></pre> 5 %", "<pre><code>5 %</code></pre> 5&nbsp;%"),
+        ("<code>7 % 2</code>", "<code>7 % 2</code>"),
+        ('<a title="5">a % b</a>', '<a title="5">a % b</a>'),
+    ],
+)
+def test_numbers_keep_their_percent_sign(html: str, kept_together: str) -> None:
+    pages = pytest.importorskip("tools.site.pages", reason="the extra docs is not installed")
+    assert pages.on_page_content(html) == kept_together
+
+
+def test_what_is_returned_is_one_text() -> None:
+    griffe = pytest.importorskip("griffe", reason="the extra docs is not installed")
+    yaml = pytest.importorskip("yaml", reason="the extra docs is not installed")
+    written = re.search(r"docstring_options: (\{.*\})", (ROOT / "mkdocs.yml").read_text("utf-8"))
+    assert written is not None
+    text = inspect.cleandoc(load_pretrained.__doc__ or "")
+    assert len(text.partition("Returns:\n")[2].partition("\n\n")[0].splitlines()) > 1
+    sections = griffe.parse_google(griffe.Docstring(text), **yaml.safe_load(written[1]))
+    (returns,) = [each for each in sections if each.kind.value == "returns"]
+    assert len(returns.value) == 1

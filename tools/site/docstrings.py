@@ -21,6 +21,10 @@ PACKAGES = ("solvers", "implicit_attn")
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?([^`]+)`")
 _LITERAL = re.compile(r"(?<=\S)::[ \t]*$", flags=re.M)
 _HEADING = re.compile(r"^(Sources?|Shapes?|Note|Limits): ", flags=re.M)
+_ATTRIBUTES = re.compile(r"^Attributes:\n(?:[ ]{4,}[^\n]*\n?|\n)+", flags=re.M)
+_SHARED = re.compile(
+    r"^ {4}(?P<names>\w+(?:, \w+)+)(?P<text>:[^\n]*(?:\n {5,}[^\n]*)*)", flags=re.M
+)
 _EXAMPLE = re.compile(
     r"^Example(?P<what>, [^\n]*)?:\n(?P<code>(?:[ ]{4}[^\n]*\n?|\n)+)", flags=re.M
 )
@@ -52,6 +56,7 @@ class Markdown(griffe.Extension):
         text = _ROLE.sub(lambda found: self._link(owner, found[1]), text)
         text = _LITERAL.sub(":", text)
         text = _EXAMPLE.sub(_example, text)
+        text = _ATTRIBUTES.sub(_one_by_one, text)
         return _HEADING.sub(r"**\1:** ", text)
 
     def _link(self, owner: griffe.Object, target: str) -> str:
@@ -65,6 +70,16 @@ class Markdown(griffe.Extension):
                 own = owner.modules_collection[parent].members
                 return f"[`{shown}`][{path if member in own else parent}]"
         return f"`{target}`"
+
+
+def _one_by_one(attributes: re.Match[str]) -> str:
+    """An entry for each of the names in "a, b: text", where Griffe takes b for the type of a."""
+    return _SHARED.sub(
+        lambda found: "\n".join(
+            f"    {name}{found['text']}" for name in found["names"].split(", ")
+        ),
+        attributes[0],
+    )
 
 
 def _candidates(owner: griffe.Object, target: str) -> list[str]:

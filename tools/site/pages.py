@@ -4,7 +4,8 @@
 - a comment ``include: PATH`` becomes the text of that file of the repository, its links mended;
 - links to files of the repository outside of the site become their paths in code font;
 - a public name in code font becomes a link to its documentation where the page has it first;
-- formulas become MathML, which browsers draw without a script and without fonts of ours.
+- formulas become MathML, which browsers draw without a script and without fonts of ours;
+- the space between a number and its percent sign does not break.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ SPELLINGS = {
 }
 _INCLUDE = re.compile(r"^<!-- include: (?P<path>[\w./-]+) -->$", flags=re.M)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+_CODE = re.compile(r"(<(?:pre|code|math)\b.*?</(?:pre|code|math)>)", re.S)
+_PERCENT = re.compile(r"(\d) %")
 _FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<latex>.*?)\\[)\]]</(?P=tag)>', re.S
 )
@@ -55,7 +58,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html_text: str, **_: Any) -> str:
-    return _FORMULA.sub(_mathml, html_text)
+    html_text = _FORMULA.sub(_mathml, html_text)
+    parts = _CODE.split(html_text)
+    # A number keeps its percent sign beside it: cells of tables break anywhere else.
+    parts[::2] = [_PERCENT.sub("\\1&nbsp;%", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _included(path: str, folder: PurePosixPath) -> str:
@@ -117,7 +124,7 @@ def _first_sentence(module: str, name: str) -> str:
     found = _loader().modules_collection[f"{module}.{name}"]
     text = found.docstring.value if found.docstring is not None else ""
     line = " ".join(text.split("\n\n")[0].split())
-    sentence = re.match(r".*?[.:](?= [A-Z`]|$)|.*", line)
+    sentence = re.match(r".*?(?<!\.)[.:](?= [A-Z`]|$)|.*", line)
     line = (sentence[0] if sentence else line).rstrip(":")
     return line.replace("|", "\\|") if line else "-"
 
