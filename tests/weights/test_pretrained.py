@@ -156,6 +156,8 @@ def test_an_option_takes_a_file_before_a_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert weights_file("mnist-spins") == weights_path("mnist-spins")
+    Path("digits-hyperset").mkdir()  # of results, say
+    assert weights_file("digits-hyperset") == weights_path("digits-hyperset")
     Path("mnist-spins").touch()
     assert weights_file("mnist-spins") == Path("mnist-spins")
     assert weights_file("mine.safetensors") == Path("mine.safetensors")
