@@ -112,7 +112,8 @@ def command(parser: Parser) -> Iterator[None]:
     """
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a process may be started with its output closed
+            sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except SystemExit as end:

@@ -28,7 +28,8 @@ _GROUND = {
     "solvers.core.modes",
     "solvers.lazy",
 }
-_IMPORTERS = {"implicit_attn.optional", "solvers.lazy"}  # what imports by a name, for all others
+# What imports by a name, for all others; shadow asks first what an import would find.
+_IMPORTERS = {"implicit_attn.optional", "implicit_attn.shadow", "solvers.lazy"}
 _KRYLOV = _GROUND | {"solvers.core"}
 _METHODS = _KRYLOV | {"solvers.krylov"}
 _ENTRY = _METHODS | {"solvers.methods", "solvers.adjoints", "solvers.compiled"}

@@ -22,19 +22,36 @@ from implicit_attn.shadow import check
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_another_module_named_solvers_is_refused(tmp_path: Path) -> None:
-    """A file beside a script of the user; told before torch is imported."""
-    (tmp_path / "solvers.py").write_text("def solve(): ...")
+ITSELF = "from implicit_attn import DEQ\nprint('ran')"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "script"),
+    [
+        ("solvers.py", "print('ran')", "mine.py"),  # a file beside a script of the user
+        ("solvers.py", ITSELF, "mine.py"),
+        ("solvers.py", ITSELF, "solvers.py"),  # the script itself
+        ("solvers/__init__.py", ITSELF, "mine.py"),
+    ],
+    ids=["file", "file-that-imports-us", "script", "folder-that-imports-us"],
+)
+def test_another_module_named_solvers_is_refused(
+    file: str, text: str, script: str, tmp_path: Path
+) -> None:
+    """Told before torch is imported, and before a circular import could be blamed."""
+    other = tmp_path / file
+    other.parent.mkdir(exist_ok=True)
+    other.write_text(text)
     (tmp_path / "mine.py").write_text("import implicit_attn")
     here = Path(implicit_attn.__file__).resolve().parents[1]
     done = subprocess.run(
-        [sys.executable, "mine.py"],
+        [sys.executable, script],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(here)}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 1 and not done.stdout
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: implicit_attn comes with a package solvers")
-    assert str(tmp_path / "solvers.py") in last and "Rename or move" in last
+    assert str(other) in last and "Rename or move" in last
 
 
 def test_a_folder_without_a_file_is_named() -> None:

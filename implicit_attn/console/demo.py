@@ -15,5 +15,6 @@ def parser() -> Parser:
 
 def main(words: Sequence[str]) -> None:
     """Train and report; unlike ``train classify`` it replaces the report of an earlier run."""
-    kept = any(word in ("--resume", "--overwrite") for word in words)
+    stated = ("--resume", "--overwrite")  # or their beginnings, which argparse takes as well
+    kept = any(len(word) > 2 and option.startswith(word) for word in words for option in stated)
     classify.main([*words] if kept else [*words, "--overwrite"])

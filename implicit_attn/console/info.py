@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -107,11 +107,23 @@ def kernels() -> Rows:
 def folders() -> Rows:
     """Data, and what the package and its tools keep between processes."""
     named = os.environ.get(DATA_VARIABLE)
-    yield "data", f"${DATA_VARIABLE} is not set" if not named else _data_in(Path(named))
-    yield "data cache", _data_in(cache_folder())
-    yield "kernel cache", _count(library.cache_folder(), "*.so")
-    triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-    yield "triton cache", _count(Path(triton), "*")
+    no_data = f"${DATA_VARIABLE} is not set"
+    yield "data", _read(_data_in, lambda: Path(named)) if named else no_data
+    yield "data cache", _read(_data_in, cache_folder)
+    yield "kernel cache", _read(_kernels_in, library.cache_folder)
+    yield "triton cache", _read(_entries_in, _triton_cache)
+
+
+def _triton_cache() -> Path:
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def _read(describe: Callable[[Path], str], find: Callable[[], Path]) -> str:
+    """A folder that may not be entered, or has no home to be in, is told; the other rows go on."""
+    try:
+        return describe(find())
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        return f"cannot be read: {error}"
 
 
 def _data_in(folder: Path) -> str:
@@ -121,7 +133,11 @@ def _data_in(folder: Path) -> str:
     return f"{folder}: {', '.join(found) or 'no data set'}"
 
 
-def _count(folder: Path, pattern: str) -> str:
+def _kernels_in(folder: Path) -> str:
+    return _entries_in(folder, "*.so")
+
+
+def _entries_in(folder: Path, pattern: str = "*") -> str:
     if not folder.is_dir():
         return f"{folder} (no such folder yet)"
     return f"{folder}: {sum(1 for _ in folder.glob(pattern))} entries"

@@ -20,6 +20,7 @@ from implicit_attn.data.unpacking import damaged
 from implicit_attn.deq import DEQ
 from implicit_attn.models import (
     EquilibriumTransformer,
+    ImageClassifier,
     RecurrentBackbone,
     SudokuModel,
     load_model,
@@ -248,12 +249,15 @@ def open_subject(path: str | Path, data: str | None = None, samples: int | None 
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or no such data.
-        ValueError: the checkpoint lacks the model's specification, or names no data.
+        ValueError: the checkpoint lacks the model's specification or its data, or is of another kind.
         DataDiffers: ``data`` is given for a Sudoku model, or its images or classes are not those
             that the model takes.
     """
     model, progress = load_model(path)
     path = Path(path)
+    if not isinstance(model, ImageClassifier | SudokuModel):
+        kind = type(model).__name__
+        raise ValueError(f"{path} must be of an image classifier or a Sudoku model, got a {kind}")
     settings, history = progress["settings"], progress.get("history") or []
     with damaged(path, "a history of epochs with evaluations, and rtol in the settings"):
         trained = int(history[-1].get("evaluations", 0)) if history else 0
@@ -298,14 +302,10 @@ def _puzzle_options(settings: Mapping[str, Any], path: str | Path) -> dict[str, 
     chosen = {key: settings[key] for key in SUDOKU_OPTIONS if key in settings}
     for name, value in chosen.items():
         low, high = (0, LARGEST_SEED) if name == "seed" else (1, MOST_PUZZLES)
-        known = value in SOURCES if name == "source" else _is_within(value, low, high)
-        if not known:
+        whole = type(value) is int and low <= value <= high  # True and False are none
+        if not (value in SOURCES if name == "source" else whole):
             raise ValueError(f"{path}: {name} is {value!r}, expected what load_sudoku takes")
     return chosen
-
-
-def _is_within(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _check_images(images: ImageData, model: Mapping[str, Any], path: str | Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ SPINS = "mnist-spins"  # whose file holds the arguments of its class and no spec
 
 
 def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.Module:
-    """A trained model that comes with the package, in evaluation mode, on the CPU.
+    """A trained model that comes with the package, in evaluation mode, in float32 on the CPU.
 
-    Torch's random state stays as it is.
+    Torch's random state stays as it is; its default dtype and device are not asked.
 
     Args:
         name: one of :func:`pretrained_models`, ``"mnist-hyperset"`` for example.
@@ -41,11 +42,24 @@ def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.
         ImportError: safetensors is not installed.
     """
     row = find_pretrained(name)
-    if name == SPINS:
-        return _spins(row, layer)
-    trained = _tolerance(row.settings) | dict(layer or {})
-    model, _ = load_model(row.path, layer=trained or None)
+    with _float32_on_the_cpu():
+        if name == SPINS:
+            return _spins(row, layer)
+        trained = _tolerance(row.settings) | dict(layer or {})
+        model, _ = load_model(row.path, layer=trained or None)
     return model
+
+
+@contextlib.contextmanager
+def _float32_on_the_cpu() -> Iterator[None]:
+    """Torch's defaults as the files were written with, whatever the user has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _tolerance(settings: dict[str, Any]) -> dict[str, Any]:

@@ -153,4 +153,4 @@ def weights_path(name: str) -> Path:
 def weights_file(text: str) -> Path:
     """``type=`` of an option: a file, or the name of shipped weights where no such file is."""
     path = place(text)
-    return weights_path(text) if text in _BY_NAME and not path.exists() else path
+    return weights_path(text) if text in _BY_NAME and not path.is_file() else path

@@ -112,6 +112,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], ["--overwrite"]),
         (["--epochs", "1"], ["--epochs", "1", "--overwrite"]),
         (["--resume"], ["--resume"]),
+        (["--resu"], ["--resu"]),
         (["--overwrite"], ["--overwrite"]),
     ],
 )
@@ -132,6 +133,12 @@ def test_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{name}: {row.title}" in text and f"{row.parameters:,} parameters" in text
     main(["weights", "path", "mnist-spins"])
     assert Path(capsys.readouterr().out.strip()) == weights_path("mnist-spins")
+
+
+def test_an_output_that_is_closed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``implicit-attn weights >&-``: Python has no sys.stdout then, and print() says nothing."""
+    monkeypatch.setattr(sys, "stdout", None)
+    main(["weights", "path", "mnist-spins"])
 
 
 def test_studies_have_both_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,25 @@ def test_data_are_found_where_they_are_read(folders: Path) -> None:
     assert rows["kernel cache"].endswith("kernels: 1 entries")
 
 
+def test_a_folder_that_cannot_be_read_is_told_and_the_others_follow(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "is_dir", closed)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    rows = dict(info.folders())
+    assert list(rows) == ["data", "data cache", "kernel cache", "triton cache"]
+    assert rows["data"].startswith("cannot be read: ") and str(folders / "data") in rows["data"]
+    assert all("home directory" in row for name, row in rows.items() if name != "data")
+
+
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert dict(info.kernels())["C++ compiler"].startswith("none found")

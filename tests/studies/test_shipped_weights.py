@@ -31,6 +31,14 @@ def test_small_enough_to_ship(name: str) -> None:
     assert (weights_path(name)).stat().st_size <= 2**20
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("austen-language", "LanguageModel"), ("sudoku-solver", "BoardSolver")]
+)
+def test_a_model_that_no_study_takes_is_named(name: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"must be of an image classifier .*, got a {kind}$"):
+        open_subject(weights_path(name))
+
+
 def test_digits_hold_at_four_times_the_iterations() -> None:
     subject = digits(UNROLLED)
     assert subject.trained == 12

@@ -61,6 +61,20 @@ def test_a_model_is_loaded_as_it_is_described(name: str) -> None:
     assert row.measured.startswith(number)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_defaults_of_torch_do_not_matter(name: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            model = load_pretrained(name)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found, plain = model.state_dict(), load_pretrained(name).state_dict()
+    assert list(found) == list(plain)
+    assert all(torch.equal(found[key], plain[key]) for key in plain)  # device and dtype, too
+
+
 @pytest.mark.parametrize("name", ["digits-hyperset", "digits-hyperset-equilibrium"])
 def test_digits(name: str) -> None:
     """On all test images; another machine may tip one of the 359."""
@@ -142,6 +156,8 @@ def test_an_option_takes_a_file_before_a_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert weights_file("mnist-spins") == weights_path("mnist-spins")
+    Path("digits-hyperset").mkdir()  # of results, say
+    assert weights_file("digits-hyperset") == weights_path("digits-hyperset")
     Path("mnist-spins").touch()
     assert weights_file("mnist-spins") == Path("mnist-spins")
     assert weights_file("mine.safetensors") == Path("mine.safetensors")

@@ -41,16 +41,15 @@ def warn_user(message: str, category: type[Warning], cause: str, f: object = Non
     origin = _origin(f)
     told = _TOLD_OF_NONE if origin is None else _TOLD.setdefault(origin, set())
     key = (category, cause) if isinstance(origin, nn.Module) else (category, cause, *place)
-    once = _action(message, category, module, place[1]) in _ONCE
-    if once and key in told:
-        return
-    if isinstance(origin, nn.Module):
-        message = f"{message}; in {named(origin)}"
-        if once:
+    if isinstance(origin, nn.Module):  # named first: a filter may be for one layer
+        message = f"{message}; in {_known_name(origin) if key in told else named(origin)}"
+    if _action(message, category, module, place[1]) in _ONCE:
+        if key in told:
+            return
+        told.add(key)
+        if isinstance(origin, nn.Module):
             message += ". Shown once for this layer and cause"
             message += "; its attribute last tells of every call" if hasattr(origin, "last") else ""
-    if once:
-        told.add(key)
     warnings.warn_explicit(message, category, *place, module, {})
 
 
@@ -83,7 +82,7 @@ def named(layer: nn.Module) -> str:
     models: list[nn.Module] = []
     while frame is not None:
         caller = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-        if isinstance(caller, nn.Module) and caller not in models:
+        if isinstance(caller, nn.Module) and all(caller is not each for each in models):
             models.append(caller)
         frame = frame.f_back
     for model in reversed(models):
@@ -91,7 +90,12 @@ def named(layer: nn.Module) -> str:
         if name:
             _NAMES[layer] = f"the layer {name} ({kind}) of {type(model).__name__}"
             break
-    return _NAMES.get(layer, f"a layer {kind}")
+    return _known_name(layer)
+
+
+def _known_name(layer: nn.Module) -> str:
+    """The name that the layer was told of by last, without a look at who calls it."""
+    return _NAMES.get(layer, f"a layer {type(layer).__name__}")
 
 
 def _origin(f: object) -> nn.Module | CodeType | None:

@@ -309,6 +309,38 @@ def test_a_layer_is_named_as_in_the_model_that_is_called() -> None:
     assert len(said) == 1 and "; in a layer DEQ. Shown once" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("action", "shown", "errors"), [("always", 4, 0), ("ignore", 0, 0), ("error", 0, 4)]
+)
+def test_a_filter_for_one_layer_by_its_name_is_kept(action: Any, shown: int, errors: int) -> None:
+    model = Model()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        warnings.filterwarnings(action, message=r".*in the layer blocks\.1\.layer \(DEQ\) of Model")
+        raised = 0
+        for _ in range(4):
+            try:
+                model(torch.ones(2, 2, 3))
+            except SolveWarning:
+                raised += 1
+        a_layer()(torch.ones(2, 2, 3))
+    assert (len(heard), raised) == (shown + 1, errors)  # the other layer is told of by default
+
+
+class Unlike(Model):
+    """Compares like a tensor, element by element."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return torch.zeros(2) == 1
+
+
+def test_modules_are_told_apart_by_identity() -> None:
+    said = [str(w.message) for w in heard_from(nn.Sequential(Unlike()), "default")]
+    assert len(said) == 1 and "in the layer 0.blocks.1.layer (DEQ) of Sequential" in said[0]
+
+
 def test_a_backward_pass_names_the_layer_where_it_was_told_of() -> None:
     """It calls no module; the name is the one that the failing forward pass was told with."""
     scale = torch.linspace(0.1, 1.0, 6).reshape(2, 3)
