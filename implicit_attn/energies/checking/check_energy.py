@@ -34,6 +34,8 @@ from implicit_attn.energies.checks import check_mask
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
 from solvers.core.checks import require_count, require_flag, require_positive
+from solvers.core.layout import Layout
+from solvers.core.layout import check_mask as check_mask_of_leaves
 
 CHECKS: dict[str, Callable[[Probe], tuple[str, float | None]]] = {
     "value": check_value,
@@ -92,7 +94,9 @@ def check_energy(
             ``FunctionEnergy``.
         z: state (B, ...), or a pytree of such tensors; two samples or more, different ones.
         x: input, as the energy takes it.
-        mask: (B, N) bool, False at masked tokens, with some of each kind, for the checks of masks.
+        mask: (B, N) bool, False at masked tokens, with some of each kind, for the checks of masks. In a
+            pytree its tokens are those of ``solvers.fixed_point``: the leaves (B, N, ...), others count
+            whole.
         tolerance: relative error that passes; of central differences 1e-5 or this, whichever is greater.
         strict: raise if a check fails.
         seed: of the random directions.
@@ -122,8 +126,12 @@ def check_energy(
         isinstance(t, Tensor) and t.is_floating_point() and t.dim() for t in leaves
     ):
         raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {z!r}")
-    for leaf in leaves:
-        check_mask(mask, leaf, "check_energy")
+    if isinstance(z, Tensor):
+        check_mask(mask, z, "check_energy")
+    elif mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
+        check_mask_of_leaves(mask, Layout.of(z, "z"), len(leaves[0]), leaves[0].device)
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         probe = Probe(_copy(energy).double(), _copy(energy), z, x, mask, tolerance, seed)
         report = EnergyReport(_name(energy), _findings(probe))

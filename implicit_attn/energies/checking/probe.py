@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy
+from solvers.core.layout import Layout
 
 FLOOR = 1e-3  # below this norm an error is measured against it, so that 0 may be 1e-12
 DIFFERENCE = 1e-5  # relative error that a central difference may have
@@ -57,6 +58,10 @@ class Probe:
             )
             for _ in range(2)
         )
+        layout = Layout.of(self.z)
+        kept = [] if mask is None else layout.tree(layout.mask_vector(mask))
+        # Where the mask hides a number of the state, for each leaf; tokens are what solvers take for them.
+        self.hidden: list[Tensor] = [~leaf.bool() for leaf in pytree.tree_leaves(kept)]
         self.before = {name: t.detach().clone() for name, t in self.kept().items()}
 
     def kept(self) -> dict[str, Tensor]:
