@@ -15,7 +15,6 @@ from implicit_attn import DEQ, Energy
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.energies import Quadratic, ReLUFeedForward
 from implicit_attn.regularization import VariationalDropout, dropout_seeds
-from implicit_attn.updates import Update
 from solvers import Implicit, OneStep, Phantom, Tolerance, Unrolled
 
 TIGHT = Tolerance(1e-12)
@@ -306,28 +305,6 @@ def test_dropout_that_a_closed_form_ignores_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be called by it, got \['.*inner'\], never called"):
         deq(x)
     assert deq.eval()(x).shape == x.shape
-
-
-class Prepared(Update):
-    """Dropout of the features of the input, which are computed once a solve, and nowhere else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = VariationalDropout(0.5)
-
-    def prepare(self, x: Tensor) -> Tensor:
-        return self.dropout(x)
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return 0.5 * torch.tanh(z) + x
-
-
-def test_dropout_in_prepare_alone_is_dropout() -> None:
-    deq = DEQ(Prepared(), tolerance=TIGHT, max_steps=200)
-    z = deq(tokens())
-    dropped = (z - 0.5 * torch.tanh(z)) / tokens()
-    assert torch.allclose(dropped * (dropped - 2), torch.zeros_like(z), atol=1e-8)
-    assert 0.2 < (dropped < 1).double().mean() < 0.8
 
 
 def test_inference_mode_and_threads_of_the_backward_pass() -> None:
