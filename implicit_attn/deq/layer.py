@@ -219,7 +219,7 @@ class DEQ(Compilable):
             if visit is not None:  # samples that failed start anew, whatever is told of them
                 visit.note(error.solution)
             raise
-        if dropped is not None and self.programs() is None:  # a program calls no module
+        if dropped is not None:
             dropped.require_called(self.update)
         if visit is not None:
             visit.note(solution)

@@ -47,7 +47,10 @@ def prepare(
         key = found.key, found.weights.kind
         if programs.known.get(key, True):
             try:
-                return found.run()
+                result = found.run()
+                if dropped is not None:
+                    dropped.prepared_by_program = True
+                return result
             except UntraceableError:  # it draws random numbers, for example, which is no harm here
                 programs.known[key] = False
     return _plainly(update, x, mask, seeds, dropped)

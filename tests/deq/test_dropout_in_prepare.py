@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,11 +28,15 @@ class Prepared(Update):
         return 0.5 * torch.tanh(z) + x
 
 
-def test_dropout_in_prepare_alone_is_dropout() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_in_prepare_alone_is_dropout(compiled: bool) -> None:
+    deq = DEQ(Prepared(), tolerance=Tolerance(1e-12), max_steps=200)
+    if compiled:
+        deq.compile(backend="eager")
     x = 1 + torch.rand(3, 5, 4, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        z = DEQ(Prepared(), tolerance=Tolerance(1e-12), max_steps=200)(x)
+        z = deq(x)
     factor = (z - 0.5 * torch.tanh(z)) / x
     assert torch.allclose(factor, 2 * (factor > 1).to(factor), atol=1e-8)
     assert 0.2 < (factor > 1).double().mean() < 0.8

@@ -28,14 +28,12 @@ from implicit_attn.energies.checking.inputs import (
     check_untouched,
     check_value,
 )
-from implicit_attn.energies.checking.probe import Broken, Probe, Unchecked
+from implicit_attn.energies.checking.probe import Broken, Probe, Unchecked, takes_mask
 from implicit_attn.energies.checking.report import EnergyReport, Finding
 from implicit_attn.energies.checks import check_mask
 from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.simple import FunctionEnergy
 from solvers.core.checks import require_count, require_flag, require_positive
-from solvers.core.layout import Layout
-from solvers.core.layout import check_mask as check_mask_of_leaves
 
 CHECKS: dict[str, Callable[[Probe], tuple[str, float | None]]] = {
     "value": check_value,
@@ -126,12 +124,9 @@ def check_energy(
         isinstance(t, Tensor) and t.is_floating_point() and t.dim() for t in leaves
     ):
         raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {z!r}")
-    if isinstance(z, Tensor):
-        check_mask(mask, z, "check_energy")
-    elif mask is not None:
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"mask must be a bool tensor (B, N), got {mask!r}")
-        check_mask_of_leaves(mask, Layout.of(z, "z"), len(leaves[0]), leaves[0].device)
+    takes = takes_mask(leaves, mask) if isinstance(mask, Tensor) else []
+    tokens = [leaves[number] for number, fits in enumerate(takes) if fits]
+    check_mask(mask, (tokens or leaves)[0], "check_energy")
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         probe = Probe(_copy(energy).double(), _copy(energy), z, x, mask, tolerance, seed)
         report = EnergyReport(_name(energy), _findings(probe))

@@ -126,6 +126,7 @@ def test_by_name_copied_and_inherited(copied: Any) -> None:
 
 
 def test_in_other_modes() -> None:
+    torch.manual_seed(0)  # not every random term can be descended with this damping
     layer = DEQ(Well() + 0.2 * ReLUFeedForward(2, 3), max_steps=100)
     expected = layer(X)
     each = torch.func.vmap(lambda x: layer(x[None])[0])(X)
