@@ -219,7 +219,7 @@ class DEQ(Compilable):
             if visit is not None:  # samples that failed start anew, whatever is told of them
                 visit.note(error.solution)
             raise
-        if dropped is not None and self.programs() is None:  # a program calls no module
+        if dropped is not None:
             dropped.require_called(self.update)
         if visit is not None:
             visit.note(solution)
@@ -284,7 +284,7 @@ class DEQ(Compilable):
         programs: Programs | None = None,
     ) -> tuple[Map, tuple[Any, ...], Any]:
         """``f``, its ``args``, and what the update has prepared of x."""
-        prepared = prepare(self.update, x, mask, seeds, programs, compact=self.compact)
+        prepared = prepare(self.update, x, mask, seeds, programs, dropped, compact=self.compact)
         given, spec = flat(prepared)
         kind = MonitoredMap if self.update.monitored else Map
         inputs = (given, mask) if dropped is None else (given, mask, seeds)

@@ -34,26 +34,37 @@ def prepare(
     mask: Tensor | None,
     seeds: Tensor | None,
     programs: Programs | None,
+    dropped: SolveMasks | None,
     *,
     compact: bool,
 ) -> Any:
     """``update.prepare(x, mask=mask)`` with the dropout of ``seeds``, by ``programs`` where they can.
 
-    ``compact``: the batch may be padded.
+    ``compact``: the batch may be padded. ``dropped``: the masks of the solve, which note who was called.
     """
     if programs is not None and not in_transform() and prepares(update):
         found = _Preparation.of(programs, (x, mask, seeds), compact)
         key = found.key, found.weights.kind
         if programs.known.get(key, True):
             try:
-                return found.run()
+                result = found.run()
+                if dropped is not None:
+                    dropped.prepared_by_program = True
+                return result
             except UntraceableError:  # it draws random numbers, for example, which is no harm here
                 programs.known[key] = False
-    return _plainly(update, x, mask, seeds)
+    return _plainly(update, x, mask, seeds, dropped)
 
 
-def _plainly(update: nn.Module, x: Any, mask: Tensor | None, seeds: Tensor | None) -> Any:
-    dropped = None if seeds is None else SolveMasks.of(update)
+def _plainly(
+    update: nn.Module,
+    x: Any,
+    mask: Tensor | None,
+    seeds: Tensor | None,
+    dropped: SolveMasks | None = None,
+) -> Any:
+    if dropped is None and seeds is not None:
+        dropped = SolveMasks.of(update)
     if dropped is None or seeds is None:
         return update.prepare(x, mask=mask)  # type: ignore[operator]
     with dropped.within(seeds):

@@ -140,7 +140,7 @@ class Loop:
             relative = norms / references
         better = relative < read(rows.best.relative)  # False also for NaN
         rtol = self.tolerance.rtol
-        better &= relative > (rtol.cpu().numpy() if isinstance(rtol, Tensor) else rtol)
+        better &= relative > (read(rtol.to(trial.norm)) if isinstance(rtol, Tensor) else rtol)
         ended = read(rows.status) != RUNNING if self.some_ended else None
         if not (better if ended is None else better | ended).all():
             return False
@@ -171,7 +171,7 @@ class Loop:
             growing = self.growth.note(trial, taken)
             if growing is not None:
                 # A residual of zero is a rounded one there.
-                small = (trial.norm > 0) & (trial.norm <= self.tolerance.atol)
+                small = (trial.norm > 0) & (trial.norm <= self.tolerance.least(trial.norm))
                 converged = converged & (small | ~growing)
         better = (taken & (relative < rows.best.relative)) | converged
         rows.best.update(better, trial, relative)

@@ -240,7 +240,10 @@ class Problem:
         """:meth:`evaluate` with NumPy for what is not f: on small problems that is much of a step."""
         version = version_of(z)
         try:
-            output = self.f(z.reshape(-1, *self.layout.shapes[0]), *self.args)
+            given = z.reshape(-1, *self.layout.shapes[0])
+            output = self.f(given, *self.args)
+            if output.shape != given.shape:
+                check_output(output, None, z, self.layout, self.autocast)
             value = output.detach().reshape(z.shape).to(z.dtype).resolve_neg().numpy()
             if version_of(z) != version:
                 raise ValueError(OVERWRITES.format("its input"))

@@ -85,6 +85,10 @@ class Tolerance:
         limit = reference * _like(self.rtol, reference)
         return limit if self.relative else limit.clamp_min(_like(self.atol, reference))
 
+    def least(self, like: Tensor) -> float | Tensor:
+        """``atol``, a tensor on the device and in the dtype of ``like``."""
+        return _like(self.atol, like)
+
     def rows(self, index: Tensor | None) -> Tolerance:
         """The tolerance of the samples ``index`` (n,), None for all of them."""
         if index is None or not self.per_sample:

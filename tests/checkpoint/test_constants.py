@@ -48,3 +48,33 @@ def test_other_models_are_refused() -> None:
         restore_constants(build(), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"position is \(16, 8\) there and \(4, 8\) here"):
         restore_constants(build(), build(16))
+
+
+class Shared(nn.Module):
+    """One tensor under two names, and another."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        numbers = torch.arange(4.0)
+        for name, value in {"a": numbers, "b": numbers, "c": torch.arange(size)}.items():
+            self.register_buffer(name, value, persistent=False)
+
+
+def test_a_tensor_with_two_names_comes_back_under_both() -> None:
+    with torch.device("meta"):
+        model = Shared()
+    model.to_empty(device="cpu")
+    restore_constants(model, Shared())
+    for name in ("a", "b"):
+        assert torch.equal(model.get_buffer(name), torch.arange(4.0))
+
+
+def test_a_refused_model_is_left_alone() -> None:
+    model = Shared()
+    model.a.fill_(7.0)  # type: ignore[operator, union-attr]
+    with torch.device("meta"):
+        empty = Shared()
+    for fresh, words in ((Shared(5), r"c is \(5,\) there"), (empty, 'a is on the device "meta"')):
+        with pytest.raises(ValueError, match=words):
+            restore_constants(model, fresh)
+        assert (model.a == 7).all()  # type: ignore[union-attr]

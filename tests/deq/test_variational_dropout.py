@@ -305,6 +305,10 @@ def test_dropout_that_a_closed_form_ignores_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be called by it, got \['.*inner'\], never called"):
         deq(x)
     assert deq.eval()(x).shape == x.shape
+    compiled = DEQ(Dropped().weighted(0.1) + Quadratic())
+    compiled.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"must be called by it, got \['.*inner'\], never called"):
+        compiled(x)
 
 
 def test_inference_mode_and_threads_of_the_backward_pass() -> None:

@@ -231,3 +231,16 @@ def test_nothing_of_the_callers_is_changed() -> None:
         solution = fixed_point(F, z0, args, solver=solver, max_steps=100)
         assert solution.value.data_ptr() != z0.data_ptr()
     assert [t._version for t in (z0, *args)] == versions
+
+
+def test_a_shape_that_changes_during_the_solve() -> None:
+    evaluations = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        image = 0.5 * z + 1
+        return image if evaluations < 4 else image.mT
+
+    pattern = r"f must return shape \(3, 4\) like z0, got \(4, 3\)"
+    refused(ValueError, pattern, lambda: fixed_point(f, Z0, solver=Forward(), compact=False))

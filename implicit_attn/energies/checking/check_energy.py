@@ -28,7 +28,7 @@ from implicit_attn.energies.checking.inputs import (
     check_untouched,
     check_value,
 )
-from implicit_attn.energies.checking.probe import Broken, Probe, Unchecked
+from implicit_attn.energies.checking.probe import Broken, Probe, Unchecked, takes_mask
 from implicit_attn.energies.checking.report import EnergyReport, Finding
 from implicit_attn.energies.checks import check_mask
 from implicit_attn.energies.energy import Energy
@@ -92,7 +92,9 @@ def check_energy(
             ``FunctionEnergy``.
         z: state (B, ...), or a pytree of such tensors; two samples or more, different ones.
         x: input, as the energy takes it.
-        mask: (B, N) bool, False at masked tokens, with some of each kind, for the checks of masks.
+        mask: (B, N) bool, False at masked tokens, with some of each kind, for the checks of masks. In a
+            pytree its tokens are those of ``solvers.fixed_point``: the leaves (B, N, ...), others count
+            whole.
         tolerance: relative error that passes; of central differences 1e-5 or this, whichever is greater.
         strict: raise if a check fails.
         seed: of the random directions.
@@ -122,8 +124,9 @@ def check_energy(
         isinstance(t, Tensor) and t.is_floating_point() and t.dim() for t in leaves
     ):
         raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {z!r}")
-    for leaf in leaves:
-        check_mask(mask, leaf, "check_energy")
+    takes = takes_mask(leaves, mask) if isinstance(mask, Tensor) else []
+    tokens = [leaves[number] for number, fits in enumerate(takes) if fits]
+    check_mask(mask, (tokens or leaves)[0], "check_energy")
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         probe = Probe(_copy(energy).double(), _copy(energy), z, x, mask, tolerance, seed)
         report = EnergyReport(_name(energy), _findings(probe))

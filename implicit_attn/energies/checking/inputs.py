@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,22 +118,25 @@ def check_masked_tokens(p: Probe) -> Outcome:
         raise Unchecked("the mask hides no token")
     expected = results(p.energy, p.z, p.v, p.x, mask)
     for name in ("gradient", "product"):
-        for leaf in pytree.tree_leaves(expected[name]):
-            if leaf[~mask].count_nonzero():
-                size = leaf[~mask].abs().max().item()
+        for number, leaf in enumerate(pytree.tree_leaves(expected[name])):  # of one result or two
+            there = leaf[p.hidden[number % len(p.hidden)]]
+            if there.count_nonzero():
+                size = there.abs().max().item()
                 raise Broken(
-                    f"the {name} at a masked token is {size:.3g}: it must be 0 there; end with "
-                    "hide(gradient, mask), or start from hide(z, mask)"
+                    f"the {name} at a masked token is {size:.3g}: it must be 0 there; start "
+                    "from hide(z, mask) of implicit_attn.energies.tokens, or end with hide(gradient, mask)"
                 )
     for filler, said in ((3.0, "the content of"), (float("nan"), "NaN in")):
-        fill = _filler(mask, filler)
-        found = results(p.energy, pytree.tree_map(fill, p.z), p.v, p.x, mask)
+        pairs = zip(pytree.tree_leaves(p.z), p.hidden, strict=True)
+        filled = p.like([leaf.masked_fill(hidden, filler) for leaf, hidden in pairs])
+        found = results(p.energy, filled, p.v, p.x, mask)
         for name, reference in expected.items():
             p.compare(
                 found[name],
                 reference,
-                f"{said} masked tokens changes the {name}: start from hide(z, mask), which puts zeros "
-                "there, and leave masked tokens out of sums and softmaxes",
+                f"{said} masked tokens changes the {name}: start from hide(z, mask) of "
+                "implicit_attn.energies.tokens, which puts zeros there, and leave masked tokens out of "
+                "sums and softmaxes",
             )
     return "masked tokens influence nothing", None
 
@@ -185,10 +187,3 @@ def _mask(p: Probe) -> Tensor:
     if p.mask is None:
         raise Unchecked("no mask was given; give mask=(B, N), False at some tokens")
     return p.mask
-
-
-def _filler(mask: Tensor, filler: float) -> Callable[[Tensor], Tensor]:
-    def fill(leaf: Tensor) -> Tensor:
-        return leaf.masked_fill(~mask.reshape(*mask.shape, *[1] * (leaf.dim() - 2)), filler)
-
-    return fill

@@ -57,6 +57,13 @@ class Probe:
             )
             for _ in range(2)
         )
+        # Where the mask hides a number of the state, for each leaf.
+        leaves = pytree.tree_leaves(self.z)
+        self.hidden: list[Tensor] = [torch.zeros_like(t, dtype=torch.bool) for t in leaves]
+        if self.mask is not None:
+            for hidden, takes in zip(self.hidden, takes_mask(leaves, self.mask), strict=True):
+                if takes:
+                    hidden[~self.mask] = True
         self.before = {name: t.detach().clone() for name, t in self.kept().items()}
 
     def kept(self) -> dict[str, Tensor]:
@@ -113,6 +120,16 @@ class Probe:
         if not error <= (self.tolerance if tolerance is None else tolerance):
             raise Broken(wrong, error)
         return error
+
+
+def takes_mask(leaves: Sequence[Tensor], mask: Tensor) -> list[bool]:
+    """Which leaves of a state a mask (B, N) is for, as in a solve.
+
+    Those of tokens, (B, N, ...) of three dimensions or more; where there is none, those of shape (B, N).
+    """
+    fitting = [t.shape[:2] == mask.shape for t in leaves]
+    tokens = [fits and t.dim() > 2 for fits, t in zip(fitting, leaves, strict=True)]
+    return tokens if any(tokens) else fitting
 
 
 def derivatives(

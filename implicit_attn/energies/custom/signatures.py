@@ -24,6 +24,7 @@ class FunctionCall(NamedTuple):
     name: str
     takes_x: bool
     takes_mask: bool
+    mask_has_default: bool
 
     @classmethod
     def read(cls, function: Any) -> FunctionCall:
@@ -44,11 +45,15 @@ class FunctionCall(NamedTuple):
         placed = [p for p in rest if p.kind in _PLACED]
         starred = any(p.kind is _KINDS.VAR_POSITIONAL for p in rest)
         needed = placed[2:] + [p for p in rest if p.kind is _KINDS.KEYWORD_ONLY]
-        if any(p.default is _KINDS.empty for p in needed) or not (placed or starred):
+        wrong = any(p.default is _KINDS.empty for p in needed) or not (placed or starred)
+        if wrong or _misplaced(list(parameters), 1):
             raise TypeError(
-                f"{name} must be callable as function(z) or function(z, x), got {name}{signature}"
+                f"{name} must be callable as function(z) or function(z, x), with mask= after them if it "
+                f"takes one, got {name}{signature}"
             )
-        return cls(name, len(placed) > 1 or starred, len(rest) < len(parameters))
+        masks = [p for p in parameters if p not in rest]
+        has_default = all(p.default is not _KINDS.empty for p in masks)
+        return cls(name, len(placed) > 1 or starred, bool(masks), has_default)
 
     def __call__(self, function: Callable[..., Any], z: Any, x: Any, mask: Tensor | None) -> Any:
         if mask is not None and not self.takes_mask:
@@ -57,7 +62,20 @@ class FunctionCall(NamedTuple):
                 f"mask or pass no mask, got {tuple(mask.shape)}"
             )
         arguments = (z, x) if self.takes_x else (z,)
-        return function(*arguments, mask=mask) if self.takes_mask else function(*arguments)
+        # A default is left alone: functools.partial may have put somebody's own mask there.
+        given = self.takes_mask and not (mask is None and self.mask_has_default)
+        return function(*arguments, mask=mask) if given else function(*arguments)
+
+
+def _misplaced(parameters: list[inspect.Parameter], before: int) -> bool:
+    """Whether a call ``(*before, x, mask=mask)`` would put x where the mask belongs, or nowhere."""
+    placed = [p for p in parameters if p.kind in _PLACED]
+    behind = [p.name for p in placed[: before + 1]]
+    mask_first = "mask" in behind and len(placed) > behind.index("mask") + 1
+    # functools.partial makes an x that it has bound one by name, too, with a default that is no None.
+    by_name = (p for p in parameters if p.kind is _KINDS.KEYWORD_ONLY)
+    x_by_name = any(p.name == "x" and p.default is None for p in by_name)
+    return mask_first or x_by_name
 
 
 def complete(cls: type, methods: dict[str, int]) -> None:
@@ -88,7 +106,8 @@ def complete(cls: type, methods: dict[str, int]) -> None:
         starred = _KINDS.VAR_POSITIONAL in kinds
         others = placed[first + 1 :] + [p for p in rest if p.kind is _KINDS.KEYWORD_ONLY]
         short = len(placed) < first and not starred
-        if short or any(p.default is _KINDS.empty for p in others):
+        wrong = short or any(p.default is _KINDS.empty for p in others)
+        if wrong or _misplaced(parameters, first):
             raise TypeError(
                 f"{cls.__name__}.{name} must be callable with {first} argument(s), x and mask=, of which "
                 f"it may leave out x and mask, got {name}{signature}"

@@ -373,3 +373,24 @@ def test_an_energy_that_cannot_be_copied_is_named() -> None:
     energy.kept = STATE.clone().requires_grad_() * 2  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"Quadratic could not be copied .* parameters or buffers"):
         check_energy(energy, STATE)
+
+
+def test_a_mask_of_a_pytree_is_of_its_tokens() -> None:
+    """As in a solve, a leaf without tokens counts whole."""
+
+    class Mixed(Energy):
+        def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+            tokens = hide(z["tokens"], mask).square().flatten(1).sum(1)
+            return (1 + z["whole"].square().sum(1)) * tokens
+
+    class Seen(Mixed):
+        def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+            return super().forward(z)
+
+    mask = torch.tensor([[True, True, True, False, False]] * 3)
+    state = {"tokens": STATE, "whole": torch.linspace(-1, 1, 6).reshape(3, 2)}
+    report = check_energy(Mixed(), state, mask=mask)
+    assert report.ok and "not checked: the mask" not in str(report), str(report)
+    assert [f.check for f in check_energy(Seen(), state, mask=mask).failures] == ["masked tokens"]
+    with pytest.raises(ValueError, match="mask must have the shape"):
+        check_energy(Mixed(), state, mask=mask[:, :4])

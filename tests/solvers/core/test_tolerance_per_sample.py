@@ -205,3 +205,14 @@ def test_they_are_values() -> None:
     kept = Tolerance(given)
     given.zero_()
     assert kept == first
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_tolerances_of_any_floating_dtype(dtype: torch.dtype) -> None:
+    weight, x, rtol = problem()
+    rtol = rtol.clamp_min(1e-6).to(dtype)
+    for solver in (Anderson(), Forward()):
+        found = solve(x, weight, Tolerance(rtol), solver=solver)
+        same = solve(x, weight, Tolerance(rtol.double()), solver=solver)
+        assert bool(found.converged.all())
+        assert torch.equal(found.evaluations, same.evaluations)
