@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import importlib
+import logging
 import re
 import warnings
 from pathlib import Path
@@ -87,9 +88,13 @@ def broken_links(document: str, text: str) -> list[str]:
 
 
 def execute(block: str, name: str, scope: dict[str, Any]) -> None:
+    logs = [logging.getLogger(package) for package in ("implicit_attn", "solvers")]
+    levels = [log.level for log in logs]
     with warnings.catch_warnings():
         warnings.simplefilter("error", SolveWarning)
         exec(compile(block, name, "exec"), scope)
+    for log, level in zip(logs, levels, strict=True):  # a page shows how to set them
+        log.setLevel(level)
 
 
 def test_the_snippets_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,4 +72,4 @@ def test_twelve_layers_for_imagenet() -> None:
 def test_spins_on_mnist_match_the_published_size_only() -> None:
     name = f"MNIST, coupled spins, {size(SpinClassifier()):,} parameters"
     published = row("README.md", name)[-1]
-    assert re.search(r"25,828 parameters.*only the size is matched", published)
+    assert re.search(r"25,828 parameters: only the size is matched", published)
