@@ -153,9 +153,12 @@ class SolveMasks:
         return cls(found) if found else None
 
     @contextmanager
-    def within(self, seeds: Tensor) -> Iterator[None]:
-        """Within, the modules called in this thread drop by these seeds."""
-        self.evaluated = True
+    def within(self, seeds: Tensor, *, prepares: bool = False) -> Iterator[None]:
+        """Within, the modules called in this thread drop by these seeds.
+
+        ``prepares``: not the update is called, but what it prepares, which tells nothing of its calls.
+        """
+        self.evaluated |= not prepares
         outer = _OF_THIS_THREAD.solve
         _OF_THIS_THREAD.solve = (self, seeds)
         try:

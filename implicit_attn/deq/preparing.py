@@ -67,7 +67,7 @@ def _plainly(
         dropped = SolveMasks.of(update)
     if dropped is None or seeds is None:
         return update.prepare(x, mask=mask)  # type: ignore[operator]
-    with dropped.within(seeds):
+    with dropped.within(seeds, prepares=True):
         return update.prepare(x, mask=mask)  # type: ignore[operator]
 
 

@@ -53,7 +53,6 @@ VARIANTS: dict[int, list[Variant]] = {
     ],
     100: [
         (64, BRAIN, 2048, {}, {}),
-        (128, BRAIN, 2048, BOUNDED, {}),
         (256, BRAIN, 2048, BOUNDED, {}),
     ],
     # The widest heads need the most memory.

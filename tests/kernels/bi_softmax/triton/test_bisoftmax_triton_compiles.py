@@ -25,7 +25,7 @@ HALVES = {"triangle_kernel", "triangle_lse_kernel", "triangle_mean_kernel"}
 ROWS = {"lse_kernel", "gradient_kernel", "mean_kernel", "curvature_kernel"}
 CAUSAL = {"causal_rows_kernel", "causal_columns_kernel"}
 ATOMIC = {"atomic_gradient_kernel"}
-# What is tried: everything on Hopper; elsewhere a part of what is hardest for the tables.
+# What is tried: everything on Hopper; elsewhere the kernels of what is hardest for the tables.
 KERNELS = {
     80: SMALL | HALVES | ROWS | CAUSAL,
     90: SMALL | HALVES | ROWS | CAUSAL | ATOMIC,
