@@ -27,6 +27,7 @@ _GROUND = {
     "solvers.core.guards.telling",
     "solvers.core.modes",
     "solvers.lazy",
+    "solvers.native",
 }
 # What imports by a name, for all others; shadow asks first what an import would find.
 _IMPORTERS = {"implicit_attn.optional", "implicit_attn.shadow", "solvers.lazy"}
@@ -55,6 +56,7 @@ MAY_IMPORT = {
     "solvers.core.guards.telling": set[str](),
     "solvers.core.modes": set[str](),
     "solvers.lazy": set[str](),
+    "solvers.native": set[str](),
     "solvers.core": _GROUND,
     "solvers.krylov": _KRYLOV,
     "solvers.methods": _METHODS,

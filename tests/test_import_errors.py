@@ -16,8 +16,9 @@ import torch
 import implicit_attn
 import solvers
 from implicit_attn import kernels
-from implicit_attn.kernels.bi_softmax.cpp import library
+from implicit_attn.kernels.bi_softmax.cpp.backend import SOURCE
 from implicit_attn.shadow import check
+from solvers.native import library
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,9 +99,9 @@ def test_a_kernel_that_cannot_be_compiled_is_logged(
     monkeypatch.setenv("CXX", "no-such-compiler")
     library.forget()
     try:
-        with caplog.at_level(logging.INFO, logger="implicit_attn"):
-            found = library.library()
+        with caplog.at_level(logging.INFO, logger="solvers"):
+            found = library.library(SOURCE)
     finally:
         library.forget()
     assert isinstance(found, str)
-    assert caplog.messages == [f"no C++ kernel: {found}"]
+    assert caplog.messages == [f"no C++ kernel bi_softmax: {found}"]

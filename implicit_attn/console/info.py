@@ -14,8 +14,8 @@ from implicit_attn import __version__
 from implicit_attn.command_line import Parser, command
 from implicit_attn.data.files import DATA_VARIABLE, cache_folder
 from implicit_attn.kernels import explain, explain_sigmoid
-from implicit_attn.kernels.bi_softmax.cpp import library
 from implicit_attn.optional import DISTRIBUTION, installed_version, requirements
+from solvers.native import library
 
 Rows = Iterator[tuple[str, str]]
 # In the folders of data, and how each is known to be there.

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.arrays import SILENT, fits_numpy, row_norms
 from solvers.core.checks import require_instance, require_positive
+from solvers.core.guards.native import native_steps
 from solvers.core.guards.norms import NormsRefused
 from solvers.core.guards.outputs import check_energy, check_output
 from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference, version_of
@@ -23,6 +24,7 @@ from solvers.core.layout import Layout, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
 from solvers.core.rows import Point, norms_fit, row_norm, scaled_norm
 from solvers.core.tolerance import Goal
+from solvers.native.steps import evaluated
 
 
 class EnergyUpdate(ABC):
@@ -244,17 +246,18 @@ class Problem:
             output = self.f(given, *self.args)
             if output.shape != given.shape:
                 check_output(output, None, z, self.layout, self.autocast)
-            value = output.detach().reshape(z.shape).to(z.dtype).resolve_neg().numpy()
+            vector = output.detach().reshape(z.shape).to(z.dtype).resolve_neg()
             if version_of(z) != version:
                 raise ValueError(OVERWRITES.format("its input"))
         except (RuntimeError, ValueError, IndexError) as error:
             self._explain(error, z)
             raise
+        if (steps := native_steps(z)) is not None:
+            return Point(z, *evaluated(steps, z, vector))
         with SILENT():
-            residual = value - z.numpy()
-            norm, reference = row_norms(residual), row_norms(value)
-        write = torch.from_numpy
-        return Point(z, write(residual), write(norm), write(reference))
+            residual = vector.numpy() - z.numpy()
+            norm, reference = row_norms(residual), row_norms(vector.numpy())
+        return Point(z, *map(torch.from_numpy, (residual, norm, reference)))
 
     def _value(self, z: Tensor) -> Tensor:
         output = self.f(self.layout.tree(z), *self.args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.core.arrays import Array, combine_all, fits_numpy, inner_products_of, row_dots
+from solvers.core.arrays import (
+    Array,
+    combine_all,
+    fits_numpy,
+    inner_products_of,
+    row_dots,
+)
 from solvers.core.checks import require_count
 from solvers.core.device import traced
+from solvers.core.guards.native import native_steps
 from solvers.core.solution import Status
 from solvers.krylov.method import KrylovRun, LinearSolver, norm
+from solvers.native.process import THREADS
+from solvers.native.steps import MOST, Cycle, Steps, address
 
 _FIRST_CAPACITY = 8  # basis vectors allocated at first; doubled whenever they are used up
 
@@ -83,6 +93,16 @@ class GMRESRun(KrylovRun):
         self.null[:, 0] = 1
         precision = torch.finfo(residual.dtype)
         self.floor, self.tiny = 16 * precision.eps, precision.tiny
+        self.native = None
+        if self.vectors is None and restart < MOST:
+            self.native = native_steps(residual)
+        if self.native is not None:
+            self._own_arrays()
+
+    def _own_arrays(self) -> None:
+        """Arrays that a step in C++ may write to."""
+        for name in ("residual_norm", "matrix_norm", "broken", "columns", "used", "running"):
+            setattr(self, name, numpy.array(getattr(self, name)))
 
     def _vectors(self, tensor: Tensor) -> Array:
         """Basis vectors in NumPy or torch, whichever multiplies them faster; without a copy."""
@@ -91,11 +111,23 @@ class GMRESRun(KrylovRun):
     def _tensor(self, vectors: Array) -> Tensor:
         return torch.from_numpy(vectors) if self.in_numpy else vectors
 
-    def _advance(self, product: Tensor) -> None:
-        self.used = self.used + self.running
-        step = self.step
-        if step + 1 >= self.basis.shape[1]:
+    def absorb_image(self, image: Tensor) -> None:
+        """:meth:`absorb` where the matrix is ``I - M``, of ``M`` times ``direction``."""
+        if self.native is None:
+            return self.absorb(self.direction - image)
+        self._grow_if_full()
+        self._advance_in_native(self.native, image, of_one_minus=True)
+
+    def _grow_if_full(self) -> None:
+        if self.step + 1 >= self.basis.shape[1]:
             self._grow()
+
+    def _advance(self, product: Tensor) -> None:
+        step = self.step
+        self._grow_if_full()
+        if self.native is not None:
+            return self._advance_in_native(self.native, product, of_one_minus=False)
+        self.used = self.used + self.running
         if self.in_numpy:
             return self._advance_in_numpy(product.numpy())
         entries, rest = self._orthogonal(product)
@@ -143,6 +175,40 @@ class GMRESRun(KrylovRun):
             self._extend(column[:, :-1], below[:, None])
         self.step = step + 1
         self.exhausted = self.step == self.restart
+
+    def _advance_in_native(self, steps: Steps, product: Tensor, *, of_one_minus: bool) -> None:
+        """The same in C++."""
+        self.running = self.running.copy()  # who has the old one wants it as it was
+        product, direction = product.contiguous(), self.direction
+        following = torch.empty_like(direction)
+        cycle = self._cycle(product, direction, following, of_one_minus)
+        steps.absorb(ctypes.byref(cycle))
+        self.direction = following
+        self.step += 1
+        self.exhausted = self.step == self.restart
+
+    def _cycle(
+        self,
+        product: Tensor | None,
+        direction: Tensor,
+        following: Tensor | None,
+        of_one_minus: bool,
+    ) -> Cycle:
+        """The run for :mod:`solvers.native.steps`."""
+        kept = (
+            self.basis, self.hessenberg, self.rotation, self.null, self.residual_norm,
+            self.matrix_norm, self.limit, self.beta, self.running, self.broken, self.columns, self.used,
+        )  # fmt: skip
+        addresses = [address(array) for array in (product, direction, following, *kept)]
+        rows, size = direction.shape
+        numbers = (rows, size, self.basis.shape[1], self.step, of_one_minus, self.floor, self.tiny)
+        return Cycle(*addresses, THREADS.fork, THREADS.number, *numbers)
+
+    def _final_in_native(self, steps: Steps) -> tuple[Tensor, Array]:
+        solution, left = torch.empty_like(self.direction), numpy.empty_like(self.residual_norm)
+        cycle = self._cycle(None, self.direction, None, False)
+        steps.finish(ctypes.byref(cycle), solution.data_ptr(), address(left))
+        return solution, left
 
     def _all_extend(self, column: Array, below: Array) -> bool:
         """:meth:`_extend` where every row runs and is finite, else False: nothing is to be chosen."""
@@ -209,6 +275,8 @@ class GMRESRun(KrylovRun):
         step = self.step
         if step == 0:
             return torch.zeros_like(self.direction), self.residual_norm
+        if self.native is not None:
+            return self._final_in_native(self.native)
         xp, write = self.arrays.xp, self.arrays.write
         entries = self.hessenberg[:, :step, : step + 1]
         rotation = self.rotation[:, :step, : step + 1]

@@ -9,9 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import combine_all, fits_numpy, inner_products_of, small_dtype
+from solvers.core.arrays import (
+    combine_all,
+    fits_numpy,
+    inner_products_of,
+    small_dtype,
+)
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import traced
+from solvers.core.guards.native import native_steps
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, where_rows, write_slot
 from solvers.core.solver import Solver, Turn
@@ -21,6 +27,7 @@ from solvers.methods.history import (
     solve_small,
     write_symmetric,
 )
+from solvers.native.steps import MOST, Ring, Steps, anderson_step
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,9 @@ class Anderson(Solver):
         """Remember the newest difference and mix all that are kept."""
         if isinstance(state, TracedAndersonState):
             return self._step_of_program(state, turn)
+        steps = native_steps(state.steps) if state.steps.shape[1] <= MOST else None
+        if steps is not None:
+            return self._native_step(steps, state, turn)
         if fits_numpy(state.steps):
             return self._step_on_host(state, turn)
         z, residual = turn.current.z, turn.current.residual
@@ -146,6 +156,29 @@ class Anderson(Solver):
         weights = solve_small(state.gram[:, :filled, :filled], torch.from_numpy(right))
         damped -= np.matmul(weights.numpy()[:, None], steps)[:, 0]
         return torch.from_numpy(damped)
+
+    def _native_step(self, steps: Steps, state: AndersonState, turn: Turn) -> Tensor:
+        """:meth:`step` in C++."""
+        last, state.last = state.last, turn.current
+        z, residual, accepted = turn.current.z, turn.current.residual, turn.accepted
+        ring = self.ring(state)
+        if last is not None:
+            before = (last.z.contiguous(), last.residual.contiguous())
+            ring.z, ring.residual = (tensor.data_ptr() for tensor in before)
+            state.next_slot()
+        if accepted is None:
+            return anderson_step(steps, ring, z, residual, first=last is None)
+        candidate = anderson_step(steps, ring, z, residual, first=last is None)
+        state.forget(~accepted)  # the loop has a step of its own for these rows
+        return candidate
+
+    def ring(self, state: AndersonState) -> Ring:
+        """The differences of ``state`` for :mod:`solvers.native.steps`, without the point before."""
+        ridge, tiny = self._ridge(state.gram.dtype)
+        arrays = (state.steps, state.changes, state.gram)
+        addresses = [array.data_ptr() for array in arrays]
+        numbers = (self.damping, ridge, tiny)
+        return Ring(*addresses, None, None, state.steps.shape[1], state.count, False, *numbers)
 
     def _ridge(self, dtype: torch.dtype) -> tuple[float, float]:
         """Factor of the Gram matrix' diagonal, and what is added to it.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from implicit_attn.kernels import workspace
-from implicit_attn.kernels.bi_softmax.cpp import library
+from solvers.native import library
 
 COUNTS = (1, 2, 15, 16, 17, 65, 81, 127, 128, 129, 257, 1000)
 

@@ -21,6 +21,7 @@ from implicit_attn.kernels.bi_softmax.cpp import backend as cpp
 from implicit_attn.kernels.operators import has_tangent, refuse_forward_mode, transformed
 from implicit_attn.kernels.pairs import check_pairs
 from solvers.core.checks import require_choice
+from solvers.native import process
 
 # "blocks" is the public name of the strips.
 BACKENDS = ("auto", "reference", "blocks", "cpp", "triton")
@@ -253,7 +254,7 @@ def _choose(
         return _for_pairs(backend).backend
     if torch.compiler.is_compiling():
         named = {"triton": ops.UNCHECKED_TRITON, "cpp": ops.UNCHECKED_CPP}.get(backend)
-        if backend == "auto" and (z.is_cuda or (cpp.ENABLED and cpp.lacks(z) is None)):
+        if backend == "auto" and (z.is_cuda or (process.ENABLED and cpp.lacks(z) is None)):
             named = backend
         if named is not None:
             _check(z, beta, mask, lengths, backend)
@@ -273,7 +274,7 @@ def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
         if missing is None:
             return Choice("triton", "a CUDA tensor that the kernels take")
         note = f" (no Triton: {missing})"
-    elif cpp.ENABLED:
+    elif process.ENABLED:
         missing = cpp.unavailable(z)
         if missing is None:
             return Choice("cpp", f"{cpp.VARIABLE} is 1 and the C++ kernel takes this tensor")

@@ -29,6 +29,7 @@ from implicit_attn.kernels.bi_softmax.cpp import backend as cpp
 from implicit_attn.kernels.bi_softmax.strips import backend as strips
 from implicit_attn.kernels.operators import Operator, empty_like_first
 from implicit_attn.optional import require
+from solvers.native import process
 
 UNCHECKED_TRITON, UNCHECKED_CPP = "triton, unchecked", "cpp, unchecked"
 
@@ -70,7 +71,7 @@ def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> str:
         return "cpp"
     if backend != "auto":
         return backend
-    if cpp.ENABLED and cpp.unavailable(z) is None:
+    if process.ENABLED and cpp.unavailable(z) is None:
         return "cpp"
     return "triton" if triton_lacks(z, mask) is None else "blocks"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from implicit_attn.kernels.bi_softmax.cpp import library
+from solvers.native import library
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,17 +10,18 @@ For the formulas see ``dispatch``; for autograd and autocast ``ops``.
 from __future__ import annotations
 
 import ctypes
-import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import LARGEST_EXPONENT
-from implicit_attn.kernels.bi_softmax.cpp.library import library, renew_lock
 from solvers.core.guards.telling import warn_user
+from solvers.native.library import library
+from solvers.native.process import THREADS, VARIABLE
 
-VARIABLE = "IMPLICIT_ATTN_CPP"
+SOURCE = Path(__file__).parent / "bi_softmax.cpp"
 MOST_FEATURES = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -42,28 +43,18 @@ class _Problem(ctypes.Structure):
 
 
 class _Process:
-    """What is found once in a process: the kernel, OpenMP, and whether threads may be used."""
+    """What is found once in a process: the kernel, or that there is none."""
 
     def __init__(self) -> None:
         self.solve: Any = None
         self.warned = False
-        self.fork: int | None = None
-        # A child inherits OpenMP's memory without its threads, and would wait for them forever.
-        self.forked = False
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._now_forked)
-
-    def _now_forked(self) -> None:
-        self.forked = True
-        renew_lock()
 
     def prepare(self) -> str | None:
-        """Find all of it; why there is no kernel, or None."""
+        """Find it; why there is no kernel, or None."""
         if self.solve is None:
-            found = library()
+            found = library(SOURCE)
             if isinstance(found, str):
                 return found
-            self.fork = _openmp()
             solve = found.implicit_attn_bi_softmax
             solve.argtypes, solve.restype = (ctypes.c_void_p,), ctypes.c_int
             self.solve = solve
@@ -73,15 +64,6 @@ class _Process:
         return self.solve(ctypes.byref(problem))
 
 
-def _enabled() -> bool:
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"the environment variable {VARIABLE} must be 0 or 1, got {value!r}")
-    return value == "1"
-
-
-# Whether "auto" may take the kernel: its first use runs a compiler, which nobody should meet unasked.
-ENABLED = _enabled()
 _PROCESS = _Process()
 
 
@@ -166,8 +148,8 @@ def _solve(
         for t in (z, v, mask, lse, cotangent, output, output_lse)
     ]
     problem = _Problem(
-        *addresses, *z.shape, strides, v_strides, _PROCESS.fork,
-        1 if _PROCESS.forked else torch.get_num_threads(),
+        *addresses, *z.shape, strides, v_strides, THREADS.fork,
+        THREADS.number,
         beta, causal, limit is None or limit <= LARGEST_EXPONENT,
     )  # fmt: skip
     if _PROCESS.run(problem):
@@ -182,15 +164,6 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _numbers(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float().resolve_neg().contiguous()
-
-
-def _openmp() -> int | None:
-    """Where the OpenMP that torch uses starts its threads; None without one, or with another kind."""
-    try:
-        start = ctypes.CDLL(torch._C.__file__).GOMP_parallel
-    except (AttributeError, OSError):
-        return None
-    return ctypes.cast(start, ctypes.c_void_p).value
 
 
 def _empty(like: Tensor, shape: torch.Size) -> Tensor:

@@ -18,9 +18,10 @@ from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
 from implicit_attn.kernels.bi_softmax import ops, reference
 from implicit_attn.kernels.bi_softmax.cpp import backend as cpp
-from implicit_attn.kernels.bi_softmax.cpp import library
 from implicit_attn.kernels.bi_softmax.strips import backend as strips
 from solvers import Implicit, Tolerance
+from solvers.native import library, process
+from solvers.native.process import THREADS
 
 pytestmark = needs_cpp
 PATHS = {"bounded": (None, False), "unbounded": (1e9, False), "causal": (None, True),
@@ -138,7 +139,7 @@ def test_threads(limit: float | None, causal: bool, heads: int, threads: Any) ->
 def test_threads_without_openmp(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     z, _, _ = states(1, 3, 260, 12)
     expected = cpp.bisoftmax_forward(z, 0.3, None, False, None)[0]
-    monkeypatch.setattr(cpp._PROCESS, "fork", None)
+    monkeypatch.setattr(THREADS, "_fork", None)
     threads(2)
     assert difference(cpp.bisoftmax_forward(z, 0.3, None, False, None)[0], expected.double()) < 1e-6
 
@@ -321,7 +322,7 @@ def test_registration() -> None:
 
 @pytest.mark.parametrize("backend", ["cpp", "auto"])
 def test_whole_graph_compilation(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp, "ENABLED", True)
+    monkeypatch.setattr(process, "ENABLED", True)
     z, _, _ = states(2, 2, 21, 6)
     mask = masks(2, 21)[1]
 
@@ -374,7 +375,7 @@ def test_the_automatic_choice(count: int, monkeypatch: pytest.MonkeyPatch) -> No
     z = states(1, 1, count, 4)[0]
     unasked = explain(z, 0.3).backend
     assert unasked in ("reference", "blocks")
-    monkeypatch.setattr(cpp, "ENABLED", True)
+    monkeypatch.setattr(process, "ENABLED", True)
     choice = explain(z, 0.3)
     assert choice.backend == "cpp" and "IMPLICIT_ATTN_CPP is 1" in choice.reason
     other = explain(z.double(), 0.3)

@@ -1,4 +1,4 @@
-"""The compiled kernel: found in the user's cache or compiled into it, checked, and loaded.
+"""Compiled kernels: found in the user's cache or compiled into it, checked, and loaded.
 
 Code is loaded only from a folder that nobody else may write to, so that nobody else can choose what
 runs. A file's name holds a digest of all that it was made of, so that a changed source, compiler or
@@ -22,30 +22,30 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).parent / "bi_softmax.cpp"
+SHARED = Path(__file__).parent  # headers for the sources of all kernels
 # By what torch says of the processor, which its variable ATEN_CPU_CAPABILITY can lower.
 INSTRUCTIONS = {"AVX512": ("-mavx512f", "-mfma"), "AVX2": ("-mavx2", "-mfma")}
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden",
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fopenmp-simd", "-fvisibility=hidden",
          "-fno-exceptions", "-fno-rtti")  # fmt: skip
 COMPILERS = ("g++", "clang++", "c++")
 SECONDS = 300  # that a compiler may take
 
 _LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()
-_LOADED: list[ctypes.CDLL | str] = []  # the library, or why there is none
+_LOADED: dict[Path, ctypes.CDLL | str] = {}  # by source: the library, or why there is none
 
 
 class CannotBuild(Exception):
     """Why there is no compiled kernel on this machine."""
 
 
-def library() -> ctypes.CDLL | str:
-    """The compiled kernel, or why there is none. The first call in a process may compile it."""
-    if not _LOADED:
+def library(source: Path) -> ctypes.CDLL | str:
+    """The compiled ``source``, or why there is none. The first call in a process may compile it."""
+    if source not in _LOADED:
         with _LOCK:
-            if not _LOADED:
-                _LOADED.append(_built_and_loaded())
-    return _LOADED[0]
+            if source not in _LOADED:
+                _LOADED[source] = _built_and_loaded(source)
+    return _LOADED[source]
 
 
 def renew_lock() -> None:
@@ -65,20 +65,20 @@ def cache_folder() -> Path:
     return Path(base) / "implicit-attn" / "kernels"
 
 
-def _built_and_loaded() -> ctypes.CDLL | str:
+def _built_and_loaded(source: Path) -> ctypes.CDLL | str:
     try:
-        path = build(cache_folder())
+        path = build(cache_folder(), source)
         check_private(path)
         found = ctypes.CDLL(str(path))
     except (CannotBuild, OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        _LOG.info("no C++ kernel: %s", error)
+        _LOG.info("no C++ kernel %s: %s", source.stem, error)
         return str(error)
     _LOG.info("C++ kernel: %s", path)
     return found
 
 
-def build(folder: Path) -> Path:
-    """The compiled kernel in ``folder``, compiled if it is not there.
+def build(folder: Path, source: Path) -> Path:
+    """The compiled ``source`` in ``folder``, compiled if it is not there.
 
     Raises:
         CannotBuild: for this system, processor, folder or compiler, saying why.
@@ -95,10 +95,11 @@ def build(folder: Path) -> Path:
         tried = "$CXX, " + ", ".join(COMPILERS)
         raise CannotBuild(f"no C++ compiler was found ({tried})")
     flags = [*FLAGS, *INSTRUCTIONS[capability]]
-    path = private(folder) / f"bi_softmax-{capability.lower()}-{_digest(compiler, flags)}.so"
+    digest = _digest(compiler, flags, source)
+    path = private(folder) / f"{source.stem}-{capability.lower()}-{digest}.so"
     if not path.exists():
-        _LOG.info("compiling the C++ kernel with %s into %s", shlex.join(compiler), path)
-        _compile(compiler, flags, path)
+        _LOG.info("compiling a C++ kernel with %s into %s", shlex.join(compiler), path)
+        _compile([*compiler, *flags, f"-I{SHARED}", str(source)], path)
     return path
 
 
@@ -145,23 +146,23 @@ def check_private(path: Path) -> None:
         raise CannotBuild(f"{path} is not loaded: others may write to it (mode {mode:o})")
 
 
-def _digest(compiler: list[str], flags: list[str]) -> str:
+def _digest(compiler: list[str], flags: list[str], source: Path) -> str:
     """Of the sources, the flags and the compiler's name and version."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCE.parent.iterdir()):
-        if source.suffix in (".cpp", ".h"):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    headers = [path for folder in {source.parent, SHARED} for path in folder.glob("*.h")]
+    for path in [source, *sorted(headers)]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     version = _run([*compiler, "--version"])
     digest.update("\0".join([*compiler, *flags, version]).encode())
     return digest.hexdigest()[:24]
 
 
-def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
+def _compile(command: list[str], path: Path) -> None:
     """Under another name first: whoever finds the file finds all of it, and two may race."""
     handle, name = tempfile.mkstemp(suffix=".so", prefix="unfinished-", dir=path.parent)
     os.close(handle)
     try:
-        _run([*compiler, *flags, str(SOURCE), "-o", name])
+        _run([*command, "-o", name])
         os.chmod(name, 0o700)
         os.replace(name, path)
     finally:

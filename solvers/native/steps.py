@@ -1,0 +1,156 @@
+"""Steps of Anderson's method and of GMRES in C++, for tensors on the CPU; see ``steps.cpp``.
+
+They compute what the steps in NumPy and torch compute, to rounding, in one call a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solvers.native import process
+from solvers.native.library import library
+from solvers.native.process import THREADS
+
+SOURCE = Path(__file__).parent / "steps.cpp"
+MOST = 64  # vectors of a sample that a step takes, as ``steps.cpp`` knows
+NAMES = {torch.float32: "float", torch.float64: "double"}
+
+
+def _fields(pointers: str, integers: str, numbers: str = "") -> tuple[tuple[str, Any], ...]:
+    """Fields of a structure, in the order of ``steps.cpp``."""
+    kinds = (
+        (pointers, ctypes.c_void_p),
+        (integers, ctypes.c_int64),
+        (numbers, ctypes.c_double),
+    )
+    return tuple((name, kind) for names, kind in kinds for name in names.split())
+
+
+class Ring(ctypes.Structure):
+    """Differences of the last steps of Anderson's method."""
+
+    _fields_ = _fields("steps changes gram z residual", "kept count keeps", "damping ridge tiny")
+
+
+class Turn(ctypes.Structure):
+    """An evaluation of all samples, to be judged."""
+
+    _fields_ = (
+        ("ring", Ring),
+        *_fields(
+            "trial value mask residual best best_relative best_norm limit milestone "
+            "rtol atol status evaluations fork",
+            "threads batch size count max_steps patience each_rtol each_atol",
+            "moderate divergence",
+        ),
+    )
+
+
+class Step(ctypes.Structure):
+    """A step of Anderson's method."""
+
+    _fields_ = (("ring", Ring), *_fields("z residual next fork", "threads batch size first"))
+
+
+class Evaluated(ctypes.Structure):
+    """A point and its image, whose residual and norms are to be computed."""
+
+    _fields_ = _fields("z value residual norm reference fork", "threads batch size")
+
+
+class Cycle(ctypes.Structure):
+    """A cycle of GMRES."""
+
+    _fields_ = _fields(
+        "product direction next basis hessenberg rotation null residual_norm matrix_norm limit beta "
+        "running broken columns used fork",
+        "threads rows size capacity step of_one_minus",
+        "floor tiny",
+    )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The compiled functions for one dtype; the first ones return how many samples go on."""
+
+    turn: Callable[..., int]
+    absorb: Callable[..., int]
+    step: Callable[..., None]
+    evaluated: Callable[..., None]
+    finish: Callable[..., None]
+
+
+def steps_for(like: Tensor, *, asked: bool = False) -> Steps | None:
+    """The steps for tensors like this one; None where there are none, or nobody wants them.
+
+    Wanted they are where ``asked``, or where the environment variable ``IMPLICIT_ATTN_CPP`` is 1.
+    """
+    if not (asked or process.ENABLED) or like.device.type != "cpu" or like.dtype not in NAMES:
+        return None
+    found = library(SOURCE)
+    return None if isinstance(found, str) else _steps(found, NAMES[like.dtype])
+
+
+def missing() -> str | None:
+    """What the user is told who wants steps that are not there."""
+    if not process.ENABLED or not isinstance(found := library(SOURCE), str):
+        return None
+    return f"{process.VARIABLE} is 1, but there are no steps in C++: {found}"
+
+
+@cache
+def _steps(found: ctypes.CDLL, name: str) -> Steps:
+    def function(of: str, returns: Any = None, pointers: int = 1) -> Any:
+        made = getattr(found, f"{of}_{name}")
+        made.argtypes, made.restype = (ctypes.c_void_p,) * pointers, returns
+        return made
+
+    count = ctypes.c_int64
+    return Steps(
+        turn=function("turn", count),
+        absorb=function("absorb", count),
+        step=function("step"),
+        evaluated=function("evaluated"),
+        finish=function("finish", pointers=3),
+    )
+
+
+def address(array: Any) -> int | None:
+    """Where a tensor or a NumPy array begins; None of None."""
+    if array is None:
+        return None
+    return array.data_ptr() if isinstance(array, Tensor) else array.__array_interface__["data"][0]
+
+
+def evaluated(steps: Steps, z: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``value - z`` (B, D), its norms (B,) and those of ``value``."""
+    z, value = z.contiguous(), value.contiguous()
+    batch, size = z.shape
+    residual, norms = torch.empty_like(z), z.new_empty(2, batch)
+    norm, reference = norms[0], norms[1]
+    given = Evaluated(
+        z.data_ptr(), value.data_ptr(), residual.data_ptr(), norm.data_ptr(), reference.data_ptr(),
+        THREADS.fork, THREADS.number, batch, size,
+    )  # fmt: skip
+    steps.evaluated(ctypes.byref(given))
+    return residual, norm, reference
+
+
+def anderson_step(steps: Steps, ring: Ring, z: Tensor, residual: Tensor, *, first: bool) -> Tensor:
+    """The next point (B, D) after ``z`` with this ``residual``; the ring takes their difference in."""
+    z, residual = z.contiguous(), residual.contiguous()
+    candidate = torch.empty_like(z)
+    given = Step(
+        ring, z.data_ptr(), residual.data_ptr(), candidate.data_ptr(),
+        THREADS.fork, THREADS.number, *z.shape, first,
+    )  # fmt: skip
+    steps.step(ctypes.byref(given))
+    return candidate
