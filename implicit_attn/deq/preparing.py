@@ -15,7 +15,8 @@ from implicit_attn.updates.update import Update
 from solvers.compiled.backward import Wanted
 from solvers.compiled.inputs import Padding
 from solvers.compiled.packing import pack
-from solvers.compiled.programs import Programs, UntraceableError, Weights
+from solvers.compiled.programs import Programs, UntraceableError
+from solvers.compiled.weights import Weights
 from solvers.core.jacobian import gradients
 from solvers.core.modes import (
     autocast_dtype,

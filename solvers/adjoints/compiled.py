@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record, first_derivative
 from solvers.compiled.backward import Wanted, compiled_adjoint
-from solvers.compiled.programs import UntraceableError, Weights
+from solvers.compiled.programs import UntraceableError
+from solvers.compiled.weights import Weights
 from solvers.core.modes import constant_weights, uncompiled
 from solvers.core.problem import Problem
 from solvers.krylov.cg import CG

@@ -8,7 +8,8 @@ that comes along with it verifies the residual. What this does not solve is left
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,18 +17,24 @@ from torch.utils import _pytree as pytree
 
 from solvers.compiled.inputs import Given, Padding
 from solvers.compiled.lanes import Numbers
-from solvers.compiled.packing import Packed, pack
-from solvers.compiled.programs import Weights
+from solvers.compiled.packing import Packed, Skeleton, pack, unpack
+from solvers.compiled.turns import steps_of_program
+from solvers.compiled.weights import Weights
+from solvers.core.guards.native import wanting_native_steps
 from solvers.core.jacobian import gradients, pullback
 from solvers.core.modes import constant_weights, without_autocast
 from solvers.core.problem import Problem
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.cg import CG
-from solvers.krylov.gmres import GMRES
+from solvers.krylov.gmres import GMRES, GMRESRun
 from solvers.krylov.loop import GAP, HALVED
 from solvers.krylov.method import KrylovRun, LinearSolver, norm
 from solvers.krylov.product import MODERATE
+from solvers.native.steps import MOST
+
+if TYPE_CHECKING:
+    from solvers.compiled.stages import Run
 
 TRACEABLE = (CG, GMRES)  # methods whose steps are operations on tensors alone
 
@@ -96,7 +103,10 @@ def compiled_adjoint(
     tolerance = tolerance.rows(padding.index)
     numbers = Numbers.of(tolerance, max_steps, z)
     given = Given.of(problem, padding, numbers)
-    solve = _Solve(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
+    kind = _Solve
+    if isinstance(solver, GMRES) and solver.restart < MOST:
+        kind = _Solve if steps_of_program(problem.programs, z) is None else _InTurns
+    solve = kind(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
     right = padding.zeros(right.detach())
     problem.programs.begin(z.device)
     with torch.no_grad(), without_autocast(z.device.type):
@@ -193,9 +203,12 @@ class _Solve:
     def _last(
         self, z: Tensor, given: Given, cycle: Cycle, before: tuple[Tensor, Tensor, Tensor]
     ) -> Ended:
-        u, right, limit = before
         step, left = cycle.run.final()
-        u = u + step
+        u = before[0] + step
+        return self._ended(cycle.run, step, left, before, self._images(u, z, given))
+
+    def _images(self, u: Tensor, z: Tensor, given: Given) -> list[Tensor | None]:
+        """``J(z)^T u`` and ``(df/dinput)^T u`` for what is wanted, within a program."""
         own, programs = given.problem(self.problem), self.problem.programs
         leaves, spec = pytree.tree_flatten(own.args)
         for number in self.wanted.leaves:
@@ -208,14 +221,53 @@ class _Solve:
             point = z.detach().requires_grad_()
             output = programs.within(weights, replace(own, args=args).masked_map, point)
         found = gradients(output, [point, *self.wanted.inputs(args, weights)], u)
-        image = torch.zeros_like(u) if found[0] is None else found[0]
+        return [torch.zeros_like(u) if found[0] is None else found[0], *found[1:]]
+
+    def _ended(
+        self,
+        run: KrylovRun,
+        step: Tensor,
+        left: Tensor,
+        before: tuple[Tensor, Tensor, Tensor],
+        images: list[Tensor | None],
+    ) -> Ended:
+        """The outcome of a cycle that ends with ``step``; ``left`` is its residual by the recurrence."""
+        u, right, limit = before
+        image, *found = images
+        assert image is not None
+        arrays = run.arrays
+        before_step, u = u, u + step
         residual = right - (u - image)
         eps, reference = torch.finfo(u.dtype).eps, norm(right)
-        gap = (
-            GAP * eps * (cycle.run.matrix_norm * torch.maximum(norm(u), norm(u - step)) + reference)
-        )
+        sizes = torch.maximum(norm(u), norm(before_step))
+        gap = GAP * eps * (arrays.write(run.matrix_norm) * sizes + reference)
         small = gap <= torch.maximum(left, limit)
-        accurate = cycle.run.reliable() & small & (left <= limit)
-        indefinite = (cycle.run.verdict() == int(Status.INDEFINITE)).any()
-        used = cycle.run.used
-        return Ended(u, residual, norm(residual), used, accurate, indefinite, found[1:])
+        accurate = arrays.write(run.reliable()) & small & (left <= limit)
+        indefinite = (arrays.write(run.verdict()) == int(Status.INDEFINITE)).any()
+        used = arrays.write(run.used)
+        return Ended(u, residual, norm(residual), used, accurate, indefinite, found)
+
+
+class _InTurns(_Solve):
+    """The same on a CPU, one product after another: a program multiplies, C++ makes the steps of GMRES."""
+
+    @cached_property
+    def _programs(self) -> tuple[list[Run], Skeleton]:
+        """``J^T u`` of a vector u, and that with all gradients; the evaluation at z has been made."""
+        programs = self.problem.programs
+        parts = [pack(torch.empty_like(self.z.tensors[0])), self.z, self.given]
+        key = ("product", self.problem.static_key(), self.wanted)
+        wanted = (slice(1), slice(None))
+        return programs.stages(self._images, key, parts, self.weights, wanted)
+
+    def _cycle(self, start: Packed, before: Packed, budget: int) -> Ended:
+        (product, images), after = self._programs
+        with wanting_native_steps():
+            run = self.solver.start(*start.record())
+        assert isinstance(run, GMRESRun)
+        while run.running.any() and not run.exhausted and run.step < budget:
+            run.absorb_image(product(run.direction)[0])
+        u, right, limit = before.record()
+        step, left = run.final()
+        found = unpack(list(images(u + step)), after)
+        return self._ended(run, step, run.arrays.write(left), (u, right, limit), found)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from solvers.compiled.packing import look
-from solvers.compiled.programs import LOCK, Programs, Weights
+from solvers.compiled.programs import LOCK, Programs
+from solvers.compiled.weights import Weights
 from solvers.core.problem import Descent, EnergyUpdate, Problem
 
 SIZES = (

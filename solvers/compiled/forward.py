@@ -16,6 +16,7 @@ from torch import Tensor
 from solvers.compiled.inputs import Given, Padding
 from solvers.compiled.lanes import LEFT, Lanes, Numbers, begin, turn
 from solvers.compiled.packing import Packed, pack
+from solvers.compiled.turns import solve_in_turns, steps_of_program, takes_turns
 from solvers.core.modes import without_autocast
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, scatter_rows, where_rows
@@ -39,16 +40,31 @@ def compiled_solve(
     ``ordinary`` is the solve as it is without programs.
     """
     padding = Padding.of(problem, start)
-    numbers = Numbers.of(tolerance.rows(padding.index), max_steps, start)
-    given = Given.of(problem, padding, numbers)
     problem.programs.begin(start.device)
     with without_autocast(start.device.type):
-        lanes = _run(problem, padding.rows(start), solver, given)
-    solution = _solution(lanes, start.shape[0])
+        solution = _compiled_solution(problem, start, solver, tolerance, max_steps, padding)
     left = solution.status == LEFT
     if bool(left.any()):
         _solve_ordinarily(problem, start, left, solution, ordinary)
     return solution
+
+
+def _compiled_solution(
+    problem: Problem,
+    start: Tensor,
+    solver: Solver,
+    tolerance: Tolerance,
+    max_steps: int,
+    padding: Padding,
+) -> Solution:
+    """The solution, LEFT where it is out of the ordinary."""
+    if takes_turns(solver) and not problem.has_energy:
+        steps = steps_of_program(problem.programs, start)
+        if steps is not None:
+            return solve_in_turns(problem, start, solver, tolerance, max_steps, padding, steps)
+    numbers = Numbers.of(tolerance.rows(padding.index), max_steps, start)
+    lanes = _run(problem, padding.rows(start), solver, Given.of(problem, padding, numbers))
+    return _solution(lanes, start.shape[0])
 
 
 def _run(problem: Problem, start: Tensor, solver: Solver, given: Packed) -> Lanes:

@@ -9,39 +9,32 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from solvers import compiled
-from solvers.compiled.packing import Packed, Skeleton, fingerprint, look, pack, unpack
+from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
+from solvers.compiled.weights import Weights, read_module
 from solvers.core.checks import require_choice, require_count, require_instance
 from solvers.core.device import tracing
 from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights, uncompiled
+
+if TYPE_CHECKING:
+    from solvers.compiled.stages import Run, Stages
 
 _LOG = logging.getLogger(__name__)
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 MOST = 64  # programs that are kept
 LOCK = threading.RLock()  # torch traces in one thread at a time
-_OF_EVERY_MODULE = set(vars(nn.Module()))
 
 
 class UntraceableError(RuntimeError):
     """No program can be made of a map."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Parameters and buffers of a module, by name.
-
-    ``kind`` tells apart for which of its states programs differ: shapes, modes, plain attributes.
-    """
-
-    tensors: dict[str, Tensor]
-    kind: Hashable
 
 
 @dataclass(eq=False)
@@ -95,6 +88,7 @@ class Programs:
         self.backend, self.mode, self.options = backend, mode, options
         check_backend(backend, mode, options)
         self.made: dict[Hashable, Program] = {}
+        self.staged: dict[Hashable, tuple[Stages, Skeleton]] = {}
         self.sizes: dict[Hashable, list[int]] = {}  # of batches, by the shapes of a sample
         self.known: dict[Hashable, bool] = {}  # maps that have been checked: does autocast matter?
         self.kinds: dict[Hashable, int] = {}  # of what programs return
@@ -134,18 +128,41 @@ class Programs:
         which = (key, weights.kind, *[part.kind for part in parts])
         program = self.made.get(which)
         if program is None:
-            self.check_unchanged(weights)
-            if len(self.made) >= MOST:
-                self._forget()
-            name = type(self.module).__name__
-            _LOG.info("compiling program %d of %s", len(self.made) + 1, name)
-            program = self._make(function, inputs, parts, list(weights.tensors))
+            with self._making(weights):
+                graph, examples, after = self._traced(function, inputs, parts, weights)
+                program = Program(self._compiled(graph, examples), after)
             self.made[which] = program
         results = list(program.run(*inputs))
         if program.kind is None:  # a number for what further programs depend on
             kind = (program.after.key, look(results))
             program.kind = self.kinds.setdefault(kind, len(self.kinds))
         return Packed(results, program.after, program.kind)
+
+    def stages(
+        self,
+        function: Callable[..., Any],
+        key: Hashable,
+        parts: Sequence[Packed],
+        weights: Weights,
+        wanted: Sequence[slice] = (slice(None),),
+    ) -> tuple[list[Run], Skeleton]:
+        """``function(*records)`` as functions of the tensors in the first record, compiled.
+
+        What does not depend on that record is computed here, once. Each of the functions returns those
+        tensors that ``wanted`` says of the record that ``function`` returns, whose skeleton comes, too.
+        """
+        inputs = [tensor for part in parts for tensor in part.tensors]
+        inputs += weights.tensors.values()
+        which = (key, weights.kind, *[part.kind for part in parts])
+        found = self.staged.get(which)
+        if found is None:
+            with self._making(weights):
+                graph, examples, after = self._traced(function, inputs, parts, weights)
+                varying = range(len(parts[0].tensors))
+                made = compiled.stages.made(graph, examples, varying, wanted, self._compiled)
+                found = made, after
+            self.staged[which] = found
+        return found[0].at(inputs), found[1]
 
     def of(self, module: nn.Module) -> Programs:
         """The same options for another module."""
@@ -195,15 +212,34 @@ class Programs:
         swapped = {f"module.{name}": weight for name, weight in weights.items()}
         return torch.func.functional_call(_Within(self.clone), swapped, (function, arguments))
 
-    def _make(
+    @contextmanager
+    def _making(self, weights: Weights) -> Iterator[None]:
+        """Within, a program is made; what prevents it becomes an error of ours."""
+        self.check_unchanged(weights)
+        number = len(self.made) + len(self.staged)
+        if number >= MOST:
+            self._forget()
+        _LOG.info("compiling program %d of %s", number + 1, type(self.module).__name__)
+        try:
+            with self.cloned():
+                yield
+        except Exception as error:
+            raise UntraceableError(
+                f"{self.name} cannot be compiled ({type(error).__name__}: {error}); "
+                "use the layer without compile(), or state its step by torch's operators alone"
+            ) from error
+
+    def _traced(
         self,
         function: Callable[..., Any],
         inputs: list[Tensor],
         parts: Sequence[Packed],
-        names: list[str],
-    ) -> Program:
+        weights: Weights,
+    ) -> tuple[GraphModule, list[Tensor], Skeleton]:
+        """The operators of ``function``, tensors like its inputs, and what it returns them in."""
         found: list[Skeleton] = []
         sizes = [(len(part.tensors), part.skeleton) for part in parts]
+        names = list(weights.tensors)
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
@@ -215,20 +251,16 @@ class Programs:
             found.append(packed.skeleton)
             return packed.tensors
 
-        try:
-            with self.cloned():
-                graph, examples = compiled.tracing.trace(flat, inputs, fixed=len(names))
-                options = (self.backend, self.mode, self.options)
-                return Program(compiled.tracing.compiled(graph, examples, *options), found[-1])
-        except Exception as error:
-            raise UntraceableError(
-                f"{self.name} cannot be compiled ({type(error).__name__}: {error}); "
-                "use the layer without compile(), or state its step by torch's operators alone"
-            ) from error
+        return *compiled.tracing.trace(flat, inputs, fixed=len(names)), found[-1]
+
+    def _compiled(self, graph: GraphModule, examples: list[Tensor]) -> Run:
+        options = (self.backend, self.mode, self.options)
+        return compiled.tracing.compiled(graph, examples, *options)
 
     def _forget(self) -> None:
         """Drop all programs, and say so: they should be few."""
         self.made.clear()
+        self.staged.clear()
         warn_user(
             f"{MOST} programs were compiled for {self.name} and are dropped: the shapes of its inputs "
             "differ from call to call (pad them), or a plain attribute of one of its modules does",
@@ -239,7 +271,7 @@ class Programs:
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code belongs to its process.
-        return vars(self) | {"made": {}, "sizes": {}, "known": {}, "kinds": {}}
+        return vars(self) | {"made": {}, "staged": {}, "sizes": {}, "known": {}, "kinds": {}}
 
 
 class _Within(nn.Module):
@@ -251,33 +283,6 @@ class _Within(nn.Module):
 
     def forward(self, function: Callable[..., Any], given: Sequence[Any]) -> Any:
         return function(*given)
-
-
-def read_module(module: nn.Module) -> tuple[dict[str, Tensor], Hashable]:
-    """Parameters and buffers by name, each once, and what else an evaluation of the module may depend on.
-
-    That is the modules' types, modes, numbers of hooks and own attributes.
-    """
-    tensors: dict[str, Tensor] = {}
-    plain: list[Hashable] = []
-    seen: set[int] = set()
-    places: list[tuple[str, nn.Module]] = [("", module)]
-    while places:  # one walk, as every solve takes it
-        prefix, part = places.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        values = vars(part)
-        for own in (values["_parameters"], values["_buffers"]):
-            for name, tensor in own.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    tensors[prefix + name] = tensor
-        hooks = len(values["_forward_hooks"]) + len(values["_forward_pre_hooks"])
-        plain += [prefix, type(part), part.training, hooks]
-        plain += [(n, fingerprint(v)) for n, v in values.items() if n not in _OF_EVERY_MODULE]
-        places += [(f"{prefix}{n}.", m) for n, m in values["_modules"].items() if m is not None]
-    return tensors, tuple(plain)
 
 
 def check_backend(backend: Any, mode: Any, options: Any) -> None:

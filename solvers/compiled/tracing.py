@@ -43,7 +43,7 @@ def trace(
         elif isinstance(node.target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in node.target.tags:
                 raise ValueError(f"it draws random numbers ({node.target})")
-            if any(value in kept for value in _written(node)):
+            if any(value in kept for value in written_by(node)):
                 raise ValueError(
                     f"it changes a parameter or buffer at every evaluation ({node.target}), as a "
                     "parametrisation with power iteration does: call eval(), or bound the weight otherwise"
@@ -51,10 +51,12 @@ def trace(
     return graph, examples
 
 
-def _written(node: Node) -> list[Any]:
+def written_by(node: Node) -> list[Any]:
     """The arguments that an operator writes to."""
-    found = []
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    found: list[Any] = []
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return found
+    for place, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             found += value if isinstance(value, (list, tuple)) else [value]

@@ -259,6 +259,10 @@ class Problem:
             norm, reference = row_norms(residual), row_norms(vector.numpy())
         return Point(z, *map(torch.from_numpy, (residual, norm, reference)))
 
+    def image(self, z: Tensor) -> Tensor:
+        """``f(z)`` (B, D), whatever the mask says; nothing is checked."""
+        return self._run(self._value, z)
+
     def _value(self, z: Tensor) -> Tensor:
         output = self.f(self.layout.tree(z), *self.args)
         return self.layout.vector(output).to(z.dtype)

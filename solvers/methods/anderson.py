@@ -122,7 +122,7 @@ class Anderson(Solver):
         if last is not None:
             change = current.residual - last.residual
             step = (current.z - last.z).add(change, alpha=self.damping)
-            state.remember(step, change, *self._ridge(state.gram.dtype))
+            state.remember(step, change, *self.ridge(state.gram.dtype))
         if turn.accepted is not None:
             state.forget(~turn.accepted)
         damped = current.z.add(current.residual, alpha=self.damping)
@@ -146,7 +146,7 @@ class Anderson(Solver):
         np.subtract(z, last.z.numpy(), out=step)
         step += change if self.damping == 1 else self.damping * change
         row = np.matmul(changes, change[:, :, None])[:, :, 0]
-        ridge, tiny = self._ridge(state.gram.dtype)
+        ridge, tiny = self.ridge(state.gram.dtype)
         row[:, slot] = row[:, slot] * ridge + tiny
         gram = state.gram.numpy()
         gram[:, slot, :filled] = gram[:, :filled, slot] = row
@@ -174,13 +174,13 @@ class Anderson(Solver):
 
     def ring(self, state: AndersonState) -> Ring:
         """The differences of ``state`` for :mod:`solvers.native.steps`, without the point before."""
-        ridge, tiny = self._ridge(state.gram.dtype)
+        ridge, tiny = self.ridge(state.gram.dtype)
         arrays = (state.steps, state.changes, state.gram)
         addresses = [array.data_ptr() for array in arrays]
         numbers = (self.damping, ridge, tiny)
         return Ring(*addresses, None, None, state.steps.shape[1], state.count, False, *numbers)
 
-    def _ridge(self, dtype: torch.dtype) -> tuple[float, float]:
+    def ridge(self, dtype: torch.dtype) -> tuple[float, float]:
         """Factor of the Gram matrix' diagonal, and what is added to it.
 
         The ridge is relative to each diagonal entry: a scaling of the problem scales it too. The
@@ -204,7 +204,7 @@ class Anderson(Solver):
             torch.sub(point.z, last.z, out=step)
             step.add_(change, alpha=self.damping)
         row = inner_products(state.changes[:, :filled], state.changes[:, slot])
-        state.gram = write_symmetric(state.gram, slot, row, *self._ridge(row.dtype))
+        state.gram = write_symmetric(state.gram, slot, row, *self.ridge(row.dtype))
 
 
 @dataclass

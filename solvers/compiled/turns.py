@@ -1,0 +1,146 @@
+"""A compiled solve on the CPU, one evaluation after another: a program evaluates, C++ does the rest.
+
+A call of each costs little there, so that blocks of evaluations (:mod:`solvers.compiled.forward`) would
+only make evaluations that nobody needs. What is out of the ordinary is left to the ordinary loop, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solvers.compiled.inputs import Given, Padding
+from solvers.compiled.packing import pack
+from solvers.core.arrays import small_dtype
+from solvers.core.guards.native import native_steps, wanting_native_steps
+from solvers.core.loop import DIVERGENCE, PATIENCE
+from solvers.core.problem import Problem
+from solvers.core.rows import MODERATE_ABOVE, RUNNING
+from solvers.core.solution import Solution
+from solvers.core.solver import Solver
+from solvers.core.tolerance import Tolerance
+from solvers.methods.anderson import Anderson
+from solvers.methods.forward import Forward
+from solvers.native.process import THREADS
+from solvers.native.steps import MOST, Ring, Steps, Turn
+
+
+def steps_of_program(programs: Any, like: Tensor) -> Steps | None:
+    """Steps in C++ for a solve by ``programs``: whoever has Inductor compile on a CPU has a compiler."""
+    if programs.backend != "inductor":
+        return native_steps(like)
+    with wanting_native_steps():
+        return native_steps(like)
+
+
+def takes_turns(solver: Solver) -> bool:
+    """Whether the solver's steps exist in C++."""
+    return type(solver) is Forward or (type(solver) is Anderson and solver.memory <= MOST)
+
+
+def solve_in_turns(
+    problem: Problem,
+    start: Tensor,
+    solver: Solver,
+    tolerance: Tolerance,
+    max_steps: int,
+    padding: Padding,
+    steps: Steps,
+) -> Solution:
+    """The solution from ``start`` (B, D), whose status may be LEFT."""
+    programs = problem.programs
+    given = Given.of(problem, padding, None)
+    rows = padding.rows(start)
+
+    def evaluate(z: Tensor, inside: Given) -> Tensor:
+        own = inside.problem(problem)
+        return own.image(z)
+
+    key = ("evaluation", problem.static_key())
+    # The state of a solve is written to: the program gets its own copy to look at.
+    parts = [pack(rows), given]
+    (evaluation,), _ = programs.stages(evaluate, key, parts, programs.weights())
+    mask = None if problem.mask is None else padding.rows(problem.mask)
+    turns = Turns(rows, solver, tolerance.rows(padding.index), max_steps, mask, steps)
+    while turns.take(evaluation(turns.trial)[0]):
+        pass
+    return turns.solution(start.shape[0])
+
+
+class Turns:
+    """The state of a solve; tensors have one row a sample, none ever leaves.
+
+    Attributes:
+        trial: (B, D) where the map is to be evaluated next; it is overwritten by every :meth:`take`.
+    """
+
+    def __init__(
+        self,
+        start: Tensor,
+        solver: Solver,
+        tolerance: Tolerance,
+        max_steps: int,
+        mask: Tensor | None,
+        steps: Steps,
+    ) -> None:
+        batch, size = start.shape
+        self.steps, self.mask = steps, mask
+        self.trial, self.best = start.clone(), start.clone()
+        self.status = torch.full((batch,), RUNNING)
+        self.evaluations = torch.zeros(batch, dtype=torch.int64)
+        numbers = start.new_full((4, batch), torch.inf)
+        self.relative, self.norm, limit, milestone = numbers.unbind()
+        self._kept: list[Tensor] = [limit, milestone]  # by name, as C++ has their addresses alone
+        rtol, atol = (
+            self._keep(torch.as_tensor(part, dtype=small_dtype(start.dtype)).contiguous())
+            for part in (tolerance.rtol, tolerance.atol)
+        )
+        residual = self._keep(torch.empty_like(start))
+        mine = (self.trial, None, mask, residual, self.best, self.relative, self.norm, limit,
+                milestone, rtol, atol, self.status, self.evaluations)  # fmt: skip
+        addresses = [None if t is None else t.data_ptr() for t in mine]
+        self._turn = Turn(
+            self._ring(solver, start), *addresses, THREADS.fork, THREADS.number, batch, size, 0,
+            max_steps, PATIENCE, rtol.dim(), atol.dim(), MODERATE_ABOVE[start.dtype], DIVERGENCE,
+        )  # fmt: skip
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+    def _ring(self, solver: Any, start: Tensor) -> Ring:
+        batch, size = start.shape
+        if not isinstance(solver, Anderson):
+            return Ring(None, None, None, None, None, 0, 0, False, solver.damping, 1.0, 0.0)
+        kept = min(solver.memory, size)
+        arrays = [
+            self._keep(start.new_empty(shape))
+            for shape in ((batch, kept, size), (batch, kept, size), (batch, kept, kept))
+        ]
+        before = [self._keep(torch.empty_like(start)) for _ in range(2)]
+        addresses = [tensor.data_ptr() for tensor in (*arrays, *before)]
+        return Ring(*addresses, kept, 0, True, solver.damping, *solver.ridge(start.dtype))
+
+    def take(self, value: Tensor) -> int:
+        """Judge the map's ``value`` (B, D) at ``trial`` and make the next one; how many samples go on."""
+        turn, value = self._turn, value.contiguous()
+        turn.value = value.data_ptr()
+        turn.count += 1
+        turn.ring.count = max(turn.count - 2, 0)
+        return self.steps.turn(ctypes.byref(turn))
+
+    def solution(self, batch: int) -> Solution:
+        """What has been found, of the first samples."""
+        evaluations = self.evaluations[:batch]
+        return Solution(
+            value=self.best[:batch],
+            status=self.status[:batch],
+            residual=self.relative[:batch],
+            residual_norm=self.norm[:batch],
+            steps=evaluations,
+            evaluations=evaluations.clone(),
+            energy=None,
+        )
