@@ -16,6 +16,7 @@ from solvers.adjoints.unrolled_transform import refuse_unrolled, unrolled_soluti
 from solvers.compiled.captured import capture
 from solvers.compiled.forward import compiled_solve
 from solvers.compiled.programs import UntraceableError
+from solvers.compiled.weights import read_anew
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -238,6 +239,7 @@ def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
         own = Goal(None, start.dtype, problem.autocast)
         with own.watching():
             problem.evaluate_first(start)
+        read_anew()
         problem.draws = None  # a program that draws is refused
         programs.known[key] = own.used
     goal.used = programs.known[key]

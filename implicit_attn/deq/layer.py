@@ -28,6 +28,7 @@ from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.compiled.programs import Programs
+from solvers.compiled.weights import read_once
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
 from solvers.core.modes import eager, in_transform, refuse_export
@@ -165,6 +166,7 @@ class DEQ(Compilable):
         return self.solve(x, mask, **options).value
 
     @eager
+    @read_once()
     def solve(
         self,
         x: Any,
@@ -216,7 +218,7 @@ class DEQ(Compilable):
         try:
             solution = solvers.fixed_point(f, start, args, **options)
         except solvers.SolveError as error:
-            if visit is not None:  # samples that failed start anew, whatever is told of them
+            if visit is not None:  # samples that failed start anew
                 visit.note(error.solution)
             raise
         if dropped is not None:

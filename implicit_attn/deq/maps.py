@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.dropout import SolveMasks
+from implicit_attn.energies.energy import Energy
 from implicit_attn.energies.prepared import Prepared
 from implicit_attn.updates.gradient_step import EnergyStep
 from implicit_attn.updates.update import Update
@@ -26,6 +27,12 @@ def prepares(update: nn.Module) -> bool:
         and type(part).prepare is not Update.prepare
         for part in update.modules()
     )
+
+
+def may_prepare(update: nn.Module) -> bool:
+    """Whether what the update prepares may be more than x, by a part of its own or of its energy."""
+    energies = (part for part in update.modules() if isinstance(part, Energy))
+    return prepares(update) or any(type(e).prepare is not Energy.prepare for e in energies)
 
 
 def flat(prepared: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from implicit_attn.deq.maps import prepares
+from implicit_attn.deq.maps import may_prepare
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
 from solvers.compiled.backward import Wanted
 from solvers.compiled.inputs import Padding
-from solvers.compiled.packing import pack
+from solvers.compiled.packing import pack, unpack
 from solvers.compiled.programs import Programs, UntraceableError
-from solvers.compiled.weights import Weights
+from solvers.compiled.turns import one_by_one
+from solvers.compiled.weights import Weights, read_anew
 from solvers.core.jacobian import gradients
 from solvers.core.modes import (
     autocast_dtype,
@@ -43,7 +45,7 @@ def prepare(
 
     ``compact``: the batch may be padded. ``dropped``: the masks of the solve, which note who was called.
     """
-    if programs is not None and not in_transform() and prepares(update):
+    if programs is not None and not in_transform() and may_prepare(update):
         found = _Preparation.of(programs, (x, mask, seeds), compact)
         key = found.key, found.weights.kind
         if programs.known.get(key, True):
@@ -54,7 +56,9 @@ def prepare(
                 return result
             except UntraceableError:  # it draws random numbers, for example, which is no harm here
                 programs.known[key] = False
-    return _plainly(update, x, mask, seeds, dropped)
+    result = _plainly(update, x, mask, seeds, dropped)
+    read_anew()
+    return result
 
 
 def _plainly(
@@ -99,6 +103,7 @@ class _Preparation:
     weights: Weights
     padding: Padding
     device: str
+    pull: Callable[..., list[Tensor | None]] | None = None  # gradients, of cotangents
 
     @classmethod
     def of(cls, programs: Programs, given: Any, compact: bool) -> _Preparation:
@@ -121,7 +126,7 @@ class _Preparation:
 
     def run(self) -> Any:
         """What the update prepares, with its gradient."""
-        outputs, outline = self._forward(self.leaves, self.weights)
+        outputs, outline = self._linearized() if self.linearizes else self._forward()
         if outline.differentiable:
             inputs = self.wanted.inputs(self.leaves, self.weights.tensors)
             others = [t for t in self._tensors() if all(t is not each for each in inputs)]
@@ -145,24 +150,58 @@ class _Preparation:
             key = (function.__name__, *self.key)
             return self.programs.call(function, key, parts, self.weights).record()
 
-    def _forward(self, leaves: list[Any], weights: Weights) -> tuple[list[Any], _Outline]:
-        found, outline = self._call(self._outputs, self._given(leaves))
+    @property
+    def linearizes(self) -> bool:
+        """Whether the evaluation keeps what its gradient will need, as one without programs does."""
+        wanted = self.wanted != Wanted((), ())
+        return wanted and one_by_one(self.programs, torch.device(self.device))
+
+    def _linearized(self) -> tuple[list[Any], _Outline]:
+        """The outputs, and ``pull``, of which the gradients come later."""
+        programs, weights, given = self.programs, self.weights, self._given(self.leaves)
+        with torch.no_grad(), without_autocast(self.device):
+            key = "outputs", *self.key
+            found, outline = programs.example(self._outputs, key, [given], weights)
+            if not outline.differentiable:
+                return self._forward()
+            record = pack(found)
+            places = slice(len(record.tensors)), slice(len(record.tensors), None)
+            like = [found[n] for n in outline.differentiable]
+            cotangents = [torch.empty(t.shape, dtype=t.dtype) for t in like]
+            parts = [pack(cotangents), given]
+            (evaluated, pull), after = programs.stages(
+                self._outputs_and_gradients, ("linearized", *self.key), parts, weights, places
+            )
+            values = list(evaluated(*cotangents))
+            self.pull = lambda *given: unpack([*values, *pull(*given)], after)[1]
+        return self._cut(unpack(values, record.skeleton)), outline
+
+    def _forward(self) -> tuple[list[Any], _Outline]:
+        found, outline = self._call(self._outputs, self._given(self.leaves))
+        return self._cut(found), outline
+
+    def _cut(self, found: list[Any]) -> list[Any]:
+        """Outputs of the batch as it is, without what pads it."""
         batch, own = self.padding.batch, self.device == "cuda"  # where a later program may write
         outputs: list[Any] = []
         for each in found:
             if isinstance(each, _Same):
-                outputs.append(leaves[each.number])
+                outputs.append(self.leaves[each.number])
             elif isinstance(each, Tensor) and each.dim():
                 outputs.append(each[:batch].clone() if own else each[:batch])
             else:
                 outputs.append(each)
-        return outputs, outline
+        return outputs
 
     def backward(self, cotangents: list[Tensor]) -> list[Tensor | None]:
         """Gradients of what is wanted."""
-        self.programs.check_unchanged(self.weights)
-        padded = pack([self.padding.zeros(each) for each in cotangents])
-        found = self._call(self._gradients, self._given(self.leaves), padded)
+        padded = [self.padding.zeros(each).contiguous() for each in cotangents]
+        if self.pull is None:
+            self.programs.check_unchanged(self.weights)
+            found = self._call(self._gradients, self._given(self.leaves), pack(padded))
+        else:
+            with torch.no_grad(), without_autocast(self.device):
+                found = self.pull(*padded)
         inputs = self.wanted.inputs(self.leaves, self.weights.tensors)
         pairs = zip(found, inputs, strict=True)
         return [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
@@ -181,6 +220,9 @@ class _Preparation:
 
     def _outputs(self, leaves: list[Any]) -> tuple[list[Any], _Outline]:
         leaves, _, outputs, spec = self._evaluate(leaves)
+        return self._told(leaves, outputs, spec)
+
+    def _told(self, leaves: list[Any], outputs: list[Any], spec: Any) -> tuple[list[Any], _Outline]:
         numbers = {id(leaf): n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         found, differentiable = [], []
         for n, each in enumerate(outputs):
@@ -196,6 +238,18 @@ class _Preparation:
 
     def _gradients(self, leaves: list[Any], cotangents: list[Tensor]) -> list[Tensor | None]:
         leaves, inputs, outputs, _ = self._evaluate(leaves)
+        return self._pulled(leaves, inputs, outputs, cotangents)
+
+    def _outputs_and_gradients(
+        self, cotangents: list[Tensor], leaves: list[Any]
+    ) -> tuple[list[Any], list[Tensor | None]]:
+        leaves, inputs, outputs, spec = self._evaluate(leaves)
+        pulled = self._pulled(leaves, inputs, outputs, cotangents)
+        return self._told(leaves, outputs, spec)[0], pulled
+
+    def _pulled(
+        self, leaves: list[Any], inputs: list[Tensor], outputs: list[Any], cotangents: list[Tensor]
+    ) -> list[Tensor | None]:
         own = {id(leaf) for leaf in leaves}
         outputs = [t for t in outputs if isinstance(t, Tensor) and id(t) not in own]
         with torch.enable_grad():

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from solvers.compiled.inputs import Given, Padding
 from solvers.compiled.lanes import Numbers
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
-from solvers.compiled.turns import steps_of_program
+from solvers.compiled.turns import one_by_one
 from solvers.compiled.weights import Weights
 from solvers.core.guards.native import wanting_native_steps
 from solvers.core.jacobian import gradients, pullback
@@ -27,11 +27,10 @@ from solvers.core.problem import Problem
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.cg import CG
-from solvers.krylov.gmres import GMRES, GMRESRun
+from solvers.krylov.gmres import GMRES
 from solvers.krylov.loop import GAP, HALVED
 from solvers.krylov.method import KrylovRun, LinearSolver, norm
 from solvers.krylov.product import MODERATE
-from solvers.native.steps import MOST
 
 if TYPE_CHECKING:
     from solvers.compiled.stages import Run
@@ -103,9 +102,7 @@ def compiled_adjoint(
     tolerance = tolerance.rows(padding.index)
     numbers = Numbers.of(tolerance, max_steps, z)
     given = Given.of(problem, padding, numbers)
-    kind = _Solve
-    if isinstance(solver, GMRES) and solver.restart < MOST:
-        kind = _Solve if steps_of_program(problem.programs, z) is None else _InTurns
+    kind = _InTurns if one_by_one(problem.programs, z.device) else _Solve
     solve = kind(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
     right = padding.zeros(right.detach())
     problem.programs.begin(z.device)
@@ -249,7 +246,7 @@ class _Solve:
 
 
 class _InTurns(_Solve):
-    """The same on a CPU, one product after another: a program multiplies, C++ makes the steps of GMRES."""
+    """The same on a CPU, one product after another: a program multiplies, the method goes on by itself."""
 
     @cached_property
     def _programs(self) -> tuple[list[Run], Skeleton]:
@@ -264,8 +261,9 @@ class _InTurns(_Solve):
         (product, images), after = self._programs
         with wanting_native_steps():
             run = self.solver.start(*start.record())
-        assert isinstance(run, GMRESRun)
-        while run.running.any() and not run.exhausted and run.step < budget:
+        for _ in range(budget):
+            if run.exhausted or not run.running.any():
+                break
             run.absorb_image(product(run.direction)[0])
         u, right, limit = before.record()
         step, left = run.final()

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from solvers import compiled
+from solvers.compiled.backends import check_backend
 from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
-from solvers.compiled.weights import Weights, read_module
-from solvers.core.checks import require_choice, require_count, require_instance
+from solvers.compiled.weights import READ, Weights, read_module
+from solvers.core.checks import require_count
 from solvers.core.device import tracing
 from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights, uncompiled
 
 if TYPE_CHECKING:
-    from solvers.compiled.stages import Run, Stages
+    from solvers.compiled.stages import Run
 
 _LOG = logging.getLogger(__name__)
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 MOST = 64  # programs that are kept
 LOCK = threading.RLock()  # torch traces in one thread at a time
 
@@ -88,7 +88,7 @@ class Programs:
         self.backend, self.mode, self.options = backend, mode, options
         check_backend(backend, mode, options)
         self.made: dict[Hashable, Program] = {}
-        self.staged: dict[Hashable, tuple[Stages, Skeleton]] = {}
+        self.staged: dict[Hashable, Any] = {}  # stages with their skeleton, and examples
         self.sizes: dict[Hashable, list[int]] = {}  # of batches, by the shapes of a sample
         self.known: dict[Hashable, bool] = {}  # maps that have been checked: does autocast matter?
         self.kinds: dict[Hashable, int] = {}  # of what programs return
@@ -96,12 +96,20 @@ class Programs:
 
     def weights(self) -> Weights:
         """The weights as they are, and what else of the module a program has in it."""
+        kept = READ.kept
+        if kept is None:
+            return self._read()
+        if self not in kept:
+            kept[self] = self._read()
+        return kept[self]
+
+    def _read(self) -> Weights:
         tensors, plain = read_module(self.module)
         return Weights(tensors, (torch.get_num_threads(), plain, look(tensors.values())))
 
     def check_unchanged(self, weights: Weights) -> None:
         """Raise RuntimeError where the module is another one than that of ``weights`` was."""
-        if self.weights().kind != weights.kind:
+        if self._read().kind != weights.kind:
             name = type(self.module).__name__
             raise RuntimeError(
                 f"{name} was changed between a compiled solve and its backward pass, in its mode or an "
@@ -163,6 +171,24 @@ class Programs:
                 found = made, after
             self.staged[which] = found
         return found[0].at(inputs), found[1]
+
+    def example(
+        self,
+        function: Callable[..., Any],
+        key: Hashable,
+        parts: Sequence[Packed],
+        weights: Weights,
+    ) -> Any:
+        """A record like ``function(*records)``, of tensors without data; found once."""
+        which = ("example", key, weights.kind, *[part.kind for part in parts])
+        if which not in self.staged:
+            inputs = [tensor for part in parts for tensor in part.tensors]
+            inputs += weights.tensors.values()
+            with self._making(weights):
+                graph, _, after = self._traced(function, inputs, parts, weights)
+                outputs = graph.graph.output_node().args[0]
+                self.staged[which] = unpack([node.meta["val"] for node in outputs], after)
+        return self.staged[which]
 
     def of(self, module: nn.Module) -> Programs:
         """The same options for another module."""
@@ -283,18 +309,3 @@ class _Within(nn.Module):
 
     def forward(self, function: Callable[..., Any], given: Sequence[Any]) -> Any:
         return function(*given)
-
-
-def check_backend(backend: Any, mode: Any, options: Any) -> None:
-    """Raise TypeError or ValueError unless these are a backend of torch and belong together."""
-    if not callable(backend):
-        names = torch.compiler.list_backends(exclude_tags=())
-        require_choice("backend", backend, ["eager", *(n for n in names if n != "eager")])
-    if mode is not None:
-        require_choice("mode", mode, MODES)
-    require_instance("options", options, dict, "a dict of options of Inductor", optional=True)
-    if backend != "inductor" and (mode is not None or options):
-        raise ValueError(
-            f'mode and options belong to backend="inductor", got backend={backend!r}, mode={mode!r}, '
-            f"options={options!r}"
-        )

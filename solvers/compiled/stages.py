@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from solvers.compiled.tracing import written_by
+from solvers.compiled.tracing import functional
 
 Run = Callable[..., Sequence[Tensor]]
 
@@ -70,6 +70,7 @@ def made(
     compiled: Callable[[GraphModule, list[Tensor]], Run],
 ) -> Stages:
     """A graph split by :func:`split` and its parts ``compiled``; ``wanted`` says slices of its outputs."""
+    whole = functional(whole, examples)
     outputs = range(len(whole.graph.output_node().args[0]))  # type: ignore[arg-type]
     parts = split(whole, examples, varying, [outputs[chosen] for chosen in wanted])
     first = parts.first
@@ -90,7 +91,7 @@ def split(
     """Split a graph by what depends on the ``varying`` inputs.
 
     Args:
-        whole: a graph of operators, one output node with a list.
+        whole: a graph of operators that write to nothing, one output node with a list.
         examples: tensors like its inputs.
         varying: numbers of inputs.
         wanted: for each second part, which outputs of the graph it returns.
@@ -99,11 +100,8 @@ def split(
     inputs = [node for node in nodes if node.op == "placeholder"]
     outputs = list(nodes[-1].args[0])
     depends = {inputs[n] for n in varying}
-    pure = not any(written_by(node) for node in nodes)
     for node in nodes:
-        if node.op not in ("placeholder", "output") and (
-            not pure or any(n in depends for n in node.all_input_nodes)
-        ):
+        if any(n in depends for n in node.all_input_nodes):
             depends.add(node)
     needs = [_Need.of([outputs[n] for n in part], depends) for part in wanted]
     saved = [node for node in nodes if any(node in need.saved for need in needs)]

@@ -43,7 +43,7 @@ def trace(
         elif isinstance(node.target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in node.target.tags:
                 raise ValueError(f"it draws random numbers ({node.target})")
-            if any(value in kept for value in written_by(node)):
+            if any(value in kept for value in _written_by(node)):
                 raise ValueError(
                     f"it changes a parameter or buffer at every evaluation ({node.target}), as a "
                     "parametrisation with power iteration does: call eval(), or bound the weight otherwise"
@@ -51,7 +51,16 @@ def trace(
     return graph, examples
 
 
-def written_by(node: Node) -> list[Any]:
+def functional(graph: GraphModule, examples: Sequence[Tensor]) -> GraphModule:
+    """The graph with operators that write to nothing: the same, if none of its own does."""
+    if not any(_written_by(node) for node in graph.graph.nodes):
+        return graph
+    without: Any = torch.func.functionalize(lambda *tensors: graph(*tensors), remove="mutations")
+    with torch.no_grad():
+        return make_fx(without, tracing_mode="fake")(*examples)
+
+
+def _written_by(node: Node) -> list[Any]:
     """The arguments that an operator writes to."""
     found: list[Any] = []
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -24,14 +24,20 @@ from solvers.core.solver import Solver
 from solvers.core.tolerance import Tolerance
 from solvers.methods.anderson import Anderson
 from solvers.methods.forward import Forward
+from solvers.native import process
 from solvers.native.process import THREADS
 from solvers.native.steps import MOST, Ring, Steps, Turn
 
 
+def one_by_one(programs: Any, device: torch.device) -> bool:
+    """Whether evaluations on this device are compiled one by one, not in blocks."""
+    return device.type == "cpu" and (programs.backend == "inductor" or process.ENABLED)
+
+
 def steps_of_program(programs: Any, like: Tensor) -> Steps | None:
     """Steps in C++ for a solve by ``programs``: whoever has Inductor compile on a CPU has a compiler."""
-    if programs.backend != "inductor":
-        return native_steps(like)
+    if not one_by_one(programs, like.device):
+        return None
     with wanting_native_steps():
         return native_steps(like)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -48,3 +51,29 @@ def read_module(module: nn.Module) -> tuple[dict[str, Tensor], Hashable]:
         plain += [(n, fingerprint(v)) for n, v in values.items() if n not in _OF_EVERY_MODULE]
         places += [(f"{prefix}{n}.", m) for n, m in values["_modules"].items() if m is not None]
     return tensors, tuple(plain)
+
+
+class _Read(threading.local):
+    """The weights that this thread has read in the solve that it is in, by who reads; None: in no solve."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, Weights] | None = None
+
+
+READ = _Read()
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Within, modules are read once, until :func:`read_anew`."""
+    outer, READ.kept = READ.kept, {}
+    try:
+        yield
+    finally:
+        READ.kept = outer
+
+
+def read_anew() -> None:
+    """The user's own code has run, which may have changed a module."""
+    if READ.kept is not None:
+        READ.kept.clear()

@@ -112,9 +112,8 @@ class GMRESRun(KrylovRun):
         return torch.from_numpy(vectors) if self.in_numpy else vectors
 
     def absorb_image(self, image: Tensor) -> None:
-        """:meth:`absorb` where the matrix is ``I - M``, of ``M`` times ``direction``."""
         if self.native is None:
-            return self.absorb(self.direction - image)
+            return super().absorb_image(image)
         self._grow_if_full()
         self._advance_in_native(self.native, image, of_one_minus=True)
 
