@@ -16,6 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from solvers.compiled.narrow import with_faster_products
+
 
 def trace(
     function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, fixed: int = 0
@@ -97,6 +99,8 @@ def compiled(
         if backend == "inductor":
             patches = {} if mode in (None, "default") else torch._inductor.list_mode_options(mode)
             make: Any = torch._inductor.compile
-            return make(graph, list(tensors), options=patches | (options or {}))
+            return make(
+                with_faster_products(graph), list(tensors), options=patches | (options or {})
+            )
         make = backend if callable(backend) else torch._dynamo.lookup_backend(backend)
         return make(graph, list(tensors))
