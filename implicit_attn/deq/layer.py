@@ -195,8 +195,7 @@ class DEQ(Compilable):
             TypeError, ValueError: for arguments that do not fit, naming the argument.
             solvers.SolveError: if ``on_failure="raise"`` and a sample did not converge.
         """
-        unknown = sorted(set(options) - set(OPTIONS))
-        if unknown:
+        if unknown := sorted(set(options) - set(OPTIONS)):
             raise TypeError(f"unknown options {unknown}; solve takes {list(OPTIONS)}")
         refuse_sharded_parts(self.update)
         x = check_inputs(x, mask, self.update, z0)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.compiled.inputs import Given, Padding
-from solvers.compiled.lanes import Numbers
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.turns import one_by_one
 from solvers.compiled.weights import Weights
@@ -100,8 +99,7 @@ def compiled_adjoint(
     batch = z.shape[0]
     padding = Padding.of(problem, z)
     tolerance = tolerance.rows(padding.index)
-    numbers = Numbers.of(tolerance, max_steps, z)
-    given = Given.of(problem, padding, numbers)
+    given = Given.of(problem, padding, None)
     kind = _InTurns if one_by_one(problem.programs, z.device) else _Solve
     solve = kind(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
     right = padding.zeros(right.detach())

@@ -7,6 +7,7 @@ only make evaluations that nobody needs. What is out of the ordinary is left to 
 from __future__ import annotations
 
 import ctypes
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from solvers.compiled.inputs import Given, Padding
 from solvers.compiled.packing import pack
-from solvers.core.arrays import small_dtype
 from solvers.core.guards.native import native_steps, wanting_native_steps
 from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
@@ -95,40 +95,36 @@ class Turns:
         batch, size = start.shape
         self.steps, self.mask = steps, mask
         self.trial, self.best = start.clone(), start.clone()
-        self.status = torch.full((batch,), RUNNING)
-        self.evaluations = torch.zeros(batch, dtype=torch.int64)
-        numbers = start.new_full((4, batch), torch.inf)
-        self.relative, self.norm, limit, milestone = numbers.unbind()
-        self._kept: list[Tensor] = [limit, milestone]  # by name, as C++ has their addresses alone
-        rtol, atol = (
-            self._keep(torch.as_tensor(part, dtype=small_dtype(start.dtype)).contiguous())
+        self.status, self.evaluations = torch.tensor([[RUNNING], [0]]).expand(2, batch).clone()
+        self.relative, self.norm = start.new_full((2, batch), torch.inf)
+        self._tolerance = [
+            torch.as_tensor(part, dtype=start.dtype).contiguous()
             for part in (tolerance.rtol, tolerance.atol)
-        )
-        residual = self._keep(torch.empty_like(start))
-        mine = (self.trial, None, mask, residual, self.best, self.relative, self.norm, limit,
-                milestone, rtol, atol, self.status, self.evaluations)  # fmt: skip
-        addresses = [None if t is None else t.data_ptr() for t in mine]
+        ]
+        numbers, sizes = self._ring(solver, start)
+        # One piece of memory for what nobody else sees.
+        residual, limit = [batch * size], [batch, batch]
+        self._own, places = _pieces(start, [*sizes, *residual, *limit])
+        *ring, residual_at, limit_at, milestone_at = places
+        best = (self.best, self.relative, self.norm)
         self._turn = Turn(
-            self._ring(solver, start), *addresses, THREADS.fork, THREADS.number, batch, size, 0,
-            max_steps, PATIENCE, rtol.dim(), atol.dim(), MODERATE_ABOVE[start.dtype], DIVERGENCE,
+            Ring(*ring, *[None] * (5 - len(ring)), *numbers),
+            self.trial.data_ptr(), None, None if mask is None else mask.data_ptr(), residual_at,
+            *[tensor.data_ptr() for tensor in best], limit_at, milestone_at,
+            *[tensor.data_ptr() for tensor in (*self._tolerance, self.status, self.evaluations)],
+            THREADS.fork, THREADS.number, batch, size, 0, max_steps, PATIENCE,
+            *[tensor.dim() for tensor in self._tolerance], MODERATE_ABOVE[start.dtype], DIVERGENCE,
         )  # fmt: skip
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self._kept.append(tensor)
-        return tensor
-
-    def _ring(self, solver: Any, start: Tensor) -> Ring:
+    def _ring(self, solver: Any, start: Tensor) -> tuple[tuple[Any, ...], list[int]]:
+        """The numbers of a :class:`Ring`, and the sizes of its arrays."""
         batch, size = start.shape
         if not isinstance(solver, Anderson):
-            return Ring(None, None, None, None, None, 0, 0, False, solver.damping, 1.0, 0.0)
+            return (0, 0, False, solver.damping, 1.0, 0.0), []
         kept = min(solver.memory, size)
-        arrays = [
-            self._keep(start.new_empty(shape))
-            for shape in ((batch, kept, size), (batch, kept, size), (batch, kept, kept))
-        ]
-        before = [self._keep(torch.empty_like(start)) for _ in range(2)]
-        addresses = [tensor.data_ptr() for tensor in (*arrays, *before)]
-        return Ring(*addresses, kept, 0, True, solver.damping, *solver.ridge(start.dtype))
+        numbers = (kept, 0, True, solver.damping, *solver.ridge(start.dtype))
+        history, state = batch * kept * size, batch * size
+        return numbers, [history, history, batch * kept * kept, state, state]
 
     def take(self, value: Tensor) -> int:
         """Judge the map's ``value`` (B, D) at ``trial`` and make the next one; how many samples go on."""
@@ -150,3 +146,11 @@ class Turns:
             evaluations=evaluations.clone(),
             energy=None,
         )
+
+
+def _pieces(like: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
+    """Memory for so many numbers each, not set to anything, and where each piece begins."""
+    ends = list(accumulate(-(-size // 16) * 16 for size in sizes))  # on cache lines
+    memory = like.new_empty(ends[-1])
+    first, width = memory.data_ptr(), memory.element_size()
+    return memory, [first + width * start for start in [0, *ends[:-1]]]

@@ -212,7 +212,10 @@ inline void turn_of(const Turn& turn, int64_t b) {
       residual_of(z, static_cast<const T*>(turn.value) + b * size,
                   turn.mask ? turn.mask + b * size : nullptr, residual, size);
   const bool first = turn.count == 1;
-  if (first) *limit = static_cast<T>(turn.divergence) * std::fmax(found.norm, found.reference);
+  if (first) {
+    *limit = static_cast<T>(turn.divergence) * std::fmax(found.norm, found.reference);
+    static_cast<T*>(turn.milestone)[b] = std::numeric_limits<T>::infinity();
+  }
   // Not so for NaN. A square that may have under- or overflowed is for the ordinary loop, too.
   const bool fine = found.norm <= *limit && found.reference > static_cast<T>(turn.moderate) &&
                     found.reference + found.norm <= std::numeric_limits<T>::max();
