@@ -109,9 +109,10 @@ class _CompiledValue(torch.autograd.Function):
         if not given:
             return (None,) * len(ctx.needs_input_grad)
         cotangent = given[0] if len(given) == 1 else given[0] + given[1]
-        value, *tensors = ctx.saved_tensors
-        known, system = ctx.known.reading(tensors), ctx.system
+        value, *tensors = ctx.saved_tensors  # none has been changed in place since
+        known, system = ctx.known, ctx.system
         if torch.is_grad_enabled():
+            known = known.reading(tensors)
             record = _record(known, system, value)
             results = ImplicitGradient.apply(record, cotangent, value, *known.inputs)
         else:

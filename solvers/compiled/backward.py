@@ -97,9 +97,9 @@ def compiled_adjoint(
     if not isinstance(solver, TRACEABLE) or z.dtype not in (torch.float32, torch.float64):
         return None
     batch = z.shape[0]
-    padding = Padding.of(problem, z)
+    padding, given = problem.given or (Padding.of(problem, z), None)
+    given = given or Given.of(problem, padding, None)
     tolerance = tolerance.rows(padding.index)
-    given = Given.of(problem, padding, None)
     kind = _InTurns if one_by_one(problem.programs, z.device) else _Solve
     solve = kind(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
     right = padding.zeros(right.detach())
@@ -123,9 +123,10 @@ def compiled_adjoint(
         steps=steps[:batch].squeeze(1),
         evaluations=products[:batch].squeeze(1),
     )
-    inputs = wanted.inputs(problem.args, weights.tensors)
-    pairs = zip(ended.gradients, inputs, strict=True)
-    found = [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
+    found = ended.gradients
+    if padding.index is not None:
+        pairs = zip(found, wanted.inputs(problem.args, weights.tensors), strict=True)
+        found = [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
     if z.device.type == "cuda":  # else a later program may write there
         found = [None if g is None else g.clone() for g in found]
     return solution, found

@@ -91,7 +91,7 @@ class Programs:
         self.staged: dict[Hashable, Any] = {}  # stages with their skeleton, and examples
         self.sizes: dict[Hashable, list[int]] = {}  # of batches, by the shapes of a sample
         self.known: dict[Hashable, bool] = {}  # maps that have been checked: does autocast matter?
-        self.kinds: dict[Hashable, int] = {}  # of what programs return
+        self.kinds: dict[Hashable, int] = {}  # numbers of what programs return, and of modules
         self.clone: nn.Module | None = None  # see :meth:`cloned`
 
     def weights(self) -> Weights:
@@ -105,7 +105,8 @@ class Programs:
 
     def _read(self) -> Weights:
         tensors, plain = read_module(self.module)
-        return Weights(tensors, (torch.get_num_threads(), plain, look(tensors.values())))
+        kind = torch.get_num_threads(), plain, look(tensors.values())
+        return Weights(tensors, self.kinds.setdefault(kind, len(self.kinds)))
 
     def check_unchanged(self, weights: Weights) -> None:
         """Raise RuntimeError where the module is another one than that of ``weights`` was."""

@@ -59,6 +59,7 @@ def solve_in_turns(
     """The solution from ``start`` (B, D), whose status may be LEFT."""
     programs = problem.programs
     given = Given.of(problem, padding, None)
+    problem.given = padding, given  # for the adjoint
     rows = padding.rows(start)
 
     def evaluate(z: Tensor, inside: Given) -> Tensor:

@@ -126,6 +126,7 @@ class Problem:
     draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
     goal: Goal | None = None  # of the call of fixed_point
     programs: Any = None  # solvers.compiled.programs.Programs, where evaluations are compiled
+    given: Any = None  # how a compiled solve has padded and packed the inputs
 
     @classmethod
     def of(
@@ -295,6 +296,7 @@ class Problem:
             goal=None if self.goal is None else self.goal.rows(index),
             shrunk=True,
             programs=None,
+            given=None,
         )
 
     def static_key(self) -> tuple[Any, ...]:
