@@ -29,15 +29,18 @@ class Compilable(nn.Module):
     ) -> None:
         """Compile the solves of this layer and their gradients; the layer is used as before.
 
-        The update, its Jacobian products and the solver's own algebra become programs of ``block``
-        evaluations each, with one look at the residuals after each block; what the update prepares of its
-        input, with its gradient, is another one, unless it cannot be traced. Every sample has the value,
-        status and counts that it has without; what is out of the ordinary (a rejected step, a value
-        that is not finite, a stalled sample, second derivatives) is computed as without, too.
+        On CPUs an evaluation of the update and a product with its Jacobian become one program each; what
+        depends on weights and inputs alone is computed once a solve. The steps of ``Anderson``, ``Forward``
+        and ``GMRES`` are made by a kernel in C++. Elsewhere, with other solvers, and where there is no C++
+        compiler, update, products and the solver's own algebra become programs of ``block`` evaluations, with
+        one look at the residuals after each. What the update prepares of its input, with its gradient, is
+        another program, unless it cannot be traced. Every sample has the value, status and counts that it
+        has without; what is out of the ordinary (a rejected step, a value that is not finite, a stalled
+        sample, second derivatives) is computed as without, too.
 
         The first solve of a kind makes its programs: of new shapes, dtypes or devices, masked or not,
-        training or not. With Inductor this takes up to a minute, a few seconds where its cache on disk
-        knows them. A batch that fills half of a known size is padded to it. The update must state
+        training or not. With Inductor this takes some seconds, up to a minute for blocks, and about one
+        where its cache on disk knows them. A batch that fills half of a known size is padded to it. The update must state
         its step by torch's operators alone and read no tensors but parameters, buffers and its
         arguments; another tensor, random numbers, and a weight that changes at every evaluation raise.
 
