@@ -64,6 +64,10 @@ class KrylovRun(ABC):
         with SILENT():  # verdict() sees the rows that became NaN
             self._advance(product)
 
+    def absorb_image(self, image: Tensor) -> None:
+        """:meth:`absorb` where the matrix is ``I - M``, of ``M`` times ``direction``."""
+        self.absorb(self.direction - image)
+
     @abstractmethod
     def _advance(self, product: Tensor) -> None:
         """One step of the method."""
