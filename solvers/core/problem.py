@@ -19,7 +19,12 @@ from solvers.core.guards.norms import NormsRefused
 from solvers.core.guards.outputs import check_energy, check_output
 from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference
 from solvers.core.guards.randomness import Draws, refuse_random
-from solvers.core.jacobian import JacobianProduct, pullback, pushforward
+from solvers.core.jacobian import (
+    JacobianProduct,
+    gradient_of_energy,
+    pullback,
+    pushforward,
+)
 from solvers.core.layout import Layout, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
 from solvers.core.rows import Point, norms_fit, row_norm, scaled_norm
@@ -74,30 +79,12 @@ class Descent(EnergyUpdate):
             ]
             value = self.energy(pytree.tree_unflatten(points, spec), *args)
             check_energy(value, leaves[0].shape[0])
-            gradients = _gradient_of_energy(value, points, create_graph=outer)
+            gradients = gradient_of_energy(value, points, create_graph=outer)
         steps = [t - self.step_size * g for t, g in zip(points, gradients, strict=True)]
         if not outer:
             value, steps = value.detach(), [t.detach() for t in steps]
         rebuild = pytree.tree_unflatten
         return rebuild(steps, spec), value, rebuild(list(gradients), spec)
-
-
-def _gradient_of_energy(
-    energy: Tensor, points: list[Tensor], *, create_graph: bool
-) -> tuple[Tensor, ...]:
-    """dE/dz, zero for leaves that the energy does not depend on; ValueError where that is all."""
-    found: tuple[Tensor | None, ...] = (None,) * len(points)
-    if energy.requires_grad:
-        found = torch.autograd.grad(
-            energy.sum(), points, create_graph=create_graph, allow_unused=True
-        )
-    if all(part is None for part in found):
-        raise ValueError(
-            "energy must depend on z through differentiable operations, got one without gradient"
-        )
-    return tuple(
-        torch.zeros_like(t) if g is None else g for g, t in zip(found, points, strict=True)
-    )
 
 
 @dataclass(eq=False)
