@@ -5,6 +5,7 @@ python benchmarks/step.py [--rounds 40] [--cpp] [--threads 2]
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sys
 import time
@@ -20,8 +21,10 @@ from torchdeq.core import get_deq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
+from benchmarks.compiled.solves import MeanFieldUpdate
 from benchmarks.layers import MeanField
 from benchmarks.measure import interleaved, peak_bytes, table
+from implicit_attn import DEQ
 from implicit_attn.command_line import Parser, command, count
 from solvers.native import process
 
@@ -61,6 +64,25 @@ class InCpp(Ours):
             return super().step(tolerances)
         finally:
             process.ENABLED = outer
+
+
+class Compiled:
+    """A compiled layer, which has a copy of the weights: others replace the map to count its calls."""
+
+    def __init__(self, layer: MeanField) -> None:
+        self.layer, self.own = layer, copy.deepcopy(layer)
+        self.deq = DEQ(MeanFieldUpdate(self.own), max_steps=200)
+        self.deq.compile()
+
+    def step(self, tolerances: Pair) -> Tensor:
+        forward, backward = (solvers.Tolerance(each) for each in tolerances)
+        adjoint = solvers.Implicit(tolerance=backward)
+        solution = self.deq.solve(self.own.x, tolerance=forward, adjoint=adjoint)
+        self.own.zero_grad()
+        solution.value.backward(self.own.cotangent)
+        for parameter, mine in zip(self.layer.parameters(), self.own.parameters(), strict=True):
+            parameter.grad = mine.grad
+        return solution.value.detach()
 
 
 class Theirs:
@@ -113,7 +135,7 @@ def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> t
     return residual, ((got - want).norm() / want.norm()).item()
 
 
-def part_step(rounds: int, cpp: bool = False) -> None:
+def part_step(rounds: int, cpp: bool = False, compiled: bool = False) -> None:
     for scale in (1.0, 2.0):
         layer = MeanField(scale)
         exact = layer.exact()
@@ -126,6 +148,8 @@ def part_step(rounds: int, cpp: bool = False) -> None:
         }
         if cpp:
             contestants["ours default, C++ steps"] = InCpp(layer, None)
+        if compiled:
+            contestants["ours compiled"] = Compiled(layer)
         for target in TARGETS:
             rows = _race(layer, contestants, target, exact, rounds)
             print(
@@ -147,7 +171,8 @@ def _race(
     fastest = min(t for n, t in seconds.items() if n.startswith("torchdeq") and meets[n])
     rows: list[dict[str, Any]] = []
     for name, (tolerances, reached) in found.items():
-        f, vjp, overhead = account(layer, contestants[name], tolerances)
+        seen = not isinstance(contestants[name], Compiled)  # programs call no function
+        f, vjp, overhead = account(layer, contestants[name], tolerances) if seen else ("", "", "")
         same = "torchdeq " + name.split()[1].replace("forward", "fixed_point_iter")
         rows.append(
             {
@@ -205,12 +230,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=40, help="timed rounds")
     parser.add_argument("--threads", type=count, default=2, help="threads of torch")
     parser.add_argument("--cpp", action="store_true", help="also with the solver's steps in C++")
+    parser.add_argument("--compiled", action="store_true", help="also a compiled layer")
     with command(parser):
         options = parser.parse_args()
         torch.set_num_threads(options.threads)
         warnings.simplefilter("ignore", solvers.SolveWarning)
         cpp, process.ENABLED = options.cpp or process.ENABLED, False  # the others run without
-        part_step(options.rounds, cpp)
+        part_step(options.rounds, cpp, options.compiled)
 
 
 if __name__ == "__main__":
