@@ -32,7 +32,7 @@ from solvers.krylov.method import KrylovRun, LinearSolver, norm
 from solvers.krylov.product import MODERATE
 
 if TYPE_CHECKING:
-    from solvers.compiled.stages import Run
+    from solvers.compiled.stages import Bound
 
 TRACEABLE = (CG, GMRES)  # methods whose steps are operations on tensors alone
 
@@ -248,7 +248,7 @@ class _InTurns(_Solve):
     """The same on a CPU, one product after another: a program multiplies, the method goes on by itself."""
 
     @cached_property
-    def _programs(self) -> tuple[list[Run], Skeleton]:
+    def _programs(self) -> tuple[list[Bound], Skeleton]:
         """``J^T u`` of a vector u, and that with all gradients; the evaluation at z has been made."""
         programs = self.problem.programs
         parts = [pack(torch.empty_like(self.z.tensors[0])), self.z, self.given]

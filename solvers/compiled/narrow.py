@@ -37,6 +37,7 @@ def with_faster_products(graph: GraphModule) -> GraphModule:
                 found = _call(graph, aten.add.Tensor, found, node.args[0])
             # Laid out as the product was: views of it may follow. The copy is fused into what reads it.
             found = _call(graph, aten.clone.default, found, memory_format=torch.contiguous_format)
+        found.meta = dict(node.meta)  # the next product asks
         node.replace_all_uses_with(found)
         graph.graph.erase_node(node)
     graph.recompile()
