@@ -123,10 +123,7 @@ def compiled_adjoint(
         steps=steps[:batch].squeeze(1),
         evaluations=products[:batch].squeeze(1),
     )
-    found = ended.gradients
-    if padding.index is not None:
-        pairs = zip(found, wanted.inputs(problem.args, weights.tensors), strict=True)
-        found = [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
+    found = padding.gradients(ended.gradients, wanted.inputs(problem.args, weights.tensors))
     if z.device.type == "cuda":  # else a later program may write there
         found = [None if g is None else g.clone() for g in found]
     return solution, found
@@ -263,7 +260,7 @@ class _InTurns(_Solve):
         for _ in range(budget):
             if run.exhausted or not run.running.any():
                 break
-            run.absorb_image(product(run.direction)[0])
+            run.absorb_image(product(run.direction)[0].resolve_neg())
         u, right, limit = before.record()
         step, left = run.final()
         found = unpack(list(images(u + step)), after)

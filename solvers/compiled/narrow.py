@@ -82,7 +82,7 @@ def _transposed_is_faster(first: Tensor, second: Tensor) -> bool:
 
 def _like(tensor: Tensor) -> Tensor:
     """Numbers in the layout of a tensor without data."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return made.fill_(0.5)
 
 
