@@ -131,7 +131,13 @@ class _Preparation:
 
     def run(self) -> Any:
         """What the update prepares, with its gradient."""
-        outputs, outline = self._linearized() if self.linearizes else self._forward()
+        with torch.no_grad(), without_autocast(self.device):
+            key, given = ("outputs", *self.key), [self._given(self.leaves)]
+            like, outline = self.programs.example(self._outputs, key, given, self.weights)
+        if not any(isinstance(each, Tensor) for each in like):  # nothing is computed
+            return pytree.tree_unflatten(self._cut(like), outline.spec)
+        linearizes = self.linearizes and outline.differentiable
+        outputs = self._linearized(like, outline) if linearizes else self._forward()
         if outline.differentiable:
             inputs = self.wanted.inputs(self.leaves, self.weights.tensors)
             others = [t for t in self._tensors() if all(t is not each for each in inputs)]
@@ -158,17 +164,12 @@ class _Preparation:
     @property
     def linearizes(self) -> bool:
         """Whether the evaluation keeps what its gradient will need, as one without programs does."""
-        wanted = self.wanted != Wanted((), ())
-        return wanted and one_by_one(self.programs, torch.device(self.device))
+        return one_by_one(self.programs, torch.device(self.device))
 
-    def _linearized(self) -> tuple[list[Any], _Outline]:
-        """The outputs, and ``pull``, of which the gradients come later."""
+    def _linearized(self, found: list[Any], outline: _Outline) -> list[Any]:
+        """The outputs, like those ``found``, and ``pull``, of which the gradients come later."""
         programs, weights, given = self.programs, self.weights, self._given(self.leaves)
         with torch.no_grad(), without_autocast(self.device):
-            key = "outputs", *self.key
-            found, outline = programs.example(self._outputs, key, [given], weights)
-            if not outline.differentiable:
-                return self._forward()
             record = pack(found)
             places = slice(len(record.tensors)), slice(len(record.tensors), None)
             like = [found[n] for n in outline.differentiable]
@@ -180,11 +181,10 @@ class _Preparation:
             values = list(evaluated(*cotangents))
         self.held, pull.others = [t.detach() for t in pull.others], ()
         self.pull, self.after, self.outputs = pull, after, len(values)
-        return self._cut(unpack(values, record.skeleton)), outline
+        return self._cut(unpack(values, record.skeleton))
 
-    def _forward(self) -> tuple[list[Any], _Outline]:
-        found, outline = self._call(self._outputs, self._given(self.leaves))
-        return self._cut(found), outline
+    def _forward(self) -> list[Any]:
+        return self._cut(self._call(self._outputs, self._given(self.leaves))[0])
 
     def _cut(self, found: list[Any]) -> list[Any]:
         """Outputs of the batch as it is, without what pads it."""

@@ -76,6 +76,7 @@ class Ended:
     accurate: (
         Tensor  # the recurrence's residual was good enough: no product is counted for this one
     )
+    claimed: Tensor  # bool: by the recurrence the target was met
     indefinite: Tensor  # () bool: CG met a direction of non-positive curvature
     gradients: list[Tensor | None]
 
@@ -158,10 +159,13 @@ class _Solve:
             products = products + ended.used + (open_rows & ~ended.accurate)
             if bool(within.all()):
                 return ended, ended.size, products, steps
-            gained = within | (ended.size <= HALVED * size)
+            # As in LinearLoop: less may be gained, and the target stays, where a restart ended the cycle.
+            less = (1 - torch.finfo(u.dtype).eps ** 0.5) * size
+            gained = within | (ended.size <= torch.where(ended.claimed, HALVED * size, less))
             if not bool(gained.all()) or int(products.max()) + 1 >= max_steps:
                 return None
-            u, residual, size, target = ended.u, ended.residual, ended.size, HALVED * limit
+            target = torch.where(open_rows & ended.claimed, HALVED * limit, target)
+            u, residual, size = ended.u, ended.residual, ended.size
 
     def _cycle(self, start: Packed, before: Packed, budget: int) -> Ended:
         """Steps until no row runs, the method restarts, or the products are spent."""
@@ -236,9 +240,11 @@ class _Solve:
         gap = GAP * eps * (arrays.write(run.matrix_norm) * sizes + reference)
         small = gap <= torch.maximum(left, limit)
         accurate = arrays.write(run.reliable()) & small & (left <= limit)
-        indefinite = (arrays.write(run.verdict()) == int(Status.INDEFINITE)).any()
+        verdict = arrays.write(run.verdict())
+        indefinite = (verdict == int(Status.INDEFINITE)).any()
         used = arrays.write(run.used)
-        return Ended(u, residual, norm(residual), used, accurate, indefinite, found)
+        claimed = verdict == int(Status.CONVERGED)
+        return Ended(u, residual, norm(residual), used, accurate, claimed, indefinite, found)
 
 
 class _InTurns(_Solve):

@@ -33,7 +33,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the programs that are made, by torch's own operators."""
     torch.compiler.reset()
     found: list[str] = []
-    asked, make = captured.options_of, programs.Programs._make
+    asked, make = captured.options_of, programs.Programs._traced
 
     def options_of(f: Any) -> dict[str, Any] | None:
         return None if asked(f) is None else {"backend": "eager", "block": 3}
@@ -43,7 +43,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return make(self, function, *rest)
 
     monkeypatch.setattr(captured, "options_of", options_of)
-    monkeypatch.setattr(programs.Programs, "_make", counting)
+    monkeypatch.setattr(programs.Programs, "_traced", counting)
     yield found
     torch.compiler.reset()
 
