@@ -187,7 +187,7 @@ class Programs:
             inputs += weights.tensors.values()
             with self._making(weights):
                 graph, _, after = self._traced(function, inputs, parts, weights)
-                outputs = graph.graph.output_node().args[0]
+                outputs: Any = graph.graph.output_node().args[0]
                 self.staged[which] = unpack([node.meta["val"] for node in outputs], after)
         return self.staged[which]
 

@@ -102,7 +102,6 @@ def test_same_as_without(name: str) -> None:
     assert second._programs is not None and (second._programs.made or second._programs.staged)
 
 
-@BOTH
 @pytest.mark.parametrize(
     "solver", [Anderson(memory=3), LBFGS(), Broyden(), Forward(0.7)], ids=lambda s: type(s).__name__
 )

@@ -174,10 +174,11 @@ def test_samples_that_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("solvers.core.loop", "solvers.compiled.turns"):
         monkeypatch.setattr(f"{module}.PATIENCE", 10)
     options: Any = {"solver": Forward(), "max_steps": 60, "on_failure": "ignore"}
-    solution = assert_same_solution(
-        *pair(lambda z, x: torch.where(x[:, :1] > 0, 2 * x - z, 0.5 * z + x), init=torch.zeros_like, **options),
-        sample(),
-    )  # fmt: skip
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x[:, :1] > 0, 2 * x - z, 0.5 * z + x)
+
+    solution = assert_same_solution(*pair(f, init=torch.zeros_like, **options), sample())
     assert set(solution.status.tolist()) == {int(Status.STALLED), int(Status.CONVERGED)}
 
 
@@ -439,7 +440,8 @@ def test_energies_that_prepare_nothing_have_no_program_for_it() -> None:
     x = sample(8).reshape(2, 4, 6).requires_grad_()
     assert preparing.prepare(layer.update, x, None, None, layer.programs(), None, compact=True) is x
     assert layer._programs is not None and not layer._programs.made
-    assert [key[0] for key in layer._programs.staged] == ["example"]
+    staged: list[Any] = list(layer._programs.staged)
+    assert [key[0] for key in staged] == ["example"]
 
 
 def test_a_layer_within_a_layer() -> None:
