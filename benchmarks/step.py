@@ -1,6 +1,6 @@
 """The training step of a mean-field layer, at equal true residual and gradient error.
 
-python benchmarks/step.py [--rounds 40]
+python benchmarks/step.py [--rounds 40] [--cpp] [--threads 2]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import solvers
 from benchmarks.layers import MeanField
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn.command_line import Parser, command, count
+from solvers.native import process
 
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
 # What every contestant of the training step must reach: true residual, gradient error.
@@ -49,6 +50,17 @@ class Ours:
         layer.zero_grad()
         solution.value.backward(layer.cotangent)
         return solution.value.detach()
+
+
+class InCpp(Ours):
+    """With the steps in C++, which the environment variable IMPLICIT_ATTN_CPP turns on elsewhere."""
+
+    def step(self, tolerances: Pair) -> Tensor:
+        outer, process.ENABLED = process.ENABLED, True
+        try:
+            return super().step(tolerances)
+        finally:
+            process.ENABLED = outer
 
 
 class Theirs:
@@ -101,7 +113,7 @@ def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> t
     return residual, ((got - want).norm() / want.norm()).item()
 
 
-def part_step(rounds: int) -> None:
+def part_step(rounds: int, cpp: bool = False) -> None:
     for scale in (1.0, 2.0):
         layer = MeanField(scale)
         exact = layer.exact()
@@ -112,6 +124,8 @@ def part_step(rounds: int) -> None:
             "ours forward": Ours(layer, solvers.Forward()),
             "ours default": Ours(layer, None),
         }
+        if cpp:
+            contestants["ours default, C++ steps"] = InCpp(layer, None)
         for target in TARGETS:
             rows = _race(layer, contestants, target, exact, rounds)
             print(
@@ -189,11 +203,14 @@ def account(
 def main() -> None:
     parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=count, default=40, help="timed rounds")
+    parser.add_argument("--threads", type=count, default=2, help="threads of torch")
+    parser.add_argument("--cpp", action="store_true", help="also with the solver's steps in C++")
     with command(parser):
         options = parser.parse_args()
-        torch.set_num_threads(2)
+        torch.set_num_threads(options.threads)
         warnings.simplefilter("ignore", solvers.SolveWarning)
-        part_step(options.rounds)
+        cpp, process.ENABLED = options.cpp or process.ENABLED, False  # the others run without
+        part_step(options.rounds, cpp)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
@@ -24,7 +24,7 @@ from solvers.core.checks import (
     require_increasing,
     require_instance,
 )
-from solvers.core.layout import Layout, check_args, check_mask
+from solvers.core.layout import Layout, check_args, check_mask, leaves_of
 from solvers.core.loop import Loop
 from solvers.core.modes import (
     compiler_loaded,
@@ -135,7 +135,7 @@ def fixed_point(
     _check_inputs(z0, layout, args, mask)
     start = layout.vector(z0)
     check_tolerances(tolerance, adjoint, len(start))
-    problem = Problem.of(f, energy, z0, args, mask, compact)
+    problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast)
     if problem.programs is None and compiler_loaded() and isinstance(adjoint, Implicit | None):
         problem.programs = capture(problem, start)
@@ -296,12 +296,12 @@ def _check_external(solver: Solver, *options: object) -> None:
 
 def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> None:
     """Batch sizes, devices and finiteness of everything that comes in."""
-    leaves = pytree.tree_leaves(z0)
-    batch, device = leaves[0].shape[0], leaves[0].device
+    first = leaves_of(z0)[0]
+    batch, device = first.shape[0], first.device
     check_args(args, batch, device, "z0", "f")
     named = {"z0": z0, **{f"args[{position}]": value for position, value in enumerate(args)}}
     for name, tree in named.items():
-        for leaf in pytree.tree_leaves(tree):
+        for leaf in leaves_of(tree):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 _check_finite(leaf, name)
     if mask is not None:
@@ -310,7 +310,7 @@ def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> 
 
 def _check_finite(leaf: Tensor, name: str) -> None:
     """Raise ValueError for NaN or infinity; not on a GPU, where asking would wait for the device."""
-    if leaf.device.type != "cpu" or bool(torch.isfinite(leaf.detach().sum())):
+    if leaf.device.type != "cpu" or math.isfinite(leaf.detach().sum().item()):
         return
     if leaf.dim() == 0:
         raise ValueError(f"{name} must be finite, got {leaf.item()}")

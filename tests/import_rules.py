@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "solvers.core": _GROUND,
     "solvers.krylov": _KRYLOV,
     "solvers.methods": _METHODS,
-    "solvers.compiled": _METHODS,
+    "solvers.compiled": _METHODS | {"solvers.methods"},
     "solvers.adjoints": _METHODS | {"solvers.compiled"},
     "solvers.eigen": _KRYLOV,
     "solvers.fixed_points": _ENTRY,

@@ -40,9 +40,10 @@ class Compilable(nn.Module):
 
         The first solve of a kind makes its programs: of new shapes, dtypes or devices, masked or not,
         training or not. With Inductor this takes some seconds, up to a minute for blocks, and about one
-        where its cache on disk knows them. A batch that fills half of a known size is padded to it. The update must state
-        its step by torch's operators alone and read no tensors but parameters, buffers and its
-        arguments; another tensor, random numbers, and a weight that changes at every evaluation raise.
+        where its cache on disk knows them. A batch that fills half of a known size is padded to it. The
+        update must state its step by torch's operators alone and read no tensors but parameters, buffers
+        and its arguments; another tensor, random numbers, and a weight that changes at every evaluation
+        raise.
 
         Solves with ``record``, ``callback`` or ``states_at``, with ``Unrolled``, with a solver given for
         the call that cannot be compiled, and inside of ``torch.func``'s transforms are as without.

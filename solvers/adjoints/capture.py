@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from solvers.core.layout import leaves_of
 from solvers.core.modes import constant_weights, uncompiled
 from solvers.core.problem import Problem
 
@@ -54,9 +55,9 @@ class Recorder:
         each time and compile anew, and what it makes cannot be differentiated twice.
         """
         point = z.detach().requires_grad_()
-        args = pytree.tree_map(
-            lambda leaf: self.alias(leaf) if _requires_grad(leaf) else leaf, self.problem.args
-        )
+        args = self.problem.args
+        if any(_requires_grad(leaf) for argument in args for leaf in leaves_of(argument)):
+            args = pytree.tree_map(lambda t: self.alias(t) if _requires_grad(t) else t, args)
         mode = _Substitution(self, point)
         with constant_weights(), torch.enable_grad(), uncompiled(), mode:
             output = replace(self.problem, args=args).masked_map(point)
@@ -131,6 +132,9 @@ def other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
 
 def sequence_number() -> int:
     """Number that autograd gives to the next node of this thread."""
+    known = getattr(torch.autograd, "_get_sequence_nr", None)
+    if known is not None:  # not in every version of torch
+        return known()
     with torch.enable_grad():
         probe = torch.ones((), requires_grad=True) * 1
     node = probe.grad_fn

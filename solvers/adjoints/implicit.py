@@ -19,6 +19,7 @@ from solvers.core.problem import Problem
 from solvers.core.rows import merge_rows, scatter_rows
 from solvers.core.solution import AdjointReport, Solution, Status, apply_policy
 from solvers.core.tolerance import Tolerance
+from solvers.krylov.product import OneMinus
 from solvers.krylov.solve import CG, GMRES, MINRES, LinearSolver, solve_linear
 
 
@@ -72,7 +73,7 @@ class AdjointSystem:
         """Solve the adjoint system ``u - product(u) = right`` for vectors (n, D)."""
         run = partial(
             solve_linear,
-            lambda u: u - product(u),
+            OneMinus(product),
             tolerance=self.tolerance,
             compact=False,
             on_failure="ignore",

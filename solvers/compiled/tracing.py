@@ -99,7 +99,9 @@ def compiled(
     with warnings.catch_warnings():  # torch's own, about its own code
         warnings.simplefilter("ignore")
         if backend == "inductor":
-            patches = {} if mode in (None, "default") else torch._inductor.list_mode_options(mode)
+            chosen = {} if mode in (None, "default") else torch._inductor.list_mode_options(mode)
+            # A program's key holds the sizes and strides of its inputs.
+            patches = {"size_asserts": False, **chosen}
             make: Any = torch._inductor.compile
             return make(
                 with_faster_products(graph), list(tensors), options=patches | (options or {})

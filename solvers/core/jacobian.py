@@ -55,3 +55,21 @@ def pushforward(output: Tensor, point: Tensor) -> JacobianProduct:
         weight = torch.zeros_like(output).requires_grad_()
         image = gradients(output, [point], weight, create_graph=True)[0]
     return pullback(image, weight)
+
+
+def gradient_of_energy(
+    energy: Tensor, points: list[Tensor], *, create_graph: bool
+) -> tuple[Tensor, ...]:
+    """dE/dz, zero for leaves that the energy does not depend on; ValueError where that is all."""
+    found: tuple[Tensor | None, ...] = (None,) * len(points)
+    if energy.requires_grad:
+        found = torch.autograd.grad(
+            energy.sum(), points, create_graph=create_graph, allow_unused=True
+        )
+    if all(part is None for part in found):
+        raise ValueError(
+            "energy must depend on z through differentiable operations, got one without gradient"
+        )
+    return tuple(
+        torch.zeros_like(t) if g is None else g for g, t in zip(found, points, strict=True)
+    )

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+_LEAF = pytree.tree_structure(0)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """``pytree.tree_leaves``, at once for a tensor on its own."""
+    return [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -27,14 +34,14 @@ class Layout:
     @classmethod
     def of(cls, state: Any, name: str = "z0") -> Layout:
         """Read the layout of ``state``; raises TypeError/ValueError that speak of ``name``."""
-        leaves, spec = pytree.tree_flatten(state)
+        leaves, spec = ([state], _LEAF) if isinstance(state, Tensor) else pytree.tree_flatten(state)
         _check_leaves(leaves, name)
         return cls(spec, tuple(t.shape[1:] for t in leaves), tuple(t.dtype for t in leaves))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrix: the leaves' common one."""
-        return reduce(torch.promote_types, self.dtypes)
+        return self.dtypes[0] if len(self.dtypes) == 1 else reduce(torch.promote_types, self.dtypes)
 
     def vector(self, state: Any) -> Tensor:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
@@ -45,7 +52,7 @@ class Layout:
 
     def ordered(self, state: Any) -> Any:
         """``state`` with the keys of its dicts in this layout's order."""
-        if pytree.tree_structure(state) == self.spec:
+        if isinstance(state, Tensor) or pytree.tree_structure(state) == self.spec:
             return state
         return _reorder(pytree.tree_unflatten(list(self.shapes), self.spec), state)
 
@@ -179,7 +186,7 @@ def check_batched(
 
     The message sends tensors that all samples share to the function ``home``.
     """
-    for leaf in pytree.tree_leaves(argument):
+    for leaf in leaves_of(argument):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue
         if leaf.shape[0] != batch:
@@ -206,4 +213,6 @@ def take(tree: Any, index: Tensor, batch: int) -> Any:
             return taken[id(leaf)]
         return leaf
 
+    if type(tree) is tuple:  # of arguments, most of which are tensors
+        return tuple([rows(t) if isinstance(t, Tensor) else pytree.tree_map(rows, t) for t in tree])
     return pytree.tree_map(rows, tree)

@@ -14,9 +14,9 @@ from torch import Tensor
 from solvers.core.arrays import SILENT, Arrays
 from solvers.core.device import Watch, maybe_any
 from solvers.core.guards.growth import Growth
+from solvers.core.plain.turns import PlainTurns
 from solvers.core.problem import Problem
 from solvers.core.rows import (
-    MODERATE_ABOVE,
     RUNNING,
     History,
     Point,
@@ -33,10 +33,10 @@ from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable, rou
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import Solver, Turn
 from solvers.core.tolerance import Tolerance
+from solvers.native.moves import Moves
 
 DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
 PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
-SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
 
 
 def keeps_failures_out(device: torch.device) -> bool:
@@ -47,7 +47,7 @@ def keeps_failures_out(device: torch.device) -> bool:
     return device.type == "cpu" and torch.is_grad_enabled()
 
 
-class Loop:
+class Loop(PlainTurns):
     """One solve, from its first evaluation ``start``; the :class:`Solution` has a value (B, D).
 
     The solver proposes a trial point for every row of the working batch. A row whose trial is
@@ -83,34 +83,34 @@ class Loop:
         self.snapshots = Snapshots(states_at, uneven=type(solver).products is not Solver.products)
         self.watch = Watch(start.z.device)
         self.arrays = Arrays(start.z.device)
+        self.moves: Moves | bool | None = None  # of the rows that are left; False: there are none
         self.some_ended = False  # some row of the working batch has ended
         self.recovering = False  # some row was rejected at the last turn
         self.patience = PATIENCE
         self.guarded = True  # trials are judged by their energies, where there are any
-        # Who asks for every evaluation, or judges by more than relative residuals on the CPU,
+        # Who asks for every evaluation, judges by more than residuals, or makes evaluations of its own
         # gets the full account every time.
         watched = problem.has_energy or solver.searches or self.history.wanted
-        self.brief_account = self.arrays.host and not watched and tolerance.relative
+        self.brief_account = self.arrays.host and not watched and not self.snapshots.uneven
 
     def run(self) -> Solution:
         """Go on until every sample has ended."""
         evaluation = 1
         while True:
-            over = self._account(evaluation)
+            with SILENT():
+                over = self._account(evaluation)
             if self.snapshots.at:
                 self.snapshots.note([*self.finished, self.rows], evaluation)
             if over:
                 return self._solution()
-            with SILENT():
-                candidate = self._propose()
-            self.trial = self.problem.evaluate(candidate)
-            evaluation += 1
+            evaluation = self._evaluate(evaluation)
 
     def _account(self, evaluation: int) -> bool:
         """Judge the trial and update every row by it; True when the solve is over."""
-        if self.brief_account and self._all_improve(evaluation):
-            self.current = self.trial
-            return False
+        if self.brief_account and not self.recovering:
+            over = self._plain_account(evaluation)
+            if over is not None:
+                return over
         self.trial = self.problem.exact(self.trial)
         accepted = acceptable(self.trial, self.current, self.rows.limit, self.guarded)
         self.accepted = accepted if maybe_any(~accepted) else None
@@ -125,35 +125,6 @@ class Loop:
             self._keep_failures_out()
         self._shrink()
         return False
-
-    def _all_improve(self, evaluation: int) -> bool:
-        """The brief account: every running row improves, and none of them has converged.
-
-        Then only the best iterate changes; the next full account brings the counts up to date.
-        """
-        due = evaluation in (1, self.max_steps) or evaluation % self.patience == 0
-        if due or self.recovering:
-            return False
-        trial, rows, read = self.trial, self.rows, self.arrays.read
-        norms, references = read(trial.norm), read(trial.reference)
-        with SILENT():
-            relative = norms / references
-        better = relative < read(rows.best.relative)  # False also for NaN
-        rtol = self.tolerance.rtol
-        better &= relative > (read(rtol.to(trial.norm)) if isinstance(rtol, Tensor) else rtol)
-        ended = read(rows.status) != RUNNING if self.some_ended else None
-        if not (better if ended is None else better | ended).all():
-            return False
-        # No square of a norm did harm, and no row is far away, be it one that has ended.
-        low = MODERATE_ABOVE[trial.norm.dtype]
-        if not (references.min() > low and (norms <= read(rows.limit)).all()):
-            return False
-        if ended is None:
-            rows.best.replace(trial, self.arrays.write(relative))
-        else:
-            rows.best.update(self.arrays.write(~ended), trial, self.arrays.write(relative))
-        self.accepted = None
-        return True
 
     def _decide_status(self, evaluation: int) -> None:
         """Decide for every running row whether it has converged, failed or goes on.
@@ -235,7 +206,11 @@ class Loop:
         accepted = self.accepted
         if accepted is not None or self.recovering:
             self.backtracking.note(accepted)
+            self.moves = None  # the solver may forget what it has
         self.recovering = accepted is not None
+        moves = self._moves_from(self.current.z)
+        if moves is not None:
+            return self._step_by(moves, self.current)
         rejections = self.backtracking.rejections
         turn = Turn(self.current, self.trial, accepted, rejections, self.problem, self.max_steps)
         candidate = self.solver.step(self.state, turn)
@@ -266,19 +241,9 @@ class Loop:
         self._take_out(ended)
         self.trial = self.current = self.problem.evaluate(self.trial.z)
 
-    def _shrink(self) -> None:
-        """Let finished rows leave, their history with them, when enough of them have finished."""
-        if not (self.some_ended and self.problem.compact and self.arrays.host):
-            return
-        ended = self.rows.status != RUNNING
-        number = int(ended.sum())
-        if number * SHRINK < ended.numel() or number == 0:
-            return
-        self._take_out(ended)
-
     def _take_out(self, ended: Tensor) -> None:
         """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""
-        self.some_ended = False
+        self.some_ended, self.moves = False, None
         stay = torch.nonzero(~ended).flatten()
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
         self.rows = select_rows(self.rows, stay)

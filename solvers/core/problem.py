@@ -14,17 +14,21 @@ from torch.utils import _pytree as pytree
 
 from solvers.core.arrays import SILENT, fits_numpy, row_norms
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.guards.native import native_steps
+from solvers.core.guards.lean import lean_value
 from solvers.core.guards.norms import NormsRefused
 from solvers.core.guards.outputs import check_energy, check_output
-from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference, version_of
+from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference
 from solvers.core.guards.randomness import Draws, refuse_random
-from solvers.core.jacobian import JacobianProduct, pullback, pushforward
-from solvers.core.layout import Layout, take
+from solvers.core.jacobian import (
+    JacobianProduct,
+    gradient_of_energy,
+    pullback,
+    pushforward,
+)
+from solvers.core.layout import Layout, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
 from solvers.core.rows import Point, norms_fit, row_norm, scaled_norm
 from solvers.core.tolerance import Goal
-from solvers.native.steps import evaluated
 
 
 class EnergyUpdate(ABC):
@@ -75,30 +79,12 @@ class Descent(EnergyUpdate):
             ]
             value = self.energy(pytree.tree_unflatten(points, spec), *args)
             check_energy(value, leaves[0].shape[0])
-            gradients = _gradient_of_energy(value, points, create_graph=outer)
+            gradients = gradient_of_energy(value, points, create_graph=outer)
         steps = [t - self.step_size * g for t, g in zip(points, gradients, strict=True)]
         if not outer:
             value, steps = value.detach(), [t.detach() for t in steps]
         rebuild = pytree.tree_unflatten
         return rebuild(steps, spec), value, rebuild(list(gradients), spec)
-
-
-def _gradient_of_energy(
-    energy: Tensor, points: list[Tensor], *, create_graph: bool
-) -> tuple[Tensor, ...]:
-    """dE/dz, zero for leaves that the energy does not depend on; ValueError where that is all."""
-    found: tuple[Tensor | None, ...] = (None,) * len(points)
-    if energy.requires_grad:
-        found = torch.autograd.grad(
-            energy.sum(), points, create_graph=create_graph, allow_unused=True
-        )
-    if all(part is None for part in found):
-        raise ValueError(
-            "energy must depend on z through differentiable operations, got one without gradient"
-        )
-    return tuple(
-        torch.zeros_like(t) if g is None else g for g, t in zip(found, points, strict=True)
-    )
 
 
 @dataclass(eq=False)
@@ -122,7 +108,7 @@ class Problem:
     recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     shrunk: bool = False  # rows have been taken out
     checked: bool = False  # an output of f has been checked
-    lean: bool = False  # so has been whether :meth:`_lean_evaluation` serves
+    lean: bool = False  # so has been whether :meth:`lean_value` serves
     draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
     goal: Goal | None = None  # of the call of fixed_point
     programs: Any = None  # solvers.compiled.programs.Programs, where evaluations are compiled
@@ -137,14 +123,15 @@ class Problem:
         args: tuple[Any, ...],
         mask: Any,
         compact: bool,
+        layout: Layout | None = None,
     ) -> Problem:
         """The problem of a call of :func:`solvers.fixed_point` with these arguments."""
-        layout = Layout.of(z0)
+        layout = layout or Layout.of(z0)
         return cls(
             f,
             layout,
             args,
-            autocast_dtype(pytree.tree_leaves(z0)[0].device.type),
+            autocast_dtype(leaves_of(z0)[0].device.type),
             energy=energy,
             mask=None if mask is None else layout.mask_vector(mask),
             symmetric=bool(getattr(f, "symmetric", False)),
@@ -158,7 +145,7 @@ class Problem:
 
     def evaluate(self, z: Tensor) -> Point:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
-        if self.lean and z.shape[0] > 1 and fits_numpy(z) and not torch.is_inference_mode_enabled():
+        if fits_numpy(z) and self.lean_at(z):
             return self._lean_evaluation(z)
         value, energy, gradient = self._run(self._value_and_energy, z)
         residual = value - z
@@ -169,6 +156,10 @@ class Problem:
             gradient = None if gradient is None else torch.where(self.mask, gradient, zero)
         norm, reference = row_norm(residual.detach()), row_norm(value.detach())
         return Point(z, residual, norm, reference, energy, gradient)
+
+    def lean_at(self, z: Tensor) -> bool:
+        """Whether :meth:`lean_value` serves at z (B, D), without gradients."""
+        return self.lean and z.shape[0] > 1 and not torch.is_inference_mode_enabled()
 
     def evaluate_first(self, z: Tensor) -> Point:
         """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
@@ -239,25 +230,20 @@ class Problem:
         plain = self.mask is None and self.autocast is None and not self.has_energy
         return plain and len(self.layout.shapes) == 1 and self.layout.spec.is_leaf()
 
-    def _lean_evaluation(self, z: Tensor) -> Point:
-        """:meth:`evaluate` with NumPy for what is not f: on small problems that is much of a step."""
-        version = version_of(z)
+    def lean_value(self, z: Tensor) -> Tensor:
+        """``f(z)`` where f is known to be lean, contiguous and of z's dtype, in the shape that f has."""
         try:
-            given = z.reshape(-1, *self.layout.shapes[0])
-            output = self.f(given, *self.args)
-            if output.shape != given.shape:
-                check_output(output, None, z, self.layout, self.autocast)
-            vector = output.detach().reshape(z.shape).to(z.dtype).resolve_neg()
-            if version_of(z) != version:
-                raise ValueError(OVERWRITES.format("its input"))
+            return lean_value(self.f, self.args, z, self.layout, self.autocast)
         except (RuntimeError, ValueError, IndexError) as error:
             self._explain(error, z)
             raise
-        if (steps := native_steps(z)) is not None:
-            return Point(z, *evaluated(steps, z, vector))
+
+    def _lean_evaluation(self, z: Tensor) -> Point:
+        """:meth:`evaluate` with NumPy for what is not f: on small problems that is much of a step."""
+        value = self.lean_value(z).numpy().reshape(z.shape)
         with SILENT():
-            residual = vector.numpy() - z.numpy()
-            norm, reference = row_norms(residual), row_norms(vector.numpy())
+            residual = value - z.numpy()
+            norm, reference = row_norms(residual), row_norms(value)
         return Point(z, *map(torch.from_numpy, (residual, norm, reference)))
 
     def image(self, z: Tensor) -> Tensor:

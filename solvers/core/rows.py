@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -226,9 +225,13 @@ def select_rows(record: Record, index: Tensor) -> Record:
     Large histories (B, m, D) are moved slot by slot within their storage, so that no second copy of
     them ever exists; the old record is invalid then.
     """
-    part = copy(record)
+    part = object.__new__(type(record))  # as copy does, in a third of its time
+    part.__dict__.update(vars(record))
+    taken: dict[int, Tensor] = {}  # several names may have one tensor
     for name, value in vars(record).items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and id(value) in taken:
+            object.__setattr__(part, name, taken[id(value)])
+        elif isinstance(value, Tensor):
             in_place = value.dim() == 3 and value.numel() > LARGE and not torch.is_grad_enabled()
             if not in_place:
                 value = value.index_select(0, index)
@@ -236,6 +239,7 @@ def select_rows(record: Record, index: Tensor) -> Record:
                 for slot in range(value.shape[1]):
                     value[: len(index), slot] = value[:, slot].index_select(0, index)
                 value = value[: len(index)]
+            taken[id(vars(record)[name])] = value
             object.__setattr__(part, name, value)
         elif is_dataclass(value):
             object.__setattr__(part, name, select_rows(value, index))

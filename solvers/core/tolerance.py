@@ -85,6 +85,12 @@ class Tolerance:
         limit = reference * _like(self.rtol, reference)
         return limit if self.relative else limit.clamp_min(_like(self.atol, reference))
 
+    def threshold_of(self, reference: Any) -> Any:
+        """:meth:`threshold` of a NumPy array."""
+        if isinstance(self.rtol, Tensor) or not self.relative:
+            return self.threshold(torch.from_numpy(reference)).numpy()
+        return reference * self.rtol
+
     def least(self, like: Tensor) -> float | Tensor:
         """``atol``, a tensor on the device and in the dtype of ``like``."""
         return _like(self.atol, like)

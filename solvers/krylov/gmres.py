@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,13 @@ from solvers.core.checks import require_count
 from solvers.core.device import traced
 from solvers.core.guards.native import native_steps
 from solvers.core.solution import Status
+from solvers.krylov.in_native import Cycles
 from solvers.krylov.method import KrylovRun, LinearSolver, norm
-from solvers.native.process import THREADS
-from solvers.native.steps import MOST, Cycle, Steps, address
+from solvers.native.steps import MOST, Steps
 
 _FIRST_CAPACITY = 8  # basis vectors allocated at first; doubled whenever they are used up
+# ... but all for a whole cycle of so few steps and numbers.
+_SHORT, _SMALL = 24, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class GMRESRun(KrylovRun):
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor, restart: int) -> None:
         super().__init__(residual, limit, active)
         arrays, rows = self.arrays, residual.shape[0]
-        capacity = min(restart + 1, _FIRST_CAPACITY)
+        whole = restart <= _SHORT and (restart + 1) * residual.numel() <= _SMALL
+        capacity = restart + 1 if whole else min(restart + 1, _FIRST_CAPACITY)
         length = norm(residual)
         self.restart, self.step = restart, 0
         self.beta = self.residual_norm = arrays.read(length)
@@ -80,29 +82,34 @@ class GMRESRun(KrylovRun):
         self.broken: Array = self.running & False
         self.in_numpy = arrays.host and fits_numpy(residual)
         self.matmul = numpy.matmul if self.in_numpy else torch.matmul
-        self.direction = residual / torch.where(length > 0, length, 1)
+        if not (arrays.host and self.beta.all()):
+            length = torch.where(length > 0, length, 1)
+        self.direction = residual / length
         # A program keeps the vectors apart: to write one into an array it would copy the array.
         self.vectors: list[Tensor] | None = [self.direction] if traced() else None
+        self.native = None
+        if self.vectors is None and arrays.host and restart < MOST:
+            self.native = native_steps(residual)
         width = 0 if self.vectors else residual.shape[1]
         self.basis = self._vectors(residual.new_empty(rows, capacity, width))
         if self.vectors is None:
             self.basis[:, 0] = self._vectors(self.direction)
-        self.hessenberg = arrays.read(residual.new_zeros(rows, capacity, capacity + 1))
-        self.rotation = arrays.read(residual.new_zeros(rows, capacity, capacity + 1))
+        # C++ reads nothing that it has not written.
+        new = residual.new_zeros if self.native is None else residual.new_empty
+        self.hessenberg = arrays.read(new(rows, capacity, capacity + 1))
+        self.rotation = arrays.read(new(rows, capacity, capacity + 1))
         self.null = arrays.read(residual.new_zeros(rows, capacity + 1))
         self.null[:, 0] = 1
         precision = torch.finfo(residual.dtype)
         self.floor, self.tiny = 16 * precision.eps, precision.tiny
-        self.native = None
-        if self.vectors is None and restart < MOST:
-            self.native = native_steps(residual)
+        self.cycles = Cycles()
         if self.native is not None:
             self._own_arrays()
 
     def _own_arrays(self) -> None:
         """Arrays that a step in C++ may write to."""
-        for name in ("residual_norm", "matrix_norm", "broken", "columns", "used", "running"):
-            setattr(self, name, numpy.array(getattr(self, name)))
+        for name in ("residual_norm", "matrix_norm", "broken", "columns", "used"):
+            setattr(self, name, getattr(self, name).copy())
 
     def _vectors(self, tensor: Tensor) -> Array:
         """Basis vectors in NumPy or torch, whichever multiplies them faster; without a copy."""
@@ -177,37 +184,9 @@ class GMRESRun(KrylovRun):
 
     def _advance_in_native(self, steps: Steps, product: Tensor, *, of_one_minus: bool) -> None:
         """The same in C++."""
-        self.running = self.running.copy()  # who has the old one wants it as it was
-        product, direction = product.contiguous(), self.direction
-        following = torch.empty_like(direction)
-        cycle = self._cycle(product, direction, following, of_one_minus)
-        steps.absorb(ctypes.byref(cycle))
-        self.direction = following
+        self.direction = self.cycles.absorb(self, steps, product.contiguous(), of_one_minus)
         self.step += 1
         self.exhausted = self.step == self.restart
-
-    def _cycle(
-        self,
-        product: Tensor | None,
-        direction: Tensor,
-        following: Tensor | None,
-        of_one_minus: bool,
-    ) -> Cycle:
-        """The run for :mod:`solvers.native.steps`."""
-        kept = (
-            self.basis, self.hessenberg, self.rotation, self.null, self.residual_norm,
-            self.matrix_norm, self.limit, self.beta, self.running, self.broken, self.columns, self.used,
-        )  # fmt: skip
-        addresses = [address(array) for array in (product, direction, following, *kept)]
-        rows, size = direction.shape
-        numbers = (rows, size, self.basis.shape[1], self.step, of_one_minus, self.floor, self.tiny)
-        return Cycle(*addresses, THREADS.fork, THREADS.number, *numbers)
-
-    def _final_in_native(self, steps: Steps) -> tuple[Tensor, Array]:
-        solution, left = torch.empty_like(self.direction), numpy.empty_like(self.residual_norm)
-        cycle = self._cycle(None, self.direction, None, False)
-        steps.finish(ctypes.byref(cycle), solution.data_ptr(), address(left))
-        return solution, left
 
     def _all_extend(self, column: Array, below: Array) -> bool:
         """:meth:`_extend` where every row runs and is finite, else False: nothing is to be chosen."""
@@ -275,7 +254,7 @@ class GMRESRun(KrylovRun):
         if step == 0:
             return torch.zeros_like(self.direction), self.residual_norm
         if self.native is not None:
-            return self._final_in_native(self.native)
+            return self.cycles.finish(self, self.native)
         xp, write = self.arrays.xp, self.arrays.write
         entries = self.hessenberg[:, :step, : step + 1]
         rotation = self.rotation[:, :step, : step + 1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from solvers.core.arrays import SILENT, Array
 from solvers.core.device import Watch
-from solvers.core.loop import SHRINK
+from solvers.core.plain.turns import SHRINK
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, Status, Trace
 from solvers.krylov.cycle import Cycle, Results
@@ -56,7 +56,7 @@ class LinearLoop:
         self.columns: list[Tensor] = []
         self.noted = 0  # batches of products so far
         self.all_rows = self.arrays.range(len(system.b))
-        self.x = torch.zeros_like(system.b)
+        self.x, self.moved = torch.zeros_like(system.b), False
         self.r, self.residual_norm, self.target = system.b, system.reference, system.limit
         self.open = system.finite & (system.reference > 0)
         self.steps = self.evaluations = self.arrays.whole(self.open)
@@ -106,7 +106,7 @@ class LinearLoop:
 
     def _move(self, rows: Array, x: Tensor, r: Tensor, r_norm: Array) -> None:
         """In ``rows`` (B, 1) the point ``x`` with the residual ``r`` becomes the best iterate."""
-        self.x = self.arrays.choose(rows, x, self.x)
+        self.x, self.moved = self.arrays.choose(rows, x, self.x), True
         self.r = self.arrays.choose(rows, r, self.r)
         self.residual_norm = self.arrays.xp.where(rows, r_norm, self.residual_norm)
 
@@ -162,8 +162,8 @@ class LinearLoop:
                 cycle.run.stop(arrays.write(budget[cycle.rows] == step))
             if not self._goes_on(cycle, watch):
                 break
-            active = cycle.run.running
-            cycle.run.absorb(self.product(cycle.run.direction))
+            active = self.arrays.copy(cycle.run.running) if self.noting else None
+            self.product.advance(cycle.run)
             if self.noting:
                 with SILENT():
                     latest = cycle.run.current()
@@ -209,7 +209,8 @@ class LinearLoop:
 
         The recurrence went from ``start`` to ``end`` (n, D).
         """
-        size = self.arrays.read(torch.maximum(norm(start), norm(end)))
+        length = norm(end)
+        size = self.arrays.read(torch.maximum(norm(start), length) if self.moved else length)
         return GAP * self.product.eps * (matrix_norm * size + reference)
 
     def _accept(self, result: Results) -> None:
@@ -220,7 +221,7 @@ class LinearLoop:
         arrays, system = self.arrays, self.system
         self.steps = self.steps + result.used
         self.evaluations = self.evaluations + result.used
-        x = self.x + result.correction
+        x = self.x + result.correction if self.moved else result.correction
         gap = self._residual_gap(self.x, x, system.reference, result.matrix_norm)
         small_gap = gap <= arrays.xp.maximum(result.residual_norm, system.limit)
         unmoved = result.residual_norm == self.residual_norm  # no step was taken
@@ -229,7 +230,7 @@ class LinearLoop:
         finished = result.verdict != int(Status.MAX_STEPS)
         closing = self.open & (spent | (accurate & finished))
         better = closing & accurate & (result.residual_norm < self.residual_norm)
-        self.x = arrays.choose(better, x, self.x)
+        self.x, self.moved = arrays.choose(better, x, self.x), True
         self.residual_norm = arrays.xp.where(better, result.residual_norm, self.residual_norm)
         # Converged by the recurrence alone, with no product left to verify it: not converged.
         claimed = result.verdict == int(Status.CONVERGED)
@@ -244,7 +245,7 @@ class LinearLoop:
     def _representable(self, x: Tensor) -> Array:
         """(B, 1) bool: the dtypes of the right-hand side hold ``x``, which is wider and scaled."""
         size = self.arrays.read(x.abs().amax(1, keepdim=True))
-        held = size * self.system.scale
+        held = size if self.system.factor is None else size * self.system.scale
         return (size == 0) | ((held >= self.product.tiny) & (held <= self.product.largest))
 
     def _verify(self, result: Results, x: Tensor, rows: Array) -> None:

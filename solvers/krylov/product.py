@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from solvers.core.arrays import SILENT, Array, Arrays
 from solvers.core.layout import Layout, take
 from solvers.core.tolerance import Tolerance
-from solvers.krylov.method import norm
+from solvers.krylov.method import KrylovRun, norm
 
 # Right-hand sides whose norms lie between 1 / MODERATE and MODERATE are not scaled.
 MODERATE = 1e6
@@ -42,6 +42,10 @@ class System:
             self.reference = read(norm(b))
         self.b = b  # zero where the caller's is not finite
         # The residual norm at which a sample has converged; ``tolerance`` is in the caller's units.
+        if self.factor is None:
+            norms = write(self.reference.reshape(-1))
+            self.limit = read(tolerance.threshold(norms)).reshape(-1, 1)
+            return
         norms = write(self.reference * self.scale).squeeze(1)
         self.limit = read(tolerance.threshold(norms).unsqueeze(1)) / self.scale
 
@@ -55,6 +59,16 @@ class System:
     def relative(self, norms: Array) -> Tensor:
         """Residual norms (B, 1) relative to the right-hand sides, (B,)."""
         return self.arrays.write(self.arrays.ratio(norms, self.reference).reshape(-1))
+
+
+class OneMinus:
+    """``v -> v - image(v)`` as a ``matvec``, of which a method may ask for the image alone."""
+
+    def __init__(self, image: Callable[[Tensor], Tensor]) -> None:
+        self.image = image
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return v - self.image(v)
 
 
 class Product:
@@ -76,7 +90,7 @@ class Product:
         self.tiny = max(torch.finfo(dtype).tiny for dtype in layout.dtypes)
         self.largest = min(torch.finfo(dtype).max for dtype in layout.dtypes)
         self.eps = max(torch.finfo(dtype).eps for dtype in layout.dtypes)
-        self._single = layout.spec == pytree.tree_flatten(torch.empty(0))[1]
+        self._single = layout.spec.is_leaf()
         # A matrix (B, D) of float32 or float64 is handed over as it is.
         self._direct = self._single and len(layout.shapes[0]) == 1 and not self._narrow
 
@@ -97,6 +111,15 @@ class Product:
         scale = torch.ldexp(torch.ones_like(vectors[:, :1]), exponent.clamp(-100, 100))
         return self.exact(vectors / scale) * scale
 
+    def advance(self, run: KrylovRun) -> None:
+        """One step of the run, by the product with its direction."""
+        matvec: object = self._matvec
+        if not (self._direct and isinstance(matvec, OneMinus)):
+            return run.absorb(self(run.direction))
+        image = self._call(run.direction, matvec.image)
+        _check_single(image, run.direction)
+        run.absorb_image(image.detach())
+
     def rounded(self, vectors: Tensor) -> Tensor:
         """``vectors`` as the caller will get them: through the dtypes of the right-hand side."""
         if all(dtype == self.dtype for dtype in self._layout.dtypes):
@@ -109,16 +132,17 @@ class Product:
         if not self._direct:
             sent = self._layout.tree(vectors.to(self._layout.dtype))
         received = self._call(sent)
-        known = self._single and isinstance(received, Tensor)
-        if not (known and _properties(received) == _properties(sent)):
+        if self._single:
+            _check_single(received, sent)
+        else:
             check_like(received, sent, "matvec(v)", "v")
         if self._direct:
             return received.detach()
         return self._layout.vector(pytree.tree_map(Tensor.detach, received)).to(self.dtype)
 
-    def _call(self, sent: Any) -> Any:
+    def _call(self, sent: Any, function: Callable[..., Any] | None = None) -> Any:
         try:
-            return self._matvec(sent, *self._args)
+            return (function or self._matvec)(sent, *self._args)
         except (RuntimeError, ValueError, IndexError) as error:
             if self._rows < self._batch:
                 shrunk = (
@@ -128,6 +152,11 @@ class Product:
                 )
                 error.args = (f"{error}\n{shrunk}",)
             raise
+
+
+def _check_single(received: Any, sent: Tensor) -> None:
+    if not (isinstance(received, Tensor) and _properties(received) == _properties(sent)):
+        check_like(received, sent, "matvec(v)", "v")
 
 
 def _properties(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

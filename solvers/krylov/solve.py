@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_callable, require_count, require_flag, require_instance
-from solvers.core.layout import Layout, check_args
+from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.modes import eager
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
@@ -106,7 +105,7 @@ def solve_linear(
     require_callable("callback", callback, optional=True)
     check_on_failure(on_failure)
     layout = Layout.of(b, "b")
-    leaf = pytree.tree_leaves(b)[0]
+    leaf = leaves_of(b)[0]
     check_args(args, len(leaf), leaf.device, "b", "matvec")
     tolerance.check_batch("tolerance", len(leaf))
     if x0 is not None:

@@ -84,8 +84,8 @@ class Anderson(Solver):
             gram = torch.zeros(batch, 0, 0, dtype=dtype, device=point.z.device)
             return TracedAndersonState(kept, [], [], gram)
         return AndersonState(
-            steps=point.z.new_zeros(batch, kept, size),
-            changes=point.z.new_zeros(batch, kept, size),
+            steps=point.z.new_empty(batch, kept, size),  # of which only filled slots are read
+            changes=point.z.new_empty(batch, kept, size),
             gram=torch.zeros(batch, kept, kept, dtype=dtype, device=point.z.device),
             last=None,
         )
@@ -161,7 +161,7 @@ class Anderson(Solver):
         """:meth:`step` in C++."""
         last, state.last = state.last, turn.current
         z, residual, accepted = turn.current.z, turn.current.residual, turn.accepted
-        ring = self.ring(state)
+        ring = self._ring(state)
         if last is not None:
             before = (last.z.contiguous(), last.residual.contiguous())
             ring.z, ring.residual = (tensor.data_ptr() for tensor in before)
@@ -172,8 +172,20 @@ class Anderson(Solver):
         state.forget(~accepted)  # the loop has a step of its own for these rows
         return candidate
 
-    def ring(self, state: AndersonState) -> Ring:
-        """The differences of ``state`` for :mod:`solvers.native.steps`, without the point before."""
+    def ring(self, state: AndersonState) -> Ring | None:
+        if state.steps.shape[1] > MOST:
+            return None
+        return self._ring(state)
+
+    def before(self, state: AndersonState) -> tuple[Point | None, int]:
+        return state.last, state.count
+
+    def stepped(self, state: AndersonState, point: Point) -> None:
+        if state.last is not None:
+            state.next_slot()
+        state.last = point
+
+    def _ring(self, state: AndersonState) -> Ring:
         ridge, tiny = self.ridge(state.gram.dtype)
         arrays = (state.steps, state.changes, state.gram)
         addresses = [array.data_ptr() for array in arrays]

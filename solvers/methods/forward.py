@@ -11,6 +11,7 @@ from solvers.core.checks import require_number
 from solvers.core.problem import Problem
 from solvers.core.rows import Point
 from solvers.core.solver import Solver, Turn
+from solvers.native.steps import Ring
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,6 @@ class Forward(Solver):
 
     def step(self, state: None, turn: Turn) -> Tensor:
         return turn.current.z.add(turn.current.residual, alpha=self.damping)
+
+    def ring(self, state: None) -> Ring:
+        return Ring(None, None, None, None, None, 0, 0, False, self.damping, 1.0, 0.0)

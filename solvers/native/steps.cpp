@@ -33,27 +33,56 @@ inline T dot(const T* a, const T* b, int64_t n) {
   return static_cast<T>(total);
 }
 
-// Products of `a` with b and with c.
+// Products of four vectors, n apart, with x: one alone would wait for its own sum.
 template <class T>
-inline std::pair<T, T> two_dots(const T* a, const T* b, const T* c, int64_t n) {
-  double with_b = 0, with_c = 0;
+inline void four_dots(const T* vectors, const T* x, int64_t n, T* products) {
+  const T *a = vectors, *b = a + n, *c = b + n, *d = c + n;
+  double with_a = 0, with_b = 0, with_c = 0, with_d = 0;
   over_chunks(n, [&](int64_t first, int64_t last) {
-    T one = 0, two = 0;
-#pragma omp simd reduction(+ : one, two)
+    T one = 0, two = 0, three = 0, four = 0;
+#pragma omp simd reduction(+ : one, two, three, four)
     for (int64_t i = first; i < last; i++) {
-      one += a[i] * b[i];
-      two += a[i] * c[i];
+      one += a[i] * x[i];
+      two += b[i] * x[i];
+      three += c[i] * x[i];
+      four += d[i] * x[i];
     }
-    with_b += one;
-    with_c += two;
+    with_a += one;
+    with_b += two;
+    with_c += three;
+    with_d += four;
   });
-  return {static_cast<T>(with_b), static_cast<T>(with_c)};
+  products[0] = static_cast<T>(with_a);
+  products[1] = static_cast<T>(with_b);
+  products[2] = static_cast<T>(with_c);
+  products[3] = static_cast<T>(with_d);
+}
+
+// Products of k vectors, n apart, with x.
+template <class T>
+inline void dots(const T* vectors, const T* x, int64_t k, int64_t n, T* products) {
+  int64_t j = 0;
+  for (; j + 4 <= k; j += 4) four_dots(vectors + j * n, x, n, products + j);
+  for (; j < k; j++) products[j] = dot(vectors + j * n, x, n);
 }
 
 template <class T>
 inline void add(T* a, T factor, const T* b, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) a[i] += factor * b[i];
+}
+
+// a -= the sum of k vectors, n apart, times their weights.
+template <class T>
+inline void subtract(T* a, const T* weights, const T* vectors, int64_t k, int64_t n) {
+  int64_t j = 0;
+  for (; j + 4 <= k; j += 4) {
+    const T *b = vectors + j * n, *c = b + n, *d = c + n, *e = d + n;
+    const T w = -weights[j], x = -weights[j + 1], y = -weights[j + 2], z = -weights[j + 3];
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) a[i] = a[i] + w * b[i] + x * c[i] + y * d[i] + z * e[i];
+  }
+  for (; j < k; j++) add(a, -weights[j], vectors + j * n, n);
 }
 
 // x of (k, k) A x = b, rows of A `width` apart, by elimination with row exchanges; A and b are lost.
@@ -132,12 +161,11 @@ inline void anderson(const Ring& ring, int64_t b, int64_t size, bool first, cons
       change[i] = difference;
       step[i] = z[i] - z_before[i] + damping * difference;
     }
-    for (int64_t j = 0; j < filled; j++) {
-      auto [product, right] = two_dots<T>(changes + j * size, change, residual, size);
-      if (j == slot) product = product * static_cast<T>(ring.ridge) + static_cast<T>(ring.tiny);
-      gram[slot * kept + j] = gram[j * kept + slot] = product;
-      weights[j] = right;
-    }
+    T row[MOST];
+    dots(changes, change, filled, size, row);
+    dots(changes, residual, filled, size, weights);
+    row[slot] = row[slot] * static_cast<T>(ring.ridge) + static_cast<T>(ring.tiny);
+    for (int64_t j = 0; j < filled; j++) gram[slot * kept + j] = gram[j * kept + slot] = row[j];
     for (int64_t i = 0; i < filled; i++)
       for (int64_t j = 0; j < filled; j++) system[i * MOST + j] = gram[i * kept + j];
     solve(system, weights, filled, MOST);
@@ -151,7 +179,7 @@ inline void anderson(const Ring& ring, int64_t b, int64_t size, bool first, cons
   }
 #pragma omp simd
   for (int64_t i = 0; i < size; i++) next[i] = z[i] + damping * residual[i];
-  for (int64_t j = 0; j < filled; j++) add(next, -weights[j], steps + j * size, size);
+  subtract(next, weights, steps, filled, size);
 }
 
 // An evaluation of all samples that have not ended; see _Turn in solvers/native/steps.py.
@@ -287,28 +315,73 @@ void step_of_all(const Step& step) {
   });
 }
 
-// Residuals and norms alone.
-struct Evaluated {
+// An evaluation of all samples, and the step after it where every running sample has come nearer, none
+// has arrived and nothing is out of the ordinary; see Moves in solvers/native/moves.py.
+struct Move {
+  Ring ring;
   const void *z, *value;         // (B, D)
-  void *residual, *norm, *reference;
+  void *residual, *next;         // (B, D)
+  void *norm, *reference, *relative;  // (B,)
+  const void *best_relative, *limit;  // (B,)
+  const void *rtol, *atol;       // (B,) or one number
+  const int64_t* status;         // (B,) or null where all run
   void* fork;
-  int64_t threads, batch, size;
+  int64_t threads, batch, size, wanted, each_rtol, each_atol;
+  double moderate;
 };
+constexpr int64_t NORMS = 0, MOVE = 1, STEP = 2;  // that may be wanted: what solvers/native/moves.py knows
 
+// Whether sample b, with these norms, is one after which the solve just goes on.
 template <class T>
-void evaluated(const Evaluated& given) {
-  const int64_t size = given.size;
-  over_rows(given.fork, given.threads, given.batch, given.batch * size * 2,
-            [&](int64_t begin, int64_t end) {
-              for (int64_t b = begin; b < end; b++) {
-                const Judged<T> found = residual_of(
-                    static_cast<const T*>(given.z) + b * size,
-                    static_cast<const T*>(given.value) + b * size, static_cast<const bool*>(nullptr),
-                    static_cast<T*>(given.residual) + b * size, size);
-                static_cast<T*>(given.norm)[b] = found.norm;
-                static_cast<T*>(given.reference)[b] = found.reference;
-              }
-            });
+inline bool goes_on(const Move& move, int64_t b, const Judged<T>& found, T relative) {
+  // Not so for NaN.
+  const bool fine = found.norm <= static_cast<const T*>(move.limit)[b] &&
+                    found.reference > static_cast<T>(move.moderate) &&
+                    found.reference <= std::numeric_limits<T>::max() &&
+                    relative <= std::numeric_limits<T>::max();
+  if (!fine) return false;
+  if (move.status && move.status[b] != RUNNING) return true;
+  const T rtol = static_cast<const T*>(move.rtol)[move.each_rtol ? b : 0];
+  const T atol = static_cast<const T*>(move.atol)[move.each_atol ? b : 0];
+  const bool converged = found.norm <= std::fmax(found.reference * rtol, atol);
+  return !converged && relative < static_cast<const T*>(move.best_relative)[b];
+}
+
+// Residuals and norms; whether the step is to be made, too.
+template <class T>
+bool judged(const Move& move) {
+  const int64_t size = move.size;
+  const T *z = static_cast<const T*>(move.z), *value = static_cast<const T*>(move.value);
+  T* residual = static_cast<T*>(move.residual);
+  std::atomic<bool> all{move.wanted == MOVE};
+  over_rows(move.fork, move.threads, move.batch, move.batch * size * 2, [&](int64_t begin, int64_t end) {
+    bool own = move.wanted == MOVE;
+    for (int64_t b = begin; b < end; b++) {
+      const Judged<T> found = residual_of(z + b * size, value + b * size,
+                                          static_cast<const bool*>(nullptr), residual + b * size, size);
+      const T relative = found.norm / found.reference;
+      static_cast<T*>(move.norm)[b] = found.norm;
+      static_cast<T*>(move.reference)[b] = found.reference;
+      static_cast<T*>(move.relative)[b] = relative;
+      own = own && goes_on(move, b, found, relative);
+    }
+    if (!own) all = false;
+  });
+  return all;
+}
+
+// Whether the step was made.
+template <class T>
+int64_t move_of_all(const Move& move) {
+  if (move.wanted != STEP && !judged<T>(move)) return 0;
+  const int64_t size = move.size;
+  const int64_t products = move.batch * size * (3 * move.ring.kept + 1);
+  over_rows(move.fork, move.threads, move.batch, products, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b++)
+      anderson(move.ring, b, size, move.ring.z == nullptr, static_cast<const T*>(move.z) + b * size,
+               static_cast<const T*>(move.residual) + b * size, static_cast<T*>(move.next) + b * size);
+  });
+  return 1;
 }
 
 // A cycle of GMRES, whose arrays GMRESRun describes.
@@ -330,11 +403,9 @@ struct Cycle {
 template <class T>
 inline void orthogonal(const T* basis, T* rest, T* entries, int64_t k, int64_t size) {
   T parts[MOST + 1];
-  for (int64_t j = 0; j < k; j++) parts[j] = dot(basis + j * size, rest, size);
-  for (int64_t j = 0; j < k; j++) {
-    add(rest, -parts[j], basis + j * size, size);
-    entries[j] += parts[j];
-  }
+  dots(basis, rest, k, size, parts);
+  subtract(rest, parts, basis, k, size);
+  for (int64_t j = 0; j < k; j++) entries[j] += parts[j];
 }
 
 // The small algebra of a column (k + 1,) of H; whether the sample goes on.
@@ -461,8 +532,8 @@ EXPORT int64_t turn_float(const Turn* turn) { return turn_of_all<float>(*turn); 
 EXPORT int64_t turn_double(const Turn* turn) { return turn_of_all<double>(*turn); }
 EXPORT void step_float(const Step* step) { step_of_all<float>(*step); }
 EXPORT void step_double(const Step* step) { step_of_all<double>(*step); }
-EXPORT void evaluated_float(const Evaluated* given) { evaluated<float>(*given); }
-EXPORT void evaluated_double(const Evaluated* given) { evaluated<double>(*given); }
+EXPORT int64_t move_float(const Move* move) { return move_of_all<float>(*move); }
+EXPORT int64_t move_double(const Move* move) { return move_of_all<double>(*move); }
 EXPORT int64_t absorb_float(const Cycle* cycle) { return absorb<float>(*cycle); }
 EXPORT int64_t absorb_double(const Cycle* cycle) { return absorb<double>(*cycle); }
 EXPORT void finish_float(const Cycle* cycle, void* solution, void* left) {

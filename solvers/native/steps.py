@@ -60,10 +60,17 @@ class Step(ctypes.Structure):
     _fields_ = (("ring", Ring), *_fields("z residual next fork", "threads batch size first"))
 
 
-class Evaluated(ctypes.Structure):
-    """A point and its image, whose residual and norms are to be computed."""
+class Move(ctypes.Structure):
+    """An evaluation, and the step after it; see :class:`solvers.native.moves.Moves`."""
 
-    _fields_ = _fields("z value residual norm reference fork", "threads batch size")
+    _fields_ = (
+        ("ring", Ring),
+        *_fields(
+            "z value residual next norm reference relative best_relative limit rtol atol status fork",
+            "threads batch size wanted each_rtol each_atol",
+            "moderate",
+        ),
+    )
 
 
 class Cycle(ctypes.Structure):
@@ -79,12 +86,15 @@ class Cycle(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Steps:
-    """The compiled functions for one dtype; the first ones return how many samples go on."""
+    """The compiled functions for one dtype; the first two return how many samples go on.
+
+    ``move`` returns whether the step was made.
+    """
 
     turn: Callable[..., int]
     absorb: Callable[..., int]
+    move: Callable[..., int]
     step: Callable[..., None]
-    evaluated: Callable[..., None]
     finish: Callable[..., None]
 
 
@@ -117,8 +127,8 @@ def _steps(found: ctypes.CDLL, name: str) -> Steps:
     return Steps(
         turn=function("turn", count),
         absorb=function("absorb", count),
+        move=function("move", count),
         step=function("step"),
-        evaluated=function("evaluated"),
         finish=function("finish", pointers=3),
     )
 
@@ -127,21 +137,7 @@ def address(array: Any) -> int | None:
     """Where a tensor or a NumPy array begins; None of None."""
     if array is None:
         return None
-    return array.data_ptr() if isinstance(array, Tensor) else array.__array_interface__["data"][0]
-
-
-def evaluated(steps: Steps, z: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``value - z`` (B, D), its norms (B,) and those of ``value``."""
-    z, value = z.contiguous(), value.contiguous()
-    batch, size = z.shape
-    residual, norms = torch.empty_like(z), z.new_empty(2, batch)
-    norm, reference = norms[0], norms[1]
-    given = Evaluated(
-        z.data_ptr(), value.data_ptr(), residual.data_ptr(), norm.data_ptr(), reference.data_ptr(),
-        THREADS.fork, THREADS.number, batch, size,
-    )  # fmt: skip
-    steps.evaluated(ctypes.byref(given))
-    return residual, norm, reference
+    return (array if isinstance(array, Tensor) else torch.from_numpy(array)).data_ptr()
 
 
 def anderson_step(steps: Steps, ring: Ring, z: Tensor, residual: Tensor, *, first: bool) -> Tensor:

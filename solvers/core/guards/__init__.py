@@ -3,6 +3,7 @@
 - ``telling``: warnings at the user's line, errors that travel between processes
 - ``outputs``: what f must return
 - ``purity``: functions that overwrite their input
+- ``lean``: evaluations with few calls around them
 - ``randomness``: functions that draw random numbers
 - ``norms``: norms that couple the batch or learn from it
 - ``growth``: samples whose energy falls without bound

@@ -20,7 +20,9 @@ def check_output(
     An ``energy`` must be one number per sample. Under ``autocast`` the output may be of another dtype.
     """
     refuse_forward_mode(output)
-    leaves, spec = pytree.tree_flatten(layout.ordered(output))
+    leaves, spec = [output], layout.spec
+    if not (isinstance(output, Tensor) and spec.is_leaf()):
+        leaves, spec = pytree.tree_flatten(layout.ordered(output))
     if spec != layout.spec:
         raise TypeError(f"f must return a state structured like z0, got {spec}")
     for leaf, shape, dtype in zip(leaves, layout.shapes, layout.dtypes, strict=True):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from solvers.core.guards.randomness import same_numbers
+from solvers.core.layout import leaves_of
 
 _INFERENCE = "Inplace update to inference tensor"  # torch's words
 OVERWRITES = (
@@ -41,7 +41,8 @@ class Witness:
     """
 
     def __init__(self, z: Tensor, args: tuple[Any, ...]) -> None:
-        leaves = [z, *(leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))]
+        parts = [leaf for argument in args for leaf in leaves_of(argument)]
+        leaves = [z, *(leaf for leaf in parts if isinstance(leaf, Tensor))]
         self.tensors = [leaf for leaf in leaves if not _expanded(leaf)]
         self.versions = [version_of(leaf) for leaf in self.tensors]
         self.copies = [leaf.detach().clone() for leaf in self.tensors]
