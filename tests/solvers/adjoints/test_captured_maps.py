@@ -1,4 +1,4 @@
-"""Maps made by ``torch.compile`` are solved by programs of whole blocks: the same solutions and gradients.
+"""Maps made by ``torch.compile`` are solved by programs: the same solutions and gradients.
 
 The programs' operators run one by one here, which changes no result and spares the code generator.
 """
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases.turns import take_turns
 from solvers import Descent, Forward, Implicit, Tolerance, fixed_point
 from solvers.compiled import captured, programs
 
@@ -26,6 +27,13 @@ OPTIONS: Any = {
     "tolerance": Tolerance(1e-10),
     "adjoint": Implicit(tolerance=Tolerance(1e-10)),
 }
+
+
+@pytest.fixture(autouse=True)
+def turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solves in turns, as Inductor has them on a CPU; where a test asks for it, in blocks."""
+    if getattr(request, "param", True):
+        take_turns(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +105,7 @@ def test_a_module(counted: list[str]) -> None:
     assert len(counted) > made
 
 
+@pytest.mark.parametrize("turns", [False, True], ids=["blocks", "turns"], indirect=True)
 def test_a_function_made_anew_with_what_it_closes_over(counted: list[str]) -> None:
     raw = nn.Parameter(0.2 * torch.randn(4, 4, dtype=torch.float64, generator=torch.manual_seed(0)))
 
