@@ -14,7 +14,7 @@ from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
 from solvers.compiled.backward import Wanted
 from solvers.compiled.inputs import Padding
-from solvers.compiled.packing import Skeleton, pack, unpack
+from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.programs import Programs, UntraceableError
 from solvers.compiled.turns import one_by_one
 from solvers.compiled.weights import Weights, read_anew
@@ -132,12 +132,12 @@ class _Preparation:
     def run(self) -> Any:
         """What the update prepares, with its gradient."""
         with torch.no_grad(), without_autocast(self.device):
-            key, given = ("outputs", *self.key), [self._given(self.leaves)]
-            like, outline = self.programs.example(self._outputs, key, given, self.weights)
+            key, given = ("outputs", *self.key), self._given(self.leaves)
+            like, outline = self.programs.example(self._outputs, key, [given], self.weights)
         if not any(isinstance(each, Tensor) for each in like):  # nothing is computed
             return pytree.tree_unflatten(self._cut(like), outline.spec)
         linearizes = self.linearizes and outline.differentiable
-        outputs = self._linearized(like, outline) if linearizes else self._forward()
+        outputs = self._linearized(given, like, outline) if linearizes else self._forward(given)
         if outline.differentiable:
             inputs = self.wanted.inputs(self.leaves, self.weights.tensors)
             others = [t for t in self._tensors() if all(t is not each for each in inputs)]
@@ -151,7 +151,7 @@ class _Preparation:
         own = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         return [*own, *self.weights.tensors.values()]
 
-    def _given(self, leaves: list[Any]) -> Any:
+    def _given(self, leaves: list[Any]) -> Packed:
         detached = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
         return pack(self.padding.tree(detached))
 
@@ -166,9 +166,9 @@ class _Preparation:
         """Whether the evaluation keeps what its gradient will need, as one without programs does."""
         return one_by_one(self.programs, torch.device(self.device))
 
-    def _linearized(self, found: list[Any], outline: _Outline) -> list[Any]:
+    def _linearized(self, given: Packed, found: list[Any], outline: _Outline) -> list[Any]:
         """The outputs, like those ``found``, and ``pull``, of which the gradients come later."""
-        programs, weights, given = self.programs, self.weights, self._given(self.leaves)
+        programs, weights = self.programs, self.weights
         with torch.no_grad(), without_autocast(self.device):
             record = pack(found)
             places = slice(len(record.tensors)), slice(len(record.tensors), None)
@@ -183,8 +183,8 @@ class _Preparation:
         self.pull, self.after, self.outputs = pull, after, len(values)
         return self._cut(unpack(values, record.skeleton))
 
-    def _forward(self) -> list[Any]:
-        return self._cut(self._call(self._outputs, self._given(self.leaves))[0])
+    def _forward(self, given: Packed) -> list[Any]:
+        return self._cut(self._call(self._outputs, given)[0])
 
     def _cut(self, found: list[Any]) -> list[Any]:
         """Outputs of the batch as it is, without what pads it."""
