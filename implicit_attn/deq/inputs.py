@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.heads.inputs import expand_pairs
 from implicit_attn.updates.update import Update
+from solvers.compiled.weights import read_anew
 from solvers.core.modes import in_transform
 
 
@@ -81,11 +82,16 @@ def _has_numbers() -> bool:
 def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any) -> Any:
     """The initial state by a layer's ``init``, for its input and what the update prepared of it."""
     if callable(init):
-        return init(x)
+        made = init(x)
+        read_anew()
+        return made
     kind = type(update)
     own = kind.initial is not Update.initial or kind.start is not Update.start
     if init == "input" and own:
-        return update.start(x, prepared)
+        made = update.start(x, prepared)
+        if not kind.__module__.startswith("implicit_attn."):  # whose own change no module
+            read_anew()
+        return made
     if not isinstance(x, Tensor):
         raise TypeError(
             f"x must be a tensor where init={init!r}, got {type(x)}; give init a function x -> z0"

@@ -32,7 +32,9 @@ def prepares(update: nn.Module) -> bool:
 def may_prepare(update: nn.Module) -> bool:
     """Whether what the update prepares may be more than x, by a part of its own or of its energy."""
     energies = (part for part in update.modules() if isinstance(part, Energy))
-    return prepares(update) or any(type(e).prepare is not Energy.prepare for e in energies)
+    # Beside ``Energy``, its module has sums and multiples, which ask their terms.
+    own = Energy.prepare.__module__
+    return prepares(update) or any(type(e).prepare.__module__ != own for e in energies)
 
 
 def flat(prepared: Any) -> tuple[Any, Any]:

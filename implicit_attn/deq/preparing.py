@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
 from solvers.compiled.backward import Wanted
 from solvers.compiled.inputs import Padding
-from solvers.compiled.packing import pack, unpack
+from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.programs import Programs, UntraceableError
 from solvers.compiled.turns import one_by_one
 from solvers.compiled.weights import Weights, read_anew
@@ -29,6 +28,9 @@ from solvers.core.modes import (
     with_autocast,
     without_autocast,
 )
+
+if TYPE_CHECKING:
+    from solvers.compiled.stages import Bound
 
 
 def prepare(
@@ -103,7 +105,10 @@ class _Preparation:
     weights: Weights
     padding: Padding
     device: str
-    pull: Callable[..., list[Tensor | None]] | None = None  # gradients, of cotangents
+    pull: Bound | None = None  # gradients, of cotangents; what it holds is in :attr:`held`
+    held: list[Tensor] = field(default_factory=list)
+    after: Skeleton | None = None  # of outputs and gradients
+    outputs: int = 0  # tensors among them
 
     @classmethod
     def of(cls, programs: Programs, given: Any, compact: bool) -> _Preparation:
@@ -126,7 +131,13 @@ class _Preparation:
 
     def run(self) -> Any:
         """What the update prepares, with its gradient."""
-        outputs, outline = self._linearized() if self.linearizes else self._forward()
+        with torch.no_grad(), without_autocast(self.device):
+            key, given = ("outputs", *self.key), self._given(self.leaves)
+            like, outline = self.programs.example(self._outputs, key, [given], self.weights)
+        if not any(isinstance(each, Tensor) for each in like):  # nothing is computed
+            return pytree.tree_unflatten(self._cut(like), outline.spec)
+        linearizes = self.linearizes and outline.differentiable
+        outputs = self._linearized(given, like, outline) if linearizes else self._forward(given)
         if outline.differentiable:
             inputs = self.wanted.inputs(self.leaves, self.weights.tensors)
             others = [t for t in self._tensors() if all(t is not each for each in inputs)]
@@ -140,7 +151,7 @@ class _Preparation:
         own = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         return [*own, *self.weights.tensors.values()]
 
-    def _given(self, leaves: list[Any]) -> Any:
+    def _given(self, leaves: list[Any]) -> Packed:
         detached = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
         return pack(self.padding.tree(detached))
 
@@ -153,17 +164,12 @@ class _Preparation:
     @property
     def linearizes(self) -> bool:
         """Whether the evaluation keeps what its gradient will need, as one without programs does."""
-        wanted = self.wanted != Wanted((), ())
-        return wanted and one_by_one(self.programs, torch.device(self.device))
+        return one_by_one(self.programs, torch.device(self.device))
 
-    def _linearized(self) -> tuple[list[Any], _Outline]:
-        """The outputs, and ``pull``, of which the gradients come later."""
-        programs, weights, given = self.programs, self.weights, self._given(self.leaves)
+    def _linearized(self, given: Packed, found: list[Any], outline: _Outline) -> list[Any]:
+        """The outputs, like those ``found``, and ``pull``, of which the gradients come later."""
+        programs, weights = self.programs, self.weights
         with torch.no_grad(), without_autocast(self.device):
-            key = "outputs", *self.key
-            found, outline = programs.example(self._outputs, key, [given], weights)
-            if not outline.differentiable:
-                return self._forward()
             record = pack(found)
             places = slice(len(record.tensors)), slice(len(record.tensors), None)
             like = [found[n] for n in outline.differentiable]
@@ -173,12 +179,12 @@ class _Preparation:
                 self._outputs_and_gradients, ("linearized", *self.key), parts, weights, places
             )
             values = list(evaluated(*cotangents))
-            self.pull = lambda *given: unpack([*values, *pull(*given)], after)[1]
-        return self._cut(unpack(values, record.skeleton)), outline
+        self.held, pull.others = [t.detach() for t in pull.others], ()
+        self.pull, self.after, self.outputs = pull, after, len(values)
+        return self._cut(unpack(values, record.skeleton))
 
-    def _forward(self) -> tuple[list[Any], _Outline]:
-        found, outline = self._call(self._outputs, self._given(self.leaves))
-        return self._cut(found), outline
+    def _forward(self, given: Packed) -> list[Any]:
+        return self._cut(self._call(self._outputs, given)[0])
 
     def _cut(self, found: list[Any]) -> list[Any]:
         """Outputs of the batch as it is, without what pads it."""
@@ -193,18 +199,19 @@ class _Preparation:
                 outputs.append(each)
         return outputs
 
-    def backward(self, cotangents: list[Tensor]) -> list[Tensor | None]:
-        """Gradients of what is wanted."""
+    def backward(self, cotangents: list[Tensor], held: list[Tensor]) -> list[Tensor | None]:
+        """Gradients of what is wanted; ``held`` by ``pull``."""
         padded = [self.padding.zeros(each).contiguous() for each in cotangents]
-        if self.pull is None:
+        if self.pull is None or self.after is None:
             self.programs.check_unchanged(self.weights)
             found = self._call(self._gradients, self._given(self.leaves), pack(padded))
         else:
             with torch.no_grad(), without_autocast(self.device):
-                found = self.pull(*padded)
+                pulled = self.pull.run(*padded, *held)
+            # No gradient is an output, so that none of these is asked for.
+            found = unpack([torch.empty(0)] * self.outputs + list(pulled), self.after)[1]
         inputs = self.wanted.inputs(self.leaves, self.weights.tensors)
-        pairs = zip(found, inputs, strict=True)
-        return [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
+        return self.padding.gradients(found, inputs)
 
     def _evaluate(self, leaves: list[Any]) -> tuple[list[Any], list[Tensor], list[Any], Any]:
         """Within a program: leaves and wanted inputs as they were used, outputs and their spec."""
@@ -287,9 +294,11 @@ class _Prepared(torch.autograd.Function):
         wanted: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.preparation, ctx.wanted = preparation, wanted
-        # All of them, so that what is changed in place before the backward pass is noticed.
-        ctx.save_for_backward(*tensors)
+        ctx.preparation, ctx.wanted, ctx.number = preparation, wanted, len(tensors)
+        # All of them, so that what is changed in place before the backward pass is noticed; and what the
+        # linearisation holds, so that autograd frees it.
+        ctx.save_for_backward(*tensors, *preparation.held)
+        preparation.held = []
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
@@ -303,6 +312,5 @@ class _Prepared(torch.autograd.Function):
                 outputs, inputs, cotangents, create_graph=True, allow_unused=True
             )
         else:
-            results = preparation.backward(list(cotangents))
-        others = len(ctx.saved_tensors) - ctx.wanted
-        return (None, None, None, None, *results, *[None] * others)
+            results = preparation.backward(list(cotangents), list(ctx.saved_tensors[ctx.number :]))
+        return (None, None, None, None, *results, *[None] * (ctx.number - ctx.wanted))

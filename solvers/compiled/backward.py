@@ -32,7 +32,7 @@ from solvers.krylov.method import KrylovRun, LinearSolver, norm
 from solvers.krylov.product import MODERATE
 
 if TYPE_CHECKING:
-    from solvers.compiled.stages import Run
+    from solvers.compiled.stages import Bound
 
 TRACEABLE = (CG, GMRES)  # methods whose steps are operations on tensors alone
 
@@ -76,6 +76,7 @@ class Ended:
     accurate: (
         Tensor  # the recurrence's residual was good enough: no product is counted for this one
     )
+    claimed: Tensor  # bool: by the recurrence the target was met
     indefinite: Tensor  # () bool: CG met a direction of non-positive curvature
     gradients: list[Tensor | None]
 
@@ -123,10 +124,7 @@ def compiled_adjoint(
         steps=steps[:batch].squeeze(1),
         evaluations=products[:batch].squeeze(1),
     )
-    found = ended.gradients
-    if padding.index is not None:
-        pairs = zip(found, wanted.inputs(problem.args, weights.tensors), strict=True)
-        found = [None if g is None else g[: len(t)] if t.dim() else g for g, t in pairs]
+    found = padding.gradients(ended.gradients, wanted.inputs(problem.args, weights.tensors))
     if z.device.type == "cuda":  # else a later program may write there
         found = [None if g is None else g.clone() for g in found]
     return solution, found
@@ -161,10 +159,13 @@ class _Solve:
             products = products + ended.used + (open_rows & ~ended.accurate)
             if bool(within.all()):
                 return ended, ended.size, products, steps
-            gained = within | (ended.size <= HALVED * size)
+            # As in LinearLoop: less may be gained, and the target stays, where a restart ended the cycle.
+            less = (1 - torch.finfo(u.dtype).eps ** 0.5) * size
+            gained = within | (ended.size <= torch.where(ended.claimed, HALVED * size, less))
             if not bool(gained.all()) or int(products.max()) + 1 >= max_steps:
                 return None
-            u, residual, size, target = ended.u, ended.residual, ended.size, HALVED * limit
+            target = torch.where(open_rows & ended.claimed, HALVED * limit, target)
+            u, residual, size = ended.u, ended.residual, ended.size
 
     def _cycle(self, start: Packed, before: Packed, budget: int) -> Ended:
         """Steps until no row runs, the method restarts, or the products are spent."""
@@ -239,16 +240,18 @@ class _Solve:
         gap = GAP * eps * (arrays.write(run.matrix_norm) * sizes + reference)
         small = gap <= torch.maximum(left, limit)
         accurate = arrays.write(run.reliable()) & small & (left <= limit)
-        indefinite = (arrays.write(run.verdict()) == int(Status.INDEFINITE)).any()
+        verdict = arrays.write(run.verdict())
+        indefinite = (verdict == int(Status.INDEFINITE)).any()
         used = arrays.write(run.used)
-        return Ended(u, residual, norm(residual), used, accurate, indefinite, found)
+        claimed = verdict == int(Status.CONVERGED)
+        return Ended(u, residual, norm(residual), used, accurate, claimed, indefinite, found)
 
 
 class _InTurns(_Solve):
     """The same on a CPU, one product after another: a program multiplies, the method goes on by itself."""
 
     @cached_property
-    def _programs(self) -> tuple[list[Run], Skeleton]:
+    def _programs(self) -> tuple[list[Bound], Skeleton]:
         """``J^T u`` of a vector u, and that with all gradients; the evaluation at z has been made."""
         programs = self.problem.programs
         parts = [pack(torch.empty_like(self.z.tensors[0])), self.z, self.given]
@@ -263,7 +266,7 @@ class _InTurns(_Solve):
         for _ in range(budget):
             if run.exhausted or not run.running.any():
                 break
-            run.absorb_image(product(run.direction)[0])
+            run.absorb_image(product(run.direction)[0].resolve_neg())
         u, right, limit = before.record()
         step, left = run.final()
         found = unpack(list(images(u + step)), after)

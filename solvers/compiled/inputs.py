@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +88,25 @@ class Padding:
             return tensor.contiguous()
         added = tensor.new_zeros(len(self.index) - self.batch, *tensor.shape[1:])
         return torch.cat((tensor, added))
+
+    def gradients(
+        self, found: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """What was ``found`` for padded inputs, for the ``inputs``; no two in the same memory.
+
+        Autograd takes a gradient over as ``.grad``, which the user may change in place.
+        """
+        seen, cut = set[int](), list[Tensor | None]()
+        for gradient, like in zip(found, inputs, strict=True):
+            if gradient is not None:
+                if self.index is not None and like.dim():
+                    gradient = gradient[: len(like)]
+                memory = gradient.untyped_storage().data_ptr()
+                if memory in seen:
+                    gradient = gradient.clone()
+                seen.add(memory)
+            cut.append(gradient)
+        return cut
 
     def tree(self, tree: Any) -> Any:
         """The pytree with its batched tensors padded."""

@@ -37,6 +37,7 @@ def with_faster_products(graph: GraphModule) -> GraphModule:
                 found = _call(graph, aten.add.Tensor, found, node.args[0])
             # Laid out as the product was: views of it may follow. The copy is fused into what reads it.
             found = _call(graph, aten.clone.default, found, memory_format=torch.contiguous_format)
+        found.meta = dict(node.meta)  # the next product asks
         node.replace_all_uses_with(found)
         graph.graph.erase_node(node)
     graph.recompile()
@@ -81,7 +82,7 @@ def _transposed_is_faster(first: Tensor, second: Tensor) -> bool:
 
 def _like(tensor: Tensor) -> Tensor:
     """Numbers in the layout of a tensor without data."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return made.fill_(0.5)
 
 

@@ -25,7 +25,7 @@ from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights, uncompiled
 
 if TYPE_CHECKING:
-    from solvers.compiled.stages import Run
+    from solvers.compiled.stages import Bound, Run
 
 _LOG = logging.getLogger(__name__)
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
@@ -154,7 +154,7 @@ class Programs:
         parts: Sequence[Packed],
         weights: Weights,
         wanted: Sequence[slice] = (slice(None),),
-    ) -> tuple[list[Run], Skeleton]:
+    ) -> tuple[list[Bound], Skeleton]:
         """``function(*records)`` as functions of the tensors in the first record, compiled.
 
         What does not depend on that record is computed here, once. Each of the functions returns those
@@ -187,7 +187,7 @@ class Programs:
             inputs += weights.tensors.values()
             with self._making(weights):
                 graph, _, after = self._traced(function, inputs, parts, weights)
-                outputs = graph.graph.output_node().args[0]
+                outputs: Any = graph.graph.output_node().args[0]
                 self.staged[which] = unpack([node.meta["val"] for node in outputs], after)
         return self.staged[which]
 

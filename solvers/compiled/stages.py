@@ -37,6 +37,17 @@ class Split:
     then: tuple[Part, ...]
 
 
+@dataclass
+class Bound:
+    """A second part as a function of the varying inputs alone; it holds all else that it takes."""
+
+    run: Run
+    others: Sequence[Tensor]
+
+    def __call__(self, *varying: Tensor) -> Sequence[Tensor]:
+        return self.run(*varying, *self.others)
+
+
 @dataclass(frozen=True)
 class Stages:
     """The compiled parts of a function; the numbers are of its inputs."""
@@ -46,20 +57,13 @@ class Stages:
     then: tuple[Run, ...]
     then_inputs: tuple[tuple[int, ...], ...]  # beside the varying ones
 
-    def at(self, inputs: Sequence[Tensor | None]) -> list[Run]:
-        """The functions of the varying inputs alone, which need not be among ``inputs``."""
+    def at(self, inputs: Sequence[Tensor]) -> list[Bound]:
+        """The functions of the varying inputs alone."""
         saved: Sequence[Any] = ()
         if self.first is not None:
             saved = self.first(*[inputs[n] for n in self.first_inputs])
-        found: list[Run] = []
-        for run, numbers in zip(self.then, self.then_inputs, strict=True):
-            others = [inputs[n] for n in numbers]
-            found.append(_bound(run, [*others, *saved]))
-        return found
-
-
-def _bound(run: Run, others: Sequence[Any]) -> Run:
-    return lambda *varying: run(*varying, *others)
+        pairs = zip(self.then, self.then_inputs, strict=True)
+        return [Bound(run, [*(inputs[n] for n in numbers), *saved]) for run, numbers in pairs]
 
 
 def made(
@@ -114,6 +118,7 @@ def split(
         graph, at = Graph(), dict[Node, Node]()
         for node in given:
             at[node] = graph.placeholder(node.name)
+            at[node].meta = dict(node.meta)
         for node in nodes:
             if node in copied and node not in at:
                 at[node] = graph.node_copy(node, lambda n: at[n])

@@ -77,7 +77,9 @@ def _written_by(node: Node) -> list[Any]:
 def _check_constant(value: object, node: Node) -> None:
     """Raise ValueError for a tensor from outside; one that the function itself made is copied at once."""
     made = {torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default}
-    if isinstance(value, Tensor) and value.dim() and not all(n.target in made for n in node.users):
+    if not isinstance(value, Tensor) or all(user.target in made for user in node.users):
+        return
+    if value.dim() or value.requires_grad:  # a number serves, without a gradient
         raise ValueError(
             f"it reads a tensor of shape {tuple(value.shape)} that is no parameter or buffer of the update: "
             "register it as one, or pass it in x"

@@ -96,10 +96,11 @@ class Turns:
         batch, size = start.shape
         self.steps, self.mask = steps, mask
         self.trial, self.best = start.clone(), start.clone()
-        self.status, self.evaluations = torch.tensor([[RUNNING], [0]]).expand(2, batch).clone()
+        counts = torch.tensor([[RUNNING], [0]], device=start.device)  # whatever the default is
+        self.status, self.evaluations = counts.expand(2, batch).clone()
         self.relative, self.norm = start.new_full((2, batch), torch.inf)
         self._tolerance = [
-            torch.as_tensor(part, dtype=start.dtype).contiguous()
+            torch.as_tensor(part, dtype=start.dtype, device=start.device).contiguous()
             for part in (tolerance.rtol, tolerance.atol)
         ]
         numbers, sizes = self._ring(solver, start)
@@ -129,7 +130,10 @@ class Turns:
 
     def take(self, value: Tensor) -> int:
         """Judge the map's ``value`` (B, D) at ``trial`` and make the next one; how many samples go on."""
-        turn, value = self._turn, value.contiguous()
+        turn, value = self._turn, value.contiguous().resolve_neg()
+        if value.shape != self.trial.shape or value.dtype != self.trial.dtype:  # C++ would not ask
+            wanted, got = (f"{tuple(t.shape)} {t.dtype}" for t in (self.trial, value))
+            raise ValueError(f"f(z) must be like z, {wanted}, got {got}")
         turn.value = value.data_ptr()
         turn.count += 1
         turn.ring.count = max(turn.count - 2, 0)

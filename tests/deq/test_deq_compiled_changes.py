@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases.turns import take_turns
 from implicit_attn import DEQ
 from implicit_attn.deq import unroll
 from implicit_attn.updates import Update
@@ -23,6 +24,13 @@ pytestmark = [
 ]
 OPTIONS: Any = {"tolerance": Tolerance(1e-4), "solver": Forward(), "max_steps": 20}
 Pair = namedtuple("Pair", "a b")
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["blocks", "turns"])
+def turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solves in blocks, and in turns as Inductor has them on a CPU."""
+    if request.param:
+        take_turns(monkeypatch)
 
 
 class Cell(Update):

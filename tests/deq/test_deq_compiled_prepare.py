@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases.turns import take_turns
 from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.dropout import VariationalDropout
 from implicit_attn.updates import Update
@@ -19,6 +20,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
 EXACT: Any = {"tolerance": Tolerance(1e-12), "adjoint": Implicit(tolerance=Tolerance(1e-12))}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["blocks", "turns"])
+def turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Solves in blocks, and in turns as Inductor has them on a CPU; whether in turns."""
+    if request.param:
+        take_turns(monkeypatch)
+    return request.param
 
 
 class Projected(Update):
@@ -58,8 +67,13 @@ def sample(batch: int, seed: int = 0) -> Tensor:
 
 def made(layer: Any) -> list[str]:
     """Names of the programs that prepare."""
-    names = [key[0][0] for key in layer._programs.made]
-    return [name for name in names if name in ("_outputs", "_gradients")]
+    names = [key[0][0] for key in (*layer._programs.made, *layer._programs.staged)]
+    return sorted(name for name in names if name in ("_outputs", "_gradients", "linearized"))
+
+
+def wanted(turns: bool) -> list[str]:
+    """What :func:`made` returns: in turns one linearisation has both."""
+    return ["linearized"] if turns else ["_gradients", "_outputs"]
 
 
 def results(layer: Any, x: Tensor) -> list[Tensor]:
@@ -69,19 +83,19 @@ def results(layer: Any, x: Tensor) -> list[Tensor]:
     return [value, *torch.autograd.grad(value.cos().sum(), [leaf, *parameters])]
 
 
-def test_values_and_gradients() -> None:
+def test_values_and_gradients(turns: bool) -> None:
     first, second = pair(DEQ(Projected(), **EXACT))
     for batch in (4, 3, 4):  # the second is padded
         for one, other in zip(
             results(first, sample(batch)), results(second, sample(batch)), strict=True
         ):
             torch.testing.assert_close(other, one)
-    assert sorted(made(second)) == ["_gradients", "_outputs"]
+    assert made(second) == wanted(turns)
     for layer in (first, second):
         with torch.no_grad():
             layer.update.v.mul_(0.5)
     torch.testing.assert_close(results(second, sample(4)), results(first, sample(4)))
-    assert sorted(made(second)) == ["_gradients", "_outputs"]
+    assert made(second) == wanted(turns)
     for layer in (first, second):
         layer.update.scale = 2.0
     with torch.no_grad():
@@ -122,7 +136,7 @@ class Dropping(Projected):
         return self.dropout(found), given, found.detach()
 
 
-def test_dropout_has_the_masks_of_the_solve() -> None:
+def test_dropout_has_the_masks_of_the_solve(turns: bool) -> None:
     first, second = pair(DEQ(Dropping(), **EXACT))
     found = []
     for layer in (first, second):
@@ -130,7 +144,7 @@ def test_dropout_has_the_masks_of_the_solve() -> None:
         found.append(results(layer, sample(3)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one)
-    assert sorted(made(second)) == ["_gradients", "_outputs"]
+    assert made(second) == wanted(turns)
 
 
 def test_what_changes_before_the_backward_pass_is_noticed() -> None:

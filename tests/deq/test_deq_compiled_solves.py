@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cases.deq import COUNT, DIM, Cell, energy, gradients, make, relative_error, tokens
+from cases.turns import take_turns
 from implicit_attn import DEQ, EquilibriumBlock, GradientStep, compile_layers
 from implicit_attn.dropout import VariationalDropout
 from implicit_attn.updates import Update
@@ -33,6 +34,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
 OPTIONS: Any = {"tolerance": Tolerance(1e-5), "max_steps": 60}
+BOTH = pytest.mark.parametrize("turns", [False, True], ids=["blocks", "turns"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solves in turns, as Inductor has them on a CPU; where a test asks for it, in blocks."""
+    if getattr(request, "param", True):
+        take_turns(monkeypatch)
 
 
 class Sum(Update):
@@ -52,6 +61,12 @@ def pair(layer: DEQ, **options: Any) -> tuple[DEQ, DEQ]:
     compiled = copy.deepcopy(layer)
     compiled.compile(**{"backend": "eager", "block": 5, **options})
     return layer, compiled
+
+
+def programs(layer: DEQ) -> int:
+    """How many there are."""
+    assert layer._programs is not None
+    return len(layer._programs.made) + len(layer._programs.staged)
 
 
 def run(layer: DEQ, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -84,7 +99,7 @@ def assert_same(first: DEQ, second: DEQ, x: Tensor, mask: Tensor | None = None) 
 def test_same_as_without(name: str) -> None:
     first, second = pair(make(name, **OPTIONS))
     assert_same(first, second, tokens(3))
-    assert second._programs is not None and second._programs.made
+    assert second._programs is not None and (second._programs.made or second._programs.staged)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +120,12 @@ def test_masks_and_unmasked_inputs_have_programs_of_their_own() -> None:
     assert_same(first, second, tokens(3))
 
 
+@BOTH
 def test_programs_serve_other_numbers_weights_and_limits() -> None:
     first, second = pair(make("mean_field", **OPTIONS))
     assert_same(first, second, tokens(3))
     assert second._programs is not None
-    made = len(second._programs.made)
+    made = programs(second)
     with torch.no_grad():
         for layer in (first, second):
             for weight in layer.parameters():
@@ -118,7 +134,7 @@ def test_programs_serve_other_numbers_weights_and_limits() -> None:
             layer.on_failure = "ignore"
     assert_same(first, second, tokens(3, seed=1))
     assert first.last is not None and (first.last.evaluations == 4).all()
-    assert len(second._programs.made) == made
+    assert programs(second) == made
 
 
 def test_a_plain_attribute_is_part_of_the_program() -> None:
@@ -130,18 +146,20 @@ def test_a_plain_attribute_is_part_of_the_program() -> None:
     assert_same(first, second, tokens(2))
 
 
+@BOTH
 def test_batch_sizes_share_programs() -> None:
     torch.manual_seed(0)
     first, second = pair(DEQ(Sum(), **OPTIONS))
     for batch in (8, 5):
         assert_same(first, second, tokens(batch))
     assert second._programs is not None
-    made = len(second._programs.made)
+    made = programs(second)
     for batch in (4, 6, 7):
         assert_same(first, second, tokens(batch))
-    assert len(second._programs.made) == made  # all padded to 8
+    assert programs(second) == made  # all padded to 8
 
 
+@BOTH
 def test_rows_out_of_the_ordinary_are_solved_as_without() -> None:
     """One sample diverges, one is not finite, one converges."""
 
@@ -160,8 +178,9 @@ def test_rows_out_of_the_ordinary_are_solved_as_without() -> None:
     assert torch.equal(wanted.value.nan_to_num(), got.value.nan_to_num())
 
 
+@BOTH
 def test_stalled_samples_are_solved_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("solvers.core.loop", "solvers.compiled.lanes"):
+    for module in ("solvers.core.loop", "solvers.compiled.lanes", "solvers.compiled.turns"):
         monkeypatch.setattr(f"{module}.PATIENCE", 10)
 
     def f(z: Tensor, x: Tensor) -> Tensor:
@@ -176,6 +195,7 @@ def test_stalled_samples_are_solved_as_without(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(wanted.evaluations, got.evaluations)
 
 
+@BOTH
 def test_an_adjoint_that_is_not_solved_is_told_as_without() -> None:
     torch.manual_seed(0)
     short = Implicit(solver=GMRES(2), tolerance=Tolerance(1e-12), max_steps=3)
@@ -216,6 +236,7 @@ def test_dropout_has_one_mask_a_solve() -> None:
     assert_same(first, second, tokens(2))
 
 
+@BOTH
 def test_autocast_and_inference_mode() -> None:
     torch.manual_seed(0)
     first, second = pair(DEQ.from_update(Cell()))
@@ -233,7 +254,7 @@ def test_state_dict_copies_and_pickles() -> None:
     assert first.state_dict().keys() == second.state_dict().keys()
     assert_same(first, second, tokens(2))
     for other in (copy.deepcopy(second), pickle.loads(pickle.dumps(second))):
-        assert other._programs is not None and not other._programs.made
+        assert other._programs is not None and not programs(other)
         assert_same(first, other, tokens(2))
 
 
@@ -242,7 +263,7 @@ def test_observed_solves_are_as_without() -> None:
     traces = [layer.solve(tokens(2), record=True).trace for layer in (first, second)]
     assert traces[0] is not None and traces[1] is not None
     assert torch.equal(traces[0].residual.nan_to_num(), traces[1].residual.nan_to_num())
-    assert second._programs is not None and not second._programs.made
+    assert not programs(second)
 
 
 def test_compile_layers() -> None:
@@ -306,7 +327,7 @@ def test_inductor() -> None:
     for name, value in wanted.items():
         assert_close(got[name], value, rtol=1e-4, atol=1e-5)
     assert second._programs is not None
-    made = len(second._programs.made)
+    made = programs(second)
     for _ in range(3):
         run(second, x)
-    assert len(second._programs.made) == made
+    assert programs(second) == made

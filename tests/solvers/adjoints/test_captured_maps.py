@@ -1,4 +1,4 @@
-"""Maps made by ``torch.compile`` are solved by programs of whole blocks: the same solutions and gradients.
+"""Maps made by ``torch.compile`` are solved by programs: the same solutions and gradients.
 
 The programs' operators run one by one here, which changes no result and spares the code generator.
 """
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases.turns import take_turns
 from solvers import Descent, Forward, Implicit, Tolerance, fixed_point
 from solvers.compiled import captured, programs
 
@@ -29,11 +30,18 @@ OPTIONS: Any = {
 
 
 @pytest.fixture(autouse=True)
+def turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solves in turns, as Inductor has them on a CPU; where a test asks for it, in blocks."""
+    if getattr(request, "param", True):
+        take_turns(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the programs that are made, by torch's own operators."""
     torch.compiler.reset()
     found: list[str] = []
-    asked, make = captured.options_of, programs.Programs._make
+    asked, make = captured.options_of, programs.Programs._traced
 
     def options_of(f: Any) -> dict[str, Any] | None:
         return None if asked(f) is None else {"backend": "eager", "block": 3}
@@ -43,7 +51,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return make(self, function, *rest)
 
     monkeypatch.setattr(captured, "options_of", options_of)
-    monkeypatch.setattr(programs.Programs, "_make", counting)
+    monkeypatch.setattr(programs.Programs, "_traced", counting)
     yield found
     torch.compiler.reset()
 
@@ -97,6 +105,7 @@ def test_a_module(counted: list[str]) -> None:
     assert len(counted) > made
 
 
+@pytest.mark.parametrize("turns", [False, True], ids=["blocks", "turns"], indirect=True)
 def test_a_function_made_anew_with_what_it_closes_over(counted: list[str]) -> None:
     raw = nn.Parameter(0.2 * torch.randn(4, 4, dtype=torch.float64, generator=torch.manual_seed(0)))
 
