@@ -59,7 +59,7 @@ def transposed(tensor: Tensor) -> Tensor:
 
 def negated(tensor: Tensor) -> Tensor:
     """The same numbers as torch keeps ``x.conj().imag``: those of the opposite sign, to be flipped."""
-    return torch._neg_view(-tensor)
+    return torch.ops.aten._neg_view(-tensor)
 
 
 Change = Callable[[Tensor], Tensor]
@@ -82,7 +82,10 @@ def test_layouts_of_a_linear_system(
         def __call__(self, v: Tensor, *args: Any) -> Tensor:
             return v - self.image(v, *args)
 
-    matvec = Image(lambda v, m: change(v - times(v, m))) if image else times
+    def rest(v: Tensor, *args: Tensor) -> Tensor:
+        return change(v - times(v, *args))
+
+    matvec = Image(rest) if image else times
 
     def run() -> Solution:
         return solve_linear(

@@ -72,18 +72,15 @@ def solves(draw: st.DrawFn) -> dict[str, Any]:
         mask = torch.rand(batch, size, generator=generator) < 0.7
     if kind == "cube":
         start = start[:, :, None]
-    rtol = draw(st.sampled_from([1e-3, 1e-4, 1e-2, 0.0, "each"]))
-    atol = draw(st.sampled_from([0.0, 0.0, 1e-3, "each"]))
-    tolerances = [
-        among(torch.tensor([0.0, 1e-2, 1e-3, 1e-4])) if part == "each" else part
-        for part in (rtol, atol)
-    ]
+    each = among(torch.tensor([0.0, 1e-2, 1e-3, 1e-4])), among(torch.tensor([0.0, 1e-2, 1e-3]))
+    rtol = each[0] if draw(st.booleans()) else draw(st.sampled_from([1e-3, 1e-4, 1e-2, 0.0]))
+    atol = each[1] if draw(st.booleans()) else draw(st.sampled_from([0.0, 0.0, 1e-3]))
     return {
         "bounded": draw(st.booleans()),
         "z0": start,
         "args": (among(SLOPES), offset, fails, loss),
         "mask": mask,
-        "tolerance": Tolerance(*tolerances),
+        "tolerance": Tolerance(rtol, atol),
         "max_steps": draw(st.integers(1, 30)),
         "compact": draw(st.booleans()),
         "damping": draw(st.sampled_from([1.0, 1.0, 0.6])),
