@@ -260,3 +260,15 @@ def test_an_ended_sample_stays_as_it_ended(monkeypatch: pytest.MonkeyPatch) -> N
     same(native, ordinary)
     torch.testing.assert_close(native.residual, ordinary.residual)
     assert native.counts() == {"STALLED": 1, "MAX_STEPS": ROWS - 1}
+
+
+def test_gradients_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes back from a transposed use of the solution is the right-hand side of the adjoint."""
+    monkeypatch.setattr(process, "ENABLED", True)
+    offset, cotangent = OFFSET.clone().requires_grad_(), numbers(ROWS, SIZE, seed=3)
+
+    def gradient(change: Change) -> Tensor:
+        found = fixed_point(update, START, (offset,), tolerance=Tolerance(1e-12)).value
+        return torch.autograd.grad(found, offset, change(cotangent))[0]
+
+    torch.testing.assert_close(gradient(transposed), gradient(torch.clone), rtol=1e-9, atol=1e-9)
