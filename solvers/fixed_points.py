@@ -133,7 +133,7 @@ def fixed_point(
             callback=callback, states_at=states_at,
         )  # fmt: skip
     _check_inputs(z0, layout, args, mask)
-    start = layout.vector(z0)
+    start = layout.vector(z0).resolve_neg()  # NumPy and C++ know no sign yet to be flipped
     check_tolerances(tolerance, adjoint, len(start))
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast)

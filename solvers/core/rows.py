@@ -292,7 +292,7 @@ def row_norm(vector: Tensor) -> Tensor:
         return scaled_norm(vector)
     if fits_numpy(vector):  # as in a lean evaluation, to the last digit
         with SILENT():
-            return torch.from_numpy(row_norms(vector.detach().numpy()))
+            return torch.from_numpy(row_norms(vector.detach().resolve_neg().numpy()))
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 
 

@@ -84,7 +84,7 @@ class GMRESRun(KrylovRun):
         self.matmul = numpy.matmul if self.in_numpy else torch.matmul
         if not (arrays.host and self.beta.all()):
             length = torch.where(length > 0, length, 1)
-        self.direction = residual / length
+        self.direction = (residual / length).contiguous()  # C++ reads it row by row
         # A program keeps the vectors apart: to write one into an array it would copy the array.
         self.vectors: list[Tensor] | None = [self.direction] if traced() else None
         self.native = None

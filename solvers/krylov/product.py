@@ -118,7 +118,7 @@ class Product:
             return run.absorb(self(run.direction))
         image = self._call(run.direction, matvec.image)
         _check_single(image, run.direction)
-        run.absorb_image(image.detach())
+        run.absorb_image(image.detach().resolve_neg())
 
     def rounded(self, vectors: Tensor) -> Tensor:
         """``vectors`` as the caller will get them: through the dtypes of the right-hand side."""
@@ -137,7 +137,7 @@ class Product:
         else:
             check_like(received, sent, "matvec(v)", "v")
         if self._direct:
-            return received.detach()
+            return received.detach().resolve_neg()
         return self._layout.vector(pytree.tree_map(Tensor.detach, received)).to(self.dtype)
 
     def _call(self, sent: Any, function: Callable[..., Any] | None = None) -> Any:

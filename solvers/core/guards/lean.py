@@ -28,7 +28,7 @@ def lean_value(
     version = version_of(z)
     given = z.reshape(-1, *layout.shapes[0])
     output = f(given, *args)
-    if output.shape != given.shape:
+    if output.shape != given.shape or output.is_cpu != z.is_cpu:
         check_output(output, None, z, layout, autocast)
     if output.requires_grad or output.dtype != z.dtype or output.is_neg():
         output = output.detach().to(z.dtype).resolve_neg()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-_OURS = ("solvers", "implicit_attn", "torch")  # packages whose frames are not the user's
+# Packages whose frames are not the user's; contextlib runs functions that a context is put around.
+_OURS = ("solvers", "implicit_attn", "torch", "contextlib")
 # What has been told about a layer or function; forgotten with it.
 _TOLD: WeakKeyDictionary[nn.Module | CodeType, set[tuple[Any, ...]]] = WeakKeyDictionary()
 _TOLD_OF_NONE: set[tuple[Any, ...]] = set()  # at lines of the user, of nothing that has a name
