@@ -144,7 +144,6 @@ class SolveMasks:
         self.known: dict[Any, tuple[Tensor, Tensor]] = {}  # the seeds and the mask that they gave
         self.called: set[int] = set()  # numbers
         self.evaluated = False  # the update itself was, which shows what it calls
-        self.prepared_by_program = False  # which calls no module
 
     @classmethod
     def of(cls, update: nn.Module) -> SolveMasks | None:
@@ -181,7 +180,7 @@ class SolveMasks:
 
     def require_called(self, update: nn.Module) -> None:
         """ValueError if a module of the update has dropped nothing in the solve that is over."""
-        if self.prepared_by_program or not self.evaluated:
+        if not self.evaluated:
             return  # a compiled layer evaluates its update in the first solve of a kind alone
         if any(_is_compiled(module) for module in update.modules()):
             return  # which may call no module, after the first time

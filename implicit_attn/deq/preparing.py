@@ -54,7 +54,7 @@ def prepare(
             try:
                 result = found.run()
                 if dropped is not None:
-                    dropped.prepared_by_program = True
+                    dropped.called |= found.called
                 return result
             except UntraceableError:  # it draws random numbers, for example, which is no harm here
                 programs.known[key] = False
@@ -91,6 +91,7 @@ class _Outline:
 
     spec: Any
     differentiable: tuple[int, ...]
+    called: frozenset[int]  # numbers of modules that drop
 
 
 @dataclass(eq=False)
@@ -109,6 +110,7 @@ class _Preparation:
     held: list[Tensor] = field(default_factory=list)
     after: Skeleton | None = None  # of outputs and gradients
     outputs: int = 0  # tensors among them
+    called: frozenset[int] = frozenset()  # numbers of modules that drop
 
     @classmethod
     def of(cls, programs: Programs, given: Any, compact: bool) -> _Preparation:
@@ -119,8 +121,7 @@ class _Preparation:
         recorded = torch.is_grad_enabled()
         wanted = Wanted.of(leaves, weights.tensors) if recorded else Wanted((), ())
         shapes = tuple((tuple(t.shape[1:]), t.dtype) for t in tensors)
-        batch = first.shape[0] if tensors else 1
-        fixed = not (compact and tensors)
+        batch, fixed = first.shape[0] if tensors else 1, not (compact and tensors)
         padding = Padding.to_size(programs, ("prepare", shapes), batch, fixed, first.device)
         device = first.device.type
         return cls(programs, leaves, spec, autocast_dtype(device), wanted, weights, padding, device)
@@ -134,6 +135,7 @@ class _Preparation:
         with torch.no_grad(), without_autocast(self.device):
             key, given = ("outputs", *self.key), self._given(self.leaves)
             like, outline = self.programs.example(self._outputs, key, [given], self.weights)
+            self.called = outline.called
         if not any(isinstance(each, Tensor) for each in like):  # nothing is computed
             return pytree.tree_unflatten(self._cut(like), outline.spec)
         linearizes = self.linearizes and outline.differentiable
@@ -222,7 +224,9 @@ class _Preparation:
             weights[name] = weights[name].detach().requires_grad_()
         given = pytree.tree_unflatten(leaves, self.spec)
         with torch.enable_grad(), constant_weights(), with_autocast(self.device, self.autocast):
-            found = self.programs.within(weights, _plainly, self.programs.clone, *given)
+            dropped = SolveMasks.of(self.programs.clone)
+            found = self.programs.within(weights, _plainly, self.programs.clone, *given, dropped)
+        self.called = frozenset(dropped.called if dropped else ())
         return leaves, self.wanted.inputs(leaves, weights), *pytree.tree_flatten(found)
 
     def _outputs(self, leaves: list[Any]) -> tuple[list[Any], _Outline]:
@@ -241,7 +245,7 @@ class _Preparation:
                 found.append(each.detach())
                 if each.requires_grad:
                     differentiable.append(n)
-        return found, _Outline(spec, tuple(differentiable))
+        return found, _Outline(spec, tuple(differentiable), self.called)
 
     def _gradients(self, leaves: list[Any], cotangents: list[Tensor]) -> list[Tensor | None]:
         leaves, inputs, outputs, _ = self._evaluate(leaves)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from implicit_attn.kernels import workspace
 from solvers.native import library
 
+CACHE_FOLDER = library.cache_folder  # which a run of the tests replaces
 COUNTS = (1, 2, 15, 16, 17, 65, 81, 127, 128, 129, 257, 1000)
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases.kernels import CACHE_FOLDER
 from implicit_attn import kernels
 from implicit_attn.console import info
 from implicit_attn.console.command import main
 from implicit_attn.optional import installed_version, requirements
+from solvers.native import library
 
 LINES = [
     "torch>=2.6",
@@ -32,6 +34,7 @@ LINES = [
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(library, "cache_folder", CACHE_FOLDER)
     return tmp_path
 
 
