@@ -224,7 +224,7 @@ class _Preparation:
             weights[name] = weights[name].detach().requires_grad_()
         given = pytree.tree_unflatten(leaves, self.spec)
         with torch.enable_grad(), constant_weights(), with_autocast(self.device, self.autocast):
-            dropped = SolveMasks.of(self.programs.clone)
+            dropped = SolveMasks.of(self.programs.clone or self.programs.module)
             found = self.programs.within(weights, _plainly, self.programs.clone, *given, dropped)
         self.called = frozenset(dropped.called if dropped else ())
         return leaves, self.wanted.inputs(leaves, weights), *pytree.tree_flatten(found)

@@ -283,7 +283,8 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the solve of the adjoint by GMRES, whose products are of I - J."""
     z0 = torch.zeros(3, 4, dtype=torch.float64)
     x, weight = draws(1, (3, 4), torch.float64)[0], draws(1, (4, 4), torch.float64, 1)[0] / 4
-    x.requires_grad_(), weight.requires_grad_()
+    for tensor in (x, weight):
+        tensor.requires_grad_()
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:
         return fixed_point(
