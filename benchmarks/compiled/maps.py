@@ -8,7 +8,6 @@ times are lower thirds. Recompilations are counted after the second step.
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import solvers
 from benchmarks.compiled.solves import CASES, MeanFieldUpdate
 from benchmarks.layers import MeanField
-from benchmarks.measure import table
+from benchmarks.measure import lower_thirds, table
 from implicit_attn.command_line import Parser, command, count
 
 Step = Callable[[], None]
@@ -74,13 +73,7 @@ def compare(name: str, steps: list[Step], rounds: int) -> dict[str, Any]:
         run()
         run()
     before = compilations()
-    times: list[list[float]] = [[], []]
-    for _ in range(rounds):
-        for found, run in zip(times, steps, strict=True):
-            start = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - start)
-    plain, fast = (sorted(found)[len(found) // 3] for found in times)
+    plain, fast = lower_thirds(steps, rounds)
     return {
         "map": name,
         "not compiled, ms": f"{1e3 * plain:.1f}",

@@ -67,7 +67,6 @@ def solve_in_turns(
         return own.image(z)
 
     key = ("evaluation", problem.static_key())
-    # The state of a solve is written to: the program gets its own copy to look at.
     parts = [pack(rows), given]
     (evaluation,), _ = programs.stages(evaluate, key, parts, programs.weights())
     mask = None if problem.mask is None else padding.rows(problem.mask)

@@ -23,9 +23,8 @@ from solvers.core.tolerance import Tolerance
 from solvers.native.moves import Moves
 
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
-SHRINK_SMALL = (
-    4  # ... of a small one, where moving all histories costs about as much as an evaluation
-)
+# Of a small one: there moving all histories costs about as much as an evaluation.
+SHRINK_SMALL = 4
 FEW = 16  # rows from which each one leaves at once
 
 
