@@ -175,7 +175,7 @@ class _Preparation:
             record = pack(found)
             places = slice(len(record.tensors)), slice(len(record.tensors), None)
             like = [found[n] for n in outline.differentiable]
-            cotangents = [torch.empty(t.shape, dtype=t.dtype) for t in like]
+            cotangents = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in like]
             parts = [pack(cotangents), given]
             (evaluated, pull), after = programs.stages(
                 self._outputs_and_gradients, ("linearized", *self.key), parts, weights, places

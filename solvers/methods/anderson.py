@@ -166,10 +166,9 @@ class Anderson(Solver):
             before = (last.z.contiguous(), last.residual.contiguous())
             ring.z, ring.residual = (tensor.data_ptr() for tensor in before)
             state.next_slot()
-        if accepted is None:
-            return anderson_step(steps, ring, z, residual, first=last is None)
         candidate = anderson_step(steps, ring, z, residual, first=last is None)
-        state.forget(~accepted)  # the loop has a step of its own for these rows
+        if accepted is not None:
+            state.forget(~accepted)  # the loop has a step of its own for these rows
         return candidate
 
     def ring(self, state: AndersonState) -> Ring | None:
