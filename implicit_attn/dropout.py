@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from solvers.core.checks import require_count, require_number
+from solvers.core.guards.reading import parts_of
 from solvers.core.modes import in_transform
 
 _WORD = 0xFFFFFFFF  # the arithmetic is that of 32 bits, in int64
@@ -148,7 +149,8 @@ class SolveMasks:
     @classmethod
     def of(cls, update: nn.Module) -> SolveMasks | None:
         """Those of an update; None where nothing is dropped."""
-        found = [m for m in update.modules() if isinstance(m, VariationalDropout) and m.active]
+        parts = (part for _, part in parts_of(update))
+        found = [m for m in parts if isinstance(m, VariationalDropout) and m.active]
         return cls(found) if found else None
 
     @contextmanager

@@ -16,7 +16,6 @@ from solvers.adjoints.unrolled_transform import refuse_unrolled, unrolled_soluti
 from solvers.compiled.captured import capture
 from solvers.compiled.forward import compiled_solve
 from solvers.compiled.programs import UntraceableError
-from solvers.compiled.weights import read_anew
 from solvers.core.checks import (
     require_callable,
     require_count,
@@ -24,6 +23,7 @@ from solvers.core.checks import (
     require_increasing,
     require_instance,
 )
+from solvers.core.guards.reading import read_anew
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
 from solvers.core.loop import Loop
 from solvers.core.modes import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.heads.inputs import expand_pairs
 from implicit_attn.updates.update import Update
-from solvers.compiled.weights import read_anew
+from solvers.core.guards.reading import parts_of, read_anew
 from solvers.core.modes import in_transform
 
 
@@ -29,7 +30,7 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
     ):
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
-    wanted = {p.dtype for p in update.parameters() if p.is_floating_point()}
+    wanted = _dtypes(update)
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     for leaf in leaves:
         if leaf.dim() == 0 or leaf.shape[0] == 0:
@@ -41,16 +42,29 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
             continue
         kind = leaf.device.type
         if kind == "cpu" and leaf.dim() > 1 and _has_numbers():
-            bad = ~torch.isfinite(leaf.detach()).flatten(1).all(1)
-            if bool(bad.any()):
-                rows = torch.nonzero(bad).flatten().tolist()
-                raise ValueError(f"x must be finite, got NaN or infinity in samples {rows[:10]}")
+            _check_finite(leaf.detach())
         if len(wanted) == 1 and leaf.dtype not in wanted and not torch.is_autocast_enabled(kind):
             raise TypeError(
                 f"x must have the dtype of the layer's parameters, {next(iter(wanted))}, got "
                 f"{leaf.dtype}; convert one of them with .to()"
             )
     return _batched(x, leaves, mask, z0)
+
+
+def _dtypes(update: nn.Module) -> set[torch.dtype]:
+    """Floating dtypes of the parameters."""
+    found = {p.dtype for _, m in parts_of(update) for p in m._parameters.values() if p is not None}
+    return {dtype for dtype in found if dtype.is_floating_point}
+
+
+def _check_finite(leaf: Tensor) -> None:
+    """Raise ValueError for NaN or infinity in ``x`` (B, ...)."""
+    if math.isfinite(leaf.sum().item()):  # else a number is not, or the sum alone
+        return
+    bad = ~torch.isfinite(leaf).flatten(1).all(1)
+    if bool(bad.any()):
+        rows = torch.nonzero(bad).flatten().tolist()
+        raise ValueError(f"x must be finite, got NaN or infinity in samples {rows[:10]}")
 
 
 def refuse_sharded_parts(update: nn.Module) -> None:
@@ -63,7 +77,7 @@ def refuse_sharded_parts(update: nn.Module) -> None:
     if fsdp is None:  # nobody has sharded anything
         return
     kinds = (fsdp.FullyShardedDataParallel, *_existing(fsdp, "FSDPModule"))
-    if any(isinstance(part, kinds) for part in update.modules()):
+    if any(isinstance(part, kinds) for _, part in parts_of(update)):
         raise ValueError(
             "the update must hold no module that FSDP shards, as processes make different numbers of "
             "evaluations: shard the DEQ layer, or the block around it (fully_shard(layer))"

@@ -28,9 +28,9 @@ from implicit_attn.energies.simple import FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.compiled.programs import Programs
-from solvers.compiled.weights import read_once
 from solvers.core.checks import require_count, require_flag, require_instance
 from solvers.core.guards.randomness import refuse_drawing_modules
+from solvers.core.guards.reading import read_once
 from solvers.core.modes import eager, in_transform, refuse_export
 from solvers.core.solution import check_on_failure
 

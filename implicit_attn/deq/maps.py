@@ -16,6 +16,7 @@ from implicit_attn.energies.prepared import Prepared
 from implicit_attn.updates.gradient_step import EnergyStep
 from implicit_attn.updates.update import Update
 from solvers.compiled.programs import Programs
+from solvers.core.guards.reading import parts_of
 from solvers.core.layout import Layout
 
 
@@ -25,13 +26,13 @@ def prepares(update: nn.Module) -> bool:
         isinstance(part, Update)
         and not isinstance(part, EnergyStep)  # which asks its energy
         and type(part).prepare is not Update.prepare
-        for part in update.modules()
+        for _, part in parts_of(update)
     )
 
 
 def may_prepare(update: nn.Module) -> bool:
     """Whether what the update prepares may be more than x, by a part of its own or of its energy."""
-    energies = (part for part in update.modules() if isinstance(part, Energy))
+    energies = (part for _, part in parts_of(update) if isinstance(part, Energy))
     # Beside ``Energy``, its module has sums and multiples, which ask their terms.
     own = Energy.prepare.__module__
     return prepares(update) or any(type(e).prepare.__module__ != own for e in energies)

@@ -17,7 +17,8 @@ from solvers.compiled.inputs import Padding
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.programs import Programs, UntraceableError
 from solvers.compiled.turns import one_by_one
-from solvers.compiled.weights import Weights, read_anew
+from solvers.compiled.weights import Weights
+from solvers.core.guards.reading import read_anew
 from solvers.core.jacobian import gradients
 from solvers.core.modes import (
     autocast_dtype,

@@ -14,6 +14,7 @@ from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record, f
 from solvers.compiled.backward import Wanted, compiled_adjoint
 from solvers.compiled.programs import UntraceableError
 from solvers.compiled.weights import Weights
+from solvers.core.layout import leaves_of
 from solvers.core.modes import constant_weights, uncompiled
 from solvers.core.problem import Problem
 from solvers.krylov.cg import CG
@@ -38,7 +39,7 @@ class KnownInputs:
 
     def tensors(self) -> list[Tensor]:
         """All tensors that an evaluation reads."""
-        leaves = pytree.tree_leaves((self.problem.args, self.problem.mask))
+        leaves = leaves_of((self.problem.args, self.problem.mask))
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return [*found, *self.weights.tensors.values()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,11 @@ Attach = Callable[[Problem, Tensor, Tensor | None], Tensor]
 
 
 def _differentiate_states(
-    problem: Problem, solution: Solution, start: Tensor, left_out: Tensor, attach: list[Attach]
+    problem: Problem,
+    solution: Solution,
+    start: Tensor,
+    left_out: Tensor | None,
+    attach: list[Attach],
 ) -> None:
     """:func:`_differentiate` for each of the solution's states, by its own of ``attach``."""
     for state, own in zip(solution.states or (), attach, strict=True):
@@ -57,7 +62,7 @@ def _differentiate(
     problem: Problem,
     solution: Solution,
     start: Tensor,
-    left_out: Tensor,
+    left_out: Tensor | None,
     attach: Attach,
 ) -> Solution:
     """Let ``attach(problem, value, rows)`` give the solution's value its gradient.
@@ -67,11 +72,11 @@ def _differentiate(
     other samples: ``rows`` (n,), or None where that is all of them or ``compact=False`` forbids to
     leave any out.
     """
-    some = bool(left_out.any())
+    some = left_out is not None and bool(left_out.any())
     if some and bool(left_out.all()):
         solution.value = zero_derivative(problem, solution.value.detach(), start)
         return solution
-    if not (some and problem.compact):
+    if left_out is None or not (some and problem.compact):
         solution.value = attach(problem, solution.value, None)
         return solution
     rows = torch.nonzero(~left_out).flatten()
@@ -82,8 +87,10 @@ def _differentiate(
     return solution
 
 
-def _no_evaluation(solution: Solution) -> Tensor:
-    """Samples (B,) without any finite evaluation."""
+def _no_evaluation(solution: Solution) -> Tensor | None:
+    """Samples (B,) without any finite evaluation, None where there is none."""
+    if math.isfinite(solution.residual.sum().item()):
+        return None
     return ~torch.isfinite(solution.residual)
 
 

@@ -7,6 +7,7 @@ that comes along with it verifies the residual. What this does not solve is left
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ from solvers.compiled.inputs import Given, Padding
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.turns import one_by_one
 from solvers.compiled.weights import Weights
-from solvers.core.guards.native import wanting_native_steps
+from solvers.core.guards.native import native_steps, wanting_native_steps
 from solvers.core.jacobian import gradients, pullback
+from solvers.core.layout import leaves_of
 from solvers.core.modes import constant_weights, without_autocast
 from solvers.core.problem import Problem
 from solvers.core.solution import Solution, Status
@@ -30,6 +32,7 @@ from solvers.krylov.gmres import GMRES
 from solvers.krylov.loop import GAP, HALVED
 from solvers.krylov.method import KrylovRun, LinearSolver, norm
 from solvers.krylov.product import MODERATE
+from solvers.native.systems import GOES_ON, SOLVED, Limits, Systems, fits
 
 if TYPE_CHECKING:
     from solvers.compiled.stages import Bound
@@ -46,14 +49,14 @@ class Wanted:
 
     @classmethod
     def of(cls, args: Any, weights: dict[str, Tensor]) -> Wanted:
-        leaves = enumerate(pytree.tree_leaves(args))
+        leaves = enumerate(leaves_of(args))
         return cls(
             tuple(n for n, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad),
             tuple(name for name, weight in weights.items() if weight.requires_grad),
         )
 
     def inputs(self, args: Any, weights: dict[str, Tensor]) -> list[Tensor]:
-        leaves = pytree.tree_leaves(args)
+        leaves = leaves_of(args)
         return [leaves[n] for n in self.leaves] + [weights[name] for name in self.weights]
 
 
@@ -100,34 +103,35 @@ def compiled_adjoint(
     batch = z.shape[0]
     padding, given = problem.given or (Padding.of(problem, z), None)
     given = given or Given.of(problem, padding, None)
-    tolerance = tolerance.rows(padding.index)
     kind = _InTurns if one_by_one(problem.programs, z.device) else _Solve
     solve = kind(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
-    right = padding.zeros(right.detach())
     problem.programs.begin(z.device)
     with torch.no_grad(), without_autocast(z.device.type):
-        reference = norm(right)
-        moderate = (reference > 1 / MODERATE) & (reference < MODERATE)
-        if not bool((moderate | (reference == 0)).all()):
+        found = solve.run(padding.zeros(right.detach()), tolerance.rows(padding.index), max_steps)
+        if found is None:
             return None
-        found = solve.cycles(right, reference, tolerance, max_steps)
-    if found is None:
-        return None
-    ended, size, products, steps = found
-    solved = torch.zeros(batch, dtype=torch.int64, device=z.device) + int(Status.CONVERGED)
-    zero = reference[:batch] == 0
-    solution = Solution(
-        value=ended.u[:batch],
-        status=solved,
-        residual=torch.where(zero, 0, size[:batch] / reference[:batch]).squeeze(1),
-        residual_norm=size[:batch].squeeze(1),
-        steps=steps[:batch].squeeze(1),
-        evaluations=products[:batch].squeeze(1),
-    )
-    found = padding.gradients(ended.gradients, wanted.inputs(problem.args, weights.tensors))
+        rows = found.rows if padding.index is None else [t[:batch] for t in found.rows]
+        u, size, reference, steps, products = rows
+        solution = Solution(
+            value=u,
+            status=torch.zeros_like(steps),  # CONVERGED
+            residual=size / reference.clamp_min(1 / MODERATE),  # 0 where the right-hand side is
+            residual_norm=size,
+            steps=steps,
+            evaluations=products,
+        )
+    gradients = padding.gradients(found.gradients, wanted.inputs(problem.args, weights.tensors))
     if z.device.type == "cuda":  # else a later program may write there
-        found = [None if g is None else g.clone() for g in found]
-    return solution, found
+        gradients = [None if g is None else g.clone() for g in gradients]
+    return solution, gradients
+
+
+@dataclass
+class _Outcome:
+    """Solved systems: u (B, D), then norms of residuals and right-hand sides, steps and products (B,)."""
+
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    gradients: Sequence[Tensor | None]
 
 
 @dataclass
@@ -141,7 +145,20 @@ class _Solve:
     z: Packed
     given: Packed
 
-    def cycles(
+    def run(self, right: Tensor, tolerance: Tolerance, max_steps: int) -> _Outcome | None:
+        """The solution for ``right`` (B, D), padded; None where some sample was not solved."""
+        reference = norm(right)
+        moderate = (reference > 1 / MODERATE) & (reference < MODERATE)
+        if not bool((moderate | (reference == 0)).all()):
+            return None
+        found = self._cycles(right, reference, tolerance, max_steps)
+        if found is None:
+            return None
+        ended, size, products, steps = found
+        numbers = (each.squeeze(1) for each in (size, reference, steps, products))
+        return _Outcome((ended.u, *numbers), ended.gradients)  # type: ignore[arg-type]
+
+    def _cycles(
         self, right: Tensor, reference: Tensor, tolerance: Tolerance, max_steps: int
     ) -> tuple[Ended, Tensor, Tensor, Tensor] | None:
         """The last cycle's end, residual norms, products and steps; None where a cycle gains too little."""
@@ -258,6 +275,38 @@ class _InTurns(_Solve):
         key = ("product", self.problem.static_key(), self.wanted)
         wanted = (slice(1), slice(None))
         return programs.stages(self._images, key, parts, self.weights, wanted)
+
+    def run(self, right: Tensor, tolerance: Tolerance, max_steps: int) -> _Outcome | None:
+        solver = self.solver
+        restart = solver.restart if isinstance(solver, GMRES) else None
+        if type(solver) not in TRACEABLE or not fits(right, restart):
+            return super().run(right, tolerance, max_steps)
+        with wanting_native_steps():
+            steps = native_steps(right)
+        if steps is None:
+            return super().run(right, tolerance, max_steps)
+        limits = Limits(tolerance.rtol, tolerance.atol, MODERATE, GAP, HALVED)
+        systems = Systems(right, restart, limits, steps)
+        return self._solved(systems, max_steps) if systems.running >= 0 else None
+
+    def _solved(self, systems: Systems, max_steps: int) -> _Outcome | None:
+        """:meth:`_cycles` with all but the products in C++."""
+        (product, images), after = self._programs
+        spent = 0
+        while True:
+            most = min(systems.restart or max_steps, max_steps - spent)
+            while systems.running and systems.step < most:
+                systems.absorb(product(systems.direction)[0])
+            image, *gradients = unpack(list(images(systems.correct())), after)
+            outcome = systems.verify(image)
+            if outcome == SOLVED:
+                break
+            spent = int(systems.products.max())
+            if outcome != GOES_ON or spent + 1 >= max_steps:
+                return None
+        systems.close()
+        own = systems
+        return _Outcome((own.u, own.size, own.reference, own.steps, own.products), gradients)
 
     def _cycle(self, start: Packed, before: Packed, budget: int) -> Ended:
         (product, images), after = self._programs

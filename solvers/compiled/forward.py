@@ -43,9 +43,8 @@ def compiled_solve(
     problem.programs.begin(start.device)
     with without_autocast(start.device.type):
         solution = _compiled_solution(problem, start, solver, tolerance, max_steps, padding)
-    left = solution.status == LEFT
-    if bool(left.any()):
-        _solve_ordinarily(problem, start, left, solution, ordinary)
+    if int(solution.status.min()) < 0:
+        _solve_ordinarily(problem, start, solution.status == LEFT, solution, ordinary)
     return solution
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from solvers.compiled.packing import Packed, pack
-from solvers.core.layout import take
-from solvers.core.modes import ordinary
+from solvers.core.layout import leaves_of, map_tensors, take
 from solvers.core.problem import Problem
 
 WASTE = 2  # a batch is padded to a size that programs exist for, up to so many times its own
@@ -29,9 +27,8 @@ class Given:
     @classmethod
     def of(cls, problem: Problem, padding: Padding, numbers: Any) -> Packed:
         """The inputs of ``problem`` with rows added to the batch, packed."""
-        args, mask = ordinary((problem.args, problem.mask))
-        detached = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, args)
-        return pack(cls(padding.tree(detached), padding.tree(mask), numbers))
+        args, mask = map_tensors(_detached, (problem.args, problem.mask))
+        return pack(cls(padding.tree(args), padding.tree(mask), numbers))
 
     def problem(self, like: Problem) -> Problem:
         """``like`` with these tensors, within a program."""
@@ -44,6 +41,11 @@ class Given:
             checked=True,
             draws=None,
         )
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Without a graph, and not of inference mode: no backward pass could save such a tensor."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Padding:
         batch = state.shape[0]
         shapes = tuple(
             (tuple(leaf.shape[1:]), leaf.dtype)
-            for leaf in pytree.tree_leaves(problem.args)
+            for leaf in leaves_of(problem.args)
             if isinstance(leaf, Tensor)
         )
         fixed = not (problem.compact and problem.programs.pads)

@@ -18,9 +18,10 @@ from torch.fx import GraphModule
 from solvers import compiled
 from solvers.compiled.backends import check_backend
 from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
-from solvers.compiled.weights import READ, Weights, read_module
+from solvers.compiled.weights import Weights, read_module
 from solvers.core.checks import require_count
 from solvers.core.device import tracing
+from solvers.core.guards.reading import READ
 from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights, uncompiled
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from solvers.compiled.slopes import with_slopes
 from solvers.compiled.tracing import functional
 
 Run = Callable[..., Sequence[Tensor]]
@@ -74,7 +75,7 @@ def made(
     compiled: Callable[[GraphModule, list[Tensor]], Run],
 ) -> Stages:
     """A graph split by :func:`split` and its parts ``compiled``; ``wanted`` says slices of its outputs."""
-    whole = functional(whole, examples)
+    whole = with_slopes(functional(whole, examples), examples)
     outputs = range(len(whole.graph.output_node().args[0]))  # type: ignore[arg-type]
     parts = split(whole, examples, varying, [outputs[chosen] for chosen in wanted])
     first = parts.first

@@ -7,7 +7,6 @@ only make evaluations that nobody needs. What is out of the ordinary is left to 
 from __future__ import annotations
 
 import ctypes
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,15 +17,15 @@ from solvers.compiled.packing import pack
 from solvers.core.guards.native import native_steps, wanting_native_steps
 from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
-from solvers.core.rows import MODERATE_ABOVE, RUNNING
+from solvers.core.rows import MODERATE_ABOVE
 from solvers.core.solution import Solution
 from solvers.core.solver import Solver
 from solvers.core.tolerance import Tolerance
 from solvers.methods.anderson import Anderson
 from solvers.methods.forward import Forward
-from solvers.native import process
+from solvers.native import process, spare
 from solvers.native.process import THREADS
-from solvers.native.steps import MOST, Ring, Steps, Turn
+from solvers.native.steps import MOST, Ring, Steps, Turn, number
 
 
 def one_by_one(programs: Any, device: torch.device) -> bool:
@@ -92,69 +91,82 @@ class Turns:
         mask: Tensor | None,
         steps: Steps,
     ) -> None:
-        batch, size = start.shape
-        self.steps, self.mask = steps, mask
-        self.trial, self.best = start.clone(), start.clone()
-        counts = torch.tensor([[RUNNING], [0]], device=start.device)  # whatever the default is
-        self.status, self.evaluations = counts.expand(2, batch).clone()
-        self.relative, self.norm = start.new_full((2, batch), torch.inf)
-        self._tolerance = [
-            torch.as_tensor(part, dtype=start.dtype, device=start.device).contiguous()
-            for part in (tolerance.rtol, tolerance.atol)
-        ]
-        numbers, sizes = self._ring(solver, start)
-        # One piece of memory for what nobody else sees.
-        residual, limit = [batch * size], [batch, batch]
-        self._own, places = _pieces(start, [*sizes, *residual, *limit])
-        *ring, residual_at, limit_at, milestone_at = places
-        best = (self.best, self.relative, self.norm)
-        self._turn = Turn(
-            Ring(*ring, *[None] * (5 - len(ring)), *numbers),
-            self.trial.data_ptr(), None, None if mask is None else mask.data_ptr(), residual_at,
-            *[tensor.data_ptr() for tensor in best], limit_at, milestone_at,
-            *[tensor.data_ptr() for tensor in (*self._tolerance, self.status, self.evaluations)],
-            THREADS.fork, THREADS.number, batch, size, 0, max_steps, PATIENCE,
-            *[tensor.dim() for tensor in self._tolerance], MODERATE_ABOVE[start.dtype], DIVERGENCE,
-        )  # fmt: skip
-
-    def _ring(self, solver: Any, start: Tensor) -> tuple[tuple[Any, ...], list[int]]:
-        """The numbers of a :class:`Ring`, and the sizes of its arrays."""
-        batch, size = start.shape
-        if not isinstance(solver, Anderson):
-            return (0, 0, False, solver.damping, 1.0, 0.0), []
-        kept = min(solver.memory, size)
-        numbers = (kept, 0, True, solver.damping, *solver.ridge(start.dtype))
-        history, state = batch * kept * size, batch * size
-        return numbers, [history, history, batch * kept * kept, state, state]
+        ring = _numbers(solver, start)
+        # Within inference mode tensors are made that nobody may change outside of it.
+        self._kind = "turns", start.shape, start.dtype, ring[0], torch.is_inference_mode_enabled()
+        self._own = own = spare.take(self._kind, lambda: _Memory(start, ring[0]))
+        self.steps, self.mask, self.trial = steps, mask, own.trial.copy_(start)
+        self.best = torch.empty_like(start)
+        # C++ writes to all of them at the first evaluation.
+        batch = (len(start),)
+        self.relative, self.norm = start.new_empty(batch), start.new_empty(batch)
+        self.status = start.new_empty(batch, dtype=torch.int64)
+        self.evaluations = torch.empty_like(self.status)
+        self._tolerances = [number(part, start) for part in (tolerance.rtol, tolerance.atol)]
+        self._turn = turn = own.turn
+        self._ring = turn.ring
+        (
+            self._ring.kept, self._ring.count, self._ring.keeps,
+            self._ring.damping, self._ring.ridge, self._ring.tiny,
+        ) = ring  # fmt: skip
+        turn.mask = None if mask is None else mask.data_ptr()
+        turn.best, turn.best_relative = self.best.data_ptr(), self.relative.data_ptr()
+        turn.best_norm = self.norm.data_ptr()
+        turn.status, turn.evaluations = self.status.data_ptr(), self.evaluations.data_ptr()
+        turn.rtol, turn.atol = (part.data_ptr() for part in self._tolerances)
+        turn.each_rtol, turn.each_atol = (part.dim() for part in self._tolerances)
+        turn.fork, turn.threads = THREADS.fork, THREADS.number
+        turn.count, turn.max_steps = 0, max_steps
 
     def take(self, value: Tensor) -> int:
         """Judge the map's ``value`` (B, D) at ``trial`` and make the next one; how many samples go on."""
-        turn, value = self._turn, value.contiguous().resolve_neg()
-        if value.shape != self.trial.shape or value.dtype != self.trial.dtype:  # C++ would not ask
-            wanted, got = (f"{tuple(t.shape)} {t.dtype}" for t in (self.trial, value))
+        turn, trial, value = self._turn, self.trial, value.contiguous().resolve_neg()
+        if value.shape != trial.shape or value.dtype != trial.dtype:  # C++ would not ask
+            wanted, got = (f"{tuple(t.shape)} {t.dtype}" for t in (trial, value))
             raise ValueError(f"f(z) must be like z, {wanted}, got {got}")
         turn.value = value.data_ptr()
-        turn.count += 1
-        turn.ring.count = max(turn.count - 2, 0)
-        return self.steps.turn(ctypes.byref(turn))
+        turn.count = count = turn.count + 1
+        self._ring.count = max(count - 2, 0)
+        return self.steps.turn(self._own.at)
 
     def solution(self, batch: int) -> Solution:
-        """What has been found, of the first samples."""
-        evaluations = self.evaluations[:batch]
+        """What has been found, of the first samples; the memory is left to the next solve."""
+        spare.give_back(self._kind, self._own, self._own.numbers)
+        found = (self.best, self.status, self.relative, self.norm, self.evaluations)
+        if batch < len(self.best):
+            found = tuple(tensor[:batch] for tensor in found)
+        value, status, relative, norm, evaluations = found
         return Solution(
-            value=self.best[:batch],
-            status=self.status[:batch],
-            residual=self.relative[:batch],
-            residual_norm=self.norm[:batch],
+            value=value,
+            status=status,
+            residual=relative,
+            residual_norm=norm,
             steps=evaluations,
             evaluations=evaluations.clone(),
             energy=None,
         )
 
 
-def _pieces(like: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
-    """Memory for so many numbers each, not set to anything, and where each piece begins."""
-    ends = list(accumulate(-(-size // 16) * 16 for size in sizes))  # on cache lines
-    memory = like.new_empty(ends[-1])
-    first, width = memory.data_ptr(), memory.element_size()
-    return memory, [first + width * start for start in [0, *ends[:-1]]]
+def _numbers(solver: Any, start: Tensor) -> tuple[Any, ...]:
+    """The numbers of a :class:`Ring`."""
+    if not isinstance(solver, Anderson):
+        return 0, 0, False, solver.damping, 1.0, 0.0
+    return min(solver.memory, start.shape[1]), 0, True, solver.damping, *solver.ridge(start.dtype)
+
+
+class _Memory:
+    """What nobody sees of a solve, for ``kept`` differences, and the record with its places."""
+
+    def __init__(self, start: Tensor, kept: int) -> None:
+        batch, size = start.shape
+        self.trial = torch.empty_like(start)
+        history, state = batch * kept * size, batch * size
+        ring = [history, history, batch * kept * kept, state, state] if kept else []
+        sizes = [*ring, state, batch, batch]
+        self.memory, places = spare.pieces(start, sizes)
+        *ring, residual, limit, milestone = places
+        self.turn = turn = Turn(Ring(*(ring or [None] * 5)), self.trial.data_ptr())
+        turn.residual, turn.limit, turn.milestone = residual, limit, milestone
+        turn.batch, turn.size, turn.patience = batch, size, PATIENCE
+        turn.moderate, turn.divergence = MODERATE_ABOVE[start.dtype], DIVERGENCE
+        self.at, self.numbers = ctypes.addressof(turn), sum(sizes)

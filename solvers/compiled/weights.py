@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from solvers.compiled.packing import fingerprint
+from solvers.core.guards.reading import parts_of
 
 _OF_EVERY_MODULE = set(vars(nn.Module()))
 
@@ -34,12 +32,7 @@ def read_module(module: nn.Module) -> tuple[dict[str, Tensor], Hashable]:
     tensors: dict[str, Tensor] = {}
     plain: list[Hashable] = []
     seen: set[int] = set()
-    places: list[tuple[str, nn.Module]] = [("", module)]
-    while places:  # one walk, as every solve takes it
-        prefix, part = places.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
+    for prefix, part in parts_of(module):
         values = vars(part)
         for own in (values["_parameters"], values["_buffers"]):
             for name, tensor in own.items():
@@ -49,31 +42,4 @@ def read_module(module: nn.Module) -> tuple[dict[str, Tensor], Hashable]:
         hooks = len(values["_forward_hooks"]) + len(values["_forward_pre_hooks"])
         plain += [prefix, type(part), part.training, hooks]
         plain += [(n, fingerprint(v)) for n, v in values.items() if n not in _OF_EVERY_MODULE]
-        places += [(f"{prefix}{n}.", m) for n, m in values["_modules"].items() if m is not None]
     return tensors, tuple(plain)
-
-
-class _Read(threading.local):
-    """The weights that this thread has read in the solve that it is in, by who reads; None: in no solve."""
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, Weights] | None = None
-
-
-READ = _Read()
-
-
-@contextmanager
-def read_once() -> Iterator[None]:
-    """Within, modules are read once, until :func:`read_anew`."""
-    outer, READ.kept = READ.kept, {}
-    try:
-        yield
-    finally:
-        READ.kept = outer
-
-
-def read_anew() -> None:
-    """The user's own code has run, which may have changed a module."""
-    if READ.kept is not None:
-        READ.kept.clear()

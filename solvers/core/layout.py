@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -15,8 +16,26 @@ _LEAF = pytree.tree_structure(0)
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """``pytree.tree_leaves``, at once for a tensor on its own."""
-    return [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
+    """``pytree.tree_leaves``, at once for a tensor on its own and for tuples of tensors."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) is not tuple:
+        return pytree.tree_leaves(tree)
+    found: list[Any] = []
+    for part in tree:
+        found += (part,) if part is None or isinstance(part, Tensor) else leaves_of(part)
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """``pytree.tree_map`` of the tensors in a tree, at once for tuples of tensors."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if tree is None:
+        return None
+    if type(tree) is tuple:
+        return tuple([map_tensors(function, part) for part in tree])
+    return pytree.tree_map(lambda t: function(t) if isinstance(t, Tensor) else t, tree)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def apply_policy(solution: Solution, on_failure: str, what: str, f: object = Non
     ``f``, the function or layer that failed.
     """
     check_on_failure(on_failure)
-    if on_failure == "ignore" or bool(solution.converged.all()):
+    if on_failure == "ignore" or not bool(solution.status.any()):  # CONVERGED is 0
         return
     failures = [name for name in solution.counts() if name != "CONVERGED"]
     advice = [_ADVICE[Status[name]] for name in failures]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +84,42 @@ class Cycle(ctypes.Structure):
     )
 
 
+class Conjugate(ctypes.Structure):
+    """What conjugate gradients keep beside a cycle's arrays."""
+
+    _fields_ = _fields("iterate best square best_square curvature rounding", "")
+
+
+class SystemsRecord(ctypes.Structure):
+    """Linear systems from cycle to cycle; see :class:`solvers.native.systems.Systems`."""
+
+    _fields_ = (
+        ("cycle", Cycle),
+        ("conjugate", Conjugate),
+        *_fields(
+            "right u residual target beta reference size left before rtol atol steps products open",
+            "each_rtol each_atol",
+            "moderate gap halved less",
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Steps:
-    """The compiled functions for one dtype; the first two return how many samples go on.
+    """The compiled functions for one dtype; the first four return how many samples go on.
 
-    ``move`` returns whether the step was made.
+    ``move`` returns whether the step was made, ``verify`` the outcome of a cycle.
     """
 
     turn: Callable[..., int]
     absorb: Callable[..., int]
+    begin: Callable[..., int]
+    advance: Callable[..., int]
     move: Callable[..., int]
+    verify: Callable[..., int]
     step: Callable[..., None]
     finish: Callable[..., None]
+    correct: Callable[..., None]
 
 
 def steps_for(like: Tensor, *, asked: bool = False) -> Steps | None:
@@ -127,10 +151,26 @@ def _steps(found: ctypes.CDLL, name: str) -> Steps:
     return Steps(
         turn=function("turn", count),
         absorb=function("absorb", count),
+        begin=function("begin", count),
+        advance=function("advance", count),
         move=function("move", count),
+        verify=function("verify", count, pointers=2),
         step=function("step"),
         finish=function("finish", pointers=3),
+        correct=function("correct"),
     )
+
+
+def number(value: float | Tensor, like: Tensor) -> Tensor:
+    """A number () or numbers (B,) in the dtype and on the device of ``like``, contiguous."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, like.dtype).contiguous()
+    return _number(value, like.dtype)
+
+
+@lru_cache(64)
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device="cpu")  # whatever torch.set_default_device says
 
 
 def address(array: Any) -> int | None:

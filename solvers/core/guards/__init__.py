@@ -5,6 +5,7 @@
 - ``purity``: functions that overwrite their input
 - ``lean``: evaluations with few calls around them
 - ``randomness``: functions that draw random numbers
+- ``reading``: what was read of modules in a solve
 - ``norms``: norms that couple the batch or learn from it
 - ``growth``: samples whose energy falls without bound
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from solvers.core.guards.reading import parts_of
+
 RANDOM = (
     "f returns another value when it is evaluated at the same point again (dropout, RReLU, noise?), so "
     "it has no fixed point: call eval(), or draw the random numbers once, before the solve"
@@ -88,8 +90,9 @@ def same_numbers(first: Tensor | None, second: Tensor | None) -> bool:
 
 def refuse_drawing_modules(module: nn.Module, name: str) -> None:
     """Raise ValueError for modules in training mode that draw random numbers when they are called."""
-    for path, part in module.named_modules():
+    for place, part in parts_of(module):
         if part.training and _draws(part):
+            path = place.removesuffix(".")
             raise ValueError(
                 f"{name} holds {part} ({path!r}) in training mode, which changes the map at every "
                 "evaluation; call eval() on it, or drop out the layer's input or output instead"

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from functools import lru_cache
 
 import numpy
-import torch
 from torch import Tensor
 
 from solvers.core.arrays import SILENT, Arrays, fits_numpy
@@ -21,16 +19,12 @@ from solvers.core.solution import Status
 from solvers.core.solver import Solver
 from solvers.core.tolerance import Tolerance
 from solvers.native.moves import Moves
+from solvers.native.steps import number
 
 SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished
 # Of a small one: there moving all histories costs about as much as an evaluation.
 SHRINK_SMALL = 4
 FEW = 16  # rows from which each one leaves at once
-
-
-@lru_cache(16)
-def _number(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device="cpu")  # whatever torch.set_default_device says
 
 
 def _takes_own_step(kind: type[Solver]) -> bool:
@@ -163,12 +157,7 @@ class PlainTurns(ABC):
         ring = self.solver.ring(self.state)
         if ring is None:
             return False
-        rtol, atol = (
-            part.to(like.device, like.dtype).contiguous()
-            if isinstance(part, Tensor)
-            else _number(part, like.dtype)
-            for part in (self.tolerance.rtol, self.tolerance.atol)
-        )
+        rtol, atol = (number(part, like) for part in (self.tolerance.rtol, self.tolerance.atol))
         low = MODERATE_ABOVE[like.dtype]
         return Moves(steps, ring, like, self.rows.limit.contiguous(), rtol, atol, low)
 

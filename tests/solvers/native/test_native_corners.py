@@ -13,9 +13,8 @@ from torch import Tensor
 from cases.kernels import needs_cpp
 from solvers import GMRES, Anderson, Forward, Solution, Tolerance, fixed_point, solve_linear
 from solvers.core import loop
-from solvers.core.plain import turns
 from solvers.krylov.product import OneMinus
-from solvers.native import process
+from solvers.native import process, steps
 
 pytestmark = needs_cpp
 ROWS, SIZE = 5, 7
@@ -136,11 +135,11 @@ def test_a_subclass_takes_its_own_steps(
 
 
 def test_a_default_device_is_not_that_of_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns._number.cache_clear()
+    steps._number.cache_clear()
     monkeypatch.setattr(process, "ENABLED", True)
     with torch.device("meta"):
         found = solved()
-    turns._number.cache_clear()
+    steps._number.cache_clear()
     same(found, solved())
 
 

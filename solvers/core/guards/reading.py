@@ -1,0 +1,65 @@
+"""What a thread has read of modules in the solve that it is in: a walk through all of them takes a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _Read(threading.local):
+    """What was read, by who reads it or by the module; None: in no solve."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, Any] | None = None
+
+
+READ = _Read()
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Within, modules are read once, until :func:`read_anew`."""
+    outer, READ.kept = READ.kept, {}
+    try:
+        yield
+    finally:
+        READ.kept = outer
+
+
+def read_anew() -> None:
+    """The user's own code has run, which may have changed a module."""
+    if READ.kept is not None:
+        READ.kept.clear()
+
+
+def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """``module.named_modules()``, each path but its own, ``""``, followed by a dot."""
+    if torch.compiler.is_compiling():  # a compiler follows no variables of a thread
+        return [(f"{path}." if path else "", part) for path, part in module.named_modules()]
+    kept = READ.kept
+    if kept is None:
+        return _walk(module)
+    if module not in kept:
+        kept[module] = _walk(module)
+    return kept[module]
+
+
+def _walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    open_places, seen = [("", module)], set[int]()
+    while open_places:
+        prefix, part = open_places.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        found.append((prefix, part))
+        children = vars(part)["_modules"]
+        for name in reversed(children):
+            if children[name] is not None:
+                open_places.append((f"{prefix}{name}.", children[name]))
+    return found
