@@ -44,7 +44,7 @@ from solvers.methods.forward import Forward
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.rescue import rescue
 
-_DEFAULT_ADJOINT = Implicit()
+_DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
 
 
 @eager
@@ -181,7 +181,7 @@ def _transformed(
 
 def _default(f: object, energy: object) -> Solver:
     descends = isinstance(f, EnergyUpdate) and f.symmetric and energy is None
-    return LBFGS() if descends else Anderson()
+    return _LBFGS if descends else _ANDERSON
 
 
 def _solve(

@@ -21,8 +21,11 @@ Solve = Callable[[Any, Array, Array, Array], Array]
 MOST = 400
 
 
-def jaxopt_solver(kind: Any) -> Callable[[Update], Solve]:
-    """A solver of jaxopt, its adjoint by BiCGSTAB: its GMRES and CG took two to three times as long."""
+def jaxopt_solver(kind: Any, *, tuned: bool = True) -> Callable[[Update], Solve]:
+    """A solver of jaxopt, its adjoint by BiCGSTAB: its GMRES and CG took two to three times as long.
+
+    Not ``tuned`` it is as jaxopt makes it: conjugate gradients on the normal equations, to its tolerance.
+    """
 
     def make(update: Update) -> Solve:
         def solve(weights: Any, x: Array, forward: Array, backward: Array) -> Array:
@@ -31,7 +34,8 @@ def jaxopt_solver(kind: Any) -> Callable[[Update], Solve]:
 
             # The tolerance is that of the residual's norm, of the whole batch.
             tolerance = forward * jnp.linalg.norm(x)
-            solver = kind(update, tol=tolerance, maxiter=MOST, implicit_diff_solve=adjoint)
+            options = {"implicit_diff_solve": adjoint} if tuned else {}
+            solver = kind(update, tol=tolerance, maxiter=MOST, **options)
             return solver.run(jnp.zeros_like(x), weights, x).params
 
         return solve
@@ -79,6 +83,8 @@ def _newton(tolerance: Array) -> Any:
 LIBRARIES: dict[str, Callable[[Update], Solve]] = {
     "jaxopt Anderson": jaxopt_solver(jaxopt.AndersonAcceleration),
     "jaxopt iteration": jaxopt_solver(jaxopt.FixedPointIteration),
+    "jaxopt Anderson, its adjoint": jaxopt_solver(jaxopt.AndersonAcceleration, tuned=False),
+    "jaxopt iteration, its adjoint": jaxopt_solver(jaxopt.FixedPointIteration, tuned=False),
     "optimistix iteration": optimistix_solver(_iteration),
     "optimistix Newton": optimistix_solver(_newton),
 }

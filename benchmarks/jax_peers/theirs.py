@@ -28,7 +28,7 @@ MAKERS: dict[str, Callable[[Update], Solve]] = {
     **{f"{name}, plain map": LIBRARIES[name] for name in ("jaxopt Anderson", "jaxopt iteration")},
 }
 # With the map as one writes it first, in the layout (B, N, D).
-PLAIN = {name for name in MAKERS if name.endswith(("first version", "plain map"))}
+PLAIN = {name for name in MAKERS if name.endswith(("first version", "plain map", "its adjoint"))}
 
 
 class Jitted:

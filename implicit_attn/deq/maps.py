@@ -16,12 +16,16 @@ from implicit_attn.energies.prepared import Prepared
 from implicit_attn.updates.gradient_step import EnergyStep
 from implicit_attn.updates.update import Update
 from solvers.compiled.programs import Programs
-from solvers.core.guards.reading import parts_of
+from solvers.core.guards.reading import found_once, parts_of
 from solvers.core.layout import Layout
 
 
 def prepares(update: nn.Module) -> bool:
     """Whether a part of the update has a ``prepare`` of its own."""
+    return found_once(("prepares", update), lambda: _prepares(update))
+
+
+def _prepares(update: nn.Module) -> bool:
     return any(
         isinstance(part, Update)
         and not isinstance(part, EnergyStep)  # which asks its energy
@@ -32,6 +36,10 @@ def prepares(update: nn.Module) -> bool:
 
 def may_prepare(update: nn.Module) -> bool:
     """Whether what the update prepares may be more than x, by a part of its own or of its energy."""
+    return found_once(("may prepare", update), lambda: _may_prepare(update))
+
+
+def _may_prepare(update: nn.Module) -> bool:
     energies = (part for _, part in parts_of(update) if isinstance(part, Energy))
     # Beside ``Energy``, its module has sums and multiples, which ask their terms.
     own = Energy.prepare.__module__

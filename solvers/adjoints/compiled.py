@@ -138,5 +138,5 @@ def _gradients(
     if found is None:
         return first_derivative(_record(known, system, z), cotangent)[1]
     solution, results = found
-    system.note(solution)
+    system.note(solution, solved=True)
     return results

@@ -86,10 +86,12 @@ class AdjointSystem:
         self.note(solution)
         return solution.value
 
-    def note(self, solution: Solution) -> None:
-        """Report the outcome of a solve."""
+    def note(self, solution: Solution, *, solved: bool = False) -> None:
+        """Report the outcome of a solve; ``solved``: it is known that every system was."""
         self.report.solution = self._of_whole_batch(solution)
         self.report.solves += 1
+        if solved:
+            return
         # Samples without a finite evaluation were reported by the forward solve already.
         apply_policy(solution, self.on_failure, "adjoint solve", self.f)
 

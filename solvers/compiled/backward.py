@@ -111,11 +111,11 @@ def compiled_adjoint(
         if found is None:
             return None
         rows = found.rows if padding.index is None else [t[:batch] for t in found.rows]
-        u, size, reference, steps, products = rows
+        u, size, relative, steps, products = rows
         solution = Solution(
             value=u,
             status=torch.zeros_like(steps),  # CONVERGED
-            residual=size / reference.clamp_min(1 / MODERATE),  # 0 where the right-hand side is
+            residual=relative,
             residual_norm=size,
             steps=steps,
             evaluations=products,
@@ -128,7 +128,7 @@ def compiled_adjoint(
 
 @dataclass
 class _Outcome:
-    """Solved systems: u (B, D), then norms of residuals and right-hand sides, steps and products (B,)."""
+    """Solved systems: u (B, D), then norms of residuals, relative ones, steps and products (B,)."""
 
     rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     gradients: Sequence[Tensor | None]
@@ -155,7 +155,8 @@ class _Solve:
         if found is None:
             return None
         ended, size, products, steps = found
-        numbers = (each.squeeze(1) for each in (size, reference, steps, products))
+        relative = size / reference.clamp_min(1 / MODERATE)  # 0 where the right-hand side is
+        numbers = (each.squeeze(1) for each in (size, relative, steps, products))
         return _Outcome((ended.u, *numbers), ended.gradients)  # type: ignore[arg-type]
 
     def _cycles(
@@ -306,7 +307,7 @@ class _InTurns(_Solve):
                 return None
         systems.close()
         own = systems
-        return _Outcome((own.u, own.size, own.reference, own.steps, own.products), gradients)
+        return _Outcome((own.u, own.size, own.relative, own.steps, own.products), gradients)
 
     def _cycle(self, start: Packed, before: Packed, budget: int) -> Ended:
         (product, images), after = self._programs

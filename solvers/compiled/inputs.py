@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.compiled.packing import Packed, pack
+from solvers.compiled.packing import Packed, Skeleton, look, pack
 from solvers.core.layout import leaves_of, map_tensors, take
 from solvers.core.problem import Problem
 
@@ -28,6 +28,8 @@ class Given:
     def of(cls, problem: Problem, padding: Padding, numbers: Any) -> Packed:
         """The inputs of ``problem`` with rows added to the batch, packed."""
         args, mask = map_tensors(_detached, (problem.args, problem.mask))
+        if numbers is None and padding.index is None:
+            return _packed(args, mask)
         return pack(cls(padding.tree(args), padding.tree(mask), numbers))
 
     def problem(self, like: Problem) -> Problem:
@@ -41,6 +43,37 @@ class Given:
             checked=True,
             draws=None,
         )
+
+
+def _packed(args: tuple[Any, ...], mask: Tensor | None) -> Packed:
+    """:func:`pack`, whose skeleton is known where tensors of this pattern were packed before."""
+    tensors: list[Tensor] = []
+    pattern = _pattern((args, mask), tensors)
+    if pattern is None or len({id(tensor) for tensor in tensors}) < len(tensors):
+        return pack(Given(args, mask, None))
+    skeleton = _SKELETONS.get(pattern)
+    if skeleton is None:
+        if len(_SKELETONS) >= PATTERNS:
+            _SKELETONS.clear()
+        skeleton = _SKELETONS[pattern] = pack(Given(args, mask, None)).skeleton
+    return Packed(tensors, skeleton, (skeleton.key, look(tensors)))
+
+
+PATTERNS = 64  # that are remembered
+_SKELETONS: dict[Hashable, Skeleton] = {}
+
+
+def _pattern(tree: Any, tensors: list[Tensor]) -> Hashable:
+    """Where tensors stand in tuples, which are added to ``tensors``; None where there is anything else."""
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return True
+    if tree is None:
+        return False
+    if type(tree) is not tuple:
+        return None
+    parts = tuple([_pattern(part, tensors) for part in tree])
+    return None if None in parts else parts
 
 
 def _detached(tensor: Tensor) -> Tensor:

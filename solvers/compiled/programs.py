@@ -21,7 +21,7 @@ from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
 from solvers.compiled.weights import Weights, read_module
 from solvers.core.checks import require_count
 from solvers.core.device import tracing
-from solvers.core.guards.reading import READ
+from solvers.core.guards.reading import found_once
 from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights, uncompiled
 
@@ -97,12 +97,7 @@ class Programs:
 
     def weights(self) -> Weights:
         """The weights as they are, and what else of the module a program has in it."""
-        kept = READ.kept
-        if kept is None:
-            return self._read()
-        if self not in kept:
-            kept[self] = self._read()
-        return kept[self]
+        return found_once(self, self._read)
 
     def _read(self) -> Weights:
         tensors, plain = read_module(self.module)

@@ -97,7 +97,7 @@ class SystemsRecord(ctypes.Structure):
         ("cycle", Cycle),
         ("conjugate", Conjugate),
         *_fields(
-            "right u residual target beta reference size left before rtol atol steps products open",
+            "right u residual target beta reference size relative left before rtol atol steps products open",
             "each_rtol each_atol",
             "moderate gap halved less",
         ),

@@ -13,6 +13,7 @@ struct Systems {
   void *u, *residual;            // (B, D)
   void *target, *beta;           // (B,) what the cycle is to reach; the norm it began with
   void *reference, *size;        // (B,) norms of g and of the residual
+  void* relative;                // (B,) their ratio, 0 where g is
   void *left, *before;           // (B,) the cycle's own residual norm, the norm of u before it
   const void *rtol, *atol;       // (B,) or one number
   int64_t *steps, *products;     // (B,)
@@ -152,6 +153,8 @@ inline int64_t verify_of(const Systems& all, const T* image, int64_t b) {
   const bool gained = within || norm <= factor * *norm_before;
   if (all.open[b] && claimed) *target = static_cast<T>(all.halved) * limit;
   *norm_before = norm;
+  const T reference = static_cast<const T*>(all.reference)[b];
+  static_cast<T*>(all.relative)[b] = reference > 0 ? norm / reference : T(0);
   start_cycle<T>(all, b);
   return lost || !gained ? GIVEN_UP : within ? SOLVED : GOES_ON;
 }

@@ -52,7 +52,7 @@ class Systems:
     Attributes:
         running: whether samples go on, > 0 if so; -1 where a norm of ``right`` is not moderate.
         step: steps made in this cycle.
-        u, reference, size: (B, D) the iterate, (B,) norms of ``right`` and of the verified residual.
+        u, size, relative: (B, D) the iterate, (B,) norms of the verified residual, and relative to ``right``.
         steps, products: (B,) int64; the product that verifies counts where there was need of it.
     """
 
@@ -64,12 +64,13 @@ class Systems:
         self.direction = self._own.direction
         self.u = torch.empty_like(right)
         self._tolerances = [number(part, right) for part in (limits.rtol, limits.atol)]
-        self.reference, self.size = right.new_empty((rows,)), right.new_empty((rows,))
+        self._reference, self.size, self.relative = (right.new_empty((rows,)) for _ in range(3))
         self.steps = right.new_empty((rows,), dtype=torch.int64)
         self.products = torch.empty_like(self.steps)
         record, eps = self._own.record, torch.finfo(right.dtype).eps
         record.right, record.u = right.data_ptr(), self.u.data_ptr()
-        record.reference, record.size = self.reference.data_ptr(), self.size.data_ptr()
+        record.reference, record.size = self._reference.data_ptr(), self.size.data_ptr()
+        record.relative = self.relative.data_ptr()
         record.steps, record.products = self.steps.data_ptr(), self.products.data_ptr()
         record.rtol, record.atol = (part.data_ptr() for part in self._tolerances)
         record.each_rtol, record.each_atol = (part.dim() for part in self._tolerances)

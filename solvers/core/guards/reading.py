@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+Found = TypeVar("Found")
 
 
 class _Read(threading.local):
@@ -41,12 +43,17 @@ def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """``module.named_modules()``, each path but its own, ``""``, followed by a dot."""
     if torch.compiler.is_compiling():  # a compiler follows no variables of a thread
         return [(f"{path}." if path else "", part) for path, part in module.named_modules()]
+    return found_once(module, lambda: _walk(module))
+
+
+def found_once(what: Hashable, find: Callable[[], Found]) -> Found:
+    """What has been found in this solve, of whatever hangs on modules alone."""
     kept = READ.kept
     if kept is None:
-        return _walk(module)
-    if module not in kept:
-        kept[module] = _walk(module)
-    return kept[module]
+        return find()
+    if what not in kept:
+        kept[what] = find()
+    return kept[what]
 
 
 def _walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
