@@ -25,7 +25,6 @@ from solvers.core.checks import (
 )
 from solvers.core.guards.reading import read_anew
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
-from solvers.core.loop import Loop
 from solvers.core.modes import (
     compiler_loaded,
     constant_weights,
@@ -42,7 +41,7 @@ from solvers.core.tolerance import Goal, Tolerance, check_tolerances
 from solvers.methods.anderson import Anderson
 from solvers.methods.forward import Forward
 from solvers.methods.lbfgs import LBFGS
-from solvers.methods.rescue import rescue
+from solvers.methods.solving import Solving
 
 _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
 
@@ -202,23 +201,12 @@ def _solve(
     runs without autocast, which Problem restores around f.
     """
 
-    def ordinary(problem: Problem, start: Tensor) -> Solution:
-        with goal.watching():
-            first = problem.evaluate_first(start)
-        tolerance = (problem.goal or goal).tolerance  # of the samples that are solved here
-        loop = Loop(problem, first, solver, tolerance, max_steps, record, callback, states_at)
-        del first  # the loop frees it when it has moved on
-        solution = loop.run()
-        if automatic:
-            rescue(problem, solution, tolerance, max_steps, record, callback, states_at)
-        problem.check_last(solution.value)
-        return solution
-
+    options = (max_steps, record, callback, states_at)
+    ordinary = Solving(solver, automatic, goal, *options)
     with constant_weights(), without_autocast(start.device.type):
         if isinstance(solver, ExternalSolver):
             return solver.run(problem, start, goal.tolerance, max_steps, states_at)
-        observed = record or callback is not None or states_at or torch.is_grad_enabled()
-        if problem.programs is None or observed or not solver.traceable:
+        if problem.programs is None or ordinary.observed or not solver.traceable:
             return ordinary(problem, start)
         try:
             _look_once(problem, start, goal)

@@ -7,24 +7,21 @@ the ordinary loop, with the outcome that it always has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from solvers.compiled.inputs import Given, Padding
-from solvers.compiled.lanes import LEFT, Lanes, Numbers, begin, turn
+from solvers.compiled.lanes import Lanes, Numbers, begin, turn
 from solvers.compiled.packing import Packed, pack
-from solvers.compiled.turns import solve_in_turns, steps_of_program, takes_turns
+from solvers.compiled.turns import solve_in_turns, steps_of_program
 from solvers.core.modes import without_autocast
 from solvers.core.problem import Problem
-from solvers.core.rows import RUNNING, scatter_rows, where_rows
+from solvers.core.rows import RUNNING
 from solvers.core.solution import Solution
 from solvers.core.solver import Solver
 from solvers.core.tolerance import Tolerance
-
-Ordinary = Callable[[Problem, Tensor], Solution]
+from solvers.methods.turns import Ordinary, solve_left, takes_turns
 
 
 def compiled_solve(
@@ -43,8 +40,7 @@ def compiled_solve(
     problem.programs.begin(start.device)
     with without_autocast(start.device.type):
         solution = _compiled_solution(problem, start, solver, tolerance, max_steps, padding)
-    if int(solution.status.min()) < 0:
-        _solve_ordinarily(problem, start, solution.status == LEFT, solution, ordinary)
+    solve_left(problem, start, solution, ordinary)
     return solution
 
 
@@ -111,31 +107,3 @@ def _solution(lanes: Lanes, batch: int) -> Solution:
         evaluations=rows(lanes.evaluations),
         energy=None if best.energy is None else rows(best.energy),
     )
-
-
-def _solve_ordinarily(
-    problem: Problem, start: Tensor, left: Tensor, solution: Solution, ordinary: Ordinary
-) -> None:
-    """Solve for the samples ``left`` (B,) bool from the start, and write what is found into ``solution``."""
-    batch = start.shape[0]
-    plain = replace(problem, programs=None)
-    rows = torch.nonzero(left).flatten()
-    if problem.compact and rows.numel() < batch:
-        found = ordinary(plain.rows(rows, batch), start.index_select(0, rows))
-        found = replace(
-            found,
-            **{
-                name: scatter_rows(getattr(found, name), rows, batch, 0)
-                for name in _ROWS
-                if getattr(found, name) is not None
-            },
-        )
-    else:
-        found = ordinary(plain, start)
-    for name in _ROWS:
-        new, old = getattr(found, name), getattr(solution, name)
-        if new is not None and old is not None:
-            setattr(solution, name, where_rows(left, new, old))
-
-
-_ROWS = ("value", "status", "residual", "residual_norm", "steps", "evaluations", "energy")

@@ -17,8 +17,7 @@ from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable
 from solvers.core.solution import Status
 from solvers.core.solver import Solver, Turn
 from solvers.core.tolerance import Tolerance
-
-LEFT = -2  # status of a sample that the ordinary loop must solve: a rejected step, no finite value
+from solvers.methods.turns import LEFT
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""Cycles of GMRES in C++."""
+"""Krylov methods in C++: cycles of GMRES, and whole solves of small systems."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from solvers.core.arrays import Array
+from solvers.core.solution import Solution
 from solvers.native.process import THREADS
 from solvers.native.steps import Cycle, Steps, address
+from solvers.native.systems import GOES_ON, SOLVED, Limits, Systems
 
 
 class Run(Protocol):
@@ -67,3 +70,45 @@ class Cycles:
             cycle.running = address(run.running)
         cycle.direction, cycle.step = run.direction.data_ptr(), run.step
         return cycle
+
+
+def solve_in_native(
+    image: Callable[[Tensor], Tensor],
+    right: Tensor,
+    limits: Limits,
+    restart: int | None,
+    max_steps: int,
+    steps: Steps,
+) -> Solution | None:
+    """``v - image(v) = right`` for all samples (B, D); None where one of them was not solved.
+
+    By GMRES with ``restart``, or by conjugate gradients.
+    """
+    systems = Systems(right.contiguous(), restart, limits, steps)
+    if systems.running < 0:
+        return None
+    spent, cycles = 0, 0
+    while True:
+        most = min(systems.restart or max_steps, max_steps - spent)
+        while systems.running and systems.step < most:
+            systems.absorb(image(systems.direction).detach())
+        u = systems.correct()
+        if cycles == 0 and systems.settled():
+            break
+        spent, cycles = spent + systems.step + 1, cycles + 1
+        if spent > max_steps:
+            return None
+        outcome = systems.verify(image(u).detach())
+        if outcome == SOLVED:
+            break
+        if outcome != GOES_ON or spent >= max_steps:
+            return None
+    systems.close()
+    return Solution(
+        value=u,
+        status=torch.zeros_like(systems.steps),  # CONVERGED
+        residual=systems.relative,
+        residual_norm=systems.size,
+        steps=systems.steps,
+        evaluations=systems.products,
+    )

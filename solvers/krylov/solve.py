@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from solvers.core.checks import require_callable, require_count, require_flag, require_instance
+from solvers.core.guards.native import native_steps
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.modes import eager
 from solvers.core.rows import Progress
@@ -15,10 +17,12 @@ from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.cg import CG
 from solvers.krylov.gmres import GMRES
-from solvers.krylov.loop import LinearLoop
+from solvers.krylov.in_native import solve_in_native
+from solvers.krylov.loop import GAP, HALVED, LinearLoop
 from solvers.krylov.method import LinearSolver
 from solvers.krylov.minres import MINRES
-from solvers.krylov.product import Product, System, check_like
+from solvers.krylov.product import MODERATE, OneMinus, Product, System, check_like
+from solvers.native.systems import Limits, fits
 
 __all__ = ["CG", "GMRES", "MINRES", "LinearSolver", "solve_linear"]
 
@@ -111,6 +115,11 @@ def solve_linear(
     if x0 is not None:
         check_like(x0, b, "x0", "b", ValueError)
     with torch.no_grad():
+        observed = record or callback is not None or x0 is not None
+        if isinstance(matvec, OneMinus) and not (observed or args or compact):
+            found = _in_native(matvec, b, solver, tolerance, max_steps)
+            if found is not None:
+                return found
         product = Product(matvec, layout, args, len(leaf))
         system = System(layout.vector(b).detach().to(product.dtype), tolerance)
         loop = LinearLoop(
@@ -120,3 +129,18 @@ def solve_linear(
         solution.value = layout.tree(solution.value.to(layout.dtype))
     apply_policy(solution, on_failure, f"linear solve with {solver}")
     return solution
+
+
+def _in_native(
+    matvec: OneMinus, b: Any, solver: LinearSolver, tolerance: Tolerance, max_steps: int
+) -> Solution | None:
+    """The solution by C++ where that is wanted and solves every sample; None: by the loop, from the start."""
+    restart = solver.restart if isinstance(solver, GMRES) else None
+    flat = isinstance(b, Tensor) and b.dim() == 2 and b.dtype in (torch.float32, torch.float64)
+    if type(solver) not in (CG, GMRES) or not flat or not fits(b, restart):
+        return None
+    steps = native_steps(b)
+    if steps is None:
+        return None
+    limits = Limits(tolerance.rtol, tolerance.atol, MODERATE, GAP, HALVED, trusting=True)
+    return solve_in_native(matvec.image, b.detach(), limits, restart, max_steps, steps)

@@ -73,7 +73,8 @@ inline void anderson(const Ring& ring, int64_t b, int64_t size, bool first, cons
 // An evaluation of all samples that have not ended. The first one sets what is told of each.
 struct Turn {
   Ring ring;
-  void* trial;                   // (B, D) where f was evaluated; then where it is to be evaluated next
+  const void* trial;             // (B, D) where f was evaluated
+  void* next;                    // (B, D) where it is to be evaluated next; it may be trial
   const void* value;             // (B, D) f there
   const bool* mask;              // (B, D) or null
   void *residual, *best;         // (B, D)
@@ -121,7 +122,7 @@ inline Judged<T> residual_of(const T* z, const T* f, const bool* mask, T* residu
 template <class T>
 inline void turn_of(const Turn& turn, int64_t b) {
   const int64_t size = turn.size;
-  T* z = static_cast<T*>(turn.trial) + b * size;
+  const T* z = static_cast<const T*>(turn.trial) + b * size;
   T* residual = static_cast<T*>(turn.residual) + b * size;
   T *best_relative = static_cast<T*>(turn.best_relative) + b, *limit = static_cast<T*>(turn.limit) + b;
   const Judged<T> found =
@@ -165,7 +166,15 @@ inline void turn_of(const Turn& turn, int64_t b) {
     *milestone = *best_relative;
     if (turn.status[b] == LEFT) return;
   }
-  anderson(turn.ring, b, size, first, z, residual, z);
+  anderson(turn.ring, b, size, first, z, residual, static_cast<T*>(turn.next) + b * size);
+}
+
+// A sample that has ended stays where it is.
+template <class T>
+inline void stay(const Turn& turn, int64_t b) {
+  const T* z = static_cast<const T*>(turn.trial) + b * turn.size;
+  T* next = static_cast<T*>(turn.next) + b * turn.size;
+  for (int64_t i = 0; i < turn.size; i++) next[i] = z[i];
 }
 
 // How many samples go on.
@@ -179,6 +188,7 @@ int64_t turn_of_all(const Turn& turn) {
       if (turn.count == 1) turn.status[b] = RUNNING;
       if (turn.status[b] == RUNNING) turn_of<T>(turn, b);
       own += turn.status[b] == RUNNING;
+      if (turn.status[b] != RUNNING && turn.next != turn.trial) stay<T>(turn, b);
     }
     running += own;
   });

@@ -24,6 +24,8 @@ EXPORT int64_t advance_float(const Systems* systems) { return advance<float>(*sy
 EXPORT int64_t advance_double(const Systems* systems) { return advance<double>(*systems); }
 EXPORT void correct_float(const Systems* systems) { correct<float>(*systems); }
 EXPORT void correct_double(const Systems* systems) { correct<double>(*systems); }
+EXPORT int64_t settled_float(const Systems* systems) { return settled<float>(*systems); }
+EXPORT int64_t settled_double(const Systems* systems) { return settled<double>(*systems); }
 EXPORT int64_t verify_float(const Systems* systems, const void* image) {
   return verify<float>(*systems, image);
 }

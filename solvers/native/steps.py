@@ -46,7 +46,7 @@ class Turn(ctypes.Structure):
     _fields_ = (
         ("ring", Ring),
         *_fields(
-            "trial value mask residual best best_relative best_norm limit milestone "
+            "trial next value mask residual best best_relative best_norm limit milestone "
             "rtol atol status evaluations fork",
             "threads batch size count max_steps patience each_rtol each_atol",
             "moderate divergence",
@@ -98,7 +98,7 @@ class SystemsRecord(ctypes.Structure):
         ("conjugate", Conjugate),
         *_fields(
             "right u residual target beta reference size relative left before rtol atol steps products open",
-            "each_rtol each_atol",
+            "each_rtol each_atol trusting",
             "moderate gap halved less",
         ),
     )
@@ -108,7 +108,7 @@ class SystemsRecord(ctypes.Structure):
 class Steps:
     """The compiled functions for one dtype; the first four return how many samples go on.
 
-    ``move`` returns whether the step was made, ``verify`` the outcome of a cycle.
+    ``move`` returns whether the step was made, ``settled`` whether all is done, ``verify`` a cycle's outcome.
     """
 
     turn: Callable[..., int]
@@ -116,6 +116,7 @@ class Steps:
     begin: Callable[..., int]
     advance: Callable[..., int]
     move: Callable[..., int]
+    settled: Callable[..., int]
     verify: Callable[..., int]
     step: Callable[..., None]
     finish: Callable[..., None]
@@ -154,6 +155,7 @@ def _steps(found: ctypes.CDLL, name: str) -> Steps:
         begin=function("begin", count),
         advance=function("advance", count),
         move=function("move", count),
+        settled=function("settled", count),
         verify=function("verify", count, pointers=2),
         step=function("step"),
         finish=function("finish", pointers=3),

@@ -19,6 +19,7 @@ struct Systems {
   int64_t *steps, *products;     // (B,)
   bool* open;                    // (B,)
   int64_t each_rtol, each_atol;
+  int64_t trusting;              // what the recurrence says of its residual is enough where it is accurate
   double moderate, gap, halved, less;
 };
 constexpr int64_t SOLVED = 0, GOES_ON = 1, GIVEN_UP = 2, IMMODERATE = -1;
@@ -122,6 +123,44 @@ void correct(const Systems& all) {
             });
 }
 
+// The cycle's own account of sample b, whose u it has corrected.
+struct Account {
+  bool accurate, claimed;        // its residual is right but for rounding; the target was met
+};
+
+template <class T>
+inline Account account_of(const Systems& all, int64_t b) {
+  const Cycle& cycle = all.cycle;
+  const T* u = static_cast<const T*>(all.u) + b * cycle.size;
+  const T length = std::fmax(std::sqrt(dot(u, u, cycle.size)), static_cast<const T*>(all.before)[b]);
+  const T left = static_cast<const T*>(all.left)[b], limit = limit_of<T>(all, b);
+  const T gap = static_cast<T>(all.gap) * (static_cast<const T*>(cycle.matrix_norm)[b] * length +
+                                           static_cast<const T*>(all.reference)[b]);
+  const T target = static_cast<const T*>(all.target)[b];
+  const bool claimed = all.conjugate.best
+                           ? static_cast<const T*>(all.conjugate.best_square)[b] <= target * target
+                           : static_cast<const T*>(cycle.residual_norm)[b] <= target;
+  return {gap <= std::fmax(left, limit) && left <= limit && std::isfinite(length), claimed};
+}
+
+// Whether every sample is solved by its first cycle's own account, which is then what is told of it.
+template <class T>
+int64_t settled(const Systems& all) {
+  const int64_t rows = all.cycle.rows;
+  for (int64_t b = 0; b < rows; b++) {
+    if (!all.open[b]) continue;
+    const Account own = account_of<T>(all, b);
+    if (!own.accurate || !own.claimed) return 0;
+  }
+  for (int64_t b = 0; b < rows; b++) {
+    const T left = static_cast<const T*>(all.left)[b], reference = static_cast<const T*>(all.reference)[b];
+    all.steps[b] = all.products[b] = all.cycle.used[b];
+    static_cast<T*>(all.size)[b] = left;
+    static_cast<T*>(all.relative)[b] = reference > 0 ? left / reference : T(0);
+  }
+  return 1;
+}
+
 // The true residual of sample b, from M u, and whether a further cycle is worth while.
 template <class T>
 inline int64_t verify_of(const Systems& all, const T* image, int64_t b) {
@@ -131,19 +170,14 @@ inline int64_t verify_of(const Systems& all, const T* image, int64_t b) {
   const T* u = static_cast<const T*>(all.u) + b * size;
   T* residual = static_cast<T*>(all.residual) + b * size;
   for (int64_t i = 0; i < size; i++) residual[i] = right[i] - (u[i] - image[i]);
-  const T norm = std::sqrt(dot(residual, residual, size)), limit = limit_of<T>(all, b);
-  const T length = std::fmax(std::sqrt(dot(u, u, size)), static_cast<const T*>(all.before)[b]);
-  const T left = static_cast<const T*>(all.left)[b];
-  const T gap = static_cast<T>(all.gap) * (static_cast<const T*>(cycle.matrix_norm)[b] * length +
-                                           static_cast<const T*>(all.reference)[b]);
-  // The recurrence's residual was good enough: the product with u counts as none.
-  const bool accurate = gap <= std::fmax(left, limit) && left <= limit;
+  T norm = std::sqrt(dot(residual, residual, size));
+  const T limit = limit_of<T>(all, b);
+  // Where the recurrence's residual was good enough, the product with u counts as none.
+  const auto [accurate, claimed] = account_of<T>(all, b);
+  const bool trusted = all.trusting && accurate && claimed;
+  if (trusted) norm = static_cast<const T*>(all.left)[b];
   const bool lost = all.conjugate.best && indefinite<T>(cycle, all.conjugate, b);
   T* target = static_cast<T*>(all.target) + b;
-  const bool claimed =
-      all.conjugate.best
-          ? static_cast<const T*>(all.conjugate.best_square)[b] <= *target * *target
-          : static_cast<const T*>(cycle.residual_norm)[b] <= *target;
   all.steps[b] += cycle.used[b];
   all.products[b] += cycle.used[b] + (all.open[b] && !accurate);
   T* norm_before = static_cast<T*>(all.size) + b;

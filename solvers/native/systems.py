@@ -24,7 +24,8 @@ class Limits:
     ``rtol`` and ``atol`` are numbers or (B,), relative to the right-hand side. Norms of right-hand sides
     between ``1 / moderate`` and ``moderate`` are taken. ``gap`` bounds what rounding does to a residual, in
     units of the machine precision. A cycle that has reached its target by its own account makes the residual
-    smaller by the factor ``halved`` at least.
+    smaller by the factor ``halved`` at least. ``trusting``: where a cycle's own account of the residual is
+    accurate, it is believed.
     """
 
     rtol: float | Tensor
@@ -32,6 +33,7 @@ class Limits:
     moderate: float
     gap: float
     halved: float
+    trusting: bool = False
 
 
 def fits(right: Tensor, restart: int | None) -> bool:
@@ -75,7 +77,7 @@ class Systems:
         record.rtol, record.atol = (part.data_ptr() for part in self._tolerances)
         record.each_rtol, record.each_atol = (part.dim() for part in self._tolerances)
         record.moderate, record.gap = limits.moderate, limits.gap * eps
-        record.halved, record.less = limits.halved, 1 - eps**0.5
+        record.halved, record.less, record.trusting = limits.halved, 1 - eps**0.5, limits.trusting
         cycle = self._cycle = record.cycle
         cycle.fork, cycle.threads, cycle.step = THREADS.fork, THREADS.number, 0
         self.running = steps.begin(self._own.at)
@@ -93,6 +95,10 @@ class Systems:
         self._cycle.step = self.step
         self._steps.correct(self._own.at)
         return self.u
+
+    def settled(self) -> bool:
+        """Whether all are solved by the first cycle's own account, so that no product verifies it."""
+        return bool(self._steps.settled(self._own.at))
 
     def verify(self, image: Tensor) -> int:
         """Take the product of M with ``u``: whether all are SOLVED, or a further cycle GOES_ON."""

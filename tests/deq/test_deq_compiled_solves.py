@@ -180,7 +180,7 @@ def test_rows_out_of_the_ordinary_are_solved_as_without() -> None:
 
 @BOTH
 def test_stalled_samples_are_solved_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("solvers.core.loop", "solvers.compiled.lanes", "solvers.compiled.turns"):
+    for module in ("solvers.core.loop", "solvers.compiled.lanes", "solvers.methods.turns"):
         monkeypatch.setattr(f"{module}.PATIENCE", 10)
 
     def f(z: Tensor, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from cases.turns import (
     take_turns,
 )
 from solvers import Anderson, Forward, Implicit, Status, Tolerance
-from solvers.compiled import turns
+from solvers.methods import turns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
@@ -111,7 +111,7 @@ def test_what_is_out_of_the_ordinary() -> None:
 
 
 def test_samples_that_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("solvers.core.loop", "solvers.compiled.turns"):
+    for module in ("solvers.core.loop", "solvers.methods.turns"):
         monkeypatch.setattr(f"{module}.PATIENCE", 10)
     options: Any = {"solver": Forward(), "max_steps": 60, "on_failure": "ignore"}
 

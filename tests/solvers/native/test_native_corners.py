@@ -14,10 +14,17 @@ from cases.kernels import needs_cpp
 from solvers import GMRES, Anderson, Forward, Solution, Tolerance, fixed_point, solve_linear
 from solvers.core import loop
 from solvers.krylov.product import OneMinus
+from solvers.methods import turns
 from solvers.native import process, steps
 
 pytestmark = needs_cpp
 ROWS, SIZE = 5, 7
+
+
+@pytest.fixture(autouse=True)
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop judges, as for batches that are not small; those are in test_small_solves.py."""
+    monkeypatch.setattr(turns, "SMALL", 0)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -21,10 +21,17 @@ from solvers.core.layout import Layout
 from solvers.core.problem import Problem
 from solvers.core.rows import Point
 from solvers.core.solver import Turn
+from solvers.methods import turns
 from solvers.native import library, process
 
 pytestmark = needs_cpp
 Threads = Callable[[int], None]
+
+
+@pytest.fixture(autouse=True)
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop judges, as for batches that are not small; those are in test_small_solves.py."""
+    monkeypatch.setattr(turns, "SMALL", 0)
 
 
 @pytest.fixture

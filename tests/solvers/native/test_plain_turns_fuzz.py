@@ -13,7 +13,8 @@ from torch import Tensor
 from cases.kernels import needs_cpp
 from solvers import Anderson, Forward, Solution, Solver, Tolerance, fixed_point
 from solvers.core import loop
-from solvers.native import process
+from solvers.methods import turns
+from solvers.native import process, spare
 
 SETTINGS = settings(max_examples=70, deadline=None, derandomize=True)
 # Contracting a little or much, constant, turning for ever, expanding within bounds and without.
@@ -22,21 +23,20 @@ LOSSES = torch.tensor([torch.nan, torch.inf, 0.0, 1e9, 1e30], dtype=torch.float6
 
 
 class Map:
-    """``z -> slope * g(z, rolled) + offset`` of every sample, which may fail at its own evaluation."""
+    """``z -> slope * g(z, rolled) + offset`` of every sample, which may fail at its own evaluation.
+
+    A solve begins, and evaluations are counted anew, where all samples are at their ``origin``.
+    """
 
     def __init__(self, bounded: bool) -> None:
         self.bounded, self.calls = bounded, 0
 
     def __call__(
-        self, state: Any, slope: Tensor, offset: Tensor, fails: Tensor, loss: Tensor
+        self, state: Any, slope: Tensor, offset: Tensor, fails: Tensor, loss: Tensor, origin: Any
     ) -> Any:
-        self.calls += 1
-        flat = (
-            state
-            if isinstance(state, Tensor)
-            else torch.cat([part.flatten(1) for part in state], 1)
-        )
-        z = flat.flatten(1).roll(1, 1)
+        z = flat(state)
+        self.calls = 1 if torch.equal(z, flat(origin)) else self.calls + 1
+        z = z.roll(1, 1)
         value = slope[:, None] * (torch.sin(z) if self.bounded else z) + offset
         lost = LOSSES.to(value.dtype)[loss][:, None]
         value = torch.where((fails == self.calls)[:, None], lost, value)
@@ -78,7 +78,7 @@ def solves(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "bounded": draw(st.booleans()),
         "z0": start,
-        "args": (among(SLOPES), offset, fails, loss),
+        "args": (among(SLOPES), offset, fails, loss, start),
         "mask": mask,
         "tolerance": Tolerance(rtol, atol),
         "max_steps": draw(st.integers(1, 30)),
@@ -89,19 +89,32 @@ def solves(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def solved(
-    options: dict[str, Any], solver: Solver, *, native: bool, full: bool = False
+    options: dict[str, Any],
+    solver: Solver,
+    *,
+    native: bool,
+    full: bool = False,
+    small: int = turns.SMALL,
 ) -> Solution:
-    """The solution; ``full``: with a trace, for which every turn is accounted for in full."""
+    """The solution.
+
+    ``full``: with a trace, for which every turn is accounted for in full. ``small``: batches of so many
+    numbers are solved by C++ alone.
+    """
     own = {k: v for k, v in options.items() if k not in ("bounded", "damping", "memory")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "ENABLED", native)
-        patch.setattr(loop, "PATIENCE", 7)  # so that samples stall within thirty evaluations
+        for module in (loop, turns):  # so that samples stall within thirty evaluations
+            patch.setattr(module, "PATIENCE", 7)
+        patch.setattr(turns, "SMALL", small)
+        patch.setattr(spare, "SMALL", 0)  # what is kept knows the patience
         return fixed_point(
             Map(options["bounded"]), solver=solver, adjoint=None, on_failure="ignore", record=full, **own
         )  # fmt: skip
 
 
 def flat(state: Any) -> Tensor:
+    """(B, D)."""
     parts = state if isinstance(state, tuple) else (state,)
     return torch.cat([part.flatten(1) for part in parts], 1)
 
@@ -128,7 +141,7 @@ def regular(options: dict[str, Any]) -> Tensor:
 
     They contract, to a point other than zero, and do not lose their digits to a huge value.
     """
-    slope, offset, fails, loss = options["args"]
+    slope, offset, fails, loss, _ = options["args"]
     contracts = (slope.abs() < 0.95) & (offset.abs().sum(1) > 0)
     zero, tolerance = torch.zeros(len(slope)), options["tolerance"]
     reachable = (zero + tolerance.rtol > 0) | (zero + tolerance.atol > 0)
@@ -137,15 +150,17 @@ def regular(options: dict[str, Any]) -> Tensor:
 
 @needs_cpp
 @SETTINGS
-@given(solves())
-def test_turns_in_native_steps_are_those_of_numpy(options: dict[str, Any]) -> None:
+@given(solves(), st.sampled_from([0, turns.SMALL]))
+def test_turns_in_native_steps_are_those_of_numpy(options: dict[str, Any], small: int) -> None:
     """Plain steps in every sample, Anderson's (with a ridge that tames them) in the regular ones."""
     damping = options["damping"]
     for solver in (
         Forward(damping),
         Anderson(options["memory"], damping=damping, regularization=1e-2),
     ):
-        native, plain = (solved(options, solver, native=each) for each in (True, False))
+        native, plain = (
+            solved(options, solver, native=each, small=small) for each in (True, False)
+        )
         tame = regular(options)
         rows = tame if isinstance(solver, Anderson) else torch.ones_like(tame)
         for name in COUNTS:
