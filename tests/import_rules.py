@@ -24,6 +24,7 @@ MOST_FILES = 14  # of Python in a folder of the library, the package's face amon
 # The floor that everything stands on.
 _GROUND = {
     "solvers.core.checks",
+    "solvers.core.guards.reading",
     "solvers.core.guards.telling",
     "solvers.core.modes",
     "solvers.lazy",
@@ -53,6 +54,7 @@ _BELOW_PROGRAMS = _BELOW_MODELS | {
 }
 MAY_IMPORT = {
     "solvers.core.checks": set[str](),
+    "solvers.core.guards.reading": set[str](),
     "solvers.core.guards.telling": set[str](),
     "solvers.core.modes": set[str](),
     "solvers.lazy": set[str](),

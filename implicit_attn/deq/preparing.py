@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from implicit_attn.deq.maps import may_prepare
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
-from solvers.compiled.backward import Wanted
+from solvers.compiled.cycles import Wanted
 from solvers.compiled.inputs import Padding
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.programs import Programs, UntraceableError
@@ -31,7 +31,7 @@ from solvers.core.modes import (
 )
 
 if TYPE_CHECKING:
-    from solvers.compiled.stages import Bound
+    from solvers.compiled.graphs.stages import Bound
 
 
 def prepare(
@@ -300,8 +300,7 @@ class _Prepared(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.preparation, ctx.wanted, ctx.number = preparation, wanted, len(tensors)
-        # All of them, so that what is changed in place before the backward pass is noticed; and what the
-        # linearisation holds, so that autograd frees it.
+        # All of them, so that a change in place is noticed; what the linearisation holds is freed.
         ctx.save_for_backward(*tensors, *preparation.held)
         preparation.held = []
         return tuple(value.view_as(value) for value in values)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record, first_derivative
-from solvers.compiled.backward import Wanted, compiled_adjoint
+from solvers.compiled.backward import compiled_adjoint
+from solvers.compiled.cycles import Wanted
 from solvers.compiled.programs import UntraceableError
 from solvers.compiled.weights import Weights
 from solvers.core.layout import leaves_of

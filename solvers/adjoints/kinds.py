@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,10 +19,17 @@ from solvers.adjoints.implicit import (
     implicit_value,
     zero_derivative,
 )
+from solvers.adjoints.left_out import (
+    Attach,
+    differentiate,
+    differentiate_states,
+    failed,
+    no_evaluation,
+)
 from solvers.core.checks import require_count, require_flag, require_instance, require_number
 from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
-from solvers.core.solution import AdjointReport, Solution, Status, check_on_failure
+from solvers.core.solution import AdjointReport, Solution, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.solve import LinearSolver
 
@@ -40,63 +46,6 @@ class Adjoint(ABC):
 
         So do its ``states``.
         """
-
-
-Attach = Callable[[Problem, Tensor, Tensor | None], Tensor]
-
-
-def _differentiate_states(
-    problem: Problem,
-    solution: Solution,
-    start: Tensor,
-    left_out: Tensor | None,
-    attach: list[Attach],
-) -> None:
-    """:func:`_differentiate` for each of the solution's states, by its own of ``attach``."""
-    for state, own in zip(solution.states or (), attach, strict=True):
-        whole = replace(solution, value=state.value)
-        state.value = _differentiate(problem, whole, start, left_out, own).value
-
-
-def _differentiate(
-    problem: Problem,
-    solution: Solution,
-    start: Tensor,
-    left_out: Tensor | None,
-    attach: Attach,
-) -> Solution:
-    """Let ``attach(problem, value, rows)`` give the solution's value its gradient.
-
-    A sample that is ``left_out`` has no derivative: zero is what its gradient is set to, and its NaN
-    would reach the gradients of the others through weights that they share. So ``attach`` sees only the
-    other samples: ``rows`` (n,), or None where that is all of them or ``compact=False`` forbids to
-    leave any out.
-    """
-    some = left_out is not None and bool(left_out.any())
-    if some and bool(left_out.all()):
-        solution.value = zero_derivative(problem, solution.value.detach(), start)
-        return solution
-    if left_out is None or not (some and problem.compact):
-        solution.value = attach(problem, solution.value, None)
-        return solution
-    rows = torch.nonzero(~left_out).flatten()
-    whole = solution.value.detach()
-    part = problem.rows(rows, whole.shape[0])
-    value = attach(part, solution.value.index_select(0, rows), rows)
-    solution.value = whole.index_copy(0, rows, value)
-    return solution
-
-
-def _no_evaluation(solution: Solution) -> Tensor | None:
-    """Samples (B,) without any finite evaluation, None where there is none."""
-    if math.isfinite(solution.residual.sum().item()):
-        return None
-    return ~torch.isfinite(solution.residual)
-
-
-def _failed(solution: Solution) -> Tensor:
-    """Samples (B,) near which steps without a safeguard may overflow."""
-    return (solution.status == Status.DIVERGED) | (solution.status == Status.NONFINITE)
 
 
 @dataclass(frozen=True)
@@ -167,8 +116,8 @@ class Implicit(Adjoint):
             return value(part, z, system)
 
         _attach_states(self.states or OneStep(), problem, solution, start)
-        left_out = _no_evaluation(solution)
-        return _differentiate(problem, solution, start.detach(), left_out, attach)
+        left_out = no_evaluation(solution)
+        return differentiate(problem, solution, start.detach(), left_out, attach)
 
     def system(
         self,
@@ -226,14 +175,14 @@ class Unrolled(Adjoint):
 
         plain = replace(problem, recorder=None)
         solution = run(problem, start)
-        left_out = _no_evaluation(solution)
+        left_out = no_evaluation(solution)
         numbers = range(len(solution.states or ()))
         each: list[Attach] = [partial(attach, state=number) for number in numbers]
-        _differentiate_states(problem, solution, start, left_out, each)
+        differentiate_states(problem, solution, start, left_out, each)
         for state in solution.states or ():
             if not state.value.requires_grad:  # the start
                 state.value = zero_derivative(plain, state.value)
-        found = _differentiate(problem, solution, start, left_out, partial(attach, state=None))
+        found = differentiate(problem, solution, start, left_out, partial(attach, state=None))
         if not found.value.requires_grad:  # the start was the solution: no step was taken
             found.value = zero_derivative(plain, found.value)
         return found
@@ -269,7 +218,7 @@ class Phantom(Adjoint):
             return self.attach(part, anchor)
 
         _attach_states(self, problem, solution, start)
-        return _differentiate(problem, solution, start.detach(), _failed(solution), attach)
+        return differentiate(problem, solution, start.detach(), failed(solution), attach)
 
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
         """``anchor`` (B, D) with the gradient of the iterations from it."""
@@ -290,7 +239,7 @@ def _attach_states(
         return adjoint.attach(part, anchor)
 
     each: list[Attach] = [attach] * len(solution.states)
-    _differentiate_states(problem, solution, start.detach(), _failed(solution), each)
+    differentiate_states(problem, solution, start.detach(), failed(solution), each)
 
 
 class _WithDerivative(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from solvers import compiled
+from solvers.compiled import graphs
 from solvers.compiled.backends import check_backend
 from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
 from solvers.compiled.weights import Weights, read_module
@@ -26,7 +26,7 @@ from solvers.core.guards.telling import warn_user
 from solvers.core.modes import constant_weights, uncompiled
 
 if TYPE_CHECKING:
-    from solvers.compiled.stages import Bound, Run
+    from solvers.compiled.graphs.stages import Bound, Run
 
 _LOG = logging.getLogger(__name__)
 Compiler = Callable[[Any, Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
@@ -164,7 +164,7 @@ class Programs:
             with self._making(weights):
                 graph, examples, after = self._traced(function, inputs, parts, weights)
                 varying = range(len(parts[0].tensors))
-                made = compiled.stages.made(graph, examples, varying, wanted, self._compiled)
+                made = graphs.stages.made(graph, examples, varying, wanted, self._compiled)
                 found = made, after
             self.staged[which] = found
         return found[0].at(inputs), found[1]
@@ -274,11 +274,11 @@ class Programs:
             found.append(packed.skeleton)
             return packed.tensors
 
-        return *compiled.tracing.trace(flat, inputs, fixed=len(names)), found[-1]
+        return *graphs.tracing.trace(flat, inputs, fixed=len(names)), found[-1]
 
     def _compiled(self, graph: GraphModule, examples: list[Tensor]) -> Run:
         options = (self.backend, self.mode, self.options)
-        return compiled.tracing.compiled(graph, examples, *options)
+        return graphs.tracing.compiled(graph, examples, *options)
 
     def _forget(self) -> None:
         """Drop all programs, and say so: they should be few."""

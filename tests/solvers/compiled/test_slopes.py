@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from solvers.compiled.slopes import RULES, with_slopes
-from solvers.compiled.stages import made
+from solvers.compiled.graphs.slopes import RULES, with_slopes
+from solvers.compiled.graphs.stages import made
 
 ACTIVATIONS = {
     "gelu": F.gelu,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from solvers.compiled import stages, tracing
+from solvers.compiled.graphs import stages, tracing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),

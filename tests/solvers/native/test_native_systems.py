@@ -181,7 +181,7 @@ def test_cycles_by_hand(restart: int | None) -> None:
     assert steps is not None
     systems = Systems(right, restart, LIMITS, steps)
     assert systems.running == 5  # one right-hand side is zero
-    sizes = []
+    sizes, outcome = list[float](), GOES_ON
     for _ in range(30):
         for _ in range(3):
             systems.absorb(times(matrix, systems.direction))

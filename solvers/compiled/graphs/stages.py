@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from solvers.compiled.slopes import with_slopes
-from solvers.compiled.tracing import functional
+from solvers.compiled.graphs.slopes import with_slopes
+from solvers.compiled.graphs.tracing import functional
 
 Run = Callable[..., Sequence[Tensor]]
 

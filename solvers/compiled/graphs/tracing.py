@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from solvers.compiled.narrow import with_faster_products
+from solvers.compiled.graphs.narrow import with_faster_products
 
 
 def trace(
