@@ -27,7 +27,8 @@ from implicit_attn.deq import preparing
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.updates import Update
 from solvers import CG, GMRES, Implicit, SolveWarning, Tolerance
-from solvers.compiled import forward, stages
+from solvers.compiled import forward
+from solvers.compiled.graphs import stages
 from solvers.native import library
 
 pytestmark = [
