@@ -59,6 +59,7 @@ class Systems:
     """
 
     def __init__(self, right: Tensor, restart: int | None, limits: Limits, steps: Steps) -> None:
+        right = right.resolve_neg()  # of an imaginary part: C++ reads the numbers as they lie
         rows, size = right.shape
         self.right, self.restart, self.step, self._steps = right, restart, 0, steps
         self._kind = "systems", rows, size, restart, right.dtype

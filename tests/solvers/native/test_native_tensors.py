@@ -1,0 +1,74 @@
+"""Steps in C++ on tensors whose memory is not what they show, or that somebody else keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.kernels import needs_cpp
+from cases.turns import Cell, pair, sample, take_turns
+from implicit_attn import DEQ
+from solvers import CG, GMRES, Implicit, Tolerance, fixed_point
+from solvers.native import process
+
+pytestmark = [
+    needs_cpp,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+]
+EXACT = Tolerance(1e-11)
+WEIGHT = 0.3 * sample(6, 6, 1)
+X = sample()
+
+
+@pytest.fixture(autouse=True)
+def in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "ENABLED", True)
+
+
+def solution(x: Tensor, f: Any = None, solver: Any = None) -> Tensor:
+    f = f or (lambda z, x: torch.tanh(z @ WEIGHT) + x)
+    adjoint = Implicit(solver, tolerance=EXACT)
+    return fixed_point(f, torch.zeros_like(X), (x,), tolerance=EXACT, adjoint=adjoint).value
+
+
+@pytest.mark.parametrize("solver", [GMRES(), GMRES(3), CG()], ids=["gmres", "restarts", "cg"])
+def test_a_hook_may_keep_what_it_is_given(solver: Any) -> None:
+    """No vector that was multiplied by the Jacobian is overwritten later."""
+    matrix = WEIGHT + WEIGHT.mT
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def watched(z: Tensor, x: Tensor) -> Tensor:
+        output = 0.4 * z @ matrix + x
+        if output.requires_grad:
+            output.register_hook(lambda g: kept.append((g, g.clone())))
+        return output
+
+    x = X.clone().requires_grad_()
+    solution(x, watched, solver=solver).sin().sum().backward()
+    assert len(kept) > 5 and all(torch.equal(vector, copy) for vector, copy in kept)
+
+
+def test_a_gradient_that_is_an_imaginary_part() -> None:
+    """Its memory may hold the numbers with the other sign."""
+    gradient = sample(seed=3)
+    x = X.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(solution(x), x, -gradient)
+    (found,) = torch.autograd.grad(solution(x), x, torch._neg_view(gradient))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_same_where_the_layer_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_turns(monkeypatch)
+    gradient = sample(seed=3)
+    options: Any = {"tolerance": EXACT, "adjoint": Implicit(tolerance=EXACT)}
+    found = []
+    for layer in pair(DEQ(Cell(), **options)):
+        for given in (-gradient, torch._neg_view(gradient)):
+            x = X.clone().requires_grad_()
+            found += torch.autograd.grad(layer(x), x, given)
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
