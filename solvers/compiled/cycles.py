@@ -99,7 +99,8 @@ class Solve:
         """The solution for ``right`` (B, D), padded; None where some sample was not solved."""
         reference = norm(right)
         moderate = (reference > 1 / MODERATE) & (reference < MODERATE)
-        if not bool((moderate | (reference == 0)).all()):
+        zero = ~right.any(1, keepdim=True)  # the square of a small number may be 0, too
+        if not bool((moderate | zero).all()):
             return None
         found = self._cycles(right, reference, tolerance, max_steps)
         if found is None:

@@ -98,7 +98,7 @@ class Systems:
         return self.u
 
     def settled(self) -> bool:
-        """Whether all are solved by the first cycle's own account, so that no product verifies it."""
+        """Whether all are solved by the cycle's own account, so that no product verifies it."""
         return bool(self._steps.settled(self._own.at))
 
     def verify(self, image: Tensor) -> int:

@@ -72,3 +72,18 @@ def test_the_same_where_the_layer_is_compiled(monkeypatch: pytest.MonkeyPatch) -
             found += torch.autograd.grad(layer(x), x, given)
     for each in found[1:]:
         torch.testing.assert_close(each, found[0])
+
+
+@pytest.mark.parametrize("turns", [True, False], ids=["turns", "blocks"])
+def test_a_gradient_whose_square_is_no_number(turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is small, not zero: its adjoint is solved."""
+    if turns:
+        take_turns(monkeypatch)
+    else:
+        monkeypatch.setattr(process, "ENABLED", False)
+    found = []
+    for layer in pair(DEQ(Cell().float(), tolerance=Tolerance(1e-5))):
+        x = X.float().requires_grad_()
+        found += torch.autograd.grad(layer(x), x, sample(seed=3).float() * 1e-30)
+    assert found[0].abs().max() > 1e-32
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-35)
