@@ -101,16 +101,20 @@ class InTurns(Solve):
     def _solved(self, systems: Systems, max_steps: int) -> Outcome | None:
         """:meth:`_cycles` with all but the products in C++."""
         (product, images), after = self._programs
-        spent = 0
+        made = spent = 0  # products; those that are told of a sample
         while True:
             most = min(systems.restart or max_steps, max_steps - spent)
             while systems.running and systems.step < most:
                 systems.absorb(product(systems.direction)[0])
+            made += systems.step + 1
             image, *gradients = unpack(list(images(systems.correct())), after)
             outcome = systems.verify(image)
+            if outcome != SOLVED or made > max_steps:
+                spent = int(systems.products.max())
+            if spent > max_steps:  # by the one that verified
+                return None
             if outcome == SOLVED:
                 break
-            spent = int(systems.products.max())
             if outcome != GOES_ON or spent + 1 >= max_steps:
                 return None
         systems.close()
