@@ -37,8 +37,15 @@ class Limits:
 
 
 def fits(right: Tensor, restart: int | None) -> bool:
-    """Whether the vectors of a whole cycle may be asked for at once; those that no step uses cost nothing."""
-    return restart is None or (restart < MOST and (restart + 1) * right.numel() <= LARGEST)
+    """Whether the arrays of a whole cycle may be asked for at once; what no step uses of them costs nothing.
+
+    Beside the vectors there are two tables of numbers a sample, which count where samples are short.
+    """
+    if restart is None:
+        return True
+    rows, size = right.shape
+    capacity = restart + 1
+    return restart < MOST and rows * capacity * (size + 2 * (capacity + 1)) <= LARGEST
 
 
 class Systems:

@@ -205,3 +205,4 @@ def test_cycles_that_are_too_long() -> None:
     right = torch.ones(2, 3)
     assert fits(right, None) and fits(right, 63) and not fits(right, 64)
     assert not fits(torch.empty(1).expand(1 << 20, 16), 20)
+    assert not fits(torch.empty(1).expand(1 << 16, 1), 20)  # whose tables are larger
