@@ -54,7 +54,9 @@ def compiled_adjoint(
     solve = kind(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
     problem.programs.begin(z.device)
     with torch.no_grad(), without_autocast(z.device.type):
-        found = solve.run(padding.zeros(right.detach()), tolerance.rows(padding.index), max_steps)
+        found = solve.run(
+            padding.zeros(right.detach().resolve_neg()), tolerance.rows(padding.index), max_steps
+        )
         if found is None:
             return None
         rows = found.rows if padding.index is None else [t[:batch] for t in found.rows]

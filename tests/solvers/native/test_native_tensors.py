@@ -87,3 +87,32 @@ def test_a_gradient_whose_square_is_no_number(turns: bool, monkeypatch: pytest.M
         found += torch.autograd.grad(layer(x), x, sample(seed=3).float() * 1e-30)
     assert found[0].abs().max() > 1e-32
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-35)
+
+
+@pytest.mark.parametrize("turns", [True, False], ids=["turns", "blocks"])
+def test_generated_code_sees_numbers_as_they_lie(
+    turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An input and a gradient whose sign is yet to be flipped come to no program like that."""
+    if turns:
+        take_turns(monkeypatch)
+    else:
+        monkeypatch.setattr(process, "ENABLED", False)
+    seen: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        def run(*given: Tensor) -> Any:
+            assert not any(tensor.is_neg() for tensor in given)
+            seen.append(len(given))
+            return graph(*given)
+
+        return run
+
+    layer, wanted = (DEQ(Cell(), tolerance=EXACT) for _ in range(2))
+    layer.compile(backend=backend, block=1)
+    found = []
+    for each in (layer, wanted):
+        x = torch._neg_view(X).requires_grad_()
+        found += torch.autograd.grad(each(x), x, torch._neg_view(sample(seed=3)))
+    assert len(seen) > 3
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
