@@ -20,10 +20,10 @@ def order(module: nn.Module) -> list[str]:
 def test_modules_come_as_torch_has_them() -> None:
     """Seeds of dropout hang on the order; a module that stands at two places comes once."""
     shared = nn.Linear(2, 2)
-    inner = nn.ModuleDict({"b": nn.Sequential(nn.ReLU(), shared), "a": nn.ModuleList([nn.Tanh()])})
-    whole = nn.Sequential(inner, shared, nn.Sequential(nn.Sequential(), inner["a"]))
+    first, second = nn.Sequential(nn.ReLU(), shared), nn.ModuleList([nn.Tanh()])
+    inner = nn.ModuleDict({"b": first, "a": second})
+    whole = nn.Sequential(inner, shared, nn.Sequential(nn.Sequential(), second), first)
     whole.register_module("none", None)
-    whole.append(whole[0]["b"])
     assert order(whole) == [path for path, _ in whole.named_modules()]
 
 
@@ -33,7 +33,7 @@ def test_updates_of_torchscript(kind: str) -> None:
     """Their modules keep their children in containers of their own."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    made = torch.jit.script(plain) if kind == "script" else torch.jit.trace(plain, x)
+    made: Any = torch.jit.script(plain) if kind == "script" else torch.jit.trace(plain, x)
 
     class Half(Update):
         def __init__(self, part: nn.Module) -> None:
