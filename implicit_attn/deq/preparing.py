@@ -155,7 +155,8 @@ class _Preparation:
         return [*own, *self.weights.tensors.values()]
 
     def _given(self, leaves: list[Any]) -> Packed:
-        detached = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+        # Generated code does not see a sign that is yet to be flipped.
+        detached = [t.detach().resolve_neg() if isinstance(t, Tensor) else t for t in leaves]
         return pack(self.padding.tree(detached))
 
     def _call(self, function: Any, *parts: Any) -> Any:
@@ -204,7 +205,7 @@ class _Preparation:
 
     def backward(self, cotangents: list[Tensor], held: list[Tensor]) -> list[Tensor | None]:
         """Gradients of what is wanted; ``held`` by ``pull``."""
-        padded = [self.padding.zeros(each).contiguous() for each in cotangents]
+        padded = [self.padding.zeros(each.resolve_neg()).contiguous() for each in cotangents]
         if self.pull is None or self.after is None:
             self.programs.check_unchanged(self.weights)
             found = self._call(self._gradients, self._given(self.leaves), pack(padded))

@@ -54,7 +54,9 @@ def compiled_adjoint(
     solve = kind(problem, solver, wanted, weights, pack(padding.rows(z.detach())), given)
     problem.programs.begin(z.device)
     with torch.no_grad(), without_autocast(z.device.type):
-        found = solve.run(padding.zeros(right.detach()), tolerance.rows(padding.index), max_steps)
+        found = solve.run(
+            padding.zeros(right.detach().resolve_neg()), tolerance.rows(padding.index), max_steps
+        )
         if found is None:
             return None
         rows = found.rows if padding.index is None else [t[:batch] for t in found.rows]
@@ -101,16 +103,20 @@ class InTurns(Solve):
     def _solved(self, systems: Systems, max_steps: int) -> Outcome | None:
         """:meth:`_cycles` with all but the products in C++."""
         (product, images), after = self._programs
-        spent = 0
+        made = spent = 0  # products; those that are told of a sample
         while True:
             most = min(systems.restart or max_steps, max_steps - spent)
             while systems.running and systems.step < most:
                 systems.absorb(product(systems.direction)[0])
+            made += systems.step + 1
             image, *gradients = unpack(list(images(systems.correct())), after)
             outcome = systems.verify(image)
+            if outcome != SOLVED or made > max_steps:
+                spent = int(systems.products.max())
+            if spent > max_steps:  # by the one that verified
+                return None
             if outcome == SOLVED:
                 break
-            spent = int(systems.products.max())
             if outcome != GOES_ON or spent + 1 >= max_steps:
                 return None
         systems.close()

@@ -99,7 +99,8 @@ class Solve:
         """The solution for ``right`` (B, D), padded; None where some sample was not solved."""
         reference = norm(right)
         moderate = (reference > 1 / MODERATE) & (reference < MODERATE)
-        if not bool((moderate | (reference == 0)).all()):
+        zero = ~right.any(1, keepdim=True)  # the square of a small number may be 0, too
+        if not bool((moderate | zero).all()):
             return None
         found = self._cycles(right, reference, tolerance, max_steps)
         if found is None:
@@ -125,8 +126,11 @@ class Solve:
             within = ended.size <= limit
             steps = steps + ended.used
             products = products + ended.used + (open_rows & ~ended.accurate)
-            if bool(within.all()):
+            # More are made than asked for where a block goes on, or the last one verifies.
+            if bool((within & (products <= max_steps)).all()):
                 return ended, ended.size, products, steps
+            if int(products.max()) > max_steps:
+                return None
             # As in LinearLoop: less may be gained, and the target stays, where a restart ended the cycle.
             less = (1 - torch.finfo(u.dtype).eps ** 0.5) * size
             gained = within | (ended.size <= torch.where(ended.claimed, HALVED * size, less))

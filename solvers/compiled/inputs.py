@@ -77,8 +77,11 @@ def _pattern(tree: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """Without a graph, and not of inference mode: no backward pass could save such a tensor."""
-    return tensor.clone() if tensor.is_inference() else tensor.detach()
+    """Without a graph, and not of inference mode: no backward pass could save such a tensor.
+
+    Nor with a sign that is yet to be flipped: generated code reads the numbers as they lie.
+    """
+    return tensor.clone() if tensor.is_inference() else tensor.detach().resolve_neg()
 
 
 @dataclass(frozen=True)

@@ -87,18 +87,19 @@ def solve_in_native(
     systems = Systems(right.contiguous(), restart, limits, steps)
     if systems.running < 0:
         return None
-    spent, cycles = 0, 0
+    spent = 0
     while True:
         most = min(systems.restart or max_steps, max_steps - spent)
         while systems.running and systems.step < most:
-            systems.absorb(image(systems.direction).detach())
+            # A hook in the user's map may keep what it is given, and the next direction comes in its place.
+            systems.absorb(image(systems.direction.clone()).detach())
         u = systems.correct()
-        if cycles == 0 and systems.settled():
+        if systems.settled():
             break
-        spent, cycles = spent + systems.step + 1, cycles + 1
+        spent += systems.step + 1
         if spent > max_steps:
             return None
-        outcome = systems.verify(image(u).detach())
+        outcome = systems.verify(image(u.clone()).detach())
         if outcome == SOLVED:
             break
         if outcome != GOES_ON or spent >= max_steps:

@@ -166,7 +166,7 @@ def _steps(found: ctypes.CDLL, name: str) -> Steps:
 def number(value: float | Tensor, like: Tensor) -> Tensor:
     """A number () or numbers (B,) in the dtype and on the device of ``like``, contiguous."""
     if isinstance(value, Tensor):
-        return value.to(like.device, like.dtype).contiguous()
+        return value.to(like.device, like.dtype).contiguous().resolve_neg()
     return _number(value, like.dtype)
 
 

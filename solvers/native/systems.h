@@ -68,9 +68,14 @@ int64_t begin(const Systems& all) {
                 T* u = static_cast<T*>(all.u) + b * size;
                 T* residual = static_cast<T*>(all.residual) + b * size;
                 const T norm = std::sqrt(dot(right, right, size));
+                bool zero = true;  // a norm of 0 may be a square that is too small for a number
+                for (int64_t i = 0; i < size; i++) {
+                  u[i] = 0;
+                  residual[i] = right[i];
+                  zero &= right[i] == 0;
+                }
                 // Not so for NaN.
-                if (!(norm == 0 || (norm > 1 / all.moderate && norm < all.moderate))) moderate = false;
-                for (int64_t i = 0; i < size; i++) u[i] = 0, residual[i] = right[i];
+                if (!(zero || (norm > 1 / all.moderate && norm < all.moderate))) moderate = false;
                 static_cast<T*>(all.reference)[b] = static_cast<T*>(all.size)[b] = norm;
                 all.steps[b] = all.products[b] = 0;
                 static_cast<T*>(all.target)[b] = limit_of<T>(all, b);
@@ -143,7 +148,7 @@ inline Account account_of(const Systems& all, int64_t b) {
   return {gap <= std::fmax(left, limit) && left <= limit && std::isfinite(length), claimed};
 }
 
-// Whether every sample is solved by its first cycle's own account, which is then what is told of it.
+// Whether every sample that was open is solved by the cycle's own account, which is then what is told of it.
 template <class T>
 int64_t settled(const Systems& all) {
   const int64_t rows = all.cycle.rows;
@@ -154,7 +159,8 @@ int64_t settled(const Systems& all) {
   }
   for (int64_t b = 0; b < rows; b++) {
     const T left = static_cast<const T*>(all.left)[b], reference = static_cast<const T*>(all.reference)[b];
-    all.steps[b] = all.products[b] = all.cycle.used[b];
+    all.steps[b] += all.cycle.used[b];
+    all.products[b] += all.cycle.used[b];
     static_cast<T*>(all.size)[b] = left;
     static_cast<T*>(all.relative)[b] = reference > 0 ? left / reference : T(0);
   }

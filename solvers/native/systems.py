@@ -37,8 +37,15 @@ class Limits:
 
 
 def fits(right: Tensor, restart: int | None) -> bool:
-    """Whether the vectors of a whole cycle may be asked for at once; those that no step uses cost nothing."""
-    return restart is None or (restart < MOST and (restart + 1) * right.numel() <= LARGEST)
+    """Whether the arrays of a whole cycle may be asked for at once; what no step uses of them costs nothing.
+
+    Beside the vectors there are two tables of numbers a sample, which count where samples are short.
+    """
+    if restart is None:
+        return True
+    rows, size = right.shape
+    capacity = restart + 1
+    return restart < MOST and rows * capacity * (size + 2 * (capacity + 1)) <= LARGEST
 
 
 class Systems:
@@ -59,6 +66,7 @@ class Systems:
     """
 
     def __init__(self, right: Tensor, restart: int | None, limits: Limits, steps: Steps) -> None:
+        right = right.resolve_neg()  # of an imaginary part: C++ reads the numbers as they lie
         rows, size = right.shape
         self.right, self.restart, self.step, self._steps = right, restart, 0, steps
         self._kind = "systems", rows, size, restart, right.dtype
@@ -97,7 +105,7 @@ class Systems:
         return self.u
 
     def settled(self) -> bool:
-        """Whether all are solved by the first cycle's own account, so that no product verifies it."""
+        """Whether all are solved by the cycle's own account, so that no product verifies it."""
         return bool(self._steps.settled(self._own.at))
 
     def verify(self, image: Tensor) -> int:

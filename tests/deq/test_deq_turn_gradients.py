@@ -66,6 +66,23 @@ def test_an_adjoint_that_is_not_solved_is_told() -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("turns", [True, False], ids=["turns", "blocks"])
+def test_no_sample_is_told_more_products_than_it_may_have(
+    turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 near its rounding the last of them verifies; blocks make several at once."""
+    if not turns:
+        monkeypatch.undo()
+    for most in (1, 2, 3, 6) if turns else (2,):
+        adjoint = Implicit(GMRES(), Tolerance(3e-7), max_steps=most, on_failure="ignore")
+        layers = pair(DEQ(Cell().float(), adjoint=adjoint))
+        for layer in layers:
+            x = sample().float().requires_grad_()
+            layer(x).sin().sum().backward()
+        wanted, found = (layer.last.adjoint.solution for layer in layers)
+        assert (found.evaluations <= most).all() and torch.equal(found.status, wanted.status)
+
+
 def test_cotangents_of_zero() -> None:
     found = []
     for layer in pair(DEQ(Cell(), **EXACT)):

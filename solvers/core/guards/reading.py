@@ -65,8 +65,7 @@ def _walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
             continue
         seen.add(id(part))
         found.append((prefix, part))
-        children = vars(part)["_modules"]
-        for name in reversed(children):
-            if children[name] is not None:
-                open_places.append((f"{prefix}{name}.", children[name]))
+        # By ``items``, which TorchScript's modules have too, without the other methods of a dict.
+        children = [(f"{prefix}{n}.", m) for n, m in part._modules.items() if m is not None]
+        open_places += reversed(children)
     return found

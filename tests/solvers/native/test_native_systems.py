@@ -90,9 +90,11 @@ def test_as_the_loop_solves_them(
     assert (found.residual_norm <= 1.0001 * limit)[found.converged].all()
 
 
-@pytest.mark.parametrize("solver", [GMRES(), CG()])
+@pytest.mark.parametrize("solver", [GMRES(), CG(), GMRES(3)], ids=["gmres", "cg", "restarts"])
 def test_no_product_beyond_those_that_are_told(solver: Any) -> None:
     matrix, right = system(0, 9, 12, 0.6, symmetric=True)
+    right[1:] = right[1]  # samples alike end together, so that their restarts are at one time, too
+    matrix[1:] = matrix[1]
     calls: list[int] = []
     found = solved(matrix, right, True, calls, solver=solver, tolerance=Tolerance(1e-6))
     assert found.converged.all() and len(calls) == int(found.evaluations.max())
@@ -140,6 +142,10 @@ def test_right_hand_sides_of_any_size_and_layout() -> None:
         assert (
             found.converged.all() and (rest.norm(dim=1) <= 2e-9 * scale * right.norm(dim=1)).all()
         )
+        single = solved(
+            matrix.float(), (scale * right).float(), True, solver=GMRES(), tolerance=Tolerance(1e-4)
+        )
+        torch.testing.assert_close(single.value.double(), found.value, rtol=1e-3, atol=1e-4 * scale)
     strided = right.mT.contiguous().mT
     first, second = (solved(matrix, b, True, solver=GMRES()) for b in (right, strided))
     assert torch.equal(first.value, second.value)
@@ -199,3 +205,4 @@ def test_cycles_that_are_too_long() -> None:
     right = torch.ones(2, 3)
     assert fits(right, None) and fits(right, 63) and not fits(right, 64)
     assert not fits(torch.empty(1).expand(1 << 20, 16), 20)
+    assert not fits(torch.empty(1).expand(1 << 16, 1), 20)  # whose tables are larger
