@@ -13,7 +13,7 @@ from implicit_attn.deq.maps import may_prepare
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
 from solvers.compiled.cycles import Wanted
-from solvers.compiled.inputs import Padding
+from solvers.compiled.inputs import Padding, detached
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.programs import Programs, UntraceableError
 from solvers.compiled.turns import one_by_one
@@ -155,9 +155,8 @@ class _Preparation:
         return [*own, *self.weights.tensors.values()]
 
     def _given(self, leaves: list[Any]) -> Packed:
-        # Generated code does not see a sign that is yet to be flipped.
-        detached = [t.detach().resolve_neg() if isinstance(t, Tensor) else t for t in leaves]
-        return pack(self.padding.tree(detached))
+        given = [detached(t) if isinstance(t, Tensor) else t for t in leaves]
+        return pack(self.padding.tree(given))
 
     def _call(self, function: Any, *parts: Any) -> Any:
         self.programs.begin(torch.device(self.device))

@@ -27,7 +27,7 @@ class Given:
     @classmethod
     def of(cls, problem: Problem, padding: Padding, numbers: Any) -> Packed:
         """The inputs of ``problem`` with rows added to the batch, packed."""
-        args, mask = map_tensors(_detached, (problem.args, problem.mask))
+        args, mask = map_tensors(detached, (problem.args, problem.mask))
         if numbers is None and padding.index is None:
             return _packed(args, mask)
         return pack(cls(padding.tree(args), padding.tree(mask), numbers))
@@ -76,7 +76,7 @@ def _pattern(tree: Any, tensors: list[Tensor]) -> Hashable:
     return None if None in parts else parts
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def detached(tensor: Tensor) -> Tensor:
     """Without a graph, and not of inference mode: no backward pass could save such a tensor.
 
     Nor with a sign that is yet to be flipped: generated code reads the numbers as they lie.
