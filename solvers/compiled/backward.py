@@ -22,7 +22,6 @@ from solvers.krylov.cg import CG
 from solvers.krylov.gmres import GMRES
 from solvers.krylov.loop import GAP, HALVED
 from solvers.krylov.method import LinearSolver
-from solvers.krylov.product import MODERATE
 from solvers.native.systems import GOES_ON, SOLVED, Limits, Systems, fits
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class InTurns(Solve):
             steps = native_steps(right)
         if steps is None:
             return super().run(right, tolerance, max_steps)
-        limits = Limits(tolerance.rtol, tolerance.atol, MODERATE, GAP, HALVED)
+        limits = Limits(tolerance.rtol, tolerance.atol, GAP, HALVED)
         systems = Systems(right, restart, limits, steps)
         return self._solved(systems, max_steps) if systems.running >= 0 else None
 

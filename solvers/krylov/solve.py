@@ -21,7 +21,7 @@ from solvers.krylov.in_native import solve_in_native
 from solvers.krylov.loop import GAP, HALVED, LinearLoop
 from solvers.krylov.method import LinearSolver
 from solvers.krylov.minres import MINRES
-from solvers.krylov.product import MODERATE, OneMinus, Product, System, check_like
+from solvers.krylov.product import OneMinus, Product, System, check_like
 from solvers.native.systems import Limits, fits
 
 __all__ = ["CG", "GMRES", "MINRES", "LinearSolver", "solve_linear"]
@@ -142,5 +142,5 @@ def _in_native(
     steps = native_steps(b)
     if steps is None:
         return None
-    limits = Limits(tolerance.rtol, tolerance.atol, MODERATE, GAP, HALVED, trusting=True)
+    limits = Limits(tolerance.rtol, tolerance.atol, GAP, HALVED, trusting=True)
     return solve_in_native(matvec.image, b.detach(), limits, restart, max_steps, steps)

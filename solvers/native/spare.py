@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 SMALL = 1 << 20  # numbers; what is larger is given back
-KINDS = 16  # that are kept, one of each
+KINDS = 8  # that are kept, one of each
 
 Made = TypeVar("Made")
 _KEPT: dict[Hashable, Any] = {}

@@ -13,6 +13,9 @@ from solvers.native.process import THREADS
 from solvers.native.steps import MOST, Conjugate, Cycle, Steps, SystemsRecord, number
 
 SOLVED, GOES_ON = 0, 1  # outcomes of a cycle, as ``systems.h`` knows
+# Right-hand sides of norms between 1 / MODERATE and MODERATE are taken: the square of a residual that is
+# smaller by all digits of the dtype is still a number.
+MODERATE = {torch.float32: 1e10, torch.float64: 1e100}
 LARGEST = 1 << 24  # numbers
 FLOOR = 16  # times the machine precision and |H|: a smaller column ends a Krylov space
 
@@ -21,16 +24,14 @@ FLOOR = 16  # times the machine precision and |H|: a smaller column ends a Krylo
 class Limits:
     """When a system is solved, and what a cycle has to gain.
 
-    ``rtol`` and ``atol`` are numbers or (B,), relative to the right-hand side. Norms of right-hand sides
-    between ``1 / moderate`` and ``moderate`` are taken. ``gap`` bounds what rounding does to a residual, in
-    units of the machine precision. A cycle that has reached its target by its own account makes the residual
-    smaller by the factor ``halved`` at least. ``trusting``: where a cycle's own account of the residual is
-    accurate, it is believed.
+    ``rtol`` and ``atol`` are numbers or (B,), the first relative to the right-hand side. ``gap`` bounds what
+    rounding does to a residual, in units of the machine precision. A cycle that has reached its target by its
+    own account makes the residual smaller by the factor ``halved`` at least. ``trusting``: where a cycle's
+    own account of the residual is accurate, it is believed.
     """
 
     rtol: float | Tensor
     atol: float | Tensor
-    moderate: float
     gap: float
     halved: float
     trusting: bool = False
@@ -84,7 +85,7 @@ class Systems:
         record.steps, record.products = self.steps.data_ptr(), self.products.data_ptr()
         record.rtol, record.atol = (part.data_ptr() for part in self._tolerances)
         record.each_rtol, record.each_atol = (part.dim() for part in self._tolerances)
-        record.moderate, record.gap = limits.moderate, limits.gap * eps
+        record.moderate, record.gap = MODERATE[right.dtype], limits.gap * eps
         record.halved, record.less, record.trusting = limits.halved, 1 - eps**0.5, limits.trusting
         cycle = self._cycle = record.cycle
         cycle.fork, cycle.threads, cycle.step = THREADS.fork, THREADS.number, 0
