@@ -29,9 +29,10 @@ _INSTANCE_NORM: Callable[..., Tensor] = functional.instance_norm
 
 
 class _Watch(threading.local):
-    """Whether this thread makes a first evaluation."""
+    """Whether this thread makes a first evaluation, and what was refused in it."""
 
     on: bool = False
+    refused: ValueError | None = None
 
 
 _THIS_THREAD = _Watch()
@@ -50,18 +51,22 @@ class NormsRefused:
     def __enter__(self) -> None:
         global _number
         self.outer, _THIS_THREAD.on = _THIS_THREAD.on, True
+        _THIS_THREAD.refused = None
         with _LOCK:
             _number += 1
             if _number == 1:
                 functional.batch_norm, functional.instance_norm = _batch_norm, _instance_norm
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         global _number
         _THIS_THREAD.on = self.outer
+        refused, _THIS_THREAD.refused = _THIS_THREAD.refused, None
         with _LOCK:
             _number -= 1
             if _number == 0:
                 functional.batch_norm, functional.instance_norm = _BATCH_NORM, _INSTANCE_NORM
+        if refused is not None and error is not None and error is not refused:
+            raise refused from error  # which a compiler that traces f has wrapped in one of its own
 
 
 def _batch_norm(
@@ -104,13 +109,18 @@ def _refuse(name: str, running_mean: Tensor | None, coupled: bool) -> None:
     module = _calling_module(sys._getframe())
     what: Any = name if module is None else module
     if running_mean is None:
-        raise ValueError(COUPLING.format(what))
+        raise _noted(COUPLING.format(what))
     if coupled and module is not None and module.num_batches_tracked is not None:
         with torch.no_grad():
             module.num_batches_tracked.sub_(1)  # counted before the norm is called
-    raise ValueError(
+    raise _noted(
         LEARNING.format(what, ", and its samples are not solved on their own" if coupled else "")
     )
+
+
+def _noted(message: str) -> ValueError:
+    _THIS_THREAD.refused = ValueError(message)
+    return _THIS_THREAD.refused
 
 
 def _calling_module(frame: FrameType | None) -> _NormBase | None:

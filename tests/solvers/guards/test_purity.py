@@ -334,6 +334,27 @@ def test_a_norm_that_learns_is_found_in_compiled_functions(used: bool) -> None:
     assert all(torch.equal(before[name], value) for name, value in norm.state_dict().items())
 
 
+def test_a_refused_norm_is_told_whoever_wraps_the_error() -> None:
+    """As a compiler does that traces f, in one order of tests and not in another."""
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+
+    def wrapping(z: Tensor) -> Tensor:
+        try:
+            return 0.5 * torch.tanh(norm(z))
+        except ValueError as error:
+            raise RuntimeError("while tracing") from error
+
+    with pytest.raises(ValueError, match="normalises over the batch by BatchNorm1d") as found:
+        fixed_point(wrapping, torch.randn(8, 4), adjoint=None)
+    assert isinstance(found.value.__cause__, RuntimeError)
+
+    def failing(z: Tensor) -> Tensor:
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        fixed_point(failing, torch.randn(8, 4), adjoint=None)
+
+
 class Prepared(Update):
     """Its norm and dropout serve once a solve."""
 
