@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from solvers.compiled.programs import UntraceableError
 from solvers.core.checks import (
     require_callable,
     require_count,
+    require_finite,
     require_flag,
     require_increasing,
     require_instance,
@@ -291,18 +291,6 @@ def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> 
     for name, tree in named.items():
         for leaf in leaves_of(tree):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                _check_finite(leaf, name)
+                require_finite(name, leaf)
     if mask is not None:
         check_mask(mask, layout, batch, device)
-
-
-def _check_finite(leaf: Tensor, name: str) -> None:
-    """Raise ValueError for NaN or infinity; not on a GPU, where asking would wait for the device."""
-    if leaf.device.type != "cpu" or math.isfinite(leaf.detach().sum().item()):
-        return
-    if leaf.dim() == 0:
-        raise ValueError(f"{name} must be finite, got {leaf.item()}")
-    bad = ~torch.isfinite(leaf.detach()).reshape(leaf.shape[0], -1).all(1)
-    if bool(bad.any()):
-        rows = torch.nonzero(bad).flatten().tolist()
-        raise ValueError(f"{name} must be finite, got NaN or infinity in samples {rows[:10]}")

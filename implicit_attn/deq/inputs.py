@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.heads.inputs import expand_pairs
 from implicit_attn.updates.update import Update
+from solvers.core.checks import require_finite
 from solvers.core.guards.reading import parts_of, read_anew
 from solvers.core.modes import in_transform
 
@@ -41,8 +41,8 @@ def check_inputs(x: Any, mask: Tensor | None, update: nn.Module, z0: Any = None)
         if not leaf.is_floating_point():
             continue
         kind = leaf.device.type
-        if kind == "cpu" and leaf.dim() > 1 and _has_numbers():
-            _check_finite(leaf.detach())
+        if leaf.dim() > 1 and _has_numbers():
+            require_finite("x", leaf)
         if len(wanted) == 1 and leaf.dtype not in wanted and not torch.is_autocast_enabled(kind):
             raise TypeError(
                 f"x must have the dtype of the layer's parameters, {next(iter(wanted))}, got "
@@ -55,16 +55,6 @@ def _dtypes(update: nn.Module) -> set[torch.dtype]:
     """Floating dtypes of the parameters."""
     found = {p.dtype for _, m in parts_of(update) for p in m._parameters.values() if p is not None}
     return {dtype for dtype in found if dtype.is_floating_point}
-
-
-def _check_finite(leaf: Tensor) -> None:
-    """Raise ValueError for NaN or infinity in ``x`` (B, ...)."""
-    if math.isfinite(leaf.sum().item()):  # else a number is not, or the sum alone
-        return
-    bad = ~torch.isfinite(leaf).flatten(1).all(1)
-    if bool(bad.any()):
-        rows = torch.nonzero(bad).flatten().tolist()
-        raise ValueError(f"x must be finite, got NaN or infinity in samples {rows[:10]}")
 
 
 def refuse_sharded_parts(update: nn.Module) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
+
 LONGEST = 200  # characters of a wrong value in a message
 
 
@@ -90,6 +93,20 @@ def require_instance(
         shown = shown if len(shown) <= LONGEST else str(type(value))  # not a tensor's numbers
         raise TypeError(f"{name} must be {expected}{' or None' * optional}, got {shown}")
     return value
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """No NaN or infinity in a tensor (B, ...) or (); not on a GPU, where asking would wait for the device."""
+    tensor = tensor.detach()
+    # The sum alone may overflow.
+    if tensor.device.type != "cpu" or math.isfinite(tensor.sum().item()):
+        return
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} must be finite, got {tensor.item()}")
+    bad = ~torch.isfinite(tensor).reshape(tensor.shape[0], -1).all(1)
+    if bool(bad.any()):
+        rows = torch.nonzero(bad).flatten().tolist()
+        raise ValueError(f"{name} must be finite, got NaN or infinity in samples {rows[:10]}")
 
 
 def require_choice(name: str, value: Any, choices: Iterable[str]) -> str:
