@@ -12,11 +12,13 @@ ARGS ?=
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INSTALL := $(PIP) install $(PIP_ARGS) -c constraints.txt
-REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
+# What an install is made of: another one follows a change of these, which builds the engine, too.
+REQUIREMENTS := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard solvers/native/*.cpp solvers/native/*.h \
+  implicit_attn/kernels/bi_softmax/cpp/*.cpp implicit_attn/kernels/bi_softmax/cpp/*.h)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz lint format types docs docs-serve bench clean triton-floor bench-jax dist dist-test integrations \
+.PHONY: help demo test test-slow test-processors test-all fuzz lint format types docs docs-serve bench clean triton-floor bench-jax dist dist-test integrations \
 	notebooks
 
 help: ## show this list
@@ -25,10 +27,24 @@ help: ## show this list
 demo: $(VENV)/examples.stamp ## train on the embedded digits, write the report to runs/, over an earlier one
 	$(BIN)/implicit-attn demo $(ARGS)
 
-# A test that hangs fails after ten minutes; the slowest takes two. "thread" also ends what waits within
-# a library, where a signal would not be heard.
+# A test that hangs fails after ten minutes. "thread" also ends what waits within a library, where a signal
+# would not be heard.
+PYTEST = $(BIN)/python -m pytest -n auto --timeout 600 --timeout-method thread
 test: $(VENV)/test.stamp ## run the tests (ARGS="..." goes to pytest)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --timeout 600 --timeout-method thread $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/test.stamp ## the others: compilers, processes, Triton's compiler
+	OMP_NUM_THREADS=1 $(PYTEST) -m slow $(ARGS)
+
+# Code that is compiled for one processor must not be found by another. Two threads wait for each other at
+# every small product, so that they run the tests of the engine and of threads alone.
+OTHER = TORCHINDUCTOR_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" $(ARGS)
+test-processors: $(VENV)/test.stamp ## solvers and layers as other processors and two threads compute them
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(OTHER) tests/solvers tests/deq
+	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(OTHER) tests/solvers tests/deq
+	OMP_NUM_THREADS=2 $(OTHER) -n 1 tests/solvers/native tests/solvers/core tests/deq/test_threads.py
+
+test-all: test test-slow test-processors ## all three
 
 fuzz: $(VENV)/test.stamp ## random cases of everything (ARGS="--cases 100000 --workers 2")
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m fuzz.run $(ARGS)
@@ -45,14 +61,13 @@ types: $(VENV)/dev.stamp ## basedpyright
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 # The notice that is silenced is Material's, of releases to come; every other warning is an error.
-docs: $(VENV)/docs.stamp ## the documentation site into site/, with its checks
+docs: $(VENV)/docs.stamp ## the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	$(BIN)/python -m tools.site.check site
 
 docs-serve: $(VENV)/docs.stamp ## the site at http://127.0.0.1:8000, built again at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
-bench: $(VENV)/examples.stamp ## ratios against torchdeq, printed
+bench: $(VENV)/test.stamp ## ratios against torchdeq, printed
 	$(BIN)/python benchmarks/vs_torchdeq.py $(ARGS)
 
 bench-jax: $(VENV)/examples.stamp $(JAX_VENV)/stamp ## ratios against JAX, printed
@@ -74,7 +89,7 @@ integrations: $(OTHERS_VENV)/stamp ## test the examples with timm, Hugging Face,
 triton-floor: $(VENV)/triton-floor.stamp ## the lowest Triton allowed, for the tests that compile with it
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(JAX_VENV) $(OTHERS_VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(JAX_VENV) $(OTHERS_VENV) build dist site *.egg-info solvers/native/lib .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.stamp:

@@ -6,7 +6,7 @@
 # It leaves there: table.md (a row a step, then what each benchmark printed), a .log of each step,
 # bisoftmax.csv (a row a shape, as far as it came), bisoftmax.png, layer.json.
 # It leaves out what runs on the CPU only: adaptive_tap.py, vs_torchdeq.py, step.py, layers.py, zoo.py.
-# Needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, matplotlib; pytest-xdist
+# Needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, matplotlib, tyro; pytest-xdist
 # is used where it is there; no network. PYTHON names another interpreter. Exits with 1 if anything
 # failed or ran out of time.
 set -uo pipefail
@@ -28,7 +28,7 @@ has() { "$PYTHON" -c "import $1" >/dev/null 2>&1; }
 import sys, torch
 sys.exit(not torch.cuda.is_available())
 PY
-for module in triton pytest numpy scipy matplotlib; do
+for module in triton pytest numpy scipy matplotlib tyro; do
     has "$module" || { echo "gpu_all: $PYTHON has no $module" >&2; exit 1; }
 done
 
@@ -65,9 +65,9 @@ fi
 # The device's warnings are not this package's: they are shown, and do not fail a test.
 step tests 170 "$PYTHON" -m pytest -q -W default ${workers[@]+"${workers[@]}"} \
     tests/kernels/bi_softmax/triton
-step bisoftmax 160 "$PYTHON" benchmarks/bisoftmax.py --output "$OUT"
-step variants 120 "$PYTHON" benchmarks/bisoftmax_variants.py --sweep
-step layer 60 "$PYTHON" benchmarks/bisoftmax_layer.py --rounds 5 --output "$OUT/layer.json"
+step bisoftmax 160 "$PYTHON" benchmarks/bisoftmax.py peers --output "$OUT"
+step variants 120 "$PYTHON" benchmarks/bisoftmax.py variants --sweep
+step layer 60 "$PYTHON" benchmarks/bisoftmax.py layer --rounds 5 --output "$OUT/layer.json"
 
 {
     for name in bisoftmax variants layer; do

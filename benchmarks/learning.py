@@ -1,197 +1,567 @@
 """What layers learn: accuracies of one or more layers between the same embedding and readout.
 
-python benchmarks/learning.py [--tasks digits mnist cifar10 recall same-different]
-    [--readouts mean class] [--layers 1 3] [--rows encoder block ...] [--seeds 3] [--epochs N]
-    [--rates R ...] [--limit N] [--out FOLDER] [--workers K] [--table]
+    python benchmarks/learning.py [--tasks digits recall] [--rows encoder block] [--layers 1 3] [--seeds 3]
 
-Every run is a line of FOLDER/learning.csv as soon as it has ended; a command that was interrupted
-goes on where it stopped. The rate of a row (of the logistic regression: its C) is chosen on seed 0 by
-the last fifth of the training samples; "!" marks one at the end of the choice. All seeds are then
-trained at that rate on all training samples and judged by the test samples. Times are those of the
-processor, of one thread, for a batch of 64 and the whole model; "(busy)" marks a training for which
-the clock showed over a tenth more.
+Every run is a line of OUT/learning.csv as soon as it has ended; the same command goes on where it was
+stopped. The rate of a row (of the logistic regression: its C) is the best on the last fifth of the training
+samples with seed 0; "!" marks one at the end of the choice. All seeds are then trained at that rate on all
+training samples and judged by the test samples. Times are those of the processor, of one thread, for a batch
+of 64 and the whole model. ``--ablations`` changes one thing of the block a row; ``--cost`` times the block.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
+import csv
+import dataclasses
+import functools
+import math
+import statistics
 import sys
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import tyro
+from sklearn.datasets import load_digits
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.learns.cost import costs
-from benchmarks.learns.here import Here
-from benchmarks.learns.registry import TASKS, task_of
-from benchmarks.learns.rows import MAIN_ROWS, ROWS
-from benchmarks.learns.runs import Run, Setting, Table, Wanted, complete
-from benchmarks.learns.summary import lines
-from benchmarks.learns.task import Task
-from benchmarks.learns.training import perform
-from benchmarks.measure import table
-from implicit_attn.command_line import (
-    Parser,
-    command,
-    count,
-    folder,
-    make_folder,
-    mistakes,
-    positive,
-    repeats,
-    whole,
-)
+import solvers
+from benchmarks.measure import interleaved, table
+from implicit_attn import DEQ, EquilibriumBlock
+from implicit_attn.data import load
+from implicit_attn.energies import HyperSETEnergy
+from implicit_attn.models import HyperSET
+from implicit_attn.regularization import remove_norm
+from implicit_attn.updates import MeanFieldAttention, SoftmaxCouplingAttention
 
-ROUNDS = 40
-READOUTS = ("mean", "class", "query")
+DIM, HEADS, BATCH = 64, 4, 64
+RATES, PENALTIES = (3e-3, 6e-3, 1.2e-2), (0.1, 1.0, 10.0)  # penalties: scikit-learn's C
+VALIDATION = 0.2  # of the training samples, the last of them, chooses the rate
+Samples = tuple[Tensor, Tensor]  # inputs (samples, N, ...), labels (samples,)
 
 
-def parser() -> Parser:
-    made = Parser(description="What layers learn between the same embedding and readout.")
-    add = made.add_argument
-    add(
-        "--tasks",
-        nargs="+",
-        choices=list(TASKS),
-        default=list(TASKS),
-        metavar="TASK",
-        help=f"of {', '.join(TASKS)}; all by default",
-    )
-    add(
-        "--readouts",
-        nargs="+",
-        choices=READOUTS,
-        default=list(READOUTS),
-        metavar="READOUT",
-        help="mean, class or query; each task has its own",
-    )
-    add("--layers", nargs="+", type=repeats, default=[1], help="numbers of layers, 1 by default")
-    add(
-        "--rows",
-        nargs="+",
-        choices=list(MAIN_ROWS),
-        metavar="ROW",
-        help=f"of {', '.join(MAIN_ROWS)}; all by default",
-    )
-    add(
-        "--ablations",
-        action="store_true",
-        help="the block with one thing changed, in place of rows",
-    )
-    add("--seeds", type=whole(1, 1000), default=3, help="number of seeds, 3 by default")
-    add("--epochs", type=count, help="instead of the task's own")
-    add("--rates", nargs="+", type=positive, help="to choose from, instead of the row's own")
-    add("--limit", type=whole(2), help="most training samples")
-    add("--out", type=folder, default=Path("runs/learning"), help="folder of the CSV file")
-    add("--workers", type=whole(1, 256), default=1, help="runs at a time, each of one thread")
-    add(
-        "--cost",
-        action="store_true",
-        help="only print what the block costs beside an encoder layer",
-    )
-    add("--table", action="store_true", help="only print the table of what is done")
-    return made  # fmt: skip
+# ---- tasks: labelled sequences of tokens, all of one length ------------------------------------------
 
 
-def tasks_here(options: Any) -> dict[str, Task]:
-    """The tasks whose data are here; what is missing is told."""
-    found: dict[str, Task] = {}
-    for name in dict.fromkeys(options.tasks):
-        try:
-            found[name] = task_of(name, options.limit)
-        except (OSError, ImportError) as error:
-            print(f"{name} left out: {error}", file=sys.stderr)
+@dataclass(frozen=True)
+class Task:
+    classes: int
+    train: Samples
+    test: Samples
+    embed: Callable[[int], nn.Module]  # width d -> a module that makes tokens (B, N, d)
+    readouts: tuple[str, ...]
+    epochs: int
+    images: bool = True  # patches with values in [-1, 1], in places that mean something
+
+
+def patches(images: Tensor, side: int) -> Tensor:
+    """Images (B, C, H, W) with values in [0, 1] -> (B, N, C side^2) in [-1, 1], row by row."""
+    cut = images.unfold(2, side, side).unfold(3, side, side)  # (B, C, rows, columns, side, side)
+    return 2 * cut.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2) - 1
+
+
+def image_task(train: Samples, test: Samples, side: int, classes: int, epochs: int) -> Task:
+    cut_train, cut_test = patches(train[0], side), patches(test[0], side)
+    embed = partial(nn.Linear, cut_train.shape[-1])
+    return Task(
+        classes, (cut_train, train[1]), (cut_test, test[1]), embed, ("mean", "class"), epochs
+    )
+
+
+def split_digits() -> tuple[Samples, Samples]:
+    data: Any = load_digits()
+    images, labels = (
+        torch.from_numpy(data.images).float()[:, None] / 16,
+        torch.from_numpy(data.target),
+    )
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def digits(limit: int | None) -> Task:
+    (images, labels), test = split_digits()
+    return image_task((images[:limit], labels[:limit]), test, 2, 10, 20)
+
+
+def loaded(name: str, side: int, epochs: int, limit: int | None) -> Task:
+    data = load(name)  # CIFAR-10 comes class by class, so a limit takes images at random
+    draw = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(len(data.train_labels), generator=draw)[:limit]
+    train = (data.train_images[chosen], data.train_labels[chosen])
+    return image_task(train, (data.test_images, data.test_labels), side, data.classes, epochs)
+
+
+def same_different(limit: int | None) -> Task:
+    """Two digits side by side: are they of one class? The parts share no image."""
+    (images, labels), test = split_digits()
+    count, kept = limit or 8000, round((1 - VALIDATION) * len(labels))
+    later = max(1, round(VALIDATION * count))
+    parts = [
+        pairs(images[:kept], labels[:kept], count - later, seed=1),
+        pairs(images[kept:], labels[kept:], later, seed=2),
+    ]
+    both = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return image_task(both, pairs(*test, 2000, seed=3), 2, 2, 10)
+
+
+def pairs(images: Tensor, labels: Tensor, count: int, seed: int) -> Samples:
+    draw = torch.Generator().manual_seed(seed)
+    same = torch.randint(2, (count,), generator=draw)
+    left = torch.randint(len(labels), (count,), generator=draw)
+    fits = labels[left, None].eq(labels).eq(same[:, None].bool())  # (count, images)
+    fits[torch.arange(count), left] = False  # never an image beside itself
+    right = torch.multinomial(fits.float(), 1, generator=draw).squeeze(1)
+    return torch.cat([images[left], images[right]], dim=3), same
+
+
+class PairEmbedding(nn.Module):
+    """Tokens (B, N, d) of pairs (B, N, 2) of a key and a value: the sum of two vectors."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.key, self.value = nn.Embedding(32, dim), nn.Embedding(17, dim)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        return self.key(pairs[..., 0]) + self.value(pairs[..., 1])
+
+
+def recall(limit: int | None) -> Task:
+    """A token that asks for a key, then 16 pairs of a key and a value: which value is asked for?"""
+    return Task(
+        16, sequences(limit or 8000, seed=1), sequences(2000, seed=2), PairEmbedding,
+        ("query",), 10, images=False,
+    )  # fmt: skip
+
+
+def sequences(count: int, seed: int) -> Samples:
+    """Pairs (count, 17, 2), the asking one first with the value 16, and the values asked for."""
+    draw = torch.Generator().manual_seed(seed)
+    keys = torch.rand(count, 32, generator=draw).argsort(dim=1)[:, :16]
+    values = torch.randint(16, (count, 16), generator=draw)
+    which = torch.randint(16, (count, 1), generator=draw)
+    question = torch.stack([keys.gather(1, which), torch.full_like(which, 16)], dim=-1)
+    found = torch.cat([question, torch.stack([keys, values], dim=-1)], dim=1)
+    return found, values.gather(1, which).squeeze(1)
+
+
+TASKS: dict[str, Callable[[int | None], Task]] = {
+    "digits": digits,
+    "mnist": partial(loaded, "mnist", 7, 5),
+    "cifar10": partial(loaded, "cifar10", 4, 10),
+    "recall": recall,
+    "same-different": same_different,
+}
+
+
+@functools.lru_cache(maxsize=1)  # the next run is mostly of the same task
+def task_of(name: str, limit: int | None) -> Task:
+    return TASKS[name](limit)
+
+
+# ---- rows: what stands between embedding and readout, tokens (B, N, d) -> the same shape ---------------
+
+
+class Residual(nn.Module):
+    """``x + branch(norm(x))``; ``across`` mixes the tokens of each channel instead."""
+
+    def __init__(self, dim: int, width: int, hidden: int, across: bool = False) -> None:
+        super().__init__()
+        self.across, self.norm = across, nn.LayerNorm(dim)
+        self.branch = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + (self.branch(y.mT).mT if self.across else self.branch(y))
+
+
+class UnitSize(nn.Module):
+    """Tokens of root mean square 1, without weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:])
+
+
+class FirstStep(nn.Module):
+    """The block's first gradient step from zero in place of its equilibrium: an explicit layer."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.block = EquilibriumBlock(dim, heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.block.energy
+        given = energy.prepare(F.rms_norm(x, x.shape[-1:]))
+        return x - energy.grad(torch.zeros_like(x), given)
+
+
+def solved(layer: Any) -> nn.Module:
+    options: dict[str, Any] = {"max_steps": 60, "on_failure": "ignore"}
+    return nn.Sequential(UnitSize(), DEQ(layer, tolerance=solvers.Tolerance(1e-3), **options))
+
+
+def block(d: int, h: int, **layer: Any) -> nn.Module:
+    return EquilibriumBlock(d, h, layer={"on_failure": "ignore"} | layer)
+
+
+def changed(d: int, h: int, change: Callable[[Any], object]) -> nn.Module:
+    made = block(d, h)
+    with torch.no_grad():
+        change(made)
+    return made
+
+
+def _peaked(block: Any) -> None:
+    block.energy.attention.query.weight *= 10.0
+
+
+def _no_score_norm(block: Any) -> None:
+    block.energy.attention.score_norm = None
+
+
+def _fixed_temperature(block: Any) -> None:
+    block.energy.attention.temperatures.raw.requires_grad_(False)
+
+
+Build = Callable[[int, int, int], nn.Module]  # tokens N, dim, heads -> one layer
+ROWS: dict[str, Build | None] = {
+    "logistic": None,  # multinomial logistic regression on the pixels
+    "identity": lambda n, d, h: nn.Identity(),
+    "per-token": lambda n, d, h: Residual(d, d, 4 * d),
+    # A layer of MLP-Mixer (Tolstikhin et al., https://arxiv.org/abs/2105.01601) of that size.
+    "mixer": lambda n, d, h: nn.Sequential(Residual(d, n, d, True), Residual(d, d, 7 * d // 2)),
+    "encoder": lambda n, d, h: nn.TransformerEncoderLayer(
+        d, h, 2 * d, 0.0, norm_first=True, batch_first=True
+    ),
+    "hyperset": lambda n, d, h: HyperSET(d, h, 2 * d, iterations=12),
+    "mean-field": lambda n, d, h: solved(MeanFieldAttention(n, d, bound=0.9)),
+    "couplings": lambda n, d, h: solved(SoftmaxCouplingAttention(d, h)),
+    "equilibrium": lambda n, d, h: solved(HyperSETEnergy(d, h, 2 * d)),
+    "equilibrium-inside": lambda n, d, h: solved(HyperSETEnergy(d, h, 2 * d, context=True)),
+    "block": lambda n, d, h: EquilibriumBlock(d, h),
+    "block-no-attention": lambda n, d, h: EquilibriumBlock(d, h, 4 * d, attention=None),
+}
+ABLATIONS: dict[str, Build | None] = {
+    "first step": lambda n, d, h: FirstStep(d, h),
+    "no norm of q, k": lambda n, d, h: changed(d, h, _no_score_norm),
+    "peaked start": lambda n, d, h: changed(d, h, _peaked),
+    "fixed temperature": lambda n, d, h: changed(d, h, _fixed_temperature),
+    "unbounded": lambda n, d, h: changed(d, h, remove_norm),
+    "curvature .1 .8": lambda n, d, h: EquilibriumBlock(d, h, curvature=(0.1, 0.8)),
+    "curvature .8 .1": lambda n, d, h: EquilibriumBlock(d, h, curvature=(0.8, 0.1)),
+    "curvature .1 .1": lambda n, d, h: EquilibriumBlock(d, h, curvature=(0.1, 0.1)),
+    "gelu": lambda n, d, h: EquilibriumBlock(d, h, activation="gelu"),
+    "output map": lambda n, d, h: EquilibriumBlock(d, h, 3 * d // 2, state_dim=d),
+    "tolerance 1e-1": lambda n, d, h: block(d, h, tolerance=solvers.Tolerance(1e-1)),
+    "tolerance 1e-4": lambda n, d, h: block(d, h, tolerance=solvers.Tolerance(1e-4)),
+    "one-step gradient": lambda n, d, h: block(d, h, adjoint=solvers.OneStep()),
+    "phantom gradient": lambda n, d, h: block(d, h, adjoint=solvers.Phantom(3)),
+    "L-BFGS": lambda n, d, h: block(d, h, solver=solvers.LBFGS()),
+}
+
+
+class TokenModel(nn.Module):
+    """``logits = head(read(norm(layers(embed(inputs) + places))))``; inputs (B, N, ...) -> (B, classes).
+
+    The readout is the mean of all tokens, or the first token: with "class" a learned vector in front,
+    with "query" the task's own.
+    """
+
+    def __init__(self, task: Task, build: Build, layers: int, readout: str) -> None:
+        super().__init__()
+        count = task.train[0].shape[1]
+        made = [build(count + (readout == "class"), DIM, HEADS) for _ in range(layers)]
+        self.layers, self.readout, self.embed = nn.Sequential(*made), readout, task.embed(DIM)
+        self.place = nn.Parameter(0.5 * torch.randn(count, DIM)) if task.images else None
+        self.front = nn.Parameter(0.5 * torch.randn(DIM)) if readout == "class" else None
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, task.classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = self.embed(inputs)
+        if self.place is not None:
+            tokens = tokens + self.place
+        if self.front is not None:
+            tokens = torch.cat([self.front.expand(len(tokens), 1, -1), tokens], dim=1)
+        states = self.norm(self.layers(tokens))
+        return self.head(states.mean(1) if self.readout == "mean" else states[:, 0])
+
+
+# ---- runs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    task: str
+    limit: int  # 0: all training samples
+    row: str
+    readout: str
+    layers: int
+    epochs: int
+    part: str = ""  # "validation", to choose the rate, or "test"
+    rate: float = 0.0
+    seed: int = 0
+
+
+Results = dict[Run, dict[str, Any]]
+
+
+def perform(run: Run) -> dict[str, Any]:
+    """Train and judge; in the part "validation" the last fifth of the training samples is the test set."""
+    task = task_of(run.task, run.limit or None)
+    (inputs, labels), (other, others) = task.train, task.test
+    if run.part == "validation":
+        kept = len(labels) - max(1, round(VALIDATION * len(labels)))
+        inputs, other, labels, others = inputs[:kept], inputs[kept:], labels[:kept], labels[kept:]
+    build = (ROWS | ABLATIONS)[run.row]
+    if build is None:
+        return regress(run.rate, inputs, labels, other, others)
+    torch.manual_seed(run.seed)
+    model = TokenModel(task, build, run.layers, run.readout)
+    steps = max(1, len(labels) // BATCH)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, run.rate, total_steps=run.epochs * steps
+    )
+    equilibria: list[Any] = [layer for layer in model.modules() if isinstance(layer, DEQ)]
+    worst = {"converged": math.nan, "adjoint converged": math.nan}
+    evaluations: list[float] = []
+
+    def step(index: Tensor) -> bool:
+        loss = F.cross_entropy(model(inputs[index]), labels[index])
+        optimiser.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if math.isfinite(loss.item() + norm.item()):
+            optimiser.step()
+            return True
+        return False
+
+    start = time.process_time()
+    for epoch in range(run.epochs):
+        model.train()
+        draw = torch.Generator().manual_seed(1000 * run.seed + epoch)
+        shares: dict[str, list[float]] = {name: [] for name in worst}
+        for index in torch.randperm(len(labels), generator=draw)[: steps * BATCH].split(BATCH):
+            if not step(index):
+                return {"status": "not finite"}
+            schedule.step()
+            for solve in (layer.last for layer in equilibria):
+                evaluations.append(solve.evaluations.double().mean().item())
+                shares["converged"].append(solve.converged.double().mean().item())
+                if solve.adjoint.solution is not None:
+                    done = solve.adjoint.solution.converged
+                    shares["adjoint converged"].append(done.double().mean().item())
+        for name, share in shares.items():
+            if share:
+                mean, before = statistics.fmean(share), worst[name]
+                worst[name] = mean if math.isnan(before) else min(mean, before)
+    spent = time.process_time() - start
+    model.eval()
+
+    @torch.no_grad()
+    def judge(inputs: Tensor, labels: Tensor) -> tuple[float, float]:
+        logits = torch.cat([model(part) for part in inputs.split(4 * BATCH)])
+        right = (logits.argmax(1) == labels).double().mean().item()
+        return right, F.cross_entropy(logits, labels).item()
+
+    accuracy, loss = judge(other, others)
+    return {
+        "status": "ok",
+        "parameters": sum(each.numel() for each in model.layers.parameters()),
+        "train_accuracy": judge(inputs[:10_000], labels[:10_000])[0],
+        "accuracy": accuracy,
+        "loss": loss,
+        "seconds": spent,
+        "evaluations": statistics.fmean(evaluations) if evaluations else math.nan,
+    } | {f"{name} (worst epoch)": share for name, share in worst.items()}
+
+
+def regress(
+    penalty: float, inputs: Tensor, labels: Tensor, other: Tensor, others: Tensor
+) -> dict[str, Any]:
+    pixels, unseen = (((each + 1) / 2).flatten(1).numpy() for each in (inputs, other))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a thousand iterations compare well
+        model = LogisticRegression(C=penalty, max_iter=1000).fit(pixels, labels.numpy())
+    chances = torch.from_numpy(model.predict_proba(unseen)).clamp_min(1e-12)
+    return {
+        "status": "ok",
+        "parameters": model.coef_.size + model.intercept_.size,
+        "train_accuracy": model.score(pixels[:10_000], labels[:10_000].numpy()),
+        "accuracy": model.score(unseen, others.numpy()),
+        "loss": F.nll_loss(chances.log(), others).item(),
+    }
+
+
+def merit(found: dict[str, Any]) -> tuple[float, float]:
+    good = found["status"] == "ok"
+    return (found["accuracy"], -found["loss"]) if good else (-math.inf, -math.inf)
+
+
+class Kept:
+    """The CSV file: a line a run, added as soon as the run has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.done = path, Results()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        numbers = {"limit": int, "layers": int, "epochs": int, "rate": float, "seed": int}
+        if path.exists():
+            with path.open(newline="") as file:
+                for line in csv.DictReader(file):
+                    names = [field.name for field in dataclasses.fields(Run)]
+                    run = Run(**{name: numbers.get(name, str)(line.pop(name)) for name in names})
+                    status = line.pop("status")
+                    self.done[run] = {"status": status} | {
+                        k: float(v or "nan") for k, v in line.items()
+                    }
+
+    def get(self, run: Run) -> dict[str, Any]:
+        if run not in self.done:
+            self.done[run] = perform(run)
+            new = not self.path.exists()
+            with self.path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Run)] + RESULTS)
+                if new:
+                    writer.writeheader()
+                writer.writerow(dataclasses.asdict(run) | self.done[run])
+            print(f"{run}: {self.done[run]}", file=sys.stderr)
+        return self.done[run]
+
+
+RESULTS = [
+    "status", "parameters", "train_accuracy", "accuracy", "loss", "seconds", "evaluations",
+    "converged (worst epoch)", "adjoint converged (worst epoch)",
+]  # fmt: skip
+
+
+def line(setting: Run, rates: tuple[float, ...], seeds: int, kept: Kept) -> dict[str, Any]:
+    """A row of the table: the rate chosen, then all seeds at that rate."""
+    rate = rates[0]
+    if len(rates) > 1:
+        tried = {
+            r: kept.get(dataclasses.replace(setting, part="validation", rate=r)) for r in rates
+        }
+        rate = max(rates, key=lambda r: merit(tried[r]))
+    at_end = "!" if len(rates) > 1 and rate in (min(rates), max(rates)) else ""
+    runs = [dataclasses.replace(setting, part="test", rate=rate, seed=s) for s in range(seeds)]
+    found = [kept.get(run) for run in runs]
+    good = [each for each in found if each["status"] == "ok"]
+    shown = {f.name: getattr(setting, f.name) for f in dataclasses.fields(Run)[:6]}
+    shown |= {"rate": f"{rate:g}{at_end}", "seeds": f"{len(good)} of {len(found)}"}
+    if good:
+        scores = [100 * each["accuracy"] for each in good]
+        shown |= {"test %": f"{statistics.fmean(scores):.1f}"}
+        shown |= {"least": f"{min(scores):.1f}", "greatest": f"{max(scores):.1f}"}
+        for name in RESULTS[1:]:
+            values = [each.get(name, math.nan) for each in good]
+            if name not in ("accuracy", "loss") and not all(map(math.isnan, values)):
+                shown[name] = round(statistics.fmean(values), 4)
+    return shown
+
+
+def costs(rounds: int) -> list[dict[str, Any]]:
+    """What a training step and an evaluation of the block cost beside an encoder layer."""
+    x, runs = torch.randn(32, 16, DIM), dict[str, Callable[[], Any]]()
+    torch.manual_seed(0)
+
+    def training(layer: nn.Module) -> None:
+        layer.train().zero_grad()
+        layer(x).square().sum().backward()
+
+    @torch.no_grad()
+    def evaluation(layer: nn.Module) -> None:
+        layer.eval()(x)
+
+    for name in ("encoder", "block"):
+        build = ROWS[name]
+        assert build is not None
+        layer = build(16, DIM, HEADS)
+        runs[f"{name}, training step"] = partial(training, layer)
+        runs[f"{name}, evaluation"] = partial(evaluation, layer)
+    times = interleaved(runs, rounds, clock=time.process_time)
+    base = {what: times[f"encoder, {what}"] for what in ("training step", "evaluation")}
+    return [
+        {"what": name, "ms": 1e3 * took, "/ encoder layer": took / base[name.split(", ")[1]]}
+        for name, took in times.items()
+    ]
+
+
+def plan(
+    tasks: dict[str, Task], rows: list[str], readouts: tuple[str, ...], layers: tuple[int, ...],
+    epochs: int | None, limit: int | None,
+) -> Iterator[Run]:  # fmt: skip
+    """The lines of the table, in its order; what is one model stands once."""
+    for name, task in tasks.items():
+        if "logistic" in rows and task.images:
+            yield Run(name, limit or 0, "logistic", "pixels", 0, 0)
+        for readout in (each for each in task.readouts if each in readouts):
+            for row in (each for each in rows if each != "logistic"):
+                for count in layers[:1] if row == "identity" else layers:
+                    yield Run(name, limit or 0, row, readout, count, epochs or task.epochs)
+
+
+def main(
+    tasks: tuple[Literal["digits", "mnist", "cifar10", "recall", "same-different"], ...] = (
+        "digits", "mnist", "cifar10", "recall", "same-different",
+    ),
+    rows: tuple[str, ...] = tuple(ROWS),
+    readouts: tuple[Literal["mean", "class", "query"], ...] = ("mean", "class", "query"),
+    layers: tuple[int, ...] = (1,),
+    seeds: int = 3,
+    epochs: int | None = None,
+    rates: tuple[float, ...] = RATES,
+    limit: int | None = None,
+    out: Path = Path("runs/learning"),
+    ablations: bool = False,
+    cost: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What layers learn between the same embedding and readout.
+
+    Args:
+        rows: layers to compare; see the file for their names.
+        layers: numbers of layers.
+        epochs: instead of the task's own.
+        limit: most training samples.
+        out: folder of learning.csv.
+        ablations: the block with one thing changed, at the rate 6e-3, in place of the rows.
+        cost: only time the block beside an encoder layer.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", solvers.SolveWarning)  # counted instead
+    if cost:
+        found = costs(rounds=40)
+    else:
+        here = dict[str, Task]()
+        for name in tasks:
+            try:
+                here[name] = task_of(name, limit)
+            except (OSError, ImportError) as error:
+                print(f"{name} left out: {error}", file=sys.stderr)
+        kept = Kept(out / "learning.csv")
+        chosen, rates = (list(ABLATIONS), (6e-3,)) if ablations else (list(rows), rates)
+        if unknown := set(chosen) - {*ROWS, *ABLATIONS}:
+            raise SystemExit(
+                f"error: --rows must be of {', '.join(ROWS)}, got {', '.join(unknown)}"
+            )
+        found = [
+            line(run, PENALTIES, 1, kept)
+            if run.row == "logistic"
+            else line(run, rates, seeds, kept)
+            for run in plan(here, chosen, readouts, layers, epochs, limit)
+        ]
+    print(table(found))
     return found
 
 
-def plan(options: Any, tasks: dict[str, Task]) -> list[Wanted]:
-    """The lines of the table, in its order; each setting once."""
-    found: dict[Setting, Wanted] = {}
-    for name, task in tasks.items():
-        for readout in task.readouts:
-            for number in options.layers:
-                for row in _rows(options) if readout in options.readouts else ():
-                    each = _wanted(options, name, task, readout, number, row)
-                    if each is not None:
-                        found.setdefault(each.setting, each)
-    return list(found.values())
-
-
-def _rows(options: Any) -> list[str]:
-    if options.ablations:
-        return [name for name in ROWS if name not in MAIN_ROWS]
-    return options.rows or list(MAIN_ROWS)
-
-
-def _wanted(
-    options: Any, name: str, task: Task, readout: str, number: int, row: str
-) -> Wanted | None:
-    kind, limit, seeds = ROWS[row], options.limit or 0, tuple(range(options.seeds))
-    epochs = options.epochs or task.epochs
-    if kind.regression:
-        if not task.pixels:
-            return None
-        return Wanted(Setting(name, limit, row, "pixels", 0, 0), kind.rates, seeds[:1])
-    rates = tuple(options.rates or kind.rates)
-    setting = Setting(name, limit, row, readout, number if kind.stacks else 0, epochs)
-    return Wanted(setting, rates, seeds)
-
-
-def told(start: float, run: Run, found: dict[str, Any]) -> None:
-    """A line on the standard error for a run that has ended."""
-    print(
-        f"{time.perf_counter() - start:6.0f} s  {run.task} {run.readout} {run.layers} {run.row} "
-        f"rate {run.rate:g} seed {run.seed}: {run.part} {100 * found['accuracy']:.1f} % "
-        f"(train {100 * found['train_accuracy']:.1f} %), {found['status']}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def executor_of(workers: int) -> Executor:
-    if workers == 1:
-        return Here()
-    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads
-    return ProcessPoolExecutor(workers, context, start_worker)
-
-
-def start_worker() -> None:
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is told once, by the first process
-
-
-def main(arguments: list[str] | None = None) -> None:
-    reader = parser()
-    with command(reader):
-        options = reader.parse_args(arguments)
-        if options.ablations and options.rows:
-            reader.error("--ablations takes the place of --rows; give one of them")
-        torch.set_num_threads(1)
-        if options.cost:
-            print(costs(ROUNDS))
-            return
-        with mistakes("--out"):
-            make_folder(options.out)
-            kept = Table(options.out / "learning.csv")
-        wanted = plan(options, tasks_here(options))
-        failed: dict[Run, BaseException] = {}
-        if not options.table:
-            tell = partial(told, time.perf_counter())
-            with executor_of(options.workers) as executor:
-                failed = complete(wanted, kept, perform, executor, options.workers, tell)
-        rows = lines(wanted, kept.done)
-        print(table(rows) if rows else "no run of this table is done")
-        for run, error in failed.items():
-            print(f"failed: {run}: {type(error).__name__}: {error}", file=sys.stderr)
-        if failed:
-            reader.leave(1, f"{len(failed)} runs failed; the same command tries them again")
-
-
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

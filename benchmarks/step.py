@@ -1,6 +1,6 @@
 """The training step of a mean-field layer, at equal true residual and gradient error.
 
-python benchmarks/step.py [--rounds 40] [--cpp] [--threads 2]
+python benchmarks/step.py [--rounds 40] [--threads 2]
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from benchmarks.layers import MeanField
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ
 from implicit_attn.command_line import Parser, command, count
-from solvers.native import process
 
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
 # What every contestant of the training step must reach: true residual, gradient error.
@@ -53,17 +52,6 @@ class Ours:
         layer.zero_grad()
         solution.value.backward(layer.cotangent)
         return solution.value.detach()
-
-
-class InCpp(Ours):
-    """With the steps in C++, which the environment variable IMPLICIT_ATTN_CPP turns on elsewhere."""
-
-    def step(self, tolerances: Pair) -> Tensor:
-        outer, process.ENABLED = process.ENABLED, True
-        try:
-            return super().step(tolerances)
-        finally:
-            process.ENABLED = outer
 
 
 class Compiled:
@@ -135,7 +123,7 @@ def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> t
     return residual, ((got - want).norm() / want.norm()).item()
 
 
-def part_step(rounds: int, cpp: bool = False, compiled: bool = False) -> None:
+def part_step(rounds: int, compiled: bool = False) -> None:
     for scale in (1.0, 2.0):
         layer = MeanField(scale)
         exact = layer.exact()
@@ -146,8 +134,6 @@ def part_step(rounds: int, cpp: bool = False, compiled: bool = False) -> None:
             "ours forward": Ours(layer, solvers.Forward()),
             "ours default": Ours(layer, None),
         }
-        if cpp:
-            contestants["ours default, C++ steps"] = InCpp(layer, None)
         if compiled:
             contestants["ours compiled"] = Compiled(layer)
         for target in TARGETS:
@@ -229,14 +215,12 @@ def main() -> None:
     parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=count, default=40, help="timed rounds")
     parser.add_argument("--threads", type=count, default=2, help="threads of torch")
-    parser.add_argument("--cpp", action="store_true", help="also with the solver's steps in C++")
     parser.add_argument("--compiled", action="store_true", help="also a compiled layer")
     with command(parser):
         options = parser.parse_args()
         torch.set_num_threads(options.threads)
         warnings.simplefilter("ignore", solvers.SolveWarning)
-        cpp, process.ENABLED = options.cpp or process.ENABLED, False  # the others run without
-        part_step(options.rounds, cpp, options.compiled)
+        part_step(options.rounds, options.compiled)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from implicit_attn.console.command import main
+from implicit_attn.cli import main
 
 if __name__ == "__main__":
     main()

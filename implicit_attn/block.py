@@ -11,14 +11,13 @@ from torch.nn import functional as F
 import solvers
 from implicit_attn.deq import DEQ, EVALUATION_OPTIONS, UnrolledLayer
 from implicit_attn.deq import OPTIONS as DEQ_OPTIONS
-from implicit_attn.energies.context.conditional_attention import ConditionalAttention
-from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
+from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
 from implicit_attn.energies.feedforward import GELUFeedForward, ReLUFeedForward
-from implicit_attn.energies.heads.inputs import AttentionInput
-from implicit_attn.energies.heads.stock_masks import allowed_pairs, counted_tokens
+from implicit_attn.energies.heads import AttentionInput, allowed_pairs, counted_tokens
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.gradient_step import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
+from solvers.methods.arguments import read_solver
 
 EPSILON = 1e-5  # of the norm of the input
 MASKS = ("src_mask", "src_key_padding_mask", "is_causal", "memory", "memory_key_padding_mask")
@@ -94,7 +93,7 @@ class EquilibriumBlock(nn.Module):
         hidden = 2 * dim if hidden is None else require_count("hidden", hidden, low=0)
         state = dim if state_dim is None else require_count("state_dim", state_dim)
         self.attention = require_choice("attention", attention, ATTENTIONS)  # type: ignore[arg-type]
-        require_choice("activation", activation, MEMORIES)
+        self.hidden, self.activation = hidden, require_choice("activation", activation, MEMORIES)
         if memory_dim is not None and attention != "cross":
             raise ValueError(f'memory_dim needs attention="cross", got attention={attention!r}')
         if require_flag("causal", causal) and attention != "self":
@@ -118,7 +117,8 @@ class EquilibriumBlock(nn.Module):
             nn.init.normal_(output.weight, std=state**-0.5)
         options = _check_layer(layer)
         step = _BlockStep(EquilibriumEnergy(attends, recalls, output))
-        step.monitored = bool(getattr(options.get("solver"), "needs_energy", False))
+        chosen = read_solver(options.get("solver"))
+        step.monitored = chosen is not None and chosen.needs_energy
         self.deq = DEQ(step, **options)
 
     @property
@@ -250,10 +250,15 @@ class EquilibriumBlock(nn.Module):
             return tokens.unsqueeze(0)
         return tokens if self.batch_first else tokens.transpose(0, 1)
 
-    def extra_repr(self) -> str:
+    def __repr__(self) -> str:
+        """The options; the modules are in ``block.deq``."""
+        count = sum(parameter.numel() for parameter in self.parameters())
         return (
-            f"dim={self.dim}, attention={self.attention!r}, causal={self.causal}, "
-            f"curvature={self.curvature}, batch_first={self.batch_first}"
+            f"EquilibriumBlock(dim={self.dim}, heads={self.heads}, hidden={self.hidden}, "
+            f"state_dim={self.state_dim},\n  attention={self.attention!r}, activation={self.activation!r}, "
+            f"causal={self.causal}, curvature={self.curvature},\n  dropout={self.dropout.p}, "
+            f"batch_first={self.batch_first},\n  {type(self.deq).__name__}({self.deq.extra_repr()}),\n"
+            f"  {count:,} parameters)"
         )
 
 
@@ -278,7 +283,7 @@ class _BlockStep(GradientStep):
 
     def start(self, x: AttentionInput, prepared: Any) -> Tensor:
         """What the hidden units answer to the input at once, which saves an evaluation; else zero."""
-        answer = prepared.parts[1]
+        answer = prepared.start
         if answer is not None:
             return answer
         assert x.tokens is not None and self.energy.attention is not None

@@ -19,8 +19,7 @@ import re
 import reprlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,26 +34,13 @@ LARGEST_SIZE = 2**16  # of a dimension of a model; its matrices grow with the sq
 LARGEST_NUMBER = 1e30
 # What a wrong argument, a wrong file or a missing package raises.
 MISTAKES = (ValueError, TypeError, OverflowError, ImportError, OSError)
-_CALLED: ContextVar[str | None] = ContextVar("called", default=None)
-
-
-class Ending(Exception):
-    """Ends a program by what the user gave or did, not by a fault of it: one line, no traceback."""
-
-    exit_code = WRONG
-
-
-class Stopped(Ending):
-    """Ended by Ctrl-C, with everything in order."""
-
-    exit_code = INTERRUPTED
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line without the usage, ``PROG: error: ...``, exit code 2."""
 
     def __init__(self, *, prog: str | None = None, **options: Any) -> None:
-        super().__init__(prog=prog or called_as(), **options)
+        super().__init__(prog=prog, **options)
         self.dests: frozenset[str] = frozenset()  # of the options of the last command line
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -85,27 +71,12 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def called(name: str) -> Iterator[None]:
-    """Parsers made within call themselves ``name``, whatever file the process was started with."""
-    token = _CALLED.set(name)
-    try:
-        yield
-    finally:
-        _CALLED.reset(token)
-
-
-def called_as(default: str | None = None) -> str | None:
-    """The name that :func:`called` gives, or else ``default``."""
-    return _CALLED.get() or default
-
-
-@contextlib.contextmanager
 def command(parser: Parser) -> Iterator[None]:
     """The whole of a program: what ends it ends it in one line.
 
     ``SystemExit`` with a text (of :func:`mistakes`), an ``OSError`` (a full disk, no permission) and
-    want of memory end with the parser's error, an :class:`Ending` with its own exit code; Ctrl-C with
-    130. Any other error is a fault of the program and keeps its traceback.
+    want of memory end with the parser's error, Ctrl-C with 130. Any other error is a fault of the
+    program and keeps its traceback.
 
     Raises:
         SystemExit: 2 or 130.
@@ -120,9 +91,6 @@ def command(parser: Parser) -> Iterator[None]:
         if not isinstance(end.code, str):
             raise
         parser.error(parser.named(end.code))
-    except Ending as end:
-        kind = "" if end.exit_code == INTERRUPTED else "error: "
-        parser.leave(end.exit_code, kind + parser.named(str(end)))
     except BrokenPipeError:
         _silence_output()
         raise SystemExit(1) from None
@@ -135,13 +103,16 @@ def command(parser: Parser) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mistakes(option: str | None = None, *, first: bool = True) -> Iterator[None]:
+def mistakes(
+    option: str | None = None, *, first: bool = True, kinds: tuple[type[Exception], ...] = MISTAKES
+) -> Iterator[None]:
     """The part of a program whose errors are those of what the user gave: options, files, packages.
 
     Args:
         option: the one that is at fault, ``"--data"`` for example; None: the message names it.
         first: this is the first process of a training. The variables of the environment do not tell:
             one that another launcher left behind would have a program end without a word.
+        kinds: of errors that are the user's.
 
     Raises:
         SystemExit: with the message, for :func:`command`. In the further processes of a training,
@@ -149,7 +120,7 @@ def mistakes(option: str | None = None, *, first: bool = True) -> Iterator[None]
     """
     try:
         yield
-    except MISTAKES as error:
+    except kinds as error:
         message = str(error) or type(error).__name__
         text = message if option is None else f"argument {option}: {message}"
         raise SystemExit(text if first else 0) from error
@@ -270,38 +241,3 @@ amount = number(0)
 positive = number(0, above=True)
 learning_rate = number(0, 1e6)  # and of decay: beyond, a step leaves float32
 share = number(0, 1, below=True)
-
-
-def refuse_huge(
-    build: Callable[[], torch.nn.Module], *, copies: int = 4, name: str = "dim"
-) -> None:
-    """Refuse a model whose training does not fit into the memory of this machine.
-
-    It is built without memory first (PyTorch's device "meta"), so errors of its constructor come
-    early, too. Activations are not counted.
-
-    Args:
-        build: makes the model.
-        copies: of the parameters: themselves, their gradient, two averages of Adam.
-        name: of the option that the message names.
-
-    Raises:
-        ValueError: ``copies`` times the parameters are more than the memory.
-    """
-    with torch.device("meta"):
-        parameters: Sequence[torch.Tensor] = list(build().parameters())
-    need = copies * sum(each.numel() * each.element_size() for each in parameters)
-    held = _memory()
-    if held is not None and need > held:
-        raise ValueError(
-            f"{name} is too large: with the other sizes it makes {need // copies / 2**30:.1f} GiB of "
-            f"parameters; training takes {copies} times that, and there are {held / 2**30:.1f} GiB"
-        )
-
-
-def _memory() -> int | None:
-    """Bytes of main memory; None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None

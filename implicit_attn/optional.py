@@ -24,9 +24,10 @@ def require(module: str, *, extra: str | None) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        wanted = DISTRIBUTION if extra is None else f'"{DISTRIBUTION}[{extra}]"'
+        wanted = "." if extra is None else f'".[{extra}]"'
         raise ImportError(
-            f"{module} could not be imported ({error}); it comes with: pip install {wanted}"
+            f"{module} could not be imported ({error}); it comes with `pip install {wanted}` in a checkout "
+            "of implicit-attn"
         ) from error
 
 

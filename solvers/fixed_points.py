@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled
+from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled, read_adjoint
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
 from solvers.adjoints.unrolled_transform import refuse_unrolled, unrolled_solution
-from solvers.compiled.captured import capture
-from solvers.compiled.forward import compiled_solve
-from solvers.compiled.programs import UntraceableError
+from solvers.compiled.evaluations import Evaluation
 from solvers.core.checks import (
     require_callable,
     require_count,
     require_finite,
     require_flag,
     require_increasing,
-    require_instance,
 )
 from solvers.core.guards.reading import read_anew
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
 from solvers.core.modes import (
-    compiler_loaded,
     constant_weights,
     eager,
     in_transform,
@@ -37,8 +34,9 @@ from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import Goal, Tolerance, check_tolerances
+from solvers.core.tolerance import Goal, Tolerance, read_tolerance
 from solvers.methods.anderson import Anderson
+from solvers.methods.arguments import read_solver
 from solvers.methods.forward import Forward
 from solvers.methods.lbfgs import LBFGS
 from solvers.methods.solving import Solving
@@ -50,12 +48,12 @@ _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
 def fixed_point(
     f: Callable[..., Any],
     z0: Any,
-    args: tuple[Any, ...] = (),
+    args: tuple[Any, ...] | Tensor = (),
     *,
-    solver: Solver | None = None,
-    tolerance: Tolerance | None = None,
+    solver: Solver | type[Solver] | str | None = None,
+    tolerance: Tolerance | float | None = None,
     max_steps: int = 50,
-    adjoint: Adjoint | None = _DEFAULT_ADJOINT,
+    adjoint: Adjoint | type[Adjoint] | str | None = _DEFAULT_ADJOINT,
     energy: Callable[..., Tensor] | None = None,
     mask: Any = None,
     record: bool = False,
@@ -66,24 +64,34 @@ def fixed_point(
 ) -> Solution:
     """Solve ``z = f(z, *args)`` for every sample of a batch.
 
+    A sample is solved where ``|f(z) - z| <= 1e-4 |f(z)|``, in float64 too: give ``tolerance=1e-10`` where
+    more digits are wanted, and more ``max_steps`` with it.
+
     Args:
         f: map from a state to a state of the same structure, shapes and dtypes, each sample on its
             own; or an :class:`EnergyUpdate`, which brings its energy along.
-        z0: initial state, a tensor (B, ...) or a pytree of them, any floating dtype.
-        args: further inputs of ``f``, pytrees of tensors batched along dim 0. Finished samples
+        z0: initial state, a tensor (B, ...) or a pytree of them, any floating dtype. ``torch.zeros(3)``
+            is the start of three problems of one unknown each; ``torch.zeros(3)[None]`` that of one
+            problem of three.
+        args: further inputs of ``f``, pytrees of tensors batched along dim 0, or one tensor. Finished samples
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share (weights) belong into ``f`` itself; gradients reach them.
-        solver: default ``LBFGS()`` where ``f`` is a gradient step of an energy, else ``Anderson()``.
-            Samples that these give up are tried again from their best iterate by plain steps and, if
+        solver: a :class:`Solver`, its class, or its name such as "anderson". None: ``LBFGS()`` where ``f``
+            is a gradient step of an energy, else ``Anderson()``. Samples that these give up are tried again
+            from their best iterate by plain steps and, if
             there is no energy, by Newton's method with finite differences; other solvers, or these
             when they are named, are left alone.
-        tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``. None:
+        tolerance: a sample has converged where ``|f(z) - z| <= max(atol, rtol |f(z)|)``. A number is
+            ``rtol``. None:
             ``Tolerance()``, rtol 1e-4, where ``f`` computes in float32 or float64; where it computes in
             half precision, also by autocast, what it can meet: rtol 2e-2 in bfloat16, 1e-2 in float16.
-            Tensors (B,) in it are tolerances of each sample.
-        max_steps: evaluations of ``f`` per sample, an upper bound that is kept.
-        adjoint: how gradients flow, by default ``Implicit()``; ``Unrolled``, ``Phantom``, ``OneStep``;
-            None: no gradient.
+        max_steps: evaluations of ``f`` per sample, an upper bound that is kept. A call of ``f`` is one
+            evaluation for each sample that it is given; with ``compact=False``, for all of the batch, so
+            that there are at most ``max_steps`` calls. Products of Newton's method with the Jacobian
+            count as evaluations; second attempts go on counting. The gradient is not counted:
+            ``Implicit`` evaluates ``f`` once more, at the solution.
+        adjoint: how gradients flow, by default ``Implicit()``; ``Unrolled``, ``Phantom``, ``OneStep``, also
+            as a class or by name (``"unrolled"``); None: no gradient.
         energy: ``energy(z, *args) -> (B,)`` turns the safeguard on: no accepted step raises it.
         mask: (B, N) bool, False at masked tokens: they keep their initial value and enter no norm.
             Tokens are dim 1 of the leaves (B, N, ...) of at least three dimensions, or, where none has
@@ -120,8 +128,11 @@ def fixed_point(
     every sample, of which those that have converged stand still, and has no energy safeguard.
     """
     refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
+    solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
+    adjoint = read_adjoint(adjoint)
+    args = (args,) if isinstance(args, Tensor) else args
     automatic, solver = solver is None, _default(f, energy) if solver is None else solver
-    _check_options(solver, tolerance, max_steps, adjoint, f, energy)
+    _check_options(solver, max_steps, f, energy)
     states_at = _check_run(record, compact, callback, on_failure, states_at, max_steps)
     _check_external(solver, energy is not None, record, callback)
     layout = Layout.of(z0)
@@ -132,12 +143,9 @@ def fixed_point(
             callback=callback, states_at=states_at,
         )  # fmt: skip
     _check_inputs(z0, layout, args, mask)
-    start = layout.vector(z0).resolve_neg()  # NumPy and C++ know no sign yet to be flipped
-    check_tolerances(tolerance, adjoint, len(start))
+    start = layout.vector(z0).resolve_neg()  # C++ knows no sign yet to be flipped
     problem = Problem.of(f, energy, z0, args, mask, compact, layout)
     goal = problem.goal = Goal(tolerance, start.dtype, problem.autocast)
-    if problem.programs is None and compiler_loaded() and isinstance(adjoint, Implicit | None):
-        problem.programs = capture(problem, start)
 
     solve = partial(
         _solve, solver=solver, automatic=automatic, goal=goal, max_steps=max_steps, record=record,
@@ -149,7 +157,7 @@ def fixed_point(
         with torch.no_grad():
             solution = solve(problem, start.detach())
     _as_trees(solution, layout, start)
-    apply_policy(solution, on_failure, goal.what, f)
+    apply_policy(solution, on_failure, goal.what + layout.scalars(len(start)), f)
     return solution
 
 
@@ -165,7 +173,6 @@ def _transformed(
 ) -> Solution:
     """The solution inside of a transform of ``torch.func``; ``options`` are the others of the call."""
     tolerance, compact = options["tolerance"], options["compact"]
-    check_tolerances(tolerance, adjoint, None)
     if isinstance(adjoint, Unrolled) and not (record or options["callback"]):
         problem, solver = Problem.of(f, energy, z0, args, mask, compact), options["solver"]
         if not isinstance(solver, Forward) or adjoint.checkpoint:
@@ -201,22 +208,16 @@ def _solve(
     runs without autocast, which Problem restores around f.
     """
 
-    options = (max_steps, record, callback, states_at)
-    ordinary = Solving(solver, automatic, goal, *options)
+    solving = Solving(solver, automatic, goal, max_steps, record, callback, states_at)
     with constant_weights(), without_autocast(start.device.type):
+        if problem.programs is not None and not torch.is_grad_enabled():
+            _look_once(problem, start, goal)
+            # A program is of one size of batch: samples stay in it.
+            evaluation = Evaluation(problem, start)
+            problem = replace(problem, compiled=evaluation, compact=False)
         if isinstance(solver, ExternalSolver):
             return solver.run(problem, start, goal.tolerance, max_steps, states_at)
-        if problem.programs is None or ordinary.observed or not solver.traceable:
-            return ordinary(problem, start)
-        try:
-            _look_once(problem, start, goal)
-            return compiled_solve(problem, start, solver, goal.tolerance, max_steps, ordinary)
-        except UntraceableError:
-            if problem.programs.required:
-                raise
-            problem.programs.give_up()
-            problem.programs = None
-            return ordinary(problem, start)
+        return solving(problem, start)
 
 
 def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
@@ -246,14 +247,9 @@ def _shares_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def _check_options(
-    solver: Any, tolerance: object, max_steps: object, adjoint: object, f: object, energy: object
-) -> None:
+def _check_options(solver: Solver, max_steps: object, f: object, energy: object) -> None:
     require_callable("f", f)
     require_callable("energy", energy, optional=True)
-    require_instance("solver", solver, Solver, "a solvers.Solver such as Anderson()")
-    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance", optional=True)
-    require_instance("adjoint", adjoint, Adjoint, "a solvers.Adjoint", optional=True)
     require_count("max_steps", max_steps)
     if solver.needs_energy and not (isinstance(f, EnergyUpdate) and energy is None):
         raise ValueError(

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``, for what few of its users need.
+    package: str,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of ``package``, as its ``__init__.pyi`` states them.
 
-    ``package.name`` imports the module that has the name. The sub-packages and modules on the way to
-    these modules are attributes of the package, too, as if it had imported them itself.
-
-    Args:
-        package: its name.
-        homes: names separated by spaces, by the module that defines them; none where a sub-package
-            is to be an attribute and nothing more.
-
-    The package states the same under ``if TYPE_CHECKING``, so that type checkers, and whoever reads
-    the imports, know where the names come from.
+    The stub has one line a public name, ``from home import name as name``, which type checkers read too.
+    ``dir`` shows these names alone. Sub-packages and modules of the package are found as attributes,
+    stated or not, as if it had imported them itself; without a stub there are no other names.
     """
-    found = {name: home for home, names in homes.items() for name in names.split()}
-    below: dict[str, list[str]] = {}  # modules by their first part below the package
-    for home in homes:
-        below.setdefault(home.removeprefix(f"{package}.").partition(".")[0], []).append(home)
+    homes = _stated(package)
 
     def get(name: str) -> Any:
-        if name in found:
-            value = getattr(importlib.import_module(found[name]), name)
-        elif name in below:
-            for home in below[name]:
-                importlib.import_module(home)
-            value = sys.modules[f"{package}.{name}"]
+        module = f"{package}.{name}"
+        if homes.get(name, package) != package:
+            value = getattr(importlib.import_module(homes[name]), name)
+        elif not name.startswith("_") and importlib.util.find_spec(module) is not None:
+            value = importlib.import_module(module)
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(sys.modules[package], name, value)
         return value
 
-    def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *found, *below})
+    return get, lambda: sorted(homes), sorted(homes)
 
-    return get, names
+
+def _stated(package: str) -> dict[str, str]:
+    """Names by the modules that define them."""
+    stub = Path(str(sys.modules[package].__file__)).with_name("__init__.pyi")
+    if not stub.exists():
+        return {}
+    imports = [n for n in ast.parse(stub.read_text("utf-8")).body if isinstance(n, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}

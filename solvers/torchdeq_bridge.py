@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"solvers.torchdeq_bridge needs torchdeq, which could not be imported ({error}): "
-        'pip install "torchdeq>=0.1,<0.2"; nothing else of solvers and implicit_attn needs it'
+        '`pip install ".[torchdeq]"` in a checkout of implicit-attn; nothing else of it needs torchdeq'
     ) from error
 
 OPTIONS: dict[str, frozenset[str]] = {

@@ -5,18 +5,21 @@ from __future__ import annotations
 import ast
 import importlib
 import pickle
+import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import implicit_attn
 import solvers
-from solvers.lazy import lazy_names
 
 ROOT = Path(__file__).resolve().parents[1]
-LAZY = ("solvers", "implicit_attn", "implicit_attn.models")
+STUBS = sorted(
+    path for name in ("solvers", "implicit_attn") for path in (ROOT / name).rglob("*.pyi")
+)
 
 PROGRAM = """
 import sys
@@ -24,52 +27,65 @@ import numpy, torch
 before = set(sys.modules)
 import implicit_attn
 print(*(set(sys.modules) - before))
-x = torch.randn(2, 3, 4, requires_grad=True)
-layer = implicit_attn.DEQ.from_update(lambda z, x: 0.5 * z.tanh() + x)
-layer(x).sum().backward()
+x = torch.randn(2, 3, 8, requires_grad=True)
+implicit_attn.EquilibriumBlock(8, heads=2)(x).sum().backward()
+implicit_attn.DEQ.from_update(lambda z, x: 0.5 * z.tanh() + x)(x).sum().backward()
+print(*(set(sys.modules) - before))
+for name in implicit_attn.pretrained_models():
+    implicit_attn.load_pretrained(name)
 print(*(set(sys.modules) - before))
 """
 
 
-def test_an_import_and_a_training_step_load_nothing_that_is_not_needed() -> None:
-    found = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True
-    )
+def run(program: str) -> list[set[str]]:
+    """The modules that a program prints, a set a line."""
+    command = [sys.executable, "-W", "error", "-c", program]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    imported, loaded = (set(line.split()) for line in found.stdout.splitlines())
-    own = {name for name in imported if name.split(".")[0] in ("solvers", "implicit_attn")}
-    assert {"implicit_attn.deq.layer", "solvers.fixed_points"} <= own
-    assert not own & {"implicit_attn.models.registry", "solvers.eigen.spectrum"}
-    others = {name.split(".")[0] for name in imported - own if not name.startswith("_")}
-    assert others - sys.stdlib_module_names <= {"torch", "torchgen"}
-    assert "torch._dynamo" not in loaded  # the compiler takes seconds
+    return [set(line.split()) for line in found.stdout.splitlines()]
 
 
-def stated(package: str) -> Iterator[tuple[str, str]]:
-    """Names and their modules, as the package states them for type checkers."""
-    source = Path(str(importlib.import_module(package).__file__)).read_text("utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for entry in node.body:
-                assert isinstance(entry, ast.ImportFrom)
-                yield from ((alias.name, str(entry.module)) for alias in entry.names)
+def test_imports_steps_and_weights_load_nothing_that_is_not_needed() -> None:
+    """No torchdeq, no scipy; of torch's compiler, which takes seconds, nothing before a model needs it."""
+    imported, loaded, with_weights = run(PROGRAM)
+    others = {name.split(".")[0] for name in imported if not name.startswith("_")}
+    assert others - sys.stdlib_module_names == {"implicit_attn", "solvers"}
+    assert "implicit_attn.models" not in imported | loaded
+    assert "torch._dynamo" not in loaded
+    assert not {name.split(".")[0] for name in with_weights} & {"scipy", "torchdeq", "sklearn"}
 
 
-@pytest.mark.parametrize("package", LAZY)
-def test_a_lazy_name_is_what_the_package_states(package: str) -> None:
-    module, names = importlib.import_module(package), list(stated(package))
-    assert names
-    for name, home in names:
-        assert getattr(module, name) is getattr(importlib.import_module(home), name)
-        assert name in module.__all__ and name in dir(module)
+def test_the_core_is_what_dir_shows() -> None:
+    names = set(dir(implicit_attn))
+    packages = {m.name for m in pkgutil.iter_modules(implicit_attn.__path__) if m.ispkg}
+    packages.add("checkpoint")  # one module
+    assert {
+        name for name in names if isinstance(getattr(implicit_attn, name), ModuleType)
+    } == packages
+    assert {"DEQ", "EquilibriumBlock", "Energy", "load_pretrained"} <= names
+    assert len(names - packages) <= 45
+    assert vars(implicit_attn)["__all__"] == sorted(names)
 
 
-def test_sub_packages_are_attributes() -> None:
-    program = (
-        "import implicit_attn, solvers; implicit_attn.models.hyperset.HyperSET; implicit_attn.data.load;"
-        "implicit_attn.checkpoint.save_checkpoint; solvers.eigen.spectrum.Spectrum"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+@pytest.mark.parametrize("stub", STUBS, ids=lambda stub: stub.parent.name)
+def test_a_lazy_name_is_what_its_stub_states(stub: Path) -> None:
+    package = importlib.import_module(".".join(stub.parent.relative_to(ROOT).parts))
+    below = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    stated = [n for n in ast.parse(stub.read_text("utf-8")).body if isinstance(n, ast.ImportFrom)]
+    assert stated
+    for node in stated:
+        home = importlib.import_module(str(node.module))
+        for alias in node.names:
+            assert getattr(package, alias.name) is getattr(home, alias.name)
+            assert alias.name in package.__all__ and alias.name == alias.asname
+            assert home is package or alias.name not in below, "a module would hide the name"
+
+
+def test_sub_packages_and_their_modules_are_attributes() -> None:
+    packages = [m.name for m in pkgutil.iter_modules(implicit_attn.__path__) if m.ispkg]
+    lines = [f"implicit_attn.{name}.__path__" for name in packages]
+    run("\n".join(["import implicit_attn", *lines, "implicit_attn.deq.layer.DEQ"]))
+    run("import solvers; solvers.eigen, solvers.spins")
 
 
 def test_lazy_classes_can_be_pickled() -> None:
@@ -77,9 +93,8 @@ def test_lazy_classes_can_be_pickled() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    get, names = lazy_names("solvers", {"solvers.spins.gibbs": "gibbs"})
-    assert {"gibbs", "spins", "fixed_point"} <= set(names())
     with pytest.raises(AttributeError, match="module 'solvers' has no attribute 'gibs'"):
-        get("gibs")
+        solvers.gibs  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="nothing"):
         exec("from solvers import nothing")
+    assert not hasattr(implicit_attn, "__wrapped__")

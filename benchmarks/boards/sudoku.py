@@ -25,31 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "boards")]
+
+from sudoku_belief import Pairs, belief_methods
+from sudoku_graph import HEAD, fitted
+from sudoku_potts import LEARNED, SINGLES, Solve, compare, load_boards
 
 import solvers
 from benchmarks.measure import table
 from implicit_attn.command_line import Parser, command, mistakes, seed_number, whole
-from implicit_attn.models import BoardSolver, load_model
-from implicit_attn.studies.experiments.boards.belief import (
-    ALONE,
-    BETWEEN,
-    DigitPairs,
-    belief_methods,
-)
-from implicit_attn.studies.experiments.boards.puzzles import Puzzles, boards_and_puzzles
-from implicit_attn.studies.experiments.boards.solving import (
-    L2,
-    LEARNED,
-    SINGLES,
-    Method,
-    compare,
-    methods,
-    train_couplings,
-)
+from implicit_attn.models import BoardSolver, SudokuPotts, load_model
 from implicit_attn.weights import weights_file, weights_path
 
-GIVENS = [17, 20, 25, 30, 34]
+GIVENS = (17, 20, 25, 30, 34)
 TIMES = (0.25, 1, 4, 16)  # the iterations of training
 RTOL = 1e-3
 WEIGHTS = weights_path("sudoku-solver")
@@ -67,9 +56,9 @@ def parser() -> Parser:
     return made
 
 
-def learned_methods(model: BoardSolver) -> dict[str, Method]:
+def learned_methods(model: BoardSolver) -> dict[str, Solve]:
     """The board solver with fixed numbers of iterations, and until each board has converged."""
-    ways: dict[str, Method] = {}
+    ways: dict[str, Solve] = {}
     for times in TIMES:
         number = max(1, round(times * model.iterations))
         ways[f"board solver, {number} iterations ({times:g}x)"] = partial(
@@ -109,26 +98,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(model: BoardSolver, options: Any) -> None:
-    def advance(stage: str) -> None:
-        print(stage, file=sys.stderr, flush=True)
-
-    boards = boards_and_puzzles(options.train, options.test, GIVENS, "auto", options.seed)
+    boards = load_boards(options.train, options.test, GIVENS, "auto", options.seed)
     few = {
-        name: Puzzles(each.puzzles[: options.boards], each.solutions[: options.boards])
-        for name, each in boards.test.items()
+        name: (puzzles[: options.boards], solutions[: options.boards])
+        for name, (puzzles, solutions) in boards.test.items()
     }
-    # The fits are judged on boards of the training set: the test is for the solving alone.
-    learned = train_couplings(
-        boards.train, boards.train[:1000], options.fit_steps, L2, options.seed, advance
-    )
-    annealed = f"{LEARNED}, annealed"
-    slow = {
-        **belief_methods({"true graph": DigitPairs.of_rules()}, ALONE, BETWEEN),
-        annealed: methods(learned.couplings, 600)[annealed],
-    }
+    head = fitted(HEAD, boards.train, options.fit_steps, options.seed, 1e-4)
+    learned = SudokuPotts.from_model(head)
+    slow = belief_methods({"true graph": Pairs.of_rules()})
     logic = {SINGLES: slow.pop(SINGLES)}
-    found = compare(boards.test, logic | learned_methods(model), advance)
-    found += compare(few, slow, advance)
+    slow[f"{LEARNED}, annealed"] = lambda puzzles: learned.solve(puzzles).boards
+    found = compare(boards.test, logic | learned_methods(model))
+    found += compare(few, slow)
     rows: dict[str, dict[str, Any]] = {}
     for each in found:
         row = rows.setdefault(each["method"], {"method": each["method"], "boards": each["boards"]})

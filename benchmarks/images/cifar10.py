@@ -24,12 +24,15 @@ from benchmarks.measure import table
 from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, run_command
 from implicit_attn.command_line import Parser, command, count, mistakes, repeats
 from implicit_attn.data import ImageData, load
-from implicit_attn.studies.convergence import solver_choices
-from implicit_attn.studies.evaluations import accuracy_by_evaluations
-from implicit_attn.studies.extrapolation import accuracy_by_iterations
-from implicit_attn.studies.subjects import Subject, open_subject
+from implicit_attn.studies import (
+    Subject,
+    accuracy_by_evaluations,
+    accuracy_by_iterations,
+    open_subject,
+    solver_choices,
+)
 
-EXAMPLE = "vit_images.py"
+EXAMPLE = "vit-images"
 TIMES = (1, 2, 4)
 # The words that make the parameters of all about as many, and the accuracies published with Hyper-SET
 # (Hu, Zou, Xu, https://arxiv.org/abs/2502.11646): width 384, 200 epochs.
@@ -37,8 +40,8 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "hyperset": ((), "88.89 % (0.96 M)"),
     "hyperset-equilibrium": ((), "-"),
     "transformer": ((), "89.90 % (1.79 M)"),
-    "energy-transformer": (("--width", "660"), "75.98 %"),
-    "crate": (("--dim", "80"), "86.97 %"),
+    "energy-transformer": (("width=660",), "75.98 %"),
+    "crate": (("dim=80",), "86.97 %"),
 }
 
 
@@ -89,7 +92,7 @@ def measure(folder: Path) -> dict[str, Any]:
     rows = by_iterations(subject, [times * trained for times in TIMES])
     for times, row in zip(TIMES, rows, strict=True):
         found[f"{times}x, %"] = f"{100 * row['accuracy']:.2f}"
-    with (folder / "epochs.csv").open(newline="") as file:
+    with (folder / "checkpoint.csv").open(newline="") as file:
         epochs = list(csv.DictReader(file))
     found["minutes"] = f"{sum(float(each['seconds']) for each in epochs) / 60:.1f}"
     return found
@@ -115,9 +118,7 @@ def by_iterations(subject: Subject, numbers: list[int]) -> Any:
     """Accuracy after each number of iterations, or evaluations of an equilibrium."""
     if subject.recurrence is not None:
         return accuracy_by_iterations(subject, numbers)
-    layer, solver = solver_choices(subject.layer)["forward"]
-    parts = (subject.tokens, subject.classify, subject.inputs, subject.targets)
-    return accuracy_by_evaluations(layer, *parts, numbers, solver=solver, measure=subject.measure)
+    return accuracy_by_evaluations(subject, numbers, *solver_choices(subject.layer)["forward"])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from implicit_attn.command_line import Parser, count, mistakes, repeats
 from implicit_attn.data import LOADERS
 from implicit_attn.studies.masked.reconstruction import compare_runs
 
-EXAMPLE = "masked_images.py"
+EXAMPLE = "masked-images"
 ROWS = ("hyperset", "transformer", "energy-transformer", "hyperset-equilibrium")
 
 

@@ -34,10 +34,10 @@ NUMBERS = (12, 24, 48)
 RATES = ("1e-3", "3e-3")
 SHARED = ("--model", "equilibrium", "--iterations", str(NUMBERS[0]))
 ROWS: dict[str, tuple[str, ...]] = {
-    "one block": ("--layers", "1"),
+    "one block": ("layers=1",),
     "equilibrium": SHARED,
-    "implicit": (*SHARED, "--gradient", "implicit"),
-    "unrolled": (*SHARED, "--gradient", "unrolled"),
+    "implicit": (*SHARED, "gradient=implicit"),
+    "unrolled": (*SHARED, "gradient=unrolled"),
 }
 
 
@@ -53,13 +53,11 @@ def parser() -> Parser:
 
 def plan(options: Any) -> list[Run]:
     """The runs: all first seeds before second ones."""
-    sizes = list(SIZES["tiny"])
-    for name in ("--layers", "--steps", "--windows"):
-        place = sizes.index(name)
-        del sizes[place : place + 2]
+    own = ("layers=", "windows=", "--steps", "600")
+    sizes = [word for word in SIZES["tiny"] if not word.startswith(own)]
     every = max(1, options.steps // 12)
     shared = ["--text", options.text, *sizes, "--steps", str(options.steps)]
-    shared += ["--windows", "256", "--evaluate-every", str(every)]
+    shared += ["windows=256", f"evaluate_every={every}"]
     return [
         Run("tiny", f"{row}, {rate}", seed, (*shared, *words, "--rate", rate), EXAMPLE)
         for seed in range(options.seeds)
@@ -98,12 +96,13 @@ def measure(folder: Path, data: TextData) -> dict[str, Any]:
     if isinstance(model, EquilibriumLanguageModel):
         left = [f"{residual(model, task, number):.0e}" for number in NUMBERS]
     found["residual, " + " / ".join(map(str, NUMBERS))] = " / ".join(left)
-    with (folder / "epochs.csv").open(newline="") as file:
-        last = list(csv.DictReader(file))[-1]
+    with (folder / "checkpoint.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    last = rows[-1]
     share = last.get("converged")
     told = share is not None and share != "nan"  # an unrolled model has no solves
     found["converged"] = f"{100 * float(share or 0):.1f} %" if told else "-"
-    found["seconds"] = f"{float(last['seconds']):.0f}"
+    found["seconds"] = f"{sum(float(row['seconds']) for row in rows):.0f}"
     return found
 
 

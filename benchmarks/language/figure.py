@@ -42,9 +42,9 @@ def _draw_losses(axes: Any, losses: Losses, size: str) -> None:
         middle = [mean(curve[step] for curve in curves) for step in steps]
         tops.append(middle[min(1, len(middle) - 1)])
         axes.plot(steps, middle, color=row.color, linestyle=row.dashes, label=name, linewidth=1.4)
-    numbers = dict(zip(SIZES[size][::2], SIZES[size][1::2], strict=True))
+    numbers = dict(word.split("=") for word in SIZES[size] if "=" in word)
     axes.set_title(
-        f"{size}: d {numbers['--dim']}, {numbers['--layers']} blocks, {numbers['--length']} characters",
+        f"{size}: d {numbers['dim']}, {numbers['layers']} blocks, {numbers['length']} characters",
         fontsize=11,
     )
     axes.set(xlabel="training step", ylabel="validation loss (nats a character)")

@@ -24,6 +24,7 @@ from benchmarks.language.figure import draw
 from benchmarks.language.rows import EXAMPLE, ROWS, SIZES
 from benchmarks.measure import table
 from benchmarks.trainings.runs import WEIGHTS, Run, add_run_options, run_command
+from implicit_attn.checkpoint import read_progress
 from implicit_attn.command_line import (
     Parser,
     count,
@@ -61,7 +62,7 @@ def plan(options: Any) -> list[Run]:
             words += row.words
             if options.steps is not None:
                 every = max(1, options.steps // 12)
-                words += ["--steps", str(options.steps), "--evaluate-every", str(every)]
+                words += ["--steps", str(options.steps), f"evaluate_every={every}"]
             found += [Run(size, row.name, seed, tuple(words), EXAMPLE) for seed in range(number)]
     order = list(dict.fromkeys(options.size))
     return sorted(found, key=lambda run: (order.index(run.size), run.seed))
@@ -69,8 +70,12 @@ def plan(options: Any) -> list[Run]:
 
 def read_losses(run: Run, folder: Path) -> dict[int, float]:
     """Validation loss by the number of steps done."""
-    with (folder / run.folder / "evaluations.csv").open(newline="") as file:
-        return {int(row["step"]): float(row["validation_loss"]) for row in csv.DictReader(file)}
+    path = folder / run.folder / "checkpoint.csv"
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    settings = read_progress(path.with_suffix(".safetensors"))["settings"]
+    every = settings["steps"] // settings["epochs"]
+    return {every * int(row["epoch"]): float(row["validation_loss"]) for row in rows}
 
 
 def show(options: Any, runs: list[Run]) -> None:

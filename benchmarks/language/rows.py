@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PLAIN = "plain"
-EXAMPLE = "language_model.py"
+EXAMPLE = "language-model"
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Row:
 # A pilot, and the model of the table; both see every window of the text at random.
 SIZES: dict[str, tuple[str, ...]] = {
     "tiny": (
-        *("--dim", "64", "--heads", "4", "--layers", "4", "--length", "64", "--batch", "16"),
-        *("--steps", "600", "--dropout", "0", "--windows", "1024"),
+        *("dim=64", "heads=4", "layers=4", "length=64", "--batch", "16"),
+        *("--steps", "600", "dropout=0", "windows=1024"),
     ),
     "small": (
-        *("--dim", "96", "--heads", "4", "--layers", "6", "--length", "128", "--batch", "32"),
-        *("--steps", "1200", "--dropout", "0.1", "--windows", "256"),
+        *("dim=96", "heads=4", "layers=6", "length=128", "--batch", "32"),
+        *("--steps", "1200", "dropout=0.1", "windows=256"),
     ),
 }
 FEW, ONE = {"tiny": 3, "small": 1}, {"tiny": 1, "small": 1}
@@ -61,17 +61,17 @@ CONTROLS = (
     Row("plain, gain", ("--descent", "gain"), ONE, "#777777", "--"),
     Row(
         "nesterov, scaled",
-        ("--descent", "nesterov", "--lookahead", "scaled"),
+        ("--descent", "nesterov", "lookahead=scaled"),
         ONE, "#3a8f5c", "--",
     ),
     Row(
         "nesterov, queries",
-        ("--descent", "nesterov", "--lookahead", "queries"),
+        ("--descent", "nesterov", "lookahead=queries"),
         ONE, "#3a8f5c", ":",
     ),
     Row(
         "newton-taylor, order 0",
-        ("--attention", "newton-taylor", "--order", "0"),
+        ("--attention", "newton-taylor", "order=0"),
         ONE, "#d9772b", "--",
     ),
 )  # fmt: skip

@@ -16,19 +16,29 @@ from typing import Any
 from implicit_attn.command_line import Parser, command, folder, make_folder, mistakes, whole
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROGRAMS = ROOT / "implicit_attn" / "programs"
+TRAIN = (sys.executable, "-m", "implicit_attn", "train")
 WEIGHTS = "weights.safetensors"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training: a row of a table at a size, with a seed; ``words`` are options of the program."""
+    """A training: a row of a table at a size, with a seed; ``words`` are options of the program.
+
+    ``program`` is one of ``implicit-attn train``; words KEY=VALUE are those of its ``--options``.
+    """
 
     size: str
     row: str
     seed: int
     words: tuple[str, ...]
-    example: str
+    program: str
+
+    @property
+    def command(self) -> list[str]:
+        """What stands behind ``implicit-attn train``, without seed and folder."""
+        options = [word for word in self.words if "=" in word]
+        flags = [word for word in self.words if "=" not in word]
+        return [self.program, *flags, *(["--options", *options] if options else [])]
 
     @property
     def folder(self) -> str:
@@ -127,8 +137,8 @@ def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
     place = folder / run.folder
     place.mkdir(parents=True, exist_ok=True)
     (place / "words.json").write_text(json.dumps(run.words))
-    words = [sys.executable, str(PROGRAMS / run.example), *run.words, "--seed", str(run.seed)]
-    words += ["--out", str(place), "--accelerator", "cpu"]
+    words = [*TRAIN, *run.command]
+    words += ["--seed", str(run.seed), "--out", str(place), "--accelerator", "cpu"]
     if (place / "checkpoint.safetensors").exists():
         words.append("--resume")
     here = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)

@@ -9,10 +9,9 @@
 import matplotlib.pyplot as plt
 import torch
 
-import solvers
 from implicit_attn import load_pretrained
 from implicit_attn.data import load_sudoku
-from implicit_attn.studies.experiments.boards.filling import draw_frame, frames_of
+from implicit_attn.studies.figures.boards import draw_frame, frames_of
 
 model = load_pretrained("sudoku-solver")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -29,12 +28,13 @@ print("givens:", (puzzles > 0).sum(1).tolist())
 # %% [markdown]
 # ## Solving
 #
-# `model.solve` repeats the update until the state of each board changes by less than a thousandth.
+# `model.solve` repeats the update until the state of each board changes by less than a thousandth. Boards may
+# also be strings; `stop="consistent"` ends each at its first answer that agrees with the learned groups.
 
 # %%
 with torch.no_grad():
-    answer = model.solve(puzzles, tolerance=solvers.Tolerance(1e-3), on_failure="ignore")
-solved = (answer.value.argmax(-1) + 1 == solutions).all(1)
+    answer = model.solve(puzzles, on_failure="ignore")
+solved = (answer.digits == solutions).all(1)
 print("solved    ", solved.tolist())
 print("converged ", answer.converged.tolist())
 print("iterations", answer.evaluations.tolist())

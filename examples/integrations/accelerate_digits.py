@@ -1,6 +1,6 @@
 """Accelerate: a training loop with gradient accumulation and bfloat16, on whatever devices there are.
 
-    pip install "implicit-attn[examples,integrations]"
+    pip install ".[examples,integrations]"
     accelerate launch examples/integrations/accelerate_digits.py     # several devices, as configured
     python examples/integrations/accelerate_digits.py --precision bf16
 

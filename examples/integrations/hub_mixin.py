@@ -1,6 +1,6 @@
 """Hugging Face hub: any module of equilibrium layers with save_pretrained, from_pretrained, push_to_hub.
 
-    pip install "implicit-attn[integrations]"
+    pip install ".[integrations]"
     python examples/integrations/hub_mixin.py --out runs/hub-mixin
 
 ``PyTorchModelHubMixin`` keeps the arguments of ``__init__`` as config.json and the weights as

@@ -1,6 +1,6 @@
 """Hugging Face: a ``transformers`` model of equilibrium blocks, trained, saved and loaded.
 
-    pip install "implicit-attn[examples,integrations]"
+    pip install ".[examples,integrations]"
     python examples/integrations/hugging_face.py --out runs/hugging-face
 
 ``model.push_to_hub(name)`` uploads it. ``hub_mixin.py`` is the shorter way without ``transformers``.

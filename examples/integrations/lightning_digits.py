@@ -1,6 +1,6 @@
 """Lightning: a Trainer that logs evaluations and converged solves, keeps checkpoints and resumes them.
 
-    pip install "implicit-attn[examples,integrations]"
+    pip install ".[examples,integrations]"
     python examples/integrations/lightning_digits.py --out runs/lightning
 
 ``block.last`` has a block's latest solve. ``--resume`` goes on from the last checkpoint to more epochs.

@@ -1,6 +1,6 @@
 """timm: equilibrium blocks in the place of the last blocks of a ViT, trained while the rest is frozen.
 
-    pip install "implicit-attn[examples,integrations]"
+    pip install ".[examples,integrations]"
     python examples/integrations/timm_vit.py
 
 An equilibrium block maps tokens to tokens as a block of timm does, so it is assigned. The small ViT is

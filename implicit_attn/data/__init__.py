@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from implicit_attn.data.augment import Compose, RandomAffine, RandomCrop, RandomFlip
 from implicit_attn.data.cifar import load_cifar10
-from implicit_attn.data.digits import load_digits
 from implicit_attn.data.images import (
     ImageData,
     batches,
@@ -13,30 +12,29 @@ from implicit_attn.data.images import (
     stratified_holdout,
 )
 from implicit_attn.data.mnist import load_fashion_mnist, load_mnist, read_idx
-from implicit_attn.data.registry import LOADERS, load
-from implicit_attn.data.spherical import (
-    CircleTokens,
-    principal_features,
-    random_features,
+from implicit_attn.data.registry import LOADERS, load, load_digits
+from implicit_attn.data.sudoku import (
+    SudokuData,
+    load_sudoku,
+    read_list,
+    resolve_source,
+    reveal,
+    reveal_up_to,
 )
-from implicit_attn.data.sudoku import SudokuData, load_sudoku, read_list, resolve_source, reveal
 from implicit_attn.data.sudoku_boards import (
     SudokuSymmetries,
     board_counts,
+    solve_by_singles,
     solve_sudoku,
     unique_puzzles,
 )
-from implicit_attn.data.tasks.instances import Instances
-from implicit_attn.data.tasks.ring_parity import draw_rings
 from implicit_attn.data.text import HELP, TextData, load_text, ngram_loss
 
 __all__ = [
     "HELP",
     "LOADERS",
-    "CircleTokens",
     "Compose",
     "ImageData",
-    "Instances",
     "RandomAffine",
     "RandomCrop",
     "RandomFlip",
@@ -45,7 +43,6 @@ __all__ = [
     "TextData",
     "batches",
     "board_counts",
-    "draw_rings",
     "epoch_generator",
     "load",
     "load_cifar10",
@@ -55,12 +52,12 @@ __all__ = [
     "load_sudoku",
     "load_text",
     "ngram_loss",
-    "principal_features",
-    "random_features",
     "read_idx",
     "read_list",
     "resolve_source",
     "reveal",
+    "reveal_up_to",
+    "solve_by_singles",
     "solve_sudoku",
     "some_samples",
     "stratified_holdout",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-import os
 import warnings
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import cache_folder, check_digest, digest_of, download, find
+from implicit_attn.checkpoint import checksum, replace_file
+from implicit_attn.data.files import (
+    cache_folder,
+    check_md5,
+    damaged,
+    download,
+    find,
+    read_members,
+)
 from implicit_attn.data.images import ImageData, from_pixels
-from implicit_attn.data.unpacking import damaged, members
 from implicit_attn.optional import require
 
 FOLDER = "cifar10"
@@ -61,7 +67,7 @@ def load_cifar10() -> ImageData:
     if path is not None and path.name == JPEG:
         name, parts = "CIFAR-10 (JPEG)", read_jpeg(path)
     else:
-        path = path or download(FOLDER, JPEG, BINARY, [BINARY_URL], BINARY_MD5)
+        path = path or download(FOLDER, BINARY, [BINARY_URL], BINARY_MD5)
         name, parts = "cifar10", read_binary(path)
     for part, (_, labels) in parts.items():
         counts = labels.long().bincount(minlength=len(CLASSES)).tolist()
@@ -74,13 +80,11 @@ def load_cifar10() -> ImageData:
 
 def read_binary(path: Path) -> dict[str, Split]:
     """Training and test part of the binary version; the archive is checked by md5."""
-    check_digest(digest_of(path), BINARY_MD5, str(path))
-    wanted = {name for names in _PARTS.values() for name in names}
+    check_md5(path.read_bytes(), BINARY_MD5, str(path))
     largest = _RECORD * 10_000
-    found: dict[str, bytes] = {}
-    for member, read in members(path, most=2 * largest * len(wanted), largest=largest):
-        if member.name in wanted:
-            found[member.name] = read()
+    wanted = {name for names in _PARTS.values() for name in names}
+    members = read_members(path, most=2 * largest * len(wanted), largest=largest)
+    found = {name: content for name, content in members if name in wanted}
     missing = sorted(wanted - found.keys())
     if missing:
         raise ValueError(f"{path}: holds no {missing[0]}")
@@ -103,62 +107,33 @@ def read_jpeg(path: Path) -> dict[str, Split]:
 
     A copy in the cache that is damaged is decoded again.
     """
-    cached = cache_folder() / FOLDER / f"jpeg-{digest_of(path)}.safetensors"
-    stored = _read_cache(cached)
-    if stored is not None:
-        return stored
-    decoded = decode_jpeg(path)
-    _write_cache(cached, decoded)
-    return decoded
+    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    cached = cache_folder() / FOLDER / f"jpeg-{digest}.safetensors"
+    held = _read_cache(cached)
+    if held is None:
+        held = decode_jpeg(path)
+        names = ("images", "labels")
+        tensors = {
+            f"{part}_{name}": tensor
+            for part, split in held.items()
+            for name, tensor in zip(names, split, strict=True)
+        }
+        save = require("safetensors.torch", extra=None).save
+        replace_file(cached, save(tensors, metadata={"checksum": checksum(tensors, {})}))
+    return held
 
 
 def _read_cache(path: Path) -> dict[str, Split] | None:
     """What was decoded before; None where there is nothing, or something damaged."""
     safetensors = require("safetensors", extra=None)
-    if not path.is_file():
-        return None
     try:
         with damaged(path, "decoded images"), safetensors.safe_open(str(path), "pt") as file:
-            header = file.metadata() or {}
-            held = {
-                part: (file.get_tensor(f"{part}_images"), file.get_tensor(f"{part}_labels"))
-                for part in COUNTS
-            }
-            for part, (images, labels) in held.items():
-                if (images.dtype, labels.dtype) != (torch.uint8, torch.uint8):
-                    return None
-                if images.shape != (len(labels), *SHAPE):
-                    return None
-                if header.get(part) != _checksum(images, labels):
-                    return None
-    except ValueError:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            whole = (file.metadata() or {}).get("checksum") == checksum(tensors, {})
+            held = {part: (tensors[f"{part}_images"], tensors[f"{part}_labels"]) for part in COUNTS}
+    except (FileNotFoundError, ValueError):
         return None
-    return held
-
-
-def _write_cache(path: Path, decoded: dict[str, Split]) -> None:
-    tensors = {
-        f"{part}_{what}": tensor
-        for part, split in decoded.items()
-        for what, tensor in zip(("images", "labels"), split, strict=True)
-    }
-    header = {part: _checksum(*split) for part, split in decoded.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        save = require("safetensors.torch", extra=None).save_file
-        save(tensors, str(unfinished), metadata=header)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)  # after a failure
-
-
-def _checksum(*tensors: Tensor) -> str:
-    """CRC-32 of tensors one after the other: it finds damage, at several gigabytes a second."""
-    value = 0
-    for tensor in tensors:
-        value = zlib.crc32(tensor.contiguous().numpy().data, value)
-    return f"{value:08x}"
+    return held if whole else None
 
 
 def decode_jpeg(path: Path, parts: Sequence[str] = ("train", "test")) -> dict[str, Split]:
@@ -167,11 +142,11 @@ def decode_jpeg(path: Path, parts: Sequence[str] = ("train", "test")) -> dict[st
     found: dict[tuple[str, int, str], Tensor] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error", image.DecompressionBombWarning)
-        for member, read in members(path, most=MOST_UNPACKED, largest=LARGEST_JPEG):
-            place = member.name.split("/")
+        for name, content in read_members(path, most=MOST_UNPACKED, largest=LARGEST_JPEG):
+            place = name.split("/")
             if len(place) == 3 and place[0] in parts and place[1] in CLASSES:
                 key = (place[0], CLASSES.index(place[1]), place[2])
-                found[key] = _decode(image, read(), f"{path}: {member.name}")
+                found[key] = _decode(image, content, f"{path}: {name}")
     decoded: dict[str, Split] = {}
     for part in parts:
         keys = sorted(key for key in found if key[0] == part)

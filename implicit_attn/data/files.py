@@ -1,23 +1,25 @@
-"""Data files: found in the user's folder or the cache, or downloaded; checked by md5.
-
-How they are unpacked within bounds is in ``implicit_attn/data/unpacking.py``.
-"""
+"""Data files: found in the user's folder or the cache, or downloaded; unpacked within bounds."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-import logging
+import io
+import lzma
 import os
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from implicit_attn.data.unpacking import damaged, read_all, unpacked
 from implicit_attn.optional import require
 
 DATA_VARIABLE = "IMPLICIT_ATTN_DATA"
-_LOG = logging.getLogger(__name__)
 MOST_BYTES = 2**30  # of a file, once decompressed
+GZIP, XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
+XZ_MEMORY = 2**27  # bytes that an xz stream may ask for; "xz -9" asks for 65 MiB
 
 
 @dataclass(frozen=True)
@@ -65,68 +67,129 @@ def fetch(file: RemoteFile) -> bytes:
     path = find(file.folder, file.name, file.archive)
     if path is None:
         urls = [mirror + file.archive for mirror in file.mirrors]
-        path = download(file.folder, file.name, file.archive, urls, file.archive_md5)
+        path = download(file.folder, file.archive, urls, file.archive_md5)
     content = read_content(path, file.most)
     check_md5(content, file.content_md5, f"{path}, decompressed")
     return content
 
 
+def download(folder: str, name: str, urls: Sequence[str], md5: str) -> Path:
+    """``folder/name`` in the cache, by pooch from the first URL that gives it.
+
+    Raises:
+        FileNotFoundError: none did; the message says where the file would have been found.
+        ImportError: pooch is not installed.
+    """
+    places = ", ".join(map(str, search_folders()))
+    wanted = f"{folder}/{name} is not in {places}; set {DATA_VARIABLE} to a folder that holds it"
+    try:
+        pooch = require("pooch", extra="examples")
+    except ImportError as error:
+        raise ImportError(f"{wanted}; to download it: {error}") from error
+    causes: list[str] = []
+    for url in urls:
+        try:
+            cache = cache_folder() / folder
+            return Path(pooch.retrieve(url, known_hash=f"md5:{md5}", fname=name, path=cache))
+        # requests' errors are OSErrors; pooch raises ValueError for a wrong checksum.
+        except (OSError, ValueError) as error:
+            causes.append(f"{url}: {type(error).__name__}: {error}")
+            response = getattr(error, "response", None)
+            if response is not None:
+                response.close()  # pooch leaves the connection of a refused request open
+    raise FileNotFoundError(f"{wanted}. The download failed: {'; '.join(causes)}")
+
+
+def check_md5(content: bytes, expected: str, source: str) -> None:
+    """Raise a ``ValueError`` that names ``source`` where the md5 of ``content`` is another one."""
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if digest != expected:
+        raise ValueError(f"{source}: md5 {digest}, expected {expected}; delete or replace the file")
+
+
+@contextmanager
+def damaged(path: str | Path, expected: str) -> Iterator[None]:
+    """The part of a reader that decodes: whatever a decoder raises becomes a ``ValueError``.
+
+    Decoders raise errors of many kinds (``KeyError``, ``struct.error``, ``RecursionError``, ...) on
+    a file that is not theirs, and add new ones with their versions. A missing file, permission or
+    package stays what it is.
+
+    Raises:
+        ValueError: with the file's name, what was expected, and what the decoder said.
+    """
+    try:
+        yield
+    except (FileNotFoundError, PermissionError, ImportError):
+        raise  # nothing that the content is to blame for
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise  # says it already
+        raise ValueError(
+            f"{path}: damaged or another file, expected {expected}: {type(error).__name__}: {error}"
+        ) from error
+
+
 def read_content(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file, decompressed if it is gzipped, whatever its name says.
+    """The bytes of a file, decompressed if it is gzip or xz, whatever its name says.
 
     Raises:
         ValueError: the file is damaged, or has more than ``most`` bytes; no more are unpacked.
     """
     with path.open("rb") as file, damaged(path, "a file that is whole"):
-        return read_all(unpacked(file), most, str(path))
+        start = file.read(len(XZ))
+        file.seek(0)
+        if start == XZ:
+            # Unlike lzma.open this keeps to a limit of memory, whatever the header asks for.
+            decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
+            content = decoder.decompress(file.read(), most + 1)
+            if len(content) <= most and not decoder.eof:
+                raise EOFError("the xz stream ends before its end mark")
+            if decoder.unused_data.strip(b"\0"):
+                raise ValueError("there is something after the xz stream")
+        elif start.startswith(GZIP):
+            content = _read(gzip.GzipFile(fileobj=file), most + 1)
+        else:
+            content = _read(file, most + 1)
+        if len(content) > most:
+            raise ValueError(f"{path}: too long: over {most} bytes, expected at most that")
+    return content
 
 
-def check_md5(content: bytes, expected: str, source: str) -> None:
-    """Raise a ``ValueError`` that names ``source`` where the md5 of ``content`` is another one."""
-    check_digest(hashlib.md5(content, usedforsecurity=False).hexdigest(), expected, source)
+def _read(stream: Any, most: int) -> bytes:
+    """Up to ``most`` bytes, in pieces: a single call would reserve room for all of them."""
+    content = bytearray()
+    while piece := stream.read(min(2**18, most - len(content))):
+        content += piece
+    return bytes(content)
 
 
-def check_digest(digest: str, expected: str, source: str) -> None:
-    """As :func:`check_md5`, with the md5 computed already."""
-    if digest != expected:
-        raise ValueError(f"{source}: md5 {digest}, expected {expected}; delete or replace the file")
+def read_members(path: Path, most: int, largest: int) -> Iterator[tuple[str, bytes]]:
+    """Name and content of the plain files of a tar archive, compressed or not, in order.
 
+    Links and devices are passed over, and no name is ever used as a path.
 
-def digest_of(path: Path) -> str:
-    """md5 of a file, read in pieces."""
-    digest = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
+    Args:
+        path: of the archive.
+        most: bytes of the whole archive, once decompressed.
+        largest: bytes of one file.
 
-
-def download(folder: str, name: str, archive: str, urls: Sequence[str], md5: str) -> Path:
-    """``folder/archive`` in the cache, from the first URL that gives it.
-
-    ``name`` is what else would have done, for the message.
+    Raises:
+        ValueError: the archive is damaged, or exceeds one of these.
     """
-    places = ", ".join(str(base / folder) for base in search_folders())
-    help_text = (
-        f"{folder}/{name} (or {archive}) is not in {places}. To provide it, set {DATA_VARIABLE} to "
-        f"a folder that contains {folder}/{archive}"
-    )
-    try:
-        pooch = require("pooch", extra="examples")
-    except ImportError as error:
-        raise ImportError(f"{help_text}; to download it: {error}") from error
-    cache, causes = cache_folder() / folder, list[Exception]()
-    for url in urls:
-        _LOG.info("downloading %s to %s", url, cache)
-        try:
-            return Path(pooch.retrieve(url, known_hash=f"md5:{md5}", fname=archive, path=cache))
-        # requests' errors are OSErrors; pooch raises ValueError for a wrong checksum.
-        except (OSError, ValueError) as error:
-            causes.append(error)
-            response = getattr(error, "response", None)
-            if response is not None:
-                response.close()  # pooch leaves the connection of a refused request open
-    tried = "; ".join(
-        f"{url}: {type(cause).__name__}: {cause}" for url, cause in zip(urls, causes, strict=True)
-    )
-    raise FileNotFoundError(f"{help_text}. The download failed: {tried}") from causes[-1]
+    content = io.BytesIO(read_content(path, most))
+    with damaged(path, "a tar archive"), tarfile.open(fileobj=content, mode="r:") as archive:
+        for member in archive:
+            if not member.isreg():
+                continue
+            if not 0 <= member.size <= largest:
+                raise ValueError(
+                    f"{path}: {member.name} has {member.size} bytes, expected at most {largest}"
+                )
+            file = archive.extractfile(member)
+            held = b"" if file is None else file.read()
+            if len(held) != member.size:
+                raise ValueError(
+                    f"{path}: {member.name} has {len(held)} bytes, expected {member.size}"
+                )
+            yield member.name, held

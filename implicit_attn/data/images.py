@@ -43,21 +43,30 @@ class ImageData:
                 f"expected {tuple(self.train_images.shape[1:])} as in train_images"
             )
 
-    def first(self, number: int | None) -> ImageData:
-        """The same data with ``number`` training images only; None: all of them.
+    def first(self, limit: int | None) -> ImageData:
+        """The same data with ``limit`` training images only; None: all of them.
 
         The first ones; of images that are sorted by their classes, as many evenly spaced ones, which
         have all classes.
+
+        Raises:
+            ValueError: there are several classes, and these images are all of one.
         """
-        if number is None:
+        if limit is None:
             return self
-        images, labels = _some(self.train_images, self.train_labels, number)
+        chosen = some_samples(self.train_labels, limit)
+        images, labels = self.train_images[chosen], self.train_labels[chosen]
+        if self.classes > 1 and bool((labels == labels[0]).all()):
+            raise ValueError(
+                f"limit must leave training images of two classes at least, got {limit}"
+            )
         return replace(self, train_images=images, train_labels=labels)
 
     def some_test(self, number: int | None) -> tuple[Tensor, Tensor]:
         """``number`` test images (None: all) and their labels, chosen as those of :meth:`first`."""
         every = len(self.test_labels) if number is None else number
-        return _some(self.test_images, self.test_labels, every)
+        chosen = some_samples(self.test_labels, every)
+        return self.test_images[chosen], self.test_labels[chosen]
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same data on another device."""
@@ -82,11 +91,6 @@ class ImageData:
                 raise ValueError(
                     f"{self.name}: {part}_{what} lie in [{low}, {high}], expected [0, {top}]"
                 )
-
-
-def _some(images: Tensor, labels: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    chosen = some_samples(labels, number)
-    return images[chosen], labels[chosen]
 
 
 def some_samples(targets: Tensor, number: int) -> slice | Tensor:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import MOST_BYTES, RemoteFile, fetch
+from implicit_attn.data.files import MOST_BYTES, RemoteFile, damaged, fetch, read_content
 from implicit_attn.data.images import ImageData, from_pixels
-from implicit_attn.data.unpacking import damaged, read_all, unpacked
 
 _ELEMENT_TYPES = {
     0x08: np.dtype(">u1"),
@@ -27,7 +25,6 @@ _ELEMENT_TYPES = {
     0x0D: np.dtype(">f4"),
     0x0E: np.dtype(">f8"),
 }
-_LONGEST_HEADER = 4 + 4 * 255
 _NAMES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -41,10 +38,8 @@ def _files(
     folder: str, mirrors: tuple[str, ...], checksums: tuple[tuple[str, str], ...]
 ) -> tuple[RemoteFile, ...]:
     return tuple(
-        RemoteFile(
-            folder, name, archive_md5, content_md5, mirrors, 4 + 4 * len(shape) + math.prod(shape)
-        )
-        for name, shape, (archive_md5, content_md5) in zip(_NAMES, _SHAPES, checksums, strict=True)
+        RemoteFile(folder, name, *md5s, mirrors, 4 + 4 * len(shape) + math.prod(shape))
+        for name, shape, md5s in zip(_NAMES, _SHAPES, checksums, strict=True)
     )
 
 
@@ -118,65 +113,38 @@ def _load(name: str, files: tuple[RemoteFile, ...]) -> ImageData:
     return from_pixels(name, (pixels.unsqueeze(1), labels), (test_pixels.unsqueeze(1), test_labels))
 
 
-def parse_idx(content: bytes, *, source: str) -> Tensor:
-    """The tensor in a decompressed IDX file, which errors call ``source``."""
-    header, shape, element = _parse_header(content, source)
-    # math.prod, because a corrupt header can name a size that overflows an int64.
-    expected = header + math.prod(shape) * element.itemsize
-    if len(content) != expected:
-        fault = "truncated" if len(content) < expected else "too long"
-        raise ValueError(
-            f"{source}: {fault}: {len(content)} bytes, expected {expected} for shape {shape} "
-            f"with {element.itemsize} bytes an element"
-        )
-    values = np.frombuffer(content, element, offset=header).astype(element.newbyteorder("="))
-    with damaged(source, f"an array that can have the shape {shape}"):
-        return torch.from_numpy(values.reshape(shape))
-
-
-def _parse_header(content: bytes, source: str) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Length of the header, shape and element type, from the first bytes of the content."""
-    if len(content) < 4:
-        raise ValueError(f"{source}: {len(content)} bytes, expected an IDX header of 4 or more")
-    zeros, code, rank = content[:2], content[2], content[3]
-    if zeros != b"\x00\x00" or code not in _ELEMENT_TYPES or rank == 0:
-        known = ", ".join(f"{each:02x}" for each in _ELEMENT_TYPES)
-        raise ValueError(
-            f"{source}: the magic number is {content[:4].hex(' ')}, expected 00 00, "
-            f"a type code in ({known}), and a number of dimensions >= 1"
-        )
-    header = 4 + 4 * rank
-    if len(content) < header:
-        raise ValueError(
-            f"{source}: truncated: {len(content)} bytes, expected {header} of header "
-            f"for {rank} dimensions"
-        )
-    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", count=rank, offset=4))
-    return header, shape, _ELEMENT_TYPES[code]
-
-
 def read_idx(path: str | Path, *, most: int = MOST_BYTES) -> Tensor:
     """Read an IDX file, gzipped or not, into a tensor of the header's dimensions and dtype.
 
-    What the header declares is checked before the rest is unpacked, and no more is unpacked.
-
     Args:
         path: of the file.
-        most: bytes that the file may have, once decompressed.
+        most: bytes that the file may have, once decompressed; no more are unpacked.
 
     Raises:
         ValueError: not IDX, an unknown type code, no dimensions, a length that does not match the
             header or is over ``most``; the gzip stream is corrupt.
     """
-    path = Path(path)
-    with path.open("rb") as file, damaged(path, "an IDX file, gzipped or not"):
-        stream = unpacked(file)
-        start = stream.read(_LONGEST_HEADER)
-        header, shape, element = _parse_header(start, str(path))
-        declared = header + math.prod(shape) * element.itemsize
-        if declared > most:
-            raise ValueError(
-                f"{path}: too long: the header declares {declared} bytes, expected at most {most}"
-            )
-        rest = read_all(stream, max(0, declared - len(start)), str(path), before=len(start))
-    return parse_idx(start + rest, source=str(path))
+    return parse_idx(read_content(Path(path), most), source=str(path))
+
+
+def parse_idx(content: bytes, *, source: str) -> Tensor:
+    """The tensor in a decompressed IDX file, which errors call ``source``."""
+    rank = content[3] if len(content) > 3 else 0
+    header = 4 + 4 * rank
+    if content[:2] != b"\0\0" or content[2] not in _ELEMENT_TYPES or rank == 0:
+        known = ", ".join(f"{each:02x}" for each in _ELEMENT_TYPES)
+        raise ValueError(
+            f"{source}: the magic number is {content[:4].hex(' ')!r}, expected 00 00, "
+            f"a type code in ({known}), and a number of dimensions >= 1"
+        )
+    if len(content) < header:
+        raise ValueError(f"{source}: {len(content)} bytes, expected {header} of header")
+    element = _ELEMENT_TYPES[content[2]]
+    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", count=rank, offset=4))
+    # math.prod, because a corrupt header can name a size that overflows an int64.
+    expected = header + math.prod(shape) * element.itemsize
+    if len(content) != expected:
+        raise ValueError(f"{source}: {len(content)} bytes, expected {expected} for shape {shape}")
+    values = np.frombuffer(content, element, offset=header).astype(element.newbyteorder("="))
+    with damaged(source, f"an array that can have the shape {shape}"):
+        return torch.from_numpy(values.reshape(shape))

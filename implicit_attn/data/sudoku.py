@@ -7,29 +7,25 @@ results made from it, attributes it to Gordon Royle.
 
 from __future__ import annotations
 
-import io
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import DATA_VARIABLE, find, search_folders
+from implicit_attn.data.files import DATA_VARIABLE, damaged, find, search_folders
 from implicit_attn.data.sudoku_boards import (
     CELLS,
     SudokuSymmetries,
     check_boards,
     unique_puzzles,
 )
-from implicit_attn.data.unpacking import damaged, read_all
 from solvers.core.checks import require_choice, require_count
 
 LIST = Path("sudoku") / "sudoku17.npz"
 SOURCES = ("auto", "list", "generated")
-MOST_HEADER = 10_000  # bytes of an .npy header
 MOST_PUZZLES = 250_000  # of a list; there are about 50,000 with 17 clues
 BASES, GENERATED_MORE = 64, 11  # generated puzzles have about 24 clues to begin with
 
@@ -141,9 +137,6 @@ def read_list(path: str | Path) -> tuple[Tensor, Tensor]:
         damaged(path, "an .npz file with puzzle and solution"),
         zipfile.ZipFile(file) as archive,
     ):
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-        if not {"puzzle", "solution"} <= set(names):
-            raise ValueError(f"{path}: holds {names[:9]}, expected puzzle and solution")
         puzzles, solutions = (_read_boards(archive, n, path) for n in ("puzzle", "solution"))
     check_boards(str(path), puzzles, solutions)
     return puzzles, solutions
@@ -152,7 +145,10 @@ def read_list(path: str | Path) -> tuple[Tensor, Tensor]:
 def _read_boards(archive: zipfile.ZipFile, name: str, path: str | Path) -> Tensor:
     """(N, 81) int64; dtype and shape that the header declares are checked before the rest is read."""
     with archive.open(f"{name}.npy") as stream:
-        shape, by_columns, dtype = _read_header(stream, f"{path}: {name}")
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"{path}: {name} has .npy version {version}, expected (1, 0)")
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
         if dtype.kind not in "iu":
             raise ValueError(f"{path}: {name} is {dtype}, expected integers")
         if len(shape) != 2 or shape[1] != CELLS or not 1 <= shape[0] <= MOST_PUZZLES:
@@ -160,28 +156,11 @@ def _read_boards(archive: zipfile.ZipFile, name: str, path: str | Path) -> Tenso
                 f"{path}: {name} is {shape}, expected (N, {CELLS}), 1 <= N <= {MOST_PUZZLES}"
             )
         size = shape[0] * CELLS * dtype.itemsize
-        content = read_all(stream, size, f"{path}: {name}")
+        content = stream.read(size + 1)
     if len(content) != size:
         raise ValueError(f"{path}: {name} has {len(content)} bytes, expected {size}")
     values = np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
     return torch.from_numpy(values.astype(np.int64, order="C"))
-
-
-def _read_header(stream: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, order and dtype of an .npy file, whose header may claim any length."""
-    version = np.lib.format.read_magic(stream)
-    readers = {
-        (1, 0): (2, np.lib.format.read_array_header_1_0),
-        (2, 0): (4, np.lib.format.read_array_header_2_0),
-    }
-    if version not in readers:
-        raise ValueError(f"{what} has .npy version {version}, expected (1, 0) or (2, 0)")
-    width, read = readers[version]
-    prefix = stream.read(width)
-    length = int.from_bytes(prefix, "little")
-    if length > MOST_HEADER:
-        raise ValueError(f"{what} has a header of {length} bytes, expected {MOST_HEADER} at most")
-    return read(io.BytesIO(prefix + stream.read(length)))
 
 
 def reveal(puzzles: Tensor, solutions: Tensor, more: int, generator: torch.Generator) -> Tensor:
@@ -198,6 +177,22 @@ def reveal(puzzles: Tensor, solutions: Tensor, more: int, generator: torch.Gener
     order = torch.rand(puzzles.shape, generator=generator).masked_fill(puzzles != 0, 2.0)
     place = order.argsort(1).argsort(1)
     return torch.where(place < chosen, solutions, puzzles)
+
+
+def reveal_up_to(
+    puzzles: Tensor, solutions: Tensor, givens: int | Tensor, generator: torch.Generator
+) -> Tensor:
+    """Puzzles with random further cells of their solutions, up to a number of givens.
+
+    Args:
+        puzzles, solutions: (B, N), 0 = unknown.
+        givens: of all puzzles, or (B, 1), one for each; a puzzle with more keeps them.
+        generator: on the CPU.
+    """
+    order = torch.rand(puzzles.shape, generator=generator).to(puzzles.device)
+    place = order.masked_fill(puzzles != 0, -1.0).argsort(1).argsort(1)  # the givens come first
+    most = givens.to(puzzles.device) if isinstance(givens, Tensor) else givens
+    return torch.where(place < most, solutions, puzzles)
 
 
 def _drawn(path: Path, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data import topics
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from implicit_attn.data.files import DATA_VARIABLE, find, read_content, search_folders
-from implicit_attn.data.unpacking import damaged
+from implicit_attn.data.files import DATA_VARIABLE, damaged, find, read_content, search_folders
 from solvers.core.checks import require_count, require_positive
 
 HELP = "python-help"
@@ -63,11 +61,7 @@ class TextData:
                 )
 
     def encode(self, text: str) -> Tensor:
-        """The numbers of the symbols of ``text``, (N,) int64.
-
-        Raises:
-            ValueError: a symbol is not in the alphabet.
-        """
+        """The numbers (N,) of the symbols of ``text``; ValueError for one that is not in the alphabet."""
         return encode(text, self.alphabet)
 
     def decode(self, ids: Tensor) -> str:
@@ -88,25 +82,18 @@ class TextData:
 
 
 def encode(text: str, alphabet: str) -> Tensor:
-    """The numbers of the symbols of ``text`` in ``alphabet``, (N,) int64.
-
-    Raises:
-        ValueError: a symbol is not in the alphabet.
-    """
+    """The numbers (N,) int64 of the symbols of ``text``; ValueError for one that is not in ``alphabet``."""
     unknown = sorted(set(text) - set(alphabet))
     if unknown:
         raise ValueError(
             f"text must hold symbols of the alphabet only, got {''.join(unknown[:20])!r} besides"
         )
-    symbols, codes = _codes(alphabet), _codes(text)
+    symbols, codes = (  # code points
+        np.frombuffer(each.encode("utf-32-le", "surrogatepass"), "<u4") for each in (alphabet, text)
+    )
     numbers = np.zeros(int(symbols.max(initial=0)) + 1, dtype=np.int64)
     numbers[symbols] = np.arange(len(symbols))
     return torch.from_numpy(numbers[codes])
-
-
-def _codes(text: str) -> np.ndarray[Any, Any]:
-    """The code points of a text, (N,)."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
 def decode(ids: Tensor, alphabet: str) -> str:
@@ -135,13 +122,15 @@ def load_text(source: str | Path = HELP, *, holdout: float = 0.05) -> TextData:
     if not 0 < holdout < 1:
         raise ValueError(f"holdout is {holdout}, expected a number strictly between 0 and 1")
     if source == HELP:
-        name, books = HELP, [topics.topics[key] for key in sorted(topics.topics)]
-    else:
-        path = _find(source)
-        name, text = _name(path), _read(path)
-        known = source in BOOKS  # by its name: a file called so may be any
-        books = re.split(BOOKS[name], text) if known else [text]
-    return split_text(name, books, holdout)
+        return split_text(HELP, [topics.topics[key] for key in sorted(topics.topics)], holdout)
+    path = _find(source)
+    name = re.fullmatch(r"(.+?)(\.txt)?(\.xz|\.gz)?", path.name)
+    content = read_content(path, MOST_TEXT)
+    with damaged(path, "a text in UTF-8"):
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+    # Known by its name alone: a file called so may be any.
+    books = re.split(BOOKS[str(source)], text) if source in BOOKS else [text]
+    return split_text(name[1] if name else path.name, books, holdout)
 
 
 def split_text(name: str, books: Sequence[str], holdout: float) -> TextData:
@@ -231,17 +220,3 @@ def _find(source: str | Path) -> Path:
             f"{FOLDER}/{names[0]}, give the path of a text, or take {HELP!r}"
         )
     return found
-
-
-def _name(path: Path) -> str:
-    """The name of a file without the endings of a text."""
-    name = path.name
-    for ending in (".xz", ".gz", ".txt"):
-        name = name.removesuffix(ending)
-    return name or path.name
-
-
-def _read(path: Path) -> str:
-    content = read_content(path, MOST_TEXT)
-    with damaged(path, "a text in UTF-8"):
-        return content.decode("utf-8-sig").replace("\r\n", "\n")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from implicit_attn.deq.compiling import compile_layers
 from implicit_attn.deq.layer import DEQ, EVALUATION_OPTIONS, OPTIONS
 from implicit_attn.deq.unrolled import UnrolledLayer, bake, unroll
-from implicit_attn.deq.warm import WarmStarts
 
 __all__ = [
     "DEQ",
     "EVALUATION_OPTIONS",
     "OPTIONS",
     "UnrolledLayer",
-    "WarmStarts",
     "bake",
     "compile_layers",
     "unroll",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.heads.inputs import expand_pairs
+from implicit_attn.energies.heads import expand_pairs
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_finite
 from solvers.core.guards.reading import parts_of, read_anew
@@ -85,16 +85,11 @@ def _has_numbers() -> bool:
 
 def initial_state(update: Update, init: str | Callable[[Any], Any], x: Any, prepared: Any) -> Any:
     """The initial state by a layer's ``init``, for its input and what the update prepared of it."""
-    if callable(init):
-        made = init(x)
-        read_anew()
-        return made
     kind = type(update)
     own = kind.initial is not Update.initial or kind.start is not Update.start
-    if init == "input" and own:
-        made = update.start(x, prepared)
-        if not kind.__module__.startswith("implicit_attn."):  # whose own change no module
-            read_anew()
+    if callable(init) or (init == "input" and own):
+        made = init(x) if callable(init) else update.start(x, prepared)
+        read_anew()  # a user's own code may have changed a module
         return made
     if not isinstance(x, Tensor):
         raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,18 +21,19 @@ from implicit_attn.deq.inputs import (
 from implicit_attn.deq.maps import Held, Map, MonitoredMap, flat, prepares
 from implicit_attn.deq.preparing import prepare
 from implicit_attn.deq.unrolled import UnrolledLayer
-from implicit_attn.deq.warm import WarmStarts, visit_of, warm_starts
 from implicit_attn.dropout import SolveMasks, dropout_seeds
-from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.simple import FunctionEnergy
+from implicit_attn.energies.energy import Energy, FunctionEnergy
 from implicit_attn.updates.gradient_step import GradientStep
 from implicit_attn.updates.update import FunctionUpdate, Update
+from solvers.adjoints.kinds import read_adjoint
 from solvers.compiled.programs import Programs
-from solvers.core.checks import require_count, require_flag, require_instance
+from solvers.core.checks import require_count, require_flag
 from solvers.core.guards.randomness import refuse_drawing_modules
 from solvers.core.guards.reading import read_once
 from solvers.core.modes import eager, in_transform, refuse_export
 from solvers.core.solution import check_on_failure
+from solvers.core.tolerance import read_tolerance
+from solvers.methods.arguments import read_solver
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
 EVALUATION_OPTIONS = ("eval_max_steps", "eval_tolerance")  # of the layer, not of a solve
@@ -48,20 +49,19 @@ class DEQ(Compilable):
 
     Args:
         update: f, an :class:`Update`; or an :class:`Energy`, for ``GradientStep(energy)``.
-        solver: a ``solvers.Solver``; None: L-BFGS for gradient steps with one step size, else
-            Anderson.
-        tolerance: ``solvers.Tolerance``, for each sample; None: ``Tolerance()``, but in half precision
-            and under autocast what f can meet (:func:`solvers.fixed_point`).
+        solver: a ``solvers.Solver``, its class or its name (``"anderson"``); None: L-BFGS for gradient
+            steps with one step size, else Anderson.
+        tolerance: ``solvers.Tolerance``, or its ``rtol``, for each sample; None: ``Tolerance()``, 1e-4, but
+            in half precision and under autocast what f can meet (:func:`solvers.fixed_point`).
         max_steps: maximal number of evaluations of f for each sample.
-        adjoint: how gradients are computed, ``solvers.Implicit()`` by default; None: no gradients.
+        adjoint: how gradients are computed, ``solvers.Implicit()`` by default, an adjoint, its class or its
+            name (``"unrolled"``); None: no gradients.
         init: the initial state: "input" (``update.initial(x)``, for most updates x), "zeros" (like x),
             or a function ``x -> z0``.
         on_failure: what to do about samples that do not converge: "warn", "raise" or "ignore".
         compact: let finished samples leave the batch; False where the update holds batched tensors.
         eval_max_steps, eval_tolerance: in place of max_steps and tolerance where the layer is in evaluation
             mode; None: the same.
-        warm_start: number of samples whose fixed points are kept, for ``layer(x, ids=ids)`` to start from
-            in training mode; or ``implicit_attn.deq.WarmStarts(samples, adjoint=True)``; None: none.
 
     Shapes: ``x`` (B, N, d) -> (B, N, d), or any pytree of tensors (B, ...) that the update takes.
     ``mask`` (B, N) bool is False at masked tokens: they keep their initial state, influence no other
@@ -93,16 +93,15 @@ class DEQ(Compilable):
         self,
         update: Update | Energy,
         *,
-        solver: solvers.Solver | None = None,
-        tolerance: solvers.Tolerance | None = None,
+        solver: solvers.Solver | type[solvers.Solver] | str | None = None,
+        tolerance: solvers.Tolerance | float | None = None,
         max_steps: int = 50,
-        adjoint: solvers.Adjoint | None = solvers.Implicit(),  # noqa: B008 (immutable)
+        adjoint: solvers.Adjoint | type[solvers.Adjoint] | str | None = solvers.Implicit(),  # noqa: B008 (immutable)
         init: str | Callable[[Any], Any] = "input",
         on_failure: str = "warn",
         compact: bool = True,
         eval_max_steps: int | None = None,
-        eval_tolerance: solvers.Tolerance | None = None,
-        warm_start: int | WarmStarts | None = None,
+        eval_tolerance: solvers.Tolerance | float | None = None,
     ) -> None:
         super().__init__()
         if isinstance(update, Energy):
@@ -115,30 +114,19 @@ class DEQ(Compilable):
         if not callable(init) and init not in ("input", "zeros"):
             raise ValueError(f'init must be "input", "zeros" or a function of x, got {init!r}')
         self.update: Update = update
-        require_instance("solver", solver, solvers.Solver, "a solvers.Solver", optional=True)
-        require_instance("adjoint", adjoint, solvers.Adjoint, "a solvers.Adjoint", optional=True)
-        require_instance(
-            "tolerance", tolerance, solvers.Tolerance, "a solvers.Tolerance", optional=True
-        )
-        self.solver, self.tolerance, self.adjoint = solver, tolerance, adjoint
-        require_instance(
-            "eval_tolerance",
-            eval_tolerance,
-            solvers.Tolerance,
-            "a solvers.Tolerance",
-            optional=True,
-        )
+        self.solver, self.adjoint = read_solver(solver), read_adjoint(adjoint)
+        self.tolerance = read_tolerance("tolerance", tolerance)
+        self.eval_tolerance = read_tolerance("eval_tolerance", eval_tolerance)
         self.max_steps = require_count("max_steps", max_steps)
         if eval_max_steps is not None:
             require_count("eval_max_steps", eval_max_steps)
-        self.eval_max_steps, self.eval_tolerance = eval_max_steps, eval_tolerance
+        self.eval_max_steps = eval_max_steps
         check_on_failure(on_failure)
         self.init, self.on_failure = init, on_failure
         self.compact = require_flag("compact", compact)
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
         self.evaluations_before = 0
-        self.warm_starts = warm_starts(warm_start)
         self._seeds: Tensor | None = None  # of the dropout in the latest solve
 
     @classmethod
@@ -156,12 +144,7 @@ class DEQ(Compilable):
         return cls(FunctionUpdate(function, symmetric=symmetric), **options)
 
     def forward(self, x: Any, mask: Tensor | None = None, **options: Any) -> Any:
-        """The fixed point for the input ``x``, of the structure of the initial state.
-
-        ``options`` are those of :meth:`solve`, except ``states_at``.
-        """
-        if "states_at" in options:
-            raise TypeError("states_at is an option of solve, whose solution has the states")
+        """The fixed point for the input ``x``, like the initial state; the options are those of ``solve``."""
         refuse_export("layer.unrolled(k), or implicit_attn.deq.unroll(model, k)")
         return self.solve(x, mask, **options).value
 
@@ -173,10 +156,8 @@ class DEQ(Compilable):
         mask: Tensor | None = None,
         *,
         z0: Any = None,
-        ids: Any = None,
         record: bool = False,
         callback: Callable[[solvers.Progress], object] | None = None,
-        states_at: Sequence[int] = (),
         **options: Any,
     ) -> solvers.Solution:
         """The :class:`solvers.Solution`, whose ``value`` has the same gradients as ``forward``'s.
@@ -184,11 +165,8 @@ class DEQ(Compilable):
         Args:
             x, mask: as for the layer.
             z0: initial state, instead of that of ``init``.
-            ids: (B,) integers that name the samples, for ``warm_start``; negative ones name none.
             record: keep the trace of residuals and energies.
             callback: called after every evaluation.
-            states_at: numbers of evaluations after which ``Solution.states`` has the state, with a
-                gradient; see :func:`solvers.fixed_point`.
             options: solver, tolerance, max_steps, adjoint, on_failure or compact, for this solve only.
 
         Raises:
@@ -201,32 +179,21 @@ class DEQ(Compilable):
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
         seeds = None if dropped is None else dropout_seeds(*batch_and_device(z0, x))
-        plain = record or callback is not None or bool(states_at)
-        f, args, prepared = self._map(x, mask, dropped, seeds, None if plain else self.programs())
+        programs = None if record or callback is not None else self.programs()
+        f, args, prepared = self._map(x, mask, dropped, seeds, programs)
         start = initial_state(self.update, self.init, x, prepared) if z0 is None else z0
         if prepared is not x:  # the solver will not see x itself
             check_batched(x, start)
         elif not prepares(self.update):  # else the module may serve there, once a solve
             refuse_drawing_modules(self.update, "the update")
         options = self._options() | options
-        visit = visit_of(self.warm_starts, ids, start, mask, self.training)
-        if visit is not None:
-            start = visit.start if z0 is None else z0
-            options["adjoint"] = visit.adjoint(options["adjoint"])
-        options |= {"mask": mask, "record": record, "callback": callback, "states_at": states_at}
-        try:
-            solution = solvers.fixed_point(f, start, args, **options)
-        except solvers.SolveError as error:
-            if visit is not None:  # samples that failed start anew
-                visit.note(error.solution)
-            raise
+        options |= {"mask": mask, "record": record, "callback": callback}
+        solution = solvers.fixed_point(f, start, args, **options)
         if dropped is not None:
             dropped.require_called(self.update)
-        if visit is not None:
-            visit.note(solution)
         if not in_transform():  # a transform's tensors are good only within it
             spent = solution.evaluations + self.evaluations_before
-            self.last = replace(solution, value=None, states=None, evaluations=spent)
+            self.last = replace(solution, value=None, evaluations=spent)
             self._seeds = seeds
         if self.observer is not None:
             self.observer(x, mask, solution)
@@ -304,17 +271,15 @@ class DEQ(Compilable):
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
 
-    def unrolled(self, evaluations: int, *, damping: float = 1.0, memory: int = 0) -> UnrolledLayer:
+    def unrolled(self, evaluations: int, *, damping: float = 1.0) -> UnrolledLayer:
         """The update in a fixed number of evaluations, with this layer's weights: see the class.
 
         It has no control flow that depends on numbers, so it can be exported (``torch.export``, ONNX),
         compiled whole, and mapped and differentiated in every mode by ``torch.func``.
 
         Args:
-            evaluations, damping, memory: as for :class:`implicit_attn.deq.UnrolledLayer`.
+            evaluations, damping: as for :class:`implicit_attn.deq.UnrolledLayer`.
         """
-        fixed = UnrolledLayer(
-            self.update, evaluations, init=self.init, damping=damping, memory=memory
-        )
+        fixed = UnrolledLayer(self.update, evaluations, init=self.init, damping=damping)
         fixed.training = self.training  # of the update, which it shares, the modes are as they are
         return fixed

@@ -11,13 +11,15 @@ from torch.utils import _pytree as pytree
 
 import solvers
 from implicit_attn.dropout import SolveMasks
-from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.prepared import Prepared
+from implicit_attn.energies.energy import Energy, Prepared, Scaled, Select, Sum
 from implicit_attn.updates.gradient_step import EnergyStep
 from implicit_attn.updates.update import Update
 from solvers.compiled.programs import Programs
 from solvers.core.guards.reading import found_once, parts_of
 from solvers.core.layout import Layout
+
+# Sums, multiples and selections ask the energies in them, which are parts of the update too.
+ASKING = tuple(kind.prepare for kind in (Energy, Scaled, Select, Sum))
 
 
 def prepares(update: nn.Module) -> bool:
@@ -41,9 +43,7 @@ def may_prepare(update: nn.Module) -> bool:
 
 def _may_prepare(update: nn.Module) -> bool:
     energies = (part for _, part in parts_of(update) if isinstance(part, Energy))
-    # Beside ``Energy``, its module has sums and multiples, which ask their terms.
-    own = Energy.prepare.__module__
-    return prepares(update) or any(type(e).prepare.__module__ != own for e in energies)
+    return prepares(update) or any(type(e).prepare not in ASKING for e in energies)
 
 
 def flat(prepared: Any) -> tuple[Any, Any]:

@@ -12,11 +12,10 @@ from torch.utils import _pytree as pytree
 from implicit_attn.deq.maps import may_prepare
 from implicit_attn.dropout import SolveMasks
 from implicit_attn.updates.update import Update
-from solvers.compiled.cycles import Wanted
+from solvers.compiled.evaluations import Wanted
 from solvers.compiled.inputs import Padding, detached
 from solvers.compiled.packing import Packed, Skeleton, pack, unpack
 from solvers.compiled.programs import Programs, UntraceableError
-from solvers.compiled.turns import one_by_one
 from solvers.compiled.weights import Weights
 from solvers.core.guards.reading import read_anew
 from solvers.core.jacobian import gradients
@@ -167,7 +166,7 @@ class _Preparation:
     @property
     def linearizes(self) -> bool:
         """Whether the evaluation keeps what its gradient will need, as one without programs does."""
-        return one_by_one(self.programs, torch.device(self.device))
+        return self.device == "cpu"
 
     def _linearized(self, given: Packed, found: list[Any], outline: _Outline) -> list[Any]:
         """The outputs, like those ``found``, and ``pull``, of which the gradients come later."""

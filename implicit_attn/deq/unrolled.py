@@ -35,15 +35,13 @@ class UnrolledLayer(nn.Module):
 
     The result ``z_k`` is that of the layer with ``solver=Forward(damping)``, no tolerance and ``max_steps``
     k + 1, as long as residuals and, where an energy is monitored, energies fall: the layer spends its last
-    evaluation on the residual of what it returns. With ``memory`` m >= 1 the steps are those of
-    ``Anderson(m, damping)`` instead. Whether k is enough is not looked at here: ask the layer,
-    ``layer.solve(x).evaluations``, on inputs like those to come.
+    evaluation on the residual of what it returns. Whether k is enough is not looked at here: ask the layer,
+    ``layer.solve(x, solver="forward").evaluations``, on inputs like those to come.
 
     Args:
         update, init: of the layer.
         evaluations: k, >= 1.
         damping: a, in (0, 2].
-        memory: differences that Anderson's mixing keeps; 0 for plain iteration.
 
     Shapes: as for the layer. ``forward`` takes (x, mask), or ``z0`` for another initial state. Inputs are
     checked as by the layer, but for NaN inside of compilers and exporters.
@@ -55,9 +53,6 @@ class UnrolledLayer(nn.Module):
         >>> program = layer.unrolled(12)  # for torch.export.export(program.eval(), (x,))
         >>> program(torch.ones(2, 3, 4)).shape
         torch.Size([2, 3, 4])
-
-    Source: Walker and Ni, "Anderson acceleration for fixed-point iterations" (2011), eq. 2.1,
-    https://doi.org/10.1137/10078356X, for ``memory`` > 0.
     """
 
     def __init__(
@@ -67,13 +62,11 @@ class UnrolledLayer(nn.Module):
         *,
         init: str | Callable[[Any], Any] = "input",
         damping: float = 1.0,
-        memory: int = 0,
     ) -> None:
         super().__init__()
         self.update, self.init = update, init
         self.evaluations = require_count("evaluations", evaluations)
         self.damping = require_number("damping", damping, low=0.0, high=2.0, closed=False)
-        self.memory = require_count("memory", memory, low=0)
 
     def forward(self, x: Any, mask: Tensor | None = None, *, z0: Any = None) -> Any:
         """``z_k`` for the input ``x``, of the structure of the initial state."""
@@ -104,7 +97,6 @@ class UnrolledLayer(nn.Module):
         if mask is not None:
             check_mask(mask, layout, z.shape[0], z.device)
             keep = layout.mask_vector(mask)
-        mixing = _Mixing(self.memory, self.damping)
         for _ in range(self.evaluations):
             value = layout.vector(f(layout.tree(z), x, mask, seeds))
             if value.shape != z.shape:  # which might be broadcast
@@ -115,7 +107,7 @@ class UnrolledLayer(nn.Module):
             residual = value.to(z.dtype) - z
             if keep is not None:  # masked tokens keep their initial state
                 residual = torch.where(keep, residual, 0.0)
-            z = mixing.step(z, residual)
+            z = z + residual if self.damping == 1.0 else z + self.damping * residual
         return layout.tree(z)
 
     def baked(self) -> UnrolledLayer:
@@ -127,8 +119,7 @@ class UnrolledLayer(nn.Module):
         return bake(self)
 
     def extra_repr(self) -> str:
-        mixed = f", memory={self.memory}" if self.memory else ""
-        return f"evaluations={self.evaluations}, damping={self.damping}{mixed}"
+        return f"evaluations={self.evaluations}, damping={self.damping}"
 
 
 def bake(module: Module) -> Module:
@@ -163,9 +154,7 @@ def _plain(weight: Tensor, parametrization: nn.Module) -> Tensor:
     return nn.Parameter(copied, requires_grad=any(each.requires_grad for each in originals))
 
 
-def unroll(
-    model: nn.Module, evaluations: int, *, damping: float = 1.0, memory: int = 0
-) -> nn.Module:
+def unroll(model: nn.Module, evaluations: int, *, damping: float = 1.0) -> nn.Module:
     """``model`` with ``layer.unrolled(evaluations)`` in the place of each of its DEQ layers.
 
     A copy that shares all weights and buffers with ``model``, whose training changes both. What
@@ -174,7 +163,7 @@ def unroll(
     Args:
         model: any module; a DEQ itself gives its :class:`UnrolledLayer`, one within its update is
             replaced, too.
-        evaluations, damping, memory: as for :class:`UnrolledLayer`, for all layers.
+        evaluations, damping: as for :class:`UnrolledLayer`, for all layers.
 
     Raises:
         ValueError: no part of ``model`` is a DEQ.
@@ -185,9 +174,8 @@ def unroll(
         >>> unroll(model, 8).eval()(torch.randn(2, 5, 64)).shape
         torch.Size([2, 5, 10])
     """
-    options: dict[str, Any] = {"damping": damping, "memory": memory}
     if _is_layer(model) and not any(_is_layer(part) for part in model.update.modules()):  # type: ignore[union-attr]
-        return model.unrolled(evaluations, **options)  # type: ignore[operator]
+        return model.unrolled(evaluations, damping=damping)  # type: ignore[operator]
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(nn.ModuleList([model]), dict(shared))
     layers = [
@@ -200,64 +188,9 @@ def unroll(
         raise ValueError(f"model must hold a DEQ layer, got {type(model).__name__} without one")
     found: Any
     for parent, name, found in layers:
-        setattr(parent, name, found.unrolled(evaluations, **options))
+        setattr(parent, name, found.unrolled(evaluations, damping=damping))
     return copied[0]
 
 
 def _is_layer(module: nn.Module) -> bool:
     return isinstance(getattr(module, "update", None), Update) and hasattr(module, "unrolled")
-
-
-class _Mixing:
-    """Steps of plain iteration or, with ``memory``, of Anderson's mixing, in stock operators."""
-
-    def __init__(self, memory: int, damping: float) -> None:
-        self.memory, self.damping = memory, damping
-        self.last: tuple[Tensor, Tensor] | None = None
-        self.steps: list[Tensor] = []  # (B, D) each, dz + damping dr
-        self.changes: list[Tensor] = []  # dr
-
-    def step(self, z: Tensor, residual: Tensor) -> Tensor:
-        plain = z + self.damping * residual if self.damping != 1.0 else z + residual
-        if not self.memory:
-            return plain
-        if self.last is not None:
-            change = residual - self.last[1]
-            self.changes = [*self.changes, change][-self.memory :]
-            newest = z - self.last[0] + self.damping * change
-            self.steps = [*self.steps, newest][-self.memory :]
-        self.last = (z, residual)
-        weights = _least_squares(self.changes, residual)
-        for weight, step in zip(weights, self.steps, strict=True):
-            plain = plain - weight.to(z.dtype) * step
-        return plain
-
-
-def _least_squares(changes: list[Tensor], residual: Tensor) -> list[Tensor]:
-    """``argmin_c |residual - sum_j c_j changes_j|^2`` with a relative ridge, (B, 1) each.
-
-    By elimination written out, as exporters know no solver of linear systems. The matrix is positive
-    definite, so no pivots are looked for.
-    """
-    wide = torch.promote_types(residual.dtype, torch.float32)
-    limits = torch.finfo(wide)
-    ridge = 1 + max(1e-12, 4 * limits.eps)
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return (a.to(wide) * b.to(wide)).sum(1, keepdim=True)
-
-    size = len(changes)
-    rows = [[product(a, b) for b in changes] for a in changes]
-    right = [product(a, residual) for a in changes]
-    for k in range(size):
-        rows[k][k] = rows[k][k] * ridge + limits.tiny
-    for k in range(size):
-        for i in range(k + 1, size):
-            factor = rows[i][k] / rows[k][k]
-            rows[i] = [a - factor * b for a, b in zip(rows[i], rows[k], strict=True)]
-            right[i] = right[i] - factor * right[k]
-    weights: list[Tensor] = []
-    for k in reversed(range(size)):
-        known = sum((rows[k][k + 1 + j] * c for j, c in enumerate(weights)), 0.0 * right[k])
-        weights.insert(0, (right[k] - known) / rows[k][k])
-    return weights

@@ -6,28 +6,38 @@ from implicit_attn.energies.attention import (
     BiSoftmaxAttention,
     LinearAttention,
     RowSoftmaxAttention,
-    SigmoidAttention,
+    ScoreAttention,
 )
-from implicit_attn.energies.bare.bare_attention import BareAttention
-from implicit_attn.energies.bare.mixture import ConditionalMixture
-from implicit_attn.energies.checking.check_energy import check_energy
-from implicit_attn.energies.checking.report import EnergyReport
-from implicit_attn.energies.context.conditional_attention import ConditionalAttention
-from implicit_attn.energies.context.equilibrium_energy import EquilibriumEnergy
-from implicit_attn.energies.effective.prior import HiddenPrior
-from implicit_attn.energies.effective.rbm import EffectiveRBM
-from implicit_attn.energies.energy import Energy, Scaled, Select, Sum, Weighted
+from implicit_attn.energies.bare import BareAttention, ConditionalMixture
+from implicit_attn.energies.checking import EnergyReport, check_energy
+from implicit_attn.energies.conditional import ConditionalAttention, EquilibriumEnergy
+from implicit_attn.energies.effective import EffectiveRBM, HiddenPrior
+from implicit_attn.energies.energy import (
+    Energy,
+    Field,
+    FunctionEnergy,
+    Prepared,
+    Quadratic,
+    Scaled,
+    Select,
+    Sum,
+    Weighted,
+)
 from implicit_attn.energies.feedforward import (
     GatedFeedForward,
     GELUFeedForward,
     ReLUFeedForward,
     SoftmaxFeedForward,
 )
-from implicit_attn.energies.heads.inputs import AttentionInput
-from implicit_attn.energies.heads.query_energy import HeadwiseEnergy, QueryEnergy
-from implicit_attn.energies.heads.score_attention import ScoreAttention
-from implicit_attn.energies.hopfield import ClassicalHopfield, DenseAssociative, Hopfield
-from implicit_attn.energies.hyperset_energy import HyperSETEnergy
+from implicit_attn.energies.heads import AttentionInput
+from implicit_attn.energies.hopfield import (
+    ClassicalHopfield,
+    DenseAssociative,
+    HeadwiseEnergy,
+    Hopfield,
+    QueryEnergy,
+)
+from implicit_attn.energies.hyperset import HyperSETEnergy
 from implicit_attn.energies.lagrangians import (
     IdentityLagrangian,
     IsingLagrangian,
@@ -39,13 +49,11 @@ from implicit_attn.energies.lagrangians import (
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
-from implicit_attn.energies.linear.gated_attention import GatedLinearAttention
-from implicit_attn.energies.prepared import Prepared
+from implicit_attn.energies.linear_attention import GatedLinearAttention
 from implicit_attn.energies.projected import Projection, RMSNorm, SpectralBound
-from implicit_attn.energies.simple import Field, FunctionEnergy, Quadratic
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
-from implicit_attn.energies.spins.couplings import Couplings
-from implicit_attn.energies.spins.energies import (
+from implicit_attn.energies.spins import (
+    Couplings,
     Site,
     SiteDistribution,
     SiteLagrangian,
@@ -93,7 +101,6 @@ __all__ = [
     "Scaled",
     "ScoreAttention",
     "Select",
-    "SigmoidAttention",
     "Site",
     "SiteDistribution",
     "SiteLagrangian",

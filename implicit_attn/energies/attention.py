@@ -1,39 +1,149 @@
-"""Attention energies with one weight for queries and keys: bi-softmax, sigmoid and linear."""
+"""Attention energies with one weight for queries and keys: bi-softmax, functions of a score, linear."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.heads.heads_energy import HeadsEnergy, head_width
-from implicit_attn.energies.heads.inputs import PairPattern
-from implicit_attn.energies.heads.temperatures import Beta, by_head
-from implicit_attn.energies.linear.feature_maps import Mapped, check_feature_map, map_features
-from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
+from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.feature_maps import Mapped, check_feature_map, map_features
+from implicit_attn.energies.heads import (
+    AttentionInput,
+    Beta,
+    HasTemperatures,
+    HeadsContext,
+    PairPattern,
+    by_head,
+    check_added,
+    check_parts,
+    project_input,
+    read_pairs,
+)
+from implicit_attn.energies.projected import SOFT_NORM, Given, ProjectedEnergy, Projection, RMSNorm
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
 from implicit_attn.kernels import (
     bisoftmax,
     bisoftmax_hvp,
     check_backend,
-    check_sigmoid_backend,
     frozen_key_attention,
     sigmoid_attention,
     sigmoid_attention_hvp,
 )
 from implicit_attn.kernels.arguments import rescaled
 from implicit_attn.kernels.pairs import Pairs
+from solvers.core.checks import require_choice, require_count, require_flag
 
-__all__ = [
-    "BiSoftmaxAttention",
-    "HeadsEnergy",
-    "LinearAttention",
-    "RowSoftmaxAttention",
-    "SigmoidAttention",
-    "head_width",
-]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class HeadOptions(TypedDict, total=False):
+    """The options that all :class:`HeadsEnergy` share, which documents them."""
+
+    head_dim: int | None
+    beta: Beta
+    learned_beta: bool
+    context_dim: int | None
+    bias: bool
+    norm: RMSNorm | None
+    bound: float | None
+
+
+class HeadsEnergy(HasTemperatures, ProjectedEnergy):
+    """A function of the features ``y = norm(W_h z)`` of each head h, queries and keys in one.
+
+    ``projection.weight`` holds the W_h one below the other, (heads p, d). With ``context_dim`` the
+    features see the layer's input, ``y = norm(W_h z + P_h x + b_h)``: ``context.weight`` holds the P_h,
+    (heads p, context_dim), and ``bias`` the b_h. ``P_h x + b_h`` is computed once a solve.
+
+    Shapes: ``z`` (B, N, d); ``x`` is ignored without ``context_dim``, else (B, N, context_dim), or an
+    ``AttentionInput`` with such tokens; ``mask`` (B, N).
+
+    Args:
+        dim: features d of the tokens.
+        heads: number of heads.
+        head_dim: width p of a head; None: ``dim / heads``.
+        beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)``.
+        learned_beta: train the inverse temperatures, one for each head, kept > 0.
+        context_dim: features of the input that the features see; None: they see none.
+        bias: learn the b_h, zero at first; with ``context_dim`` they are there anyway.
+        norm: norm of each head's projections, ``RMSNorm(epsilon)`` or None.
+        bound: bound on the spectral norm of the weight of z, or None.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        context_dim: int | None = None,
+        bias: bool = False,
+        norm: RMSNorm | None = SOFT_NORM,
+        bound: float | None = None,
+    ) -> None:
+        super().__init__(dim, heads=heads, norm=norm)
+        self.set_heads(dim, heads, head_dim, beta, learned_beta)
+        rows = heads * self.width
+        self.projection = Projection(dim, rows, bound)
+        self.pattern: PairPattern | None = None  # of an energy that knows pairs
+        self.context: Projection | None = None
+        if context_dim is not None:
+            self.context = Projection(require_count("context_dim", context_dim), rows)
+        has_bias = require_flag("bias", bias) or context_dim is not None
+        self.bias = nn.Parameter(torch.zeros(rows)) if has_bias else None
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """What the features see of ``x``, and its pairs, as a ``Prepared``; None without either."""
+        if isinstance(x, Prepared):
+            return x
+        return None if self._ignores(x) else Prepared(self._context(x, mask))
+
+    def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
+        added, pairs = self.bias, None
+        if isinstance(x, Prepared) or not self._ignores(x):
+            context = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
+            added, pairs = context.query, context.pairs()
+            check_added(added, z, type(self).__name__)
+            added = self.bias if added is None else added
+        if self.pattern is not None and (pairs is not None or self.pattern.own):
+            shape = z.shape[0], self.heads, z.shape[1], z.shape[1]
+            pairs = self.pattern(shape, z.device, pairs)
+        return added, Given(mask, pairs=pairs)
+
+    def _ignores(self, x: Any) -> bool:
+        return self.context is None and not isinstance(x, AttentionInput)
+
+    def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
+        name, query = type(self).__name__, None
+        allowed, bias = read_pairs(x, mask, z)
+        if self.pattern is None and (allowed is not None or bias is not None):
+            raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
+        check_parts(x, mask, z, name)
+        x = x.tokens if isinstance(x, AttentionInput) else x
+        if self.context is not None:
+            query = project_input(x, self.context, self.bias, self.heads, mask, name)
+        return HeadsContext(query=query, allowed=allowed, bias=bias)
+
+    def _roots(self, y: Tensor) -> tuple[Tensor, float, Tensor | None]:
+        """Features and a number for beta that give the scores, and ``beta^1/2`` where heads differ.
+
+        ``beta y.y' = u.u'`` for the features ``u = beta^1/2 y`` at one, beta^1/2 (heads, 1, 1).
+        """
+        beta = self.beta
+        if not isinstance(beta, Tensor):
+            return y, beta, None
+        root = by_head(beta, 3, y).sqrt()
+        return rescaled(y, root), 1.0, root
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, {self.described()}, {super().extra_repr()}"
 
 
 class BiSoftmaxAttention(HeadsEnergy):
@@ -49,6 +159,7 @@ class BiSoftmaxAttention(HeadsEnergy):
     Args:
         causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
             carries information from later to earlier tokens, so the layer is not autoregressive.
+        exclude_self, pairs, pair_bias: as for :class:`implicit_attn.energies.SoftmaxAttention`.
         backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
             (memory linear in N), "cpp", "triton" or "auto"; ``implicit_attn.kernels.explain`` says
             which one "auto" takes. Pairs, their biases and ``exclude_self`` are dense.
@@ -69,61 +180,51 @@ class BiSoftmaxAttention(HeadsEnergy):
         dim: int,
         heads: int,
         *,
-        head_dim: int | None = None,
-        beta: Beta = None,
-        learned_beta: bool = False,
-        context_dim: int | None = None,
-        bias: bool = False,
-        norm: RMSNorm | None = SOFT_NORM,
-        bound: float | None = None,
         causal: bool = False,
         exclude_self: bool = False,
         pairs: Tensor | None = None,
         pair_bias: Tensor | None = None,
         backend: str = "auto",
+        **shared: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(
-            dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta,
-            context_dim=context_dim, bias=bias, norm=norm, bound=bound,
-        )  # fmt: skip
+        super().__init__(dim, heads, **shared)
         self.causal = causal
         self.backend = check_backend(backend)
         self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
         self.pattern.check_backend(backend)
 
-    def potential_and_force(
-        self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None
-    ) -> Pair:
-        force, lse = self._bisoftmax(y, mask, pairs)
-        return self._over_beta(lse), force
+    def potential(self, y: Tensor, given: Given) -> Tensor:
+        return self.potential_and_force(y, given)[0]
 
-    def force(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
-        return self._bisoftmax(y, mask, pairs)[0]
+    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
+        force, lse = self._bisoftmax(y, given)
+        return self.over_beta(lse), force
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None, pairs: Pairs | None = None
-    ) -> Pair:
-        force, lse = self._bisoftmax(y, mask, pairs)
-        options, (beta, root) = self._options(mask, pairs), self._temperature(y)
-        if root is None:
-            return force, bisoftmax_hvp(y, v, beta, lse=lse, **options)
-        moved = v.to(root.dtype)
-        curved = bisoftmax_hvp(rescaled(y, root), moved, beta, lse=lse, **options)
+    def force(self, y: Tensor, given: Given) -> Tensor:
+        return self._bisoftmax(y, given)[0]
+
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
+        return self.force_and_curvature(y, v, given)[1]
+
+    def force_and_curvature(self, y: Tensor, v: Tensor, given: Given) -> Pair:
+        force, lse = self._bisoftmax(y, given)
+        u, beta, root = self._roots(y)
+        moved = v if root is None else v.to(root.dtype)
+        curved = bisoftmax_hvp(u, moved, beta, lse=lse, **self._options(given))
         return force, curved.to(y.dtype)
 
-    def _bisoftmax(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None) -> Pair:
-        options, (beta, root) = self._options(mask, pairs), self._temperature(y)
-        if root is None:
-            return bisoftmax(y, beta, **options)
-        force, lse = bisoftmax(rescaled(y, root), beta, **options)
-        return (force / root).to(y.dtype), lse
+    def _bisoftmax(self, y: Tensor, given: Given) -> Pair:
+        u, beta, root = self._roots(y)
+        force, lse = bisoftmax(u, beta, **self._options(given))
+        return force if root is None else (force / root).to(y.dtype), lse
 
-    def _options(self, mask: Tensor | None, pairs: Pairs | None) -> dict[str, Any]:
-        options: dict[str, Any] = {"mask": mask, "causal": self.causal, "limit": self._limit}
-        options["backend"] = self.backend
-        if pairs is not None:
-            options |= {"pairs": pairs.allowed, "bias": pairs.bias}
-        return options
+    def _options(self, given: Given) -> dict[str, Any]:
+        limit = self.temperatures.largest  # |y_i| <= sqrt(p) after the norm
+        limit = None if self.norm is None or limit is None else limit * self.width
+        options = {"mask": given.mask, "causal": self.causal, "limit": limit}
+        if given.pairs is not None:
+            options |= {"pairs": given.pairs.allowed, "bias": given.pairs.bias}
+        return {**options, "backend": self.backend}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, backend={self.backend!r}"
@@ -132,8 +233,8 @@ class BiSoftmaxAttention(HeadsEnergy):
 class RowSoftmaxAttention(BiSoftmaxAttention):
     """Softmax attention of a step in which each token descends its own term, the others held fixed.
 
-    Value, gradient and Hessian-vector product are those of ``BiSoftmaxAttention``. Only ``force``, and
-    with it ``straight_gradient``, differs: it is ``P Y``, the row term of ``(P + P^T) Y``, which is the
+    Value, gradient and Hessian-vector product are those of ``BiSoftmaxAttention``. Only
+    ``straight_gradient`` differs: its force is ``P Y``, the row term of ``(P + P^T) Y``, which is the
     gradient of ``beta^-1 log sum_j exp(beta y_i.k_j)`` by ``y_i`` with the keys ``k = y`` constant.
     Such a step descends no energy of all tokens.
 
@@ -150,10 +251,10 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
                 f"{self.causal!r} (pairs may be given)"
             )
 
-    def force(self, y: Tensor, mask: Tensor | None, pairs: Pairs | None = None) -> Tensor:
-        if pairs is not None:
-            return self._among_pairs(y, mask, pairs)
-        attends = None
+    def straight_force(self, y: Tensor, given: Given) -> Tensor:
+        if given.pairs is not None:
+            return self._among_pairs(y, given.mask, given.pairs)
+        attends, mask = None, given.mask
         if mask is not None:
             # A masked token attends to itself alone: its row of zeros stays zero, without NaN.
             attends = (mask[:, :, None] & mask[:, None, :])[:, None]
@@ -164,33 +265,63 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
 
     def _among_pairs(self, y: Tensor, mask: Tensor | None, pairs: Pairs) -> Tensor:
-        beta, query, key = self.beta, y, y
-        if isinstance(beta, Tensor):
-            scale = by_head(beta, 3, y)
-            beta, query, key = 1.0, rescaled(y, scale), y.to(scale.dtype)
         force, _ = frozen_key_attention(
-            query, key, beta, mask=mask, pairs=pairs.allowed, bias=pairs.bias
+            *self.at_one(y, y), mask=mask, pairs=pairs.allowed, bias=pairs.bias
         )
         force = force.to(y.dtype)
         return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
 
 
-class SigmoidAttention(HeadsEnergy):
-    """``E = 1/(2 beta) sum_h sum_ij sigma(beta y_i.y_j)``, ``y = norm(W_h z)``.
+class Score(NamedTuple):
+    """A function F of a score, the weight ``w = 2 F'``, and ``w'``, entry by entry."""
 
-    Gradient by y: ``sigma'(S) Y`` with ``S = beta Y Y^T``; nothing is normalised over the tokens. Not
-    concave.
+    value: Callable[[Tensor], Tensor]
+    weight: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+
+
+def _powers(gate: Tensor, power: int) -> tuple[Tensor, Tensor]:
+    """``w = g^power (1 - g)`` and ``w'`` of ``g = sigma(s)``."""
+    weight = gate**power * (1.0 - gate)
+    return weight, weight * (power - (power + 1) * gate)
+
+
+SCORES = {
+    "sigmoid": Score(
+        lambda s: s.sigmoid() / 2.0,
+        lambda s: _powers(s.sigmoid(), 1)[0],
+        lambda s: _powers(s.sigmoid(), 1)[1],
+    ),
+    "relu": Score(lambda s: F.relu(s).square() / 4.0, F.relu, lambda s: (s > 0).to(s.dtype)),
+    "sigmoid-squared": Score(
+        lambda s: s.sigmoid().square() / 4.0,
+        lambda s: _powers(s.sigmoid(), 2)[0],
+        lambda s: _powers(s.sigmoid(), 2)[1],
+    ),
+}
+
+
+class ScoreAttention(HeadsEnergy):
+    """``E = beta^-1 sum_h sum_ij F(beta y_i.y_j)``, ``y = norm(W_h z)``, for a function F of a score.
+
+    Gradient by y: ``w(S) Y`` with ``S = beta Y Y^T`` and the weights ``w = 2 F'``; nothing is normalised
+    over the tokens. Neither convex nor concave.
+
+    - ``"sigmoid"``: ``F(s) = sigma(s) / 2``, ``w = sigma(s) (1 - sigma(s))``;
+    - ``"relu"``: ``F(s) = relu(s)^2 / 4``, ``w = relu(s)``;
+    - ``"sigmoid-squared"``: ``F(s) = sigma(s)^2 / 4``, ``w = sigma(s)^2 (1 - sigma(s))``.
 
     Shapes and other arguments as for
     :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
-        backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
-            (memory linear in N) or "auto"; ``implicit_attn.kernels.explain_sigmoid`` says which one
-            "auto" takes.
+        score: F, one of those names.
+        backend: of the sigmoid: "reference" (dense), "blocks" (memory linear in N) or "auto";
+            ``implicit_attn.kernels.explain_sigmoid`` says which one "auto" takes. Others are dense.
 
-    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18, with the sign that
-    makes it the gradient.
+    Source: the forms are those of the code of Hu, Zou, Xu, "Hyper-SET"
+    (https://arxiv.org/abs/2502.11646, table 18 for the sigmoid), with the sign and the factors that
+    make each the gradient of this energy.
     """
 
     def __init__(
@@ -198,41 +329,49 @@ class SigmoidAttention(HeadsEnergy):
         dim: int,
         heads: int,
         *,
-        head_dim: int | None = None,
-        beta: Beta = None,
-        learned_beta: bool = False,
-        context_dim: int | None = None,
-        bias: bool = False,
-        norm: RMSNorm | None = SOFT_NORM,
-        bound: float | None = None,
+        score: str = "sigmoid",
         backend: str = "auto",
+        **shared: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(
-            dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta,
-            context_dim=context_dim, bias=bias, norm=norm, bound=bound,
-        )  # fmt: skip
-        self.backend = check_sigmoid_backend(backend)
+        super().__init__(dim, heads, **shared)
+        self.score = require_choice("score", score, SCORES)
+        self.backend = check_backend(backend, "sigmoid")
+        if score != "sigmoid" and backend == "blocks":
+            raise ValueError(f'backend="blocks" needs score="sigmoid", got {score!r}')
 
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
-        beta, root = self._temperature(y)
-        if root is None:
-            force, value = sigmoid_attention(y, beta, mask=mask, backend=self.backend)
-            return sum_samples(value), force
-        scaled = rescaled(y, root)
-        force, value = sigmoid_attention(scaled, beta, mask=mask, backend=self.backend)
-        return sum_samples(value / root.square().flatten()), (force / root).to(y.dtype)
+    def potential(self, y: Tensor, given: Given) -> Tensor:
+        return self.potential_and_force(y, given)[0]
 
-    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
-        options: dict[str, Any] = {"mask": mask, "backend": self.backend}
-        beta, root = self._temperature(y)
-        if root is None:
-            return self.force(y, mask), sigmoid_attention_hvp(y, v, beta, **options)
-        moved = v.to(root.dtype)
-        curved = sigmoid_attention_hvp(rescaled(y, root), moved, beta, **options).to(y.dtype)
-        return self.force(y, mask), curved
+    def force(self, y: Tensor, given: Given) -> Tensor:
+        return self.potential_and_force(y, given)[1]
+
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
+        u, beta, root = self._roots(y)
+        moved = v if root is None else v.to(root.dtype)
+        if self.score == "sigmoid":
+            options: dict[str, Any] = {"mask": given.mask, "backend": self.backend}
+            return sigmoid_attention_hvp(u, moved, beta, **options).to(y.dtype)
+        scores, one_side = (u @ u.mT) * beta, moved @ u.mT
+        changes = SCORES[self.score].slope(scores) * ((one_side + one_side.mT) * beta)
+        return (SCORES[self.score].weight(scores) @ moved + changes @ u).to(y.dtype)
+
+    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
+        u, beta, root = self._roots(y)
+        if self.score == "sigmoid":
+            force, values = sigmoid_attention(u, beta, mask=given.mask, backend=self.backend)
+            values = values if root is None else values / root.square().flatten()
+        else:
+            scores = (u @ u.mT) * beta
+            values = SCORES[self.score].value(scores.to(accumulation_dtype(scores.dtype)))
+            if given.mask is not None:  # F(0) may be another number than 0
+                both = given.mask[:, None, :, None] & given.mask[:, None, None, :]
+                values = values.masked_fill(~both, 0.0)
+            force = SCORES[self.score].weight(scores) @ u
+            values = values / (beta if root is None else root.square())
+        return sum_samples(values), force if root is None else (force / root).to(y.dtype)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, backend={self.backend!r}"
+        return f"{super().extra_repr()}, score={self.score!r}, backend={self.backend!r}"
 
 
 class LinearAttention(HeadsEnergy):
@@ -257,33 +396,29 @@ class LinearAttention(HeadsEnergy):
         heads: int,
         *,
         feature_map: str = "identity",
-        head_dim: int | None = None,
-        beta: Beta = None,
-        learned_beta: bool = False,
-        context_dim: int | None = None,
-        bias: bool = False,
-        norm: RMSNorm | None = SOFT_NORM,
-        bound: float | None = None,
+        **shared: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(
-            dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta,
-            context_dim=context_dim, bias=bias, norm=norm, bound=bound,
-        )  # fmt: skip
+        super().__init__(dim, heads, **shared)
         self.feature_map = check_feature_map(feature_map)
 
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
-        mapped = self._map(y, mask, bent=False)
-        phi = mapped.value
-        moment = phi.mT @ phi
-        force = (phi @ moment) * self._factor(y)
-        squares = moment.to(accumulation_dtype(moment.dtype)).square()
-        beta = self.beta
-        if isinstance(beta, Tensor):
-            squares, beta = squares * by_head(beta, 3, squares), 1.0
-        return sum_samples(squares) * (beta / 4.0), mapped.push(force)
+    def potential(self, y: Tensor, given: Given) -> Tensor:
+        return self.potential_and_force(y, given)[0]
 
-    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
-        mapped = self._map(y, mask)
+    def force(self, y: Tensor, given: Given) -> Tensor:
+        return self.potential_and_force(y, given)[1]
+
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
+        return self.force_and_curvature(y, v, given)[1]
+
+    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
+        mapped = self._map(y, given.mask, bent=False)
+        phi, beta = mapped.value, self.score_beta(y)
+        moment = phi.mT @ phi
+        squares = moment.to(accumulation_dtype(moment.dtype)).square() * (beta / 4.0)
+        return sum_samples(squares), mapped.push((phi @ moment) * self._factor(y))
+
+    def force_and_curvature(self, y: Tensor, v: Tensor, given: Given) -> Pair:
+        mapped = self._map(y, given.mask)
         phi, shift = mapped.value, mapped.push(v)
         moment = phi.mT @ phi
         one_side, beta = shift.mT @ phi, self._factor(y)
@@ -292,8 +427,8 @@ class LinearAttention(HeadsEnergy):
         return mapped.push(force), mapped.pull_back_curvature(force, curved, v)
 
     def _factor(self, y: Tensor) -> float | Tensor:
-        beta = self.beta
-        return by_head(beta, 3, y).to(y.dtype) if isinstance(beta, Tensor) else beta
+        beta = self.score_beta(y)
+        return beta.to(y.dtype) if isinstance(beta, Tensor) else beta
 
     def _map(self, y: Tensor, mask: Tensor | None, *, bent: bool = True) -> Mapped:
         mapped = map_features(self.feature_map, y, bent=bent)

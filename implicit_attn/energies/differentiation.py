@@ -13,11 +13,16 @@ from torch.utils import _pytree as pytree
 from solvers.core.modes import exporting, in_transform, ordinary, recording, uncompiled
 
 
-def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) -> tuple[Tensor, Any]:
+def value_and_gradient(
+    function: Callable[..., Tensor], z: Any, *inputs: Any, named: str | None = None
+) -> tuple[Tensor, Any]:
     """``function(z, *inputs)`` of shape (B,) and its gradient by ``z`` (a tensor or a pytree).
 
     Differentiable itself where gradients are being recorded; works under ``no_grad`` and
     ``inference_mode`` too.
+
+    Raises:
+        ValueError: the value does not depend on ``z`` for autograd, and the function is ``named``.
     """
     if in_transform() or torch.compiler.is_dynamo_compiling():
         return _by_transform(function, z, inputs)
@@ -26,13 +31,18 @@ def value_and_gradient(function: Callable[..., Tensor], z: Any, *inputs: Any) ->
     with recording(), uncompiled() if record else nullcontext():
         point, leaves, spec = _fresh(z, record)
         value = function(point, *ordinary(inputs))
-        if not value.requires_grad:  # a constant
-            return value, pytree.tree_unflatten([torch.zeros_like(t) for t in leaves], spec)
-        # Samples are independent, so the gradient of the sum holds the gradient of each.
-        gradients = torch.autograd.grad(
-            value.sum(), leaves, create_graph=record, materialize_grads=True
+        found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+        if value.requires_grad:
+            # Samples are independent, so the gradient of the sum holds the gradient of each.
+            found = torch.autograd.grad(value.sum(), leaves, create_graph=record, allow_unused=True)
+    if named is not None and all(slope is None for slope in found):
+        raise ValueError(
+            f"the energy must depend on z, and {named} returns what autograd cannot trace back to it: no "
+            "z.detach(), z.data, .item(), .tolist() or NumPy on the way, and no torch.no_grad()"
         )
-    gradient = pytree.tree_unflatten(list(gradients), spec)
+    pairs = zip(found, leaves, strict=True)
+    gradients = [torch.zeros_like(t) if slope is None else slope for slope, t in pairs]
+    gradient = pytree.tree_unflatten(gradients, spec)
     return (value if record else value.detach()), gradient
 
 

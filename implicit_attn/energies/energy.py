@@ -1,34 +1,59 @@
 """Energies: one number per sample, and the algebra that builds a layer's energy from terms.
 
 To write one, subclass :class:`Energy` and define ``forward(self, z, x, *, mask=None)``, the value (B,), or
-``value_and_grad``, value and gradient in closed form, and optionally ``hvp``. Each may leave out ``mask`` and
-``x``. Masked tokens must influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies it.
+``value_and_grad(self, z, x=None, *, mask=None)``, value and gradient in closed form, and optionally ``hvp``.
+``forward`` may leave out ``x`` and ``mask``; without ``mask`` it is never given one. Masked tokens must
+influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.checks import check_values
-from implicit_attn.energies.custom.signatures import ENERGY_METHODS, complete
 from implicit_attn.energies.differentiation import (
     add_trees,
     hessian_product,
     scale_tree,
     value_and_gradient,
 )
-from implicit_attn.energies.prepared import Prepared, part_of, prepare_each, with_parts
+from implicit_attn.energies.signatures import FunctionCall, check_methods
+from implicit_attn.energies.tokens import (
+    Pair,
+    check_input,
+    check_tokens,
+    check_values,
+    check_vector,
+    hide,
+    sum_samples,
+    sum_squares,
+)
 from solvers.core.checks import require_positive
 
+
+class Prepared(NamedTuple):
+    """What ``Energy.prepare`` made of the layer's input, in whose place it stands during a solve.
+
+    Attributes:
+        parts: a pytree of tensors (B, ...) or None; of a sum a tuple with one part for each term: what
+            that term prepared, or ``x`` itself, or None.
+        start: a state from where a solve may begin, without a graph; or None.
+    """
+
+    parts: Any
+    start: Any = None
+
+
 Evaluation = tuple[Tensor, Any]  # the energy (B,) and its gradient, like z
+METHODS = {"value_and_grad": "z x", "grad": "z x", "hvp": "z v x", "prepare": "x"}
 
 
 class Energy(nn.Module):
@@ -51,21 +76,28 @@ class Energy(nn.Module):
 
     concave: bool = False
 
+    _call = FunctionCall("Energy.forward", True, True, True)  # of a subclass its own
+
     def __init_subclass__(cls) -> None:
-        complete(cls, ENERGY_METHODS)
-        if "value_and_grad" in vars(cls) and "grad" not in vars(cls):
-            cls.grad = Energy.grad  # not a parent's, of another energy
+        check_methods(cls, METHODS)
+        cls._call = FunctionCall.of_forward(cls)
+        own = vars(cls)
+        if "value_and_grad" in own and "grad" not in own and cls.grad is not Energy.grad:
+            raise TypeError(
+                f"{cls.__name__} must define grad, too (grad = Energy.grad takes it from value_and_grad), "
+                f"where {cls.grad.__qualname__} is the gradient of another energy"
+            )
+
+    def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        """``forward``, which is given what it takes of ``x`` and ``mask``."""
+        return self._call(super().__call__, z, x, mask)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """What the other methods may be given in place of ``x`` during a solve, by default ``x``.
+        """What the other methods may be given in place of ``x`` during a solve.
 
-        Called once a solve, for what depends on the input alone; gradients flow through it. An energy
-        that overrides it returns a ``Prepared``, and takes both that and ``x`` itself everywhere.
+        ``x`` itself by default, None where it is ignored, or a ``Prepared`` of what depends on the input
+        alone. Called once a solve; gradients flow through it. All methods take both that and ``x``.
         """
-        return x
-
-    def held(self, x: Any) -> Any:
-        """What a solve keeps of ``x`` for an energy that prepares nothing, beside others that do."""
         return x
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
@@ -84,10 +116,13 @@ class Energy(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define forward(z, x, *, mask)")
 
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
-        """Energy (B,) and its gradient by ``z``; ValueError if ``forward`` returns another shape."""
+        """Energy (B,) and its gradient by ``z``.
+
+        ValueError if ``forward`` returns another shape, or a value that does not depend on ``z``.
+        """
         if type(self).grad is not Energy.grad:  # a subclass with its own closed form
             return self._checked(z, x, mask), self.grad(z, x, mask=mask)
-        return value_and_gradient(self._checked, z, x, mask)
+        return value_and_gradient(self._checked, z, x, mask, named=self._label())
 
     def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         """Gradient by ``z``, like ``z``; differentiable where gradients are being recorded."""
@@ -147,9 +182,6 @@ class _Multiple(Energy):
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         return self.energy.prepare(x, mask=mask)
-
-    def held(self, x: Any) -> Any:
-        return self.energy.held(x)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, x, mask) * self.factor()
@@ -226,22 +258,24 @@ class SummedEnergy(Energy):
         """The energies to add, at least one."""
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        return prepare_each(self.summands(), x, mask)
+        """``Prepared((one part a term))``; ``x`` where no term prepares anything."""
+        parts = tuple(term.prepare(x, mask=mask) for term in self.summands())
+        return x if all(part is x or part is None for part in parts) else Prepared(parts)
+
+    def with_parts(self, x: Any, mask: Tensor | None) -> Iterable[tuple[Any, Any]]:
+        """Each term with its input: its part of what :meth:`prepare` returned, or ``x``."""
+        if isinstance(x, Prepared):
+            return zip(self.summands(), x.parts, strict=True)
+        return ((term, x) for term in self.summands())
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        (first, part), *others = with_parts(self.summands(), x)
-        value = first._checked(z, part, mask)
-        for term, part in others:
-            value = value + term._checked(z, part, mask)
-        return value
+        values = [term._checked(z, part, mask) for term, part in self.with_parts(x, mask)]
+        return functools.reduce(torch.add, values)
 
     def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Evaluation:
-        total: Any = None
         value: Any = None
-        for index, (term, part) in enumerate(with_parts(self.summands(), x)):
-            factor: float | Tensor = 1.0
-            if isinstance(term, _Multiple):  # weighted while adding, which saves a pass
-                factor, term = term.factor(), term.energy
+        total: Any = None
+        for index, (term, factor, part) in enumerate(self._weighted_parts(x, mask)):
             number, gradient = term.value_and_grad(z, part, mask=mask)
             value = add_trees(value, number, factor)
             total = add_trees(total, gradient, factor, owned=index > 1)
@@ -249,19 +283,24 @@ class SummedEnergy(Energy):
 
     def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         total: Any = None
-        for index, (term, part) in enumerate(with_parts(self.summands(), x)):
-            factor: float | Tensor = 1.0
-            if isinstance(term, _Multiple):
-                factor, term = term.factor(), term.energy
+        for index, (term, factor, part) in enumerate(self._weighted_parts(x, mask)):
             gradient = term.grad(z, part, mask=mask)
             total = add_trees(total, gradient, factor, owned=index > 1)
         return total
 
     def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         total: Any = None
-        for index, (term, part) in enumerate(with_parts(self.summands(), x)):
+        for index, (term, part) in enumerate(self.with_parts(x, mask)):
             total = add_trees(total, term.hvp(z, v, part, mask=mask), 1.0, owned=index > 1)
         return total
+
+    def _weighted_parts(self, x: Any, mask: Tensor | None) -> Iterable[tuple[Any, Any, Any]]:
+        """Energies with their factors, by which they are weighted while they are added."""
+        for term, part in self.with_parts(x, mask):
+            if isinstance(term, _Multiple):
+                yield term.energy, term.factor(), part
+            else:
+                yield term, 1.0, part
 
 
 class Sum(SummedEnergy):
@@ -291,15 +330,28 @@ class Select(Energy):
         self.concave = energy.concave
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        part = self._part(x)
-        made = self.energy.prepare(part, mask=mask)
-        return x if made is part else Prepared(made)
-
-    def held(self, x: Any) -> Any:
-        return Prepared(self.energy.held(self._part(x)))
+        """A ``Prepared`` of what the energy prepared of its part, or of the part itself."""
+        return (
+            x
+            if isinstance(x, Prepared)
+            else Prepared(self.energy.prepare(self._part(x), mask=mask))
+        )
 
     def _part(self, x: Any) -> Any:
-        return x.parts if isinstance(x, Prepared) else part_of(x, self.key)
+        """``x[key]`` of a dict, tuple or list, or ``x.key`` of a named tuple."""
+        if isinstance(x, Prepared):
+            return x.parts
+        if not isinstance(x, (dict, tuple, list)):
+            kind = type(x).__name__
+            raise TypeError(f"x must be a dict or a tuple that holds {self.key!r}, got {kind}")
+        try:
+            fields = getattr(x, "_fields", None)
+            if isinstance(self.key, str) and fields is not None:
+                return x[fields.index(self.key)]  # type: ignore[call-overload]
+            return x[self.key]  # type: ignore[call-overload]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            held = list(x) if isinstance(x, dict) else f"{len(x)} parts"
+            raise ValueError(f"x must hold {self.key!r}, it holds {held}") from error
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return self.energy._checked(z, self._part(x), mask)
@@ -318,3 +370,82 @@ def _check_energy_type(energy: Any) -> Energy:
     if isinstance(energy, Energy):
         return energy
     raise TypeError(f"an Energy is expected (wrap functions in FunctionEnergy), got {energy!r}")
+
+
+class Quadratic(Energy):
+    """``E = 1/2 |z - x|^2``, or ``1/2 |z|^2`` where there is no input.
+
+    Gradient ``z - x``, Hessian the identity. The unit gradient step on ``Quadratic() + energy`` is
+    ``z <- x - energy.grad(z)``.
+
+    Shapes: ``z`` (B, ...), ``x`` like ``z`` or None, ``mask`` (B, N) for ``z`` (B, N, ...).
+    """
+
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        difference = self._difference(z, x, mask)
+        return 0.5 * sum_squares(difference), difference
+
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self._difference(z, x, mask)
+
+    def _difference(self, z: Tensor, x: Any, mask: Tensor | None) -> Tensor:
+        check_tokens(z, mask, "Quadratic", features=0)
+        return hide(z if x is None else z - check_input(x, z, "Quadratic"), mask)
+
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        check_tokens(z, mask, "Quadratic", features=0)
+        check_vector(v, z)
+        return hide(v, mask)
+
+
+class Field(Energy):
+    """``E = -<x, z>``: the input as an external field. Gradient ``-x``, Hessian zero.
+
+    Shapes: ``z`` (B, ...), ``x`` like ``z``, ``mask`` (B, N) for ``z`` (B, N, ...).
+    """
+
+    concave = True  # linear
+
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        field = self._field(z, x, mask)
+        return -sum_samples(field * hide(z, mask)), -field
+
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        self._field(z, x, mask)
+        check_vector(v, z)
+        return torch.zeros_like(v)
+
+    def _field(self, z: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
+        check_tokens(z, mask, "Field", features=0)
+        return hide(check_input(x, z, "Field"), mask)
+
+
+class FunctionEnergy(Energy):
+    """A function ``(z)`` or ``(z, x)`` as an energy, differentiated automatically.
+
+    Args:
+        function: ``function(z)`` or ``function(z, x)`` -> (B,), made of differentiable torch
+            operations; it is given ``mask=`` where it has a parameter of that name. A module is
+            registered, so that optimizers find its parameters.
+        concave: whether the function is known to be concave in ``z``.
+
+    Raises:
+        TypeError: if ``function`` does not have such a signature.
+        ValueError: when evaluated, if it returns anything but one number per sample, or if a mask
+            is given to a function that takes none.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], *, concave: bool = False) -> None:
+        super().__init__()
+        self.call = FunctionCall.read(function)
+        self.function = function
+        self.concave = concave
+
+    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self.call(self.function, z, x, mask)
+
+    def _label(self) -> str:
+        return f"the function {self.call.name}"
+
+    def extra_repr(self) -> str:
+        return self.call.name

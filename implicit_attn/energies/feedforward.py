@@ -1,22 +1,161 @@
-"""Feed-forward energies: functions of the overlaps of each token with learned memories."""
+"""Feed-forward energies: functions of the overlaps of each token with learned hidden units."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypedDict
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.context.memory_energy import MemoryEnergy
-from implicit_attn.energies.linear.feature_maps import (
+from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.feature_maps import (
     NONLINEAR_MAPS,
     Mapped,
     gelu_slope,
     map_features,
     normal_density,
 )
-from implicit_attn.energies.projected import SOFT_NORM, RMSNorm
-from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
-from solvers.core.checks import require_choice
+from implicit_attn.energies.projected import SOFT_NORM, Given, ProjectedEnergy, Projection, RMSNorm
+from implicit_attn.energies.tokens import accumulation_dtype, check_mask, hide
+from solvers.core.checks import require_choice, require_count, require_flag
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class HiddenBias(nn.Module):
+    """``U x + c`` of a context ``x`` (..., k): (..., units). Entries of U are drawn from N(0, 1/k).
+
+    U has no bound: what depends on ``x`` alone adds nothing to the curvature in the state.
+    """
+
+    def __init__(self, context_dim: int, units: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(units, context_dim) * context_dim**-0.5)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.weight, bias)
+
+
+class HiddenGate(nn.Module):
+    """``2 sigmoid(G x + g)`` of a context ``x`` (..., k): (..., units), positive, below 2, 1 at first."""
+
+    def __init__(self, context_dim: int, units: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(units, context_dim))
+        self.bias = nn.Parameter(torch.zeros(units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * torch.sigmoid(F.linear(x, self.weight, self.bias))
+
+
+class MemoryOptions(TypedDict, total=False):
+    """The options that all :class:`MemoryEnergy` share, which documents them."""
+
+    context_dim: int | None
+    gates: bool
+    bias: bool
+    norm: RMSNorm | None
+    bound: float | None
+
+
+class MemoryEnergy(ProjectedEnergy):
+    """A sum over tokens of a function of ``y = norm(D^T z + U x + c)``, ``D`` the hidden units.
+
+    ``projection.weight`` holds ``D^T``, one hidden unit a row; U and c are absent unless asked for. With
+    gates the term of hidden unit m is weighted by ``g_m(x) = 2 sigmoid(G x + g)_m``. An energy that sees x
+    only in ``1/2 |z - x|^2`` makes the layer a proximal operator of x, close to the identity; one that
+    sees x in its hidden units does not.
+
+    Shapes: ``z`` (B, ..., d); ``x`` (B, ..., k) with the tokens of ``z``, ignored without
+    ``context_dim``; ``mask`` (B, N) for ``z`` (B, N, ..., d). Masked tokens of x influence nothing.
+
+    Args:
+        dim: features d of the tokens.
+        memories: number M of hidden units.
+        context_dim: features k of x, for hidden biases ``U x + c``; None: x is ignored.
+            ``context.weight`` holds U (M, k), without a bound: it adds no curvature in z.
+        gates: weight the hidden units by gates from x, all 1 at first; needs ``context_dim``.
+        bias: learn c (M,), zero at first; what sees a context has it anyway.
+        norm: norm over the M hidden units of a token, ``RMSNorm(epsilon)`` or None.
+        bound: bound on the spectral norm of ``D``, or None.
+    """
+
+    concave_without_norm = False
+    takes_gates = True
+
+    def __init__(
+        self,
+        dim: int,
+        memories: int,
+        *,
+        context_dim: int | None = None,
+        gates: bool = False,
+        bias: bool = False,
+        norm: RMSNorm | None = SOFT_NORM,
+        bound: float | None = None,
+    ) -> None:
+        super().__init__(dim, norm=norm)
+        self.projection = Projection(dim, memories, bound)
+        if require_flag("gates", gates) and not self.takes_gates:
+            raise ValueError(
+                f"gates must be False for a {type(self).__name__}, where the gate g of a hidden unit "
+                "would be a hidden bias log g, which context_dim gives; got True"
+            )
+        if gates and context_dim is None:
+            raise ValueError("gates=True needs a context, got context_dim=None")
+        self.context_dim, self.context, self.gate = context_dim, None, None
+        if context_dim is not None:
+            self.context = HiddenBias(require_count("context_dim", context_dim), memories)
+            self.gate = HiddenGate(context_dim, memories) if gates else None
+        biased = require_flag("bias", bias) or context_dim is not None
+        self.bias = nn.Parameter(torch.zeros(memories)) if biased else None
+        self.concave = self.concave_without_norm and norm is None
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """``Prepared((U x + c, gates or None))``, tensors (B, ..., M); None without a context."""
+        if self.context is None or isinstance(x, Prepared):
+            return None if self.context is None else x
+        x = self._visible_context(x, mask, self.context.weight)
+        return Prepared((self.context(x, self.bias), None if self.gate is None else self.gate(x)))
+
+    def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
+        if self.context is None:
+            return self.bias, Given(mask)
+        shift, gates = self.prepare(x, mask=mask).parts
+        if shift.shape[:-1] != z.shape[:-1]:
+            raise ValueError(
+                f"{type(self).__name__}: x must have the tokens of z, shape "
+                f"{(*z.shape[:-1], self.context_dim)}, got {(*shift.shape[:-1], self.context_dim)}"
+            )
+        return shift, Given(mask, gates)
+
+    def _visible_context(self, x: Any, mask: Tensor | None, weight: Tensor) -> Tensor:
+        """``x`` (B, ..., k) with zeros at masked tokens."""
+        name, width = type(self).__name__, weight.shape[1]
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name}: x must be a tensor (B, ..., {width}), the context, got {type(x).__name__}; "
+                "where x is a dict or a tuple, choose its part with .select(key)"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"{name}: x must be of a floating dtype, got {x.dtype}")
+        if x.dim() < 2 or x.shape[-1] != width:
+            raise ValueError(
+                f"{name}: x must have {width} features (context_dim), got shape {tuple(x.shape)}"
+            )
+        if x.device != weight.device:
+            raise ValueError(
+                f"{name}: x must be on {weight.device} like the parameters, got {x.device}"
+            )
+        if isinstance(mask, Tensor) and x.shape[:2] != mask.shape:
+            raise ValueError(
+                f"{name}: x must have the tokens of mask, (B, N) = {tuple(mask.shape)}, got shape "
+                f"{tuple(x.shape)}"
+            )
+        check_mask(mask, x, name, features=1)
+        return hide(x, mask)
 
 
 class ReLUFeedForward(MemoryEnergy):
@@ -26,7 +165,7 @@ class ReLUFeedForward(MemoryEnergy):
     tied weights. Concave in z without norm, for any x.
 
     Shapes and arguments as for
-    :class:`implicit_attn.energies.context.memory_energy.MemoryEnergy`.
+    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Example:
         >>> import torch
@@ -41,35 +180,16 @@ class ReLUFeedForward(MemoryEnergy):
 
     concave_without_norm = True
 
-    def token_value_and_force(self, y: Tensor, gates: Tensor | None = None) -> Pair:
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
         active = F.relu(y)
         wide = active.to(accumulation_dtype(active.dtype))
-        squares = _gated(wide.square(), gates)
-        return -0.5 * squares.sum(-1), -_gated(active, gates)
+        return -0.5 * gated(wide.square(), given).sum(-1)
 
-    def force(self, y: Tensor, mask: Tensor | None, gates: Tensor | None = None) -> Tensor:
-        return -_gated(F.relu(y), gates)
+    def force(self, y: Tensor, given: Given) -> Tensor:
+        return -gated(F.relu(y), given)
 
-    def value_and_force(
-        self, raw: Tensor, mask: Tensor | None, gates: Tensor | None = None
-    ) -> Pair:
-        if self.norm is None:
-            return super().value_and_force(raw, mask, gates)
-        # relu(y / r) = relu(y) / r: with a = relu(y), the value is -a.(g a) / 2 r^2 and its gradient
-        # (y a.(g a) / (M r^2) - g a) / r^2, two passes fewer than through y / r.
-        active = F.relu(raw)
-        square = self.norm.mean_square(raw)
-        wide = active.to(square.dtype)
-        share = _gated(wide.square(), gates).sum(-1, keepdim=True) / square
-        along = (share / raw.shape[-1]).to(raw.dtype)
-        active = _gated(active, gates)
-        force = torch.addcmul(active, raw, along, value=-1.0) / -square.to(raw.dtype)
-        return -0.5 * sum_samples(hide(share, mask)), force
-
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None, gates: Tensor | None = None
-    ) -> Pair:
-        return -_gated(F.relu(y), gates), -_gated(v * (y > 0).to(v.dtype), gates)
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
+        return -gated(v * (y > 0).to(v.dtype), given)
 
 
 class GELUFeedForward(MemoryEnergy):
@@ -80,22 +200,20 @@ class GELUFeedForward(MemoryEnergy):
     ``D gelu(D^T z)``. Not concave: GELU decreases below -0.75.
 
     Shapes and arguments as for
-    :class:`implicit_attn.energies.context.memory_energy.MemoryEnergy`.
+    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
     """
 
-    def token_value_and_force(self, y: Tensor, gates: Tensor | None = None) -> Pair:
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
         wide = y.to(accumulation_dtype(y.dtype))
         below = torch.special.ndtr(wide)
         integral = (wide.square() - 1.0) * below + wide * normal_density(wide)
-        return -0.5 * _gated(integral, gates).sum(-1), -_gated(F.gelu(y), gates)
+        return -0.5 * gated(integral, given).sum(-1)
 
-    def force(self, y: Tensor, mask: Tensor | None, gates: Tensor | None = None) -> Tensor:
-        return -_gated(F.gelu(y), gates)
+    def force(self, y: Tensor, given: Given) -> Tensor:
+        return -gated(F.gelu(y), given)
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None, gates: Tensor | None = None
-    ) -> Pair:
-        return -_gated(F.gelu(y), gates), -_gated(v * gelu_slope(y), gates)
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
+        return -gated(v * gelu_slope(y), given)
 
 
 class SoftmaxFeedForward(MemoryEnergy):
@@ -106,7 +224,7 @@ class SoftmaxFeedForward(MemoryEnergy):
     exponentials these would be hidden biases ``log g_m``.
 
     Shapes and arguments as for
-    :class:`implicit_attn.energies.context.memory_energy.MemoryEnergy`.
+    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18.
     """
@@ -114,29 +232,26 @@ class SoftmaxFeedForward(MemoryEnergy):
     concave_without_norm = True
     takes_gates = False
 
-    def token_value_and_force(self, y: Tensor, gates: Tensor | None = None) -> Pair:
-        return -y.to(accumulation_dtype(y.dtype)).logsumexp(-1), -y.softmax(-1)
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
+        return -y.to(accumulation_dtype(y.dtype)).logsumexp(-1)
 
-    def force(self, y: Tensor, mask: Tensor | None, gates: Tensor | None = None) -> Tensor:
+    def force(self, y: Tensor, given: Given) -> Tensor:
         return -y.softmax(-1)
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None, gates: Tensor | None = None
-    ) -> Pair:
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
         share = y.softmax(-1)
-        mean = (share * v).sum(-1, keepdim=True)
-        return -share, share * (mean - v)
+        return share * ((share * v).sum(-1, keepdim=True) - v)
 
 
 class GatedFeedForward(MemoryEnergy):
     """``E = -1/2 sum_i ( sum_m g_im phi(y_im) )^2``, ``y = norm(D^T z + U x + c)``, gates g of x or 1.
 
     Negative gradient by z, without norm, context and gates: ``D (s phi'(y))``, ``s = sum_m phi(y_m)``:
-    every memory is gated by the sum of all. The sum runs over M memories, so weights of order 1/M keep
+    every hidden unit is gated by the sum of all. The sum runs over M units, so weights of order 1/M keep
     the curvature of order 1. Concave in z with ReLU and without norm, for any x.
 
     Shapes and other arguments as for
-    :class:`implicit_attn.energies.context.memory_energy.MemoryEnergy`.
+    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Args:
         activation: phi, ``"gelu"`` (exact), ``"relu"``, ``"sigmoid"`` (as published), ``"tanh"``,
@@ -146,51 +261,41 @@ class GatedFeedForward(MemoryEnergy):
     """
 
     def __init__(
-        self,
-        dim: int,
-        memories: int,
-        *,
-        activation: str = "gelu",
-        context_dim: int | None = None,
-        gates: bool = False,
-        bias: bool = False,
-        norm: RMSNorm | None = SOFT_NORM,
-        bound: float | None = None,
+        self, dim: int, memories: int, *, activation: str = "gelu", **shared: Unpack[MemoryOptions]
     ) -> None:
-        super().__init__(
-            dim, memories, context_dim=context_dim, gates=gates, bias=bias, norm=norm, bound=bound
-        )
+        super().__init__(dim, memories, **shared)
         self.activation = require_choice("activation", activation, NONLINEAR_MAPS)
-        self.concave = norm is None and activation == "relu"
+        self.concave = self.norm is None and activation == "relu"
 
-    def token_value_and_force(self, y: Tensor, gates: Tensor | None = None) -> Pair:
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
+        phi = map_features(self.activation, y, bent=False).value
+        return -0.5 * _total(phi, given).squeeze(-1).square()
+
+    def force(self, y: Tensor, given: Given) -> Tensor:
         mapped = map_features(self.activation, y, bent=False)
-        total = self._total(mapped.value, gates)
-        force = -total.to(y.dtype) * _slope(mapped, gates)
-        return -0.5 * total.squeeze(-1).square(), force
+        return -_total(mapped.value, given).to(y.dtype) * _slope(mapped, given)
 
-    def force_and_curvature(
-        self, y: Tensor, v: Tensor, mask: Tensor | None, gates: Tensor | None = None
-    ) -> Pair:
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
         mapped = map_features(self.activation, y)
-        total = self._total(mapped.value, gates).to(y.dtype)
-        slope = _slope(mapped, gates)
+        slope = _slope(mapped, given)
         curved = -slope * (slope * v).sum(-1, keepdim=True)
-        if mapped.bend is not None:
-            curved = curved - total * _gated(mapped.bend, gates) * v
-        return -total * slope, curved
-
-    def _total(self, phi: Tensor, gates: Tensor | None) -> Tensor:
-        return _gated(phi, gates).sum(-1, keepdim=True, dtype=accumulation_dtype(phi.dtype))
+        if mapped.bend is None:
+            return curved
+        return curved - _total(mapped.value, given).to(y.dtype) * gated(mapped.bend, given) * v
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
-def _gated(units: Tensor, gates: Tensor | None) -> Tensor:
-    return units if gates is None else units * gates
+def gated(units: Tensor, given: Given) -> Tensor:
+    """Hidden units times their gates."""
+    return units if given.gates is None else units * given.gates
 
 
-def _slope(mapped: Mapped, gates: Tensor | None) -> Tensor:
+def _total(phi: Tensor, given: Given) -> Tensor:
+    return gated(phi, given).sum(-1, keepdim=True, dtype=accumulation_dtype(phi.dtype))
+
+
+def _slope(mapped: Mapped, given: Given) -> Tensor:
     assert mapped.slope is not None  # no map here is linear
-    return _gated(mapped.slope, gates)
+    return gated(mapped.slope, given)

@@ -1,4 +1,4 @@
-"""Associative memories with stored patterns: modern, dense and classical Hopfield energies."""
+"""Associative memories: energies of stored patterns, and of queries among given keys."""
 
 from __future__ import annotations
 
@@ -10,15 +10,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.projected import TokenEnergy
-from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples, sum_squares
-from solvers.core.checks import require_count, require_number, require_positive
+from implicit_attn.energies.energy import Energy, Prepared
+from implicit_attn.energies.heads import (
+    AttentionInput,
+    Beta,
+    HasTemperatures,
+    HeadsContext,
+    by_head,
+    check_held,
+    check_parts,
+    masked_key,
+    read_memory,
+    read_pairs,
+)
+from implicit_attn.energies.projected import Given, ProjectedEnergy, merge_heads, split_heads
+from implicit_attn.energies.tokens import (
+    Pair,
+    accumulation_dtype,
+    check_tensor,
+    check_tokens,
+    hide,
+    sum_samples,
+    sum_squares,
+)
+from implicit_attn.kernels import check_backend, frozen_key_attention
+from solvers.core.checks import require_count, require_instance, require_number, require_positive
 
 LARGEST_MIXTURE = 2_000_000  # members of all multisets of a density at a lower temperature
 
 
-class PatternEnergy(TokenEnergy):
+class PatternEnergy(ProjectedEnergy):
     """A function of the overlaps ``y_mu = x_mu.z`` with stored patterns, summed over the tokens.
 
     Shapes: ``z`` (B, ..., d); ``x`` is ignored; ``mask`` (B, N) for ``z`` (B, N, ..., d).
@@ -26,21 +47,36 @@ class PatternEnergy(TokenEnergy):
     Args:
         patterns: (M, d) floating, one pattern ``x_mu`` a row; copied.
         learnable: make what is stored parameters; else buffers.
+        bias: b, (d,), of a term ``+ b.z`` or ``- b.z``, or None; copied.
+        confined: add ``1/2 |z|^2``.
     """
 
     patterns: Tensor
+    bias: Tensor | None
+    bias_sign = 1.0
 
-    def __init__(self, patterns: Tensor, *, learnable: bool) -> None:
-        if not isinstance(patterns, Tensor) or not patterns.is_floating_point():
-            kind = patterns.dtype if isinstance(patterns, Tensor) else type(patterns).__name__
-            raise TypeError(f"patterns must be a floating tensor (M, d), got {kind}")
-        if patterns.dim() != 2 or 0 in patterns.shape:
-            raise ValueError(f"patterns must have the shape (M, d), got {tuple(patterns.shape)}")
-        super().__init__(patterns.shape[1])
+    def __init__(
+        self,
+        patterns: Tensor,
+        *,
+        learnable: bool,
+        bias: Tensor | None = None,
+        confined: bool = False,
+    ) -> None:
+        dim = check_tensor("patterns", patterns, "M d", finite=False).shape[1]
+        super().__init__(dim)
+        self.confined = confined
         self._store("patterns", patterns.detach().clone(), learnable)
+        if bias is not None:
+            bias = (
+                check_tensor("bias", bias, "d", finite=False, d=dim)
+                .detach()
+                .to(patterns.dtype, copy=True)
+            )
+        self._store("bias", bias, learnable and bias is not None)
 
-    def _store(self, name: str, value: Tensor, learnable: bool) -> None:
-        if learnable:
+    def _store(self, name: str, value: Tensor | None, learnable: bool) -> None:
+        if learnable and value is not None:
             self.register_parameter(name, nn.Parameter(value))
         else:
             self.register_buffer(name, value)
@@ -49,7 +85,29 @@ class PatternEnergy(TokenEnergy):
     def weight(self) -> Tensor:
         return self.patterns
 
-    forward = Energy.forward  # Hopfield and ClassicalHopfield add to the potential
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return super().forward(z, x, mask=mask) + self._own_value(hide(z, mask))
+
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        value, gradient = super().value_and_grad(z, x, mask=mask)
+        visible = hide(z, mask)
+        return value + self._own_value(visible), self._with_own(gradient, visible, mask)
+
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self._with_own(super().grad(z, x, mask=mask), hide(z, mask), mask)
+
+    def _own_value(self, z: Tensor) -> Tensor | float:
+        """The terms of the state alone."""
+        value = 0.5 * sum_squares(z) if self.confined else 0.0
+        return value if self.bias is None else value + self.bias_sign * sum_samples(z * self.bias)
+
+    def _with_own(self, gradient: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+        gradient = z + gradient if self.confined else gradient
+        return gradient if self.bias is None else hide(gradient + self.bias_sign * self.bias, mask)
+
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        product = super().hvp(z, v, x, mask=mask)
+        return product + hide(v, mask) if self.confined else product
 
     def extra_repr(self) -> str:
         return f"patterns={tuple(self.patterns.shape)}"
@@ -84,24 +142,18 @@ class Hopfield(PatternEnergy):
     """
 
     def __init__(self, patterns: Tensor, *, beta: float = 1.0, learnable: bool = False) -> None:
-        super().__init__(patterns, learnable=learnable)
+        super().__init__(patterns, learnable=learnable, confined=True)
         self.beta = require_positive("beta", beta)
 
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        value, gradient = super().value_and_grad(z, x, mask=mask)
-        z = hide(z, mask)
-        return value + 0.5 * sum_squares(z), z + gradient
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
+        return (y.to(accumulation_dtype(y.dtype)) * self.beta).logsumexp(-1) / -self.beta
 
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().hvp(z, v, x, mask=mask) + hide(v, mask)
+    def force(self, y: Tensor, given: Given) -> Tensor:
+        return -(y * self.beta).softmax(-1)
 
-    def token_value_and_force(self, y: Tensor) -> Pair:
-        wide = y.to(accumulation_dtype(y.dtype))
-        return (wide * self.beta).logsumexp(-1) / -self.beta, -(y * self.beta).softmax(-1)
-
-    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
         share = (y * self.beta).softmax(-1)
-        return -share, share * ((share * v).sum(-1, keepdim=True) - v) * self.beta
+        return share * ((share * v).sum(-1, keepdim=True) - v) * self.beta
 
     def log_partition(self, cooling: int = 1) -> Tensor:
         """``log Z`` of one token at temperature ``1 / (cooling beta)``, a scalar, differentiable.
@@ -228,21 +280,20 @@ class DenseAssociative(PatternEnergy):
             raise ValueError(f"shift needs power='exp', got shift={shift} and power={power!r}")
         self.concave = isinstance(power, str) or power % 2 == 0
 
-    def token_value_and_force(self, y: Tensor) -> Pair:
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
         wide = y.to(accumulation_dtype(y.dtype))
         powers = self._exp(wide) if isinstance(self.power, str) else wide.pow(self.power)
-        return -powers.sum(-1), self._token_force(y)
+        return -powers.sum(-1)
 
-    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
-        force = self._token_force(y)
-        if isinstance(self.power, str):
-            return force, force * v
-        return force, (-self.power * (self.power - 1)) * y.pow(self.power - 2) * v
-
-    def _token_force(self, y: Tensor) -> Tensor:
+    def force(self, y: Tensor, given: Given) -> Tensor:
         if isinstance(self.power, str):
             return -self._exp(y)
         return -self.power * y.pow(self.power - 1)
+
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
+        if isinstance(self.power, str):
+            return -self._exp(y) * v
+        return (-self.power * (self.power - 1)) * y.pow(self.power - 2) * v
 
     def _exp(self, y: Tensor) -> Tensor:
         return (y - self.shift).exp() if self.shift else y.exp()
@@ -266,29 +317,191 @@ class ClassicalHopfield(PatternEnergy):
     """
 
     concave = True
-    bias: Tensor | None
 
     def __init__(
         self, patterns: Tensor, *, bias: Tensor | None = None, learnable: bool = False
     ) -> None:
-        super().__init__(patterns, learnable=learnable)
-        if bias is None:
-            self.register_buffer("bias", None)
-            return
-        if not isinstance(bias, Tensor) or tuple(bias.shape) != (patterns.shape[1],):
-            got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
-            raise ValueError(f"bias must have the shape (d,) = ({patterns.shape[1]},), got {got}")
-        self._store("bias", bias.detach().to(patterns.dtype, copy=True), learnable)
+        super().__init__(patterns, learnable=learnable, bias=bias)
+
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
+        return -0.5 * y.to(accumulation_dtype(y.dtype)).square().sum(-1)
+
+    def force(self, y: Tensor, given: Given) -> Tensor:
+        return -y
+
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
+        return -v
+
+
+class QueryEnergy(HasTemperatures, Energy):
+    """The modern Hopfield energy of queries whose stored patterns are the keys, without any weight.
+
+    ``E = sum_h sum_i [ 1/2 |q_hi|^2 - beta^-1 log sum_j exp(beta q_hi.k_hj) ]``. Gradient by the queries:
+    ``q_i - sum_j softmax_j(beta q_i.k_j) k_j``. A unit step is therefore softmax attention with the keys
+    for values, and never raises the energy. A query without any key has the energy ``1/2 |q|^2``.
+
+    Shapes: ``z`` (B, N, d), the queries, each head a slice of ``p = d / heads`` features. ``x``: the keys
+    (B, M, d), or a pair of them and a mask (B, M) bool, False at masked keys; or an ``AttentionInput``
+    with such a ``memory``, which may also hold pairs and their biases. ``mask`` (B, N), of the queries.
+
+    Args:
+        dim: features d of queries and keys.
+        heads: a divisor of ``dim``.
+        beta: inverse temperature, > 0, or one for each head; None: ``1 / sqrt(p)``.
+        learned_beta: train one for each head.
+        backend: as for ``SoftmaxAttention`` with ``cross``.
+
+    Source: Ramsauer et al., "Hopfield Networks is All You Need", https://arxiv.org/abs/2008.02217,
+    equations 2 and 3; with keys for patterns Bal, "Attention as Energy Minimization: Visualizing
+    Energy Landscapes" (2021), https://mcbal.github.io/post/attention-as-energy-minimization-visualizing-energy-landscapes/
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 1,
+        *,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.set_heads(dim, heads, None, beta, learned_beta)
+        self.backend = check_backend(backend, "frozen keys")
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """The keys (B, H, M, p), their mask and the pairs, as a ``Prepared``."""
+        return x if isinstance(x, Prepared) else Prepared(self._context(x, mask))
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        value, gradient = super().value_and_grad(z, x, mask=mask)
-        if self.bias is None:
-            return value, gradient
-        value = value + sum_samples(hide(z, mask) * self.bias)
-        return value, hide(gradient + self.bias, mask)
+        query, mean, lse = self._attend(z, x, mask)
+        value = sum_samples(hide(self._each(query, lse).mT, mask))
+        return value, hide(hide(z, mask) - merge_heads(mean), mask)
 
-    def token_value_and_force(self, y: Tensor) -> Pair:
-        return -0.5 * y.to(accumulation_dtype(y.dtype)).square().sum(-1), -y
+    def each(self, z: Tensor, x: Any = None) -> Tensor:
+        """The energy of each query, (B, H, N), float32 or wider."""
+        query, _, lse = self._attend(z, x, None)
+        return self._each(query, lse)
 
-    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
-        return -y, -v
+    def _each(self, query: Tensor, lse: Tensor) -> Tensor:
+        wide = query.to(accumulation_dtype(query.dtype))
+        beta = self.beta
+        over = lse / (by_head(beta, 2, lse) if isinstance(beta, Tensor) else beta)
+        return 0.5 * wide.square().sum(-1) - over
+
+    def _attend(self, z: Tensor, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, their mean keys (B, H, N, p), and the log-sum-exp of their scores."""
+        check_tokens(z, mask, "QueryEnergy", dim=self.dim, tokens=True)
+        given = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
+        key, seen, pairs = given.key, given.mask, {"pairs": given.allowed, "bias": given.bias}
+        assert key is not None  # made of the memory
+        check_held(key, z, "QueryEnergy")
+        if not key.shape[2]:
+            (key, seen), pairs = masked_key(key), {}
+        query = split_heads(hide(z, mask), self.heads)
+        mean, lse = frozen_key_attention(
+            *self.at_one(query, key), mask=seen, **pairs, backend=self.backend
+        )
+        return query, mean.to(query.dtype), lse
+
+    def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
+        name = "QueryEnergy"
+        check_parts(x, mask, z, name, cross=True)
+        memory, seen = read_memory(x, self.dim, z, name)
+        if z is not None and memory.dtype != z.dtype:
+            raise TypeError(
+                f"{name}: x must have the dtype of z, {z.dtype}, got {memory.dtype}; convert one of "
+                "them with .to()"
+            )
+        return HeadsContext(None, split_heads(memory, self.heads), seen, *read_pairs(x, mask, z))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, heads={self.heads}, {self.described()}"
+
+
+class HeadwiseEnergy(Energy):
+    """The sum over the heads of one energy of queries of width p, among that head's keys.
+
+    Every head of every sample is a sample to the energy, so it sees queries (B H, N, p) and, as its
+    input, an ``AttentionInput`` whose tokens and memory are those of the head.
+
+    Shapes: ``z`` (B, N, heads p); ``x`` an ``AttentionInput`` with tokens (B, N, heads p), a memory
+    (B, M, heads p) and pairs, each optional; or a memory alone, or None. ``mask`` (B, N).
+
+    Args:
+        energy: of the queries (B, N, p) of a head; those of one sample must add up, as they do where
+            no query influences another.
+        heads: their number.
+    """
+
+    def __init__(self, energy: Energy, heads: int) -> None:
+        super().__init__()
+        self.energy = require_instance("energy", energy, Energy, "an Energy")
+        self.heads = heads
+        self.concave = energy.concave
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self._sum(self.energy(*self._folded(z, x, mask), mask=self._rows(mask)))
+
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        folded = self._folded(z, x, mask)
+        value, gradient = self.energy.value_and_grad(*folded, mask=self._rows(mask))
+        return self._sum(value), self._unfold(gradient)
+
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        return self._unfold(self.energy.grad(*self._folded(z, x, mask), mask=self._rows(mask)))
+
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        at, given = self._folded(z, x, mask)
+        moved = self._fold(v)
+        return self._unfold(self.energy.hvp(at, moved, given, mask=self._rows(mask)))
+
+    def each(self, z: Tensor, x: Any = None) -> Tensor:
+        """The energy of each query, (B, H, N): every query as a sample of its own."""
+        queries, given = self._folded(z, x, None)
+        count = queries.shape[1]
+        if isinstance(given, AttentionInput):
+            rows = [None if t is None else t.flatten(0, 1).unsqueeze(1) for t in given[:3]]
+            keys = [None if t is None else t.repeat_interleave(count, 0) for t in given[3:]]
+            given = AttentionInput(*rows, *keys)
+        value = self.energy(queries.flatten(0, 1).unsqueeze(1), given)
+        return value.view(z.shape[0], self.heads, count)
+
+    def _folded(self, z: Tensor, x: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
+        """Queries (B H, N, p), and what the energy is given besides them."""
+        check_tokens(z, mask, "HeadwiseEnergy", tokens=True)
+        if z.shape[2] % self.heads:
+            raise ValueError(
+                f"HeadwiseEnergy: z must have a multiple of {self.heads} features, one slice a head, "
+                f"got shape {tuple(z.shape)}"
+            )
+        if isinstance(x, Tensor):
+            x = AttentionInput(memory=x)
+        if not isinstance(x, AttentionInput):
+            return self._fold(z), x
+        check_parts(x, mask, z, "HeadwiseEnergy", cross=True)
+        pairs, bias = (self._spread(t) for t in read_pairs(x, mask, z))
+        tokens, memory = (None if t is None else self._fold(t) for t in (x.tokens, x.memory))
+        given = AttentionInput(tokens, pairs, bias, memory, self._rows(x.memory_mask))
+        return self._fold(z), given
+
+    def _fold(self, y: Tensor) -> Tensor:
+        return split_heads(y, self.heads).flatten(0, 1)
+
+    def _unfold(self, y: Tensor) -> Tensor:
+        return merge_heads(y.unflatten(0, (-1, self.heads)))
+
+    def _spread(self, pairs: Tensor | None) -> Tensor | None:
+        """Pairs (B, 1 or H, N, M) as (B H, N, M)."""
+        if pairs is None:
+            return None
+        return pairs.expand(-1, self.heads, -1, -1).flatten(0, 1)
+
+    def _rows(self, mask: Tensor | None) -> Tensor | None:
+        return None if mask is None else mask.repeat_interleave(self.heads, 0)
+
+    def _sum(self, value: Tensor) -> Tensor:
+        return value.view(-1, self.heads).sum(1)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}"

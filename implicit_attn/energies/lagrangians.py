@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from implicit_attn.energies.checks import check_tokens
 from implicit_attn.energies.projected import RMSNorm
-from implicit_attn.energies.tokens import accumulation_dtype, hide, sum_samples
+from implicit_attn.energies.tokens import accumulation_dtype, check_tokens, hide, sum_samples
+from implicit_attn.parametrised import parametrise
 from solvers.core.checks import require_count, require_positive
 
 
@@ -171,7 +171,7 @@ class LearnedLayerNormLagrangian(Lagrangian, nn.Module):
         nn.Module.__init__(self)
         self.norm = LayerNormLagrangian(epsilon)
         self.gamma = nn.Parameter(torch.ones(()))
-        parametrize.register_parametrization(self, "gamma", _Positive())
+        parametrise(self, "gamma", _Positive())
         self.delta = nn.Parameter(torch.zeros(require_count("dim", dim)))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,19 +1,26 @@
-"""Energies of projected features, ``E(z) = potential(norm(z W^T))``, with their norm and projection."""
+"""Features of states: norm, projection and its bound, and the base of energies that are functions of them."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
-from implicit_attn.energies.checks import check_tokens, check_vector
 from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
+from implicit_attn.energies.tokens import (
+    Pair,
+    accumulation_dtype,
+    check_tokens,
+    check_vector,
+    hide,
+    sum_samples,
+)
+from implicit_attn.kernels.pairs import Pairs
+from implicit_attn.parametrised import parametrise
 from solvers.core.checks import require_count, require_instance, require_positive
 from solvers.core.modes import without_autocast
 
@@ -139,7 +146,7 @@ class Projection(nn.Module):
         dim, rows = require_count("dim", dim), require_count("rows", rows)
         self.weight = nn.Parameter(torch.randn(rows, dim) * dim**-0.5)
         if bound is not None:
-            parametrize.register_parametrization(self, "weight", SpectralBound(bound))
+            parametrise(self, "weight", SpectralBound(bound))
 
     def extra_repr(self) -> str:
         rows, dim = self.weight.shape
@@ -155,17 +162,111 @@ def split_heads(y: Tensor, heads: int | None) -> Tensor:
 
 
 def merge_heads(y: Tensor) -> Tensor:
-    """(B, heads, N, p) -> (B, N, heads p)."""
+    """(B, H, N, p) -> (B, N, H p)."""
     batch, heads, tokens, width = y.shape
     return y.transpose(1, 2).reshape(batch, tokens, heads * width)
 
 
-class ProjectedEnergy(Energy):
-    """``E(z) = potential(norm(z W^T))``, with gradient and Hessian-vector product in closed form.
+def project(
+    z: Tensor, weight: Tensor, added: Tensor | None, heads: int | None, mask: Tensor | None
+) -> Tensor:
+    """``z W^T + added``, (B, H, N, p), or (B, ..., rows) without heads.
 
-    A subclass sets ``projection`` (or overrides ``weight``) and defines the potential of the features:
-    its value, its gradient by the features (the force) and its Hessian times a vector. Features and
-    gradient are zero at masked tokens; a subclass must leave these out of the value itself.
+    ``z`` is zero at masked tokens. ``added`` is a bias (rows,), of which masked tokens get nothing, or
+    like the result, or None.
+    """
+    if added is None or added.dim() == 1:
+        y = F.linear(z, weight, added)
+        return split_heads(y if added is None else hide(y, mask), heads)
+    if heads is not None:
+        return split_heads(F.linear(z, weight), heads) + added
+    # The sum is left to the product of matrices, which saves a pass over the features.
+    overlaps = torch.addmm(added.flatten(0, -2), z.flatten(0, -2), weight.mT)
+    return overlaps.view(added.shape)
+
+
+class Features(NamedTuple):
+    """Features ``norm(z W^T + constant)``, and the way of derivatives through them.
+
+    Attributes:
+        unit: after the norm, (B, H, N, p), or (B, ..., rows) without heads.
+        radius: of the norm, (..., 1); None where there is no norm.
+        weight: W (rows, d); None where the features do not depend on the state.
+        heads: H, or None.
+    """
+
+    unit: Tensor
+    radius: Tensor | None
+    weight: Tensor | None
+    heads: int | None
+
+    @classmethod
+    def of(
+        cls, raw: Tensor, norm: RMSNorm | None, weight: Tensor | None, heads: int | None
+    ) -> Features:
+        unit, radius = (raw, None) if norm is None else norm.normalise(raw)
+        return cls(unit, radius, weight, heads)
+
+    def push(self, v: Tensor) -> Pair:
+        """What a change ``v`` of the state changes, before and after the norm."""
+        if self.weight is None:
+            still = torch.zeros_like(self.unit)
+            return still, still
+        raw = split_heads(F.linear(v, self.weight), self.heads)
+        if self.radius is None:
+            return raw, raw
+        return raw, RMSNorm.jacobian_product(self.unit, self.radius, raw)
+
+    def pull_back(self, force: Tensor, *, straight: bool = False) -> Tensor | float:
+        """A gradient by the features as one by the state; 0 where they are constant.
+
+        ``straight``: without the derivative of the norm.
+        """
+        if self.weight is None:
+            return 0.0
+        if self.radius is not None and not straight:
+            force = RMSNorm.jacobian_product(self.unit, self.radius, force)
+        return (force if self.heads is None else merge_heads(force)) @ self.weight
+
+    def pull_back_curvature(self, force: Tensor, curved: Tensor, raw: Tensor) -> Tensor | float:
+        """The change of :meth:`pull_back` of ``force`` as that changes by ``curved``.
+
+        ``raw`` is the change of the features before the norm.
+        """
+        if self.radius is not None:
+            curved = RMSNorm.hessian_product(self.unit, self.radius, force, curved, raw)
+        return self.pull_back(curved, straight=True)
+
+
+class Given(NamedTuple):
+    """What a function of features is given besides them.
+
+    Attributes:
+        mask: (B, N) bool, False at masked tokens.
+        gates: (B, ..., rows), weights of the features.
+        pairs: the pairs of tokens that may attend, and their biases.
+    """
+
+    mask: Tensor | None = None
+    gates: Tensor | None = None
+    pairs: Pairs | None = None
+
+
+class ProjectedEnergy(Energy):
+    """``E(z) = potential(y)`` of features ``y = norm(z W^T)``, with closed-form derivatives.
+
+    A subclass sets ``projection`` (or overrides ``weight``) and says what the potential is, by methods of
+    the features ``y``, (B, heads, N, p) or (B, ..., rows), and of what else is :class:`Given`::
+
+        token_value(y, given)         of each token, (B, ...); masked tokens are left out of their sum
+        potential(y, given)           in place of that, the value of each sample, (B,)
+        force(y, given)               the gradient of the potential by y, like y
+        curvature(y, v, given)        the Hessian by y times v, like y
+        potential_and_force(...)      two at once, where they share work
+        force_and_curvature(...)      likewise
+
+    What features see of the input comes from ``seen(x, mask, z)``. Features of masked tokens may be
+    anything finite: the gradient is zero there all the same.
 
     Args:
         dim: features d of the state.
@@ -185,95 +286,102 @@ class ProjectedEnergy(Energy):
         """W (rows, d), read once an evaluation: each read of a bounded weight computes it."""
         return self.projection.weight
 
-    @abstractmethod
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
-        """The potential of each sample, (B,), for features ``y``, and its gradient by ``y``."""
+    def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
+        """What is added to ``z W^T``, as for :func:`project`, and what else is given."""
+        return None, Given(mask)
+
+    def token_value(self, y: Tensor, given: Given) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define token_value or potential")
 
     @abstractmethod
-    def force_and_curvature(self, y: Tensor, v: Tensor, mask: Tensor | None) -> Pair:
-        """The gradient by ``y``, and the Hessian by ``y`` times ``v``."""
+    def force(self, y: Tensor, given: Given) -> Tensor: ...
 
-    def potential(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        return self.potential_and_force(y, mask)[0]
+    @abstractmethod
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor: ...
 
-    def force(self, y: Tensor, mask: Tensor | None) -> Tensor:
-        return self.potential_and_force(y, mask)[1]
+    def potential(self, y: Tensor, given: Given) -> Tensor:
+        return sum_samples(hide(self.token_value(y, given), given.mask))
 
-    def value_and_force(self, raw: Tensor, mask: Tensor | None) -> Pair:
-        """The potential and its gradient by the features ``raw`` before the norm."""
-        if self.norm is None:
-            return self.potential_and_force(raw, mask)
-        y, radius = self.norm.normalise(raw)
-        value, force = self.potential_and_force(y, mask)
-        return value, self.norm.jacobian_product(y, radius, force)
+    def potential_and_force(self, y: Tensor, given: Given) -> Pair:
+        return self.potential(y, given), self.force(y, given)
+
+    def force_and_curvature(self, y: Tensor, v: Tensor, given: Given) -> Pair:
+        return self.force(y, given), self.curvature(y, v, given)
 
     def features(
-        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
+        self,
+        z: Tensor,
+        x: Any = None,
+        *,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
-        """``norm(z W^T)``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
-        weight = self.weight if weight is None else weight
-        return self._features(self._visible(z, mask), weight)[0]
+        """``y``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
+        return self._at(z, x, mask, weight)[0].unit
 
     def straight_gradient(
-        self, z: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None
+        self,
+        z: Tensor,
+        x: Any = None,
+        *,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
-        """The gradient without the norm's derivative: ``dE/dy W`` at ``y = norm(z W^T)``, like ``z``.
+        """The gradient without the norm's derivative: ``dE/dy W`` at ``y``, like ``z``.
 
         It is zero at masked tokens, and the gradient of no function of z unless the norm is None;
         ``weight`` replaces W.
 
         Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
         """
-        z = self._visible(z, mask)
-        weight = self.weight if weight is None else weight
-        y, _ = self._features(z, weight)
-        return self._pull_back(self.force(y, mask), weight, mask).to(z.dtype)
+        at, given = self._at(z, x, mask, weight)
+        force = self.straight_force(at.unit, given)
+        return like_state(at.pull_back(force, straight=True), z, mask)
+
+    def straight_force(self, y: Tensor, given: Given) -> Tensor:
+        """The force of a :meth:`straight_gradient`."""
+        return self.force(y, given)
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self.potential(self.features(z, mask=mask), mask)
+        at, given = self._at(z, x, mask)
+        return self.potential(at.unit, given)
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        z, weight = self._visible(z, mask), self.weight
-        value, force = self.value_and_force(split_heads(F.linear(z, weight), self.heads), mask)
-        return value, self._pull_back(force, weight, mask).to(z.dtype)
+        at, given = self._at(z, x, mask)
+        value, force = self.potential_and_force(at.unit, given)
+        return value, like_state(at.pull_back(force), z, mask)
+
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        at, given = self._at(z, x, mask)
+        return like_state(at.pull_back(self.force(at.unit, given)), z, mask)
 
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        z, weight = self._visible(z, mask), self.weight
+        at, given = self._at(z, x, mask)
         check_vector(v, z)
-        y, radius = self._features(z, weight)
-        raw = split_heads(F.linear(hide(v, mask), weight), self.heads)
-        if self.norm is None or radius is None:
-            _, curved = self.force_and_curvature(y, raw, mask)
+        raw, moved = at.push(hide(v, mask))
+        if self.norm is None:
+            product = at.pull_back(self.curvature(at.unit, moved, given))
         else:
-            tangent = self.norm.jacobian_product(y, radius, raw)
-            force, curved = self.force_and_curvature(y, tangent, mask)
-            curved = self.norm.hessian_product(y, radius, force, curved, raw)
-        return self._pull_back(curved, weight, mask).to(z.dtype)
+            force, curved = self.force_and_curvature(at.unit, moved, given)
+            product = at.pull_back_curvature(force, curved, raw)
+        return like_state(product, z, mask)
 
-    def _visible(self, z: Tensor, mask: Tensor | None) -> Tensor:
+    def _at(
+        self, z: Tensor, x: Any, mask: Tensor | None, weight: Tensor | None = None
+    ) -> tuple[Features, Given]:
+        """The features at a state, and what else is given."""
         tokens = self.heads is not None
         check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=tokens)
-        return hide(z, mask)
-
-    def _features(self, z: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = split_heads(F.linear(z, weight), self.heads)
-        return (y, None) if self.norm is None else self.norm.normalise(y)
-
-    def _pull_back(self, force: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
-        force = force if self.heads is None else merge_heads(force)
-        return hide(force @ weight, mask)
+        added, given = self.seen(x, mask, z)
+        weight = self.weight if weight is None else weight
+        raw = project(hide(z, mask), weight, added, self.heads, mask)
+        return Features.of(raw, self.norm, weight, self.heads), given
 
     def extra_repr(self) -> str:
         return f"norm={self.norm}"
 
 
-class TokenEnergy(ProjectedEnergy):
-    """A function of each token's features, summed over the tokens; no heads."""
-
-    @abstractmethod
-    def token_value_and_force(self, y: Tensor) -> Pair:
-        """(B, ..., rows) -> the value of each token, (B, ...), and its gradient by ``y``."""
-
-    def potential_and_force(self, y: Tensor, mask: Tensor | None) -> Pair:
-        value, force = self.token_value_and_force(y)
-        return sum_samples(hide(value, mask)), force
+def like_state(gradient: Tensor | float, z: Tensor, mask: Tensor | None) -> Tensor:
+    """A gradient in the dtype of the state, zero at masked tokens."""
+    assert isinstance(gradient, Tensor)  # some features depend on the state
+    return hide(gradient, mask).to(z.dtype)

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.attention import head_width
-from implicit_attn.energies.checks import check_dtype, check_tokens, check_vector
-from implicit_attn.energies.energy import Energy
-from implicit_attn.energies.heads.features import Features, add_parts, project
-from implicit_attn.energies.heads.inputs import (
+from implicit_attn.energies.energy import Energy, Prepared
+from implicit_attn.energies.heads import (
     AttentionInput,
+    Beta,
+    HasTemperatures,
     HeadsContext,
     PairPattern,
     check_added,
+    check_held,
     check_kind,
     check_parts,
     masked_key,
@@ -23,11 +23,29 @@ from implicit_attn.energies.heads.inputs import (
     read_memory,
     read_pairs,
 )
-from implicit_attn.energies.heads.temperatures import Beta, HasTemperatures, Temperatures, describe
-from implicit_attn.energies.prepared import Prepared
-from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm
-from implicit_attn.energies.tokens import Pair, hide, sum_squares
-from implicit_attn.kernels import free_energy, frozen_keys
+from implicit_attn.energies.projected import (
+    SOFT_NORM,
+    Features,
+    Projection,
+    RMSNorm,
+    check_norm,
+    like_state,
+    project,
+)
+from implicit_attn.energies.tokens import (
+    Pair,
+    check_dtype,
+    check_tokens,
+    check_vector,
+    hide,
+    sum_squares,
+)
+from implicit_attn.kernels import (
+    check_backend,
+    explain_frozen_keys,
+    free_energy,
+    frozen_key_attention,
+)
 from implicit_attn.kernels.free_energy import Attended
 from implicit_attn.kernels.pairs import Pairs, token_pairs
 from solvers.core.checks import require_choice, require_count, require_flag
@@ -118,12 +136,10 @@ class SoftmaxAttention(HasTemperatures, Energy):
     ) -> None:
         super().__init__()
         require_choice("energy", energy, ("inner", "elastic"))
-        frozen_keys.check_frozen_key_backend(backend)
+        check_backend(backend, "frozen keys")
         check_kind(cross, causal, exclude_self, query_context_dim, backend)
-        self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
+        self.set_heads(dim, heads, head_dim, beta, learned_beta)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
-        self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
-        self._renew()
         self.norm, self._elastic = check_norm(norm), energy == "elastic"
         if context_dim is not None:
             require_count("context_dim", context_dim)
@@ -142,53 +158,49 @@ class SoftmaxAttention(HasTemperatures, Energy):
         self.concave = cross and energy == "inner" and norm is None
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """Keys of cross-attention, and whatever features see of ``x``, as a ``Prepared``."""
-        ignored = isinstance(x, Prepared) or self._ignores(x)
-        return x if ignored else Prepared(self._context(x, mask))
-
-    def held(self, x: Any) -> Any:
-        """Nothing, without a context; what looks at ``x`` all the same has to override this."""
-        return None if self._ignores(x) else x
+        """Keys of cross-attention and what features see of ``x``, as a ``Prepared``; None without either."""
+        if isinstance(x, Prepared):
+            return x
+        return None if self._ignores(x) else Prepared(self._context(x, mask))
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         at = self._evaluate(z, x, mask)
         if self.cross:
             attended, by_query = self._among_frozen_keys(at, mask)
-            gradient = add_parts(at.query.pull_back(by_query), None)
+            gradient = at.query.pull_back(by_query)
         else:
             attended = self._attend(at, mask)
             units, elastic = (at.query.unit, at.key.unit), self._elastic
             by_query, by_key = free_energy.forces(*units, attended, elastic=elastic)
-            gradient = add_parts(at.query.pull_back(by_query), at.key.pull_back(by_key))
-        value = -self._over_beta(attended.lse)
+            gradient = at.query.pull_back(by_query) + at.key.pull_back(by_key)
+        value = -self.over_beta(attended.lse)
         if self._elastic:
             value = value + 0.5 * sum_squares(attended.only(at.query.unit))
-        return value, hide(gradient, mask).to(z.dtype)
+        return value, like_state(gradient, z, mask)
 
     def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         at = self._evaluate(z, x, mask)
         check_vector(v, z)
         if self.cross:
             arguments, options = self._frozen(at)
-            if frozen_keys.explain_frozen_keys(*arguments, **options).backend != "reference":
+            if explain_frozen_keys(*arguments, **options).backend != "reference":
                 return super().hvp(z, v, x, mask=mask)  # no N x M matrix
         query, key, attended = at.query, at.key, self._attend(at, mask)
         raw_query, by_query = query.push(hide(v, mask))
-        by_query, beta = by_query.to(query.unit.dtype), self._score_beta(query.unit)
+        by_query, beta = by_query.to(query.unit.dtype), self.score_beta(query.unit)
         units, elastic = (query.unit, key.unit), self._elastic
         if self.cross:  # the keys stay
             both = free_energy.query_curvature(*units, by_query, beta, attended, elastic=elastic)
-            product = add_parts(query.pull_back_curvature(*both, raw_query), None)
-            return hide(product, mask).to(z.dtype)
+            product = query.pull_back_curvature(*both, raw_query)
+            return like_state(product, z, mask)
         raw_key, by_key = key.push(hide(v, mask))
         first = free_energy.forces(*units, attended, elastic=elastic)
         moved = by_query, by_key.to(key.unit.dtype)
         second = free_energy.curvatures(*units, moved, beta, attended, elastic=elastic)
-        product = add_parts(
-            query.pull_back_curvature(first[0], second[0], raw_query),
-            key.pull_back_curvature(first[1], second[1], raw_key),
-        )
-        return hide(product, mask).to(z.dtype)
+        product = query.pull_back_curvature(
+            first[0], second[0], raw_query
+        ) + key.pull_back_curvature(first[1], second[1], raw_key)
+        return like_state(product, z, mask)
 
     def _ignores(self, x: Any) -> bool:
         return not (self.cross or isinstance(x, AttentionInput)) and self.query_context is None
@@ -202,28 +214,32 @@ class SoftmaxAttention(HasTemperatures, Energy):
             context = _NOTHING if self._ignores(x) else self._context(x, mask, z)
         z, heads = hide(z, mask), self.heads
         check_added(context.query, z, name)
-        weight = self.query.weight
-        raw = project(z, weight, self.query_bias, heads, mask, context.query)
-        query = Features.of(raw, self.norm, weight)
+        query = self._features(z, self.query.weight, self.query_bias, mask, context.query)
         if self.cross:
             assert context.key is not None  # made of the memory
-            key = Features(context.key, None, None)
-            if key.unit.shape[0] != z.shape[0]:
-                raise ValueError(
-                    f"{name}: x must hold {z.shape[0]} samples like z, got {len(key.unit)}"
-                )
+            key = Features(context.key, None, None, heads)
+            check_held(key.unit, z, name)
         else:
-            weight = self.key.weight
-            raw = project(z, weight, self.key_bias, heads, mask, context.key)
-            key = Features.of(raw, self.norm, weight)
+            key = self._features(z, self.key.weight, self.key_bias, mask, context.key)
         shape = z.shape[0], heads, z.shape[1], key.unit.shape[2]
         pairs, seen = context.pairs(), context.mask
         if pairs is not None or self.pattern.own:
             pairs = self.pattern(shape, z.device, pairs)
         if self.cross and not shape[3]:
             (unit, seen), pairs = masked_key(key.unit), None
-            key = Features(unit, None, None)
+            key = Features(unit, None, None, heads)
         return _Evaluation(query, key, seen, pairs)
+
+    def _features(
+        self,
+        z: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        added: Tensor | None = None,
+    ) -> Features:
+        raw = project(z, weight, bias if added is None else added, self.heads, mask)
+        return Features.of(raw, self.norm, weight, self.heads)
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, heads = self._name(), self.heads
@@ -242,8 +258,7 @@ class SoftmaxAttention(HasTemperatures, Energy):
             width = self.key.weight.shape[1]
             memory, memory_mask = read_memory(x, width, z, name)
             check_dtype(memory, self.key.weight, name)
-            raw = project(memory, self.key.weight, self.key_bias, heads, memory_mask)
-            key = Features.of(raw, self.norm, None).unit
+            key = self._features(memory, self.key.weight, self.key_bias, memory_mask).unit
         elif self.key_context is not None:
             key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
         return HeadsContext(query, key, memory_mask, allowed, bias)
@@ -273,7 +288,7 @@ class SoftmaxAttention(HasTemperatures, Energy):
         return free_energy.attend(
             at.query.unit,
             at.key.unit,
-            self._score_beta(at.query.unit),
+            self.score_beta(at.query.unit),
             elastic=self._elastic,
             pairs=self._all_pairs(at, mask),
             limit=limit,
@@ -281,21 +296,19 @@ class SoftmaxAttention(HasTemperatures, Energy):
 
     def _frozen(self, at: _Evaluation) -> tuple[tuple[Tensor, Tensor, float], dict[str, Any]]:
         """Arguments of ``frozen_key_attention``; the elastic scores are products of wider features."""
-        query, key, beta = at.query.unit, at.key.unit, self._score_beta(at.query.unit)
+        query, key = at.query.unit, at.key.unit
         if self._elastic:  # q.k - |k|^2 / 2
             half = key.square().sum(-1, keepdim=True) * -0.5
             query = torch.cat((query, torch.ones_like(query[..., :1])), -1)
             key = torch.cat((key, half), -1)
-        if isinstance(beta, Tensor):  # beta q.k is a product of other queries
-            query, key, beta = query.to(beta.dtype) * beta, key.to(beta.dtype), 1.0
         allowed, bias = (None, None) if at.pairs is None else at.pairs
         options = {"mask": at.mask, "pairs": allowed, "bias": bias, "backend": self.backend}
-        return (query, key, beta), options
+        return self.at_one(query, key), options
 
     def _among_frozen_keys(self, at: _Evaluation, mask: Tensor | None) -> tuple[Attended, Tensor]:
         """What attends to what (without weights), and the gradient by the queries (B, H, N, p)."""
         arguments, options = self._frozen(at)
-        mean, lse = frozen_keys.frozen_key_attention(*arguments, **options)
+        mean, lse = frozen_key_attention(*arguments, **options)
         mean = mean[..., : self.width].to(at.query.unit.dtype)
         pairs = self._all_pairs(at, mask) if at.pairs is not None else None
         if pairs is not None and pairs.allowed is not None:
@@ -315,6 +328,6 @@ class SoftmaxAttention(HasTemperatures, Energy):
 
     def extra_repr(self) -> str:
         return (
-            f"heads={self.heads}, energy={self.energy}, cross={self.cross}, {describe(self.beta)}, "
+            f"heads={self.heads}, energy={self.energy}, cross={self.cross}, {self.described()}, "
             f"norm={self.norm}, causal={self.causal}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -14,7 +13,6 @@ from torch import Tensor
 from implicit_attn.kernels.operators import (
     differentiated,
     has_tangent,
-    mapped_size,
     transformed,
 )
 from solvers.core import modes
@@ -22,7 +20,7 @@ from solvers.core import modes
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
 
-_LOG = logging.getLogger("implicit_attn.kernels")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # exp of scores within this bound, and sums of them over any number of tokens, stay in float32.
 LARGEST_EXPONENT = 60.0
 
@@ -35,12 +33,6 @@ class Choice:
     reason: str
 
 
-def log_choice(kernel: str, choice: Choice) -> None:
-    """Tell the log, at the level DEBUG, which backend ``kernel`` takes and why."""
-    if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
-        _LOG.debug("%s: %s (%s)", kernel, choice.backend, choice.reason)
-
-
 def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     """The dense formula where only it can be differentiated as the caller does; else None."""
     if modes.exporting():
@@ -50,15 +42,6 @@ def dense_for_transforms(*tensors: Tensor) -> Choice | None:
     if differentiated():
         return Choice("reference", "inside torch.func.grad, which takes the dense formula apart")
     return None
-
-
-def dense_or_strips(z: Tensor, tokens: int, pairs: float, note: str = "") -> Choice:
-    """The dense formula up to so many tokens and, in all matrices together, pairs; else strips."""
-    count, matrices = z.shape[2], z.shape[0] * z.shape[1] * mapped_size()
-    size = f"{matrices} matrices of {count} x {count} pairs{note}"
-    if count <= tokens and matrices * count**2 <= pairs:
-        return Choice("reference", f"{size}: the dense formula has the least overhead")
-    return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
 
 
 def check_arguments(z: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
@@ -75,6 +58,43 @@ def check_arguments(z: Tensor, beta: float | Tensor, mask: Tensor | None) -> Non
     expected = (z.shape[0], z.shape[2])
     if tuple(mask.shape) != expected:
         raise ValueError(f"mask must have the shape (B, N) = {expected}, got {tuple(mask.shape)}")
+
+
+def check_lengths(z: Tensor, lengths: Tensor) -> None:
+    """``lengths`` (B,), integers from 0 to N, or an error that says so."""
+    if lengths.dtype not in _INTEGERS:
+        raise TypeError(f"lengths must be of an integer dtype, got {lengths.dtype}")
+    if tuple(lengths.shape) != (z.shape[0],):
+        raise ValueError(
+            f"lengths must have the shape (B,) = ({z.shape[0]},), got {tuple(lengths.shape)}"
+        )
+    # Numbers are looked at only where there are any, and without a wait for a device.
+    known = type(lengths) is Tensor and lengths.device.type == "cpu"
+    if not known or not len(lengths) or torch.compiler.is_compiling() or transformed():
+        return
+    least, most = (int(end) for end in lengths.aminmax())
+    if least < 0 or most > z.shape[2]:
+        raise ValueError(f"lengths must be from 0 to N = {z.shape[2]}, got {least} to {most}")
+
+
+def check_queries(query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None) -> None:
+    """``query`` (B, H, N, p), ``key`` (B, H, M, p), ``mask`` (B, M), or an error that says so."""
+    if not query.is_floating_point() or key.dtype != query.dtype:
+        raise TypeError(
+            f"query and key must be of one floating dtype, got {query.dtype} and {key.dtype}"
+        )
+    matrices = query.dim() == key.dim() == 4
+    if not matrices or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            "query and key must have the shapes (B, H, N, p) and (B, H, M, p), got "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    check_beta(beta)
+    expected = (key.shape[0], key.shape[2])
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
+        raise ValueError(
+            f"mask must be a bool tensor (B, M) = {expected}, got {mask.dtype} {tuple(mask.shape)}"
+        )
 
 
 def check_beta(beta: float | Tensor) -> None:

@@ -132,28 +132,22 @@ def _check(weights: Tensor | tuple[Tensor, Tensor], values: Tensor, vector: Tens
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{name} must be a tensor of a floating dtype, got {got}")
-    if isinstance(weights, (tuple, list)) and not all(isinstance(part, Tensor) for part in weights):
-        kinds = [type(part).__name__ for part in weights]
+    parts = list(weights) if isinstance(weights, (tuple, list)) else [weights]
+    if not all(isinstance(part, Tensor) for part in parts) or not 1 <= len(parts) <= 2:
+        kinds = [type(part).__name__ for part in parts]
         raise TypeError(f"weights must be a tensor or a pair of tensors (query, key), got {kinds}")
-    if isinstance(weights, Tensor):
-        queries, keys, lead = weights.shape[-2:-1], weights.shape[-1:], weights.shape[:-2]
-        fits = weights.dim() == 4
-    elif isinstance(weights, (tuple, list)) and len(weights) == 2:
-        query, key = weights
-        queries, keys, lead = query.shape[-2:-1], key.shape[-2:-1], query.shape[:-2]
-        fits = query.dim() == key.dim() == 4 and lead == key.shape[:2]
-        fits = fits and query.shape[-1] == key.shape[-1]
-    else:
-        raise TypeError(f"weights must be a tensor or a pair (query, key), got {type(weights)}")
-    parts = [weights] if isinstance(weights, Tensor) else weights
-    if not fits:
+    lead, (queries, keys) = parts[0].shape[:2], (parts[0].shape[-2:-1], parts[-1].shape[-2:-1])
+    fits = all(part.dim() == 4 and part.shape[:2] == lead for part in parts)
+    if len(parts) == 1:
+        keys = parts[0].shape[-1:]
+    if not fits or parts[0].shape[-1] != parts[-1].shape[-1]:
         raise ValueError(
             "weights must have the shape (B, H, N, M), or be a pair (B, H, N, p) and (B, H, M, p), "
             f"got {[tuple(part.shape) for part in parts]}"
         )
-    width = values.shape[-1:]
     for name, tensor, tokens in (("values", values, keys), ("vector", vector, queries)):
-        if tensor.shape != (*lead, *tokens, *width):
+        if tensor.shape != (*lead, *tokens, *values.shape[-1:]):
             raise ValueError(
-                f"{name} must have the shape {(*lead, *tokens, *width)}, got {tuple(tensor.shape)}"
+                f"{name} must have the shape {(*lead, *tokens, *values.shape[-1:])}, got "
+                f"{tuple(tensor.shape)}"
             )

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.models.heads import HeadsLayer
-from implicit_attn.models.recurrent import RecurrentBackbone, keep_masked
+from implicit_attn.models.recurrent import HeadsLayer, RecurrentBackbone, keep_masked
 from solvers.core.checks import require_count, require_positive
 
 
@@ -47,7 +46,8 @@ class CRATE(RecurrentBackbone):
         heads: attention heads, a divisor of d.
         step_size: of the ISTA step, eta.
         sparsity: weight of its l1 penalty, lambda.
-        layers, iterations, order: as for ``SharedTransformer``.
+        layers: their number.
+        recurrence: iterations, order and beyond of ``RecurrentBackbone``.
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
@@ -63,9 +63,8 @@ class CRATE(RecurrentBackbone):
         step_size: float = 0.1,
         sparsity: float = 0.1,
         layers: int = 1,
-        iterations: int = 12,
-        order: str = "blocks",
+        **recurrence: Any,
     ) -> None:
         options = {"step_size": step_size, "sparsity": sparsity}
         made = [CRATELayer(dim, heads, **options) for _ in range(require_count("layers", layers))]
-        super().__init__(dim, made, iterations, order=order)
+        super().__init__(dim, made, **recurrence)

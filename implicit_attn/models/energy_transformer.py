@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,9 +30,9 @@ class EnergyTransformerLayer(RecurrentLayer):
         heads: int,
         memories: int,
         *,
-        step_size: float,
-        deviation: float | None,
-        memory_bias: bool,
+        step_size: float = 0.1,
+        deviation: float | None = None,
+        memory_bias: bool = False,
         **attention: Any,
     ) -> None:
         super().__init__()
@@ -69,16 +68,17 @@ class EnergyTransformer(RecurrentBackbone):
         dim: features d.
         heads: attention heads.
         memories: of the Hopfield network, rows of xi; None: 4 d.
-        step_size: of the descent, eta; 0.1 is the paper's for images.
-        deviation: standard deviation of the initial weights; None: ``d^-1/2``.
-        bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, zero at first.
-        memory_bias: a bias of each memory, ``relu(xi_m.g + c_m)``, zero at first.
-        beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)`` for heads of width p.
-        learned_beta: train one for each head.
-        exclude_self: the paper's sum over ``B != C``: no token attends to itself. Its published code
-            sums over all tokens.
         layers: their number.
         iterations, order: as for ``RecurrentBackbone``.
+        options: of the layers:
+            step_size: of the descent, eta; 0.1 is the paper's for images.
+            deviation: standard deviation of the initial weights; None: ``d^-1/2``.
+            bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, zero at first.
+            memory_bias: a bias of each memory, ``relu(xi_m.g + c_m)``, zero at first.
+            beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)`` for heads of width p.
+            learned_beta: train one for each head.
+            exclude_self: the paper's sum over ``B != C``: no token attends to itself. Its published code
+                sums over all tokens.
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
@@ -92,21 +92,12 @@ class EnergyTransformer(RecurrentBackbone):
         heads: int,
         memories: int | None = None,
         *,
-        step_size: float = 0.1,
-        deviation: float | None = None,
-        bias: bool = False,
-        memory_bias: bool = False,
-        beta: float | Sequence[float] | None = None,
-        learned_beta: bool = False,
-        exclude_self: bool = False,
         layers: int = 1,
         iterations: int = 12,
         order: str = "blocks",
+        **options: Any,
     ) -> None:
         memories = 4 * dim if memories is None else memories
-        options: dict[str, Any] = {"step_size": step_size, "deviation": deviation, "bias": bias}
-        options |= {"beta": beta, "learned_beta": learned_beta, "exclude_self": exclude_self}
-        options["memory_bias"] = memory_bias
         number = require_count("layers", layers)
         made = [EnergyTransformerLayer(dim, heads, memories, **options) for _ in range(number)]
         super().__init__(dim, made, iterations, order=order)

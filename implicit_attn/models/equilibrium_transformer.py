@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from implicit_attn.block import EquilibriumBlock
-from implicit_attn.energies.checks import check_mask, check_state
+from implicit_attn.energies.tokens import check_mask, check_state
 from solvers.core.checks import require_count
 
 
@@ -25,10 +25,6 @@ class EquilibriumTransformer(nn.Module):
 
     Shapes: tokens (B, N, d) -> (B, N, d); ``mask`` (B, N) bool, False for masked tokens, which keep
     their input and influence no other token. How the latest solves went is in ``blocks[k].last``.
-
-    Raises:
-        TypeError: for an option that a block does not have.
-        ValueError: for blocks that are no backbone: cross attention, or tokens before samples.
 
     Example, a vision transformer of two blocks:
         >>> from implicit_attn.models import ImageClassifier

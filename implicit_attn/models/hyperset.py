@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.deq import DEQ
-from implicit_attn.energies.hyperset_energy import HyperSETEnergy
+from implicit_attn.energies.hyperset import HyperSETEnergy
 from implicit_attn.models.recurrent import RecurrentBackbone
-from implicit_attn.updates.hyperset_step import HyperSETLayer
-from implicit_attn.updates.official.networks import build_step_network
+from implicit_attn.updates.hyperset import HyperSETLayer
+from implicit_attn.updates.official import OfficialHyperSETLayer, build_step_network
 from solvers.core.checks import require_count, require_flag
+
+OFFICIAL = {"gains", "step_network", "descent"}  # what only the official code's layer has
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class HyperSET(RecurrentBackbone):
         step_size: "conditioned-state" (the paper's choice for classification), "conditioned-input"
             (for Sudoku and masked images), "learned" or "fixed".
         options: further arguments of ``HyperSETLayer``: initial_step, time_dim, attention,
-            feedforward, head_dim, epsilon, lora_rank, lora_scale, beta, gains, step_network, descent.
+            feedforward, head_dim, epsilon, lora_rank, lora_scale, beta; or of
+            ``OfficialHyperSETLayer``: gains, step_network, descent.
 
     Shapes: tokens (B, N, d) -> (B, N, d).
 
@@ -78,8 +81,9 @@ class HyperSET(RecurrentBackbone):
                 options.pop("initial_step", None),
             )
             more = {"initial": initial, "time_dim": options.pop("time_dim", 512)}
-            shared = options["steps"] = build_step_network(network, step_size, dim, **more)
-        made = [HyperSETLayer(dim, heads, memories, **options) for _ in range(number)]
+            shared = options["step_size"] = build_step_network(network, step_size, dim, **more)
+        kind = OfficialHyperSETLayer if OFFICIAL & options.keys() else HyperSETLayer
+        made = [kind(dim, heads, memories, **options) for _ in range(number)]
         super().__init__(dim, made, iterations, order=order, beyond=beyond)
         self.step_sizes = shared
 

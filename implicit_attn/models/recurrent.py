@@ -1,4 +1,4 @@
-"""Backbones that repeat shared layers for any number of iterations."""
+"""Backbones that repeat their layers, and what layers with softmax attention share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from implicit_attn.energies.checks import check_mask, check_state
-from implicit_attn.energies.tokens import hide
+from implicit_attn.energies.heads import head_width
+from implicit_attn.energies.tokens import check_mask, check_state, hide
 from solvers.core.checks import require_choice, require_count
 
 ORDERS = ("blocks", "cyclic")
@@ -104,3 +105,27 @@ class RecurrentBackbone(nn.Module):
 def keep_masked(z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
     """``z`` (B, N, d) with the masked tokens of ``x``."""
     return z if mask is None else torch.where(mask.unsqueeze(-1), z, x)
+
+
+class HeadsLayer(RecurrentLayer):
+    """Base of the layers: multi-head attention, the norm before it, and that of the second part."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.width = heads, head_width(dim, heads, None)
+        self.attention_norm, self.feedforward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def split(self, tokens: Tensor) -> Tensor:
+        """(B, N, k heads p) -> (B, k heads, N, p)."""
+        return tokens.unflatten(-1, (-1, self.width)).transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """``softmax(p^-1/2 Q K^T) V`` of each head, from (B, heads, N, p) to (B, N, heads p)."""
+        pairs = None
+        if mask is not None:
+            # A token may attend to itself even where it is masked: no row of the softmax is empty.
+            itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+            pairs = mask[:, None, None, :] | itself
+        scale = self.width**-0.5
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=scale)
+        return attended.transpose(1, 2).flatten(2)

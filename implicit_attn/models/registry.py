@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,44 +11,65 @@ import torch
 from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
-from implicit_attn.data.unpacking import damaged
-from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
-from implicit_attn.models.boards.board_solver import BoardSolver
+from implicit_attn.data.files import damaged
+from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.models.boards import BoardSolver
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
 from implicit_attn.models.equilibrium_transformer import EquilibriumTransformer
 from implicit_attn.models.hyperset import HyperSET, HyperSETEquilibrium
-from implicit_attn.models.image_classifier import ImageClassifier
-from implicit_attn.models.language.equilibrium import EquilibriumLanguageModel
-from implicit_attn.models.language.language_model import LanguageModel
-from implicit_attn.models.masked.masked_images import MaskedImageModel
-from implicit_attn.models.official.masked_codes import MaskedCodes
+from implicit_attn.models.images import ImageClassifier
+from implicit_attn.models.language import EquilibriumLanguageModel, LanguageModel, SymbolModel
+from implicit_attn.models.masked_images import MaskedImageModel
+from implicit_attn.models.official import MaskedCodes
 from implicit_attn.models.recurrent import ORDERS
-from implicit_attn.models.spins.spin_transformer import SpinTransformer
+from implicit_attn.models.spins import SpinClassifier, SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
-from implicit_attn.updates.official.descent import DESCENTS
-from implicit_attn.updates.official.gains import GAINS
-from implicit_attn.updates.official.networks import STEP_NETWORKS
-from implicit_attn.updates.step_sizes import STEP_SIZES
+from implicit_attn.updates.hyperset import STEP_SIZES
+from implicit_attn.updates.official import DESCENTS, GAINS, STEP_NETWORKS
 from solvers.core.checks import require_choice
 
 MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read from a file
 LEAST_ENTRY = 50  # bytes that a tensor takes in the header of a file
-EQUILIBRIUM, BLOCKS, SPINS = "hyperset-equilibrium", "equilibrium", "spin-transformer"
-SOLVED = (EQUILIBRIUM, BLOCKS, SPINS)  # backbones that solve, and so take options of a DEQ
-EQUILIBRIUM_LANGUAGE, BOARDS = "equilibrium-language-model", "board-solver"
-# Backbones without a feed-forward part, and what they have in its place.
-WITHOUT_WIDTH = {"crate": "whose dictionary is d x d", SPINS: "which has no hidden units"}
-BACKBONES: dict[str, Callable[..., nn.Module]] = {
-    "hyperset": HyperSET,
-    EQUILIBRIUM: HyperSETEquilibrium,
-    BLOCKS: EquilibriumTransformer,
-    "transformer": SharedTransformer,
-    "energy-transformer": EnergyTransformer,
-    "crate": CRATE,
-    SPINS: SpinTransformer,
+
+
+@dataclass(frozen=True)
+class Model:
+    """A row of ``MODELS``.
+
+    Attributes:
+        make: the class.
+        role: "backbone", tokens (B, N, d) -> (B, N, d); "around" a backbone; or "whole".
+        solves: whether it solves equilibria, and so takes options of a ``DEQ`` as ``layer``.
+        width: of backbones, the argument ``width`` where it is None, for d features; or the reason why
+            it has none.
+    """
+
+    make: Callable[..., nn.Module]
+    role: str
+    solves: bool = False
+    width: Callable[[int], int | None] | str = lambda dim: None
+
+
+MODELS: dict[str, Model] = {
+    "hyperset": Model(HyperSET, "backbone", width=lambda dim: dim),
+    "hyperset-equilibrium": Model(HyperSETEquilibrium, "backbone", True, lambda dim: dim),
+    "equilibrium": Model(EquilibriumTransformer, "backbone", True),
+    "transformer": Model(SharedTransformer, "backbone"),
+    "energy-transformer": Model(EnergyTransformer, "backbone"),
+    "crate": Model(CRATE, "backbone", width="whose dictionary is d x d"),
+    "spin-transformer": Model(SpinTransformer, "backbone", True, "which has no hidden units"),
+    "image-classifier": Model(ImageClassifier, "around"),
+    "masked-images": Model(MaskedImageModel, "around"),
+    "sudoku": Model(SudokuModel, "around"),
+    "masked-codes": Model(MaskedCodes, "around"),
+    "language-model": Model(LanguageModel, "whole"),
+    "equilibrium-language-model": Model(EquilibriumLanguageModel, "whole", True),
+    "board-solver": Model(BoardSolver, "whole", True),
+    "spin-classifier": Model(SpinClassifier, "whole", True),
 }
+BACKBONES = {name: row for name, row in MODELS.items() if row.role == "backbone"}
 # What some options of a backbone may be; not every backbone takes each, or each of its values.
 CHOICES: dict[str, tuple[str, ...]] = {
     "attention": tuple(ATTENTIONS),
@@ -58,18 +80,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "step_network": STEP_NETWORKS,
     "descent": DESCENTS,
 }
-KINDS: dict[str, Callable[..., nn.Module]] = {
-    "image-classifier": ImageClassifier,
-    "masked-images": MaskedImageModel,
-    "sudoku": SudokuModel,
-    "masked-codes": MaskedCodes,
-}
-# Kinds without a backbone.
-WHOLE: dict[str, Callable[..., nn.Module]] = {
-    "language-model": LanguageModel,
-    EQUILIBRIUM_LANGUAGE: EquilibriumLanguageModel,
-    BOARDS: BoardSolver,
-}
 
 
 def build_backbone(
@@ -78,8 +88,7 @@ def build_backbone(
     """A backbone of ``BACKBONES``: tokens (B, N, d) -> (B, N, d).
 
     Args:
-        name: "hyperset", "hyperset-equilibrium", "equilibrium", "transformer",
-            "energy-transformer", "crate" or "spin-transformer".
+        name: a key of ``BACKBONES``, "hyperset" for example.
         dim, heads: features d of a token, attention heads.
         width: memories of Hyper-SET (None: d) and of the Energy Transformer (None: 4 d), hidden
             units of the equilibrium blocks (None: 2 d) and of the transformer (None: 4 d); CRATE
@@ -90,13 +99,12 @@ def build_backbone(
         ValueError: for an unknown name, or a width for a backbone that has none.
         TypeError: for an option that the backbone does not have.
     """
-    if require_choice("name", name, BACKBONES) in WITHOUT_WIDTH:
+    row = BACKBONES[require_choice("name", name, BACKBONES)]
+    if isinstance(row.width, str):
         if width is not None:
-            raise ValueError(f"width must be None for {name!r}, {WITHOUT_WIDTH[name]}, got {width}")
-        return BACKBONES[name](dim, heads, **options)
-    if name.startswith("hyperset"):
-        width = dim if width is None else width
-    return BACKBONES[name](dim, heads, width, **options)
+            raise ValueError(f"width must be None for {name!r}, {row.width}, got {width}")
+        return row.make(dim, heads, **options)
+    return row.make(dim, heads, row.width(dim) if width is None else width, **options)
 
 
 def build_model(
@@ -105,35 +113,35 @@ def build_model(
     """A model from a specification, with new random weights.
 
     Args:
-        specification: ``kind``, one of ``KINDS``; ``backbone``, the arguments of
-            :func:`build_backbone` with ``name`` among them; and the arguments of that kind of model
-            (``image_size``, ``channels``, ``classes``, ``patch``, ...). The kinds of ``WHOLE``,
-            language models and the board solver, have no backbone.
-        layer: how equilibria are solved for, options of ``DEQ``; for the backbones of ``SOLVED``
-            only. It is no part of the specification because it changes no weight.
+        specification: ``kind``, a key of ``MODELS`` that is no backbone; the arguments of that model
+            (``image_size``, ``channels``, ...); and where it is built around a ``backbone``, the
+            arguments of :func:`build_backbone` as a dict.
+        layer: how equilibria are solved for, options of ``DEQ``; for models and backbones that solve
+            some. It is no part of the specification because it changes no weight.
 
     Raises:
-        ValueError: ``kind`` or ``backbone`` is missing or unknown, or ``layer`` is given for a
-            backbone that solves nothing. Errors of the model and the backbone pass through.
+        ValueError: ``kind`` or ``backbone`` is missing or unknown, or ``layer`` is given where nothing
+            is solved. Errors of the model and the backbone pass through.
     """
     settings = dict(specification)
-    kind = require_choice("kind", settings.pop("kind", None), (*KINDS, *WHOLE))
-    if kind in WHOLE:
-        if layer is not None:
-            if kind not in (EQUILIBRIUM_LANGUAGE, BOARDS):
-                raise ValueError(f"layer must be None for the kind {kind!r}, got {layer}")
-            settings["layer"] = dict(layer)
-        return WHOLE[kind](**settings)
-    backbone = settings.pop("backbone", None)
-    if not isinstance(backbone, Mapping) or "name" not in backbone:
-        raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
-    options: dict[str, Any] = dict(backbone)
+    kinds = [name for name in MODELS if name not in BACKBONES]
+    kind = require_choice("kind", settings.pop("kind", None), kinds)
+    row, taker, what = MODELS[kind], settings, f"the kind {kind!r}"
+    if row.role == "around":
+        backbone = settings.pop("backbone", None)
+        if not isinstance(backbone, Mapping) or "name" not in backbone:
+            raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
+        name, taker = backbone["name"], dict(backbone)
+        solver, what = BACKBONES.get(name, row), f"the backbone {name!r}"
+    else:
+        solver = row
     if layer is not None:
-        if backbone["name"] not in SOLVED:
-            name = backbone["name"]
-            raise ValueError(f"layer must be None for the backbone {name!r}, got {layer}")
-        options["layer"] = dict(layer)
-    return KINDS[kind](build_backbone(**options), **settings)
+        if not solver.solves:
+            raise ValueError(f"layer must be None for {what}, got {layer}")
+        taker["layer"] = dict(layer)
+    if row.role == "around":
+        return row.make(build_backbone(**taker), **settings)
+    return row.make(**settings)
 
 
 def load_model(
@@ -163,6 +171,13 @@ def load_model(
     with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
         model = build_model(specification, layer=layer)
     progress = load_checkpoint(path, model, restore_random=False)
+    if isinstance(model, SymbolModel) and (alphabet := settings.get("alphabet")) is not None:
+        if not len(set(alphabet)) == len(alphabet) == model.vocabulary:
+            raise ValueError(
+                f"{path} has an alphabet of {len(set(alphabet))} different characters among "
+                f"{len(alphabet)}, its model expects {model.vocabulary}"
+            )
+        model.alphabet = alphabet
     return model.eval(), progress
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn.data.sudoku_boards import CELLS, PLACES, SIDE
-from implicit_attn.models.image_classifier import grid_positions
-from implicit_attn.models.patches import token_width
+from implicit_attn.models.images import grid_positions, token_width
 from solvers.core.checks import require_choice
 
 STARTS = ("random", "units")

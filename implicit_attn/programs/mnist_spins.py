@@ -1,147 +1,78 @@
-"""Train attention made of coupled vector spins to read MNIST, and watch the couplings form.
-
-    implicit-attn train mnist-spins                 # the full training, minutes an epoch at most
-    implicit-attn train mnist-spins --resume        # go on where an interrupted run stopped
-    implicit-attn train mnist-spins --shipped       # no training: study the weights that come along
-    implicit-attn train mnist-spins --overwrite     # replace the files of an earlier run in the folder
-
-An image becomes the fields x of 16 sites; a class token has a learned field. The layer returns their
-mean-field response ``z = J z - f(z) + x``. The state of the class token, which depends on the image
-through the couplings J alone, is read out. MNIST is taken from $IMPLICIT_ATTN_DATA or downloaded.
-"""
+"""Attention made of coupled vector spins reads MNIST: ``implicit-attn train mnist-spins``."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
-import solvers
-from implicit_attn.checkpoint import load_checkpoint, read_progress
-from implicit_attn.checkpoint.files import RunLock
-from implicit_attn.command_line import Parser, command, count, mistakes, positive, whole
 from implicit_attn.data import RandomAffine, load
-from implicit_attn.data.unpacking import damaged
 from implicit_attn.models import SpinClassifier
-from implicit_attn.studies import write_report
-from implicit_attn.training import Training, accuracy, run_script
-from implicit_attn.training.claims import remove_results
-from implicit_attn.training.options import (
-    add_result_options,
-    add_solver_options,
-    add_training_options,
-    build_recipe,
-    layer_options,
-    settings,
-)
-from implicit_attn.training.script import checkpoint_path, claim, save_weights
-from implicit_attn.weights import weights_path
+from implicit_attn.studies import Subject, report
+from implicit_attn.training import Training, accuracy
+from implicit_attn.training.script import Job, Values, layer_options, save_weights, take_recipe
+from implicit_attn.training.script import Program as Script
 
-SHIPPED = weights_path("mnist-spins")
+PRESET: Values = {
+    "dim": 10, "bound": 0.9, "epochs": 10, "batch": 128, "rate": 4e-3, "floor": 0.002,
+    "rtol": 1e-4, "max_steps": 60,
+}  # fmt: skip
 
 
-def command_line() -> Parser:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    add = parser.add_argument
-    add("--data", choices=("mnist", "fashion-mnist"), default="mnist")
-    add("--dim", type=whole(1, 500), default=10, help="components of a site")
-    add("--bound", type=positive, default=0.9, help="bound on the spectral norm of the couplings")
-    add("--epochs", type=count, default=10)
-    add_training_options(parser, batch=128, rate=4e-3)
-    add_solver_options(parser, rtol=1e-4)
-    add("--limit", type=count, help="use only so many training images")
-    add_result_options(parser, "folder of the report (default runs/DATA-spins[-shipped])")
-    add("--shipped", action="store_true", help="train nothing, study the shipped weights")
-    return parser
+@dataclass(kw_only=True)
+class MnistSpins(Script):
+    """Train attention made of coupled vector spins to read MNIST, and watch the couplings form.
+
+    implicit-attn train mnist-spins: minutes an epoch at most. The shipped weights are studied by
+    implicit-attn study report --weights mnist-spins.
+
+    An image becomes the fields x of 16 sites; a class token has a learned field. The layer returns
+    their mean-field response z = J z - f(z) + x. The state of the class token, which depends on the
+    image through the couplings J alone, is read out.
+    """
+
+    data: Literal["mnist", "fashion-mnist"] = "mnist"
+    limit: int | None = None
+    """use only so many training images"""
+
+    def folder(self) -> str:
+        return f"{self.data}-spins"
+
+    def job(self, first: bool) -> Job:
+        data = load(self.data).first(self.limit)
+        values = self.values(PRESET)
+        kept = {name: values[name] for name in ("dim", "bound", "rtol", "max_steps")}
+        kept |= {"data": self.data, "limit": self.limit}
+        recipe = take_recipe(values, self.seed)
+        layer = layer_options(values.pop("rtol"), max_steps=values.pop("max_steps"))
+        kept["model"] = {"kind": "spin-classifier", **values}
+        torch.manual_seed(self.seed)
+        model = SpinClassifier(**values, layer=layer)
+        return Job(model, data, recipe, kept, augment=RandomAffine(), observe=site_norms)
+
+    def report(self, training: Training) -> None:
+        """Tables as CSV and text, one picture."""
+        if training.fabric.global_rank != 0:
+            return
+        save_weights(training)
+        data, model, history = training.data, training.model, training.history
+        right = 100 * accuracy(model, data.test_images, data.test_labels)
+        title = (
+            f"{self.data}, spins of dimension {model.attention.couplings.dim}: test accuracy "
+            f"{right:.2f} %, {model.parameter_count} parameters"
+        )
+        rtol, spent = training.settings["rtol"], max(1, int(history[-1]["evaluations"]))
+        subject = Subject(
+            model, data.test_images, data.test_labels, spent, rtol, title=title, history=history
+        )
+        found = report(subject, training.observations)
+        found.save(self.place / "report", title)
+        print(f"\n{title}\n{training.summary()}\n\n{found}\n\nreport: {self.place / 'report.png'}")
 
 
-def complete(parser: Parser, options: argparse.Namespace) -> argparse.Namespace:
-    given = [name for name in vars(options) if getattr(options, name) != parser.get_default(name)]
-    unused = sorted(set(given) - {"shipped", "out", "overwrite"})
-    if options.shipped and unused:
-        parser.error(f"--shipped studies weights as they were trained and takes no --{unused[0]}")
-    kind = "spins-shipped" if options.shipped else "spins"
-    options.out = options.out or Path("runs") / f"{options.data}-{kind}"
-    return options
-
-
-def build(options: argparse.Namespace) -> SpinClassifier:
-    torch.manual_seed(options.seed)
-    return SpinClassifier(
-        dim=options.dim,
-        bound=options.bound,
-        layer=layer_options(options, tolerance=solvers.Tolerance, adjoint=solvers.Implicit),
-    )
-
-
-def site_norms(model: SpinClassifier) -> list[list[float]]:
+def site_norms(model: Any) -> list[list[float]]:
     """Frobenius norms of the couplings between sites, rounded for the checkpoint."""
     with torch.no_grad():
         norms = model.attention.couplings.site_norms()
     return [[round(value, 4) for value in row] for row in norms.tolist()]
-
-
-def report(model: SpinClassifier, data: Any, history: Any, couplings: Any, options: Any) -> None:
-    """Tables as CSV and text, one picture."""
-    right = 100 * accuracy(model, data.test_images, data.test_labels)
-    title = (
-        f"{options.data}, spins of dimension {model.attention.couplings.dim}: test accuracy "
-        f"{right:.2f} %, {model.parameter_count} parameters"
-    )
-    print(f"\n{title}")
-    print(write_report(model, data, history, options.out, title, options.rtol, couplings))
-    print(f"\nreport: {options.out / 'report.png'} (tables beside it as CSV)")
-
-
-def study_shipped(options: argparse.Namespace) -> None:
-    """The report of the shipped weights, over that of an earlier run only with ``--overwrite``."""
-    path = checkpoint_path(options)
-    with mistakes("--shipped"), damaged(SHIPPED, "the checkpoint of this example"):
-        progress = read_progress(SHIPPED)
-        for name, value in progress["settings"].items():
-            setattr(options, name, value)  # the model as it was trained
-        model = build(options)
-        load_checkpoint(SHIPPED, model)
-    with mistakes("--data"):
-        data = load(options.data)
-    # Nothing of the run that is replaced stays beside the report of another model.
-    remove_results(path)
-    path.unlink(missing_ok=True)
-    report(model, data, progress["history"], progress["observations"], options)
-
-
-def train(options: argparse.Namespace, lock: RunLock) -> None:
-    with mistakes("--data"):
-        data = load(options.data).first(options.limit)
-    with mistakes():
-        training = Training(
-            build(options),
-            data,
-            build_recipe(options, floor=0.002),
-            checkpoint_path(options),
-            settings(options, "shipped"),
-            augment=RandomAffine(),
-            observe=site_norms,
-        )
-    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
-    print(f"\n{training.summary()}")
-    save_weights(training)
-    report(training.model, data, training.history, training.observations, options)  # type: ignore[arg-type]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line()
-    with command(parser):
-        options = complete(parser, parser.parse_args(arguments))
-        with claim(options) as lock:
-            if options.shipped:
-                study_shipped(options)
-            else:
-                train(options, lock)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,67 +1,37 @@
-"""Learn to solve Sudoku at equilibrium: from boards, without being told a rule.
-
-    implicit-attn train solve-sudoku                              # an hour on two cores
-    implicit-attn train solve-sudoku --resume                     # go on where a run stopped
-    implicit-attn train solve-sudoku --weights sudoku-solver
-    implicit-attn train solve-sudoku --givens 26 34 --iterations 12 --window 12 --epochs 3 \\
-        --out runs/solve-easy                                    # trained on easy boards only
-
-Which cells constrain each other is learned first, in seconds: a head of factored attention predicts
-every cell of complete boards from the other 80. Its strong pairs form a graph, whose maximal cliques
-are the groups of the model, 27 for Sudoku. The model then repeats one update, in which cells and groups
-exchange features of each digit; all its weights are shared by all cells and digits. Training puzzles
-have numbers of iterations and of givens drawn at random. In the end boards are solved with 1/4 to 16
-times the iterations of training, and with as many as each of them needs.
-
-The puzzles have 17 to 34 givens, made from the list of 17-clue puzzles (Gordon Royle, CC BY 2.5) in
-$IMPLICIT_ATTN_DATA/sudoku; without it they are generated.
-"""
+"""An update that learns to solve Sudoku from boards alone: ``implicit-attn train solve-sudoku``."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import solvers
-from implicit_attn.checkpoint.files import RunLock
-from implicit_attn.command_line import (
-    Parser,
-    command,
-    count,
-    learning_rate,
-    make_folder,
-    mistakes,
-    place,
-    refuse_huge,
-    repeats,
-    size,
-    whole,
+from implicit_attn.command_line import make_folder, mistakes
+from implicit_attn.data import (
+    SudokuData,
+    board_counts,
+    load_sudoku,
+    resolve_source,
+    solve_by_singles,
 )
-from implicit_attn.data import SudokuData, board_counts, load_sudoku, resolve_source
+from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
 from implicit_attn.optional import require
-from implicit_attn.studies.experiments.boards.filling import (
-    filling_animation,
-    filling_figure,
-    frames_of,
+from implicit_attn.studies.figures.boards import filling_animation, filling_figure, frames_of
+from implicit_attn.training import SudokuCompletion, Training
+from implicit_attn.training.script import (
+    Job,
+    Program,
+    Values,
+    choose_threads,
+    save_weights,
+    take_recipe,
 )
-from implicit_attn.studies.experiments.boards.singles import solve_by_singles
-from implicit_attn.training import BoardCompletion, run_script
-from implicit_attn.training.boards.completion import reveal_up_to
-from implicit_attn.training.boards.measures import solved_by_iterations, solved_when_converged
-from implicit_attn.training.options import (
-    add_process_options,
-    add_result_options,
-    add_training_options,
-    settings,
-)
-from implicit_attn.training.script import build_training, claim, save_weights, start
 from implicit_attn.weights import weights_file
 
 CELLS, DIGITS = 81, 9
@@ -69,127 +39,110 @@ GIVENS = (17, 20, 25, 30, 34)  # of the puzzles in the table at the end
 TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)  # the iterations of training
 RTOL = 1e-3
 PICTURES = 100  # of an animation, at most
+PRESET: Values = {
+    "features": 24, "width": 48, "epochs": 20, "batch": 36, "rate": 3e-3, "weight_decay": 1e-3,
+}  # fmt: skip
 
 
-def command_line() -> Parser:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    add, puzzles = parser.add_argument, whole(1, 40_000)
-    add("--train", type=puzzles, default=9000, help="puzzles to train on")
-    add("--test", type=puzzles, default=1000, help="puzzles to test on")
-    add("--source", choices=("auto", "list", "generated"), default="auto", help="of the puzzles")
-    add(
-        "--givens", type=whole(1, 80), nargs=2, default=[17, 34], metavar=("LEAST", "MOST"),
-        help="of the training puzzles, drawn anew each time",
-    )  # fmt: skip
-    add("--features", type=size, default=24, help="of the state of a cell and digit")
-    add("--width", type=size, default=48, help="hidden units of the update")
-    add("--iterations", type=repeats, default=32, help="of the update, at most, in training")
-    add("--window", type=repeats, default=10, help="last iterations that are trained")
-    add("--epochs", type=count, default=20)
-    add_training_options(parser, batch=36, rate=3e-3)
-    add("--weight-decay", type=learning_rate, default=1e-3)
-    add_process_options(parser, save_every=100)
-    add_result_options(parser, "folder of the results (default runs/solve-sudoku)")
-    text = "file, or name of shipped weights: only test them"
-    add("--weights", type=weights_file, help=text)
-    add("--figure", type=place, help="PNG of the solved shares and a board; .gif: its animation")
-    add("--boards", type=puzzles, default=200, help="puzzles of each number of givens in the table")
-    return parser
+@dataclass(kw_only=True)
+class SolveSudoku(Program):
+    """Learn to solve Sudoku at equilibrium: from boards, without being told a rule.
 
+    implicit-attn train solve-sudoku: an hour on two cores. With --weights sudoku-solver no training,
+    only the table; --givens 26 34 --iterations 12 --window 12 --epochs 3: easy boards only.
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = command_line()
-    options = parser.parse_args(words)
-    if options.givens[0] > options.givens[1]:
-        parser.error("--givens must be LEAST <= MOST, got {} {}".format(*options.givens))
-    if options.window > options.iterations:
-        parser.error(f"--window must be <= --iterations, got {options.window}")
-    if options.figure is not None:  # before an hour of training
-        if options.figure.suffix not in (".png", ".gif"):
-            parser.error(f"argument --figure: must end in .png or .gif, got {options.figure}")
-        with mistakes("--figure"):
-            require("matplotlib", extra="examples")
-            make_folder(options.figure.parent)
-    options.random_iterations = (options.window, options.iterations)  # of each batch
-    options.out = options.out or Path("runs/solve-sudoku")
-    return options
+    Which cells constrain each other is learned first, in seconds: a head of factored attention
+    predicts every cell of complete boards from the other 80. Its strong pairs form a graph, whose
+    maximal cliques are the groups of the model, 27 for Sudoku. The model then repeats one update, in
+    which cells and groups exchange features of each digit; all its weights are shared by all cells and
+    digits. Training puzzles have numbers of iterations and of givens drawn at random. In the end boards
+    are solved with 1/4 to 16 times the iterations of training, and with as many as each needs.
 
+    The puzzles have 17 to 34 givens, made from the list of 17-clue puzzles (Gordon Royle, CC BY 2.5) in
+    $IMPLICIT_ATTN_DATA/sudoku; without it they are generated.
+    """
 
-def puzzles(options: argparse.Namespace, first: bool) -> tuple[SudokuData, SudokuData]:
-    """The puzzles without further givens, and with 0 to 17 more, as the program ``sudoku`` has them."""
-    with mistakes("--source", first=first):
-        source = resolve_source(options.source)
-    with mistakes("--train", first=first):
-        few, mixed = (
-            load_sudoku(options.train, options.test, source=source, more=more, seed=options.seed)
-            for more in (0, None)
-        )
-    return few, mixed
+    train: int = 9000
+    """puzzles to train on"""
+    test: int = 1000
+    """puzzles to test on"""
+    source: Literal["auto", "list", "generated"] = "auto"
+    """of the puzzles"""
+    givens: tuple[int, int] = (17, 34)
+    """of the training puzzles, least and most, drawn anew each time"""
+    iterations: int = 32
+    """of the update, at most, in training"""
+    window: int = 10
+    """last iterations that are trained"""
+    weights: str | None = None
+    """file, or name of shipped weights: only test them"""
+    figure: Path | None = None
+    """PNG of the solved shares and a board; .gif: its animation"""
+    boards: int = 200
+    """puzzles of each number of givens in the table"""
 
+    def folder(self) -> str:
+        return "solve-sudoku"
 
-def specification(options: argparse.Namespace, groups: list[list[int]]) -> dict[str, Any]:
-    """From which ``build_model`` builds the model, and ``load_model`` builds it again."""
-    sizes = {name: getattr(options, name) for name in ("features", "width", "iterations", "window")}
-    return {
-        "kind": "board-solver", "groups": groups, "cells": CELLS, "colours": DIGITS, **sizes,
-    }  # fmt: skip
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    with command(command_line()):
-        run(arguments(words))
-
-
-def run(options: argparse.Namespace) -> None:
-    if options.weights is not None:
-        with mistakes("--weights"):
-            model, _ = load_model(options.weights)
+    def run(self) -> None:
+        with mistakes():
+            self._check()
+        if self.weights is None:
+            super().run()
+            return
+        with mistakes():
+            model, _ = load_model(weights_file(self.weights))
             if not isinstance(model, BoardSolver):
-                raise ValueError(f"must be of a board solver, got a {type(model).__name__}")
-        report(model, *puzzles(options, True), options)
-        return
-    with mistakes():
-        refuse_huge(lambda: build_model(specification(options, [[0]])), name="--features")
-        fabric = start(options)
-    with claim(options, fabric) as lock:
-        train(options, fabric, lock)
+                raise ValueError(f"weights must be of a board solver, got a {type(model).__name__}")
+            few, mixed = self._puzzles()
+        choose_threads(model)
+        show(model, few, mixed, self)
 
+    def _check(self) -> None:
+        least, most = self.givens
+        if not least <= most <= CELLS - 1:
+            raise ValueError(f"givens must be LEAST <= MOST <= {CELLS - 1}, got {least} {most}")
+        if self.window > self.iterations:
+            raise ValueError(f"window must be <= iterations, got {self.window}")
+        if self.figure is not None:  # before an hour of training
+            if self.figure.suffix not in (".png", ".gif"):
+                raise ValueError(f"figure must end in .png or .gif, got {self.figure}")
+            require("matplotlib", extra="examples")
+            make_folder(self.figure.parent)
 
-def train(options: argparse.Namespace, fabric: Any, lock: RunLock) -> None:
-    first = fabric.global_rank == 0
-    few, mixed = puzzles(options, first)
-    with mistakes("--train", first=first):
-        groups = learn_groups(few.train_solutions - 1, DIGITS, seed=options.seed)
-    if first:
-        print(f"data: {mixed.name}, {options.train} training and {options.test} test puzzles")
-        sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
-        print(f"learned from their solutions: {len(groups)} groups of {sizes} cells")
-    built = specification(options, groups)
-    torch.manual_seed(options.seed)
-    model: Any = build_model(built, layer={"on_failure": "ignore"})
-    data = replace(mixed, train_puzzles=few.train_puzzles)
-    with mistakes(first=first):
-        training = build_training(
-            options,
-            model,
-            BoardCompletion(data, givens=tuple(options.givens)),
-            {
-                **settings(options, "weights", "boards", "figure", "source"),
-                "data": data.name,
-                "model": built,
-            },
-            fabric=fabric,
+    def _puzzles(self) -> tuple[SudokuData, SudokuData]:
+        """Without further givens, and with 0 to 17 more, as the program ``sudoku`` has them."""
+        options: Any = {"source": resolve_source(self.source), "seed": self.seed}
+        few, mixed = (load_sudoku(self.train, self.test, more=n, **options) for n in (0, None))
+        return few, mixed
+
+    def job(self, first: bool) -> Job:
+        self.few, self.mixed = self._puzzles()
+        groups = learn_groups(self.few.train_solutions - 1, DIGITS, seed=self.seed)
+        if first:
+            print(f"data: {self.mixed.name}, {self.train} training and {self.test} test puzzles")
+            sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
+            print(f"learned from their solutions: {len(groups)} groups of {sizes} cells")
+        values = self.values(PRESET) | {"random_iterations": (self.window, self.iterations)}
+        recipe = take_recipe(values, self.seed)
+        built = {"kind": "board-solver", "groups": groups, "cells": CELLS, "colours": DIGITS}
+        built |= {"iterations": self.iterations, "window": self.window, **values}
+        torch.manual_seed(self.seed)
+        model = build_model(built, layer={"on_failure": "ignore"})
+        task = SudokuCompletion(
+            replace(self.mixed, train_puzzles=self.few.train_puzzles), givens=self.givens
         )
-    run_script(training, resume=options.resume, overwrite=options.overwrite, lock=lock)
-    if first:
-        save_weights(training)
-        print(f"{training.summary()}; tables, checkpoint and weights: {options.out}")
-        report(model.eval(), few, mixed, options)
+        kept = {"data": self.mixed.name, "train": self.train, "test": self.test, "model": built}
+        return Job(model, task, recipe, {**kept, "givens": self.givens})
+
+    def report(self, training: Training) -> None:
+        if training.fabric.global_rank == 0:
+            save_weights(training)
+            print(f"{training.summary()}; tables, checkpoint and weights: {self.place}")
+            show(training.model.eval(), self.few, self.mixed, self)
 
 
-def report(
-    model: BoardSolver, few: SudokuData, mixed: SudokuData, options: argparse.Namespace
-) -> None:
+def show(model: BoardSolver, few: SudokuData, mixed: SudokuData, options: SolveSudoku) -> None:
     """Print the solved boards by givens and by iterations, beside those that logic solves."""
     device = next(model.parameters()).device
     few, mixed, trained = few.to(device), mixed.to(device), model.iterations
@@ -200,30 +153,19 @@ def report(
         "boards solved, %: by naked and hidden singles (logic), after so many iterations, and with"
     )
     print(f"as many as each takes to a residual of {RTOL:g}, at most {max(marks)}")
-    heads = [
-        "givens",
-        "boards",
-        "singles",
-        *map(str, marks),
-        "adaptive",
-        "converged",
-        "evaluations",
-    ]
+    ends = ("adaptive", "converged", "evaluations")
+    heads = ["givens", "boards", "singles", *map(str, marks), *ends]
     print("  ".join(f"{head:>7}" for head in heads))
     curves = {}
     for name, boards, answers in test_sets(few, mixed, options):
-        singles = solved_share(solve_by_singles(boards.cpu()), boards.cpu(), answers.cpu())
-        shares = solved_by_iterations(model, boards, answers, marks).boards
-        curves[name] = shares
-        own = solved_when_converged(
-            model, boards, answers, solver=solvers.Forward(), max_steps=max(marks),
-            tolerance=solvers.Tolerance(rtol=RTOL), on_failure="ignore",
-        )  # fmt: skip
-        values = [f"{100 * share:.1f}" for share in (singles, *shares, own.solved, own.converged)]
-        cells = [name, str(len(boards)), *values, f"{own.mean_evaluations:.0f}"]
+        singles = _share(_solved(solve_by_singles(boards.cpu()), boards.cpu(), answers.cpu()))
+        curves[name] = shares = solved_after(model, boards, answers, marks)
+        *own, evaluations = solved_when_converged(model, boards, answers, max(marks))
+        values = [f"{100 * share:.1f}" for share in (singles, *shares, *own)]
+        cells = [name, str(len(boards)), *values, f"{evaluations:.0f}"]
         print("  ".join(f"{cell:>{max(7, len(h))}}" for cell, h in zip(cells, heads, strict=True)))
     if options.figure is not None:
-        with mistakes("--figure"):
+        with mistakes():
             draw(model, options.figure, test_sets(few, mixed, options)[0], curves, marks)
 
 
@@ -254,7 +196,7 @@ def draw(
 
 
 def test_sets(
-    few: SudokuData, mixed: SudokuData, options: argparse.Namespace
+    few: SudokuData, mixed: SudokuData, options: SolveSudoku
 ) -> list[tuple[str, Tensor, Tensor]]:
     """Puzzles and solutions by their number of givens, and all test puzzles as they are."""
     generator = torch.Generator().manual_seed(options.seed)
@@ -270,10 +212,40 @@ def test_sets(
     return [*sets, (f"{least}-{most}", mixed.test_puzzles, mixed.test_solutions)]
 
 
-def solved_share(boards: Tensor, puzzles: Tensor, solutions: Tensor) -> float:
+@torch.no_grad()
+def solved_after(
+    model: BoardSolver, puzzles: Tensor, solutions: Tensor, at: Sequence[int], batch: int = 100
+) -> list[float]:
+    """Shares of boards (B, 81) that are solved after each number of iterations ``at``."""
+    found: dict[int, list[Tensor]] = {number: [] for number in at}
+    for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
+        for number, logits in enumerate(model.trajectory(part, max(at)), start=1):
+            if number in found:
+                found[number].append(_solved(logits.argmax(-1) + 1, part, answers))
+    return [_share(torch.cat(found[number])) for number in at]
+
+
+@torch.no_grad()
+def solved_when_converged(
+    model: BoardSolver, puzzles: Tensor, solutions: Tensor, most: int, batch: int = 100
+) -> tuple[float, float, float]:
+    """Where each board stops by itself: shares solved and converged, and the mean of the evaluations."""
+    rows = []
+    for part, answers in zip(puzzles.split(batch), solutions.split(batch), strict=True):
+        found = model.solve(
+            part, solver=solvers.Forward(), max_steps=most,
+            tolerance=solvers.Tolerance(rtol=RTOL), on_failure="ignore",
+        )  # fmt: skip
+        right = _solved(found.value.argmax(-1) + 1, part, answers)
+        rows.append(torch.stack([right, found.converged, found.evaluations], 1).double())
+    solved, converged, evaluations = torch.cat(rows).mean(0).tolist()
+    return solved, converged, evaluations
+
+
+def _solved(boards: Tensor, puzzles: Tensor, solutions: Tensor) -> Tensor:
     right, unknown = board_counts(boards, puzzles, solutions)
-    return (right == unknown).double().mean().item()
+    return right == unknown
 
 
-if __name__ == "__main__":
-    main()
+def _share(solved: Tensor) -> float:
+    return solved.double().mean().item()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from implicit_attn.dropout import VariationalDropout, dropout_seeds
-from implicit_attn.regularization.correction import correction_weights, fixed_point_correction
+from implicit_attn.regularization.correction import (
+    correction_weights,
+    fixed_point_correction,
+    states_at,
+)
 from implicit_attn.regularization.radii import SpectralRadii
 from implicit_attn.regularization.weight_norms import (
     SpectralNorm,
@@ -22,4 +26,5 @@ __all__ = [
     "dropout_seeds",
     "fixed_point_correction",
     "remove_norm",
+    "states_at",
 ]

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from implicit_attn.deq import DEQ
+from solvers import Implicit, OneStep
 from solvers.core.checks import (
     require_callable,
     require_choice,
     require_count,
+    require_increasing,
+    require_instance,
     require_nonnegative,
     require_number,
 )
@@ -55,6 +59,37 @@ def correction_weights(
     return [gamma**m for m in before]
 
 
+def states_at(
+    layer: DEQ, x: Any, numbers: Sequence[int], mask: Tensor | None = None, *, z0: Any = None
+) -> list[Any]:
+    """What the layer's solve has after each of these numbers of evaluations, with gradients.
+
+    The state after k evaluations is ``layer.solve(x, mask, max_steps=k).value``, which takes k evaluations
+    more. Its gradient is that of the layer's adjoint, if that differentiates steps (``Unrolled``,
+    ``Phantom``, ``OneStep``); else of one step from it, as the equation of the fixed point does not hold
+    there. ``layer.last`` stays that of the solve before. Dropout draws masks of its own.
+
+    Args:
+        layer: a :class:`implicit_attn.DEQ`.
+        x, mask, z0: as for ``layer.solve``.
+        numbers: of evaluations, increasing, ``layer.max_steps`` at most.
+
+    Returns:
+        A state for each number.
+    """
+    require_instance("layer", layer, DEQ, "a DEQ")
+    limits = require_increasing("numbers", numbers, high=layer.max_steps, what="max_steps")
+    options: dict[str, Any] = {"z0": z0, "on_failure": "ignore"}
+    if layer.adjoint is None or isinstance(layer.adjoint, Implicit):
+        options["adjoint"] = OneStep()
+    before = layer.last, layer._seeds, layer.observer
+    layer.observer = None
+    try:
+        return [layer.solve(x, mask, max_steps=limit, **options).value for limit in limits]
+    finally:
+        layer.last, layer._seeds, layer.observer = before
+
+
 def fixed_point_correction(
     loss: Callable[[Any], Tensor],
     states: Sequence[Any],
@@ -69,8 +104,8 @@ def fixed_point_correction(
 
     Args:
         loss: of one state, a scalar, or any shape that is the same for all states.
-        states: z_1, ..., z_n from the first to the solution, n >= 1: ``[*solution.states,
-            solution.value]`` of a solve with ``states_at``.
+        states: z_1, ..., z_n from the first to the solution, n >= 1: ``[*states_at(layer, x, numbers),
+            layer(x)]``.
         weights: "exponential", "linear" or "constant" (:func:`correction_weights`), or n finite numbers
             >= 0.
         gamma: of :func:`correction_weights`; only where ``weights`` is a name.
@@ -85,8 +120,8 @@ def fixed_point_correction(
         >>> import torch
         >>> from implicit_attn import DEQ
         >>> layer = DEQ.from_update(lambda z, x: 0.5 * torch.tanh(z) + x)
-        >>> solution = layer.solve(torch.ones(2, 3, 4), states_at=[2, 4])
-        >>> every = [*solution.states, solution.value]
+        >>> x = torch.ones(2, 3, 4)
+        >>> every = [*states_at(layer, x, [2, 4]), layer(x)]
         >>> fixed_point_correction(lambda z: z.square().mean(), every).shape
         torch.Size([])
 
@@ -96,8 +131,8 @@ def fixed_point_correction(
     require_callable("loss", loss)
     if isinstance(states, Tensor) or not isinstance(states, Sequence) or not states:
         raise TypeError(
-            "states must be a sequence of at least one state, such as [*solution.states, "
-            f"solution.value], got {type(states)}"
+            "states must be a sequence of at least one state, such as [*states_at(layer, x, [2, 4]), "
+            f"layer(x)], got {type(states)}"
         )
     if isinstance(weights, str):
         numbers = correction_weights(len(states), weights, gamma=gamma)

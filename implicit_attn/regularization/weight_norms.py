@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from implicit_attn.energies.projected import SpectralBound
 from implicit_attn.energies.tokens import accumulation_dtype
+from implicit_attn.parametrised import own_class, parametrise
 from solvers.core.checks import require_choice, require_instance, require_positive
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -165,8 +166,7 @@ def apply_norm(
             made = _MatrixBound(target, dim)
         else:
             made = (WeightNorm if norm == "weight" else SpectralNorm)(target, dim=dim)
-        _own_class(layer)
-        parametrize.register_parametrization(layer, "weight", made)
+        parametrise(layer, "weight", made)
     return [_weight_name(name) for name in chosen]
 
 
@@ -203,25 +203,13 @@ def remove_norm(module: nn.Module) -> list[str]:
 
 def _remove(layer: nn.Module) -> None:
     originals = list(layer.parametrizations["weight"].parameters())  # type: ignore[index,union-attr]
-    _own_class(layer)
+    own_class(layer)
     with torch.enable_grad():
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
     if originals and "weight" in layer._buffers:  # which torch makes of a frozen parameter
         weight = layer._buffers.pop("weight")
         assert weight is not None
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-
-
-def _own_class(layer: nn.Module) -> None:
-    """Give a parametrised layer a class of its own.
-
-    torch keeps the properties of parametrised weights in a class that copies of a layer share with it: a
-    property added or removed for the layer would come and go for its copies.
-    """
-    if parametrize.is_parametrized(layer):
-        shared: Any = type(layer)
-        given = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
-        layer.__class__ = type(shared.__name__, shared.__bases__, given)
 
 
 def _matrix(weight: Tensor, dim: int) -> Tensor:

@@ -1,40 +1,28 @@
-"""Studies of trained models: functions that return plain tables, and figures of them.
+"""What one does to one's own trained model, each in one call that gives tables and their figure.
 
-The command ``implicit-attn study`` runs them on checkpoints.
+``convergence``, ``extrapolation``, ``paths`` and ``geometry`` take a ``DEQ`` with its input, a model that
+calls one, or a name of shipped weights. The command ``implicit-attn study`` runs them.
 """
 
 from __future__ import annotations
 
-from implicit_attn.studies import plots as plots
-from implicit_attn.studies import plots_spins as plots_spins
-from implicit_attn.studies.convergence import (
+from implicit_attn.studies.comparison import Comparison, compare
+from implicit_attn.studies.converging import (
+    Convergence,
+    convergence,
     jacobian_eigenvalues,
     solver_choices,
-    solver_costs,
-    solver_curves,
 )
-from implicit_attn.studies.evaluations import (
-    accuracy_by_evaluations,
-    evaluations_to_reach,
-    returned_within,
-    solve_history,
-)
-from implicit_attn.studies.extrapolation import (
+from implicit_attn.studies.extrapolating import (
     Extrapolation,
+    accuracy_by_evaluations,
     accuracy_by_iterations,
     adaptive_stopping,
-    extrapolate,
-    stopping_times,
+    evaluations_to_reach,
+    extrapolation,
 )
-from implicit_attn.studies.paths import (
-    path_independence,
-    paths_of_layer,
-    paths_of_recurrence,
-    run_from,
-)
-from implicit_attn.studies.report import write_report
-from implicit_attn.studies.spins.errors import error_against_coupling
-from implicit_attn.studies.spins.free_energies import log_partition_errors
+from implicit_attn.studies.path_ends import Paths, paths
+from implicit_attn.studies.reports import Report, report, solve_history
 from implicit_attn.studies.spins.graphs import graph_potts
 from implicit_attn.studies.spins.models import (
     SpinModel,
@@ -43,45 +31,55 @@ from implicit_attn.studies.spins.models import (
     random_potts,
 )
 from implicit_attn.studies.subjects import HeldStep, Subject, open_subject
-from implicit_attn.studies.tables import format_table, write_table
-from implicit_attn.studies.token_geometry import average_angle, effective_rank, geometry
-from implicit_attn.studies.trade_off import layers_of_depth, read_trade_off, train_trade_off
+from implicit_attn.studies.tables import Study, format_table, write_table
+from implicit_attn.studies.token_geometry import (
+    Geometry,
+    average_angle,
+    effective_rank,
+    geometry,
+)
+from implicit_attn.studies.trade_off import (
+    TradeOff,
+    layers_of_depth,
+    read_trade_off,
+    train_trade_off,
+)
 
 __all__ = [
+    "Comparison",
+    "Convergence",
     "Extrapolation",
+    "Geometry",
     "HeldStep",
+    "Paths",
+    "Report",
     "SpinModel",
+    "Study",
     "Subject",
+    "TradeOff",
     "accuracy_by_evaluations",
     "accuracy_by_iterations",
     "adaptive_stopping",
     "average_angle",
+    "compare",
+    "convergence",
     "effective_rank",
-    "error_against_coupling",
     "evaluations_to_reach",
     "exact_moments",
-    "extrapolate",
+    "extrapolation",
     "format_table",
     "geometry",
     "graph_potts",
     "jacobian_eigenvalues",
     "layers_of_depth",
-    "log_partition_errors",
     "open_subject",
-    "path_independence",
-    "paths_of_layer",
-    "paths_of_recurrence",
+    "paths",
     "random_ising",
     "random_potts",
     "read_trade_off",
-    "returned_within",
-    "run_from",
+    "report",
     "solve_history",
     "solver_choices",
-    "solver_costs",
-    "solver_curves",
-    "stopping_times",
     "train_trade_off",
-    "write_report",
     "write_table",
 ]

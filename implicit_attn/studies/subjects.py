@@ -1,47 +1,51 @@
-"""What is studied: a trained model, its test samples, and how well outputs fit the targets."""
+"""What is studied: a layer, or a model with one inside, its inputs, and how good its outputs are."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.block import EquilibriumBlock
-from implicit_attn.command_line import LARGEST_SEED
-from implicit_attn.data import LOADERS, ImageData, board_counts, load, load_sudoku, some_samples
+import solvers
+from implicit_attn.checkpoint import read_progress
+from implicit_attn.data import LOADERS, board_counts, load, load_sudoku, some_samples
+from implicit_attn.data.files import damaged
 from implicit_attn.data.sudoku import SOURCES
-from implicit_attn.data.unpacking import damaged
 from implicit_attn.deq import DEQ
 from implicit_attn.models import (
-    EquilibriumTransformer,
     ImageClassifier,
     RecurrentBackbone,
+    SpinClassifier,
     SudokuModel,
     load_model,
 )
 from implicit_attn.models.energy_transformer import EnergyTransformerLayer
 from implicit_attn.studies.tables import Table
 from implicit_attn.updates import Update
-from implicit_attn.updates.hyperset_step import HyperSETLayer, refuse_memory
+from implicit_attn.updates.gradient_step import EnergyStep
+from implicit_attn.updates.hyperset import HyperSETLayer
+from implicit_attn.updates.official import refuse_memory
+from implicit_attn.weights import load_pretrained, pretrained_models
 from solvers.core.checks import require_nonnegative
 
 BATCH = 128
-CHECKPOINT_STEMS = ("weights", "checkpoint")  # files of a run, which is named by its folder
+RUN_FILES = ("weights", "checkpoint")  # of a run, which is named by its folder
+SPINS = "mnist-spins"  # which is solved as it was in training
 MOST_PUZZLES = 1_000_000  # of a checkpoint's settings
 SUDOKU_OPTIONS = ("train", "test", "source", "seed")  # the settings that determine the puzzles
 # Of each sample: what is summed, (B,), and the number of terms in the sum, (B,).
 Measures = dict[str, tuple[Tensor, Tensor]]
 Measure = Callable[[Tensor, Tensor, Tensor], Measures]  # outputs, inputs, targets
-Energies = Callable[[Tensor, Tensor], Tensor]  # states (B, N, d), tokens (B, N, d) -> (B,)
 
 
-def measure_classes(logits: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
+def measure_classes(logits: Tensor, inputs: Any, targets: Tensor) -> Measures:
     """Accuracy and cross-entropy of logits (B, classes) for labels ``targets`` (B,)."""
     right = (logits.argmax(1) == targets).double()
     one = torch.ones_like(right)
@@ -77,10 +81,6 @@ class Pool:
         return {name: total / number for name, (total, number) in self.sums.items()}
 
 
-class DataDiffers(ValueError):
-    """The data that was asked for does not fit the model."""
-
-
 class HeldStep(Update):
     """The step of a recurrent backbone's last iteration of training, as an update of its own.
 
@@ -102,68 +102,48 @@ class HeldStep(Update):
         return z
 
 
-class BlockStep(Update):
-    """A step of an equilibrium block's solve, of the tokens behind the block instead of its state.
+def equilibria(model: nn.Module) -> list[DEQ]:
+    """The equilibrium layers of a model, in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, DEQ)]
 
-    ``f(y, x) = x + g(y - x)``, where ``g`` is the update of the block's ``DEQ`` for its input: what is
-    classified depends on ``y = x + z`` alone, and a solve starts at ``y = x``. Residuals are relative
-    to ``|y|``, not to ``|z|`` as in the block itself.
 
-    Args:
-        block: of self-attention or none, with a state of the tokens' width, in evaluation mode.
-
-    Raises:
-        TypeError: the state is mapped to the tokens by a matrix, which has no inverse.
-    """
-
-    def __init__(self, block: EquilibriumBlock) -> None:
-        super().__init__()
-        if block.output is not None:
-            raise TypeError("block must have state_dim=None: its tokens do not tell its state")
-        self.block: Any = block
-        update: Any = block.deq.update
-        self.symmetric, self.monitored = update.symmetric, True
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        if isinstance(x, tuple):
-            return x
-        _, tokens, _ = self.block.arguments(x)
-        return x, self.block.deq.update.prepare(tokens, mask=mask)
-
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        tokens, given = self.prepare(x, mask=mask)
-        return tokens + self.block.deq.update(z - tokens, given, mask=mask)
-
-    def joint(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        tokens, given = self.prepare(x, mask=mask)
-        image, energy, gradient = self.block.deq.update.joint(z - tokens, given, mask=mask)
-        return tokens + image, energy, gradient
+@contextmanager
+def answering(layer: DEQ, answer: Callable[..., Any]) -> Iterator[None]:
+    """Within the block the layer returns ``answer(x, mask)`` in place of its fixed point."""
+    layer.forward = answer  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del layer.forward
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained model with ``tokens`` and ``classify``, and the test samples for the studies.
+    """A layer or a model to be studied, with its inputs.
 
     Attributes:
-        name: short, for file names.
-        title: for figures.
-        model: with ``tokens(inputs)``, ``classify(state)``, and ``backbone`` or ``layer`` between.
-        inputs, targets: test samples, (N, ...) each.
-        trained: iterations in training; for an equilibrium the median evaluations per sample.
+        model: a ``DEQ``; a module that calls one, of which the first is studied; or a model around
+            a ``RecurrentBackbone`` with ``tokens`` and ``classify``.
+        inputs: of the model, (N, ...); of a bare ``DEQ`` any pytree that it takes.
+        targets: (N, ...), what its outputs are measured against, or None.
+        trained: iterations in training; of an equilibrium the median evaluations per sample.
         rtol: tolerance of an equilibrium in training.
-        measure: of the outputs.
+        measure: of outputs, inputs and targets; classes by default.
+        name, title: for files and figures.
         history: a row for each epoch of training, if known.
+        observations: of the training, if any were kept: before it, and after every epoch.
     """
 
-    name: str
-    title: str
     model: Any
-    inputs: Tensor
-    targets: Tensor
-    trained: int
+    inputs: Any
+    targets: Tensor | None = None
+    trained: int = 0
     rtol: float = 1e-3
     measure: Measure = measure_classes
+    name: str = "layer"
+    title: str = ""
     history: Table | None = None
+    observations: list[Any] | None = None
 
     @property
     def recurrence(self) -> RecurrentBackbone | None:
@@ -174,147 +154,201 @@ class Subject:
     def require_recurrence(self) -> RecurrentBackbone:
         """The backbone of an unrolled model; TypeError for another model."""
         if self.recurrence is None:
-            raise TypeError(f"subject must be an unrolled model, got {type(self.model)}")
+            raise TypeError(f"model must be unrolled, got {type(self.model).__name__}")
         return self.recurrence
 
     @property
     def layer(self) -> DEQ:
-        """The equilibrium layer: of an unrolled model ``DEQ(HeldStep(backbone))``, of a single
-        equilibrium block ``DEQ(BlockStep(block))``; TypeError for another model."""
+        """The layer that is solved: the model's first ``DEQ``, or ``DEQ(HeldStep(backbone))``."""
         if self.recurrence is not None:
             return DEQ(HeldStep(self.recurrence), on_failure="ignore")
-        owner = getattr(self.model, "backbone", self.model)
-        if isinstance(owner, EquilibriumTransformer):
-            if len(owner.blocks) > 1:
-                raise TypeError(
-                    f"model must have one equilibrium block, got {len(owner.blocks)}; "
-                    "train with --layers 1"
-                )
-            block = owner.blocks[0]
-            step = BlockStep(block).train(block.training)
-            return DEQ(step, max_steps=block.deq.max_steps, on_failure=block.deq.on_failure)
-        layer = getattr(owner, "layer", None)
-        if not isinstance(layer, DEQ):
-            raise TypeError(
-                f"model must hold a RecurrentBackbone or a DEQ layer, got {type(owner)}"
-            )
-        return layer
+        found = equilibria(self.model)
+        if not found:
+            kind = type(self.model).__name__
+            raise TypeError(f"model must hold a DEQ or a RecurrentBackbone, got a {kind} without")
+        return found[0]
 
-    @property
-    def energy(self) -> Energies | None:
-        """``energy(z, x) -> (B,)`` that the model descends, a recurrence in its last iteration."""
+    def given(self, inputs: Any) -> tuple[Any, Tensor | None]:
+        """What the layer is given for these inputs of the model: its input and its mask."""
+        if isinstance(self.model, DEQ):
+            return inputs, None
+        if self.recurrence is not None:
+            return self.model.tokens(inputs), None
+        seen: list[Any] = []
+
+        def keep(x: Any, mask: Tensor | None = None, **options: Any) -> Any:
+            seen.append((x, mask))
+            return DEQ.forward(layer, x, mask, **options | {"on_failure": "ignore"})
+
+        layer = self.layer
+        with torch.no_grad(), answering(layer, keep):
+            self.model(inputs)
+        return seen[0]
+
+    def outputs(self, inputs: Any, z: Any) -> Any:
+        """The model's outputs where ``z`` is the layer's state."""
+        if isinstance(self.model, DEQ):
+            return z
+        if self.recurrence is not None:
+            return self.model.classify(z)
+        with answering(self.layer, lambda *_, **__: z):
+            return self.model(inputs)
+
+    def measured(self, inputs: Any, targets: Tensor | None, z: Any) -> Measures:
+        """The measures of the outputs for the state ``z``; none where there are no targets."""
+        if targets is None:
+            return {}
+        return self.measure(self.outputs(inputs, z), inputs, targets)
+
+    def energy(self, z: Any, x: Any, mask: Tensor | None = None) -> Tensor | None:
+        """(B,): what the layer, or a recurrence in its last iteration, descends; None for nothing."""
         if self.recurrence is None:
-            update: Any = self.layer.update
-            return (
-                (lambda z, x: update.joint(z, update.prepare(x))[1]) if update.monitored else None
-            )
+            update = self.layer.update
+            prepared = update.prepare(x, mask=mask)
+            return update.joint(z, prepared, mask=mask)[1] if has_energy(update) else None
         layer, index = self.recurrence.layers[-1], self.recurrence.iterations - 1
         if isinstance(layer, HyperSETLayer) and layer.is_plain:
-            return lambda z, x: sum(layer.observe(z, index)[:2], z.new_zeros(len(z)))
-        if isinstance(layer, EnergyTransformerLayer):
-            return lambda z, x: layer.energy(z)
-        return None
+            return sum(layer.observe(z, index)[:2], z.new_zeros(len(z)))
+        return layer.energy(z) if isinstance(layer, EnergyTransformerLayer) else None
 
-    def tokens(self, inputs: Tensor) -> Tensor:
-        """The backbone's input, (B, N, d)."""
-        return self.model.tokens(inputs)
-
-    def classify(self, z: Tensor) -> Tensor:
-        """Outputs for a state."""
-        return self.model.classify(z)
-
-    def parts(self, size: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
+    def parts(self, size: int = BATCH) -> Iterator[tuple[Any, Tensor | None]]:
         """The samples in batches, in order."""
-        yield from zip(self.inputs.split(size), self.targets.split(size), strict=True)
+        if not isinstance(self.inputs, Tensor):
+            yield self.inputs, self.targets
+            return
+        targets = [None] * -(-len(self.inputs) // size)
+        answers = targets if self.targets is None else self.targets.split(size)
+        yield from zip(self.inputs.split(size), answers, strict=True)
 
     def first(self, number: int | None) -> Subject:
-        """The same with ``number`` samples as of :func:`some_samples`; None: with all."""
-        part = slice(None) if number is None else some_samples(self.targets, number)
+        """The same with ``number`` samples as of ``data.some_samples``; None: with all."""
+        if number is None or self.targets is None:
+            return self
+        part = some_samples(self.targets, number)
         return replace(self, inputs=self.inputs[part], targets=self.targets[part])
 
     def exact(self) -> Subject:
         """The same in float64, so that small differences of energies are resolved."""
-        x = self.inputs.double() if self.inputs.is_floating_point() else self.inputs
-        return replace(self, model=copy.deepcopy(self.model).double(), inputs=x)
+        model = copy.deepcopy(self.model).double()
+        return replace(self, model=model, inputs=_double(self.inputs))
 
 
-def open_subject(path: str | Path, data: str | None = None, samples: int | None = None) -> Subject:
-    """The model of a checkpoint with the test samples of its data.
+def _double(inputs: Any) -> Any:
+    double = torch.utils._pytree.tree_map_only  # type: ignore[attr-defined]
+    return double(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
+
+
+def has_energy(update: Update) -> bool:
+    """Whether the update descends an energy, also one that its solver does not look at."""
+    return update.monitored or isinstance(update, EnergyStep)
+
+
+def subject_of(model: Any, inputs: Any = None, targets: Tensor | None = None) -> Subject:
+    """What a study is given: a :class:`Subject`, a name of shipped weights, or a model with inputs.
+
+    Raises:
+        TypeError: inputs are missing, or given with a subject that has its own; no layer is found.
+    """
+    if isinstance(model, str):
+        model = open_subject(model)
+    if isinstance(model, Subject):
+        if inputs is not None or targets is not None:
+            raise TypeError("x and targets must be None where the subject has its own")
+        return model
+    if not isinstance(model, nn.Module) or inputs is None:
+        raise TypeError(
+            f"layer must be a DEQ or a model that holds one, with its input x; got "
+            f"{type(model).__name__} and {type(inputs).__name__}"
+        )
+    subject = Subject(model.eval(), inputs, targets, title=type(model).__name__)
+    if subject.recurrence is not None:
+        return replace(subject, trained=subject.recurrence.iterations)
+    layer = subject.layer
+    with torch.no_grad():
+        solved = layer.solve(*subject.given(inputs), on_failure="ignore")
+    tolerance = layer.tolerance or solvers.Tolerance()
+    rtol = float(torch.as_tensor(tolerance.rtol).max()) or 1e-3
+    return replace(subject, trained=max(1, int(solved.evaluations.median())), rtol=rtol)
+
+
+def open_subject(
+    source: str | Path, data: str | None = None, samples: int | None = None
+) -> Subject:
+    """The model of a checkpoint, or of shipped weights, with the test samples of its data.
 
     Args:
-        path: of a checkpoint that :func:`implicit_attn.models.load_model` reads.
+        source: a name of :func:`implicit_attn.pretrained_models`, or the path of a checkpoint.
         data: name of a data set of images; None: the one in the checkpoint's settings. The puzzles
             of a Sudoku model are always those of its settings.
         samples: at most so many test samples; None: all.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or no such data.
-        ValueError: the checkpoint lacks the model's specification or its data, or is of another kind.
-        DataDiffers: ``data`` is given for a Sudoku model, or its images or classes are not those
-            that the model takes.
+        ValueError: the checkpoint lacks the model's specification or its data, is of another kind,
+            or its images or classes are not those of ``data``.
     """
-    model, progress = load_model(path)
-    path = Path(path)
-    if not isinstance(model, ImageClassifier | SudokuModel):
+    shipped = pretrained_models().get(str(source))
+    path = Path(source) if shipped is None else shipped.path
+    if shipped is not None and shipped.name == SPINS:
+        model, progress = load_pretrained(SPINS), read_progress(path)
+    else:
+        model, progress = load_model(path)
+    if not isinstance(model, ImageClassifier | SudokuModel | SpinClassifier):
         kind = type(model).__name__
         raise ValueError(f"{path} must be of an image classifier or a Sudoku model, got a {kind}")
     settings, history = progress["settings"], progress.get("history") or []
     with damaged(path, "a history of epochs with evaluations, and rtol in the settings"):
         trained = int(history[-1].get("evaluations", 0)) if history else 0
         rtol = require_nonnegative("rtol", settings.get("rtol") or 1e-3)
+    measure: Measure = measure_classes
     if isinstance(model, SudokuModel):
         if data is not None:
-            raise DataDiffers(f"{path} solves Sudoku, data must be None, got {data!r}")
+            raise ValueError(f"data must be None, {path} solves Sudoku; got {data!r}")
         held = load_sudoku(**_puzzle_options(settings, path))
         name, inputs, targets = held.name, held.test_puzzles, held.test_solutions
-        measure: Measure = measure_boards
+        measure = measure_boards
     else:
         name = settings.get("data") if data is None else data
         if not isinstance(name, str) or name not in LOADERS:
             raise ValueError(
-                f"{path} does not say what data it was trained on; got {name!r}, give data, one of "
-                f"{', '.join(LOADERS)}"
+                f"data must be one of {', '.join(LOADERS)}, got {name!r}: {path} does not say it"
             )
         images = load(name)
-        _check_images(images, settings["model"], path)
-        inputs, targets, measure = images.test_images, images.test_labels, measure_classes
-    subject = Subject(
-        path.resolve().parent.name if path.stem in CHECKPOINT_STEMS else path.stem,
-        "",
-        model,
-        inputs,
-        targets,
-        trained or int(getattr(model, "backbone").iterations),  # noqa: B009
-        rtol,
-        measure,
-        history,
-    )
+        inputs, targets = images.test_images, images.test_labels
+        _check_images(inputs, images.classes, settings.get("model"), path)
+    specification: Mapping[str, Any] = settings.get("model") or {}
+    backbone = specification.get("backbone", {"name": "coupled spins"})["name"]
     number = sum(p.numel() for p in model.parameters())
+    trained = trained or int(getattr(getattr(model, "backbone", None), "iterations", 1))
+    subject = Subject(
+        model, inputs, targets, trained, rtol, measure,
+        name=path.resolve().parent.name if path.stem in RUN_FILES else path.stem, history=history,
+        observations=progress.get("observations") or None,
+    )  # fmt: skip
     steps = "iterations" if subject.recurrence is not None else "evaluations (median)"
-    title = (
-        f"{name}, {settings['model']['backbone']['name']}: {subject.trained} {steps} in training"
-    )
-    return replace(subject, title=f"{title}, {number:,} parameters").first(samples)
+    title = f"{name}, {backbone}: {trained} {steps} in training, {number:,} parameters"
+    return replace(subject, title=title).first(samples)
 
 
-def _puzzle_options(settings: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+def _puzzle_options(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The arguments of ``load_sudoku`` in the settings of a checkpoint."""
     chosen = {key: settings[key] for key in SUDOKU_OPTIONS if key in settings}
     for name, value in chosen.items():
-        low, high = (0, LARGEST_SEED) if name == "seed" else (1, MOST_PUZZLES)
-        whole = type(value) is int and low <= value <= high  # True and False are none
+        low, high = (0, 2**63) if name == "seed" else (1, MOST_PUZZLES)
+        whole = type(value) is int and low <= value < high  # True and False are none
         if not (value in SOURCES if name == "source" else whole):
             raise ValueError(f"{path}: {name} is {value!r}, expected what load_sudoku takes")
     return chosen
 
 
-def _check_images(images: ImageData, model: Mapping[str, Any], path: str | Path) -> None:
+def _check_images(images: Tensor, classes: int, model: Any, path: Path) -> None:
     """Images and classes must be those of the model's specification."""
+    if model is None or "backbone" not in model:  # coupled spins say nothing of images
+        return
     with damaged(path, "channels, image_size and classes in the specification"):
-        wanted, classes = (model["channels"], *2 * [model["image_size"]]), model["classes"]
-    shape = tuple(images.test_images.shape[1:])
-    if (shape, images.classes) != (wanted, classes):
-        raise DataDiffers(
-            f"{path} takes images {wanted} of {model['classes']} classes, but {images.name} has "
-            f"{shape} of {images.classes}"
+        wanted = (model["channels"], model["image_size"], model["image_size"]), model["classes"]
+    if (tuple(images.shape[1:]), classes) != wanted:
+        raise ValueError(
+            f"data must have images {wanted[0]} of {wanted[1]} classes for {path}, got "
+            f"{tuple(images.shape[1:])} of {classes}"
         )

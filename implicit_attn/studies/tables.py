@@ -1,15 +1,17 @@
-"""Plain tables: a list of rows, each a dict with the same keys; and columns that sum up samples."""
+"""Plain tables, a list of rows with the same keys each, and what a study gives: tables and a figure."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from implicit_attn.optional import require
 
 Table = list[dict[str, Any]]
 
@@ -42,23 +44,57 @@ def _cell(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a study of one model finds: tables by name, and a figure of them."""
+class Study(ABC):
+    """What a study finds. Its fields that are lists are tables, and ``print`` shows some of them.
 
-    tables: dict[str, Table]
-    printed: tuple[str, ...]  # names of the tables that are printed
-    draw: Callable[[Path, str], None]  # ``draw(path, title)`` writes the figure
-    note: str = ""  # appended to the title of the figure
+    Example:
+        >>> from implicit_attn import DEQ, studies
+        >>> from implicit_attn.updates import MeanFieldAttention
+        >>> layer = DEQ(MeanFieldAttention(4, 2, bound=0.5))
+        >>> found = studies.paths(layer, torch.randn(8, 4, 2))
+        >>> [row["start"] for row in found.summary]
+        ['input', 'zero', 'random 1', 'random 2']
+        >>> drawn = found.figure()  # or found.figure("paths.png"), or found.save("runs/paths")
+    """
 
-    def write(self, base: Path, title: str) -> None:
-        """Write ``base.png`` and ``base-NAME.csv`` of each table; print the chosen tables."""
-        figure = base.with_name(f"{base.name}.png")
-        self.draw(figure, title + self.note)
+    printed: ClassVar[tuple[str, ...]] = ()  # names of the tables that ``str`` shows
+    size: ClassVar[tuple[float, float]] = (16, 9)  # of the figure, in inches
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The tables by name, without empty ones."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: each for name, each in found.items() if isinstance(each, list) and each}
+
+    @abstractmethod
+    def draw(self, figure: Any) -> None:
+        """Draw into an empty figure of matplotlib."""
+
+    def figure(self, path: str | Path | None = None, title: str = "") -> Any:
+        """The figure of matplotlib, also written to ``path`` where one is given.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        kind = require("matplotlib.figure", extra="examples").Figure
+        figure = kind(figsize=self.size, layout="constrained")
+        figure.suptitle(title, fontsize=13)
+        self.draw(figure)
+        if path is not None:
+            figure.savefig(Path(path), dpi=110)
+        return figure
+
+    def save(self, base: str | Path, title: str = "") -> None:
+        """Write ``base.png`` and ``base-NAME.csv`` for each table; folders are made."""
+        base = Path(base)
+        base.parent.mkdir(parents=True, exist_ok=True)
+        self.figure(base.with_name(f"{base.name}.png"), title)
         for name, table in self.tables.items():
             write_table(base.with_name(f"{base.name}-{name}.csv"), table)
-        for name in self.printed:
-            print(f"\n{name}\n{format_table(self.tables[name])}")
-        print(f"\nfigure: {figure} (tables beside it as CSV)", flush=True)
+
+    def __str__(self) -> str:
+        shown = [name for name in self.printed if name in self.tables]
+        return "\n\n".join(f"{name}\n{format_table(self.tables[name])}" for name in shown)
 
 
 def median_and_band(name: str, values: Tensor) -> dict[str, float]:

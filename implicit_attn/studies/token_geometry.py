@@ -1,19 +1,162 @@
-"""The geometry study: energies of Hyper-SET, rank and angle of its tokens, per iteration."""
+"""The geometry study: energies of a layer, rank and angle of its tokens, iteration by iteration."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies.hyperset_energy import HyperSETEnergy
-from implicit_attn.models import HyperSET, HyperSETEquilibrium
-from implicit_attn.studies.evaluations import returned_within
-from implicit_attn.studies.subjects import Subject
-from implicit_attn.studies.tables import Table
-from implicit_attn.updates import GradientStep
+import solvers
+from implicit_attn.energies.hyperset import HyperSETEnergy
+from implicit_attn.models import HyperSET
+from implicit_attn.studies.converging import nothing
+from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, draw_band, leave_empty
+from implicit_attn.studies.progress import Advance
+from implicit_attn.studies.subjects import Subject, subject_of
+from implicit_attn.studies.tables import Study, Table
+
+COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
+TITLES = {"attention": "Attention energy", "feedforward": "Feed-forward energy", "whole": "Energy"}
+Features = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Geometry(Study):
+    """What :func:`geometry` finds.
+
+    Attributes:
+        energies: rows with iteration, and for each energy its mean over the samples (a column
+            ``NAME_energy``) and its 10 % and 90 % quantiles; NAME is attention and feedforward of
+            Hyper-SET, whole of another energy.
+        heads: rows with iteration, head, effective_rank and angle (degrees), means over the samples.
+        trained: iterations in training.
+    """
+
+    energies: Table
+    heads: Table
+    trained: int
+    printed = ("energies",)
+    size = (12, 8.5)
+
+    def draw(self, figure: Any) -> None:
+        """Four panels: two energies, effective rank and angle per head."""
+        axes = figure.subplots(2, 2)
+        kinds = [key.removesuffix("_energy") for key in self.energies[0] if key.endswith("_energy")]
+        for panel in axes[0]:
+            panel.set(xlabel="iteration", ylabel="energy")
+        for panel, kind in zip(axes[0], kinds, strict=False):
+            look = {"marker": "o", "markersize": 3.5, "band_label": "10 % to 90 % of samples"}
+            key, color = f"{kind}_energy", COLORS[kind]
+            draw_band(panel, self.energies, "iteration", key, color, "mean", **look)
+            panel.set_title(TITLES[kind])
+        for panel in axes[0, len(kinds) :]:
+            leave_empty(panel, "this layer has no further energy")
+        for panel, key, label, name in (
+            (axes[1, 0], "effective_rank", "effective rank", "Effective rank of a head's tokens"),
+            (axes[1, 1], "angle", "average angle, degrees", "Average angle of a head's tokens"),
+        ):
+            for head in sorted({row["head"] for row in self.heads}):
+                rows = [row for row in self.heads if row["head"] == head]
+                steps, values = [row["iteration"] for row in rows], [row[key] for row in rows]
+                panel.plot(steps, values, marker="o", markersize=3, label=f"head {head + 1}")
+            panel.set(xlabel="iteration", ylabel=label, title=name)
+        for panel in (*axes[0, : len(kinds)], *axes[1]):
+            if self.heads[-1]["iteration"] > self.trained:
+                panel.axvline(self.trained, color=GREY, linestyle=":", label="as in training")
+            panel.xaxis.get_major_locator().set_params(integer=True)
+            panel.legend(frameon=False, fontsize=8)
+
+
+def geometry(
+    layer: Any,
+    x: Any = None,
+    *,
+    iterations: int | None = None,
+    features: Features | None = None,
+    advance: Advance = nothing,
+) -> Geometry:
+    """Energies, effective ranks and angles of tokens along the iterations of a layer.
+
+    Of an equilibrium the states are those that the layer returns after 1, 2, ... evaluations; the
+    first one is its start, iteration 0.
+
+    Args:
+        layer: a ``DEQ``, a model that calls one (the first is studied), a Hyper-SET model, a name of
+            shipped weights, or a :class:`Subject`.
+        x: the input of the layer or model, (B, ...); None for a name or a subject.
+        iterations: how many; None: as many as in training.
+        features: states (B, N, d) -> (B, heads, N, p), whose rank and angle are taken; None: the heads
+            of a Hyper-SET energy, else the tokens of the state as they are.
+        advance: called with what is computed.
+
+    Raises:
+        TypeError: the layer's state has no tokens, or an unrolled model is not Hyper-SET.
+    """
+    subject = subject_of(layer, x)
+    number = iterations or subject.trained
+    advance("energies, ranks and angles")
+    kinds: dict[str, list[Tensor]] = {}
+    spaces: list[Tensor] = []
+    with torch.no_grad():
+        for inputs, _ in subject.parts():
+            energies, seen = _observe(subject, inputs, number, features)
+            for name, values in energies.items():
+                kinds.setdefault(name, []).append(values.double())
+            spaces.append(torch.stack([effective_rank(seen), average_angle(seen)]))
+    shape = torch.cat(spaces, dim=2).mean(2)  # (2, 1 + T, heads)
+    table: Table = [{"iteration": step} for step in range(number + 1)]
+    for name, parts in kinds.items():
+        for row, values in zip(table, torch.cat(parts, dim=-1), strict=True):
+            row[f"{name}_energy"] = values.mean().item()
+            row[f"{name}_energy_10"] = values.quantile(0.1).item()
+            row[f"{name}_energy_90"] = values.quantile(0.9).item()
+    heads: Table = [
+        {"iteration": step, "head": head, "effective_rank": rank, "angle": angle}
+        for step in range(number + 1)
+        for head, (rank, angle) in enumerate(shape[:, step].T.tolist())
+    ]
+    return Geometry(table, heads, subject.trained)
+
+
+def _observe(
+    subject: Subject, inputs: Any, number: int, features: Features | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Energies by name, (1 + T, B) each, and features (1 + T, B, heads, N, p)."""
+    x, mask = subject.given(inputs)
+    if subject.recurrence is not None:
+        if not isinstance(subject.recurrence, HyperSET):
+            kind = type(subject.recurrence).__name__
+            raise TypeError(
+                f"layer must be a DEQ or Hyper-SET, whose energies are known; got {kind}"
+            )
+        found = subject.recurrence.trajectory(x, iterations=number)
+        pair = {"attention": found.attention_energy, "feedforward": found.feedforward_energy}
+        return pair, found.features
+    layer = subject.layer
+    options: Any = {"tolerance": solvers.Tolerance(rtol=0.0), "on_failure": "ignore"}
+    states = [layer.solve(x, mask, max_steps=k + 1, **options).value for k in range(number + 1)]
+    energy: Any = getattr(layer.update, "energy", None)
+    if isinstance(energy, HyperSETEnergy):
+        attention: Any = energy.attention
+        features = features or attention.energy.features
+        parts: Any = {"attention": energy.attention, "feedforward": energy.feedforward}
+        energies = {name: torch.stack([part(z) for z in states]) for name, part in parts.items()}
+    else:
+        whole = [each for z in states if (each := subject.energy(z, x, mask)) is not None]
+        energies = {"whole": torch.stack(whole)} if whole else {}
+    return energies, torch.stack([_tokens(z) if features is None else features(z) for z in states])
+
+
+def _tokens(z: Any) -> Tensor:
+    if not isinstance(z, Tensor) or z.dim() != 3:
+        raise TypeError(
+            f"layer must have states (B, N, d) where no features are given, got {type(z).__name__}"
+        )
+    return z.unsqueeze(1)
 
 
 def effective_rank(tokens: Tensor) -> Tensor:
@@ -68,75 +211,6 @@ def average_angle(tokens: Tensor) -> Tensor:
     pairs = unit.sum(-2).square().sum(-1) - unit.square().sum((-2, -1))
     cosine = pairs / (number * (number - 1))
     return torch.rad2deg(torch.arccos(cosine.clamp(-1.0, 1.0)))
-
-
-def geometry(subject: Subject, iterations: int) -> tuple[Table, Table]:
-    """Energies, effective ranks and angles of a Hyper-SET model along its iterations.
-
-    For the equilibrium the states are those that the layer returns after 1, 2, ... evaluations;
-    the first one is its input.
-
-    Args:
-        subject: whose backbone is ``HyperSET`` or ``HyperSETEquilibrium``.
-        iterations: of each layer; for the equilibrium, evaluations after the first.
-
-    Returns:
-        Rows with iteration, attention_energy and feedforward_energy (means over the samples) and
-        their 10 % and 90 % quantiles ``_10`` and ``_90``; and rows with iteration, head,
-        effective_rank and angle (degrees), means over the samples.
-
-    Raises:
-        TypeError: for another backbone, which has no such energies.
-    """
-    energies: list[Tensor] = []
-    spaces: list[Tensor] = []
-    with torch.no_grad():
-        for inputs, _ in subject.parts():
-            pair, features = _observe(subject, subject.tokens(inputs), iterations)
-            energies.append(pair.double())
-            spaces.append(torch.stack([effective_rank(features), average_angle(features)]))
-    both, shape = torch.cat(energies, dim=-1), torch.cat(spaces, dim=2).mean(2)
-    table: Table = []
-    for step in range(both.shape[1]):
-        row: dict[str, Any] = {"iteration": step}
-        for name, values in zip(("attention", "feedforward"), both[:, step], strict=True):
-            row[f"{name}_energy"] = values.mean().item()
-            row[f"{name}_energy_10"] = values.quantile(0.1).item()
-            row[f"{name}_energy_90"] = values.quantile(0.9).item()
-        table.append(row)
-    heads: Table = [
-        {"iteration": step, "head": head, "effective_rank": rank, "angle": angle}
-        for step in range(shape.shape[1])
-        for head, (rank, angle) in enumerate(shape[:, step].T.tolist())
-    ]
-    return table, heads
-
-
-def check_observed(subject: Subject) -> Any:
-    """The backbone, which must be one whose energies can be told apart; TypeError for another."""
-    backbone = getattr(subject.model, "backbone", None)
-    if not isinstance(backbone, (HyperSET, HyperSETEquilibrium)):
-        raise TypeError(
-            f"the backbone must be HyperSET or HyperSETEquilibrium, got {type(backbone).__name__}"
-        )
-    return backbone
-
-
-def _observe(subject: Subject, x: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Both energies (2, 1 + T, B) and features (1 + T, B, heads, N, p)."""
-    backbone = check_observed(subject)
-    if isinstance(backbone, HyperSET):
-        found = backbone.trajectory(x, iterations=iterations)
-        return torch.stack([found.attention_energy, found.feedforward_energy]), found.features
-    update = backbone.layer.update
-    assert isinstance(update, GradientStep) and isinstance(update.energy, HyperSETEnergy)
-    energy: Any = update.energy
-    budgets = range(1, iterations + 2)
-    states = [each.value for each in returned_within(backbone.layer, x, budgets)]
-    pair = torch.stack(
-        [torch.stack([energy.attention(z), energy.feedforward(z)]) for z in states], dim=1
-    )
-    return pair, torch.stack([energy.attention.energy.features(z) for z in states])
 
 
 def _check_tokens(tokens: Tensor) -> None:

@@ -1,80 +1,78 @@
-"""The training loop: interruptible, resumable bit by bit, in one or several processes."""
+"""The training loop, on Lightning Fabric: resumable at every epoch, in one or several processes."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
+import math
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.checkpoint import load_checkpoint, save_checkpoint
-from implicit_attn.checkpoint.files import RunLock
-from implicit_attn.command_line import Stopped
-from implicit_attn.data import ImageData, epoch_generator
-from implicit_attn.optional import require
-from implicit_attn.training.claims import check_place, in_first, locked
-from implicit_attn.training.finite import check_parameters, check_step, clip_gradients
-from implicit_attn.training.logs import Log, check_logs, write_evaluation
-from implicit_attn.training.processes import (
-    compile_step,
-    first_interrupt,
-    mean_measures,
-    reduce_over,
-    seed_generators,
-    share,
-    start_processes,
+from implicit_attn.checkpoint import (
+    load_checkpoint,
+    read_progress,
+    remove_unfinished,
+    replace_file,
+    save_checkpoint,
 )
-from implicit_attn.training.progress import check_progress
+from implicit_attn.data import ImageData, epoch_generator
+from implicit_attn.data.images import hash_seed
+from implicit_attn.optional import require
 from implicit_attn.training.recipe import Recipe
-from implicit_attn.training.solves import SolveCounts, status_of, summary_of
+from implicit_attn.training.solves import SolveCounts
 from implicit_attn.training.tasks import Augment, Classification, Task, describe
-from solvers.core.checks import require_count
+from solvers.core.checks import require_choice, require_count
+
+ACCELERATORS = ("auto", "cpu", "cuda")
+PRECISIONS = ("32-true", "bf16-mixed")
 
 
-class Interrupted(Stopped):
-    """Ctrl-C: the batch was finished and everything saved."""
+class NonFiniteLoss(ArithmeticError):
+    """The loss, its gradient or a parameter is NaN or infinite; the last checkpoint is from before."""
+
+
+class SettingsDiffer(ValueError):
+    """A checkpoint was made by a run with other settings."""
 
 
 class Training:
-    """A training run and its state, all of which the checkpoint holds.
+    """A training run and its state.
 
-    On the CPU, a run that is interrupted or killed anywhere and resumed ends bit-equal to one that
-    was not. The order of the samples, their augmentation and random numbers of iterations depend on
-    (seed, epoch, batch) alone; what the model draws from torch's global generators (dropout) depends
-    on these and the process. Several processes split every batch among them. The loss and its
-    gradient are those of the whole batch; they differ from those of one process by rounding and by
-    the masks of dropout, which every process draws for its own samples.
+    On the CPU, a run that is killed anywhere and resumed ends bit-equal to one that was not: the
+    checkpoint of the last whole epoch holds model, optimiser and history, and what is drawn in an
+    epoch depends on (seed, epoch, batch) alone. Several processes split every batch among them. The
+    loss and its gradient are those of the whole batch; they differ from those of one process by
+    rounding and by dropout, which every process draws for its own samples.
 
     Args:
         model: inputs (B, ...) -> outputs; called with ``iterations=`` where the recipe names them.
         task: samples, loss and measures; :class:`ImageData` stands for :class:`Classification`.
         recipe: hyperparameters.
-        path: of the checkpoint.
+        path: of the checkpoint; the history stands beside it as a table, with the ending ``.csv``.
         settings: further settings of the run (JSON); a resumed run must have equal ones.
         augment: ``augment(images, generator) -> images`` applied to training batches, or None;
             for image data only, another task augments by itself.
         observe: called with the model before training and after every epoch; what it returns
             (JSON) is kept in ``observations``.
-        fabric: from :func:`start_processes`; None: one process on the CPU.
-        save_every: a checkpoint every so many steps, besides that after each epoch.
-        evaluate_every: measures on the test samples every so many steps, kept in ``evaluations``.
-        logs: where the numbers of steps and epochs are written.
+        fabric: from :func:`start_processes`; None: one process on the CPU. Its loggers are given
+            every row of the history.
         compile: compile the model's repeated layers, or the whole model (:func:`compile_step`).
 
     Attributes:
         history: a row an epoch: loss, seconds, the task's measures on the test samples, and for
             models with :class:`DEQ` layers how these were solved: share of converged samples
             forward and adjoint, evaluations (median), adjoint products, worst adjoint residual.
-        evaluations: a row every ``evaluate_every`` steps: the step, the task's measures.
         observations: what ``observe`` returned: before training, and an entry an epoch.
+        epoch: complete epochs.
 
     Raises:
-        TypeError: ``augment`` is given with a task, or a number of steps is no integer.
-        ValueError: ``save_every`` or ``evaluate_every`` is below 1.
+        TypeError: ``augment`` is given with a task.
     """
 
     def __init__(
@@ -88,76 +86,52 @@ class Training:
         augment: Augment | None = None,
         observe: Callable[[Any], Any] | None = None,
         fabric: Any = None,
-        save_every: int | None = None,
-        evaluate_every: int | None = None,
-        logs: Sequence[Log] = (),
         compile: bool = False,
     ) -> None:
         if isinstance(task, ImageData):
             task = Classification(task, augment)
         elif augment is not None:
             raise TypeError(f"augment goes with image data; {type(task).__name__} has its own")
-        for name, every in (("save_every", save_every), ("evaluate_every", evaluate_every)):
-            if every is not None:
-                require_count(name, every)
         self.fabric = start_processes(accelerator="cpu") if fabric is None else fabric
-        self._reduce = partial(reduce_over, self.fabric)
         self.model: Any = model
-        self.recipe, self.path = recipe, Path(path)
+        self.recipe, self.path, self.settings = recipe, Path(path), settings or {}
         self.optimizer = recipe.build_optimizer(model)
         forward = compile_step(model) if compile else model
         self.forward, self.stepper = self.fabric.setup(forward, self.optimizer)
         self.task: Task = task.to(self.fabric.device)
-        self.settings, self.save_every = settings or {}, save_every
-        self.logs = check_logs(logs, evaluate_every)
-        self.evaluate_every, self.observe = evaluate_every, observe
         self.solves = SolveCounts(model)
         self.batches = -(-len(self.task.inputs) // recipe.batch)  # of an epoch
+        self.epoch = 0
         self.history: list[dict[str, Any]] = []
-        self.evaluations: list[dict[str, Any]] = []
+        self.observe = observe
         self.observations: list[Any] = [] if observe is None else [observe(model)]
-        self.stopping = False
-        self.owner = False  # whether the checkpoint at ``path`` is of this run
-        self._start_epoch(0)
+        self.resumed = False
 
     @property
     def data(self) -> Any:
         """The data of the task."""
         return getattr(self.task, "data", None)
 
-    @property
-    def steps(self) -> int:
-        """Optimiser steps so far."""
-        return self.epoch * self.batches + self.batch
-
-    def _start_epoch(self, epoch: int) -> None:
-        self.epoch, self.batch = epoch, 0  # complete epochs, and batches of the next one
-        self.sums: dict[str, float] = {"loss": 0.0, "terms": 0}
-        self.seconds = 0.0  # of training in this epoch
-        self.solves.reset()
-
-    KEPT = (
-        "epoch", "batch", "sums", "seconds", "history", "observations", "settings", "evaluations"
-    )  # fmt: skip
-
     def save(self) -> None:
-        """Write the checkpoint, from the first process; the others wait for it.
+        """Write the checkpoint and the table, from the first process; the others wait for it.
 
         Raises:
             NonFiniteLoss: a parameter is not finite; nothing is written.
         """
-        check_parameters(self.model, self.steps, self.path)
+        for name, value in self.model.named_parameters():  # equal in all processes
+            if value.requires_grad and not bool(value.isfinite().all()):
+                raise NonFiniteLoss(
+                    f"the parameter {name} is not finite after epoch {self.epoch}; nothing was saved"
+                )
         if self.fabric.global_rank == 0:
-            progress = {name: getattr(self, name) for name in self.KEPT}
-            progress["solves"] = self._kept_solves()
+            names = ("epoch", "history", "observations", "settings")
+            progress = {name: getattr(self, name) for name in names}
             save_checkpoint(self.path, self.model, self.optimizer, progress)
+            _write_table(self.path.with_suffix(".csv"), self.history)
         self.fabric.barrier()
 
-    def _kept_solves(self) -> dict[str, Any]:
-        return {"sums": self.solves.sums, "spent": self.solves.spent}
-
     def resume(self) -> None:
-        """Load the checkpoint: :meth:`run` then goes on at the batch before which it was saved.
+        """Load the checkpoint: :meth:`run` then goes on after the epoch at whose end it was saved.
 
         After an error, model, optimizer and random state are as they were.
 
@@ -166,154 +140,280 @@ class Training:
             SettingsDiffer: it was made with other settings.
             ValueError: it is damaged, or no checkpoint of such a training.
         """
-        if not self.path.is_file():
-            raise FileNotFoundError(f"nothing to resume: there is no {self.path}")
-        progress = load_checkpoint(self.path, self.model, self.optimizer, check=self._check)
-        progress.setdefault("evaluations", [])  # of a checkpoint from before there were any
-        for name in self.KEPT:
-            setattr(self, name, progress[name])
-        solves = progress["solves"]
-        self.solves.sums, self.solves.spent = solves["sums"], solves["spent"]
-        self.owner = True
+        progress = read_progress(self.path)
+        epoch, history = progress.get("epoch"), progress.get("history")
+        if not isinstance(epoch, int) or not isinstance(history, list) or len(history) != epoch:
+            raise ValueError(f"{self.path} is no checkpoint of a training, or of another version")
+        if epoch > self.recipe.epochs:
+            raise ValueError(f"epochs must be >= {epoch}, those of {self.path}")
+        if progress.get("settings") != self.settings:
+            raise SettingsDiffer(
+                f"{self.path} was made with other settings: {progress.get('settings')}; give the "
+                "same ones, or another folder"
+            )
+        load_checkpoint(self.path, self.model, self.optimizer)
+        self.epoch, self.history = epoch, history
+        self.observations = progress["observations"]
+        self.resumed = True
 
-    def _check(self, progress: dict[str, Any], state: dict[int, Any]) -> None:
-        keeps = {"observed": self.observe is not None, "solves": self._kept_solves()}
-        lengths = {"epochs": self.recipe.epochs, "batches": self.batches, "stateless": not state}
-        check_progress(progress, self.path, settings=self.settings, **keeps, **lengths)
-
-    def run(self, *, overwrite: bool = False, lock: RunLock | None = None) -> None:
+    def run(self, *, overwrite: bool = False) -> None:
         """Train to the end of the last epoch, saving before the first and after each.
 
         Args:
             overwrite: replace the checkpoint of an earlier run, if there is one.
-            lock: of the checkpoint, where the caller holds it for longer; None: one of its own, so
-                that two runs never write to one checkpoint.
 
         Raises:
-            NotClaimed: another run's checkpoint is there, neither resumed nor to be overwritten;
-                another run is writing it; or the folder cannot be written.
-            Interrupted: after Ctrl-C, the batch finished and saved; a second one raises
-                ``KeyboardInterrupt`` at once.
+            ValueError: another run's checkpoint is there, neither resumed nor to be overwritten, or
+                another run is writing it.
+            OSError: the folder cannot be written.
             NonFiniteLoss: the loss, its gradient or a parameter is NaN or infinite.
         """
-        with locked(self.fabric, RunLock(self.path) if lock is None else lock):
-            if not self.owner:
-                in_first(self.fabric, partial(check_place, self.path, overwrite=overwrite))
-                # From here on a kill leaves something to resume; logs of another run go after that.
+        with contextlib.ExitStack() as held:
+            in_first(self.fabric, lambda: self._claim(held, overwrite))
+            self.save()  # from here on a kill leaves something to resume
+            self.resumed = True
+            while self.epoch < self.recipe.epochs:
+                self._run_epoch()
                 self.save()
-                self.owner = True
-            self._run()
 
-    def _run(self) -> None:
-        logs = self.logs if self.fabric.global_rank == 0 else ()
-        for log in logs:
-            log.start(self.steps, len(self.history))
-        try:
-            with first_interrupt(self._stop):
-                while self.epoch < self.recipe.epochs:
-                    self._run_epoch(logs)
-                    self._start_epoch(self.epoch + 1)
-                    self.save()
-        finally:
-            for log in logs:
-                log.close()
+    def _claim(self, held: contextlib.ExitStack, overwrite: bool) -> None:
+        held.enter_context(alone(self.path))
+        if self.path.exists() and not (self.resumed or overwrite):
+            raise ValueError(
+                f"{self.path} is there already: resume that run, overwrite it, or name another path"
+            )
 
-    def _stop(self) -> None:
-        self.stopping = True
-
-    def _run_epoch(self, logs: Sequence[Log]) -> None:
+    def _run_epoch(self) -> None:
         tqdm = require("tqdm", extra="training").tqdm
+        first = self.fabric.global_rank == 0
         generator = epoch_generator(self.recipe.seed, self.epoch)
-        order = torch.randperm(len(self.task.inputs), generator=generator)
-        parts = order.to(self.fabric.device).split(self.recipe.batch)
+        order = torch.randperm(len(self.task.inputs), generator=generator).to(self.fabric.device)
         title = f"epoch {self.epoch + 1}/{self.recipe.epochs}"
-        silent = True if self.fabric.global_rank else None  # None: tqdm's own default
-        bar = tqdm(desc=title, total=self.batches, unit="batch", leave=False, disable=silent)
-        bar.update(self.batch)
-        start = time.perf_counter() - self.seconds
-        while self.batch < self.batches:
-            index = parts[self.batch]
-            row = self.step(self.task.inputs[index], self.task.targets[index])
-            self.batch += 1
-            self.seconds = time.perf_counter() - start
-            bar.update()
-            bar.set_postfix_str(self.status())
-            for log in logs:
-                log.step(self.steps, row)
-            if self.evaluate_every is not None and self.steps % self.evaluate_every == 0:
-                self.evaluations.append({"step": self.steps, **self.evaluate()})
-                write_evaluation(logs, self.steps, self.evaluations[-1])
-                start = time.perf_counter() - self.seconds
-            # All processes must stop after the same batch, whichever of them got Ctrl-C.
-            if self._reduce(torch.tensor([float(self.stopping)]), "max").item():
-                bar.close()
-                self.save()
-                raise Interrupted(f"interrupted; {self.path} holds everything")
-            if self.save_every is not None and self.steps % self.save_every == 0:
-                self.save()
-        bar.close()
-        self._end_epoch(logs, tqdm.write)
-
-    def _end_epoch(self, logs: Sequence[Log], write: Callable[[str], object]) -> None:
+        # disable=None: tqdm's own choice
+        bar = tqdm(desc=title, total=self.batches, leave=False, disable=None if first else True)
+        total, terms, start = 0.0, 0, time.perf_counter()
+        self.solves.reset()
+        with bar:
+            for batch, index in enumerate(order.split(self.recipe.batch)):
+                inputs, targets = self.task.inputs[index], self.task.targets[index]
+                added, number = self.step(batch, inputs, targets)
+                total, terms = total + added, terms + number
+                bar.update()
+                bar.set_postfix_str(f"loss {total / terms:.4f}")
+        seconds = time.perf_counter() - start
         measures = self.evaluate()
-        row = {"epoch": self.epoch + 1, **self.means(), "seconds": self.seconds, **measures}
+        row = {"epoch": self.epoch + 1, "loss": total / terms, **self.solves.means()}
+        row |= {"seconds": seconds, **measures}
         self.history.append(row)
         if self.observe is not None:
             self.observations.append(self.observe(self.model))
-        for log in logs:
-            log.epoch(self.steps, row)
-        if self.fabric.global_rank == 0:
+        self.epoch += 1
+        self.fabric.log_dict(row, step=self.epoch)
+        if first:
             shown = "  ".join(describe(name, value) for name, value in measures.items())
-            write(f"epoch {row['epoch']:3d}  {self.status()}  {shown}  {row['seconds']:.1f} s")
+            tqdm.write(f"epoch {self.epoch:3d}  {_status(row)}  {shown}  {seconds:.1f} s")
+
+    def step(self, batch: int, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
+        """One optimiser step on this process's share of a batch; the sum of its loss, and of what."""
+        recipe, place = self.recipe, f"in epoch {self.epoch + 1}, batch {batch + 1}"
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.rate_at((self.epoch + batch / self.batches) / recipe.epochs)
+        generator = epoch_generator(recipe.seed, self.epoch, batch)
+        iterations = recipe.draw_iterations(generator)
+        options = {} if iterations is None else {"iterations": iterations}
+        inputs, targets = self.task.augmented(inputs, targets, generator)
+        terms = self.task.terms(inputs, targets)
+        rank, world = self.fabric.global_rank, self.fabric.world_size
+        part, own = share(len(inputs), rank, world)
+        inputs, targets = inputs[part], targets[part]
+        self.model.train()
+        # What the model draws by itself (dropout).
+        seed = hash_seed((2,), seed=recipe.seed, epoch=self.epoch, batch=batch, rank=rank)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer, for all devices
+        if self.fabric.device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)
+        total = self.task.loss(self.forward(inputs, **options), inputs, targets) * own
+        value = self._reduce(total.detach().double().reshape(1), "sum").item()
+        _check_finite("loss", value / terms, place)
+        self.optimizer.zero_grad()
+        # The processes' gradients are averaged, so each counts its terms world times.
+        self.fabric.backward(total * (world / terms))
+        most = math.inf if recipe.clip is None else recipe.clip
+        norm = self.fabric.clip_gradients(
+            self.forward, self.stepper, max_norm=most, error_if_nonfinite=False
+        )
+        _check_finite("gradient's norm", norm.item(), place)
+        self.stepper.step()
+        self.solves.add(self._reduce, own)
+        return value, terms
 
     def evaluate(self, iterations: int | None = None) -> dict[str, float]:
         """The task's measures of the model on the test samples, each a mean.
 
         ``iterations`` of a recurrent model; None: as many as it makes by itself.
         """
-        with self.fabric.autocast():
-            rank, world = self.fabric.global_rank, self.fabric.world_size
-            found = self.task.evaluate(self.model, rank, world, iterations)
-        return mean_measures(self.fabric, found)
-
-    def step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """One optimiser step on this process's share of a batch; returns the row for the logs."""
-        rate = self.recipe.rate_at((self.epoch + self.batch / self.batches) / self.recipe.epochs)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        generator = epoch_generator(self.recipe.seed, self.epoch, self.batch)
-        iterations = self.recipe.draw_iterations(generator)
-        options = {} if iterations is None else {"iterations": iterations}
-        inputs, targets = self.task.augmented(inputs, targets, generator)
-        terms = self.task.terms(inputs, targets)
         rank, world = self.fabric.global_rank, self.fabric.world_size
-        part, own = share(len(inputs), rank, world)
-        self.model.train()
-        seed_generators(self.recipe.seed, self.epoch, self.batch, rank, self.fabric.device)
-        inputs, targets = inputs[part], targets[part]
-        total = self.task.loss(self.forward(inputs, **options), inputs, targets) * own
-        # The processes' gradients are averaged, so each counts its terms world times.
-        loss = total * (world / terms)
-        value = self._reduce(total.detach().double().reshape(1), "sum").item() / terms
-        check_step(self, "loss", value)
-        self.optimizer.zero_grad()
-        self.fabric.backward(loss)
-        norm = clip_gradients(self.fabric, self.forward, self.stepper, self.recipe.clip)
-        check_step(self, "gradient's norm", norm)
-        self.stepper.step()
-        self.sums["loss"] += value * terms
-        self.sums["terms"] += terms
-        self.solves.add(self._reduce, own)
-        return {"epoch": self.epoch + 1, "loss": value, "rate": rate, **options}
-
-    def means(self) -> dict[str, Any]:
-        """Means of the epoch so far: the loss, and how the equilibria were solved."""
-        return {"loss": self.sums["loss"] / max(self.sums["terms"], 1), **self.solves.means()}
-
-    def status(self) -> str:
-        """One line about the epoch so far: the loss, and how the equilibria were solved."""
-        return status_of(self.means())
+        with self.fabric.autocast():
+            found = self.task.evaluate(self.model, rank, world, iterations)
+        pairs = torch.tensor(list(found.values()), dtype=torch.float64)
+        sums = self._reduce(pairs, "sum").tolist()
+        return {name: top / below for name, (top, below) in zip(found, sums, strict=True)}
 
     def summary(self) -> str:
-        """Time, and the worst convergence of the whole training, for the end of a log."""
-        return summary_of(self.history)
+        """Time, and the worst convergence of the whole training."""
+        text = f"training {sum(row['seconds'] for row in self.history):.0f} s"
+        solved = [row for row in self.history if not math.isnan(row.get("converged", math.nan))]
+        if solved:
+            share = 100 * min(row["converged"] for row in solved)
+            spent = max(row["evaluations"] for row in solved)
+            text += f"; worst epoch: {share:.2f} % of solves converged, "
+            text += f"median evaluations per solve {spent:g}"
+        return text
+
+    def _reduce(self, values: Tensor, how: str) -> Tensor:
+        """``values`` summed ("sum") or the largest ("max") over the processes, on the CPU."""
+        if self.fabric.world_size == 1:
+            return values.cpu()
+        return self.fabric.all_reduce(values.to(self.fabric.device), reduce_op=how).cpu()
+
+
+def start_processes(
+    devices: int = 1,
+    accelerator: str = "auto",
+    precision: str = "32-true",
+    *,
+    unused_parameters: bool = False,
+    loggers: Any = None,
+) -> Any:
+    """A launched ``lightning_fabric.Fabric``.
+
+    With several devices the running script is started again once for each further one; the
+    processes meet here and keep their gradients equal (gloo on CPUs, NCCL on CUDA cards).
+
+    Args:
+        devices: processes, one per card or, on the CPU, sharing it.
+        accelerator: "cpu", "cuda", or "auto": CUDA where there is a card.
+        precision: "32-true", or "bf16-mixed" for autocast to bfloat16.
+        unused_parameters: some batches leave some parameters without a gradient.
+        loggers: of ``lightning_fabric.loggers``, for the rows of a history.
+
+    Raises:
+        ImportError: lightning-fabric is not installed (extra ``training``).
+        ValueError: there is no CUDA card, or fewer than ``devices``.
+    """
+    require_count("devices", devices)
+    require_choice("precision", precision, PRECISIONS)
+    cards = torch.cuda.device_count()
+    if require_choice("accelerator", accelerator, ACCELERATORS) == "auto":
+        accelerator = "cuda" if cards else "cpu"
+    if accelerator == "cuda" and cards == 0:
+        raise ValueError("accelerator must be 'cpu' or 'auto' without a CUDA card, got 'cuda'")
+    if accelerator == "cuda" and devices > cards:
+        raise ValueError(f"devices must be <= {cards}, the CUDA cards here, got {devices}")
+    strategy = "auto"
+    if devices > 1:
+        strategy = "ddp_find_unused_parameters_true" if unused_parameters else "ddp"
+    fabric = require("lightning_fabric", extra="training").Fabric(
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        precision=precision,
+        loggers=loggers,
+    )
+    fabric.launch()
+    return fabric
+
+
+def compile_step(model: nn.Module, backend: Any = "inductor") -> nn.Module:
+    """The model with what it repeats compiled once, or compiled whole where nothing is repeated.
+
+    A layer with ``context`` and ``advance`` (of ``implicit_attn.models.RecurrentBackbone``) has its
+    ``advance`` replaced by a compiled one, so that any number of iterations shares one graph.
+
+    Returns:
+        ``model`` itself, changed, or a compiled wrapper around it.
+    """
+    repeated: list[Any] = [
+        module
+        for module in model.modules()
+        if callable(getattr(module, "advance", None)) and callable(getattr(module, "context", None))
+    ]
+    for layer in repeated:
+        layer.advance = torch.compile(layer.advance, backend=backend)
+    return model if repeated else torch.compile(model, backend=backend)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """The right to write the files of the run at ``path``; it ends with the process, however that ends.
+
+    The folder is made, and what killed runs left unfinished is removed.
+
+    Raises:
+        ValueError: another run has it.
+        OSError: the folder cannot be written.
+    """
+    filelock = require("filelock", extra="training")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A singleton, so that one process may take it twice.
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise ValueError(
+            f"{path} is in use by another run; wait for its end, or name another folder"
+        ) from None
+    try:
+        remove_unfinished(path)
+        yield
+    finally:
+        lock.release()
+
+
+def in_first(fabric: Any, act: Callable[[], object]) -> None:
+    """Call ``act`` in the first process; where it fails by what it finds, all raise its error."""
+    problem: Exception | None = None
+    if fabric.global_rank == 0:
+        try:
+            act()
+        except (ValueError, OSError) as error:
+            problem = error
+    if fabric.world_size > 1:
+        problem = fabric.broadcast(problem)
+    if problem is not None:
+        raise problem
+
+
+def share(length: int, rank: int, world: int) -> tuple[slice, bool]:
+    """Which samples of a batch a process takes, and whether they are its own.
+
+    Consecutive parts whose lengths differ by one at most. Where there are fewer samples than
+    processes, those left over take the first one, and must not count it.
+    """
+    low, high = rank * length // world, (rank + 1) * length // world
+    return (slice(low, high), True) if high > low else (slice(0, 1), False)
+
+
+def _check_finite(name: str, value: float, place: str) -> None:
+    """Before the optimiser's step."""
+    if not math.isfinite(value):
+        raise NonFiniteLoss(f"the {name} is {value} {place}; the last checkpoint is from before")
+
+
+def _status(row: dict[str, Any]) -> str:
+    """Loss and, where there are equilibrium layers, their solves, in a line."""
+    text = f"loss {row['loss']:.4f}"
+    if not math.isnan(row.get("converged", math.nan)):
+        text += f"  converged {100 * row['converged']:.1f} %  evaluations {row['evaluations']}"
+    if not math.isnan(row.get("adjoint_converged", math.nan)):
+        text += f"  adjoint {row['adjoint_residual']:.0e}"
+    return text
+
+
+def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        replace_file(path, text.getvalue().encode())

@@ -1,161 +1,218 @@
-"""The main part of a training script: start of the processes, training, errors, final weights."""
+"""What training programs share: options, presets, the folder of the results, the end of a run."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections.abc import Iterator
-from functools import partial
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
-from implicit_attn.checkpoint import save_checkpoint
-from implicit_attn.checkpoint.files import RunLock
-from implicit_attn.command_line import mistakes
+import solvers
+from implicit_attn.checkpoint import read_progress, save_checkpoint
+from implicit_attn.command_line import INTERRUPTED, mistakes
 from implicit_attn.data import ImageData
-from implicit_attn.training.claims import (
-    NotClaimed,
-    check_start,
-    check_there,
-    in_first,
-    locked,
-    remove_results,
-)
-from implicit_attn.training.finite import NonFiniteLoss
-from implicit_attn.training.logs import CsvLog, Log, TensorBoardLog
-from implicit_attn.training.loop import Interrupted, Training
-from implicit_attn.training.options import build_recipe
-from implicit_attn.training.processes import start_processes
+from implicit_attn.optional import require
+from implicit_attn.training.loop import NonFiniteLoss, Training, alone, in_first, start_processes
+from implicit_attn.training.recipe import Recipe
 from implicit_attn.training.tasks import Augment, Task
 
-ALONE = SimpleNamespace(global_rank=0, world_size=1)  # one process, before there is a fabric
+SMALL = (
+    1_000_000  # parameters up to which one thread is as fast as two, and not disturbed by others
+)
+RECIPE = frozenset(field.name for field in fields(Recipe)) - {"iterations"}
+Values = dict[str, Any]
 
 
-def start(options: argparse.Namespace) -> Any:
-    """The processes that the options of ``add_process_options`` ask for (``start_processes``)."""
-    return start_processes(
-        options.devices,
-        options.accelerator,
-        options.precision,
-        # A batch of few iterations does not use the low-rank differences of the later ones.
-        unused_parameters=options.random_iterations is not None,
-    )
+@dataclass(frozen=True)
+class Job:
+    """What a program trains; the arguments of ``Training``."""
+
+    model: nn.Module
+    task: ImageData | Task
+    recipe: Recipe
+    settings: Values
+    augment: Augment | None = None
+    observe: Callable[[Any], Any] | None = None
 
 
-@contextlib.contextmanager
-def claim(options: argparse.Namespace, fabric: Any = None) -> Iterator[RunLock]:
-    """The folder ``options.out``, for this run alone until the end of the block.
+@dataclass(kw_only=True)
+class Program:
+    """A training program: its options, of which presets give those that are not named.
 
-    To be entered before anything takes time: the folder is made, and it is refused if it cannot be
-    written, if another run is writing it, if an earlier run's files are in it and neither
-    ``options.resume`` nor ``options.overwrite`` is set, and if there is no whole checkpoint to resume.
-
-    Args:
-        options: of ``add_result_options``.
-        fabric: of :func:`start`; None: there is one process.
-
-    Returns:
-        The lock, for :func:`run_script`.
-
-    Raises:
-        SystemExit: with a message that names the option.
+    A subclass says its folder, its :meth:`job` and its :meth:`report`.
     """
-    fabric = ALONE if fabric is None else fabric
-    path = checkpoint_path(options)
-    lock = RunLock(path)
-    check = partial(check_start, path, resume=options.resume, overwrite=options.overwrite)
-    if options.resume:  # before a folder is made for nothing
-        with _refusing("--resume", fabric):
-            in_first(fabric, partial(check_there, path))
-    with contextlib.ExitStack() as held:
-        with _refusing("--out", fabric):
-            held.enter_context(locked(fabric, lock))
-        with _refusing("--resume" if options.resume else "--out", fabric):
-            in_first(fabric, check)
-        yield lock
 
+    epochs: int | None = None
+    """passes over the training samples"""
+    batch: int | None = None
+    """samples at once, of all processes"""
+    rate: float | None = None
+    """peak learning rate"""
+    seed: int = 0
+    """of the weights and of all that is drawn"""
+    options: tuple[str, ...] = ()
+    """further values of the preset, model or recipe, as KEY=VALUE: dim=32 weight_decay=0.1"""
+    out: Path | None = None
+    """folder of the results (default: named after the run, in runs)"""
+    resume: bool = False
+    """continue from the checkpoint in that folder"""
+    overwrite: bool = False
+    """replace an earlier run's files in that folder"""
+    devices: int = 1
+    """processes, one per card or sharing the CPU"""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    compile: bool = False
+    """compile the repeated layer (a minute at the start)"""
+    tensorboard: bool = False
+    """write events for TensorBoard, too"""
 
-def checkpoint_path(options: argparse.Namespace) -> Path:
-    """Where the checkpoint of a script is: ``checkpoint.safetensors`` in ``options.out``."""
-    return options.out / "checkpoint.safetensors"
+    def folder(self) -> str:
+        """The name of the results' folder below ``runs``."""
+        raise NotImplementedError
 
+    def job(self, first: bool) -> Job:
+        """What is trained; of several processes the ``first`` one may print."""
+        raise NotImplementedError
 
-@contextlib.contextmanager
-def _refusing(option: str, fabric: Any) -> Iterator[None]:
-    try:
-        yield
-    except NotClaimed as error:
+    def report(self, training: Training) -> None:
+        """After the training, in every process."""
+        raise NotImplementedError
+
+    @property
+    def place(self) -> Path:
+        """The folder of the results."""
+        return self.out or Path("runs") / self.folder()
+
+    def given(self, *names: str) -> Values:
+        """Those of the named options that have a value."""
+        found = {name: getattr(self, name, None) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def further(self) -> Values:
+        """The values in ``options``, read as JSON where they are, else as text."""
+        found: Values = {}
+        for word in self.options:
+            key, equal, text = word.partition("=")
+            if not key or not equal:
+                raise ValueError(f"options must be KEY=VALUE, got {word!r}")
+            try:
+                value = json.loads(text)
+            except ValueError:
+                value = text
+            found[key.replace("-", "_")] = value
+        return found
+
+    def values(self, preset: Mapping[str, Any], *names: str) -> Values:
+        """The preset, over it the named options and those of the recipe, over them ``options``."""
+        return {**preset, **self.given("epochs", "batch", "rate", *names), **self.further()}
+
+    def run(self) -> None:
+        """Train to the end and report.
+
+        Raises:
+            SystemExit: with a message where the folder cannot be used, nothing can be resumed, a
+                value does not fit or the loss is not finite; 130 after Ctrl-C.
+        """
+        with mistakes():
+            fabric = self._start()
         # A further process that fails would have the first one killed, which says the same.
         first = fabric.global_rank == 0
-        raise SystemExit(f"argument {option}: {error}" if first else 0) from error
-
-
-def build_training(
-    options: argparse.Namespace,
-    model: nn.Module,
-    task: ImageData | Task,
-    settings: dict[str, Any],
-    *,
-    fabric: Any,
-    augment: Augment | None = None,
-) -> Training:
-    """The training of a script with all groups of options; its files are in ``options.out``."""
-    logs: list[Log] = [CsvLog(options.out, options.log_every)]
-    if options.tensorboard:
-        with mistakes("--tensorboard", first=fabric.global_rank == 0):
-            logs.append(TensorBoardLog(options.out / "tensorboard", options.log_every))
-    return Training(
-        model,
-        task,
-        build_recipe(options),
-        checkpoint_path(options),
-        settings,
-        augment=augment,
-        fabric=fabric,
-        save_every=options.save_every,
-        evaluate_every=getattr(options, "evaluate_every", None),
-        logs=logs,
-        compile=options.compile,
-    )
-
-
-def run_script(
-    training: Training, *, resume: bool, overwrite: bool = False, lock: RunLock | None = None
-) -> None:
-    """Run a training to its end, from its checkpoint if ``resume``, or leave with a message.
-
-    Args:
-        training: not run yet.
-        resume: go on from its checkpoint.
-        overwrite: replace the files of an earlier run in its folder.
-        lock: of :func:`claim`; None: one for the time of the training.
-
-    Raises:
-        SystemExit: 130 after Ctrl-C; a message where there is nothing to resume, where it is damaged
-            or was made with other settings, where the folder is in use or holds another run, and where
-            the loss, its gradient or a parameter was not finite.
-            :func:`implicit_attn.command_line.command` makes one line of a message.
-    """
-    first = training.fabric.global_rank == 0
-    lock = RunLock(training.path) if lock is None else lock
-    try:
-        with _refusing("--out", training.fabric), locked(training.fabric, lock):
-            if resume:
-                with mistakes("--resume", first=first):  # also of a damaged checkpoint
+        with contextlib.ExitStack() as held:
+            with mistakes(first=first):
+                in_first(fabric, lambda: self._claim(held))
+                job = self.job(first)
+                choose_threads(job.model)
+                training = self._training(job, fabric)
+                if self.resume:
                     training.resume()
-            elif overwrite and first:
-                remove_results(training.path)
-            training.run(overwrite=overwrite, lock=lock)
-    except Interrupted as stop:
-        if not first:  # a process that fails would have the first one killed
-            raise SystemExit(0) from None
-        print(f"{stop}: continue with --resume")
-        raise SystemExit(130) from None
-    except NonFiniteLoss as error:
-        raise SystemExit(str(error) if first else 0) from None
+            try:
+                training.run(overwrite=self.overwrite)
+            except KeyboardInterrupt:
+                if first:
+                    print(
+                        f"interrupted; {training.path} holds epoch {training.epoch}: use --resume"
+                    )
+                raise SystemExit(INTERRUPTED if first else 0) from None
+            except NonFiniteLoss as error:
+                raise SystemExit(str(error) if first else 0) from None
+            self.report(training)
+
+    def _start(self) -> Any:
+        loggers = None
+        if self.tensorboard:
+            require("torch.utils.tensorboard", extra="tensorboard")
+            kind = require("lightning_fabric.loggers", extra="training").TensorBoardLogger
+            loggers = kind(root_dir=self.place, name="tensorboard", version="")
+        # A batch of few iterations does not use the low-rank differences of the later ones.
+        return start_processes(
+            self.devices, self.accelerator, self.precision, unused_parameters=True, loggers=loggers
+        )
+
+    def _claim(self, held: contextlib.ExitStack) -> None:
+        """The folder, for this run alone, before anything takes time."""
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other")
+        path = self.place / "checkpoint.safetensors"
+        if self.resume:  # before a folder is made for nothing
+            read_progress(path)
+        held.enter_context(alone(path))
+        names = [each.name for each in sorted(self.place.iterdir()) if each.suffix != ".lock"]
+        if names and not self.resume and not self.overwrite:
+            raise ValueError(
+                f"out must be a new folder, {self.place} holds the files of an earlier run "
+                f"({', '.join(names[:9])}): --resume goes on with it, --overwrite replaces it"
+            )
+
+    def _training(self, job: Job, fabric: Any, name: str = "checkpoint") -> Training:
+        recipe = asdict(job.recipe)
+        kept = json.loads(json.dumps({**recipe, **job.settings}))  # as a checkpoint gives them back
+        return Training(
+            job.model,
+            job.task,
+            job.recipe,
+            self.place / f"{name}.safetensors",
+            kept,
+            augment=job.augment,
+            observe=job.observe,
+            fabric=fabric,
+            compile=self.compile,
+        )
+
+
+def choose_threads(model: nn.Module) -> None:
+    """One thread of torch for a small model on the CPU, where ``OMP_NUM_THREADS`` says nothing.
+
+    A second one gains nothing for up to a million parameters, and waits wherever another program is
+    busy on its core: a training step then takes four times as long.
+    """
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size < SMALL and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def take_recipe(values: Values, seed: int) -> Recipe:
+    """The recipe, whose values are taken out of ``values``; others stay there."""
+    found = {name: values.pop(name) for name in RECIPE & values.keys()}
+    if "betas" in found:
+        found["betas"] = tuple(found["betas"])
+    draws = values.pop("random_iterations", None)
+    if draws is not None:
+        found["iterations"] = tuple(draws)
+    return Recipe(**found, seed=seed)
+
+
+def layer_options(rtol: float | None = None, **options: Any) -> Values:
+    """Options of a ``DEQ`` in training: what does not converge is counted, not warned about."""
+    layer: Values = {"on_failure": "ignore", "adjoint": solvers.Implicit(on_failure="ignore")}
+    tolerance = {} if rtol is None else {"tolerance": solvers.Tolerance(rtol=rtol)}
+    return layer | tolerance | options
 
 
 def save_weights(training: Training) -> None:

@@ -89,25 +89,3 @@ def median_of_counts(counts: list[int]) -> int:
         if seen >= half:
             return number
     return 0
-
-
-def status_of(row: dict[str, Any]) -> str:
-    """Loss and, where there are equilibrium layers, their solves (:meth:`SolveCounts.means`), in a line."""
-    text = f"loss {row['loss']:.4f}"
-    if not math.isnan(row.get("converged", math.nan)):
-        text += f"  converged {100 * row['converged']:.1f} %  evaluations {row['evaluations']}"
-    if not math.isnan(row.get("adjoint_converged", math.nan)):
-        text += f"  adjoint {row['adjoint_residual']:.0e}"
-    return text
-
-
-def summary_of(history: list[dict[str, Any]]) -> str:
-    """Time, and the worst convergence of all epochs."""
-    text = f"training {sum(row['seconds'] for row in history):.0f} s"
-    solved = [row for row in history if not math.isnan(row.get("converged", math.nan))]
-    if solved:
-        share = 100 * min(row["converged"] for row in solved)
-        spent = max(row["evaluations"] for row in solved)
-        text += f"; worst epoch: {share:.2f} % of solves converged, "
-        text += f"median evaluations per solve {spent:g}"
-    return text

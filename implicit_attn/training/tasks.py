@@ -2,64 +2,93 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.data import ImageData, SudokuData, SudokuSymmetries, board_counts
+from implicit_attn.data import ImageData, SudokuData, SudokuSymmetries, TextData, board_counts
+from implicit_attn.data.patches import hidden_patches, hide_patches, join_patches, split_patches
+from implicit_attn.data.sudoku import reveal_up_to
 from solvers.core.checks import require_count
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
+Pair = tuple[Tensor, Tensor]
+Pairs = Iterator[Pair]
 Measures = dict[str, tuple[float, float]]  # sum and number
 
 
-class Task(Protocol):
-    """What :class:`Training` needs. Losses and measures are sums, which processes can add up."""
+class Task(ABC):
+    """What :class:`Training` needs. Losses and measures are sums, which processes can add up.
+
+    Attributes:
+        data: with ``to(device)``.
+        names: of the measures.
+    """
+
+    data: Any
+    names: tuple[str, ...]
 
     @property
+    @abstractmethod
     def inputs(self) -> Tensor:
         """(N, ...) training inputs of the model."""
-        ...
 
     @property
+    @abstractmethod
     def targets(self) -> Tensor:
         """(N, ...) targets of these inputs."""
-        ...
 
-    def to(self, device: torch.device) -> Task:
-        """The same task with its tensors on ``device``."""
-        ...
+    @abstractmethod
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the terms of the loss, a scalar."""
 
-    def augmented(
-        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """A batch with random augmentations, drawn from ``generator`` alone."""
-        ...
+    @abstractmethod
+    def tests(self, rank: int, world: int) -> Pairs:
+        """Batches of inputs and targets: every ``world``-th test sample from number ``rank`` on."""
+
+    @abstractmethod
+    def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
+        """Sum and number of every measure of a test batch."""
 
     def terms(self, inputs: Tensor, targets: Tensor) -> int:
         """Number of terms that the loss of these samples sums."""
-        ...
+        return len(inputs)
 
-    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the terms of the loss, a scalar."""
-        ...
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
+        """A batch with random augmentations, drawn from ``generator`` alone."""
+        return inputs, targets
 
+    def to(self, device: torch.device) -> Any:
+        """The same task with its tensors on ``device``."""
+        return replace(self, data=self.data.to(device))  # type: ignore[type-var]
+
+    @torch.no_grad()
     def evaluate(
-        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
+        self, model: nn.Module, rank: int = 0, world: int = 1, iterations: int | None = None
     ) -> Measures:
-        """Measures on every ``world``-th test sample from number ``rank`` on.
+        """Sum and number of every measure on the test samples of a process.
 
         ``iterations`` of a recurrent model; None: as many as in training.
         """
-        ...
+        model.eval()
+        options = {} if iterations is None else {"iterations": iterations}
+        sums: Measures = dict.fromkeys(self.names, (0.0, 0.0))
+        for inputs, targets in self.tests(rank, world):
+            if len(inputs):  # a process may have no test samples
+                found = self.measures(model(inputs, **options), inputs, targets)
+                for name, (total, number) in found.items():
+                    sums[name] = (sums[name][0] + total, sums[name][1] + number)
+        return sums
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(Task):
     """Classification of images by cross-entropy, measured by the accuracy on the test images.
 
     ``augment(images, generator) -> images``, where there is one, acts on training batches.
@@ -67,6 +96,7 @@ class Classification:
 
     data: ImageData
     augment: Augment | None = None
+    names = ("test_accuracy",)
 
     @property
     def inputs(self) -> Tensor:
@@ -76,39 +106,49 @@ class Classification:
     def targets(self) -> Tensor:
         return self.data.train_labels
 
-    def to(self, device: torch.device) -> Classification:
-        return replace(self, data=self.data.to(device))
-
-    def augmented(
-        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         return (inputs if self.augment is None else self.augment(inputs, generator)), targets
-
-    def terms(self, inputs: Tensor, targets: Tensor) -> int:
-        return len(inputs)
 
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum")
 
-    def evaluate(
-        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
-    ) -> Measures:
-        images, labels = self.data.test_images[rank::world], self.data.test_labels[rank::world]
-        right = _count_right(model, images, labels, 256, iterations)
-        return {"test_accuracy": (right, len(images))}
+    def tests(self, rank: int, world: int) -> Pairs:
+        return _batches(self.data.test_images, self.data.test_labels, rank, world, 256)
+
+    def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
+        return {"test_accuracy": (float((outputs.argmax(1) == targets).sum()), len(inputs))}
 
 
 @dataclass(frozen=True)
-class SudokuCompletion:
+class SudokuCompletion(Task):
     """Sudoku by cross-entropy of the unknown cells; measures: loss, cell accuracy, solved boards.
 
-    The model maps puzzles (B, 81), 0 = unknown, to logits (B, 81, 9) of the digits 1 .. 9. Symmetries
-    of the board are drawn for every training puzzle; ``batch`` is the batch size of the evaluation.
+    The model maps puzzles (B, 81), 0 = unknown, to logits (B, 81, 9) of the digits 1 .. 9, or in training
+    to (K, B, 81, 9), answers of which the mean loss is taken.
+
+    Attributes:
+        data: puzzles with their solutions.
+        symmetries: drawn for every training puzzle; None: none.
+        givens: fewest and most, the most below 81. Each time a puzzle is seen, further cells of its
+            solution are revealed up to a number drawn uniformly between them; a puzzle with more keeps
+            its own. None: puzzles stay as they are.
+        batch: puzzles at once in the evaluation.
+
+    Raises:
+        TypeError, ValueError: givens that are no integers or out of order.
     """
 
     data: SudokuData
     symmetries: SudokuSymmetries | None = None
+    givens: tuple[int, int] | None = None
     batch: int = 100
+    names = ("test_loss", "cell_accuracy", "solved_boards")
+
+    def __post_init__(self) -> None:
+        if self.givens is not None:
+            least, most = (require_count("givens", number, low=0) for number in self.givens)
+            if not least <= most < self.data.train_puzzles.shape[1]:
+                raise ValueError(f"givens must be fewest <= most < 81, got {self.givens}")
 
     @property
     def inputs(self) -> Tensor:
@@ -118,12 +158,11 @@ class SudokuCompletion:
     def targets(self) -> Tensor:
         return self.data.train_solutions
 
-    def to(self, device: torch.device) -> SudokuCompletion:
-        return replace(self, data=self.data.to(device))
-
-    def augmented(
-        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
+        if self.givens is not None:
+            least, most = self.givens
+            number = torch.randint(least, most + 1, (len(inputs), 1), generator=generator)
+            inputs = reveal_up_to(inputs, targets, number, generator)
         if self.symmetries is None:
             return inputs, targets
         return self.symmetries(inputs, targets, generator)
@@ -132,121 +171,254 @@ class SudokuCompletion:
         return int((inputs == 0).sum())
 
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        answers = outputs if outputs.dim() == 4 else outputs.unsqueeze(0)
         unknown = inputs == 0
-        return F.cross_entropy(outputs[unknown], targets[unknown] - 1, reduction="sum")
+        wanted = (targets[unknown] - 1).repeat(len(answers))
+        chosen = answers[:, unknown].flatten(0, 1)
+        return F.cross_entropy(chosen, wanted, reduction="sum") / len(answers)
 
-    def evaluate(
-        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
-    ) -> Measures:
-        puzzles = self.data.test_puzzles[rank::world]
-        solutions = self.data.test_solutions[rank::world]
-        cells = known = solved = 0
-        loss = 0.0
-        batches = _outputs(model, puzzles, solutions, self.batch, iterations)
-        for outputs, part, answers in batches:
-            loss += self.loss(outputs, part, answers).item()
-            right, unknown = board_counts(outputs.argmax(-1) + 1, part, answers)
-            cells, known = cells + int(right.sum()), known + int(unknown.sum())
-            solved += int((right == unknown).sum())
+    def tests(self, rank: int, world: int) -> Pairs:
+        data = self.data
+        return _batches(data.test_puzzles, data.test_solutions, rank, world, self.batch)
+
+    def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
+        right, unknown = board_counts(outputs.argmax(-1) + 1, inputs, targets)
+        cells = int(unknown.sum())
         return {
-            "test_loss": (loss, known),
-            "cell_accuracy": (cells, known),
-            "solved_boards": (solved, len(puzzles)),
+            "test_loss": (self.loss(outputs, inputs, targets).item(), cells),
+            "cell_accuracy": (int(right.sum()), cells),
+            "solved_boards": (int((right == unknown).sum()), len(inputs)),
         }
 
 
 @dataclass(frozen=True)
-class MaskedTokens:
-    """Masked modelling: some tokens of a sequence are hidden and predicted from the others.
+class NextToken(Task):
+    """Prediction of each next symbol, measured by the loss in nats a symbol on fixed windows.
 
-    The model maps tokens (B, N), integers in [0, d] where d stands for a hidden token, to logits
-    (B, N, d). The loss is the cross-entropy of the hidden tokens. With one hidden token, drawn uniformly,
-    its expectation is the negative log pseudo-likelihood per site,
-    ``-1/N sum_i E log p(s_i | all other sites)``, whose minimum are the conditionals of the
-    distribution. With several it is another objective: each is predicted from fewer sites.
-
-    Measures, whatever ``masks``: loss and accuracy with every site of every test sample hidden in its
-    turn, so ``test_loss`` is the negative log pseudo-likelihood per site.
+    The model maps numbers of symbols (B, n) to logits (B, n, V) of the symbols that follow each. An
+    epoch is about one pass over the training text: as many windows as there are disjoint ones, or
+    ``samples``, each beginning at a random place, drawn anew for every batch. The validation windows
+    are spread evenly over the validation text.
 
     Attributes:
-        train: (M, N) training sequences, integers in [0, d).
-        test: (K, N) test sequences.
-        colours: d.
-        masks: hidden tokens of a training sequence, at most N.
-        batch: sequences of a batch of the evaluation; N of them are made of each test sequence.
+        data: the text.
+        length: n, symbols that a window shows.
+        windows: number of validation windows; where the text holds fewer disjoint ones they overlap.
+        batch: windows at once in the evaluation.
+        samples: training windows of an epoch; None: as many as there are disjoint ones.
 
     Raises:
-        TypeError: sequences that are no integers, or a number that is none.
-        ValueError: shapes, tokens or numbers out of range.
-
-    Source: Devlin et al., "BERT" (https://arxiv.org/abs/1810.04805), for the task; Rende et al.
-    (https://arxiv.org/abs/2304.07235) for its reading as a pseudo-likelihood.
+        ValueError: a part of the text is shorter than ``length + 1``.
     """
 
-    train: Tensor
-    test: Tensor
-    colours: int
-    masks: int = 1
-    batch: int = 4000
+    data: TextData
+    length: int
+    windows: int = 256
+    batch: int = 64
+    samples: int | None = None
+    names = ("validation_loss",)
 
     def __post_init__(self) -> None:
-        for name in ("colours", "masks", "batch"):
-            require_count(name, getattr(self, name))
-        for name, tokens in (("train", self.train), ("test", self.test)):
-            if tokens.dtype != torch.int64:
-                raise TypeError(f"{name} must be of int64, got {tokens.dtype}")
-            if tokens.dim() != 2 or 0 in tokens.shape:
-                raise ValueError(f"{name} must have the shape (M, N), got {tuple(tokens.shape)}")
-            if tokens.min() < 0 or tokens.max() >= self.colours:
-                raise ValueError(f"{name} must hold integers in [0, {self.colours})")
-        sites = self.train.shape[1]
-        if self.test.shape[1] != sites:
-            raise ValueError(f"test must have {sites} sites as train, got {self.test.shape[1]}")
-        if self.masks > sites:
-            raise ValueError(f"masks must be at most the {sites} sites, got {self.masks}")
+        for name in ("length", "windows", "batch", "samples"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
+        for part in ("train", "validation"):
+            held = len(getattr(self.data, part))
+            if held <= self.length:
+                raise ValueError(
+                    f"length must be below the {held} symbols for {part}, got {self.length}"
+                )
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        number = self.samples or max(1, (len(self.data.train) - 1) // self.length)
+        return torch.arange(number, device=self.data.train.device)
 
     @property
     def inputs(self) -> Tensor:
-        return self.train
+        """Numbers (N,) of the windows of an epoch; :meth:`augmented` draws where they begin."""
+        return self._numbers
 
     @property
     def targets(self) -> Tensor:
-        return self.train
+        """The same numbers."""
+        return self._numbers
 
-    def to(self, device: torch.device) -> MaskedTokens:
-        return replace(self, train=self.train.to(device), test=self.test.to(device))
-
-    def augmented(
-        self, inputs: Tensor, targets: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        order = torch.rand(inputs.shape, generator=generator)
-        hidden = order.topk(self.masks, dim=1).indices.to(inputs.device)
-        return inputs.scatter(1, hidden, self.colours), targets
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
+        """Random windows (B, n), and the symbols that follow each of theirs, (B, n)."""
+        most = len(self.data.train) - self.length
+        return self._read(self.data.train, torch.randint(most, (len(inputs),), generator=generator))
 
     def terms(self, inputs: Tensor, targets: Tensor) -> int:
-        return self.masks * len(inputs)
+        return targets.numel()
 
     def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        hidden = inputs == self.colours
-        return F.cross_entropy(outputs[hidden], targets[hidden], reduction="sum")
+        return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
-    def evaluate(
-        self, model: nn.Module, rank: int, world: int, iterations: int | None = None
-    ) -> Measures:
-        test = self.test[rank::world]
-        sites = test.shape[1]
-        each = torch.eye(sites, dtype=torch.bool, device=test.device)
-        loss, right = 0.0, 0
-        for part in test.split(max(1, self.batch // sites)):
-            answers = part.repeat_interleave(sites, dim=0)  # (B N, N), site after site of a sample
-            inputs = answers.masked_fill(each.repeat(len(part), 1), self.colours)
-            for outputs, hidden, wanted in _outputs(
-                model, inputs, answers, len(inputs), iterations
-            ):
-                loss += self.loss(outputs, hidden, wanted).item()
-                guessed = (outputs.argmax(-1) == wanted) & (hidden == self.colours)
-                right += int(guessed.sum())
-        return {"test_loss": (loss, test.numel()), "token_accuracy": (right, test.numel())}
+    def tests(self, rank: int, world: int) -> Pairs:
+        most = len(self.data.validation) - self.length - 1
+        starts = torch.linspace(0, most, self.windows, dtype=torch.float64).round().long()
+        for part in starts[rank::world].split(self.batch):
+            yield self._read(self.data.validation, part)
+
+    def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
+        return {"validation_loss": (self.loss(outputs, inputs, targets).item(), targets.numel())}
+
+    def _read(self, ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Windows that begin at ``starts`` (B,), and the same one symbol later."""
+        places = starts[:, None] + torch.arange(self.length + 1)
+        window = ids[places.to(ids.device)]
+        return window[:, :-1], window[:, 1:]
+
+
+LEAST_ERROR = 1e-10  # of an image, where its PSNR is 100 dB: one without error would be infinite
+FLAT = 1e-6  # added to the variance of a patch before it is divided by
+
+
+@dataclass(frozen=True)
+class MaskedImages(Task):
+    r"""Reconstruction of hidden patches, by the mean squared error of their pixels.
+
+    The model maps images (B, C, S, S), NaN in hidden patches, to predicted images (B, C, S, S). The
+    loss is the mean over hidden patches i, of all images, of ``|predicted_i - p_i|^2 / P``, P pixels
+    a patch; visible patches do not count. Every batch hides other patches. How many of an image's N
+    patches is drawn uniformly from 1 .. ``round(masked N)``, as in the paper, or is always the latter.
+
+    Measures, on masks of ``round(masked N)`` patches that depend on ``seed`` alone: ``test_loss``, and
+    ``test_psnr``, the mean over the images of ``-10 log10`` of the error of their hidden pixels in dB.
+
+    Attributes:
+        data: images; their labels are not used.
+        patch: height = width of a patch.
+        masked: share of the patches that is hidden, in (0, 1); at least one is and one is not.
+        vary: draw the number of hidden patches of training images.
+        normalise: predict pixels less their patch's mean, divided by its standard deviation. Such
+            pixels have no PSNR, so ``test_loss`` is the only measure.
+        augment: ``augment(images, generator) -> images`` for training batches, before patches are
+            hidden; None: none.
+        test: number of test images; None: all.
+        seed: of the masks of the test images.
+        batch: images at once in the evaluation.
+
+    Raises:
+        ValueError: a size or share is out of range, or the patch does not divide the image.
+
+    Source: Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646), whose shares these are; He et
+    al., "Masked Autoencoders" (https://arxiv.org/abs/2111.06377), for the error on hidden patches and
+    ``normalise``.
+    """
+
+    data: ImageData
+    patch: int
+    masked: float = 0.4
+    vary: bool = True
+    normalise: bool = False
+    augment: Augment | None = None
+    test: int | None = None
+    seed: int = 0
+    batch: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("patch", "batch", "test"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
+        if not 0 < self.masked < 1:
+            raise ValueError(f"masked must lie in (0, 1), got {self.masked!r}")
+        if self.patches < 2:
+            raise ValueError(
+                f"patch must leave 2 patches at least in an image, got {self.patch} for "
+                f"{tuple(self.data.train_images.shape[1:])}"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("test_loss",) if self.normalise else ("test_loss", "test_psnr")
+
+    @property
+    def patches(self) -> int:
+        """N, patches of an image."""
+        return split_patches(self.data.train_images[:1], self.patch).shape[1]
+
+    @property
+    def most(self) -> int:
+        """Hidden patches of a test image, the most of a training image."""
+        return min(max(1, round(self.masked * self.patches)), self.patches - 1)
+
+    @property
+    def inputs(self) -> Tensor:
+        """The whole images; :meth:`augmented` hides patches."""
+        return self.data.train_images
+
+    @property
+    def targets(self) -> Tensor:
+        """The same images."""
+        return self.data.train_images
+
+    def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
+        """Images with NaN in hidden patches, and the same images whole."""
+        images = inputs if self.augment is None else self.augment(inputs, generator)
+        counts = torch.full((len(images),), self.most)
+        if self.vary:
+            counts = torch.randint(1, self.most + 1, (len(images),), generator=generator)
+        return self._hide(images, counts, generator), images
+
+    def terms(self, inputs: Tensor, targets: Tensor) -> int:
+        return int(hidden_patches(inputs, self.patch).sum())
+
+    def loss(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.errors(outputs, inputs, targets).sum()
+
+    def errors(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        """(B, N) mean squared errors of the hidden patches of ``inputs``, 0 for visible ones."""
+        wanted = split_patches(targets, self.patch)
+        if self.normalise:
+            mean, deviation = _moments(wanted)
+            wanted = (wanted - mean) / deviation
+        error = (split_patches(outputs.to(wanted.dtype), self.patch) - wanted).square().mean(-1)
+        return error.masked_fill(~hidden_patches(inputs, self.patch), 0.0)
+
+    def to_pixels(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Predicted images as pixels. With ``normalise`` only the true patches say their scale."""
+        if not self.normalise:
+            return outputs
+        mean, deviation = _moments(split_patches(targets, self.patch))
+        return join_patches(split_patches(outputs, self.patch) * deviation + mean, self.patch)
+
+    def test_images(self) -> tuple[Tensor, Tensor]:
+        """The test images with their hidden patches NaN, and whole."""
+        images, _ = self.data.some_test(self.test)
+        generator = torch.Generator().manual_seed(self.seed)
+        return self._hide(images, torch.full((len(images),), self.most), generator), images
+
+    def tests(self, rank: int, world: int) -> Pairs:
+        return _batches(*self.test_images(), rank, world, self.batch)
+
+    def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
+        """Sums and numbers of the measures of predicted images, of a model or a baseline."""
+        errors = self.errors(outputs, inputs, targets).double()
+        found = {"test_loss": (errors.sum().item(), float(self.terms(inputs, targets)))}
+        if not self.normalise:  # every image has as many hidden patches as any other
+            each = errors.sum(1) / self.most
+            decibels = -10 * each.clamp_min(LEAST_ERROR).log10()
+            found["test_psnr"] = (decibels.sum().item(), float(len(inputs)))
+        return found
+
+    def _hide(self, images: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
+        """NaN in ``counts`` (B,) patches of each image, drawn uniformly."""
+        order = torch.rand(len(counts), self.patches, generator=generator).argsort(1)
+        hidden = order.argsort(1) < counts.unsqueeze(1)
+        return hide_patches(images, hidden.to(images.device), self.patch)
+
+
+def _moments(patches: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the pixels of patches (B, N, P), (B, N, 1) each."""
+    variance, mean = torch.var_mean(patches, -1, correction=0, keepdim=True)
+    return mean, (variance + FLAT).sqrt()
+
+
+def _batches(inputs: Tensor, targets: Tensor, rank: int, world: int, size: int) -> Pairs:
+    parts = inputs[rank::world].split(size), targets[rank::world].split(size)
+    return zip(*parts, strict=True)
 
 
 def describe(name: str, value: float) -> str:
@@ -257,6 +429,7 @@ def describe(name: str, value: float) -> str:
     return f"{words} {value:.4f}" if name.endswith("loss") else f"{words} {100 * value:.2f} %"
 
 
+@torch.no_grad()
 def accuracy(
     model: nn.Module,
     images: Tensor,
@@ -269,24 +442,10 @@ def accuracy(
 
     ``size`` is the batch size; ``iterations`` of a recurrent model, None: as many as in training.
     """
-    return _count_right(model, images, labels, size, iterations) / len(images)
-
-
-def _count_right(
-    model: nn.Module, images: Tensor, labels: Tensor, size: int, iterations: int | None
-) -> int:
-    parts = _outputs(model, images, labels, size, iterations)
-    return sum(int((outputs.argmax(1) == answers).sum()) for outputs, _, answers in parts)
-
-
-def _outputs(
-    model: nn.Module, inputs: Tensor, targets: Tensor, size: int, iterations: int | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Outputs in evaluation mode, inputs and targets of batches in order."""
     model.eval()
     options = {} if iterations is None else {"iterations": iterations}
-    for part, answers in zip(inputs.split(size), targets.split(size), strict=True):
-        if len(part) > 0:  # a process may have no test samples
-            with torch.no_grad():
-                outputs = model(part, **options)
-            yield outputs, part, answers
+    right = sum(
+        int((model(part, **options).argmax(1) == answers).sum())
+        for part, answers in zip(images.split(size), labels.split(size), strict=True)
+    )
+    return right / len(images)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from implicit_attn.energies.spins.couplings import Couplings
-from implicit_attn.updates.attention_step import AttentionStep
+from implicit_attn.energies.spins import Couplings
+from implicit_attn.updates.attention_step import AttentionStep, QueryDescent
 from implicit_attn.updates.bare_step import BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep, GradientStep, StepSize
-from implicit_attn.updates.hyperset_step import HyperSETLayer, HyperSETStep, LowRankDeltas
+from implicit_attn.updates.hyperset import (
+    ConditionedStepSizes,
+    HyperSETLayer,
+    HyperSETStep,
+    LowRankDeltas,
+    PlainStepSizes,
+    StepSizes,
+)
 from implicit_attn.updates.kinetic_attention import KineticAttention
 from implicit_attn.updates.mean_field import (
     AdaptiveTAPAttention,
     MeanFieldAttention,
-    OnsagerNetwork,
-)
-from implicit_attn.updates.momentum import DescentStep, MomentumStep
-from implicit_attn.updates.query_descent import QueryDescent
-from implicit_attn.updates.saddle_attention import SaddleAttention
-from implicit_attn.updates.softmax_couplings import (
     MixerAttention,
+    OnsagerNetwork,
     SoftmaxCouplingAttention,
     TokenMixer,
 )
-from implicit_attn.updates.step_sizes import ConditionedStepSizes, PlainStepSizes, StepSizes
+from implicit_attn.updates.momentum import DescentStep, MomentumStep
+from implicit_attn.updates.saddle_attention import SaddleAttention
 from implicit_attn.updates.update import FunctionUpdate, Update
 
 __all__ = [

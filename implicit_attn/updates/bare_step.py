@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from implicit_attn.energies.bare.bare_attention import BareAttention
-from implicit_attn.energies.checks import check_tokens
-from implicit_attn.energies.tokens import accumulation_dtype, hide
+from implicit_attn.energies.bare import BareAttention
+from implicit_attn.energies.tokens import accumulation_dtype, check_tokens, hide
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_count, require_instance, require_number, require_positive
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.energy import Energy
+from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.lagrangians import Lagrangian
-from implicit_attn.energies.prepared import Prepared
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_instance, require_positive
@@ -162,7 +161,7 @@ class ActivationStep(EnergyStep):
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """``Prepared((x, what the energy prepared))``; ``x`` where the energy prepares nothing."""
         part = super().prepare(x, mask=mask)
-        return x if part is x else Prepared((x, part))
+        return x if part is x or part is None else Prepared((x, part))
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         x, part = x.parts if isinstance(x, Prepared) else (x, x)

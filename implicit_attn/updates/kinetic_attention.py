@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies.attention import head_width
-from implicit_attn.energies.checks import check_dtype, check_input, check_mask, check_tokens
+from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.projected import Projection, merge_heads, split_heads
-from implicit_attn.energies.tokens import accumulation_dtype, hide
-from implicit_attn.updates.softmax_couplings import open_pairs, row_softmax
+from implicit_attn.energies.tokens import (
+    accumulation_dtype,
+    check_dtype,
+    check_input,
+    check_mask,
+    check_tokens,
+    hide,
+)
+from implicit_attn.updates.mean_field import open_pairs, row_softmax
 from implicit_attn.updates.update import Update
 from solvers import SphericalSite, kinetic_map
 from solvers.core.checks import require_choice, require_flag, require_positive
@@ -108,7 +115,7 @@ class KineticAttention(Update):
         pairs = open_pairs(x, mask, self_coupling=self.self_coupling, causal=self.causal)
         return row_softmax(scores.to(accumulation_dtype(scores.dtype)), pairs).to(x.dtype)
 
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
         """The field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
         name = type(self).__name__
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
@@ -116,14 +123,14 @@ class KineticAttention(Update):
             raise ValueError(f"{name}: x must be a tensor (B, N, {self.dim}), got {got}")
         check_mask(mask, x, name, features=1)
         x = self.on_spheres(x)
-        return self.beta * x, self.beta * self.couplings(x, mask=mask)
+        return Prepared((self.beta * x, self.beta * self.couplings(x, mask=mask)))
 
     def initial(self, x: Tensor) -> Tensor:
         """The means in the field alone, ``J = 0``."""
         return self.start(x, self.prepare(x))
 
-    def start(self, x: Any, prepared: tuple[Tensor, Tensor]) -> Tensor:
-        field = prepared[0].detach()
+    def start(self, x: Any, prepared: Prepared) -> Tensor:
+        field = prepared.parts[0].detach()
         parts = field.view(*field.shape[:-1], self.heads, self.width)
         size = parts.square().sum(-1, keepdim=True)
         return (parts / (1 + (1 + size / self.radius**2).sqrt())).view(field.shape)
@@ -131,7 +138,8 @@ class KineticAttention(Update):
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         name = type(self).__name__
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
-        field, couplings = x if isinstance(x, tuple) and len(x) == 2 else self.prepare(x, mask=mask)
+        prepared = x if isinstance(x, Prepared) else self.prepare(x, mask=mask)
+        field, couplings = prepared.parts
         field = check_input(field, z, name)
         if not z.numel():  # no samples, or no tokens
             return z

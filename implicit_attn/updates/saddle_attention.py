@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies.checks import check_tokens
+from implicit_attn.energies.tokens import check_tokens
 from solvers import SaddleSolution, spherical_saddle
 from solvers.core.checks import require_choice, require_count, require_flag, require_positive
 

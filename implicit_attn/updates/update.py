@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from implicit_attn.energies.custom.signatures import UPDATE_METHODS, FunctionCall, complete
+from implicit_attn.energies.signatures import FunctionCall, check_methods
 
 
 class Update(nn.Module):
@@ -27,8 +27,15 @@ class Update(nn.Module):
     symmetric: bool = False
     monitored: bool = False
 
+    _call = FunctionCall("Update.forward", True, True, True)  # of a subclass its own
+
     def __init_subclass__(cls) -> None:
-        complete(cls, UPDATE_METHODS)
+        check_methods(cls, {"joint": "z x", "prepare": "x"})
+        cls._call = FunctionCall.of_forward(cls)
+
+    def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
+        """``forward``, which is given what it takes of ``x`` and ``mask``."""
+        return self._call(super().__call__, z, x, mask)
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         """One update, like ``z``: the state, (B, N, d) or any pytree of tensors (B, ...).

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from implicit_attn.checkpoint import load_checkpoint
 from implicit_attn.models.registry import load_model
-from implicit_attn.models.spin_classifier import SpinClassifier
-from implicit_attn.weights.registry import Pretrained, find_pretrained
+from implicit_attn.weights.registry import find_pretrained
 from solvers import Tolerance
-
-SPINS = "mnist-spins"  # whose file holds the arguments of its class and no specification
 
 
 def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.Module:
@@ -33,8 +28,8 @@ def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.
         The model. Image classifiers take pixels in [0, 1], (B, 1, 8, 8) for the digits and
         (B, 1, 28, 28) for MNIST, and return logits (B, 10). Board solvers take puzzles (B, 81), int64,
         0 = unknown, and return logits (B, 81, 9) of the digits 1 .. 9. The language model takes numbers
-        of characters (B, L), int64, and returns logits (B, L, 81); the characters in their order are
-        ``pretrained_models()["austen-language"].settings["alphabet"]``.
+        of characters (B, L), int64, and returns logits (B, L, 81); its characters in their order are
+        ``model.alphabet``, and ``model.generate("It was ", 40)`` continues a text.
 
     Raises:
         ValueError: there is no such model, the message has the nearest names; or ``layer`` is given
@@ -42,37 +37,14 @@ def load_pretrained(name: str, *, layer: Mapping[str, Any] | None = None) -> nn.
         ImportError: safetensors is not installed.
     """
     row = find_pretrained(name)
-    with _float32_on_the_cpu():
-        if name == SPINS:
-            return _spins(row, layer)
-        trained = _tolerance(row.settings) | dict(layer or {})
-        model, _ = load_model(row.path, layer=trained or None)
-    return model
-
-
-@contextlib.contextmanager
-def _float32_on_the_cpu() -> Iterator[None]:
-    """Torch's defaults as the files were written with, whatever the user has set."""
+    trained = {key: row.settings[key] for key in ("max_steps",) if key in row.settings}
+    if row.settings.get("rtol") is not None:
+        trained["tolerance"] = Tolerance(rtol=row.settings["rtol"])
+    # Torch's defaults as the files were written with, whatever the user has set.
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            yield
+            return load_model(row.path, layer=trained | dict(layer or {}) or None)[0]
     finally:
         torch.set_default_dtype(before)
-
-
-def _tolerance(settings: dict[str, Any]) -> dict[str, Any]:
-    rtol = settings.get("rtol")
-    return {} if rtol is None else {"tolerance": Tolerance(rtol=rtol)}
-
-
-def _spins(row: Pretrained, layer: Mapping[str, Any] | None) -> nn.Module:
-    settings = row.settings
-    trained = {**_tolerance(settings), "max_steps": settings["max_steps"]}
-    with torch.random.fork_rng(devices=[]):  # the weights that are drawn here are replaced
-        model = SpinClassifier(
-            dim=settings["dim"], bound=settings["bound"], layer={**trained, **(layer or {})}
-        )
-    load_checkpoint(row.path, model, restore_random=False)
-    return model.eval()

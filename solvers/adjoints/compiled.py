@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record, first_derivative
-from solvers.compiled.backward import compiled_adjoint
-from solvers.compiled.cycles import Wanted
-from solvers.compiled.programs import UntraceableError
+from solvers.adjoints.implicit import AdjointSystem, ImplicitGradient, Record
+from solvers.compiled.evaluations import Linearization, Wanted
 from solvers.compiled.weights import Weights
 from solvers.core.layout import leaves_of
 from solvers.core.modes import constant_weights, uncompiled
 from solvers.core.problem import Problem
-from solvers.krylov.cg import CG
-from solvers.krylov.gmres import GMRES
 
 
 @dataclass
@@ -91,7 +87,7 @@ class _CompiledValue(torch.autograd.Function):
     """z -> z with the backward pass of the implicit function theorem; twice, as ``_ImplicitValue``.
 
     Where the backward pass is itself recorded, it is the ordinary one: compiled programs cannot be
-    differentiated. So it is where they leave a sample unsolved, or adjoint solutions are remembered.
+    differentiated.
     """
 
     @staticmethod
@@ -126,18 +122,7 @@ def _gradients(
     known: KnownInputs, system: AdjointSystem, z: Tensor, cotangent: Tensor
 ) -> list[Tensor | None]:
     problem = known.problem
-    solver = system.solver or (CG() if problem.symmetric else GMRES())
-    numbers = (solver, system.tolerance, system.max_steps)
-    found = None
-    if system.memory is None:
-        try:
-            found = compiled_adjoint(problem, z, cotangent, *numbers, known.wanted, known.weights)
-        except UntraceableError:
-            if problem.programs.required:
-                raise
-            problem.programs.give_up()
-    if found is None:
-        return first_derivative(_record(known, system, z), cotangent)[1]
-    solution, results = found
-    system.note(solution, solved=True)
-    return results
+    with constant_weights():
+        linear = Linearization(problem, z, known.wanted, known.weights)
+        u = system.solve(linear.product, cotangent, problem.symmetric)
+        return linear.gradients(u)

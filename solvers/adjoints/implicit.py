@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,21 +23,6 @@ from solvers.krylov.product import OneMinus
 from solvers.krylov.solve import CG, GMRES, MINRES, LinearSolver, solve_linear
 
 
-class AdjointMemory(Protocol):
-    """Adjoint solutions of earlier solves, as starts of the next; vectors (n, D), of samples (n,).
-
-    ``rows`` are the samples' positions in the batch of the fixed point, None for all of them.
-    """
-
-    def recall(self, rows: Tensor | None) -> Tensor | None:
-        """Starts, zero for samples that are not known; None where none is."""
-        ...
-
-    def keep(self, u: Tensor, solved: Tensor, rows: Tensor | None) -> None:
-        """Take the solutions u of a first derivative, good in the rows ``solved`` (n,) bool."""
-        ...
-
-
 @dataclass(frozen=True)
 class AdjointSystem:
     """How to solve ``(I - J^T) u = g``, and for which samples."""
@@ -50,26 +35,8 @@ class AdjointSystem:
     batch: int  # samples of the fixed point
     rows: Tensor | None  # (n,) samples that take part, or None for all
     f: object = None  # whose adjoint it is, for warnings
-    memory: AdjointMemory | None = None  # of the systems of first derivatives
 
-    def solve_first(self, product: JacobianProduct, right: Tensor, symmetric: bool) -> Tensor:
-        """:meth:`solve` for a first derivative, from what ``memory`` knows of it."""
-        memory = self.memory
-        if memory is None:
-            return self.solve(product, right, symmetric)
-        u = self.solve(product, right, symmetric, memory.recall(self.rows))
-        assert self.report.solution is not None
-        solved = self.report.solution.converged
-        memory.keep(u, solved if self.rows is None else solved[self.rows], self.rows)
-        return u
-
-    def solve(
-        self,
-        product: JacobianProduct,
-        right: Tensor,
-        symmetric: bool,
-        start: Tensor | None = None,
-    ) -> Tensor:
+    def solve(self, product: JacobianProduct, right: Tensor, symmetric: bool) -> Tensor:
         """Solve the adjoint system ``u - product(u) = right`` for vectors (n, D)."""
         run = partial(
             solve_linear,
@@ -79,19 +46,16 @@ class AdjointSystem:
             on_failure="ignore",
         )
         solver = self.solver or (CG() if symmetric else GMRES())
-        options = {"x0": start, "scale_x0": start is not None}
-        solution = run(right, solver=solver, max_steps=self.max_steps, **options)
+        solution = run(right, solver=solver, max_steps=self.max_steps)
         if self.solver is None and symmetric:
             solution = self._retry_saddles(run, solution, right)
         self.note(solution)
         return solution.value
 
-    def note(self, solution: Solution, *, solved: bool = False) -> None:
-        """Report the outcome of a solve; ``solved``: it is known that every system was."""
+    def note(self, solution: Solution) -> None:
+        """Report the outcome of a solve."""
         self.report.solution = self._of_whole_batch(solution)
         self.report.solves += 1
-        if solved:
-            return
         # Samples without a finite evaluation were reported by the forward solve already.
         apply_policy(solution, self.on_failure, "adjoint solve", self.f)
 
@@ -214,7 +178,7 @@ class _ImplicitValue(torch.autograd.Function):
 def first_derivative(record: Record, cotangent: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     """``u = (I - J^T)^-1 cotangent`` and ``(df/dinput)^T u``."""
     product = pullback(record.output, record.point)
-    u = record.system.solve_first(product, cotangent, record.recorder.problem.symmetric)
+    u = record.system.solve(product, cotangent, record.recorder.problem.symmetric)
     return u, gradients(record.output, record.recorder.aliases, u)
 
 

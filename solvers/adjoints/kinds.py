@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from solvers.adjoints.checkpoints import Checkpoints
 from solvers.adjoints.compiled import compiled_value
 from solvers.adjoints.implicit import (
-    AdjointMemory,
     AdjointSystem,
     implicit_value,
     zero_derivative,
@@ -26,12 +25,18 @@ from solvers.adjoints.left_out import (
     failed,
     no_evaluation,
 )
-from solvers.core.checks import require_count, require_flag, require_instance, require_number
+from solvers.core.checks import (
+    require_count,
+    require_flag,
+    require_instance,
+    require_kind,
+    require_number,
+)
 from solvers.core.loop import keeps_failures_out
 from solvers.core.problem import Problem
 from solvers.core.solution import AdjointReport, Solution, check_on_failure
-from solvers.core.tolerance import Tolerance
-from solvers.krylov.solve import LinearSolver
+from solvers.core.tolerance import Tolerance, read_tolerance
+from solvers.krylov.solve import LINEAR, LinearSolver
 
 Run = Callable[[Problem, Tensor], Solution]  # solves a problem from a start (B, D)
 FALLBACK_RTOL = 1e-6  # of the adjoint where the forward tolerance is absolute
@@ -54,20 +59,18 @@ class Implicit(Adjoint):
 
     With ``J = df/dz`` at the solution and the loss gradient ``g``, solve ``(I - J^T) u = g``; the
     gradient of any input is ``(df/dinput)^T u``. The second derivative applies the same rule to this
-    system; a third one raises.
+    system; a third one raises. Samples that are DIVERGED or NONFINITE have a gradient of zero.
 
     Args:
-        solver: a linear solver; None chooses CG where J is symmetric (then MINRES for the samples
-            with non-positive curvature, that is at saddles), else GMRES.
+        solver: a linear solver, its class or its name (``"gmres"``); None chooses CG where J is
+            symmetric (then MINRES for the samples with non-positive curvature, that is at saddles),
+            else GMRES.
         tolerance: of the linear solve, relative to ``|g|``; None takes the forward
             solve's ``rtol``, or 1e-6 where that is 0.
         max_steps: products with ``J^T`` per sample, an upper bound.
         on_failure: "warn", "raise" or "ignore" when adjoint systems are not solved.
         states: how gradients flow through the states of ``states_at``, at which the equation does not
             hold: ``Phantom(...)``, or None for ``OneStep()``.
-        memory: adjoint solutions of earlier solves to start from, of which the best multiple is taken;
-            the layer's option ``warm_start`` gives one. It does not change the gradient beyond the
-            tolerance.
 
     The outcome of the latest backward pass is in ``solution.adjoint.solution``.
 
@@ -88,17 +91,16 @@ class Implicit(Adjoint):
     https://arxiv.org/abs/1909.01377.
     """
 
-    solver: LinearSolver | None = None
-    tolerance: Tolerance | None = None
+    solver: LinearSolver | type[LinearSolver] | str | None = None
+    tolerance: Tolerance | float | None = None
     max_steps: int = 100
     on_failure: str = "warn"
     states: Phantom | OneStep | None = None
-    memory: AdjointMemory | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        linear = "CG(), MINRES(), GMRES()"
-        require_instance("solver", self.solver, LinearSolver, linear, optional=True)
-        require_instance("tolerance", self.tolerance, Tolerance, "a Tolerance", optional=True)
+        solver = require_kind("solver", self.solver, LinearSolver, LINEAR, optional=True)
+        object.__setattr__(self, "solver", solver)
+        object.__setattr__(self, "tolerance", read_tolerance("tolerance", self.tolerance))
         require_count("max_steps", self.max_steps)
         check_on_failure(self.on_failure)
         kinds = "solvers.Phantom(...) or solvers.OneStep()"
@@ -116,8 +118,7 @@ class Implicit(Adjoint):
             return value(part, z, system)
 
         _attach_states(self.states or OneStep(), problem, solution, start)
-        left_out = no_evaluation(solution)
-        return differentiate(problem, solution, start.detach(), left_out, attach)
+        return differentiate(problem, solution, start.detach(), failed(solution), attach)
 
     def system(
         self,
@@ -128,16 +129,16 @@ class Implicit(Adjoint):
         f: object = None,
     ) -> AdjointSystem:
         """The adjoint system of a solve to ``tolerance``; see :class:`AdjointSystem`."""
+        own = read_tolerance("tolerance", self.tolerance)
         return AdjointSystem(
-            solver=self.solver,
-            tolerance=(self.tolerance or tolerance.of_adjoint(FALLBACK_RTOL)).rows(rows),
+            solver=require_kind("solver", self.solver, LinearSolver, LINEAR, optional=True),
+            tolerance=own or tolerance.of_adjoint(FALLBACK_RTOL),
             max_steps=self.max_steps,
             on_failure=self.on_failure,
             report=report,
             batch=batch,
             rows=rows,
             f=f,
-            memory=self.memory,
         )
 
 
@@ -146,8 +147,9 @@ class Unrolled(Adjoint):
     """Differentiate through every iteration of the solver; gradients reach ``z0`` too.
 
     Memory grows with the number of evaluations. Derivatives of any order. Where a sample has no finite
-    first evaluation, that evaluation is repeated without it. One whose iterates overflow later may still
-    bring NaN into the gradients of weights that all samples share; with the other adjoints it does not.
+    first evaluation, that evaluation is repeated without it. One that diverges has the gradient of the
+    steps that it made. If its iterates overflow, it may bring NaN into the gradients of weights that all
+    samples share; with the other adjoints it does not, unless ``compact=False``.
 
     Args:
         checkpoint: keep the states only, and evaluate ``f`` once more in the backward pass, which
@@ -193,7 +195,7 @@ class Phantom(Adjoint):
     """Gradient of ``steps`` damped iterations from the detached solution: an approximation.
 
     The value stays the solution. Only its gradient is that of the iterations; it is zero for samples that
-    are DIVERGED or NONFINITE, unless ``compact=False`` and others have converged.
+    are DIVERGED or NONFINITE.
 
     Args:
         steps: iterations, >= 1.
@@ -274,3 +276,10 @@ class OneStep(Adjoint):
     def attach(self, problem: Problem, anchor: Tensor) -> Tensor:
         """``anchor`` (B, D) with the gradient of one evaluation."""
         return Phantom(steps=1).attach(problem, anchor)
+
+
+def read_adjoint(value: Any) -> Adjoint | None:
+    """An :class:`Adjoint` with its defaults where its class or name is given; None stays None."""
+    return require_kind(
+        "adjoint", value, Adjoint, (Implicit, Unrolled, Phantom, OneStep), optional=True
+    )

@@ -41,13 +41,16 @@ def differentiate(
     A sample that is ``left_out`` has no derivative: zero is what its gradient is set to, and its NaN
     would reach the gradients of the others through weights that they share. So ``attach`` sees only the
     other samples: ``rows`` (n,), or None where that is all of them or ``compact=False`` forbids to
-    leave any out.
+    leave any out; then their cotangents are zero.
     """
-    if left_out is not None and bool(left_out.all()):
+    if left_out is None or not bool(left_out.any()):
+        solution.value = attach(problem, solution.value, None)
+        return solution
+    if bool(left_out.all()):
         solution.value = zero_derivative(problem, solution.value.detach(), start)
         return solution
-    if left_out is None or not (problem.compact and bool(left_out.any())):
-        solution.value = attach(problem, solution.value, None)
+    if not problem.compact:
+        solution.value = without_derivative(attach(problem, solution.value, None), left_out)
         return solution
     rows = torch.nonzero(~left_out).flatten()
     whole = solution.value.detach()
@@ -55,6 +58,11 @@ def differentiate(
     value = attach(part, solution.value.index_select(0, rows), rows)
     solution.value = whole.index_copy(0, rows, value)
     return solution
+
+
+def without_derivative(value: Tensor, left_out: Tensor) -> Tensor:
+    """``value`` (B, D), constant in the rows ``left_out`` (B,)."""
+    return torch.where(left_out.unsqueeze(1), value.detach(), value)
 
 
 def no_evaluation(solution: Solution) -> Tensor | None:
@@ -65,5 +73,11 @@ def no_evaluation(solution: Solution) -> Tensor | None:
 
 
 def failed(solution: Solution) -> Tensor:
-    """Samples (B,) near which steps without a safeguard may overflow."""
-    return (solution.status == Status.DIVERGED) | (solution.status == Status.NONFINITE)
+    """Samples (B,) that are nowhere near a fixed point: there is nothing to differentiate."""
+    return lost(solution.status, solution.residual)
+
+
+def lost(status: Tensor, residual: Tensor) -> Tensor:
+    """:func:`failed` of the status and the residual (B,)."""
+    away = (status == Status.DIVERGED) | (status == Status.NONFINITE)
+    return away | ~torch.isfinite(residual)

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from solvers.adjoints.implicit import Record, record_at
 from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom
+from solvers.adjoints.left_out import lost, without_derivative
 from solvers.adjoints.substitution import captured_by
 from solvers.adjoints.transforms import Operation, refuse_forward_transforms, transformed_value
 from solvers.core.layout import Layout
@@ -70,9 +71,13 @@ class Transformed:
         if isinstance(near, (Phantom, OneStep)):
             problem = Problem.of(f, energy, z0, args, mask, self.compact)
             states = found["states"]
-            found["states"] = states and tuple(near.attach(problem, state) for state in states)
+            gone = lost(found["status"], found["residual"])
+            found["states"] = states and tuple(
+                without_derivative(near.attach(problem, state), gone) for state in states
+            )
             if not implicit:
                 found["value"] = near.attach(problem, found["value"])
+            found["value"] = without_derivative(found["value"], gone)
         tree = Layout.of(z0).tree
         found["value"] = tree(found["value"])
         if found["states"] is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.compiled.packing import Packed, Skeleton, look, pack
+from solvers.compiled.packing import Packed, pack
 from solvers.core.layout import leaves_of, map_tensors, take
 from solvers.core.problem import Problem
 
@@ -18,19 +18,16 @@ WASTE = 2  # a batch is padded to a size that programs exist for, up to so many 
 
 @dataclass
 class Given:
-    """The inputs of a map and what a solve is to reach."""
+    """The inputs of a map."""
 
     args: tuple[Any, ...]
     mask: Tensor | None
-    numbers: Any
 
     @classmethod
-    def of(cls, problem: Problem, padding: Padding, numbers: Any) -> Packed:
+    def of(cls, problem: Problem, padding: Padding) -> Packed:
         """The inputs of ``problem`` with rows added to the batch, packed."""
         args, mask = map_tensors(detached, (problem.args, problem.mask))
-        if numbers is None and padding.index is None:
-            return _packed(args, mask)
-        return pack(cls(padding.tree(args), padding.tree(mask), numbers))
+        return pack(cls(padding.tree(args), padding.tree(mask)))
 
     def problem(self, like: Problem) -> Problem:
         """``like`` with these tensors, within a program."""
@@ -40,40 +37,10 @@ class Given:
             args=self.args,
             mask=self.mask,
             programs=None,
+            compiled=None,
             checked=True,
             draws=None,
         )
-
-
-def _packed(args: tuple[Any, ...], mask: Tensor | None) -> Packed:
-    """:func:`pack`, whose skeleton is known where tensors of this pattern were packed before."""
-    tensors: list[Tensor] = []
-    pattern = _pattern((args, mask), tensors)
-    if pattern is None or len({id(tensor) for tensor in tensors}) < len(tensors):
-        return pack(Given(args, mask, None))
-    skeleton = _SKELETONS.get(pattern)
-    if skeleton is None:
-        if len(_SKELETONS) >= PATTERNS:
-            _SKELETONS.clear()
-        skeleton = _SKELETONS[pattern] = pack(Given(args, mask, None)).skeleton
-    return Packed(tensors, skeleton, (skeleton.key, look(tensors)))
-
-
-PATTERNS = 64  # that are remembered
-_SKELETONS: dict[Hashable, Skeleton] = {}
-
-
-def _pattern(tree: Any, tensors: list[Tensor]) -> Hashable:
-    """Where tensors stand in tuples, which are added to ``tensors``; None where there is anything else."""
-    if isinstance(tree, Tensor):
-        tensors.append(tree)
-        return True
-    if tree is None:
-        return False
-    if type(tree) is not tuple:
-        return None
-    parts = tuple([_pattern(part, tensors) for part in tree])
-    return None if None in parts else parts
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -100,7 +67,7 @@ class Padding:
             for leaf in leaves_of(problem.args)
             if isinstance(leaf, Tensor)
         )
-        fixed = not (problem.compact and problem.programs.pads)
+        fixed = not problem.compact
         kind = (problem.layout.shapes, shapes)
         return cls.to_size(problem.programs, kind, batch, fixed, state.device)
 
@@ -120,10 +87,16 @@ class Padding:
         padded = tensor if self.index is None else tensor.index_select(0, self.index)
         return padded.contiguous()
 
+    def own(self, tensor: Tensor) -> Tensor:
+        """(size, ...) -> (B, ...), where no later program writes: CUDA graphs do to what they returned."""
+        cut = tensor if self.index is None else tensor[: self.batch]
+        return cut.clone() if tensor.is_cuda else cut
+
     def zeros(self, tensor: Tensor) -> Tensor:
         """(B, ...) -> (size, ...), the added rows zero."""
+        tensor = tensor.detach().resolve_neg().contiguous()
         if self.index is None:
-            return tensor.contiguous()
+            return tensor
         added = tensor.new_zeros(len(self.index) - self.batch, *tensor.shape[1:])
         return torch.cat((tensor, added))
 
@@ -143,6 +116,8 @@ class Padding:
                 if memory in seen:
                     gradient = gradient.clone()
                 seen.add(memory)
+                if gradient.is_cuda:  # a later program may write there
+                    gradient = gradient.clone()
             cut.append(gradient)
         return cut
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from solvers.core.arrays import Arrays
-
 
 @dataclass(frozen=True)
 class _Place:
@@ -72,8 +70,6 @@ def pack(record: Any) -> Packed:
             found = {name: walk(item) for name, item in value.items()}
             keys = tuple((name, key) for name, (_, key) in found.items())
             return {name: part for name, (part, _) in found.items()}, (dict, *keys)
-        if isinstance(value, Arrays):
-            return value, (Arrays, value.device)
         names = _names(value)
         if names is None:
             return value, _checked(value)
@@ -152,7 +148,7 @@ def unpack(tensors: list[Tensor], skeleton: Skeleton) -> Any:
             return _sequence(value, [walk(item) for item in value])
         if isinstance(value, dict):
             return {name: walk(item) for name, item in value.items()}
-        names = None if isinstance(value, Arrays) else _names(value)
+        names = _names(value)
         if names is None:
             return value
         whole = copy(value)

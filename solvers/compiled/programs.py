@@ -19,7 +19,6 @@ from solvers.compiled import graphs
 from solvers.compiled.backends import check_backend
 from solvers.compiled.packing import Packed, Skeleton, look, pack, unpack
 from solvers.compiled.weights import Weights, read_module
-from solvers.core.checks import require_count
 from solvers.core.device import tracing
 from solvers.core.guards.reading import found_once
 from solvers.core.guards.telling import warn_user
@@ -66,14 +65,10 @@ class Programs:
             registered name, or a function ``(graph, tensors) -> callable``.
         mode: as of ``torch.compile``, for "inductor".
         options: options of Inductor, for "inductor".
-        block: evaluations between two looks at the residuals.
 
     Raises:
         TypeError, ValueError: backend, mode or options are unknown or do not belong together.
     """
-
-    pads = True  # batches may be padded
-    required = True  # what cannot be traced is an error
 
     def __init__(
         self,
@@ -82,9 +77,8 @@ class Programs:
         backend: str | Compiler = "inductor",
         mode: str | None = None,
         options: dict[str, Any] | None = None,
-        block: int = 4,
     ) -> None:
-        self.module, self.block = module, require_count("block", block)
+        self.module = module
         self.name = type(module).__name__
         self.backend, self.mode, self.options = backend, mode, options
         check_backend(backend, mode, options)
@@ -189,16 +183,13 @@ class Programs:
 
     def of(self, module: nn.Module) -> Programs:
         """The same options for another module."""
-        options: dict[str, Any] = {"mode": self.mode, "options": self.options, "block": self.block}
+        options: dict[str, Any] = {"mode": self.mode, "options": self.options}
         return Programs(module, backend=self.backend, **options)
 
     def begin(self, device: torch.device) -> None:
         """A solve begins: what CUDA graphs have returned before may be overwritten from now on."""
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-
-    def give_up(self) -> None:
-        """What cannot be traced is not tried again."""
 
     @contextmanager
     def cloned(self) -> Iterator[None]:

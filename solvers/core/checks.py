@@ -6,6 +6,7 @@ Each returns the value, so that a constructor can check and keep it in one line.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable
 from itertools import pairwise
@@ -93,6 +94,28 @@ def require_instance(
         shown = shown if len(shown) <= LONGEST else str(type(value))  # not a tensor's numbers
         raise TypeError(f"{name} must be {expected}{' or None' * optional}, got {shown}")
     return value
+
+
+def require_kind(
+    name: str, value: Any, kind: type, known: Iterable[type], *, optional: bool = False
+) -> Any:
+    """An instance of ``kind``; its class, or the name of one of the ``known``, stands for its defaults.
+
+    Names are those of the classes in any case: "anderson".
+    """
+    names = {each.__name__.lower(): each for each in known}
+    if isinstance(value, str):
+        if value.lower() not in names:
+            listed = ", ".join(sorted(names))
+            raise ValueError(
+                f"{name} must be one of {listed} or a solvers.{kind.__name__}, got {value!r}"
+            )
+        value = names[value.lower()]
+    if isinstance(value, type) and issubclass(value, kind) and not inspect.isabstract(value):
+        value = value()
+    example = next(iter(names.values())).__name__
+    expected = f"a solvers.{kind.__name__} such as {example}(), its class or its name"
+    return require_instance(name, value, kind, expected, optional=optional)
 
 
 def require_finite(name: str, tensor: Tensor) -> None:

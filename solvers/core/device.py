@@ -42,6 +42,11 @@ def readable(device: torch.device) -> bool:
     return device.type == "cpu" and not _OF_THIS_THREAD.tracing
 
 
+def leaves_alone(compact: bool, device: torch.device) -> bool:
+    """Whether a sample that has ended may leave its batch; else it is in each evaluation of the others."""
+    return compact and readable(device)
+
+
 def lag_of(device: torch.device) -> int:
     """How many steps old the host's knowledge may be: 0 where reading a tensor is free."""
     return CUDA_LAG if device.type == "cuda" else 0

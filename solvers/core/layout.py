@@ -62,6 +62,12 @@ class Layout:
         """The dtype of the matrix: the leaves' common one."""
         return self.dtypes[0] if len(self.dtypes) == 1 else reduce(torch.promote_types, self.dtypes)
 
+    def scalars(self, batch: int) -> str:
+        """What a message says where a vector (B,) may have been meant as one problem."""
+        if self.shapes != ((),) or batch == 1:
+            return ""
+        return f" (z0 is {batch} problems of one unknown; z0[None] is one of {batch})"
+
     def vector(self, state: Any) -> Tensor:
         """Pytree -> (B, D); a single tensor is viewed, not copied, where its strides allow."""
         if isinstance(state, Tensor):

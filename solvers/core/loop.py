@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import SILENT, Arrays
-from solvers.core.device import Watch, maybe_any
+from solvers.core.device import Watch, maybe_any, readable
 from solvers.core.guards.growth import Growth
-from solvers.core.plain.turns import PlainTurns
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -27,13 +25,13 @@ from solvers.core.rows import (
     gathering,
     merge_rows,
     select_rows,
+    shrinks,
     where_rows,
 )
 from solvers.core.safeguard import MAX_REJECTIONS, Backtracking, acceptable, rounding
 from solvers.core.solution import Solution, Status
 from solvers.core.solver import Solver, Turn
 from solvers.core.tolerance import Tolerance
-from solvers.native.moves import Moves
 
 DIVERGENCE = 1e6  # largest residual, against the scale of the first evaluation
 PATIENCE = 100  # evaluations without a better residual after which a sample has stalled
@@ -47,7 +45,7 @@ def keeps_failures_out(device: torch.device) -> bool:
     return device.type == "cpu" and torch.is_grad_enabled()
 
 
-class Loop(PlainTurns):
+class Loop:
     """One solve, from its first evaluation ``start``; the :class:`Solution` has a value (B, D).
 
     The solver proposes a trial point for every row of the working batch. A row whose trial is
@@ -82,35 +80,25 @@ class Loop(PlainTurns):
         self.history = History(len(start.norm), record, callback)
         self.snapshots = Snapshots(states_at, uneven=type(solver).products is not Solver.products)
         self.watch = Watch(start.z.device)
-        self.arrays = Arrays(start.z.device)
-        self.moves: Moves | bool | None = None  # of the rows that are left; False: there are none
         self.some_ended = False  # some row of the working batch has ended
         self.recovering = False  # some row was rejected at the last turn
         self.patience = PATIENCE
         self.guarded = True  # trials are judged by their energies, where there are any
-        # Who asks for every evaluation, judges by more than residuals, or makes evaluations of its own
-        # gets the full account every time.
-        watched = problem.has_energy or solver.searches or self.history.wanted
-        self.brief_account = self.arrays.host and not watched and not self.snapshots.uneven
 
     def run(self) -> Solution:
         """Go on until every sample has ended."""
         evaluation = 1
         while True:
-            with SILENT():
-                over = self._account(evaluation)
+            over = self._account(evaluation)
             if self.snapshots.at:
                 self.snapshots.note([*self.finished, self.rows], evaluation)
             if over:
                 return self._solution()
-            evaluation = self._evaluate(evaluation)
+            self.trial = self.problem.evaluate(self._propose())
+            evaluation += 1
 
     def _account(self, evaluation: int) -> bool:
         """Judge the trial and update every row by it; True when the solve is over."""
-        if self.brief_account and not self.recovering:
-            over = self._plain_account(evaluation)
-            if over is not None:
-                return over
         self.trial = self.problem.exact(self.trial)
         accepted = acceptable(self.trial, self.current, self.rows.limit, self.guarded)
         self.accepted = accepted if maybe_any(~accepted) else None
@@ -142,7 +130,7 @@ class Loop(PlainTurns):
             growing = self.growth.note(trial, taken)
             if growing is not None:
                 # A residual of zero is a rounded one there.
-                small = (trial.norm > 0) & (trial.norm <= self.tolerance.least(trial.norm))
+                small = (trial.norm > 0) & (trial.norm <= self.tolerance.atol)
                 converged = converged & (small | ~growing)
         better = (taken & (relative < rows.best.relative)) | converged
         rows.best.update(better, trial, relative)
@@ -206,11 +194,7 @@ class Loop(PlainTurns):
         accepted = self.accepted
         if accepted is not None or self.recovering:
             self.backtracking.note(accepted)
-            self.moves = None  # the solver may forget what it has
         self.recovering = accepted is not None
-        moves = self._moves_from(self.current.z)
-        if moves is not None:
-            return self._step_by(moves, self.current)
         rejections = self.backtracking.rejections
         turn = Turn(self.current, self.trial, accepted, rejections, self.problem, self.max_steps)
         candidate = self.solver.step(self.state, turn)
@@ -241,13 +225,21 @@ class Loop(PlainTurns):
         self._take_out(ended)
         self.trial = self.current = self.problem.evaluate(self.trial.z)
 
+    def _shrink(self) -> None:
+        """Let finished rows leave, their history with them, when enough of them have finished."""
+        if not (self.some_ended and self.problem.compact and readable(self.trial.z.device)):
+            return
+        ended = self.rows.status != RUNNING
+        # Where rows count evaluations of their own, each one that is made counts.
+        if self.snapshots.uneven or shrinks(self.rows.status, self.trial.z):
+            self._take_out(ended)
+
     def _take_out(self, ended: Tensor) -> None:
         """Take the rows ``ended`` (n,) bool, not all of them, out of the working batch."""
-        self.some_ended, self.moves = False, None
+        self.some_ended = False
         stay = torch.nonzero(~ended).flatten()
         self.finished.append(select_rows(self.rows, torch.nonzero(ended).flatten()))
         self.rows = select_rows(self.rows, stay)
-        self.tolerance = self.tolerance.rows(stay)
         self.backtracking = select_rows(self.backtracking, stay)
         if self.growth is not None:
             self.growth = select_rows(self.growth, stay)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.arrays import SILENT, fits_numpy, row_norms
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.guards.lean import lean_value
 from solvers.core.guards.norms import NormsRefused
 from solvers.core.guards.outputs import check_energy, check_output
 from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference
@@ -27,7 +25,7 @@ from solvers.core.jacobian import (
 )
 from solvers.core.layout import Layout, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
-from solvers.core.rows import Point, norms_fit, row_norm, scaled_norm
+from solvers.core.rows import MODERATE_ABOVE, Point, norms_fit, row_norm, scaled_norm
 from solvers.core.tolerance import Goal
 
 
@@ -107,12 +105,13 @@ class Problem:
     # How a recorded evaluation ``function(z)`` is made, where not by a plain call.
     recorder: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
     shrunk: bool = False  # rows have been taken out
+    batch: int = 0  # samples, before that
     checked: bool = False  # an output of f has been checked
-    lean: bool = False  # so has been whether :meth:`lean_value` serves
     draws: Draws | None = None  # since the first evaluation; None where it drew to no effect
     goal: Goal | None = None  # of the call of fixed_point
     programs: Any = None  # solvers.compiled.programs.Programs, where evaluations are compiled
-    given: Any = None  # how a compiled solve has padded and packed the inputs
+    # In the place of the map: f(z), or (f(z), E(z), dE/dz), of states (B, D).
+    compiled: Callable[[Tensor], Any] | None = None
 
     @classmethod
     def of(
@@ -145,9 +144,7 @@ class Problem:
 
     def evaluate(self, z: Tensor) -> Point:
         """Evaluate ``f`` and, if there is one, the energy at z (B, D)."""
-        if fits_numpy(z) and self.lean_at(z):
-            return self._lean_evaluation(z)
-        value, energy, gradient = self._run(self._value_and_energy, z)
+        value, energy, gradient = self.joint(z)
         residual = value - z
         if self.mask is not None:
             zero = residual.new_zeros(())
@@ -157,9 +154,11 @@ class Problem:
         norm, reference = row_norm(residual.detach()), row_norm(value.detach())
         return Point(z, residual, norm, reference, energy, gradient)
 
-    def lean_at(self, z: Tensor) -> bool:
-        """Whether :meth:`lean_value` serves at z (B, D), without gradients."""
-        return self.lean and z.shape[0] > 1 and not torch.is_inference_mode_enabled()
+    def joint(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``(f(z), E(z), dE/dz)``; None for what there is not."""
+        if self.compiled is None:
+            return self._run(self._value_and_energy, z)
+        return self.compiled(z) if self.has_energy else (self.compiled(z), None, None)
 
     def evaluate_first(self, z: Tensor) -> Point:
         """:meth:`evaluate` at the caller's own tensors, whatever f does to them.
@@ -168,6 +167,8 @@ class Problem:
             ValueError: if f works in place on its inputs, which keep their numbers, draws random
                 numbers that its value or energy depends on, or normalises over the batch.
         """
+        if self.compiled is not None:  # a program does none of this
+            return self.evaluate(z)
         witness, self.draws = Witness(z, self.args), Draws(z.device)
         try:
             with NormsRefused():
@@ -191,11 +192,18 @@ class Problem:
         """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
         if point.z.device.type != "cpu" or norms_fit(point.norm, point.reference):
             return point
+        low, norm, reference = MODERATE_ABOVE[point.norm.dtype], point.norm, point.reference
+        fit = (reference > low) & (reference < torch.inf) & (norm < torch.inf)
+        # In half precision z + r is f(z) but for a rounding, so that rows that fit keep their norms.
         residual = point.residual.detach()
-        value = point.z.detach() + residual
+        value = point.z.detach().to(norm.dtype) + residual
         if self.mask is not None:
             value = torch.where(self.mask, value, value.new_zeros(()))
-        return replace(point, norm=scaled_norm(residual), reference=scaled_norm(value))
+        exact = scaled_norm(residual).to(norm.dtype), scaled_norm(value).to(norm.dtype)
+        norm, reference = (
+            torch.where(fit, *pair) for pair in zip((norm, reference), exact, strict=True)
+        )
+        return replace(point, norm=norm, reference=reference)
 
     def masked_map(self, z: Tensor) -> Tensor:
         """``f(z)`` where the mask is True, the constant z elsewhere; all of ``f(z)`` without mask."""
@@ -223,35 +231,20 @@ class Problem:
 
     def _explain(self, error: Exception, z: Tensor) -> None:
         if self.shrunk:  # then f has most likely closed over the whole batch
-            error.args = (f"{error}\n{_SHRUNK.format(z.shape[0])}", *error.args[1:])
-
-    def _can_be_lean(self) -> bool:
-        """Nothing but a value comes of f, which takes one tensor and runs in no mode of its own."""
-        plain = self.mask is None and self.autocast is None and not self.has_energy
-        return plain and len(self.layout.shapes) == 1 and self.layout.spec.is_leaf()
-
-    def lean_value(self, z: Tensor) -> Tensor:
-        """``f(z)`` where f is known to be lean, contiguous and of z's dtype, in the shape that f has."""
-        try:
-            return lean_value(self.f, self.args, z, self.layout, self.autocast)
-        except (RuntimeError, ValueError, IndexError) as error:
-            self._explain(error, z)
-            raise
-
-    def _lean_evaluation(self, z: Tensor) -> Point:
-        """:meth:`evaluate` with NumPy for what is not f: on small problems that is much of a step."""
-        value = self.lean_value(z).numpy().reshape(z.shape)
-        with SILENT():
-            residual = value - z.numpy()
-            norm, reference = row_norms(residual), row_norms(value)
-        return Point(z, *map(torch.from_numpy, (residual, norm, reference)))
+            hint = _SHRUNK.format(z.shape[0]) + self.layout.scalars(self.batch)
+            error.args = (f"{error}\n{hint}", *error.args[1:])
 
     def image(self, z: Tensor) -> Tensor:
-        """``f(z)`` (B, D), whatever the mask says; nothing is checked."""
+        """``f(z)`` (B, D), whatever the mask says."""
+        if self.compiled is not None:
+            return self.compiled(z)
         return self._run(self._value, z)
 
     def _value(self, z: Tensor) -> Tensor:
-        output = self.f(self.layout.tree(z), *self.args)
+        tree = self.layout.tree(z)
+        output = self.f(tree, *self.args)
+        if not _alike(output, tree):
+            check_output(output, None, z, self.layout, self.autocast)
         return self.layout.vector(output).to(z.dtype)
 
     def _value_and_energy(self, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -266,7 +259,6 @@ class Problem:
         if not self.checked or z.shape[0] == 1:
             check_output(output, energy, z, self.layout, self.autocast)
             self.checked = True
-            self.lean = self._can_be_lean()
         vector = self.layout.vector(output).to(z.dtype)
         if gradient is not None:
             gradient = self.layout.vector(gradient)
@@ -279,10 +271,10 @@ class Problem:
             self,
             args=take(self.args, index, batch),
             mask=mask,
-            goal=None if self.goal is None else self.goal.rows(index),
             shrunk=True,
+            batch=self.batch or batch,
             programs=None,
-            given=None,
+            compiled=None,
         )
 
     def static_key(self) -> tuple[Any, ...]:
@@ -304,6 +296,17 @@ class Problem:
                     "Jacobian is not at hand: use a solver without Jacobian, such as Anderson()"
                 )
             return pullback(output, point) if self.symmetric else pushforward(output, point)
+
+
+def _alike(output: Any, state: Any) -> bool:
+    """Whether a tensor is like the state, so that nothing more need be asked of it."""
+    if not (isinstance(output, Tensor) and isinstance(state, Tensor)):
+        return False
+    return (
+        output.shape == state.shape
+        and output.dtype == state.dtype
+        and output.is_cpu == state.is_cpu
+    )
 
 
 _SHRUNK = (

@@ -10,13 +10,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import SILENT, fits_numpy, row_norms, small_dtype
+from solvers.core.arrays import small_dtype
 from solvers.core.device import maybe_any, readable
-from solvers.core.solution import Trace
+from solvers.core.solution import Status, Trace
 
 RUNNING = -1  # status of a sample that is still being solved
 # Squares of a norm above these are far from underflow, and so are those of 1e-7 of it.
 MODERATE_ABOVE = {torch.float32: 1e-8, torch.float64: 1e-138}
+SHRINK = 16  # the batch is made smaller when 1/SHRINK of it has finished;
+SHRINK_SMALL, SMALL = 4, 1 << 14  # this share of one with so few numbers, where little is saved,
+FEW = 16  # unless it has so few rows: from these each one leaves at once
+
+
+def shrinks(status: Tensor, batch: Tensor) -> bool:
+    """Whether the rows of a batch (n, D) that have ended are enough for the others to go on without them.
+
+    Those that have failed leave at once: they may be tried again, and each evaluation counts.
+    """
+    share = SHRINK_SMALL if batch.numel() <= SMALL and len(batch) > FEW else SHRINK
+    ended = int((status != RUNNING).sum())
+    return ended * share >= len(status) or bool((status > Status.MAX_STEPS).any())
 
 
 @dataclass
@@ -49,7 +62,8 @@ class Point:
 
     def relative(self) -> Tensor:
         """(B,) relative residual ``|f(z) - z| / |f(z)|``."""
-        return self.norm / self.reference.clamp_min(torch.finfo(self.norm.dtype).tiny)
+        tiny = torch.finfo(self.norm.dtype).tiny  # where f(z) = 0, not where it is subnormal
+        return self.norm / self.reference.masked_fill(self.reference == 0, tiny)
 
     def finite(self) -> Tensor:
         """(B,) bool. Both norms count: a residual over an overflowed f(z) would look converged."""
@@ -241,6 +255,8 @@ def select_rows(record: Record, index: Tensor) -> Record:
                 value = value[: len(index)]
             taken[id(vars(record)[name])] = value
             object.__setattr__(part, name, value)
+        elif isinstance(value, list):
+            object.__setattr__(part, name, [tensor.index_select(0, index) for tensor in value])
         elif is_dataclass(value):
             object.__setattr__(part, name, select_rows(value, index))
     return part
@@ -290,9 +306,6 @@ def row_norm(vector: Tensor) -> Tensor:
     """
     if not readable(vector.device):  # whether it is would have to be awaited there
         return scaled_norm(vector)
-    if fits_numpy(vector):  # as in a lean evaluation, to the last digit
-        with SILENT():
-            return torch.from_numpy(row_norms(vector.detach().resolve_neg().numpy()))
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 
 
@@ -301,11 +314,8 @@ def norms_fit(norm: Tensor, reference: Tensor) -> bool:
 
     A residual that is nothing beside a moderate reference may have the norm 0.
     """
-    low, sizes, residuals = MODERATE_ABOVE[norm.dtype], reference.numpy(), norm.numpy()
-    if len(sizes) <= 32:  # Python's own loop is faster there
-        sizes, residuals = sizes.tolist(), residuals.tolist()
-        return low < min(sizes) and max(sizes) < math.inf and max(residuals) < math.inf
-    return bool(low < sizes.min() and max(sizes.max(), residuals.max()) < math.inf)
+    fits = (reference > MODERATE_ABOVE[norm.dtype]) & (norm + reference < math.inf)
+    return bool(fits.all())
 
 
 def scaled_norm(vector: Tensor) -> Tensor:

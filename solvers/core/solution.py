@@ -158,6 +158,29 @@ _ADVICE = {
 }
 
 
+# Not of a status, but of a residual that is as large as ever.
+LARGE, MANY = 0.1, 20  # relative residual that has not fallen after so many evaluations
+_BOUND = 'implicit_attn.apply_norm(module, "bound", target=0.9)'
+_REPELS = (
+    "the residual did not fall: the map may not contract, and then more steps do not help; bound its "
+    f"weights by {_BOUND}, normalise the input, or damp the iteration, Anderson(damping=0.3); see "
+    "docs/guide/failing.md, 'Look at the map'"
+)
+_NO_DESCENT = (
+    "the residual did not fall: the energy may couple samples or have another gradient than it says, "
+    "which implicit_attn.check_energy tells, or its weights may be too large: bound them by "
+    f"{_BOUND}, normalise the input; see docs/guide/failing.md"
+)
+
+
+def _did_not_fall(solution: Solution) -> Tensor:
+    """(B,) bool: samples that ended unsolved at a residual of the size of f(z), after a fair try."""
+    ended = torch.zeros_like(solution.status, dtype=torch.bool)
+    for status in (Status.MAX_STEPS, Status.STALLED, Status.DIVERGED):
+        ended |= solution.status == int(status)
+    return ended & (solution.residual > LARGE) & (solution.evaluations >= MANY)
+
+
 def check_on_failure(on_failure: str) -> None:
     """Raise ValueError unless ``on_failure`` is "warn", "raise" or "ignore"."""
     require_choice("on_failure", on_failure, POLICIES)
@@ -174,9 +197,14 @@ def apply_policy(solution: Solution, on_failure: str, what: str, f: object = Non
     if on_failure == "ignore" or not bool(solution.status.any()):  # CONVERGED is 0
         return
     failures = [name for name in solution.counts() if name != "CONVERGED"]
-    advice = [_ADVICE[Status[name]] for name in failures]
+    told: list[str] = []  # where the residual has not fallen, more steps are no cure
+    if what.startswith("fixed-point solve") and bool(_did_not_fall(solution).any()):
+        told = [_REPELS if solution.energy is None else _NO_DESCENT]
+    replaced = ("MAX_STEPS", "DIVERGED") if told else ()
+    advice = [_ADVICE[Status[name]] for name in failures if name not in replaced]
     if "DIVERGED" in failures and solution.energy is not None:
         advice.append("is the energy unbounded below?")
+    advice += told
     message = f"{what} left samples unconverged: {solution.summary()} ({'; '.join(advice)})"
     warn_or_raise(SolveError(message, solution), on_failure, f"{what}: {failures}", f)
 

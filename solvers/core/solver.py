@@ -21,7 +21,6 @@ from solvers.core.problem import Problem
 from solvers.core.rows import Point
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Tolerance
-from solvers.native.steps import Ring
 
 
 @dataclass
@@ -43,8 +42,6 @@ class Solver(ABC):
     # The solver chooses the next trial of a rejected row itself (a line search); otherwise the loop
     # takes a shortened step along the residual.
     searches: ClassVar[bool] = False
-    # A step is operations on tensors alone, the same for every row, so that a compiler can trace it.
-    traceable: ClassVar[bool] = False
     lost: ClassVar[Status] = Status.NONFINITE  # of a row whose trials were all not finite
 
     @abstractmethod
@@ -54,28 +51,6 @@ class Solver(ABC):
     @abstractmethod
     def step(self, state: Any, turn: Turn) -> Tensor:
         """Next point to evaluate, (B, D); ``state`` is the record made by ``init``, changed in place."""
-
-    def ring(self, state: Any) -> Ring | None:
-        """What a step is made of in C++ (:mod:`solvers.native`), without the point before.
-
-        None where there is no such step.
-        """
-        return None
-
-    def before(self, state: Any) -> tuple[Point | None, int]:
-        """The point before, None at the first step, and how many differences the ring has taken in."""
-        return None, 0
-
-    def stepped(self, state: Any, point: Point) -> None:
-        """C++ has made the step from ``point``."""
-        return  # most have nothing to note
-
-    def settled(self, state: Any) -> Any:
-        """A state from which the solver goes on alike, its counters back in a cycle of few values.
-
-        A compiled block of steps has the counters in it. Called after each block, while it is traced.
-        """
-        return state
 
     def products(self, state: Any) -> Tensor | None:
         """(B,) int64 evaluations made beside the loop's (products with the Jacobian), or None."""

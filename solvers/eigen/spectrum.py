@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from scipy.sparse.linalg import ArpackError, LinearOperator, eigs, eigsh
 from torch import Tensor
 
 from solvers.core.checks import require_callable, require_choice, require_count, require_number
@@ -238,13 +238,14 @@ def _arpack(
     linear: Linearization, count: int, symmetric: bool, tolerance: float, budget: int, rescue: bool
 ) -> Spectrum:
     """One sample's eigenvalues; ``rescue`` computes the whole matrix where ARPACK fails."""
+    failure = _scipy().ArpackError
     product = SampleProduct(linear)
     try:
         values, vectors = _eigenpairs(product, linear.size, count, symmetric, tolerance, budget)
         images = numpy.stack([product(v) for v in vectors.T], axis=1)
         residual, found = _residual(images[None], values[None], vectors[None]), True
-    except (FloatingPointError, ArpackError) as error:
-        if rescue and isinstance(error, ArpackError):
+    except (FloatingPointError, failure) as error:
+        if rescue and isinstance(error, failure):
             result = _dense(linear, count, symmetric)
             result.products += product.calls
             return result
@@ -253,6 +254,17 @@ def _arpack(
     values = values if symmetric else values.astype(complex)
     calls = numpy.full(1, product.calls)
     return _spectrum(linear, values[None], residual, numpy.array([found]), calls)
+
+
+def _scipy() -> Any:
+    """``scipy.sparse.linalg``, which nothing else of this package needs: it is large."""
+    try:
+        return importlib.import_module("scipy.sparse.linalg")
+    except ImportError as error:
+        raise ImportError(
+            f"method='arpack' needs scipy, which could not be imported ({error}): pip install scipy; "
+            "method='dense' does without"
+        ) from error
 
 
 def _eigenpairs(
@@ -266,10 +278,10 @@ def _eigenpairs(
         return numpy.zeros(wanted), vectors
     asked = min(wanted + SPARE, size - 2)
     basis = min(size, max(2 * asked + 1, BASIS))
-    build: Any = LinearOperator  # the annotations of scipy lag behind what these two take
-    find: Any = eigsh if symmetric else eigs
+    scipy = _scipy()
+    find = scipy.eigsh if symmetric else scipy.eigs
     values, vectors = find(
-        build((size, size), matvec=product, dtype=numpy.float64),
+        scipy.LinearOperator((size, size), matvec=product, dtype=numpy.float64),
         k=asked,
         which="BE" if symmetric else "LM",
         v0=start,

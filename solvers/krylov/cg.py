@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import Array
+from solvers.core.arrays import choose
 from solvers.core.solution import Status
 from solvers.krylov.method import KrylovRun, LinearSolver, dot
 
@@ -40,32 +40,32 @@ class CGRun(KrylovRun):
         super().__init__(residual, limit, active)
         self.direction = self.r = residual
         self.iterate = self.best = torch.zeros_like(residual)
-        self.square = self.best_square = self.arrays.read(dot(residual, residual))
-        self.residual_norm = self.arrays.xp.sqrt(self.square)
+        self.square = self.best_square = dot(residual, residual)
+        self.residual_norm = torch.sqrt(self.square)
         # Below it the residual is rounding, and the curvature of its directions may underflow.
         self.rounding = torch.finfo(residual.dtype).eps ** 2 * self.square
         self.limit_square = self.limit * self.limit
         self.curvature = self.zero + 1
 
-    def _advance(self, product: Tensor) -> None:
-        arrays, where = self.arrays, self.arrays.xp.where
+    def absorb(self, product: Tensor) -> None:
+        where = torch.where
         self.used = self.used + self.running
-        curvature = arrays.read(dot(self.direction, product))
+        curvature = dot(self.direction, product)
         self.curvature = where(self.running, curvature, self.curvature)
         active = self.running & (self.curvature > 0)
         # 1 / alpha never exceeds a diagonal entry of the Lanczos matrix, hence never |A|.
         inverse = self.curvature / self.square
         grown = active & (inverse > self.matrix_norm)
         self.matrix_norm = where(grown, inverse, self.matrix_norm)
-        alpha = arrays.write(where(active, 1 / inverse, self.zero))
+        alpha = where(active, 1 / inverse, self.zero)
         self.iterate = torch.addcmul(self.iterate, alpha, self.direction)
         self.r = torch.addcmul(self.r, alpha, product, value=-1)
-        square = arrays.read(dot(self.r, self.r))
+        square = dot(self.r, self.r)
         better = active & (square < self.best_square)
-        self.best = arrays.choose(better, self.iterate, self.best)
+        self.best = choose(better, self.iterate, self.best)
         self.best_square = where(better, square, self.best_square)
-        self.residual_norm = arrays.xp.sqrt(self.best_square)
-        beta = arrays.write(where(active, square / self.square, self.zero))
+        self.residual_norm = torch.sqrt(self.best_square)
+        beta = where(active, square / self.square, self.zero)
         self.direction = torch.addcmul(self.r, beta, self.direction)
         self.square = square
         self.running = active & (square > self.limit_square)
@@ -73,11 +73,11 @@ class CGRun(KrylovRun):
     def solution(self) -> Tensor:
         return self.best
 
-    def current(self) -> Array:
-        return self.arrays.xp.sqrt(self.square)
+    def current(self) -> Tensor:
+        return torch.sqrt(self.square)
 
-    def verdict(self) -> Array:
-        where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
+    def verdict(self) -> Tensor:
+        where, isfinite = torch.where, torch.isfinite
         finite = isfinite(self.curvature) & isfinite(self.square)
         verdict = where(self.curvature <= 0, int(Status.INDEFINITE), int(Status.MAX_STEPS))
         spent = (self.curvature <= 0) & (self.best_square <= self.rounding)

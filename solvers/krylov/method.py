@@ -6,11 +6,8 @@ from abc import ABC, abstractmethod
 from copy import copy
 from typing import ClassVar
 
-import numpy
 import torch
 from torch import Tensor
-
-from solvers.core.arrays import SILENT, Array, Arrays
 
 
 class LinearSolver(ABC):
@@ -31,85 +28,62 @@ class KrylovRun(ABC):
     """A run of a Krylov method on the rows of a working batch.
 
     The caller multiplies ``direction`` by the matrix and hands the product to ``absorb``, until no
-    row is ``active`` or the run is ``exhausted``. Rows that have stopped are frozen: their result
+    row is ``running`` or the run is ``exhausted``. Rows that have stopped are frozen: their result
     no longer changes, however often ``absorb`` is called, so a caller may learn late that they have
-    stopped. Tensors are (n, D), arrays (see :class:`solvers.core.arrays.Arrays`) are (n, 1).
+    stopped. Vectors are (n, D), numbers (n, 1).
     """
 
     recurrence: ClassVar[tuple[str, ...]] = ("direction",)  # vectors that products are made from
     direction: Tensor  # (n, D), what the matrix is to be applied to next
-    residual_norm: Array  # ``|residual - A d|`` at ``solution()`` by the recurrence
+    residual_norm: Tensor  # ``|residual - A d|`` at ``solution()`` by the recurrence
     exhausted: bool = False  # the run can take no further product (the end of a GMRES cycle)
 
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
-        self.arrays = Arrays(residual.device)
-        self.limit = self.arrays.read(limit)
-        self.running = self.arrays.read(active)
-        self.used = self.arrays.whole(self.running)
-        self.zero = self.arrays.xp.zeros_like(self.limit)
+        self.limit = limit
+        self.running = active
+        self.used = torch.zeros_like(active, dtype=torch.int64)
+        self.zero = torch.zeros_like(self.limit)
         self.matrix_norm = self.zero  # the largest lower bound of ``|A|`` seen
 
-    @property
-    def active(self) -> Tensor:
-        """(n, 1) bool: rows that go on."""
-        return self.arrays.write(self.running)
-
-    @property
-    def products(self) -> Tensor:
-        """(n, 1) int64: products that the row has used."""
-        return self.arrays.write(self.used)
-
+    @abstractmethod
     def absorb(self, product: Tensor) -> None:
         """Take the product of the matrix with ``direction``, (n, D), and advance."""
-        with SILENT():  # verdict() sees the rows that became NaN
-            self._advance(product)
-
-    def absorb_image(self, image: Tensor) -> None:
-        """:meth:`absorb` where the matrix is ``I - M``, of ``M`` times ``direction``."""
-        self.absorb(self.direction - image)
-
-    @abstractmethod
-    def _advance(self, product: Tensor) -> None:
-        """One step of the method."""
 
     @abstractmethod
     def solution(self) -> Tensor:
         """(n, D): the best ``d`` of each row, finite whatever the products were."""
 
-    def final(self) -> tuple[Tensor, Array]:
+    def final(self) -> tuple[Tensor, Tensor]:
         """``solution()`` and its residual norm (n, 1), where the recurrence does not know it."""
         return self.solution(), self.residual_norm
 
-    def current(self) -> Array:
+    def current(self) -> Tensor:
         """(n, 1): residual norm of the latest iterate, which need not be the best one."""
         return self.residual_norm
 
-    def reliable(self) -> Array:
+    def reliable(self) -> Tensor:
         """(n, 1) bool: ``residual_norm`` differs from the true one by rounding alone."""
         return self.matrix_norm >= 0
 
     @abstractmethod
-    def verdict(self) -> Array:
+    def verdict(self) -> Tensor:
         """(n, 1) int64 :class:`solvers.Status`; MAX_STEPS for a row that could have gone on."""
 
     def zero_stopped(self) -> None:
         """Set the vectors of stopped rows to zero, so that the matrix meets no NaN or infinity."""
         for name in self.recurrence:
-            setattr(self, name, torch.where(self.active, getattr(self, name), 0))
+            setattr(self, name, torch.where(self.running, getattr(self, name), 0))
 
     def stop(self, rows: Tensor) -> None:
         """Stop the rows where ``rows`` (n, 1) bool is True."""
-        self.running = self.running & ~self.arrays.read(rows)
+        self.running = self.running & ~rows
 
-    def rows(self, index: Array) -> KrylovRun:
+    def rows(self, index: Tensor) -> KrylovRun:
         """The run of the rows ``index`` (an array of integers) alone."""
         part = copy(self)
-        where = self.arrays.write(index)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(part, name, value.index_select(0, where))
-            elif isinstance(value, numpy.ndarray):
-                setattr(part, name, value[index])
+                setattr(part, name, value.index_select(0, index))
         return part
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import Array
+from solvers.core.arrays import choose, ratio
 from solvers.core.solution import Status
 from solvers.krylov.method import KrylovRun, LinearSolver, dot, norm
 
@@ -45,58 +45,58 @@ class MINRESRun(KrylovRun):
     def __init__(self, residual: Tensor, limit: Tensor, active: Tensor) -> None:
         super().__init__(residual, limit, active)
         length = norm(residual)
-        self.residual_norm = self.arrays.read(length)
+        self.residual_norm = length
         self.direction = residual / torch.where(length > 0, length, 1)
         self.old_direction = self.w = self.old_w = self.iterate = torch.zeros_like(residual)
         self.beta = self.delta_bar = self.epsilon = self.sine = self.zero
         self.cosine = self.zero - 1
         self.gamma = self.zero + 1
         rounding = self.zero + torch.finfo(residual.dtype).eps ** 0.5
-        relative = self.arrays.ratio(self.limit, 10 * self.residual_norm)
-        self.floor = self.arrays.xp.maximum(relative, rounding)
+        relative = ratio(self.limit, 10 * self.residual_norm)
+        self.floor = torch.maximum(relative, rounding)
 
-    def _advance(self, product: Tensor) -> None:
-        arrays, where = self.arrays, self.arrays.xp.where
+    def absorb(self, product: Tensor) -> None:
+        where = torch.where
         self.used = self.used + self.running
         v = self.direction
-        u = torch.addcmul(product, arrays.write(self.beta), self.old_direction, value=-1)
+        u = torch.addcmul(product, self.beta, self.old_direction, value=-1)
         along = dot(v, u)
         u = torch.addcmul(u, along, v, value=-1)
         length = norm(u)
-        alpha, beta = arrays.read(along), arrays.read(length)
+        alpha, beta = along, length
         # The previous rotations, applied to the new column.
         epsilon, delta = self.epsilon, self.cosine * self.delta_bar + self.sine * alpha
         gamma_bar = self.sine * self.delta_bar - self.cosine * alpha
         self.epsilon, self.delta_bar = self.sine * beta, -self.cosine * beta
         active = self._can_shrink(alpha, beta, gamma_bar)
         self.cosine, self.sine = gamma_bar / self.gamma, beta / self.gamma
-        w = torch.addcmul(v, arrays.write(delta), self.w, value=-1)
-        w = torch.addcmul(w, arrays.write(epsilon), self.old_w, value=-1)
-        w = w / arrays.write(self.gamma)
-        step = torch.addcmul(self.iterate, arrays.write(self.cosine * self.residual_norm), w)
-        self.iterate = arrays.choose(active, step, self.iterate)
+        w = torch.addcmul(v, delta, self.w, value=-1)
+        w = torch.addcmul(w, epsilon, self.old_w, value=-1)
+        w = w / self.gamma
+        step = torch.addcmul(self.iterate, (self.cosine * self.residual_norm), w)
+        self.iterate = choose(active, step, self.iterate)
         self.residual_norm = where(active, self.sine * self.residual_norm, self.residual_norm)
         self.w, self.old_w = w, self.w
         self.direction, self.old_direction = u / length, v
         self.beta = beta
         self.running = active & (self.residual_norm > self.limit)
 
-    def _can_shrink(self, alpha: Array, beta: Array, gamma_bar: Array) -> Array:
+    def _can_shrink(self, alpha: Tensor, beta: Tensor, gamma_bar: Tensor) -> Tensor:
         """Rows that may take this step: finite, and with a residual that can still shrink."""
-        xp, running = self.arrays.xp, self.running
-        self.matrix_norm = xp.fmax(self.matrix_norm, xp.hypot(alpha, beta))
-        self.gamma = xp.where(running, xp.hypot(gamma_bar, beta), self.gamma)
+        running = self.running
+        self.matrix_norm = torch.fmax(self.matrix_norm, torch.hypot(alpha, beta))
+        self.gamma = torch.where(running, torch.hypot(gamma_bar, beta), self.gamma)
         # |A r| / |r| of the current iterate (Paige and Saunders, section 6).
-        shrinking = xp.hypot(gamma_bar, self.delta_bar)
-        return running & (self.gamma < xp.inf) & (shrinking > self.floor * self.matrix_norm)
+        shrinking = torch.hypot(gamma_bar, self.delta_bar)
+        return running & (self.gamma < torch.inf) & (shrinking > self.floor * self.matrix_norm)
 
     def solution(self) -> Tensor:
         return self.iterate
 
-    def reliable(self) -> Array:
+    def reliable(self) -> Tensor:
         return self.used <= 1  # one step needs no orthogonality
 
-    def verdict(self) -> Array:
-        where, isfinite = self.arrays.xp.where, self.arrays.xp.isfinite
+    def verdict(self) -> Tensor:
+        where, isfinite = torch.where, torch.isfinite
         verdict = where(isfinite(self.gamma), int(Status.MAX_STEPS), int(Status.NONFINITE))
         return where(self.residual_norm <= self.limit, int(Status.CONVERGED), verdict)

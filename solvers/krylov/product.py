@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.arrays import SILENT, Array, Arrays
+from solvers.core.arrays import ratio, surely_all
 from solvers.core.layout import Layout, take
 from solvers.core.tolerance import Tolerance
-from solvers.krylov.method import KrylovRun, norm
+from solvers.krylov.method import norm
 
 # Right-hand sides whose norms lie between 1 / MODERATE and MODERATE are not scaled.
 MODERATE = 1e6
@@ -21,33 +21,30 @@ MODERATE = 1e6
 class System:
     """Right-hand sides (B, D), divided by a power of two so that no square overflows or underflows.
 
-    Numbers per sample are (B, 1) arrays (see :class:`solvers.core.arrays.Arrays`).
+    Numbers per sample are (B, 1).
     """
 
-    @SILENT()
     def __init__(self, b: Tensor, tolerance: Tolerance) -> None:
-        self.arrays = Arrays(b.device)
-        xp, read, write = self.arrays.xp, self.arrays.read, self.arrays.write
         self.factor: Tensor | None = None  # ``scale`` as a tensor, None where it is 1 everywhere
-        self.reference = read(norm(b))
-        self.finite, self.scale = self.reference < torch.inf, xp.ones_like(self.reference)
+        self.reference = norm(b)
+        self.finite, self.scale = self.reference < torch.inf, torch.ones_like(self.reference)
         moderate = (self.reference > 1 / MODERATE) & (self.reference < MODERATE)
-        if not (self.arrays.host and moderate.all()):
-            largest = read(b.abs().amax(1, keepdim=True))
-            self.finite = largest < xp.inf
-            exponent = xp.frexp(xp.where(self.finite, largest, 1))[1].clip(-100, 100)
-            self.scale = xp.ldexp(xp.ones_like(largest), exponent)
-            self.factor = write(self.scale)
-            b = torch.where(write(self.finite), b / self.factor, 0)
-            self.reference = read(norm(b))
+        if not surely_all(moderate):
+            largest = b.abs().amax(1, keepdim=True)
+            self.finite = largest < torch.inf
+            exponent = torch.frexp(torch.where(self.finite, largest, 1))[1].clip(-100, 100)
+            self.scale = torch.ldexp(torch.ones_like(largest), exponent)
+            self.factor = self.scale
+            b = torch.where(self.finite, b / self.factor, 0)
+            self.reference = norm(b)
         self.b = b  # zero where the caller's is not finite
         # The residual norm at which a sample has converged; ``tolerance`` is in the caller's units.
         if self.factor is None:
-            norms = write(self.reference.reshape(-1))
-            self.limit = read(tolerance.threshold(norms)).reshape(-1, 1)
+            norms = self.reference.reshape(-1)
+            self.limit = tolerance.threshold(norms).reshape(-1, 1)
             return
-        norms = write(self.reference * self.scale).squeeze(1)
-        self.limit = read(tolerance.threshold(norms).unsqueeze(1)) / self.scale
+        norms = (self.reference * self.scale).squeeze(1)
+        self.limit = tolerance.threshold(norms).unsqueeze(1) / self.scale
 
     def scaled(self, x: Tensor) -> Tensor:
         """From the caller's units to scaled ones."""
@@ -56,13 +53,13 @@ class System:
     def unscaled(self, x: Tensor) -> Tensor:
         return x if self.factor is None else x * self.factor
 
-    def relative(self, norms: Array) -> Tensor:
+    def relative(self, norms: Tensor) -> Tensor:
         """Residual norms (B, 1) relative to the right-hand sides, (B,)."""
-        return self.arrays.write(self.arrays.ratio(norms, self.reference).reshape(-1))
+        return ratio(norms, self.reference).reshape(-1)
 
 
 class OneMinus:
-    """``v -> v - image(v)`` as a ``matvec``, of which a method may ask for the image alone."""
+    """``v -> v - image(v)`` as a ``matvec``, of which the engine asks for the image alone."""
 
     def __init__(self, image: Callable[[Tensor], Tensor]) -> None:
         self.image = image
@@ -111,15 +108,6 @@ class Product:
         scale = torch.ldexp(torch.ones_like(vectors[:, :1]), exponent.clamp(-100, 100))
         return self.exact(vectors / scale) * scale
 
-    def advance(self, run: KrylovRun) -> None:
-        """One step of the run, by the product with its direction."""
-        matvec: object = self._matvec
-        if not (self._direct and isinstance(matvec, OneMinus)):
-            return run.absorb(self(run.direction))
-        image = self._call(run.direction, matvec.image)
-        _check_single(image, run.direction)
-        run.absorb_image(image.detach().resolve_neg())
-
     def rounded(self, vectors: Tensor) -> Tensor:
         """``vectors`` as the caller will get them: through the dtypes of the right-hand side."""
         if all(dtype == self.dtype for dtype in self._layout.dtypes):
@@ -140,9 +128,9 @@ class Product:
             return received.detach().resolve_neg()
         return self._layout.vector(pytree.tree_map(Tensor.detach, received)).to(self.dtype)
 
-    def _call(self, sent: Any, function: Callable[..., Any] | None = None) -> Any:
+    def _call(self, sent: Any) -> Any:
         try:
-            return (function or self._matvec)(sent, *self._args)
+            return self._matvec(sent, *self._args)
         except (RuntimeError, ValueError, IndexError) as error:
             if self._rows < self._batch:
                 shrunk = (

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.core.checks import require_callable, require_count, require_flag, require_instance
-from solvers.core.guards.native import native_steps
+from solvers.core.checks import require_callable, require_count, require_flag, require_kind
 from solvers.core.layout import Layout, check_args, leaves_of
 from solvers.core.modes import eager
 from solvers.core.rows import Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
-from solvers.core.tolerance import Tolerance
+from solvers.core.tolerance import Tolerance, read_tolerance
 from solvers.krylov.cg import CG
 from solvers.krylov.gmres import GMRES
-from solvers.krylov.in_native import solve_in_native
-from solvers.krylov.loop import GAP, HALVED, LinearLoop
+from solvers.krylov.loop import LinearLoop
 from solvers.krylov.method import LinearSolver
 from solvers.krylov.minres import MINRES
 from solvers.krylov.product import OneMinus, Product, System, check_like
-from solvers.native.systems import Limits, fits
+from solvers.native.records import serves
+from solvers.native.systems import fits, solve_systems
 
-__all__ = ["CG", "GMRES", "MINRES", "LinearSolver", "solve_linear"]
+__all__ = ["CG", "GMRES", "LINEAR", "MINRES", "LinearSolver", "solve_linear"]
 
+LINEAR = (CG, MINRES, GMRES)
 _DEFAULT_SOLVER = CG()
 _DEFAULT_TOLERANCE = Tolerance(rtol=1e-6)
 
@@ -35,11 +35,10 @@ def solve_linear(
     matvec: Callable[..., Any],
     b: Any,
     *,
-    solver: LinearSolver = _DEFAULT_SOLVER,
-    tolerance: Tolerance = _DEFAULT_TOLERANCE,
+    solver: LinearSolver | type[LinearSolver] | str = _DEFAULT_SOLVER,
+    tolerance: Tolerance | float | None = None,
     max_steps: int = 100,
     x0: Any = None,
-    scale_x0: bool = False,
     args: tuple[Any, ...] = (),
     compact: bool = True,
     on_failure: str = "warn",
@@ -56,14 +55,12 @@ def solve_linear(
         b: right-hand sides, a tensor (B, ...) or a pytree of them, any floating dtype. Below
             float32 the products run in the dtype of ``b`` and everything else in float32.
         solver: ``CG()`` for symmetric positive definite matrices, ``MINRES()`` for symmetric ones,
-            ``GMRES(restart)`` for all.
-        tolerance: a sample has converged where ``|b - A x| <= max(atol, rtol |b|)``; tensors
-            (B,) in it are tolerances of each sample.
+            ``GMRES(restart)`` for all; or its class, or its name (``"gmres"``).
+        tolerance: a sample has converged where ``|b - A x| <= max(atol, rtol |b|)``; a number is
+            ``rtol``, None 1e-6.
         max_steps: largest number of products with ``A`` per sample, those that verify a residual
             included.
         x0: initial iterate, like ``b``; default zero. Costs one product, for the first residual.
-        scale_x0: multiply the initial iterate of each sample by the number that makes its residual
-            least, so that it is never worse than zero; without a further product.
         args: further inputs of ``matvec``, pytrees of tensors batched along dim 0. Finished samples
             leave the batch, so whatever is batched must come through here (or ``compact=False``).
             Tensors that all samples share belong into ``matvec`` itself.
@@ -100,47 +97,52 @@ def solve_linear(
                 [0.0000, 1.0000]])
     """
     require_callable("matvec", matvec)
-    require_instance("solver", solver, LinearSolver, "CG(), MINRES() or GMRES(restart)")
-    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance")
+    chosen: LinearSolver = require_kind("solver", solver, LinearSolver, LINEAR)
+    tolerance = read_tolerance("tolerance", tolerance) or _DEFAULT_TOLERANCE
     require_count("max_steps", max_steps)
     require_flag("compact", compact)
-    require_flag("scale_x0", scale_x0)
     require_flag("record", record)
     require_callable("callback", callback, optional=True)
     check_on_failure(on_failure)
     layout = Layout.of(b, "b")
     leaf = leaves_of(b)[0]
     check_args(args, len(leaf), leaf.device, "b", "matvec")
-    tolerance.check_batch("tolerance", len(leaf))
     if x0 is not None:
         check_like(x0, b, "x0", "b", ValueError)
     with torch.no_grad():
         observed = record or callback is not None or x0 is not None
-        if isinstance(matvec, OneMinus) and not (observed or args or compact):
-            found = _in_native(matvec, b, solver, tolerance, max_steps)
-            if found is not None:
-                return found
-        product = Product(matvec, layout, args, len(leaf))
-        system = System(layout.vector(b).detach().to(product.dtype), tolerance)
-        loop = LinearLoop(
-            product, system, solver, max_steps, compact=compact, record=record, callback=callback
-        )
-        solution = loop.run(None if x0 is None else layout.vector(x0), scale_x0)
-        solution.value = layout.tree(solution.value.to(layout.dtype))
-    apply_policy(solution, on_failure, f"linear solve with {solver}")
+        solution = None
+        if not (observed or args or compact):
+            solution = _in_engine(matvec, b, chosen, tolerance, max_steps)
+        if solution is None:
+            product = Product(matvec, layout, args, len(leaf))
+            system = System(layout.vector(b).detach().to(product.dtype), tolerance)
+            loop = LinearLoop(
+                product,
+                system,
+                chosen,
+                max_steps,
+                compact=compact,
+                record=record,
+                callback=callback,
+            )
+            solution = loop.run(None if x0 is None else layout.vector(x0))
+            solution.value = layout.tree(solution.value.to(layout.dtype))
+    apply_policy(solution, on_failure, f"linear solve with {chosen}")
     return solution
 
 
-def _in_native(
-    matvec: OneMinus, b: Any, solver: LinearSolver, tolerance: Tolerance, max_steps: int
+def _in_engine(
+    matvec: Callable[..., Any], b: Any, solver: LinearSolver, tolerance: Tolerance, max_steps: int
 ) -> Solution | None:
-    """The solution by C++ where that is wanted and solves every sample; None: by the loop, from the start."""
+    """The solution by the native engine; None where that does not serve."""
     restart = solver.restart if isinstance(solver, GMRES) else None
-    flat = isinstance(b, Tensor) and b.dim() == 2 and b.dtype in (torch.float32, torch.float64)
-    if type(solver) not in (CG, GMRES) or not flat or not fits(b, restart):
+    if type(solver) not in (CG, GMRES) or not (
+        isinstance(b, Tensor) and b.dim() == 2 and serves(b)
+    ):
         return None
-    steps = native_steps(b)
-    if steps is None:
+    if not fits(b, restart):
         return None
-    limits = Limits(tolerance.rtol, tolerance.atol, GAP, HALVED, trusting=True)
-    return solve_in_native(matvec.image, b.detach(), limits, restart, max_steps, steps)
+    one_minus = isinstance(matvec, OneMinus)
+    product = matvec.image if one_minus else matvec
+    return solve_systems(product, b, restart, tolerance, max_steps, one_minus=one_minus)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,8 +44,6 @@ class Broyden(Solver):
 
     memory: int = 100
     damping: float = 1.0
-
-    traceable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_count("memory", self.memory, low=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,7 +10,6 @@ from solvers.core.checks import require_number
 from solvers.core.problem import Problem
 from solvers.core.rows import Point
 from solvers.core.solver import Solver, Turn
-from solvers.native.steps import Ring
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,6 @@ class Forward(Solver):
 
     damping: float = 1.0
 
-    traceable: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         require_number("damping", self.damping, low=0.0, high=2.0, closed=False)
 
@@ -34,6 +30,3 @@ class Forward(Solver):
 
     def step(self, state: None, turn: Turn) -> Tensor:
         return turn.current.z.add(turn.current.residual, alpha=self.damping)
-
-    def ring(self, state: None) -> Ring:
-        return Ring(None, None, None, None, None, 0, 0, False, self.damping, 1.0, 0.0)

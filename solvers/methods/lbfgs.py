@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -56,7 +56,6 @@ class LBFGS(Solver):
 
     needs_energy: ClassVar[bool] = True
     searches: ClassVar[bool] = True
-    traceable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.memory is not None:
@@ -100,18 +99,6 @@ class LBFGS(Solver):
             state.length = torch.where(renew, 1.0, shorter)
         state.point, state.direction = current, direction
         return state.candidate()
-
-    def settled(self, state: LBFGSState) -> LBFGSState:
-        """Full buffers are turned so that the oldest pair is in the first slots."""
-        if state.count < state.memory:
-            return state
-        turned = -2 * (state.count % state.memory)
-        return replace(
-            state,
-            pairs=state.pairs.roll(turned, 1),
-            products=state.products.roll((turned, turned), (1, 2)),
-            count=state.memory,
-        )
 
     def _store_pair(
         self, state: LBFGSState, trial: Point, accepted: Tensor | None, factor: Tensor | None

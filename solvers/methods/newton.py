@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from solvers.core.checks import require_instance, require_number
-from solvers.core.device import maybe_any
+from solvers.core.checks import require_kind, require_number
+from solvers.core.device import leaves_alone, maybe_any
 from solvers.core.jacobian import JacobianProduct
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, merge_rows, select_rows, where_rows
@@ -18,6 +18,7 @@ from solvers.core.solver import Solver, Turn
 from solvers.krylov.cg import CG
 from solvers.krylov.gmres import GMRES
 from solvers.krylov.method import KrylovRun, LinearSolver
+from solvers.krylov.solve import LINEAR
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Newton(Solver):
     ``eta_k = clamp(0.9 (|r_k| / |r_{k-1}|)^2, smallest, forcing)``.
 
     Products with J count as evaluations: one vector-Jacobian product each where J is symmetric, else
-    reverse over reverse, for which ``f`` must be twice differentiable by autograd.
+    reverse over reverse, for which ``f`` must be twice differentiable by autograd. With
+    ``compact=False`` what is spent on one sample counts for all that are still being solved.
 
     Args:
         linear: Krylov solver of the steps; None chooses CG where J is symmetric, else GMRES(restart=30).
@@ -41,15 +43,15 @@ class Newton(Solver):
     https://doi.org/10.1137/0917003.
     """
 
-    linear: LinearSolver | None = None
+    linear: LinearSolver | type[LinearSolver] | str | None = None
     forcing: float = 0.1
 
     searches: ClassVar[bool] = True
     recordings: ClassVar[int] = 1  # evaluations that a direction costs beside its products
 
     def __post_init__(self) -> None:
-        known = "CG(), MINRES(), GMRES()"
-        require_instance("linear", self.linear, LinearSolver, known, optional=True)
+        linear = require_kind("linear", self.linear, LinearSolver, LINEAR, optional=True)
+        object.__setattr__(self, "linear", linear)
         require_number("forcing", self.forcing, low=0.0, high=0.99, closed=False)
 
     def init(self, point: Point, problem: Problem) -> NewtonState:
@@ -108,8 +110,11 @@ class Newton(Solver):
             uphill = (found * point.residual).sum(1) <= 0
             useless = uphill if base.energy is not None else found.eq(0).all(1)
             step[index] = where_rows(useless, point.residual, found)
-            spent = (run.products.flatten() + self.recordings) * wanted[index]
-            state.products = state.products.index_add(0, index, spent)
+            spent = (run.used.flatten() + self.recordings) * wanted[index]
+            if leaves_alone(problem.compact, point.z.device):
+                state.products = state.products.index_add(0, index, spent)
+            else:
+                state.products = state.products + spent.amax()
         return step
 
     def _product(self, problem: Problem, point: Point) -> JacobianProduct:
@@ -120,16 +125,18 @@ class Newton(Solver):
         self, problem: Problem, point: Point, forcing: Tensor, left: Tensor, wanted: Tensor
     ) -> KrylovRun:
         """Run the Krylov method in the ``wanted`` rows, with at most ``left`` products each."""
-        solver = self.linear or (CG() if problem.symmetric else GMRES(restart=30))
+        chosen: Any = self.linear  # an instance, since __post_init__
+        solver: LinearSolver = chosen or (CG() if problem.symmetric else GMRES(restart=30))
         product = self._product(problem, point)
         dtype = point.z.dtype
         working = torch.promote_types(dtype, torch.float32)
         limit = (forcing * point.norm).to(working)[:, None]
         run = solver.start(point.residual.to(working), limit, wanted[:, None])
-        while not run.exhausted and bool(run.active.any()):
+        while not run.exhausted and bool(run.running.any()):
+            run.zero_stopped()
             along = run.direction
             run.absorb(along - product(along.to(dtype)).to(working))
-            run.stop(run.products >= left[:, None])
+            run.stop(run.used >= left[:, None])
         return run
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from solvers.core.device import leaves_alone
 from solvers.core.jacobian import JacobianProduct
 from solvers.core.loop import Loop
 from solvers.core.problem import Problem
@@ -52,8 +53,16 @@ class DifferenceNewton(Newton):
             usable = (norm > 0) & (length > 0)
             step = torch.where(usable, length / torch.where(usable, norm, 1.0), 1.0)
             step = step.to(v.dtype).unsqueeze(1)
-            moved = problem.evaluate(point.z + step * v)
-            return v + (moved.residual - point.residual) / step
+            if not leaves_alone(problem.compact, v.device) or bool(usable.all()):
+                change = problem.evaluate(point.z + step * v).residual - point.residual
+                return v + change / step
+            # Nothing is evaluated for samples whose linear solve has ended.
+            rows = torch.nonzero(usable).flatten()
+            if rows.numel() == 0:
+                return v
+            part, step = problem.rows(rows, len(v)), step[rows]
+            moved = part.evaluate(point.z[rows] + step * v[rows])
+            return v.index_add(0, rows, (moved.residual - point.residual[rows]) / step)
 
         return product
 
@@ -69,7 +78,8 @@ def rescue(
 ) -> Solution:
     """Solve again for the samples of ``solution`` that were given up; the others stay as they are.
 
-    A sample's evaluations add up, to ``max_steps`` at most. Nothing is tried again in an unrolled
+    A sample's evaluations add up, to ``max_steps`` at most; where none can leave the batch, those that
+    any sample took. Nothing is tried again in an unrolled
     solve, whose steps are recorded.
     """
     if torch.is_grad_enabled() or bool((solution.status == int(Status.CONVERGED)).all()):
@@ -80,19 +90,23 @@ def rescue(
         few = solution.value.shape[1] <= FEW
         stages.append(DifferenceNewton(forcing=EXACT if few else 0.1))
     for solver in stages:
-        rows = _given_up(solution, max_steps)
+        spent = solution.evaluations
+        if not leaves_alone(problem.compact, spent.device):  # each has been in all of them
+            spent = spent.max().expand_as(spent)
+        rows = _given_up(solution, spent, max_steps)
         if rows.numel() == 0:
             break
         _try_again(
-            problem, solution, rows, solver, tolerance, max_steps, record, callback, states_at
-        )
+            problem, solution, rows, spent, solver, tolerance, max_steps, record, callback,
+            states_at,
+        )  # fmt: skip
     return solution
 
 
-def _given_up(solution: Solution, max_steps: int) -> Tensor:
+def _given_up(solution: Solution, spent: Tensor, max_steps: int) -> Tensor:
     """Indices of the samples to try again: with a finite iterate and two evaluations left."""
     status = solution.status
-    failed = torch.isfinite(solution.residual) & (solution.evaluations + 2 <= max_steps)
+    failed = torch.isfinite(solution.residual) & (spent + 2 <= max_steps)
     given_up = torch.zeros_like(failed)
     for kind in GIVEN_UP:
         given_up |= status == int(kind)
@@ -103,6 +117,7 @@ def _try_again(
     problem: Problem,
     solution: Solution,
     rows: Tensor,
+    spent: Tensor,
     solver: Solver,
     tolerance: Tolerance,
     max_steps: int,
@@ -110,18 +125,19 @@ def _try_again(
     callback: Callable[[Progress], object] | None,
     states_at: Sequence[int],
 ) -> None:
-    """One attempt by ``solver`` at ``rows`` (n,); ``solution`` is updated in place."""
+    """One attempt by ``solver`` at ``rows`` (n,), after ``spent`` (B,) evaluations of the samples.
+
+    ``solution`` is updated in place.
+    """
     batch = solution.status.numel()
     index = rows if problem.compact else torch.arange(batch, device=rows.device)
     part = problem.rows(index, batch) if problem.compact else problem
-    spent = solution.evaluations[index]
+    spent = spent[index]
     start = part.evaluate(solution.value[index])
     report = None if callback is None else _counting_on(callback, int(spent.max()), max_steps)
-    if problem.compact:
-        tolerance = tolerance.rows(index)
     loop = Loop(part, start, solver, tolerance, max_steps, record, report, states_at)
     loop.snapshots.uneven = True  # rows go on counting their evaluations
-    loop.brief_account, loop.guarded = False, False
+    loop.guarded = False
     # Rows report under their numbers in the whole batch.
     loop.rows.index, loop.history.batch = index, batch
     if isinstance(solver, Newton):

@@ -1,12 +1,10 @@
-"""A solve without programs: the loop, C++ for small batches, and second attempts."""
+"""How a fixed point is solved: by the native engine or by the loop, then second attempts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from solvers.core.loop import Loop
@@ -15,8 +13,11 @@ from solvers.core.rows import Point, Progress
 from solvers.core.solution import Solution
 from solvers.core.solver import Solver
 from solvers.core.tolerance import Goal, Tolerance
+from solvers.methods.anderson import Anderson
+from solvers.methods.forward import Forward
 from solvers.methods.rescue import rescue
-from solvers.methods.turns import solve_left, solve_small
+from solvers.native.records import serves
+from solvers.native.turns import MOST, solve_in_turns
 
 
 @dataclass(frozen=True)
@@ -34,47 +35,35 @@ class Solving:
     callback: Callable[[Progress], object] | None
     states_at: Sequence[int]
 
-    @property
-    def observed(self) -> bool:
-        """Whether somebody looks at single evaluations, or autograd records them."""
-        watched = self.record or self.callback is not None or self.states_at
-        return bool(watched) or torch.is_grad_enabled()
-
     def __call__(self, problem: Problem, start: Tensor) -> Solution:
         """The solution from ``start`` (B, D)."""
-        first = self._first(problem, start)
-        if not self.observed:
-            own = (self.solver, self._tolerance(problem), self.max_steps)
-            solution = solve_small(problem, first, *own)
-            if solution is not None:
-                solve_left(problem, start, solution, self._anew)
-                problem.check_last(solution.value)
-                return solution
-        loop = self._loop(problem, first)
-        del first  # the loop frees it when it has moved on
-        return self._finished(problem, loop)
-
-    def _anew(self, problem: Problem, start: Tensor) -> Solution:
-        return self._finished(problem, self._loop(problem, self._first(problem, start)))
-
-    def _first(self, problem: Problem, start: Tensor) -> Point:
         with self.goal.watching():
-            return problem.evaluate_first(start)
-
-    def _tolerance(self, problem: Problem) -> Tolerance:
-        """That of the samples that are solved here."""
-        return (problem.goal or self.goal).tolerance
-
-    def _loop(self, problem: Problem, first: Point) -> Loop:
-        return Loop(problem, first, self.solver, self._tolerance(problem), *self._limits)
-
-    @property
-    def _limits(self) -> tuple[Any, ...]:
-        return self.max_steps, self.record, self.callback, self.states_at
-
-    def _finished(self, problem: Problem, loop: Loop) -> Solution:
-        solution = loop.run()
+            first = problem.evaluate_first(start)
+        tolerance = self.goal.tolerance
+        solution = self._in_engine(problem, first, tolerance)
+        options = (self.max_steps, self.record, self.callback, self.states_at)
+        if solution is None:
+            loop = Loop(problem, first, self.solver, tolerance, *options)
+            del first  # the loop frees it when it has moved on
+            solution = loop.run()
         if self.automatic:
-            rescue(problem, solution, self._tolerance(problem), *self._limits)
+            rescue(problem, solution, tolerance, *options)
         problem.check_last(solution.value)
         return solution
+
+    def _in_engine(self, problem: Problem, first: Point, tolerance: Tolerance) -> Solution | None:
+        """Anderson's method and plain steps in float32 and float64 on a CPU; None: by the loop.
+
+        So it is with an energy, and where somebody looks at single evaluations or autograd records them.
+        """
+        watched = self.record or self.callback is not None or bool(self.states_at)
+        if watched or problem.has_energy or not serves(first.z):
+            return None
+        solver, start = self.solver, first.z
+        if type(solver) is Anderson and solver.memory <= MOST:
+            memory, numbers = solver.memory, (solver.damping, *solver.ridge(start.dtype))
+        elif type(solver) is Forward:
+            memory, numbers = 0, (solver.damping, 1.0, 0.0)
+        else:
+            return None
+        return solve_in_turns(problem, first, memory, numbers, tolerance, self.max_steps)

@@ -1,1 +1,8 @@
-"""Code in C++ that is compiled on the user's machine at its first use: for all kernels on CPUs."""
+"""The native engine in C++, built with the package: turns of fixed points, linear systems, the bi-softmax.
+
+- ``library``: which library is loaded, and its threads
+- ``turns``: solves by ``Anderson`` and ``Forward``
+- ``systems``: solves by ``GMRES`` and ``CG``
+
+Without it everything is computed by torch.
+"""

@@ -1,5 +1,7 @@
 // Sums and small systems of one sample, and samples shared by threads.
 #pragma once
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <utility>
@@ -108,7 +110,7 @@ inline void solve(T* a, T* x, int64_t k, int64_t width) {
 // rows(first, last) for all of `batch` rows, by so many threads as the work is worth.
 template <class Work>
 void over_rows(void* fork, int64_t threads, int64_t batch, int64_t products, Work rows) {
-  constexpr int64_t WORTH_A_THREAD = 1 << 15;
+  constexpr int64_t WORTH_A_THREAD = 1 << 17;
   int64_t slots = products / WORTH_A_THREAD + 1;
   slots = slots < threads ? slots : threads;
   slots = slots < batch ? slots : batch;

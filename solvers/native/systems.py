@@ -1,40 +1,45 @@
-"""Linear systems solved by GMRES or conjugate gradients in C++, verified by a product; see ``systems.h``."""
+"""Linear systems by GMRES or conjugate gradients in the engine; see ``systems.h``.
+
+The engine decides as :class:`solvers.krylov.loop.LinearLoop` does; here the matrix is multiplied.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from solvers.native import spare
-from solvers.native.process import THREADS
-from solvers.native.steps import MOST, Conjugate, Cycle, Steps, SystemsRecord, number
+from solvers.core.solution import Solution
+from solvers.core.tolerance import Tolerance
+from solvers.native.library import THREADS
+from solvers.native.records import alike, fields, function, pieces
+from solvers.native.turns import MOST
 
-SOLVED, GOES_ON = 0, 1  # outcomes of a cycle, as ``systems.h`` knows
 # Right-hand sides of norms between 1 / MODERATE and MODERATE are taken: the square of a residual that is
 # smaller by all digits of the dtype is still a number.
 MODERATE = {torch.float32: 1e10, torch.float64: 1e100}
 LARGEST = 1 << 24  # numbers
 FLOOR = 16  # times the machine precision and |H|: a smaller column ends a Krylov space
+# Rounding moves the residual of a recurrence away from the true one by at most about
+# GAP eps (|A| |x| + |b|), ten times the largest gap that was measured.
+GAP = 40.0
+RESERVE = 1e-3  # a step is expected to leave more than this of the residual
+# A cycle that converged by its recurrence but did not halve the true residual: rounding limits it.
+HALVED = 0.5
 
 
-@dataclass(frozen=True)
-class Limits:
-    """When a system is solved, and what a cycle has to gain.
+class _Record(ctypes.Structure):
+    """``Systems`` of ``systems.h``."""
 
-    ``rtol`` and ``atol`` are numbers or (B,), the first relative to the right-hand side. ``gap`` bounds what
-    rounding does to a residual, in units of the machine precision. A cycle that has reached its target by its
-    own account makes the residual smaller by the factor ``halved`` at least. ``trusting``: where a cycle's
-    own account of the residual is accurate, it is believed.
-    """
-
-    rtol: float | Tensor
-    atol: float | Tensor
-    gap: float
-    halved: float
-    trusting: bool = False
+    _fields_ = fields(
+        "right product direction u residual correction reference norm target left matrix_norm "
+        "basis hessenberg rotation null beta iterate square best_square curvature "
+        "status steps products used columns verdict running broken fork",
+        "threads rows size capacity step max_steps one_minus",
+        "rtol atol moderate gap halved less reserve floor tiny",
+    )
 
 
 def fits(right: Tensor, restart: int | None) -> bool:
@@ -49,113 +54,76 @@ def fits(right: Tensor, restart: int | None) -> bool:
     return restart < MOST and rows * capacity * (size + 2 * (capacity + 1)) <= LARGEST
 
 
-class Systems:
-    """``(I - M) u = right`` of all samples (B, D), whose products with M the caller makes.
-
-    :attr:`direction` is to be multiplied while :attr:`running` samples go on and a cycle has steps left;
-    :meth:`correct` ends the cycle, and :meth:`verify` takes the product with :attr:`u`.
+def solve_systems(
+    matvec: Callable[[Tensor], Tensor],
+    right: Tensor,
+    restart: int | None,
+    tolerance: Tolerance,
+    max_steps: int,
+    *,
+    one_minus: bool,
+) -> Solution | None:
+    """``A u = right`` for all samples (B, D); None where a norm of ``right`` is not moderate.
 
     Args:
-        right: right-hand sides (B, D), contiguous, on the CPU.
-        restart: steps of a cycle of GMRES; None: conjugate gradients, whose cycles have no end of their own.
-
-    Attributes:
-        running: whether samples go on, > 0 if so; -1 where a norm of ``right`` is not moderate.
-        step: steps made in this cycle.
-        u, size, relative: (B, D) the iterate, (B,) norms of the verified residual, and relative to ``right``.
-        steps, products: (B,) int64; the product that verifies counts where there was need of it.
+        matvec: of vectors (B, D): products with A, or with M of A = I - M where ``one_minus``.
+        restart: steps of a cycle of GMRES; None: conjugate gradients.
     """
+    right = alike(right, right, "b", "b")
+    rows, size = right.shape
+    capacity, state, dtype = 0 if restart is None else restart + 1, right.numel(), right.dtype
+    table = rows * capacity * (capacity + 1)
+    cycle = [state, rows, rows, rows] if restart is None else [
+        state * capacity, table, table, rows * (capacity + 1), rows
+    ]  # fmt: skip
+    own, places = pieces(right, dtype, [state, state, *[rows] * 3, *cycle])
+    residual, correction, target, left, matrix_norm, *method = places
+    method = [None] * 5 + method if restart is None else [*method, *[None] * 4]
+    direction, u = torch.empty_like(right), torch.empty_like(right)
+    reference, norm = right.new_empty(2, rows).unbind()
+    counts = right.new_empty(6, rows, dtype=torch.int64)
+    status, steps, products = counts[:3].unbind()
+    flags = right.new_empty(2, rows, dtype=torch.bool)
+    eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+    record = _Record(
+        right.data_ptr(), None, direction.data_ptr(), u.data_ptr(), residual, correction,
+        reference.data_ptr(), norm.data_ptr(), target, left, matrix_norm, *method,
+        *(row.data_ptr() for row in (*counts, *flags)), THREADS.fork,
+        THREADS.number, rows, size, capacity, 0, max_steps, one_minus,
+        tolerance.rtol, tolerance.atol, MODERATE[dtype], GAP * eps, HALVED, 1 - eps**0.5, RESERVE,
+        FLOOR * eps, tiny,
+    )  # fmt: skip
+    begin, advance, settle, verify = (
+        function(name, dtype) for name in ("begin", "advance", "settle", "verify")
+    )
+    at = ctypes.addressof(record)
 
-    def __init__(self, right: Tensor, restart: int | None, limits: Limits, steps: Steps) -> None:
-        right = right.resolve_neg()  # of an imaginary part: C++ reads the numbers as they lie
-        rows, size = right.shape
-        self.right, self.restart, self.step, self._steps = right, restart, 0, steps
-        self._kind = "systems", rows, size, restart, right.dtype
-        self._own = spare.take(self._kind, lambda: _Memory(right, restart))
-        self.direction = self._own.direction
-        self.u = torch.empty_like(right)
-        self._tolerances = [number(part, right) for part in (limits.rtol, limits.atol)]
-        self._reference, self.size, self.relative = (right.new_empty((rows,)) for _ in range(3))
-        self.steps = right.new_empty((rows,), dtype=torch.int64)
-        self.products = torch.empty_like(self.steps)
-        record, eps = self._own.record, torch.finfo(right.dtype).eps
-        record.right, record.u = right.data_ptr(), self.u.data_ptr()
-        record.reference, record.size = self._reference.data_ptr(), self.size.data_ptr()
-        record.relative = self.relative.data_ptr()
-        record.steps, record.products = self.steps.data_ptr(), self.products.data_ptr()
-        record.rtol, record.atol = (part.data_ptr() for part in self._tolerances)
-        record.each_rtol, record.each_atol = (part.dim() for part in self._tolerances)
-        record.moderate, record.gap = MODERATE[right.dtype], limits.gap * eps
-        record.halved, record.less, record.trusting = limits.halved, 1 - eps**0.5, limits.trusting
-        cycle = self._cycle = record.cycle
-        cycle.fork, cycle.threads, cycle.step = THREADS.fork, THREADS.number, 0
-        self.running = steps.begin(self._own.at)
-
-    def absorb(self, image: Tensor) -> None:
-        """Take the product of M with the direction, and make the next one."""
-        image = self._like_right(image)
-        cycle = self._cycle
-        cycle.product, cycle.step = image.data_ptr(), self.step
-        self.step += 1
-        self.running = self._steps.advance(self._own.at)
-
-    def correct(self) -> Tensor:
-        """``u`` at the end of a cycle."""
-        self._cycle.step = self.step
-        self._steps.correct(self._own.at)
-        return self.u
-
-    def settled(self) -> bool:
-        """Whether all are solved by the cycle's own account, so that no product verifies it."""
-        return bool(self._steps.settled(self._own.at))
-
-    def verify(self, image: Tensor) -> int:
-        """Take the product of M with ``u``: whether all are SOLVED, or a further cycle GOES_ON."""
-        image = self._like_right(image)
-        outcome = self._steps.verify(self._own.at, image.data_ptr())
-        self.step, self.running = 0, int(outcome != SOLVED)
-        return outcome
-
-    def close(self) -> None:
-        """Leave the memory to the next systems of this kind."""
-        spare.give_back(self._kind, self._own, self._own.numbers)
-
-    def _like_right(self, image: Tensor) -> Tensor:
-        image, right = image.contiguous().resolve_neg(), self.right
-        if image.shape != right.shape or image.dtype != right.dtype:  # C++ would not ask
-            wanted, got = (f"{tuple(t.shape)} {t.dtype}" for t in (right, image))
-            raise ValueError(f"a product must be like its vector, {wanted}, got {got}")
+    def multiply() -> Tensor:
+        # A hook in the user's map may keep what it is given, and the next direction comes in its place.
+        image = alike(matvec(direction.clone()), right, "a product", "its vector")
+        record.product = image.data_ptr()
         return image
 
-
-class _Memory:
-    """What no caller sees of the systems, and the record with its places."""
-
-    def __init__(self, like: Tensor, restart: int | None) -> None:
-        rows, size = like.shape
-        capacity = 0 if restart is None else restart + 1
-        self.direction = torch.empty_like(like)
-        table, state = rows * capacity * (capacity + 1), rows * size
-        sizes = [state, *[rows] * 5]
-        sizes += [state, state, *[rows] * 4] if restart is None else []
-        sizes += [state * capacity, table, table, rows * (capacity + 1), rows] if capacity else []
-        self.memory, places = spare.pieces(like, sizes)
-        self.counts = like.new_empty((2, rows), dtype=torch.int64)
-        self.flags = like.new_empty((3, rows), dtype=torch.bool)
-        columns, used = (part.data_ptr() for part in self.counts)
-        running, broken, opened = (part.data_ptr() for part in self.flags)
-        residual, residual_norm, matrix_norm, target, left, before, *own = places
-        at, beta = self.direction.data_ptr(), own[-1]
-        arrays = own[:4] if capacity else [None] * 4
-        precision = torch.finfo(like.dtype)
-        cycle = Cycle(
-            None, at, at, *arrays, residual_norm, matrix_norm, target, beta,
-            running, broken, columns, used, None,
-            1, rows, size, capacity, 0, True, FLOOR * precision.eps, precision.tiny,
-        )  # fmt: skip
-        record = self.record = SystemsRecord(cycle)
-        if restart is None:
-            record.conjugate = Conjugate(*own)
-        record.residual, record.target, record.beta = residual, target, beta
-        record.left, record.before, record.open = left, before, opened
-        self.at, self.numbers = ctypes.addressof(record), sum(sizes)
+    running = begin(at)
+    if running < 0:
+        return None
+    while running:
+        record.step = 0
+        while running and record.step != restart:
+            image = multiply()
+            running = advance(at)
+            record.step += 1
+        if not settle(at):
+            break
+        image = multiply()
+        running = verify(at)
+        del image
+    del own, flags  # the engine had their addresses alone
+    return Solution(
+        value=u,
+        status=status.clone(),
+        residual=torch.where(norm == 0, norm, norm / reference),
+        residual_norm=norm,
+        steps=steps.clone(),
+        evaluations=products.clone(),
+    )

@@ -1,7 +1,5 @@
 // Slots of work shared by threads, and memory that a thread keeps from call to call.
 #pragma once
-#include <pthread.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdlib>
@@ -23,27 +21,16 @@ struct Team {
     Team* team = static_cast<Team*>(itself);
     for (int slot; (slot = team->next++) < team->slots;) (*team->work)(slot);
   }
-  static void* join_thread(void* itself) {
-    join(itself);
-    return nullptr;
-  }
 };
 
-// work(slot) for every slot below `slots`, whatever number of threads comes to do it.
+// work(slot) for every slot below `slots`, whatever number of threads comes to do it; one without OpenMP.
 template <class Work>
 void in_parallel(Fork fork, int slots, Work work) {
   Team<Work> team{&work, slots};
-  if (slots > 1 && fork) {
+  if (slots > 1 && fork)
     fork(Team<Work>::join, &team, static_cast<unsigned>(slots), 0);
-    return;
-  }
-  pthread_t threads[MOST_THREADS];
-  int started = 0;
-  while (started + 1 < slots &&
-         !pthread_create(&threads[started], nullptr, Team<Work>::join_thread, &team))
-    started++;
-  Team<Work>::join(&team);
-  for (int k = 0; k < started; k++) pthread_join(threads[k], nullptr);
+  else
+    Team<Work>::join(&team);
 }
 
 // Floats on cache lines. Memory beyond MOST_KEPT is given back after each call.

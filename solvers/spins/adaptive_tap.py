@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit
-from solvers.core.checks import require_choice, require_flag, require_instance
+from solvers.core.checks import require_choice, require_flag
 from solvers.core.device import maybe_any
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
-from solvers.spins.clamped import ClampedSites
 from solvers.spins.free_energy import ORDERS, free_energy
 from solvers.spins.inputs import (
     as_matrix,
     as_wide,
     check_inputs,
     read_betas,
+    read_start,
+    usual_tolerance,
+    with_dimensions,
     with_symmetries,
     zero_masked,
 )
-from solvers.spins.maps import SpinState, cavity_field
 from solvers.spins.response import change_of_response, differentiable_response, is_definite
-from solvers.spins.sites.site import Site
-from solvers.spins.solver import AdaptiveTAP
-from solvers.spins.theories import CoupledSites
+from solvers.spins.sites import PottsSite, Site, read_site
+from solvers.spins.theories import AdaptiveTAP, ClampedSites, CoupledSites, SpinState, cavity_field
 
 _DEFAULT_ADJOINT = Implicit()
 _WHAT = {
@@ -40,7 +40,6 @@ _WHAT = {
     "second": "second-order TAP solve",
     "naive": "mean-field solve",
 }
-_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}  # half precision: 1e-2
 
 
 class SpinMarginals(NamedTuple):
@@ -69,17 +68,16 @@ def adaptive_tap(
     couplings: Tensor,
     field: Tensor,
     *,
-    site: Site,
-    order: str | None = None,
+    site: Site | type[Site] | str,
+    order: str = "adaptive",
     damping: float | None = None,
-    tolerance: Tolerance | None = None,
+    tolerance: Tolerance | float | None = None,
     max_steps: int = 200,
-    adjoint: Adjoint | None = _DEFAULT_ADJOINT,
+    adjoint: Adjoint | type[Adjoint] | str | None = _DEFAULT_ADJOINT,
     mask: Tensor | None = None,
     given: tuple[Tensor, Tensor] | None = None,
     start: SpinState | SpinMarginals | None = None,
     inverse_temperature: float | Sequence[float] = 1.0,
-    onsager: bool | None = None,
     response: bool = False,
     log_partition: bool = False,
     record: bool = False,
@@ -103,10 +101,12 @@ def adaptive_tap(
     differentiation.
 
     Args:
-        couplings: ``J`` (N, N, d, d), zero blocks ``J_ii``, ``J_ij^{ab} = J_ji^{ba}``. Its gradient has
-            the same symmetry and the same zeros.
-        field: ``x`` (B, N, d), dtype and device like ``couplings``.
-        site: distribution of a single site, for example ``IsingSite()``.
+        couplings: ``J`` (N, N, d, d), zero blocks ``J_ii``, ``J_ij^{ab} = J_ji^{ba}``; or (N, N) where
+            d = 1. Its gradient has the same symmetry and the same zeros.
+        field: ``x`` (B, N, d), dtype and device like ``couplings``; with couplings (N, N) also (B, N),
+            or (N,) of one sample. The results have all dimensions.
+        site: distribution of a single site, for example ``IsingSite()``, or its name: "ising", "potts",
+            "spherical", "torus".
         order: "adaptive" (the default), "second" (the TAP equations in second order of the couplings)
             or "naive" (mean field).
         damping: None: Anderson acceleration with automatic damping; a number in (0, 1]: damped
@@ -127,7 +127,6 @@ def adaptive_tap(
             of annealing: a solve at each, in that order, which starts from the solution before it. The
             results and the gradients are those of the last, ``steps`` and ``evaluations`` of all;
             ``max_steps`` holds for each.
-        onsager: earlier name: True is ``order="adaptive"``, False ``order="naive"``.
         response: return ``chi`` too, the linear-response estimate of the correlations
             ``<S_i S_j> - <S_i><S_j>``. It is ``dm_i/dx_j`` at fixed V; autograd gives the derivative
             of the solution, in which V changes too. With ``order="naive"`` both are the same. Naive or
@@ -161,13 +160,15 @@ def adaptive_tap(
     """
     require_flag("response", response)
     require_flag("log_partition", log_partition)
-    require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
-    order, betas = _read_order(order, onsager), read_betas(inverse_temperature)
+    site = read_site(site)
+    couplings, field = with_dimensions(couplings, field)
+    require_choice("order", order, ORDERS)
+    betas = read_betas(inverse_temperature)
     check_inputs(couplings, field, mask)
     check_on_failure(on_failure)
     options = {
         "solver": AdaptiveTAP(damping=damping),
-        "tolerance": Tolerance(_RTOL.get(field.dtype, 1e-2)) if tolerance is None else tolerance,
+        "tolerance": usual_tolerance(tolerance, field.dtype),
         "max_steps": max_steps,
         "adjoint": adjoint,
         "record": record,
@@ -218,6 +219,9 @@ def _complete(
             mean = _within_domain(mean, own, solution)
         else:
             covariance = site.covariance(field, variance)
+        if isinstance(site, PottsSite):  # a distribution, which damped steps approach from outside
+            total = mean.sum(-1, keepdim=True)
+            mean = mean / torch.where(total > 0, total, 1.0)
         results = [zero_masked(t, mask) for t in (mean, covariance, variance)]
         whole = _response(solution, results[1], results[2], matrix) if response else None
         log_z = None
@@ -259,18 +263,6 @@ def _within_domain(mean: Tensor, own: Tensor, solution: Solution) -> Tensor:
     return mean + change.detach()
 
 
-def _read_order(order: str | None, onsager: bool | None) -> str:
-    """The theory; ``onsager`` is its earlier name."""
-    if order is not None:
-        require_choice("order", order, ORDERS)
-    if onsager is None:
-        return order or "adaptive"
-    named = "adaptive" if require_flag("onsager", onsager) else "naive"
-    if order not in (None, named):
-        raise ValueError(f"onsager={onsager} is order={named!r}, got order={order!r} too")
-    return named
-
-
 def _read_start(start: Any, field: Tensor) -> SpinState | None:
     """A warm start like ``field``, detached, or None."""
     if start is None:
@@ -279,11 +271,5 @@ def _read_start(start: Any, field: Tensor) -> SpinState | None:
         raise TypeError(f"start must be a SpinState or SpinMarginals, got {type(start)}")
     shapes = (tuple(field.shape), (*field.shape, field.shape[-1]))
     parts = (start.mean, start.cavity_variance)
-    for name, part, shape in zip(("mean", "cavity_variance"), parts, shapes, strict=True):
-        if tuple(part.shape) != shape:
-            raise ValueError(f"start.{name} must have the shape {shape}, got {tuple(part.shape)}")
-        if part.device != field.device:
-            raise TypeError(f"start.{name} must be on {field.device}, got {part.device}")
-        if not bool(part.isfinite().all()):
-            raise ValueError(f"start.{name} must be finite, got NaN or infinity")
-    return SpinState(*(part.detach().to(field.dtype) for part in parts))
+    names = ("start.mean", "start.cavity_variance")
+    return SpinState(*map(read_start, names, parts, shapes, (field, field)))

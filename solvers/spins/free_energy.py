@@ -25,19 +25,112 @@ https://doi.org/10.1088/0305-4470/15/6/035.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from solvers.adjoints.capture import Recorder
 from solvers.core.checks import require_choice, require_instance
+from solvers.core.jacobian import gradients
 from solvers.core.layout import Layout
 from solvers.core.modes import without_autocast
 from solvers.spins.inputs import as_matrix, as_wide, check_inputs, with_symmetries, zero_masked
-from solvers.spins.maps import SpinState, cavity_field, no_variance, onsager_variance
 from solvers.spins.response import is_definite, log_det
-from solvers.spins.sites.site import Site
-from solvers.spins.stationary import stationary_value
+from solvers.spins.sites import Site
+from solvers.spins.theories import SpinState, cavity_field, no_variance, onsager_variance
+
+
+def stationary_value(function: Callable[[Any, Any], Tensor], args: Any, state: Any) -> Tensor:
+    """``function(args, state)`` (B,), differentiable as if its derivative by the state were 0.
+
+    That is so where the function is stationary. Second derivatives go through the state. Both are
+    pytrees of tensors, those of the state (B, ...).
+    """
+    layout = Layout.of(state)
+    z = layout.vector(state)
+    recorder = Recorder(cast("Any", _Functional(function, args, layout)))
+    record = _Record(recorder, *recorder.record(z))
+    return _StationaryValue.apply(record, z, *recorder.inputs)
+
+
+@dataclass
+class _Functional:
+    """What a recorder asks for: ``args``, which it replaces, and the map to evaluate."""
+
+    function: Callable[[Any, Any], Tensor]
+    args: Any
+    layout: Layout
+
+    def masked_map(self, z: Tensor) -> Tensor:
+        """The value (B,) of the state as a matrix (B, D)."""
+        return self.function(self.args, self.layout.tree(z))
+
+
+@dataclass
+class _Record:
+    """A recorded evaluation: ``output`` (B,) at ``point`` (B, D)."""
+
+    recorder: Recorder
+    point: Tensor
+    output: Tensor
+
+
+class _StationaryValue(torch.autograd.Function):
+    """(state, inputs) -> the value, whose derivative by the state is zero and is not computed."""
+
+    @staticmethod
+    def forward(ctx: Any, record: _Record, z: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.record = record
+        ctx.save_for_backward(z, *inputs)
+        return record.output.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        (cotangent,) = cotangents
+        record: _Record = ctx.record
+        z, *inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            results: Any = _PartialGradient.apply(record, cotangent, z, *inputs)
+        else:
+            results = gradients(record.output, record.recorder.aliases, cotangent)
+        return (None, None, *results)
+
+
+class _PartialGradient(torch.autograd.Function):
+    """(cotangent, state, inputs) -> gradients of the inputs; its derivative goes through the state too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, record: _Record, cotangent: Tensor, z: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.record = record
+        ctx.save_for_backward(cotangent, z, *inputs)
+        results = gradients(record.output, record.recorder.aliases, cotangent)
+        pairs = zip(results, inputs, strict=True)
+        return tuple(torch.zeros_like(t) if g is None else g for g, t in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        record: _Record = ctx.record
+        variables = [record.point, *record.recorder.aliases]
+        with torch.enable_grad():
+            weight = ctx.saved_tensors[0].detach().requires_grad_()
+            images = gradients(record.output, variables[1:], weight, create_graph=True)
+            terms = [
+                (image * cotangent).sum()
+                for image, cotangent in zip(images, cotangents, strict=True)
+                if image is not None and image.requires_grad
+            ]
+            if not terms:
+                return (None,) * (len(variables) + 2)
+            results = gradients(sum(terms[1:], terms[0]), [weight, *variables])
+        return (None, *results)
+
 
 ORDERS = ("naive", "second", "adaptive")
 State = tuple[Tensor, Tensor, Tensor]  # means, cavity variances, covariances
@@ -104,45 +197,26 @@ def free_energy(
     if order == "adaptive":
         with torch.no_grad():
             definite = is_definite(covariance, variance, matrix)
-    functional = _Functional((field, matrix), order, site, mask, definite)
-    whole = (mean, variance, covariance)
-    if not torch.is_grad_enabled():
-        return functional(whole), definite
-    functional.layout = Layout.of(whole)
-    return stationary_value(functional, functional.layout.vector(whole)), definite
 
-
-@dataclass
-class _Functional:
-    """``log Z`` as a function of the state, with the arguments that a recorder replaces."""
-
-    args: tuple[Tensor, Tensor]
-    order: str
-    site: Site
-    mask: Tensor | None
-    definite: Tensor
-    layout: Layout | None = None
-
-    def masked_map(self, z: Tensor) -> Tensor:
-        """From the state as a matrix (B, D); all of it, also masked sites, where it is zero."""
-        assert self.layout is not None
-        return self(self.layout.tree(z))
-
-    def __call__(self, state: State) -> Tensor:
+    def value(args: tuple[Tensor, Tensor], state: State) -> Tensor:
         mean, variance, covariance = state
-        field, matrix = self.args
+        field, matrix = args
         flat = mean.flatten(1)
-        if self.order == "naive":
+        if order == "naive":
             variance = no_variance(mean)
         h = cavity_field(mean, variance, field, matrix, None)
-        own = zero_masked(self.site.log_partition(h, variance), self.mask).sum(1)
-        value = own - (flat * (flat @ matrix)).sum(1) / 2
-        if self.order == "naive":
-            return value
-        value = value + (mean * (variance @ mean.unsqueeze(-1)).squeeze(-1)).flatten(1).sum(1) / 2
-        if self.order == "second":
+        own = zero_masked(site.log_partition(h, variance), mask).sum(1)
+        found = own - (flat * (flat @ matrix)).sum(1) / 2
+        if order == "naive":
+            return found
+        found = found + (mean * (variance @ mean.unsqueeze(-1)).squeeze(-1)).flatten(1).sum(1) / 2
+        if order == "second":
             onsager = onsager_variance(covariance, matrix)
-            return value + (covariance * (onsager / 4 - variance / 2)).flatten(1).sum(1)
-        rows = torch.nonzero(self.definite).flatten()
-        found = log_det(covariance[rows], variance[rows], matrix)
-        return value.index_add(0, rows, found, alpha=-0.5)
+            return found + (covariance * (onsager / 4 - variance / 2)).flatten(1).sum(1)
+        rows = torch.nonzero(definite).flatten()
+        determinant = log_det(covariance[rows], variance[rows], matrix)
+        return found.index_add(0, rows, determinant, alpha=-0.5)
+
+    args, whole = (field, matrix), (mean, variance, covariance)
+    tracked = torch.is_grad_enabled()
+    return (stationary_value(value, args, whole) if tracked else value(args, whole)), definite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,14 +11,21 @@ from torch.nn import functional as F
 
 from solvers.core.checks import require_count, require_instance
 from solvers.core.modes import without_autocast
-from solvers.spins.inputs import as_matrix, as_wide, check_inputs, read_given, zero_masked
+from solvers.spins.inputs import (
+    as_matrix,
+    as_wide,
+    check_inputs,
+    read_given,
+    read_start,
+    zero_masked,
+)
 from solvers.spins.response import is_definite
-from solvers.spins.sites.discrete import PottsSite, draw_states
-from solvers.spins.sites.site import Site
+from solvers.spins.sites import PottsSite, Site, draw_states
 
 # Costs by which a way of computing a Potts site's field is chosen, in units of one number that is
 # looked up and added: a number multiplied in a matrix product, the call of an operation.
 PRODUCT, CALL = 0.08, 12_000
+Draw = Callable[[int], Tensor]  # site -> new values of it in all chains
 
 
 @torch.no_grad()
@@ -93,67 +101,61 @@ def gibbs(
             state = torch.where(clamped.unsqueeze(-1), values, state)
         matrix = as_matrix(couplings)
         _check_exists(matrix, x, site, clamped)
-        sweep = _look_up if _is_sparse(matrix, shape, site) else _multiply
-        return sweep(state, x, matrix, site, sweeps, generator, clamped).to(field.dtype)
+        sparse = _is_sparse(matrix, shape, site)
+        prepare = _looking_up if sparse else _multiplying
+        values, draw = prepare(state, x, matrix, site, generator)
+        _sweep(values, draw, sweeps, clamped)
+        drawn = F.one_hot(values.T, shape[2]) if sparse else values.transpose(0, 1)
+        return drawn.to(field.dtype).contiguous()
 
 
-def _multiply(
-    state: Tensor,
-    field: Tensor,
-    matrix: Tensor,
-    site: Site,
-    sweeps: int,
-    generator: torch.Generator | None,
-    clamped: Tensor | None,
-) -> Tensor:
-    """Sweeps for any site: the field of the others by a matrix product."""
+def _sweep(values: Tensor, draw: Draw, sweeps: int, clamped: Tensor | None) -> None:
+    """Draw all sites in their turn; ``values[i]`` (chains, ...) are those of site i, changed in place."""
+    free = range(len(values))
+    if clamped is not None:  # sites that are drawn in some chain
+        free = torch.nonzero(~clamped.all(0)).flatten().tolist()
+    for _ in range(sweeps):
+        for i in free:
+            drawn = draw(i)
+            if clamped is not None:
+                kept = clamped[:, i].view(-1, *[1] * (drawn.dim() - 1))
+                drawn = torch.where(kept, values[i], drawn)
+            values[i] = drawn
+
+
+def _multiplying(
+    state: Tensor, field: Tensor, matrix: Tensor, site: Site, generator: torch.Generator | None
+) -> tuple[Tensor, Draw]:
+    """Any site: values (N, chains, d), the field of the others by a matrix product."""
     chains, sites, dim = state.shape
     flat = state.flatten(1).clone()
     alone = [site.at(i) for i in range(sites)]
-    free = _free(clamped, sites)
-    for _ in range(sweeps):
-        for i in free:
-            own = slice(i * dim, (i + 1) * dim)
-            h = field[:, i] + flat @ matrix[:, own]
-            drawn = alone[i].sample(h.unsqueeze(1), generator).view(chains, dim)
-            if clamped is not None:
-                drawn = torch.where(clamped[:, i, None], flat[:, own], drawn)
-            flat[:, own] = drawn
-    return flat.view_as(state)
+
+    def draw(i: int) -> Tensor:
+        h = field[:, i] + flat @ matrix[:, i * dim : (i + 1) * dim]
+        return alone[i].sample(h.unsqueeze(1), generator).view(chains, dim)
+
+    return flat.view(chains, sites, dim).transpose(0, 1), draw
 
 
-def _look_up(
-    state: Tensor,
-    field: Tensor,
-    matrix: Tensor,
-    site: Site,
-    sweeps: int,
-    generator: torch.Generator | None,
-    clamped: Tensor | None,
-) -> Tensor:
-    """Sweeps for Potts sites: states are numbers, which select columns of the coupled sites' blocks."""
+def _looking_up(
+    state: Tensor, field: Tensor, matrix: Tensor, site: Site, generator: torch.Generator | None
+) -> tuple[Tensor, Draw]:
+    """Potts sites: numbers of states (N, chains), which select columns of the coupled sites' blocks."""
     chains, sites, dim = state.shape
     blocks = matrix.view(sites, dim, sites, dim).transpose(1, 2)
     neighbours = [torch.nonzero(row).flatten().tolist() for row in _coupled(matrix, sites)]
     columns = [[blocks[i, j].contiguous() for j in row] for i, row in enumerate(neighbours)]
     x = field.permute(1, 2, 0)  # (N, d, chains): operations run over the chains
     colours = state.argmax(-1).T.contiguous()
-    free = _free(clamped, sites)
-    for _ in range(sweeps):
-        for i in free:
-            h = x[i].expand(dim, chains).clone()
-            for block, j in zip(columns[i], neighbours[i], strict=True):
-                h += block.index_select(1, colours[j])
-            drawn = draw_states(h, generator)
-            colours[i] = drawn if clamped is None else torch.where(clamped[:, i], colours[i], drawn)
-    return F.one_hot(colours.T, dim)
 
+    def draw(i: int) -> Tensor:
+        h = x[i].expand(dim, chains).clone()
+        for block, j in zip(columns[i], neighbours[i], strict=True):
+            h += block.index_select(1, colours[j])
+        return draw_states(h, generator)
 
-def _free(clamped: Tensor | None, sites: int) -> list[int]:
-    """Sites that are drawn in some chain."""
-    if clamped is None:
-        return list(range(sites))
-    return torch.nonzero(~clamped.all(0)).flatten().tolist()
+    return colours, draw
 
 
 def _coupled(matrix: Tensor, sites: int) -> Tensor:
@@ -209,14 +211,9 @@ def _shape(
 
 def _read_start(start: Any, field: Tensor, shape: tuple[int, int, int], site: Site) -> Tensor:
     """States that broadcast to (chains, N, d), values of the sites."""
-    require_instance("start", start, Tensor, "a tensor", optional=False)
-    if start.dim() != 3 or start.shape not in (shape, (1, *shape[1:])):
-        raise ValueError(f"start must have the shape {shape}, got {tuple(start.shape)}")
-    if start.device != field.device:
-        raise TypeError(f"start must be on {field.device}, got {start.device}")
-    states = start.to(field.dtype)
-    if not bool(states.isfinite().all()):
-        raise ValueError("start must be finite, got NaN or infinity")
+    require_instance("start", start, Tensor, "a tensor")
+    one = (1, *shape[1:])
+    states = read_start("start", start, one if tuple(start.shape) == one else shape, field)
     check_values("start", states, site)
     return states.expand(shape)
 

@@ -9,11 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solvers.core.checks import require_instance
+from solvers.core.tolerance import Tolerance, read_tolerance
+
 
 def as_matrix(couplings: Tensor) -> Tensor:
     """(N, N, d, d) -> (Nd, Nd), rows ``(i, a)``, columns ``(j, b)``; at least float32."""
     size = couplings.shape[0] * couplings.shape[2]
     return as_wide(couplings.transpose(1, 2).reshape(size, size))
+
+
+def with_dimensions(couplings: Any, field: Any) -> tuple[Any, Any]:
+    """Couplings (N, N) of numbers as (N, N, 1, 1), fields (N,) and (B, N) beside them as (B, N, 1)."""
+    if isinstance(couplings, Tensor) and couplings.dim() == 2:
+        couplings = couplings[:, :, None, None]
+        if isinstance(field, Tensor) and field.dim() in (1, 2):
+            field = field.reshape(-1, field.shape[-1], 1)
+    return couplings, field
 
 
 def with_symmetries(couplings: Tensor) -> Tensor:
@@ -36,69 +48,120 @@ def as_wide(tensor: Tensor) -> Tensor:
 
 
 def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
-    """Couplings (N, N, d, d), a field (B, N, d) like them, a mask (B, N) bool or None."""
-    shape = check_field(couplings, field)
-    _, sites, dim = shape
-    if tuple(couplings.shape) != (sites, sites, dim, dim):
+    """Couplings (N, N, d, d), a field (B, N, d) like them, a mask (B, N) bool or None; on a GPU this
+    waits for the device once a solve."""
+    _, sites, dim = check_field(field)
+    check_like_field("couplings", couplings, field, (sites, sites, dim, dim))
+    check_mask(mask, field)
+    check_values(couplings, field)
+
+
+def check_scalar_inputs(couplings: Any, field: Any, mask: Any) -> None:
+    """Couplings (N, N) or (B, N, N), a field (B, N, d) like them, a mask (B, N) bool or None."""
+    batch, sites, _ = check_field(field)
+    check_like_field("couplings", couplings, field, (sites, sites), (batch, sites, sites))
+    check_mask(mask, field)
+    check_values(couplings, field)
+
+
+def check_field(field: Any) -> tuple[int, ...]:
+    """The shape of a floating tensor (B, N, d)."""
+    _check_floating("field", field)
+    if field.dim() != 3 or 0 in field.shape:
         raise ValueError(
-            f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)} to go with field "
-            f"{shape}, got {tuple(couplings.shape)}"
+            f"field must have the shape (B, N, d), none of them 0, got {tuple(field.shape)}"
         )
-    check_alike(couplings, field, mask)
-    _check_values(couplings.detach(), field.detach())
+    return tuple(field.shape)
 
 
-def check_field(couplings: Any, field: Any) -> tuple[int, ...]:
-    """Both floating tensors; the shape of the field, (B, N, d)."""
-    for name, value in (("couplings", couplings), ("field", field)):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            what = value.dtype if isinstance(value, Tensor) else type(value)
-            raise TypeError(f"{name} must be a floating tensor, got {what}")
-    shape = tuple(field.shape)
-    if len(shape) != 3 or 0 in shape:
-        raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
-    return shape
-
-
-def check_alike(couplings: Tensor, field: Tensor, mask: Any) -> None:
-    """Couplings of the field's dtype and device, a mask (B, N) bool or None."""
-    shape = tuple(field.shape)
-    if couplings.dtype != field.dtype or couplings.device != field.device:
+def check_like_field(name: str, value: Any, field: Tensor, *shapes: tuple[int, ...]) -> None:
+    """A floating tensor of one of ``shapes``, with the dtype and device of ``field``."""
+    _check_floating(name, value)
+    if value.dtype != field.dtype or value.device != field.device:
         raise TypeError(
-            f"couplings must be like field, {field.dtype} on {field.device}, got {couplings.dtype} on "
-            f"{couplings.device}"
+            f"{name} must be like field, {field.dtype} on {field.device}, got {value.dtype} on "
+            f"{value.device}"
         )
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
-        what = mask.dtype if isinstance(mask, Tensor) else type(mask)
+    if tuple(value.shape) not in shapes:
+        wanted = f"the shape {shapes[0]}" if len(shapes) == 1 else f"one of the shapes {shapes}"
+        raise ValueError(
+            f"{name} must have {wanted} to go with field {tuple(field.shape)}, got "
+            f"{tuple(value.shape)}"
+        )
+
+
+def _check_floating(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        what = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a floating tensor, got {what}")
+
+
+def check_mask(mask: Any, field: Tensor) -> None:
+    """A mask (B, N) bool, on the device of ``field``, or None."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        what = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
-    if mask is not None and mask.shape != shape[:2]:
-        raise ValueError(f"mask must have the shape {shape[:2]}, got {tuple(mask.shape)}")
+    if mask.shape != field.shape[:2] or mask.device != field.device:
+        raise ValueError(
+            f"mask must have the shape {tuple(field.shape[:2])} on {field.device}, got "
+            f"{tuple(mask.shape)} on {mask.device}"
+        )
 
 
-def _check_values(couplings: Tensor, field: Tensor) -> None:
-    """Finite, without self-coupling, symmetric; on a GPU this waits for the device once a solve."""
-    finite = torch.isfinite(field).flatten(1).all(1)
-    if not bool(finite.all()):
-        rows = torch.nonzero(~finite).flatten().tolist()
-        raise ValueError(f"field must be finite, got NaN or infinity in samples {rows[:10]}")
-    if not bool(torch.isfinite(couplings).all()):
-        raise ValueError("couplings must be finite, got NaN or infinity")
-    own = couplings.diagonal(dim1=0, dim2=1).abs().amax((0, 1))
-    if bool(own.any()):
-        site = int(own.argmax())
+def check_values(couplings: Tensor, field: Tensor, forbidding: bool = False) -> None:
+    """Finite values, or -inf too where ``forbidding``; couplings (N, N, d, d), (N, N) or (B, N, N) that are
+    symmetric and couple no site to itself, or (E, d, d) of listed pairs where ``forbidding``."""
+    allowed = "finite or -inf" if forbidding else "finite"
+    for name, value in (("field", field.detach()), ("couplings", couplings.detach())):
+        wrong = ~value.isfinite() & ~((value == -math.inf) & forbidding)
+        if bool(wrong.any()):
+            rows = torch.nonzero(wrong.flatten(1).any(1)).flatten().tolist()
+            where = f" in samples {rows[:10]}" if name == "field" else ""
+            raise ValueError(f"{name} must be {allowed}, got NaN or infinity{where}")
+    if couplings.dim() == 4 or not forbidding:
+        _check_symmetric(couplings.detach())
+
+
+def _check_symmetric(couplings: Tensor) -> None:
+    blocks = couplings.dim() == 4
+    own = couplings.diagonal(dim1=0, dim2=1) if blocks else couplings.diagonal(dim1=-2, dim2=-1)
+    if bool((own != 0).any()):
+        first = torch.nonzero(own)[0].tolist()
         raise ValueError(
-            f"couplings must have zero diagonal blocks (no site couples to itself), got "
-            f"{float(own[site])} in couplings[{site}, {site}]"
+            f"couplings must have {'zero diagonal blocks' if blocks else 'a zero diagonal'} (no site "
+            f"couples to itself), got {float(own[tuple(first)])} in couplings[{first[-1]}, {first[-1]}]"
         )
-    apart = (couplings - couplings.permute(1, 0, 3, 2)).abs().amax((2, 3))
-    allowed = 32 * torch.finfo(couplings.dtype).eps * couplings.abs().max()
-    if bool((apart > allowed).any()):
-        first, second = divmod(int(apart.argmax()), len(apart))
+    other = couplings.permute(1, 0, 3, 2) if blocks else couplings.mT
+    apart = torch.where(couplings == other, 0.0, couplings - other).abs()  # -inf equals -inf
+    largest = torch.where(couplings.isfinite(), couplings, 0.0).abs().max()
+    if bool((apart > 32 * torch.finfo(couplings.dtype).eps * largest).any()):
+        place = torch.nonzero(apart == apart.max())[0].tolist()
+        i, j = place[:2] if blocks else place[-2:]
+        formula = "(J + J.permute(1, 0, 3, 2)) / 2" if blocks else "(J + J.mT) / 2"
         raise ValueError(
-            "couplings must be symmetric, J_ij^ab = J_ji^ba, got a difference of "
-            f"{float(apart.max())} between couplings[{first}, {second}] and the transpose of "
-            f"couplings[{second}, {first}]; use (J + J.permute(1, 0, 3, 2)) / 2"
+            f"couplings must be symmetric, J_ij^ab = J_ji^ba, got a difference of {float(apart.max())} "
+            f"between couplings[{i}, {j}] and the transpose of couplings[{j}, {i}]; use {formula}"
         )
+
+
+def read_start(name: str, value: Any, shape: tuple[int, ...], field: Tensor) -> Tensor:
+    """Where a solve starts, a finite constant of this shape, like ``field``."""
+    require_instance(name, value, Tensor, "a tensor")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have the shape {shape}, got {tuple(value.shape)}")
+    if value.device != field.device:
+        raise TypeError(f"{name} must be on {field.device}, got {value.device}")
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got NaN or infinity")
+    return value.detach().to(field.dtype)
+
+
+def usual_tolerance(given: Any, dtype: torch.dtype) -> Tolerance:
+    """``given``, or a relative one of 1e-10 in float64, 1e-5 in float32, 1e-2 in half precision."""
+    usual = {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 1e-2)
+    return read_tolerance("tolerance", given) or Tolerance(usual)
 
 
 def read_betas(given: float | Sequence[float]) -> tuple[float, ...]:
@@ -161,24 +224,3 @@ def with_scalar_symmetries(couplings: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return k
     return torch.where(mask.unsqueeze(1) & mask.unsqueeze(2), k, 0.0)
-
-
-def check_scalar_inputs(couplings: Any, field: Any, mask: Any) -> None:
-    """Couplings (N, N) or (B, N, N), a field (B, N, d) like them, a mask (B, N) bool or None."""
-    shape = check_field(couplings, field)
-    batch, sites, _ = shape
-    if tuple(couplings.shape) not in ((sites, sites), (batch, sites, sites)):
-        raise ValueError(
-            f"couplings must have the shape {(sites, sites)} or {(batch, sites, sites)} to go with field "
-            f"{shape}, got {tuple(couplings.shape)}"
-        )
-    check_alike(couplings, field, mask)
-    k, x = couplings.detach(), field.detach()
-    for name, value in (("field", x), ("couplings", k)):
-        if not bool(value.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got NaN or infinity")
-    if bool(k.diagonal(dim1=-2, dim2=-1).any()):
-        raise ValueError("couplings must have a zero diagonal (no site couples to itself)")
-    allowed = 32 * torch.finfo(k.dtype).eps * k.abs().max()
-    if bool((k - k.mT).abs().max() > allowed):
-        raise ValueError("couplings must be symmetric; use (K + K.mT) / 2")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.core.checks import require_count, require_flag, require_instance
+from solvers.core.checks import require_count, require_flag
 from solvers.core.device import maybe_any
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
@@ -25,11 +25,11 @@ from solvers.core.tolerance import Tolerance
 from solvers.spins.inputs import (
     as_wide,
     check_scalar_inputs,
+    usual_tolerance,
     with_scalar_symmetries,
     zero_masked,
 )
 
-_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}  # half precision: 1e-2
 ENOUGH = 1e-4  # share of the decrease that the slope promises, which a step must keep
 SHORT = 0.5  # of the way to the border of the domain: below it Newton's step is made whole
 SHORTEST = 2.0**-40  # share of Newton's step below which nothing is gained
@@ -75,7 +75,7 @@ def spherical_saddle(
     *,
     per_site: bool = True,
     mask: Tensor | None = None,
-    tolerance: Tolerance | None = None,
+    tolerance: Tolerance | float | None = None,
     max_steps: int = 100,
     on_failure: str = "warn",
 ) -> SaddleSolution:
@@ -127,13 +127,10 @@ def spherical_saddle(
     a layer.
     """
     require_flag("per_site", per_site)
-    require_instance("tolerance", tolerance, Tolerance, "a solvers.Tolerance", optional=True)
     require_count("max_steps", max_steps)
     check_on_failure(on_failure)
     check_scalar_inputs(couplings, field, mask)
-    rtol = _RTOL.get(field.dtype, 1e-2)
-    if tolerance is not None:
-        rtol = tolerance.require_one("tolerance", "of a spherical saddle")
+    rtol = usual_tolerance(tolerance, field.dtype).rtol
     with without_autocast(field.device.type):
         x = zero_masked(as_wide(field), mask)
         k = with_scalar_symmetries(as_wide(couplings), mask).expand(len(x), -1, -1)

@@ -1,28 +1,225 @@
-"""The fixed points of the mean-field theories: naive, second order, adaptive TAP."""
+"""The mean-field theories, naive, second order and adaptive TAP: maps, starts, solver, fixed points."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from solvers.core.checks import require_count, require_number
+from solvers.core.device import maybe_any
 from solvers.core.modes import without_autocast
-from solvers.core.solution import Solution
+from solvers.core.problem import Problem
+from solvers.core.rows import Point, where_rows
+from solvers.core.solution import Solution, Status
+from solvers.core.solver import Solver, Turn
 from solvers.fixed_points import fixed_point
-from solvers.spins.inputs import as_matrix, as_wide, zero_masked
-from solvers.spins.maps import (
-    SpinState,
-    cavity_field,
-    no_variance,
-    second_order_step,
-    starting_state,
-    tap_step,
-)
-from solvers.spins.response import differentiable_response, is_definite, times_blocks
-from solvers.spins.sites.site import Site
+from solvers.methods.anderson import Anderson, Lists, Ring
+from solvers.spins.inputs import as_matrix, as_wide, read_given, zero_masked
+from solvers.spins.response import differentiable_response, is_definite, newton_step, times_blocks
+from solvers.spins.sites import Site
+
+# Cavity variances that a start tries, in units of the largest eigenvalue of the couplings.
+LEVELS = (0.0, 0.25, 0.5, 1.0)
+
+
+class SpinState(NamedTuple):
+    """Means (B, N, d) and cavity variances (B, N, d, d) of N sites."""
+
+    mean: Tensor
+    cavity_variance: Tensor
+
+
+def cavity_field(
+    mean: Tensor, variance: Tensor | None, field: Tensor, matrix: Tensor, mask: Tensor | None
+) -> Tensor:
+    """``h_i = x_i + sum_j J_ij m_j - V_i m_i``, j not masked, (B, N, d); None for V = 0."""
+    onsager = None if variance is None else (variance @ mean.unsqueeze(-1)).squeeze(-1)
+    total = field + (zero_masked(mean, mask).flatten(1) @ matrix).view_as(mean)
+    return total if onsager is None else total - onsager
+
+
+def tap_step(
+    state: SpinState, field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
+) -> SpinState:
+    r"""One step of adaptive TAP on means m and cavity variances V.
+
+    With the cavity field ``h_i = x_i + sum_j J_ij m_j - V_i m_i``, the site's mean ``mu_i`` and
+    covariance ``C_i`` at ``(h_i, V_i)``, and the response ``chi = (C^-1 + V - J)^-1``::
+
+        m <- m + chi C^-1 (mu - m),   V_i <- V_i + C_i^-1 - [chi]_ii^-1
+
+    The first is Newton's step for ``m = mu`` at fixed V; the second is ``Lambda_i - [chi]_ii^-1`` with
+    ``Lambda_i = V_i + C_i^-1``. The fixed points have ``m = mu`` and ``[chi]_ii = C_i``.
+
+    Under differentiation the matrix ``chi C^-1`` is a constant. At a fixed point its derivative is
+    multiplied by ``mu - m = 0``, so implicit derivatives of any order are exact.
+
+    Args:
+        state: means (B, N, d), cavity variances (B, N, d, d), symmetric.
+        field: (B, N, d).
+        couplings: (N, N, d, d), zero diagonal blocks, symmetric as a matrix; not checked.
+        site: the sites' distribution.
+        mask: (B, N) bool, False for masked sites, which influence no other.
+
+    Returns:
+        The next state; NaN in samples where ``chi`` is not positive definite.
+
+    Source: Opper and Winther (2001), eqs. 22-24 and 36-40, https://doi.org/10.1103/PhysRevE.64.056131.
+    """
+    with without_autocast(state.mean.device.type):
+        x, j = as_wide(field), as_matrix(couplings)
+        m, v = as_wide(state.mean), as_wide(state.cavity_variance)
+        mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
+        # A site of zero covariance does not respond.
+        covariance, residual = zero_masked(covariance, mask), zero_masked(mu - m, mask)
+        if torch.is_grad_enabled():
+            q, variance = differentiable_response(covariance, v, j)
+            product = times_blocks(q.detach(), covariance.detach()).mT  # C Q, chi C^-1 = I + C Q
+            step = (product @ residual.flatten(1).unsqueeze(-1)).view_as(residual)
+            mean = m + residual + step
+        else:
+            step, change = newton_step(residual, covariance, v, j)
+            mean, variance = m + step, v + change
+    return SpinState(mean.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
+
+
+def second_order_step(
+    state: SpinState, field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
+) -> SpinState:
+    r"""One step of the second-order (TAP) equations, ``m_i <- mu_i``, ``V_i <- sum_j J_ij C_j J_ji``.
+
+    ``mu_i`` and ``C_i`` are the site's mean and covariance at ``(h_i, V_i)``, as for :func:`tap_step`,
+    which has the same arguments. Exact to second order in the couplings.
+
+    Source: Thouless, Anderson, Palmer (1977), "Solution of 'Solvable model of a spin glass'",
+    https://doi.org/10.1080/14786437708235992.
+    """
+    with without_autocast(state.mean.device.type):
+        x, j = as_wide(field), as_matrix(couplings)
+        m, v = as_wide(state.mean), as_wide(state.cavity_variance)
+        mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
+        variance = onsager_variance(zero_masked(covariance, mask), j).expand_as(v)
+    return SpinState(mu.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
+
+
+def onsager_variance(covariance: Tensor, matrix: Tensor) -> Tensor:
+    """``sum_j J_ij C_j J_ji``, (B, N, d, d), J as a matrix (n, n)."""
+    batch, sites, dim = covariance.shape[:3]
+    rows = matrix.view(sites, dim, sites, dim).permute(0, 2, 1, 3).reshape(-1, sites, dim, dim)
+    pulled = rows @ covariance.unsqueeze(1)  # J_ij C_j, (B, N, N, d, d)
+    left = pulled.permute(0, 1, 3, 2, 4).reshape(batch, sites, dim, sites * dim)
+    right = matrix.view(sites, dim, sites * dim)  # J_ij again: J_ji is its transpose
+    return left @ right.mT
+
+
+def starting_state(
+    field: Tensor, couplings: Tensor, site: Site, mask: Tensor | None = None
+) -> SpinState:
+    """Means 0 and the smallest ``V = v I`` tried for which ``chi`` is positive definite.
+
+    Tried are v = 0, a quarter, a half and all of the largest eigenvalue of J; at the last one ``chi``
+    is positive definite for any covariances, as long as the sites exist at this V. A sample without a
+    positive definite ``chi`` keeps V = 0; its solve then ends at once. Arguments: as for
+    :func:`tap_step`.
+    """
+    with torch.no_grad(), without_autocast(field.device.type):
+        x, matrix = as_wide(field.detach()), as_matrix(couplings.detach())
+        mean, variance = torch.zeros_like(x), no_variance(x).clone()
+        unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        rows = torch.arange(len(x), device=x.device)
+        finite = torch.where(matrix.isfinite(), matrix, 0.0)  # LAPACK raises at a NaN
+        largest = torch.linalg.eigvalsh(finite)[-1].clamp_min(0.0)
+        for level in LEVELS:
+            tried = (level * largest * unit).expand(len(rows), *variance.shape[1:])
+            covariance = site.moments(x[rows], tried)[1]
+            covariance = covariance.expand(len(rows), *covariance.shape[1:])
+            covariance = zero_masked(covariance, None if mask is None else mask[rows])
+            # |C| |J| < 1 takes no factorisation; False where a covariance is NaN.
+            size = covariance.abs().sum(-1).flatten(1).amax(1)
+            definite = size * ((1 - level) * largest) < 1
+            if not bool(definite.all()):
+                definite = definite | is_definite(covariance, tried, matrix)
+            variance[rows[definite]] = tried[definite]
+            rows = rows[~definite]
+            if rows.numel() == 0:
+                break
+    return SpinState(mean.to(field.dtype), variance.to(field.dtype))
+
+
+def no_variance(mean: Tensor) -> Tensor:
+    """Zeros (B, N, d, d), one number in memory."""
+    return mean.new_zeros(()).expand(*mean.shape, mean.shape[-1])
+
+
+GROWTH = 3.0  # of the residual over its best, beyond which a step is damped
+SMALLEST = 0.125  # damping factor
+
+
+@dataclass(frozen=True)
+class AdaptiveTAP(Solver):
+    """Anderson acceleration for the adaptive TAP equations, damped where the residual grows.
+
+    A trial at which the response ``chi`` is not positive definite is rejected, and its step halved
+    until ``chi`` is. Where the residual has grown to three times its best, or a trial was rejected,
+    the sample drops its Anderson history and makes a damped step ``z + t (f(z) - z)``. Its ``t`` is
+    halved each time that happens, down to 1/8, and grows by a fifth in every other step. A sample
+    that finds no positive definite ``chi`` ends as ``Status.INDEFINITE``.
+
+    :func:`solvers.adaptive_tap` uses it, and so does a layer:
+    ``DEQ(AdaptiveTAPAttention(...), solver=AdaptiveTAP())``.
+
+    Args:
+        damping: None: as above; a number in (0, 1]: damped steps with this ``t`` alone.
+        memory: number of earlier iterates that Anderson acceleration uses, >= 1.
+    """
+
+    damping: float | None = None
+    memory: int = 6
+
+    lost: ClassVar[Status] = Status.INDEFINITE
+
+    def __post_init__(self) -> None:
+        if self.damping is not None:
+            require_number("damping", self.damping, low=0.0, high=1.0, closed=False)
+        require_count("memory", self.memory)
+
+    def init(self, point: Point, problem: Problem) -> TAPState:
+        anderson = Anderson(memory=self.memory)
+        return TAPState(
+            accelerated=anderson.init(point, problem) if self.damping is None else None,
+            damping=torch.ones_like(point.norm),
+            best=torch.full_like(point.norm, torch.inf),
+        )
+
+    def step(self, state: TAPState, turn: Turn) -> Tensor:
+        current = turn.current
+        if state.accelerated is None:
+            return current.z.add(current.residual, alpha=self.damping or 1.0)
+        candidate = Anderson(memory=self.memory).step(state.accelerated, turn)
+        worse = current.norm > GROWTH * state.best
+        if turn.accepted is not None:
+            worse = worse | ~turn.accepted
+        smaller = (state.damping / 2).clamp_min(SMALLEST)
+        state.damping = torch.where(worse, smaller, (1.2 * state.damping).clamp_max(1.0))
+        state.best = torch.where(worse, current.norm, torch.minimum(current.norm, state.best))
+        if not maybe_any(worse):
+            return candidate
+        state.accelerated.forget(worse)
+        damped = current.z + state.damping[:, None].to(current.z.dtype) * current.residual
+        return where_rows(worse, damped, candidate)
+
+
+@dataclass
+class TAPState:
+    """``damping`` (B,) of the next damped step, ``best`` (B,) residual norm of the current history."""
+
+    accelerated: Ring | Lists | None
+    damping: Tensor
+    best: Tensor
 
 
 @dataclass(frozen=True)
@@ -135,3 +332,41 @@ def _newton_matrix(covariance: Tensor, variance: Tensor, matrix: Tensor) -> Tens
         return unit
     amputated, _ = differentiable_response(covariance, variance, matrix)
     return unit + times_blocks(amputated, covariance)[0]
+
+
+@dataclass(frozen=True)
+class ClampedSites:
+    """Values s (B, N, d) of clamped sites, zero elsewhere, and what they do to the others.
+
+    With the field ``sum_j J_ij s_j`` on the free sites, and in log Z their own energy
+    ``sum_i x_i.s_i + 1/2 sum_ij s_i^T J_ij s_j``.
+    """
+
+    values: Tensor
+    clamped: Tensor  # (B, N) bool, not masked
+    pull: Tensor  # (B, N, d)
+    energy: Tensor  # (B,), at least float32
+
+    @classmethod
+    def of(cls, given: Any, model: CoupledSites) -> ClampedSites:
+        """The clamped sites of ``model``."""
+        values, clamped = read_given(given, model.field)
+        if model.mask is not None:
+            values, clamped = zero_masked(values, model.mask), clamped & model.mask
+        with without_autocast(model.field.device.type):
+            wide = as_wide(values)
+            pull = (wide.flatten(1) @ as_matrix(model.couplings)).view_as(wide)
+            energy = (wide * (as_wide(model.field) + pull / 2)).flatten(1).sum(1)
+        return cls(values, clamped, pull.to(values.dtype), energy)
+
+    def free(self, model: CoupledSites) -> CoupledSites:
+        """The free sites alone, in the field of the clamped ones."""
+        mask = ~self.clamped if model.mask is None else ~self.clamped & model.mask
+        return replace(model, field=model.field + self.pull, mask=mask)
+
+    def joined(self, marginals: Any, beta: float) -> Any:
+        """Marginals of the free sites with those of the clamped ones, at an inverse temperature."""
+        mean = torch.where(self.clamped.unsqueeze(-1), self.values, marginals.mean)
+        log_z = marginals.log_partition
+        log_z = None if log_z is None else log_z + beta * self.energy
+        return marginals._replace(mean=mean, log_partition=log_z)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +23,9 @@ from benchmarks.language.figure import draw
 from benchmarks.language.rows import CONTROLS, EXAMPLE, FORMS
 from benchmarks.trainings import runs
 from benchmarks.trainings.runs import Run
+from implicit_attn.cli import main, read
 from implicit_attn.command_line import Parser
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def load_example() -> Any:
-    path = ROOT / "implicit_attn/programs/language_model.py"
-    found = importlib.util.spec_from_file_location("compared_language_model", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+from implicit_attn.programs.language_model import Language
 
 
 def planned(*words: str) -> list[Run]:
@@ -52,20 +43,19 @@ def test_what_is_planned() -> None:
     assert [(run.row, run.seed) for run in few] == [
         ("plain", 0), ("newton-taylor-no-value", 0), ("plain", 1),
     ]  # fmt: skip
-    assert few[0].words[-4:] == ("--steps", "24", "--evaluate-every", "2")
+    assert few[0].words[-3:] == ("--steps", "24", "evaluate_every=2")
     rates = planned("--rate", "1e-3", "--seeds", "1", "--size", "tiny")
     by_row = {run.row: run.words for run in rates}
     assert by_row["plain"][-2:] == ("--rate", "0.001")
     assert by_row["plain, rate 6e-3"][-2:] == ("--rate", "6e-3")
 
 
-def test_the_example_takes_every_command_line() -> None:
-    example = load_example()
+def test_the_program_takes_every_command_line() -> None:
     ours = [*planned(), *equilibrium.plan(equilibrium.parser().parse_args([]))]
-    found = [example.arguments(run.words) for run in ours]
-    orders = [options.order for run, options in zip(ours, found, strict=True) if "order" in run.row]
+    found = [read(Language, run.command[1:]).further() for run in ours]
+    orders = [each["order"] for run, each in zip(ours, found, strict=True) if "order" in run.row]
     assert orders and not any(orders)
-    assert {options.length for options in found} == {64, 128}
+    assert {each["length"] for each in found} == {64, 128}
 
 
 def a_run(row: str, seed: int = 0) -> Run:
@@ -75,7 +65,7 @@ def a_run(row: str, seed: int = 0) -> Run:
 def test_runs_are_resumed_and_failures_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / EXAMPLE
+    script = tmp_path / "train.py"
     script.write_text(
         "import sys, pathlib\n"
         "out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
@@ -83,7 +73,7 @@ def test_runs_are_resumed_and_failures_told(
         "elif out.name.endswith('1'): print('told why'); sys.exit(3)\n"
         "else: (out / 'checkpoint.safetensors').write_text('')\n"
     )
-    monkeypatch.setattr(runs, "PROGRAMS", tmp_path)
+    monkeypatch.setattr(runs, "TRAIN", (sys.executable, str(script)))
     wanted, folder = [a_run("plain"), a_run("plain", 1)], tmp_path / "out"
     options = SimpleNamespace(out=folder, table=False, workers=2)
     shown: list[list[Run]] = []
@@ -138,21 +128,18 @@ def test_the_figure_is_drawn(tmp_path: Path) -> None:
 @pytest.fixture
 def trained(tmp_path: Path) -> Any:
     """A function that trains a tiny model by the example in this process."""
-    example, before = load_example(), signal.getsignal(signal.SIGINT)
     text = tmp_path / "tale.txt"
     text.write_text("The cat sat on the mat. " * 40)
-    tiny = [
-        "--dim", "8", "--heads", "2", "--length", "8", "--steps", "2", "--batch", "2",
-        "--windows", "3", "--evaluate-every", "1",
-    ]  # fmt: skip
+    tiny = ["--steps", "2", "--batch", "2"]
+    options = ["dim=8", "heads=2", "length=8", "windows=3", "evaluate_every=1"]
 
     def train(run: Run, *words: str) -> None:
         out = ["--text", str(text), "--out", str(tmp_path / run.folder), "--accelerator", "cpu"]
-        example.main([*tiny, *out, *words])
+        own = replace(run, words=(*tiny, *words, *options))
+        main(["train", *own.command, *out])
 
     with torch.random.fork_rng(devices=[]):
         yield train
-    signal.signal(signal.SIGINT, before)
 
 
 def test_tables_of_trained_models(
@@ -160,9 +147,9 @@ def test_tables_of_trained_models(
 ) -> None:
     options = SimpleNamespace(out=tmp_path, text=str(tmp_path / "tale.txt"), figure=None)
     made = [a_run("one block, 1e-3"), a_run("unrolled, 1e-3"), a_run("plain")]
-    trained(made[0], "--layers", "1")
+    trained(made[0], "layers=1")
     trained(made[1], *equilibrium.ROWS["unrolled"])
-    trained(made[2], "--layers", "1")
+    trained(made[2], "layers=1")
     capsys.readouterr()
     equilibrium.show(options, made[:2])
     header, _, block, unrolled = capsys.readouterr().out.splitlines()

@@ -37,7 +37,6 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     RMSNorm,
     ScoreAttention,
-    SigmoidAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
     SoftmaxLagrangian,
@@ -46,7 +45,7 @@ from implicit_attn.energies import (
     VectorSpin,
 )
 from implicit_attn.energies.feedforward import MemoryEnergy
-from implicit_attn.energies.heads.inputs import PairPattern
+from implicit_attn.energies.heads import PairPattern
 from solvers import SphericalSite
 
 
@@ -190,7 +189,7 @@ def _cases() -> list[EnergyCase]:
     attentions: list[tuple[str, Callable[..., Energy], dict[str, Any], bool]] = [
         ("bisoftmax", BiSoftmaxAttention, {}, False),
         ("bisoftmax-causal", BiSoftmaxAttention, {"causal": True}, False),
-        ("sigmoid", SigmoidAttention, {}, False),
+        ("sigmoid", ScoreAttention, {}, False),
         ("linear", LinearAttention, {}, False),
         ("linear-relu", LinearAttention, {"feature_map": "relu"}, False),
         ("linear-elu", LinearAttention, {"feature_map": "elu"}, False),
@@ -208,22 +207,19 @@ def _cases() -> list[EnergyCase]:
         ("gated-relu", GatedFeedForward, {"activation": "relu"}),
     ]
     cases += _heads_cases()
-    for name, norm in NORMS.items():
-        for label, cls, options, needs_x in attentions:
-            for heads in (1, 4):
-                factory = partial(_attention, cls, heads=heads, norm=norm, **options)
-                cases.append(EnergyCase(f"{label}-{name}-{heads}", factory, needs_x))
-        for label, cls, options in feedforwards:
-            factory = partial(_feedforward, cls, norm=norm, **options)
-            cases.append(EnergyCase(f"{label}-{name}", factory, False))
     for label, cls, options, needs_x in attentions:
-        factory = partial(_attention, cls, heads=2, head_dim=3, beta=0.8, bound=0.7, **options)
-        cases.append(EnergyCase(f"{label}-bound", factory, needs_x))
+        for name, heads in (("soft", 4), ("none", 1)):
+            factory = partial(_attention, cls, heads=heads, norm=NORMS[name], **options)
+            cases.append(EnergyCase(f"{label}-{name}-{heads}", factory, needs_x))
+        if label in ("bisoftmax", "softmax-elastic", "softmax-cross"):
+            hard = {"beta": 0.8, "norm": NORMS["tiny"], "head_dim": 3, "bound": 0.7, **options}
+            factory = partial(_attention, cls, heads=2, **hard)
+            cases.append(EnergyCase(f"{label}-tiny-bound", factory, needs_x))
     for label, cls, options in feedforwards:
-        factory = partial(_feedforward, cls, bound=0.7, **options)
-        cases.append(EnergyCase(f"{label}-bound", factory, False))
-    cases += _inside() + _linear()
-    return cases + _memories_that_see_the_input(feedforwards)
+        for name in ("soft", "none"):
+            factory = partial(_feedforward, cls, norm=NORMS[name], **options)
+            cases.append(EnergyCase(f"{label}-{name}", factory, False))
+    return cases + _inside() + _linear() + _memories_that_see_the_input()
 
 
 def _conditional(dim: int, heads: int = 2, **options: Any) -> Energy:
@@ -270,31 +266,26 @@ def _linear() -> list[EnergyCase]:
     return [EnergyCase(name, partial(each, **options), True) for name, options in rows]
 
 
-def _memories_that_see_the_input(
-    feedforwards: list[tuple[str, Callable[..., Energy], dict[str, Any]]],
-) -> list[EnergyCase]:
-    cases = [
-        EnergyCase("hyperset-context", partial(_hyperset, context=True), True),
-        EnergyCase("relu-context-bound", partial(_with_context, ReLUFeedForward, bound=0.7), True),
-        EnergyCase(
-            "relu-tiny-context", partial(_with_context, ReLUFeedForward, norm=NORMS["tiny"]), True
-        ),
-        EnergyCase(
-            "gated-sigmoid", partial(_contextual, GatedFeedForward, activation="sigmoid"), False
-        ),
-        EnergyCase("relu-soft-bias", partial(_contextual, ReLUFeedForward, bias=True), False),
-        EnergyCase(
-            "gelu-none-bias", partial(_contextual, GELUFeedForward, bias=True, norm=None), False
-        ),
+def _memories_that_see_the_input() -> list[EnergyCase]:
+    tiny, none = {"norm": NORMS["tiny"]}, {"norm": None}
+    rows: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
+        ("relu-tiny-context", ReLUFeedForward, {"bound": 0.7, **tiny}),
+        ("relu-none-context", ReLUFeedForward, none),
+        ("relu-soft-gates", ReLUFeedForward, {"gates": True}),
+        ("gelu-soft-gates", GELUFeedForward, {"gates": True}),
+        ("softmax-ff-none-context", SoftmaxFeedForward, none),
+        ("gated-gelu-none-gates", GatedFeedForward, {"gates": True, **none}),
     ]
-    for label, cls, options in feedforwards:
-        for name in ("soft", "none"):
-            factory = partial(_with_context, cls, norm=NORMS[name], **options)
-            cases.append(EnergyCase(f"{label}-{name}-context", factory, True))
-            if cls is not SoftmaxFeedForward:
-                gated = partial(factory, gates=True)
-                cases.append(EnergyCase(f"{label}-{name}-gates", gated, True))
-    return cases
+    alone: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
+        ("relu-tiny", ReLUFeedForward, {"bound": 0.7, **tiny}),
+        ("gated-sigmoid", GatedFeedForward, {"activation": "sigmoid"}),
+        ("gelu-none-bias", GELUFeedForward, {"bias": True, **none}),
+    ]
+    return [
+        EnergyCase("hyperset-context", partial(_hyperset, context=True), True),
+        *(EnergyCase(n, partial(_contextual, cls, **o), False) for n, cls, o in alone),
+        *(EnergyCase(n, partial(_with_context, cls, **o), True) for n, cls, o in rows),
+    ]
 
 
 def _heads_cases() -> list[EnergyCase]:
@@ -303,22 +294,22 @@ def _heads_cases() -> list[EnergyCase]:
     trained = {"learned_beta": True, "bias": True}
     rows: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
         ("bisoftmax-context", BiSoftmaxAttention, {"context": True}),
-        ("sigmoid-context", SigmoidAttention, {"context": True, **unequal}),
+        ("sigmoid-context", ScoreAttention, {"context": True, **unequal}),
         ("linear-context", LinearAttention, {"context": True, "norm": None, **unequal}),
         ("linear-elu-trained", LinearAttention, {"feature_map": "elu", **trained}),
-        ("score-relu-context", ScoreAttention, {"context": True, **unequal}),
+        ("score-relu-context", ScoreAttention, {"score": "relu", "context": True, **unequal}),
         ("score-squared", ScoreAttention, {"score": "sigmoid-squared", "norm": None, **trained}),
         ("softmax-context", SoftmaxAttention, {"context": True}),
         ("softmax-elastic-context", SoftmaxAttention, {"context": True, **elastic, **unequal}),
         ("bisoftmax-others", BiSoftmaxAttention, {"exclude_self": True, **unequal}),
         ("bisoftmax-trained", BiSoftmaxAttention, {"norm": None, **trained}),
-        ("sigmoid-trained", SigmoidAttention, trained),
+        ("sigmoid-trained", ScoreAttention, trained),
         ("softmax-others", SoftmaxAttention, {"exclude_self": True, "bias": True}),
         ("softmax-elastic-trained", SoftmaxAttention, {"norm": None, **elastic, **trained}),
         ("softmax-cross-trained", SoftmaxAttention, {"cross": True, "norm": None, **trained}),
         ("softmax-cross-elastic-trained", SoftmaxAttention, {"cross": True, **elastic, **trained}),
     ]
-    # The derivatives of all feature maps: tests/energies/linear/test_feature_maps.py.
+    # The derivatives of all feature maps: tests/energies/test_feature_maps.py.
     rows += [
         (f"linear-{name}", LinearAttention, {"feature_map": name}) for name in ("tanh", "silu")
     ]
@@ -343,10 +334,22 @@ DIM = 8
 each_energy = pytest.mark.parametrize("case", ENERGIES, ids=[case.id for case in ENERGIES])
 
 
+FAMILIES = """
+quadratic-input field function composition hyperset-context hopfield-learnable dense-2 classical headwise
+queries-cross spins bare spins-ising rbm-ising rbm-one-hot bisoftmax-soft-4 bisoftmax-causal-soft-4
+bisoftmax-pairs sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1
+softmax-elastic-trained softmax-cross-trained conditional equilibrium-relu gated-causal
+gated-cross-normalised bisoftmax-context relu-soft-gates gelu-none softmax-ff-soft gated-gelu-none
+""".split()  # noqa: SIM905
+
+
 def few_energies(*ids: str) -> pytest.MarkDecorator:
     """The cases of these ids."""
     chosen = {case.id: case for case in ENERGIES}
     return pytest.mark.parametrize("case", [chosen[i] for i in ids], ids=ids)
+
+
+each_family = few_energies(*FAMILIES)
 
 
 def build(case: EnergyCase, dim: int = DIM, dtype: torch.dtype = torch.float64) -> Energy:

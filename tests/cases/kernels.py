@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from implicit_attn.kernels import workspace
+from implicit_attn.kernels.bi_softmax import native
 from solvers.native import library
 
-CACHE_FOLDER = library.cache_folder  # which a run of the tests replaces
 COUNTS = (1, 2, 15, 16, 17, 65, 81, 127, 128, 129, 257, 1000)
 
 
-def cpp_lacks() -> str | None:
-    """What the C++ kernel needs and this machine does not have; a compiler that fails is no excuse."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in library.INSTRUCTIONS:
-        return f"the C++ kernel needs AVX2 or AVX-512, this processor has {capability}"
-    return "there is no C++ compiler" if library.find_compiler() is None else None
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the package was installed without a compiler."""
+    monkeypatch.setattr(library, "engine", lambda: None)
 
 
-needs_cpp = pytest.mark.skipif(cpp_lacks() is not None, reason=str(cpp_lacks()))
+needs_engine = pytest.mark.skipif(library.engine() is None, reason="there is no native engine")
+needs_cpp = pytest.mark.skipif(
+    native._kernel() is None, reason="the engine has no kernel for this CPU"
+)
 
 
 def difference(value: Tensor, exact: Tensor) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 
 OWN = {"implicit_attn", "solvers"}
 # Extras that hold what a module imports from within torch.
+# By extras of their own, of the only modules that import them.
+OF_ONE_MODULE = {"triton": "gpu", "torchdeq": "torchdeq"}
 WITHIN = {"torch.utils.tensorboard": "tensorboard"}
 
 
@@ -54,8 +56,7 @@ def unnamed(sources: Iterable[str], requirements: Mapping[str, Iterable[str]]) -
     for module, extras in sorted(imported(sources).items()):
         distributions = {_plain(name) for name in homes.get(module, [module])}
         for extra in extras:
-            # Triton's own folders import it; they are imported by require, with the extra "gpu".
-            groups = ["", "gpu"] if module == "triton" else ["", extra or ""]
+            groups = ["", OF_ONE_MODULE.get(module, extra or "")]
             if not any(distributions & named.get(group, set()) for group in groups):
                 lacking.append(f"{module} (extra {extra!r})")
     return lacking

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from implicit_attn.checkpoint import save_checkpoint
-from implicit_attn.models import build_model
-from implicit_attn.models.registry import SOLVED
+from implicit_attn.models import BACKBONES, build_model
 from implicit_attn.studies import Subject
-from implicit_attn.updates.step_sizes import ConditionedStepSizes
+from implicit_attn.updates.hyperset import ConditionedStepSizes
 
 SIZE, CLASSES, COUNT = 8, 10, 12
 
@@ -37,14 +36,14 @@ def image_subject(name: str, **options: Any) -> Subject:
     generator = torch.Generator().manual_seed(1)
     images = torch.rand(COUNT, 1, SIZE, SIZE, generator=generator)
     labels = torch.randint(CLASSES, (COUNT,), generator=generator)
-    return Subject(name, f"random images, {name}", model, images, labels, iterations)
+    return Subject(model, images, labels, iterations, name=name, title=f"random images, {name}")
 
 
 def write_weights(path: Path, name: str, **options: Any) -> Path:
     """A checkpoint of such a model as the examples write it, for the digits."""
     torch.manual_seed(0)
     wanted = specification(name, **{"iterations": 3} | options)
-    row = {"epoch": 1, "loss": 1.0, "evaluations": 4} if name in SOLVED else {}
+    row = {"epoch": 1, "loss": 1.0, "evaluations": 4} if BACKBONES[name].solves else {}
     settings = {"data": "digits", "model": wanted}
     save_checkpoint(path, build_model(wanted), progress={"settings": settings, "history": [row]})
     return path

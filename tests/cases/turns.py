@@ -1,24 +1,15 @@
-"""Compiled solves by single evaluations, as Inductor on a CPU has them, without generating code."""
+"""Compiled solves as Inductor has them, without generating code."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from implicit_attn import DEQ
-from implicit_attn.deq import preparing
 from implicit_attn.updates import Update
-from solvers.compiled import backward, turns
-
-
-def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled layers solve in turns on CPUs, whatever their backend; others are as they are."""
-    for module in (preparing, backward, turns):
-        monkeypatch.setattr(module, "one_by_one", lambda programs, device: device.type == "cpu")
 
 
 def pair(f: Any, **options: Any) -> tuple[Any, Any]:
@@ -28,7 +19,7 @@ def pair(f: Any, **options: Any) -> tuple[Any, Any]:
 
 def compiled(layer: Any) -> Any:
     other = copy.deepcopy(layer)
-    other.compile(backend="eager", block=3)
+    other.compile(backend="eager")
     return other
 
 

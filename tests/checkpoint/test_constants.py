@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,42 +14,7 @@ from implicit_attn.models import EquilibriumTransformer, ImageClassifier
 
 def build(size: int = 8) -> ImageClassifier:
     torch.manual_seed(0)
-    backbone = EquilibriumTransformer(8, 2)
-    return ImageClassifier(backbone, size, 1, 3, readout="mean")
-
-
-def test_a_model_made_on_meta() -> None:
-    model, images = build(), torch.rand(2, 1, 8, 8)
-    with torch.device("meta"):
-        empty = build()
-    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
-    empty.position.fill_(float("nan"))
-    restore_constants(empty, build())
-    assert torch.equal(empty(images), model(images))
-    assert empty.position is not build().position
-
-
-def test_meta_buffers_become_real_and_dtypes_stay() -> None:
-    with torch.device("meta"):
-        empty = build().bfloat16()
-    restore_constants(empty, build())
-    assert empty.position.device.type == "cpu" and empty.position.dtype == torch.bfloat16
-    torch.testing.assert_close(empty.position, build().position.bfloat16())
-
-
-def test_weights_and_buffers_of_the_state_stay() -> None:
-    model, fresh = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    model.running_mean.fill_(2.0)  # type: ignore[union-attr]
-    nn.init.zeros_(model.weight)
-    restore_constants(model, fresh)
-    assert (model.running_mean == 2).all() and (model.weight == 0).all()  # type: ignore[union-attr]
-
-
-def test_other_models_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"only one of them has .*position"):
-        restore_constants(build(), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"position is \(16, 8\) there and \(4, 8\) here"):
-        restore_constants(build(), build(16))
+    return ImageClassifier(EquilibriumTransformer(8, 2), size, 1, 3, readout="mean")
 
 
 class Shared(nn.Module):
@@ -60,21 +27,40 @@ class Shared(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
 
-def test_a_tensor_with_two_names_comes_back_under_both() -> None:
+def test_a_model_made_on_meta() -> None:
+    model, images = build(), torch.rand(2, 1, 8, 8)
     with torch.device("meta"):
-        model = Shared()
-    model.to_empty(device="cpu")
-    restore_constants(model, Shared())
+        empty, half, shared = build(), build().bfloat16(), Shared()
+    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
+    empty.position.fill_(float("nan"))
+    restore_constants(empty, build())
+    assert torch.equal(empty(images), model(images))
+    restore_constants(half, build())  # buffers become real, and dtypes stay
+    assert half.position.device.type == "cpu" and half.position.dtype == torch.bfloat16
+    torch.testing.assert_close(half.position, build().position.bfloat16())
+    restore_constants(shared.to_empty(device="cpu"), Shared())
     for name in ("a", "b"):
-        assert torch.equal(model.get_buffer(name), torch.arange(4.0))
+        assert torch.equal(shared.get_buffer(name), torch.arange(4.0))
+
+
+def test_weights_and_buffers_of_the_state_stay() -> None:
+    model: Any = nn.BatchNorm1d(3)
+    model.running_mean.fill_(2.0)
+    nn.init.zeros_(model.weight)
+    restore_constants(model, nn.BatchNorm1d(3))
+    assert (model.running_mean == 2).all() and (model.weight == 0).all()
 
 
 def test_a_refused_model_is_left_alone() -> None:
-    model = Shared()
-    model.a.fill_(7.0)  # type: ignore[operator, union-attr]
+    with pytest.raises(ValueError, match=r"only one of them has .*position"):
+        restore_constants(build(), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"position is \(16, 8\) there, \(4, 8\) here"):
+        restore_constants(build(), build(16))
+    model: Any = Shared()
+    model.a.fill_(7.0)
     with torch.device("meta"):
         empty = Shared()
     for fresh, words in ((Shared(5), r"c is \(5,\) there"), (empty, 'a is on the device "meta"')):
         with pytest.raises(ValueError, match=words):
             restore_constants(model, fresh)
-        assert (model.a == 7).all()  # type: ignore[union-attr]
+        assert (model.a == 7).all()

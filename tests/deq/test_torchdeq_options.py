@@ -113,10 +113,9 @@ def test_states_on_the_way_that_a_solve_does_not_reach() -> None:
     x = X.clone().requires_grad_()
     states, _ = theirs(x, core="indexing", ift=True, n_states=4, f_max_iter=40, f_tol=1e-2)
     assert len(states) < 4
-    found = fixed_point(step, Z0, (x,), tolerance=Tolerance(1e-2), max_steps=40,
-                        states_at=range(10, 41, 10))  # fmt: skip
-    assert len(found.states) == 4
-    assert torch.equal(found.states[-1], found.value)
+    layer = DEQ.from_update(step, init="zeros", tolerance=1e-2, max_steps=40)
+    found = ours.states_at(layer, x, range(10, 41, 10))
+    assert len(found) == 4 and torch.equal(found[-1], layer(x))
 
 
 def test_limits_of_evaluation() -> None:

@@ -14,7 +14,7 @@ from cases.deq import LAYERS, make, relative_error, tokens
 from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.deq import bake, unroll
 from implicit_attn.energies import FunctionEnergy
-from solvers import Anderson, Forward, Solver, Tolerance, fixed_point
+from solvers import Forward, Solver, Tolerance, fixed_point
 
 ANY: Any = torch.export.Dim("batch", min=1, max=64)
 
@@ -40,7 +40,6 @@ def test_as_the_layer_at_as_many_steps(name: str) -> None:
     ways: list[tuple[dict[str, Any], Solver]] = [
         ({}, Forward()),
         ({"damping": 0.7}, Forward(0.7)),
-        ({"memory": 2}, Anderson(2)),
     ]
     for options, solver in ways:
         found = layer.unrolled(5, **options)
@@ -96,15 +95,15 @@ def test_every_transform(name: str) -> None:
             torch.testing.assert_close(one.sum(0), other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "memory"), [("gradient", 0), ("kinetic", 0), ("update", 2)])
-def test_exported_with_any_number_of_samples(name: str, memory: int) -> None:
-    layer, count = make(name), 2 + memory // 2
-    fixed = layer.unrolled(count, memory=memory).eval()
+@pytest.mark.parametrize("name", ["gradient", "kinetic", "update"])
+def test_exported_with_any_number_of_samples(name: str) -> None:
+    layer, count = make(name), 2
+    fixed = layer.unrolled(count).eval()
     program = exported(fixed, tokens(batch=3), dynamic_shapes=({0: ANY},))
     for batch in (1, 5):
         x = tokens(batch=batch, seed=batch)
         assert torch.equal(program(x), fixed(x))
-        expected = by_solver(layer, x, Anderson(memory) if memory else Forward(), count)
+        expected = by_solver(layer, x, Forward(), count)
         torch.testing.assert_close(program(x), expected, rtol=1e-11, atol=1e-13)
 
 
@@ -148,7 +147,7 @@ def test_compiled_whole() -> None:
 def test_onnx() -> None:
     pytest.importorskip("onnxscript", reason="the extra export is not installed")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    fixed = make("mean_field").float().unrolled(3, memory=2).eval()
+    fixed = make("mean_field").float().unrolled(3).eval()
     program = torch.onnx.export(
         fixed.baked(), (tokens(batch=3).float(),), dynamo=True, verbose=False,
         dynamic_shapes=({0: ANY},),
@@ -178,7 +177,6 @@ def test_what_cannot_be_exported_is_said() -> None:
     [
         ({"evaluations": 0}, ValueError, "evaluations"),
         ({"evaluations": 2, "damping": 3.0}, ValueError, "damping"),
-        ({"evaluations": 2, "memory": -1}, ValueError, "memory"),
         ({"evaluations": 2.0}, TypeError, "evaluations"),
     ],
 )

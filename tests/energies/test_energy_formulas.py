@@ -23,7 +23,6 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     RMSNorm,
     ScoreAttention,
-    SigmoidAttention,
     SoftmaxAttention,
     SoftmaxFeedForward,
 )
@@ -50,7 +49,7 @@ def log_sum_exp(scores: list[float]) -> float:
 
 
 def by_pairs(
-    energy: BiSoftmaxAttention | SigmoidAttention | LinearAttention | ScoreAttention,
+    energy: BiSoftmaxAttention | ScoreAttention | LinearAttention | ScoreAttention,
     z: Tensor,
     value: Callable[[list[Tensor]], float],
 ) -> float:
@@ -64,10 +63,6 @@ def bisoftmax_value(y: list[Tensor]) -> float:
 def causal_value(y: list[Tensor]) -> float:
     rows = range(len(y))
     return sum(log_sum_exp([BETA * float(y[i] @ y[j]) for j in range(i + 1)]) for i in rows) / BETA
-
-
-def sigmoid_value(y: list[Tensor]) -> float:
-    return sum(1 / (1 + math.exp(-BETA * float(a @ b))) for a in y for b in y) / (2 * BETA)
 
 
 def linear_value(y: list[Tensor], phi: Callable[[Tensor], Tensor]) -> float:
@@ -116,13 +111,6 @@ def test_bisoftmax(z: Tensor, norm: RMSNorm | None, causal: bool) -> None:
     energy = BiSoftmaxAttention(DIM, causal=causal, **attention_options(norm)).double()  # type: ignore[arg-type]
     definition = causal_value if causal else bisoftmax_value
     assert_energy(energy, z, None, [by_pairs(energy, sample, definition) for sample in z])
-
-
-@each_norm
-def test_sigmoid(z: Tensor, norm: RMSNorm | None) -> None:
-    torch.manual_seed(0)
-    energy = SigmoidAttention(DIM, **attention_options(norm)).double()  # type: ignore[arg-type]
-    assert_energy(energy, z, None, [by_pairs(energy, sample, sigmoid_value) for sample in z])
 
 
 def score_value(score: Callable[[float], float], y: list[Tensor]) -> float:
@@ -185,49 +173,6 @@ def test_softmax(z: Tensor, x: Tensor, norm: RMSNorm | None, kind: str, cross: b
     assert_energy(energy, z, x if cross else None, expected)
 
 
-def relu_value(y: Tensor) -> float:
-    return -0.5 * sum(max(float(c), 0.0) ** 2 for c in y)
-
-
-def softmax_value(y: Tensor) -> float:
-    return -log_sum_exp([float(c) for c in y])
-
-
-def gelu_value(y: Tensor) -> float:
-    return -0.5 * sum(0.5 * float(c) * (1 + math.erf(float(c) / math.sqrt(2))) for c in y) ** 2
-
-
-def gated_relu_value(y: Tensor) -> float:
-    return -0.5 * sum(max(float(c), 0.0) for c in y) ** 2
-
-
-@each_norm
-@pytest.mark.parametrize(
-    ("build", "definition"),
-    [
-        (lambda norm: ReLUFeedForward(DIM, MEMORIES, norm=norm), relu_value),
-        (lambda norm: SoftmaxFeedForward(DIM, MEMORIES, norm=norm), softmax_value),
-        (lambda norm: GatedFeedForward(DIM, MEMORIES, norm=norm), gelu_value),
-        (
-            lambda norm: GatedFeedForward(DIM, MEMORIES, activation="relu", norm=norm),
-            gated_relu_value,
-        ),
-    ],
-    ids=["relu", "softmax", "gated-gelu", "gated-relu"],
-)
-def test_feed_forward(
-    z: Tensor,
-    norm: RMSNorm | None,
-    build: Callable[[RMSNorm | None], ReLUFeedForward],
-    definition: Callable[[Tensor], float],
-) -> None:
-    torch.manual_seed(0)
-    energy = build(norm).double()
-    weight = energy.projection.weight.detach()
-    expected = [sum(definition(normalised(weight @ t, norm)) for t in sample) for sample in z]
-    assert_energy(energy, z, None, expected)
-
-
 def test_quadratic_and_field(z: Tensor, x: Tensor) -> None:
     pairs = list(zip(z, x, strict=True))
     assert_energy(Quadratic(), z, x, [0.5 * float(((a - b) ** 2).sum()) for a, b in pairs])
@@ -266,14 +211,6 @@ def test_hopfield_energies(z: Tensor) -> None:
     found = (shifted(z), shifted.grad(z), shifted.hvp(z, z))
     for value, same in zip(found, (plain(z), plain.grad(z), plain.hvp(z, z)), strict=True):
         torch.testing.assert_close(math.exp(2.0) * value, same)
-
-
-def test_hopfield_unit_step_is_attention_over_the_patterns(z: Tensor) -> None:
-    patterns = torch.randn(9, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    energy = Hopfield(patterns, beta=2.0)
-    attention = torch.softmax(2.0 * z @ patterns.T, dim=-1) @ patterns
-    torch.testing.assert_close(z - energy.grad(z), attention, rtol=1e-12, atol=1e-12)
-    assert (energy(z - energy.grad(z)) <= energy(z)).all()
 
 
 def test_token_energies_take_states_without_tokens(z: Tensor) -> None:

@@ -15,6 +15,7 @@ ARGUMENTS: dict[str, list[str]] = {
 }
 ELSEWHERE = {
     "scale_out.py",
+    "runner.py",
 }  # run by tests of their own
 
 

@@ -158,16 +158,15 @@ def _refuse(draw: Draw, j: Tensor, x: Tensor, site: solvers.Site) -> None:
     bad: dict[str, tuple[Any, ...]] = {
         "couplings": (j[..., :0], j.long(), 3.0, torch.full_like(j, torch.nan), own, j[0]),
         "field": (x.long(), None, x * torch.nan, x[0], x[:0], x[..., :0]),
-        "site": (None, solvers.IsingSite, "ising"),
+        "site": (None, 3, "icing"),
         "mask": ("mask", x, x[..., 0] > 0, torch.ones(1, len(j) + 1, dtype=torch.bool))[:2],
         "max_steps": BAD_COUNTS,
-        "onsager": (1, 0, "yes"),
         "order": ("", "third", 2),
         "response": BAD_FLAGS,
         "record": BAD_FLAGS,
         "damping": (0.0, 1.5, "1"),
         "on_failure": ("quiet", None),
-        "tolerance": (1e-3, "x"),
+        "tolerance": (-1.0, "x"),
         "adjoint": ("implicit", 3),
     }
     name = draw.choose("argument", list(bad))

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from cases.kernels import Allocations, difference
-from implicit_attn import DEQ
-from implicit_attn.energies import Quadratic, SoftmaxAttention
+from implicit_attn.energies import SoftmaxAttention
 from implicit_attn.kernels import explain_frozen_keys, frozen_key_attention
-from solvers import Implicit, Tolerance
 
 HOLES = torch.tensor([[True, False, True], [False, False, False]])
 
@@ -195,27 +193,3 @@ def test_choice_and_errors() -> None:
         assert forward_ad.unpack_dual(frozen_key_attention(dual, key, 0.3)[0]).tangent is not None
         with pytest.raises(NotImplementedError, match="forward-mode"):
             frozen_key_attention(dual, key, 0.3, backend="flash")
-
-
-@pytest.mark.parametrize("energy", ["inner", "elastic"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_layers_agree(energy: str, masked: bool) -> None:
-    """Solve, first and second derivatives, by the input and all parameters."""
-    generator = torch.Generator().manual_seed(4)
-    x = torch.randn(2, 70, 8, generator=generator, dtype=torch.float64)
-    mask = torch.rand(2, 70, generator=generator) > 0.3 if masked else None
-    exact, results = Tolerance(rtol=1e-11), {}
-    for backend in ("flash", "reference"):
-        torch.manual_seed(0)
-        attention = SoftmaxAttention(8, heads=2, energy=energy, cross=True, backend=backend)
-        model = (0.3 * attention + Quadratic()).double()
-        layer = DEQ(model, tolerance=exact, adjoint=Implicit(tolerance=exact))
-        point = x.clone().requires_grad_()
-        inputs = [point, *layer.parameters()]
-        z = layer(point, mask)
-        first = torch.autograd.grad(z.square().mean(), inputs, create_graph=True)
-        second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), inputs)
-        product = model.hvp(z.detach(), x, x, mask=mask).detach()
-        results[backend] = [z, product, *first, *second]
-    for ours, theirs in zip(results["flash"], results["reference"], strict=True):
-        assert (ours - theirs).norm() <= 1e-7 * theirs.norm()

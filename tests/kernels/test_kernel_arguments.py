@@ -18,6 +18,7 @@ from implicit_attn.kernels import (
     sigmoid_attention,
     sigmoid_attention_hvp,
 )
+from implicit_attn.kernels.bi_softmax import native
 from implicit_attn.optional import require
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,9 +88,16 @@ def test_a_tensor_beta_keeps_the_dtype_and_may_have_one_element_only() -> None:
 
 @pytest.mark.defect("A14")
 @pytest.mark.parametrize("of", ["gradient", "lse"])
-@pytest.mark.parametrize("options", [{}, {"limit": 60.0}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("tokens", [9, 130])
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize(
+    ("backend", "tokens", "options"),
+    [
+        (backend, tokens, options)
+        for backend in backends()
+        for tokens in (9, 130)
+        for options in ({}, {"limit": 60.0}, {"causal": True})
+        if backend != "triton" or tokens == 9 or options == {"limit": 60.0}
+    ],
+)
 def test_cotangents_of_masked_tokens_go_nowhere(
     backend: str, tokens: int, options: dict[str, Any], of: str
 ) -> None:
@@ -139,7 +147,8 @@ def test_the_reference_multiplies_half_precision_in_float32(
 
 
 @pytest.mark.defect("E6")
-def test_vmap_leaves_the_choice_to_the_size() -> None:
+def test_vmap_leaves_the_choice_to_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_kernel", lambda: None)  # it takes all sizes
     found = []
     for count in (5, 600):
         stack = (0.1 * randn(3, 1, 1, count, 4)).float()
@@ -155,8 +164,9 @@ def test_vmap_leaves_the_choice_to_the_size() -> None:
 
 
 @pytest.mark.defect("E6")
-def test_vmap_counts_its_samples() -> None:
+def test_vmap_counts_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is small alone need not be so many times over; a transform that differentiates is told."""
+    monkeypatch.setattr(native, "_kernel", lambda: None)
     z = torch.zeros(1, 1, 200, 4)
     found = [explain(z, BETA).backend]
     torch.vmap(lambda z: (found.append(explain(z, BETA).backend), z)[1])(z.expand(99, 1, 1, 200, 4))

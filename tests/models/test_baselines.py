@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -173,47 +172,6 @@ def test_iterations(name: str) -> None:
     assert torch.equal(model.states(x, iterations=5), torch.stack(states))
     assert torch.equal(model(x, iterations=5), z)
     assert torch.equal(model(x), model(x, iterations=3))
-
-
-@each_model
-def test_masks(name: str) -> None:
-    model = build(name)
-    mask = torch.ones(3, TOKENS, dtype=torch.bool)
-    mask[0, 4:], mask[2] = False, False
-    x = tokens()
-    z = model(x, mask=mask)
-    assert torch.equal(z[~mask], x[~mask])
-    assert torch.allclose(z[:1, :4], model(x[:1, :4]), atol=1e-12)
-    other = torch.where(mask.unsqueeze(-1), x, float("nan")).requires_grad_()
-    result = model(other, mask=mask)
-    assert torch.equal(result[mask], z[mask])
-    (gradient,) = torch.autograd.grad(result[mask].square().sum(), other)
-    assert (gradient[~mask] == 0).all() and gradient.isfinite().all()
-
-
-@each_model
-def test_gradients_and_copies(name: str) -> None:
-    model = build(name)
-    x = tokens()
-    (model(x) * tokens(1)).sum().backward()
-    for label, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, label
-    other = MODELS[name](DIM, HEADS, iterations=3).double()
-    other.load_state_dict(model.state_dict())
-    for layer in other.layers:
-        layer.step_size = getattr(model.layers[0], "step_size", None)
-    assert torch.equal(other(x), model(x))
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
-
-
-@each_model
-def test_samples_and_tokens(name: str) -> None:
-    model = build(name)
-    x = tokens()
-    z = model(x)
-    assert torch.allclose(model(x[1:2]), z[1:2], atol=1e-12)
-    order = torch.tensor([4, 0, 5, 1, 3, 2])
-    assert torch.allclose(model(x[:, order]), z[:, order], atol=1e-12)
 
 
 def test_the_energy_transformer_descends() -> None:

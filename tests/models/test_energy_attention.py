@@ -83,16 +83,6 @@ def test_one_step_is_stock_attention(cross: bool, name: str, dtype: torch.dtype)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=bound)
 
 
-def test_one_large_block_is_stock_attention() -> None:
-    """Enough pairs for the kernel that holds no matrix of them, and its gradients."""
-    model = build(16, heads=2)
-    x = draw(1, 150, 16).requires_grad_()
-    found, expected = model(x), stock(model, x, x)
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
-    gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
-
-
 def test_causal_attention() -> None:
     model = build(16, heads=2, causal=True)
     x = draw(2, 6, 16)
@@ -186,17 +176,6 @@ def test_masked_tokens_influence_nothing() -> None:
         torch.testing.assert_close(found[:, mask[0]], expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("steps", [1, 3, None])
-def test_attention_of_masked_tokens_is_zero(steps: int | None) -> None:
-    """However many steps: only a residual is left of them."""
-    mask = torch.tensor([[True, True, False, True], [True] * 4])
-    x = draw(2, 4, 8)
-    found = build(8, heads=2, steps=steps, values="after")(x, mask=mask)
-    assert not found[~mask].any() and found[mask].all()
-    kept = build(8, heads=2, steps=steps, residual=True)(x, mask=mask)
-    assert torch.equal(kept[~mask], x[~mask])
-
-
 def test_at_equilibrium_the_first_queries_get_zero_gradients() -> None:
     """Not none at all, which data parallel training takes for an error."""
     model = build(8, 4, heads=2, steps=None)
@@ -218,12 +197,6 @@ def test_floating_masks_exclude_by_minus_infinity_alone(wrong: float) -> None:
         model(x, mask=bias)
     bias[0, 1, 2] = -torch.inf
     assert model(x, mask=bias).isfinite().all()
-
-
-def test_without_any_key_a_unit_step_gives_zero() -> None:
-    model = build(8, heads=2)
-    found = model(draw(1, 5, 8), mask=torch.zeros(1, 5, 5, dtype=torch.bool))
-    assert torch.equal(found, torch.zeros_like(found))
 
 
 def test_equilibrium_reports_each_sample() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import solvers
 from implicit_attn import EquilibriumBlock
-from implicit_attn.models import EquilibriumTransformer, ImageClassifier, build_backbone
+from implicit_attn.models import EquilibriumTransformer
 
 DIM, HEADS, TOKENS = 12, 3, 6
 EXACT = {"tolerance": solvers.Tolerance(rtol=1e-9), "max_steps": 200}
@@ -70,46 +69,6 @@ def test_iterations_limit_every_block() -> None:
     assert EquilibriumTransformer(DIM, HEADS, iterations=7).blocks[0].deq.max_steps == 7
 
 
-@pytest.mark.parametrize("iterations", [None, 200])
-def test_masked_tokens_keep_their_input_and_influence_no_other(iterations: int | None) -> None:
-    model, x = build(layers=2), tokens()
-    mask = torch.ones(3, TOKENS, dtype=torch.bool)
-    mask[0, 4:] = mask[2, :2] = False
-    y = model(x, mask=mask, iterations=iterations)
-    assert torch.equal(y[~mask], x[~mask])
-    other = torch.where(mask.unsqueeze(-1), x, tokens(5))
-    assert torch.allclose(model(other, mask=mask, iterations=iterations)[mask], y[mask])
-    alone = model(x[:1, :4], iterations=iterations)
-    assert torch.allclose(alone, y[:1, :4], atol=1e-7)
-
-
-def test_gradients_through_a_stack() -> None:
-    """Those of a stack whose solves are taken apart by autograd, at a tight tolerance."""
-    x, weight = tokens(batch=1), tokens(2, batch=1)
-    found = []
-    for adjoint in (solvers.Implicit(tolerance=solvers.Tolerance(1e-9)), solvers.Unrolled()):
-        model = build(layers=2, layer=EXACT | {"adjoint": adjoint})
-        given = x.clone().requires_grad_()
-        (model(given) * weight).sum().backward()
-        found.append([given.grad, *(p.grad for p in model.parameters())])
-    for implicit, unrolled in zip(*found, strict=True):
-        assert torch.allclose(implicit, unrolled, rtol=1e-5, atol=1e-7)
-
-
-def test_options_reach_the_blocks() -> None:
-    model = build(hidden=5, state_dim=6, causal=True, curvature=(0.2, 0.3), activation="gelu")
-    block = model.blocks[0]
-    assert block.causal and block.curvature == (0.2, 0.3) and block.state_dim == 6
-    x = tokens()
-    later = x.clone()
-    later[:, -1] += 1
-    assert torch.allclose(model(x)[:, :-1], model(later)[:, :-1])
-    limited = model(x, iterations=200)  # behind the output map, too
-    assert torch.allclose(limited, model(x))
-    assert build_backbone("equilibrium", DIM, HEADS, 5).blocks[0].energy.memory.weight.shape[0] == 5
-    assert build_backbone("equilibrium", DIM, HEADS).blocks[0].energy.memory.weight.shape[0] == 24
-
-
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"layers": 0}, ValueError, "layers must be >= 1, got 0"),
     ({"iterations": 0}, ValueError, "iterations must be >= 1, got 0"),
@@ -125,32 +84,3 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_mistakes(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         EquilibriumTransformer(DIM, HEADS, **options)
-
-
-def test_wrong_tokens() -> None:
-    model = build()
-    with pytest.raises(ValueError, match="EquilibriumTransformer"):
-        model(tokens()[..., :5])
-    with pytest.raises((TypeError, ValueError), match="mask"):
-        model(tokens(), mask=torch.ones(3, TOKENS + 1, dtype=torch.bool))
-
-
-def test_a_vision_transformer_learns() -> None:
-    """Bars left or right, by the class token, in a few steps; one line makes the model."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(2, (48,), generator=generator)
-    x = 0.3 * torch.rand(48, 1, 8, 8, generator=generator)
-    x[labels == 0, :, :, :3] += 0.5
-    x[labels == 1, :, :, 5:] += 0.5
-    torch.manual_seed(0)
-    model = ImageClassifier(EquilibriumTransformer(16, 2, layers=2), 8, 1, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(30):
-        loss = F.cross_entropy(model(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert (model(x).argmax(1) == labels).double().mean() >= 0.95
-    with torch.no_grad():
-        few, many = (model(x, iterations=k).argmax(1) for k in (8, 32))
-    assert torch.equal(few, many)

@@ -15,11 +15,9 @@ from implicit_attn.models import (
     BACKBONES,
     HyperSETEquilibrium,
     ImageClassifier,
-    SudokuModel,
     build_model,
     load_model,
 )
-from implicit_attn.models.registry import SOLVED
 
 pytest.importorskip("safetensors", reason="checkpoints need it")
 
@@ -29,7 +27,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     """The rebuilt model has the same outputs, and survives JSON on the way."""
     wanted = json.loads(json.dumps(specification(name, iterations=3)))
     # Three evaluations do not solve an equilibrium, which would warn.
-    layer = {"on_failure": "ignore"} if name in SOLVED else None
+    layer = {"on_failure": "ignore"} if BACKBONES[name].solves else None
     model = build_model(wanted, layer=layer)
     assert isinstance(model, ImageClassifier)
     path = tmp_path / "weights.safetensors"
@@ -50,11 +48,6 @@ def test_random_state_is_left_alone(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     load_model(path)
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_sudoku() -> None:
-    wanted = {"kind": "sudoku", "scale": 0.5, "backbone": {"name": "crate", "dim": 8, "heads": 2}}
-    assert isinstance(build_model(wanted), SudokuModel)
 
 
 def test_options_of_the_solve() -> None:

@@ -11,7 +11,7 @@ from torchdeq.loss import fp_correction
 
 import solvers
 from implicit_attn import DEQ
-from implicit_attn.regularization import correction_weights, fixed_point_correction
+from implicit_attn.regularization import correction_weights, fixed_point_correction, states_at
 
 
 def states(count: int) -> list[Tensor]:
@@ -45,10 +45,14 @@ def test_weights_by_hand() -> None:
     torch.testing.assert_close(found, 2 * a.sum(1) + 3 * b.sum(1))
 
 
+def shifted(z: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(0.6 * z.roll(1, -1)) + x
+
+
 def test_gradient_through_an_unrolled_solve() -> None:
     """Central differences of the whole: solve, states, weighted sum."""
     layer = DEQ.from_update(
-        lambda z, x: torch.tanh(0.6 * z.roll(1, -1)) + x,
+        shifted,
         solver=solvers.Anderson(memory=3),
         adjoint=solvers.Unrolled(),
         tolerance=solvers.Tolerance(0.0),
@@ -57,12 +61,31 @@ def test_gradient_through_an_unrolled_solve() -> None:
     )
 
     def total(x: Tensor) -> Tensor:
-        solution = layer.solve(x, z0=0.3 * torch.ones_like(x), states_at=[1, 2, 4])
-        every = [*solution.states, solution.value]
+        z0 = 0.3 * torch.ones_like(x)
+        every = [*states_at(layer, x, [1, 2, 4], z0=z0), layer.solve(x, z0=z0).value]
         return fixed_point_correction(lambda z: z.pow(2).sum(), every)
 
     x = states(1)[0][:, None].requires_grad_()
     assert torch.autograd.gradcheck(total, (x,))
+
+
+def test_states_on_the_way_are_those_of_shorter_solves() -> None:
+    layer = DEQ.from_update(shifted, solver=solvers.Forward())
+    x = states(1)[0][:, None].requires_grad_()
+    layer(x)
+    last = layer.last
+    first, second = states_at(layer, x, [1, 3])
+    assert (
+        torch.equal(first, x) and layer.last is last
+    )  # the initial state, of which one step is known
+    torch.testing.assert_close(second, shifted(shifted(x, x), x))
+    (found,) = torch.autograd.grad(second.sum(), x)
+    (expected,) = torch.autograd.grad(shifted(second.detach(), x).sum(), x)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="numbers"):
+        states_at(layer, x, [3, 1])
+    with pytest.raises(TypeError, match="layer must be a DEQ"):
+        states_at(shifted, x, [1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

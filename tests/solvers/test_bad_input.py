@@ -50,22 +50,15 @@ WEIGHT, X = ARGS
 CALLS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "f not callable": (TypeError, r"f must be callable, got <class 'int'>", {"f": 3}),
     "z0 no tensor": (TypeError, r"z0 must be a tensor or a pytree .* got <class 'float'>", {"z0": 1.0}),
-    "z0 empty structure": (ValueError, r"z0 must hold at least one tensor", {"z0": {}}),
     "z0 integers": (TypeError, r"z0 must be of a floating dtype, got torch.int64", {"z0": Z0.long()}),
-    "z0 complex": (TypeError, r"z0 must be of a floating dtype, got torch.complex", {"z0": Z0 + 0j}),
     "z0 scalar": (ValueError, r"z0 must have a batch dimension .* 0-d", {"z0": torch.tensor(1.0)}),
     "z0 empty batch": (ValueError, r"z0 must hold at least one sample, got batch size 0",
                        {"z0": Z0[:0], "args": (WEIGHT[:0], X[:0])}),
     "z0 no numbers": (ValueError, r"z0 must hold at least one number", {"z0": Z0[:, :0]}),
     "z0 batch sizes": (ValueError, r"leaves of z0 must share the batch size, got \[3, 2\]",
                        {"z0": (Z0, Z0[:2])}),
-    "z0 devices": (ValueError, r"leaves of z0 must be on one device, got \['cpu', 'meta'\]",
-                   {"z0": (Z0, Z0.to(META))}),
     "z0 NaN": (ValueError, r"z0 must be finite, got NaN or infinity in samples \[1\]",
                {"z0": with_value(Z0, torch.nan)}),
-    "z0 infinite": (ValueError, r"z0 must be finite, .*\[2\]", {"z0": with_value(Z0, torch.inf, 2)}),
-    "args no tuple": (TypeError, r"args must be a tuple of inputs, got <class '.*Tensor'>",
-                      {"args": X}),
     "args list": (TypeError, r"args must be a tuple of inputs, got <class 'list'>",
                   {"args": [WEIGHT, X]}),
     "args not batched": (ValueError, r"args\[0\] must be batched along dim 0 like z0 \(3 samples\), "
@@ -74,59 +67,45 @@ CALLS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
                     {"args": (WEIGHT, X.to(META))}),
     "args NaN": (ValueError, r"args\[1\] must be finite, got NaN or infinity in samples \[0\]",
                  {"args": (WEIGHT, with_value(X, torch.nan, 0))}),
-    "args infinite": (ValueError, r"args\[0\] must be finite", {"args": (WEIGHT / 0, X)}),
-    "solver class": (TypeError, r"solver must be a solvers.Solver such as Anderson\(\), got <class",
-                     {"solver": Anderson}),
-    "solver name": (TypeError, r"solver must be .* got 'anderson'", {"solver": "anderson"}),
-    "tolerance number": (TypeError, r"tolerance must be a solvers.Tolerance or None, got 0.001",
-                         {"tolerance": 1e-3}),
+    "solver class": (TypeError, r"solver must be a solvers.Solver such as Anderson\(\), .* got <class",
+                     {"solver": Implicit}),
+    "solver name": (ValueError, r"solver must be one of anderson, .* got 'andersen'",
+                    {"solver": "andersen"}),
+    "tolerance text": (TypeError, r"tolerance must be a number \(rtol\), a solvers.Tolerance or None, "
+                       "got 'tight'", {"tolerance": "tight"}),
+    "tolerance negative": (ValueError, r"tolerance must be finite and >= 0, got -0.1",
+                           {"tolerance": -0.1}),
     "max_steps zero": (ValueError, r"max_steps must be >= 1, got 0", {"max_steps": 0}),
-    "max_steps negative": (ValueError, r"max_steps must be >= 1, got -3", {"max_steps": -3}),
     "max_steps float": (TypeError, r"max_steps must be an integer, got 10.0", {"max_steps": 10.0}),
-    "max_steps bool": (TypeError, r"max_steps must be an integer, got True", {"max_steps": True}),
-    "adjoint name": (TypeError, r"adjoint must be a solvers.Adjoint or None, got 'implicit'",
-                     {"adjoint": "implicit"}),
-    "adjoint class": (TypeError, r"adjoint must be .* got <class", {"adjoint": Implicit}),
+    "adjoint name": (ValueError, r"adjoint must be one of implicit, .* got 'implicitly'",
+                     {"adjoint": "implicitly"}),
+    "adjoint class": (TypeError, r"adjoint must be a solvers.Adjoint such as Implicit\(\), .* got <class",
+                      {"adjoint": Anderson}),
     "energy not callable": (TypeError, r"energy must be callable or None, got <class 'int'>",
                             {"energy": 1}),
     "energy scalar": (ValueError, r"energy must return one number per sample, shape \(3,\), got "
                       r"shape \(\)", {"energy": lambda z, *args: z.sum()}),
-    "energy per token": (ValueError, r"energy must return .* got shape \(3, 4\)",
-                         {"energy": lambda z, *args: z}),
     "energy number": (TypeError, r"energy must return a tensor of shape \(3,\), got <class 'float'>",
                       {"energy": lambda z, *args: 1.0}),
-    "descent scalar": (ValueError, r"energy must return one number per sample",
-                       {"f": Descent(lambda z, *args: z.square().sum())}),
     "mask float": (TypeError, r"mask must be a bool tensor \(B, N\)", {"mask": torch.ones(3, 4)}),
-    "mask shape": (TypeError, r"mask must be a bool tensor \(B, N\)",
-                   {"mask": torch.ones(3, dtype=torch.bool)}),
     "mask batch": (ValueError, r"mask must be batched .* \(3 samples\), got shape \(2, 4\)",
                    {"mask": torch.ones(2, 4, dtype=torch.bool)}),
     "mask tokens": (ValueError, r"mask has 5 tokens, which no leaf of z0 has: \[\(3, 4\)\]",
                     {"mask": torch.ones(3, 5, dtype=torch.bool)}),
-    "mask device": (ValueError, r"mask must be on cpu",
-                    {"mask": torch.ones(3, 4, dtype=torch.bool, device=META)}),
     "on_failure": (ValueError, r"on_failure must be one of .*, got 'raises'",
                    {"on_failure": "raises"}),
     "f shape": (ValueError, r"f must return shape \(3, 4\) like z0, got \(3, 5\)",
                 {"f": lambda z, *args: torch.cat([z, z[:, :1]], 1)}),
-    "f transposed": (ValueError, r"f must return shape \(3, 4\) like z0, got \(4, 3\)",
-                     {"f": lambda z, *args: z.T}),
     "f dtype": (TypeError, r"f must return dtype torch.float64 like z0, got torch.float32",
                 {"f": lambda z, *args: z.float()}),
-    "f device": (ValueError, r"f must return tensors on cpu like z0, got meta",
-                 {"f": lambda z, *args: z.to(META)}),
     "f structure": (TypeError, r"f must return a state structured like z0",
                     {"f": lambda z, *args: (z, z)}),
-    "f none": (TypeError, r"f must return", {"f": lambda z, *args: None}),
     "f keys": (TypeError, r"f must return a state structured like z0",
                {"z0": {"a": Z0}, "f": lambda z, *args: {"b": z["a"]}}),
     "minimiser without energy": (ValueError, r"LBFGS minimises an energy .* pass f as an EnergyUpdate",
                                  {"solver": LBFGS()}),
     "minimiser with values only": (ValueError, r"LBFGS minimises an energy and needs its gradient",
                                    {"solver": LBFGS(), "energy": lambda z, *args: z.sum(1)}),
-    "compact": (TypeError, r"compact must be", {"compact": "yes"}),
-    "record": (TypeError, r"record must be", {"record": "yes"}),
     "callback": (TypeError, r"callback must be callable", {"callback": 3}),
 }  # fmt: skip
 
@@ -139,36 +118,26 @@ def test_a_call_is_refused(name: str) -> None:
 
 OPTIONS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, r"rtol must be finite and >= 0, got -1e-06", lambda: Tolerance(rtol=-1e-6)),
-    (ValueError, r"atol must be finite and >= 0, got -1.0", lambda: Tolerance(atol=-1.0)),
-    (ValueError, r"rtol must be finite and >= 0, got nan", lambda: Tolerance(rtol=float("nan"))),
     (ValueError, r"atol must be finite and >= 0, got inf", lambda: Tolerance(atol=float("inf"))),
     (TypeError, r"rtol must be a number, got '1e-3'", lambda: Tolerance(rtol="1e-3")),  # type: ignore[arg-type]
-    (TypeError, r"rtol must be a number, got True", lambda: Tolerance(rtol=True)),
     (ValueError, r"memory must be >= 1, got 0", lambda: Anderson(memory=0)),
     (TypeError, r"memory must be an integer, got 2.5", lambda: Anderson(memory=2.5)),  # type: ignore[arg-type]
     (ValueError, r"damping must be in \(0.0, 2.0\], got 0.0", lambda: Anderson(damping=0.0)),
-    (ValueError, r"damping must be in \(0.0, 2.0\], got nan", lambda: Forward(damping=float("nan"))),
-    (ValueError, r"damping must be in \(0.0, 2.0\], got 2.1", lambda: Forward(damping=2.1)),
     (ValueError, r"regularization must be in \[0.0, 1.0\], got -1", lambda: Anderson(regularization=-1)),
     (ValueError, r"memory must be >= 2, got 1", lambda: Broyden(memory=1)),
-    (ValueError, r"memory must be >= 1, got -1", lambda: LBFGS(memory=-1)),
     (ValueError, r"step_size must be in \(0.0, 1e\+30\], got -1.0", lambda: GradientDescent(-1.0)),
-    (ValueError, r"step_size must be .*, got inf", lambda: GradientDescent(float("inf"))),
     (TypeError, r"step_size must be a number, got 'fast'", lambda: GradientDescent("fast")),  # type: ignore[arg-type]
     (ValueError, r"momentum must be < 1, got 1.0", lambda: GradientDescent(momentum=1.0)),
     (ValueError, r"nesterov=True needs momentum > 0", lambda: GradientDescent(nesterov=True)),
     (ValueError, r'step_size="auto" needs momentum=0', lambda: GradientDescent("auto", 0.5)),
-    (TypeError, r"linear must be CG\(\), .* got 'cg'", lambda: Newton(linear="cg")),  # type: ignore[arg-type]
+    (ValueError, r"linear must be one of cg, .* got 'cgs'", lambda: Newton(linear="cgs")),
     (ValueError, r"forcing must be in \(0.0, 0.99\], got 0.0", lambda: Newton(forcing=0.0)),
-    (TypeError, r"solver must be CG\(\), .* got Anderson", lambda: Implicit(Anderson())),  # type: ignore[arg-type]
-    (TypeError, r"tolerance must be a Tolerance or None, got 0.1", lambda: Implicit(tolerance=0.1)),  # type: ignore[arg-type]
+    (TypeError, r"solver must be .* CG\(\), .* got Anderson", lambda: Implicit(Anderson())),  # type: ignore[arg-type]
+    (TypeError, r"tolerance must be a number .* or None, got \[0.1\]", lambda: Implicit(tolerance=[0.1])),  # type: ignore[arg-type]
     (ValueError, r"max_steps must be >= 1, got 0", lambda: Implicit(max_steps=0)),
     (ValueError, r"on_failure must be one of .*'loud'", lambda: Implicit(on_failure="loud")),
     (ValueError, r"steps must be >= 1, got 0", lambda: Phantom(steps=0)),
-    (ValueError, r"damping must be in", lambda: Phantom(damping=-0.5)),
     (ValueError, r"step_size must be finite and > 0, got 0.0", lambda: Descent(lambda z: z.sum(1), 0.0)),
-    (ValueError, r"step_size must be .*, got nan", lambda: Descent(lambda z: z.sum(1), float("nan"))),
-    (TypeError, r"step_size must be a number, got '1'", lambda: Descent(lambda z: z.sum(1), "1")),  # type: ignore[arg-type]
     (TypeError, r"energy must be callable, got 3", lambda: Descent(3)),  # type: ignore[arg-type]
 ]  # fmt: skip
 
@@ -183,11 +152,6 @@ def test_an_option_is_refused(row: tuple[type[Exception], str, Callable[[], obje
 def test_unknown_options_are_refused(make: Callable[..., object]) -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_itr'"):
         make(max_itr=3)
-
-
-def test_unknown_options_of_the_solve_are_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'max_itr'"):
-        solve(max_itr=3)
 
 
 def test_options_cannot_be_changed_behind_the_back() -> None:
@@ -217,11 +181,6 @@ def test_a_closure_that_would_broadcast_is_explained() -> None:
     scale = torch.tensor([0.01, 0.01, 0.01, 0.9], dtype=torch.float64)
     with pytest.raises(ValueError, match=r"f must return shape \(1, 3\) .*\n.*compact=False"):
         fixed_point(closing_over(x), torch.zeros_like(x), (scale,), tolerance=Tolerance(1e-8))
-
-
-def test_a_map_that_cannot_be_differentiated_is_refused_by_newton() -> None:
-    with pytest.raises(RuntimeError, match="not differentiable in z"):
-        fixed_point(lambda z: torch.full_like(z, 2.0), Z0, solver=Newton())
 
 
 def test_nothing_of_the_callers_is_changed() -> None:

@@ -11,11 +11,7 @@ from problems.collections.systems import SYSTEMS
 
 # Not solved within the budget; a solver that gets better takes its name out. The path to
 # fsolve_example's root is chaotic: the rounding of the machine's BLAS decides.
-UNSOLVED = {
-    "map": set[str](),
-    "system": {"fsolve_example"},
-    "minimiser": set[str](),
-}
+UNSOLVED = {"map": set[str](), "system": {"fsolve_example"}, "minimiser": set[str]()}
 
 
 @pytest.mark.parametrize("problems", [MAPS, SYSTEMS, MINIMISERS], ids=list(UNSOLVED))

@@ -11,9 +11,7 @@ from torch import Tensor
 import solvers
 from implicit_attn import DEQ
 from implicit_attn.energies import Quadratic, ReLUFeedForward
-from solvers import CG, Implicit, Newton, SolveError, Tolerance, fixed_point
-from solvers.core.rows import LARGE, select_rows
-from solvers.methods.anderson import AndersonState
+from solvers import CG, Implicit, Newton, SolveError, fixed_point
 
 
 def test_newton_keeps_a_batch_whole_that_f_closes_over() -> None:
@@ -24,7 +22,7 @@ def test_newton_keeps_a_batch_whole_that_f_closes_over() -> None:
         seen.add(z.shape[0])
         return 0.5 * torch.sin(z) + x
 
-    options: dict[str, Any] = {"tolerance": Tolerance(1e-10), "max_steps": 60, "adjoint": None}
+    options: dict[str, Any] = {"tolerance": 1e-10, "max_steps": 60, "adjoint": None}
     whole = fixed_point(f, torch.zeros(6, 4).double(), solver=Newton(), compact=False, **options)
     assert whole.converged.all()
     assert seen == {6}
@@ -64,7 +62,7 @@ def saddle_gradient(max_steps: int) -> solvers.Solution:
         return 0.5 * (z * (hessian @ z[:, :, None])[:, :, 0]).sum(1) - (x * z).sum(1)
 
     start = torch.linalg.solve(hessian, x.detach())
-    adjoint = Implicit(tolerance=Tolerance(1e-9), max_steps=max_steps, on_failure="ignore")
+    adjoint = Implicit(tolerance=1e-9, max_steps=max_steps, on_failure="ignore")
     solution = fixed_point(solvers.Descent(energy), start, (hessian, x), adjoint=adjoint)
     solution.value.sum().backward()
     assert solution.adjoint.solution is not None
@@ -94,31 +92,12 @@ def test_inference_mode(solver: solvers.Solver | None) -> None:
     torch.testing.assert_close(plain.value, torch.ones(2, 3), rtol=1e-3, atol=1e-4)
 
 
-def test_large_histories_shrink_in_place() -> None:
-    size = LARGE // 40 + 1
-    history = torch.randn(8, 6, size)
-    state = AndersonState(
-        steps=history.clone(),
-        changes=torch.randn(8, 2, 3),
-        gram=torch.eye(6).repeat(8, 1, 1),
-        last=None,
-    )
-    before = state.steps.data_ptr()
-    stay = torch.tensor([1, 2, 5, 7])
-    with torch.no_grad():
-        state = select_rows(state, stay)
-    assert state.steps.data_ptr() == before  # the same storage
-    assert torch.equal(state.steps, history[stay])
-    assert state.changes.shape == (4, 2, 3)
-    assert state.gram.shape == (4, 6, 6)
-
-
 def test_bad_options_are_refused_where_the_layer_is_made() -> None:
     energy = Quadratic()
     cases: list[tuple[dict[str, Any], str]] = [
         ({"max_steps": 0}, "max_steps must be >= 1, got 0"),
-        ({"solver": "anderson"}, "solver must be .* got 'anderson'"),
-        ({"tolerance": 1e-3}, "tolerance must be .* got 0.001"),
+        ({"solver": "andersen"}, "solver must be .* got 'andersen'"),
+        ({"tolerance": "x"}, "tolerance must be .* got 'x'"),
         ({"on_failure": "boo"}, "on_failure must be one of .* got 'boo'"),
         ({"adjoint": CG()}, "adjoint must be .* got CG"),
     ]

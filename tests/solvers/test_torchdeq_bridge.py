@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,38 +12,30 @@ from torchdeq.solver.stat import SolverStat
 from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
 from problems.zoo import make
 from solvers import (
-    LBFGS,
     Anderson,
     Broyden,
-    Forward,
     GradientDescent,
     Implicit,
-    Newton,
     Phantom,
     Solver,
     SolveWarning,
     Status,
-    Tolerance,
     Unrolled,
     fixed_point,
 )
 from solvers.torchdeq_bridge import OPTIONS, TorchDEQ, register
 
 NAMES = ["anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter"]
-OURS: list[Solver] = [Forward(), Anderson(), Broyden(), GradientDescent("auto")]
+OURS: list[Solver] = [Anderson(), GradientDescent("auto")]
 
 
-def damped(func: Any, z: Tensor, tau: float = 1.0) -> Tensor:
-    return tau * func(z) + (1 - tau) * z
-
-
-@pytest.mark.parametrize("problem_name", ["kepler", "tanh_0.9", "mgh_broyden_banded"])
+@pytest.mark.parametrize("problem_name", ["kepler", "mgh_broyden_banded"])
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_their_solvers_behind_our_entry(name: str, problem_name: str) -> None:
     problem = make(problem_name)
     counter = Counter(Plain(problem), problem.batch)
     solution = fixed_point(
-        counter, problem.z0, (*problem.args, counter.index), tolerance=Tolerance(1e-6),
+        counter, problem.z0, (*problem.args, counter.index), tolerance=1e-6,
         solver=TorchDEQ(name), max_steps=200, adjoint=None,
     )  # fmt: skip
     assert bool(solution.converged.all())
@@ -58,7 +48,7 @@ def test_their_solvers_behind_our_entry(name: str, problem_name: str) -> None:
     torch.testing.assert_close(solution.value, problem.solution, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("max_steps", [1, 2, 3, 7])
+@pytest.mark.parametrize("max_steps", [1, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_their_solvers_keep_our_cap(name: str, max_steps: int) -> None:
     problem = make("linear_symmetric_0.98")
@@ -85,23 +75,13 @@ def test_their_solvers_carry_our_gradients() -> None:
     x.requires_grad_()
     gradients = []
     for solver in (TorchDEQ("anderson", {"lam": 1e-12}), Anderson()):
-        solution = fixed_point(f, z0, (weight, x), solver=solver, tolerance=Tolerance(1e-10),
-                               max_steps=200, adjoint=Implicit(tolerance=Tolerance(1e-12)))  # fmt: skip
+        solution = fixed_point(f, z0, (weight, x), solver=solver, tolerance=1e-10,
+                               max_steps=200, adjoint=Implicit(tolerance=1e-12))  # fmt: skip
         gradients.append(torch.autograd.grad(solution.value.sum(), x)[0])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-7, atol=1e-9)
     with pytest.raises(RuntimeError, match="cannot be unrolled"):
         fixed_point(f, z0, (weight, x), solver=TorchDEQ(), adjoint=Unrolled())
     fixed_point(f, z0, (weight, x), solver=TorchDEQ(), adjoint=Phantom(2))
-
-
-def test_trees_and_masks_reach_their_solvers() -> None:
-    z0 = {"a": torch.zeros(2, 3, 1), "b": torch.zeros(2, 3)}
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    solution = fixed_point(
-        lambda z: {"a": 0.5 * z["a"] + 1, "b": 0.3 * z["b"] + z["a"].squeeze(2)}, z0,
-        solver=TorchDEQ("broyden"), mask=mask, tolerance=Tolerance(1e-5), adjoint=None,
-    )  # fmt: skip
-    assert solution.value["a"].flatten().tolist() == pytest.approx([2, 2, 0, 2, 2, 2], rel=1e-4)
 
 
 def test_options_of_their_solvers() -> None:
@@ -179,20 +159,8 @@ def test_their_layer_runs_on_our_solvers(ours: Solver, stop: str) -> None:
     (value,), info = deq(f, torch.zeros_like(x))[:2]
     theirs = torch.autograd.grad(value.pow(2).sum(), list(layer.parameters()))
     assert float(info["abs_lowest"].max()) <= 1e-9
-    solution = fixed_point(f, torch.zeros_like(x), (x,), tolerance=Tolerance(1e-12),
-                           adjoint=Implicit(tolerance=Tolerance(1e-12)), max_steps=100)  # fmt: skip
+    solution = fixed_point(f, torch.zeros_like(x), (x,), tolerance=1e-12,
+                           adjoint=Implicit(tolerance=1e-12), max_steps=100)  # fmt: skip
     ours_gradient = torch.autograd.grad(solution.value.pow(2).sum(), list(layer.parameters()))
     for mine, other in zip(ours_gradient, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("solver", [LBFGS(), Newton()])
-def test_what_cannot_run_in_their_loop_says_so(solver: Solver) -> None:
-    register("ours_for_a_test", solver)
-    call = get_solver("ours_for_a_test")
-    if isinstance(solver, LBFGS):
-        with pytest.raises(ValueError, match="LBFGS minimises an energy"):
-            call(lambda z: 0.5 * z + 1, torch.zeros(2, 3))
-    else:
-        value, _, _ = call(lambda z: 0.5 * z + 1, torch.zeros(2, 3))
-        torch.testing.assert_close(value, torch.full((2, 3), 2.0), rtol=1e-3, atol=1e-3)

@@ -12,7 +12,6 @@ from torch import Tensor
 from cases.energies import ENERGIES, EnergyCase, build, few_energies, masks, relative_error, tokens
 from implicit_attn import DEQ, ActivationStep
 from implicit_attn.energies import (
-    Energy,
     Field,
     IdentityLagrangian,
     IsingLagrangian,
@@ -41,7 +40,7 @@ LAGRANGIANS: dict[str, Lagrangian] = {
     "ising": IsingLagrangian(),
     "sphere": SphericalLagrangian(),
 }
-MIXED = ("bisoftmax-soft-4", "relu-none", "hopfield-cold", "softmax-inner-none-4", "composition")
+MIXED = ("bisoftmax-soft-4", "relu-none", "hopfield-cold", "softmax-inner-none-1", "composition")
 CONCAVE = [case.id for case in ENERGIES if build(case).concave]
 BOUNDED = ("softmax", "rms", "rms-tiny", "layer", "layer-tiny", "ising", "sphere")  # |g| <= sqrt(d)
 
@@ -155,32 +154,6 @@ def test_unit_step_never_raises_the_energy_of_concave_interactions(
             assert rise > -torch.inf  # some step was really compared
 
 
-@each_lagrangian
-def test_sums_of_concave_interactions(name: str) -> None:
-    """Attraction to a context, memories and a field together, as in one layer."""
-    for seed in range(10):
-        torch.manual_seed(seed)
-        attention = SoftmaxAttention(DIM, 2, cross=True, norm=None).double()
-        memories = ReLUFeedForward(DIM, 12, norm=None).double()
-        weights = 10 ** (4 * torch.rand(3) - 2)
-        energy = (
-            weights[0].item() * attention
-            + weights[1].item() * memories
-            + weights[2].item() * Field()
-        )
-        assert energy.concave
-        z, x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
-        assert -torch.inf < descend(ActivationStep(energy, LAGRANGIANS[name]), z, x, 8) <= 1e-12
-
-
-def test_repulsion_can_raise_the_energy() -> None:
-    """The promise is not an accident of the numbers: a convex interaction breaks it."""
-    torch.manual_seed(0)
-    energy = (-3.0 * ReLUFeedForward(DIM, 12, norm=None)).double()
-    z, x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
-    assert descend(ActivationStep(energy, IdentityLagrangian()), z, x, 4) > 1e-3
-
-
 def test_retrieval_through_a_norm() -> None:
     """Patterns behind an RMS norm: the layer's activation lands on the nearest one."""
     torch.manual_seed(0)
@@ -237,11 +210,3 @@ def test_gradients_through_the_layer(name: str) -> None:
 def test_bad_arguments(energy: Any, lagrangian: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         ActivationStep(energy, lagrangian, **options)
-
-
-def test_learned_step_trains() -> None:
-    update = ActivationStep(Field(), IdentityLagrangian(), 0.4, learned=True)
-    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    update(torch.zeros_like(x), x).sum().backward()
-    assert update.step_size.raw.grad is not None
-    assert isinstance(update.energy, Energy)

@@ -19,7 +19,7 @@ from implicit_attn.energies import (
     ReLUFeedForward,
 )
 from implicit_attn.updates import StepSize
-from solvers import OneStep, Status, Tolerance, Unrolled
+from solvers import Status, Tolerance, Unrolled
 
 DIM = 6
 STEPS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def spread(step: GradientStep) -> None:
 
 @few_energies(
     "quadratic-input", "composition", "hopfield", "function", "bisoftmax-soft-4",
-    "softmax-elastic-none-4", "relu-tiny", "gated-gelu-soft", "softmax-cross-bound",
+    "softmax-elastic-none-1", "relu-tiny", "gated-gelu-soft", "softmax-cross-tiny-bound",
 )  # fmt: skip
 @pytest.mark.parametrize("mask", ["no-mask", "holes", "empty-sample"])
 def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
@@ -92,35 +92,10 @@ def test_channels_have_steps_of_their_own() -> None:
     torch.testing.assert_close(update(z), z * factors, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("raw", [-20.0, -1.0, 0.0, 5.0, 100.0])
-def test_learned_step_stays_positive(raw: float) -> None:
-    step = StepSize(1.0, learned=True)
-    with torch.no_grad():
-        step.raw.fill_(raw)
-    assert step() > 0  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("initial", [1e-6, 1e-3, 1.0, 30.0, 1e4])
 def test_learned_step_starts_where_it_is_told(initial: float) -> None:
     step = torch.as_tensor(StepSize(initial, learned=True)()).detach()
     assert step.item() == pytest.approx(initial, rel=1e-5)
-
-
-@pytest.mark.parametrize("channels", [None, DIM])
-def test_learned_step_can_be_trained(channels: int | None) -> None:
-    """Through unrolled iterations the step is an ordinary parameter: it finds 1, the best one."""
-    update = GradientStep(Quadratic(), 0.2, channels=channels, learned=True).double()
-    optimizer = torch.optim.Adam(update.parameters(), lr=0.1)
-    x = inputs()
-    for _ in range(100):
-        loss = (update(torch.zeros_like(x), x) - x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    torch.testing.assert_close(
-        torch.as_tensor(update.step_size()), torch.ones(update.step_size.raw.shape).double(),
-        rtol=0.02, atol=0.0,
-    )  # fmt: skip
 
 
 @each_step
@@ -182,18 +157,6 @@ def test_symmetric_flag_tells_the_truth(options: dict[str, Any], masked: bool) -
         assert asymmetry > 1e-3
 
 
-@each_step
-def test_gradients_of_the_input_agree_for_all_steps(options: dict[str, Any]) -> None:
-    """Symmetric or not, CG or GMRES: the derivative of the fixed point is the same."""
-    results = []
-    for update in (GradientStep(convex()), GradientStep(convex(), **options).double()):
-        spread(update)
-        x = inputs().requires_grad_()
-        DEQ(update, tolerance=TIGHT, max_steps=300)(x).pow(3).sum().backward()
-        results.append(x.grad)
-    assert relative_error(results[1], results[0]) <= 1e-9
-
-
 def test_state_may_be_a_dict() -> None:
     def energy(z: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
         spring = (z["a"].sum(1) - z["b"].sum((1, 2))).square()
@@ -207,13 +170,6 @@ def test_state_may_be_a_dict() -> None:
     assert value.shape == (2,)
     for key in z:
         torch.testing.assert_close(moved[key], z[key] - 0.5 * gradient[key], rtol=1e-6, atol=1e-6)
-
-
-def test_one_step_adjoint_ignores_curvature() -> None:
-    """u = g: with the unit step on 1/2 |z - x|^2 that is exact, the Jacobian being zero."""
-    x = inputs().requires_grad_()
-    DEQ(GradientStep(Quadratic()), adjoint=OneStep(), tolerance=TIGHT)(x).sum().backward()
-    torch.testing.assert_close(x.grad, torch.ones_like(x))
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -233,11 +189,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_steps(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         GradientStep(Quadratic(), **options)
-
-
-def test_bad_energy() -> None:
-    with pytest.raises(TypeError, match="energy must be an Energy"):
-        GradientStep(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_channels_that_do_not_fit_the_state() -> None:

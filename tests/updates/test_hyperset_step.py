@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cases.official import PHI
 from implicit_attn import DEQ
-from implicit_attn.energies.hyperset_energy import ATTENTIONS, FEEDFORWARDS
+from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.updates import HyperSETLayer, HyperSETStep
 from solvers import Status, Tolerance
 
@@ -262,13 +262,6 @@ def test_gradients_reach_everything() -> None:
             assert used.tolist() == [False, True, False], name
 
 
-def test_derivatives_are_right() -> None:
-    layer = build(HyperSETLayer, initial_step=0.3, time_dim=8)
-    torch.nn.init.normal_(layer.step_sizes.last.weight, std=0.1)
-    z, x0 = tokens(1, batch=1).requires_grad_(), tokens(2, batch=1)
-    assert torch.autograd.gradcheck(lambda z: layer(z, x0, 2), (z,))
-
-
 BAD: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
     (HyperSETStep, {"attention": "cosine"}, ValueError, "attention must be one of ('bisoftmax', "),
     (HyperSETStep, {"feedforward": "mlp"}, ValueError, "feedforward must be one of ('relu', "),
@@ -277,7 +270,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
     (HyperSETStep, {"epsilon": 0.0}, ValueError, "epsilon must be finite and > 0, got 0.0"),
     (HyperSETLayer, {"step_size": "adam"}, ValueError, "step_size must be one of ("),
     (HyperSETLayer, {"time_dim": 7}, ValueError, "time_dim must be even and >= 4, got 7"),
-    (HyperSETLayer, {"lora_rank": -1}, ValueError, "lora_rank must be an integer >= 0, got -1"),
+    (HyperSETLayer, {"lora_rank": -1}, ValueError, "lora_rank must be >= 0, got -1"),
     (HyperSETLayer, {"lora_rank": 2, "iterations": 0}, ValueError, "iterations must be >= 1"),
     (HyperSETLayer, {"head_dim": 0}, ValueError, "head_dim must be >= 1, got 0"),
     (HyperSETLayer, {"initial_step": math.inf}, ValueError, "initial must be finite, got inf"),

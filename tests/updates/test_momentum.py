@@ -169,13 +169,6 @@ def test_constants_keep_their_digits_and_come_from_older_files() -> None:
     assert (step.numbers.beta, step.numbers.eta) == (0.9, 0.5)
 
 
-def test_whole_numbers_are_numbers() -> None:
-    for learned in (False, True):
-        step = DescentStep(torch.tanh, "momentum", beta=0, eta=1, learned=learned)
-        z = torch.ones(1, 2)
-        assert torch.equal(step(z)[0], z + z.tanh())
-
-
 def test_the_lookahead_of_queries_alone() -> None:
     _, z, _ = problem()
     seen: list[tuple[Tensor, Tensor]] = []

@@ -12,14 +12,13 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import solvers
 from implicit_attn import DEQ
-from implicit_attn.updates import AdaptiveTAPAttention, Couplings
+from implicit_attn.updates import AdaptiveTAPAttention
 from solvers import (
     AdaptiveTAP,
     GaussianSite,
     IsingSite,
     PottsSite,
     Site,
-    SphericalSite,
     SpinState,
     Status,
     Tolerance,
@@ -94,33 +93,6 @@ def test_masked_sites_influence_nobody() -> None:
     assert not torch.allclose(layer(x).mean[:, :3], state.mean[:, :3], atol=1e-3)
 
 
-def test_each_sample_gets_what_it_gets_alone() -> None:
-    layer, _, x = make(5, 3, scale=2.0)
-    together = layer(x)
-    for i in range(len(x)):
-        alone = layer(x[i : i + 1])
-        torch.testing.assert_close(together.mean[i], alone.mean[0], rtol=1e-8, atol=1e-9)
-    variance = together.cavity_variance
-    assert (variance[0] - variance[1]).abs().max() > 1e-3
-
-
-def test_couplings_are_learned() -> None:
-    torch.manual_seed(1)
-    update = AdaptiveTAPAttention(6, 4)
-    layer = DEQ(update, solver=AdaptiveTAP())
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.03)
-    x, target = torch.randn(8, 6, 4), torch.randn(8, 6, 4)
-    losses = []
-    for _ in range(8):
-        loss = (layer(x).mean - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        assert layer.last is not None and layer.last.converged.all()
-    assert losses[-1] < 0.9 * losses[0]
-
-
 def test_the_free_energy_is_an_output_with_exact_gradients() -> None:
     layer, update, x = make(4, 3, PottsSite(), scale=2.0, rtol=1e-12)
     mask = torch.tensor([[True, True, True, False]] * 4)
@@ -181,25 +153,6 @@ def test_couplings_that_are_not_finite_are_a_status(bound: float | None) -> None
     solution = layer.solve(x, on_failure="ignore")
     assert not solution.converged.any()
     assert torch.isinf(solution.residual).all()
-
-
-def test_it_runs_under_autocast() -> None:
-    layer, _, x = make(4, 3, rtol=1e-4)
-    layer = layer.float()
-    wanted = layer(x.float()).mean
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = layer(x.float()).mean
-    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_parameters_are_counted_once() -> None:
-    update = AdaptiveTAPAttention(5, 3)
-    assert update.parameter_count == sum(p.numel() for p in update.parameters()) == 10 * 9
-    sigma = torch.nn.Parameter(torch.eye(3))
-    with_site = AdaptiveTAPAttention(5, 3, site=GaussianSite(sigma), symmetric_internal=True)
-    assert with_site.parameter_count == 10 * 6 + 9
-    assert isinstance(update.couplings, Couplings)
-    assert isinstance(update.site, SphericalSite)
 
 
 UPDATE = AdaptiveTAPAttention(3, 2)

@@ -13,6 +13,7 @@ import implicit_attn
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.data import load, load_digits, load_sudoku, load_text
 from implicit_attn.models import SpinClassifier
+from implicit_attn.models.language import SymbolModel
 from implicit_attn.training import NextToken, accuracy
 from implicit_attn.weights import (
     find_pretrained,
@@ -108,6 +109,23 @@ def test_sudoku(name: str, times: int, least: float) -> None:
     assert least <= solved <= 1
 
 
+@needs("sudoku")
+def test_most_boards_converge_by_default_and_those_are_right() -> None:
+    """A solved board is told from others without its solution, and strings are boards."""
+    data = load_sudoku(9000, 1000, source="list", seed=0)
+    model: Any = load_pretrained("sudoku-solver")
+    boards, answers = data.test_puzzles[:24], data.test_solutions[:24]
+    texts = ["".join(map(str, board)) for board in boards.tolist()]
+    with torch.no_grad():
+        rested = model.solve(texts, on_failure="ignore")
+        agreed = model.solve(boards, stop="consistent")
+    for answer, least in ((rested, 0.75), (agreed, 0.9)):
+        right = (answer.digits == answers).all(1)
+        assert answer.converged.double().mean() >= least
+        assert right[answer.converged].all()
+    assert agreed.evaluations.double().mean() < 0.8 * rested.evaluations.double().mean()
+
+
 @needs("text")
 def test_the_language_model_reads_and_knows_its_alphabet() -> None:
     row = find_pretrained("austen-language")
@@ -161,3 +179,18 @@ def test_an_option_takes_a_file_before_a_name(
     Path("mnist-spins").touch()
     assert weights_file("mnist-spins") == Path("mnist-spins")
     assert weights_file("mine.safetensors") == Path("mine.safetensors")
+
+
+def test_the_language_model_writes_text() -> None:
+    model = load_pretrained("austen-language")
+    assert isinstance(model, SymbolModel) and model.alphabet is not None
+    assert len(model.alphabet) == model.vocabulary
+    text = model.generate("It was ", 20, temperature=0.0)
+    assert text.startswith("It was ") and len(text) == 27
+    with pytest.raises(ValueError, match="symbols of the alphabet only, got '€'"):
+        model.generate("5 €", 3)
+    with pytest.raises(ValueError, match="prompt must hold a character"):
+        model.generate("", 3)
+    model.alphabet = None
+    with pytest.raises(ValueError, match="needs the model's alphabet"):
+        model.generate("It was ", 3)

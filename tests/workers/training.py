@@ -1,9 +1,9 @@
 """A small training run, in this process or as a script that is started by tests.
 
-    python tests/workers/training.py FOLDER [--devices N] [--kill-at STEP] [--spoil RANK]
+    python tests/workers/training.py FOLDER [--devices N] [--kill-at STEP] [--spoil RANK] [--resume]
 
 Digits, a Hyper-SET with random numbers of iterations, augmentation; then, with several devices, an
-equilibrium classifier. With --kill-at the process ends itself by SIGKILL after that step. With
+equilibrium classifier. With --kill-at the process ends itself by SIGKILL before that step. With
 --spoil the gradient of that process alone is NaN in a batch, and every process writes how it ended.
 """
 
@@ -16,49 +16,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from implicit_attn.data import ImageData, RandomAffine, load
 from implicit_attn.models import HyperSET, ImageClassifier, PatchClassifier
-from implicit_attn.training import CsvLog, NonFiniteLoss, Recipe, Training, start_processes
+from implicit_attn.training import NonFiniteLoss, Recipe, Training, start_processes
 
 # 50 + 50 + 1 images: parts of different lengths, and a batch with fewer samples than processes.
-IMAGES, BATCH, EPOCHS = 101, 50, 7
-STEPS = 3 * EPOCHS
-SAVE_EVERY = 4
-SPOILT = 5  # steps before the batch with a gradient that is not finite
+IMAGES, BATCH, EPOCHS = 101, 50, 4
+SPOILT = 4  # steps before the batch with a gradient that is not finite
 
 
-class KillAt:
-    """A log that ends the process, as nothing in it could prevent, after a step."""
+class Watched(Training):
+    """A training that counts its steps, and may end its process as nothing in it could prevent."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    steps = 0
+    kill_at: int | None = None
 
-    def start(self, step: int, epochs: int) -> None:
-        """Nothing to do."""
-
-    def step(self, step: int, values: dict[str, Any]) -> None:
-        if step == self.at:
+    def step(self, batch: int, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
+        if self.steps == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def epoch(self, step: int, values: dict[str, Any]) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
+        found = super().step(batch, inputs, targets)
+        self.steps += 1
+        return found
 
 
 def digits() -> ImageData:
     return load("digits").first(IMAGES)
 
 
-def unrolled(folder: Path, fabric: Any = None, kill_at: int | None = None) -> Training:
+def unrolled(folder: Path, fabric: Any = None, kill_at: int | None = None) -> Watched:
     """The Hyper-SET classifier, not yet trained."""
     torch.manual_seed(3)
     # Differences by iteration: a batch with few iterations leaves those of the later ones alone.
     backbone = HyperSET(16, 2, 16, iterations=3, initial_step=0.2, time_dim=8, lora_rank=1)
-    logs: list[Any] = [CsvLog(folder, every=1)]
-    return Training(
+    training = Watched(
         ImageClassifier(backbone, 8, 1, 10, patch=2, readout="tokens"),
         digits(),
         Recipe(EPOCHS, BATCH, 1e-2, iterations=(1, 3), seed=5),
@@ -66,9 +58,9 @@ def unrolled(folder: Path, fabric: Any = None, kill_at: int | None = None) -> Tr
         {"some": "settings"},
         augment=RandomAffine(shift=0.5),
         fabric=fabric,
-        save_every=SAVE_EVERY,
-        logs=logs if kill_at is None else [*logs, KillAt(kill_at)],
     )
+    training.kill_at = kill_at
+    return training
 
 
 def equilibrium(folder: Path, fabric: Any = None) -> Training:
@@ -76,14 +68,7 @@ def equilibrium(folder: Path, fabric: Any = None) -> Training:
     torch.manual_seed(4)
     model = PatchClassifier(8, 1, 10, patch=4, stem="patch", dim=8, heads=2, memories=8)
     recipe = Recipe(2, BATCH, 1e-2)
-    return Training(
-        model,
-        digits(),
-        recipe,
-        folder / "deq.safetensors",
-        fabric=fabric,
-        logs=[CsvLog(folder / "deq", 1)],
-    )
+    return Training(model, digits(), recipe, folder / "deq.safetensors", fabric=fabric)
 
 
 def spoilt(folder: Path, fabric: Any, rank: int) -> None:
@@ -104,13 +89,17 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--spoil", type=int)
+    parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     fabric = start_processes(options.devices, "cpu", unused_parameters=True)
     if options.spoil is not None:
         spoilt(options.folder, fabric, options.spoil)
         return
-    unrolled(options.folder, fabric, options.kill_at).run()
+    training = unrolled(options.folder, fabric, options.kill_at)
+    if options.resume:
+        training.resume()
+    training.run()
     if options.devices > 1:
         equilibrium(options.folder, fabric).run()
 

@@ -1,10 +1,10 @@
 """Compile the Triton kernels of bi-softmax for a device that need not be there.
 
-The arguments are its compute capability, 80, 90, 100 or 120, and, for every third variant only, the
-word "few". Prints a line of JSON for each compiled
-kernel: its name, the options it was asked for with, bytes on the chip, and, where Triton brings a
-disassembler along, how many instructions of which kind. Exits with a traceback where one does not
-compile, and with a message where one needs more shared memory than a program may have there.
+The arguments are its compute capability, 80, 90, 100 or 120, and "few" for every third variant or
+"one" for the last. Prints a line of JSON for each compiled kernel: its name, the options it was asked
+for with, bytes on the chip, and, where Triton brings a disassembler along, how many instructions of
+which kind. Exits with a traceback where one does not compile, and with a message where one needs more
+shared memory than a program may have there.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from implicit_attn.kernels.bi_softmax.triton import backend as triton_backend
 CAPABILITY = int(sys.argv[1])
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}[CAPABILITY]
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
-BOUNDED, ATOMIC = {"limit": 8.0}, {"deterministic": False}
-# width, dtype, tokens, options of both functions, options of the forward one
-Variant = tuple[int, torch.dtype, int, dict[str, Any], dict[str, Any]]
+BOUNDED = {"limit": 8.0}
+# width, dtype, tokens, options
+Variant = tuple[int, torch.dtype, int, dict[str, Any]]
 VARIANTS: dict[int, list[Variant]] = {
     80: [
-        (64, BRAIN, 2048, {"mask": True, **BOUNDED}, {}),
-        (128, BRAIN, 2048, {}, {}),
-        (128, BRAIN, 300, {"causal": True}, {}),
-        (64, BRAIN, 65, BOUNDED, {}),
+        (64, BRAIN, 2048, {"mask": True, **BOUNDED}),
+        (128, BRAIN, 2048, {}),
+        (128, BRAIN, 300, {"causal": True}),
+        (64, BRAIN, 65, BOUNDED),
     ],
+    # "few" takes every third: a kernel of each kind.
     90: [
-        (64, BRAIN, 2048, {}, {}),
-        (64, BRAIN, 2048, BOUNDED, {}),
-        (64, BRAIN, 2048, BOUNDED, ATOMIC),
-        (72, BRAIN, 2048, BOUNDED, {}),
-        (24, HALF, 300, {"mask": True}, {}),
-        (64, BRAIN, 300, {"causal": True}, {}),
-        (64, BRAIN, 65, BOUNDED, {}),
-        (32, SINGLE, 300, BOUNDED, {}),
-        (128, BRAIN, 2048, {}, {}),
-        (256, BRAIN, 2048, BOUNDED, {}),
+        (64, BRAIN, 2048, {}),
+        (72, BRAIN, 2048, BOUNDED),
+        (24, HALF, 300, {"mask": True}),
+        (64, BRAIN, 65, BOUNDED),
+        (64, BRAIN, 300, {"causal": True}),
+        (32, SINGLE, 300, BOUNDED),
+        (64, BRAIN, 2048, BOUNDED),
+        (128, BRAIN, 2048, {}),
+        (256, BRAIN, 2048, BOUNDED),
     ],
     100: [
-        (64, BRAIN, 2048, {}, {}),
-        (256, BRAIN, 2048, BOUNDED, {}),
+        (64, BRAIN, 2048, {}),
+        (256, BRAIN, 2048, BOUNDED),
+        (16, BRAIN, 16, BOUNDED),
     ],
     # The widest heads need the most memory.
     120: [
-        (256, BRAIN, 2048, BOUNDED, {}),
-        (256, BRAIN, 2048, BOUNDED, ATOMIC),
-        (256, BRAIN, 300, {"causal": True}, {}),
-        (256, BRAIN, 64, BOUNDED, {}),
+        (256, BRAIN, 2048, BOUNDED),
+        (256, BRAIN, 300, {"causal": True}),
+        (256, BRAIN, 64, BOUNDED),
     ],
 }
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -128,15 +128,17 @@ def compile_only(asked: dict[str, Any]) -> None:
 def main() -> None:
     driver.set_active(cast(Any, Absent()))
     setattr(arguments.LaunchArguments, "capability", CAPABILITY)  # noqa: B010
-    step = 3 if "few" in sys.argv else 1
-    for width, dtype, tokens, options, forward in VARIANTS[CAPABILITY][::step]:
+    variants = VARIANTS[CAPABILITY]
+    variants = (
+        variants[::3] if "few" in sys.argv else variants[-1:] if "one" in sys.argv else variants
+    )
+    for width, dtype, tokens, options in variants:
         compile_only({"width": width, "bytes": dtype.itemsize, "tokens": tokens, **options})
         z = torch.zeros(2, 2, tokens, width, dtype=dtype)
         mask = torch.ones(2, tokens, dtype=torch.bool) if options.get("mask") else None
         options = {**options, "mask": mask}
-        _, lse = triton_backend.bisoftmax_forward(z, 0.1, **options, **forward)
-        if not forward:
-            triton_backend.bisoftmax_hvp(z, z, 0.1, lse=lse, lse_cotangent=lse, **options)
+        _, lse = triton_backend.bisoftmax_forward(z, 0.1, **options)
+        triton_backend.bisoftmax_hvp(z, z, 0.1, lse=lse, lse_cotangent=lse, **options)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,8 @@ derivative of the energy), whose own raises. Only z, v and the lse are saved for
 compute in the dtype of z (half precision in float32 inside), whatever autocast says; ``dispatch``
 refuses forward mode.
 
-An operator's ``backend`` is one of
-- "blocks": strips;
-- "cpp", "triton": the kernels of that kind; the caller has checked that they take the input;
-- UNCHECKED_CPP, UNCHECKED_TRITON: the same, but the operator checks, because a compiler cannot
-  trace that check;
-- "auto": C++ where that is allowed and takes the input, else Triton where it does, else strips.
-
+An operator's ``backend`` is "blocks", "cpp", "triton", or "auto": C++ where that takes the input, else
+Triton where it does, else strips. The operators check, as a compiler cannot trace the kernels' checks.
 The third derivative is by strips, whatever the backend.
 """
 
@@ -25,13 +20,9 @@ import torch
 from torch import Tensor
 
 from implicit_attn.kernels.arguments import wide_dtype
-from implicit_attn.kernels.bi_softmax.cpp import backend as cpp
-from implicit_attn.kernels.bi_softmax.strips import backend as strips
+from implicit_attn.kernels.bi_softmax import native, strips
 from implicit_attn.kernels.operators import Operator, empty_like_first
 from implicit_attn.optional import require
-from solvers.native import process
-
-UNCHECKED_TRITON, UNCHECKED_CPP = "triton, unchecked", "cpp, unchecked"
 
 
 def mask_of(z: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
@@ -54,24 +45,22 @@ def triton_lacks(z: Tensor, mask: Tensor | None) -> str | None:
         return str(error)
 
 
-def require_triton(z: Tensor, mask: Tensor | None) -> None:
-    """ValueError where the Triton kernels do not take this input."""
-    missing = triton_backend().supports(z, mask)
-    if missing is not None:
-        raise ValueError(f'backend="triton" does not take this input: {missing}')
+def require_backend(backend: str, z: Tensor, mask: Tensor | None) -> None:
+    """An error where the kernels of ``backend`` do not take this input."""
+    if backend == "cpp":
+        native.require(z)
+    elif backend == "triton":
+        missing = triton_backend().supports(z, mask)
+        if missing is not None:
+            raise ValueError(f'backend="triton" does not take this input: {missing}')
 
 
 def _chosen(backend: str, z: Tensor, mask: Tensor | None) -> str:
-    """ "blocks", "cpp" or "triton" for any of the names above."""
-    if backend == UNCHECKED_TRITON:
-        require_triton(z, mask)
-        return "triton"
-    if backend == UNCHECKED_CPP:
-        cpp.require(z)
-        return "cpp"
+    """ "blocks", "cpp" or "triton"."""
     if backend != "auto":
+        require_backend(backend, z, mask)
         return backend
-    if process.ENABLED and cpp.unavailable(z) is None:
+    if native.unavailable(z) is None:
         return "cpp"
     return "triton" if triton_lacks(z, mask) is None else "blocks"
 
@@ -84,14 +73,12 @@ def _forward(
     limit: float | None,
     backend: str,
     lengths: Tensor | None = None,
-    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient (B, H, N, p) and lse (B, H, N), contiguous; only Triton reads ``deterministic``."""
+    """Gradient (B, H, N, p) and lse (B, H, N), contiguous."""
     backend = _chosen(backend, z, mask)
     if backend == "triton":
-        options = {"lengths": lengths, "deterministic": deterministic}
-        return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit, **options)
-    chosen = cpp if backend == "cpp" else strips
+        return triton_backend().bisoftmax_forward(z, beta, mask, causal, limit, lengths=lengths)
+    chosen = native if backend == "cpp" else strips
     return chosen.bisoftmax_forward(z, beta, mask_of(z, mask, lengths), causal, limit)
 
 
@@ -112,7 +99,7 @@ def _hvp(
     if backend == "triton":
         options = {"lse": lse, "lse_cotangent": lse_cotangent, "limit": limit, "lengths": lengths}
         return triton_backend().bisoftmax_hvp(z, v, beta, mask, causal, **options)
-    mask, chosen = mask_of(z, mask, lengths), cpp if backend == "cpp" else strips
+    mask, chosen = mask_of(z, mask, lengths), native if backend == "cpp" else strips
     return chosen.bisoftmax_hvp(z, v, beta, mask, causal, limit, lse, lse_cotangent)
 
 
@@ -125,14 +112,14 @@ def _empty_hvp_pullback(z: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    z, ctx.beta, mask, ctx.causal, ctx.limit, ctx.backend, lengths, _ = inputs
+    z, ctx.beta, mask, ctx.causal, ctx.limit, ctx.backend, lengths = inputs
     ctx.save_for_backward(z, mask, output[1], lengths)
 
 
 def _backward_forward(ctx: Any, by_gradient: Tensor, by_lse: Tensor) -> tuple[Any, ...]:
     z, mask, lse, lengths = ctx.saved_tensors
     rest = (ctx.beta, mask, ctx.causal, ctx.limit, lse.detach(), by_lse, ctx.backend, lengths)
-    return hvp(z, by_gradient.to(z.dtype), *rest), *(None,) * 7
+    return hvp(z, by_gradient.to(z.dtype), *rest), *(None,) * 6
 
 
 def _save_hvp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -164,8 +151,7 @@ _SHARED = "Tensor? mask, bool causal, float? limit"
 _LENGTHS = "Tensor? lengths=None"
 forward = Operator(
     "implicit_attn::bisoftmax",
-    f"(Tensor z, float beta, {_SHARED}, str backend, {_LENGTHS}, bool deterministic=True) "
-    "-> (Tensor, Tensor)",
+    f"(Tensor z, float beta, {_SHARED}, str backend, {_LENGTHS}) -> (Tensor, Tensor)",
     _forward,
     _empty_forward,
     _backward_forward,

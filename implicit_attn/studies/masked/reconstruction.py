@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from implicit_attn.studies.masked.baselines import BASELINES
 from implicit_attn.studies.masked.figures import draw_errors, draw_filling
 from implicit_attn.studies.tables import Table, format_table, write_table
 from implicit_attn.training import MaskedImages
-from implicit_attn.training.masked.baselines import BASELINES
 from solvers.core.checks import require_count
 
 MULTIPLES = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)  # of the iterations of training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_attn.energies.spins.gauge import binary_size, check_couplings, zero_sum
+from implicit_attn.energies.spins import binary_size, check_couplings, zero_sum
 from solvers.core.checks import require_count, require_instance
 
 
@@ -66,16 +66,6 @@ def contact_precision(scores: Tensor, edges: Tensor, number: int | None = None) 
     above, at = values > limit, values == limit
     left = number - int(above.sum())
     return (float(true[above].sum()) + left * float(true[at].double().mean())) / number
-
-
-def roc_auc(scores: Tensor, edges: Tensor) -> float:
-    """Area under the ROC curve: the chance that a true pair scores above a false one.
-
-    Ties count one half. Arguments and errors are those of :func:`contact_precision`; there must be a
-    pair that is not true, too.
-    """
-    false_share, true_share = roc_curve(scores, edges)
-    return float(torch.trapezoid(true_share, false_share))
 
 
 def roc_curve(scores: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:

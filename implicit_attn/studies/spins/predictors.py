@@ -25,7 +25,7 @@ def categorical_jacobian(
     ``J_ij^{ab}`` is the logit of colour a at site i, site i masked and site j set to b, averaged over
     what the other sites are in ``sequences``; ``J_ii = 0``. It is exact, up to the parts that only move
     fields, for a model whose logits are a sum of terms of single sites: compare after ``zero_sum`` of
-    ``implicit_attn.energies.spins.gauge``.
+    ``implicit_attn.energies.spins``.
 
     Args:
         model: tokens (B, N) -> logits (B, N, d); put into evaluation mode for the calls.

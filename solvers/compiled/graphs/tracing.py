@@ -16,8 +16,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from solvers.compiled.graphs.narrow import with_faster_products
-
 
 def trace(
     function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, fixed: int = 0
@@ -103,8 +101,6 @@ def compiled(
             # A program's key holds the sizes and strides of its inputs.
             patches = {"size_asserts": False, **chosen}
             make: Any = torch._inductor.compile
-            return make(
-                with_faster_products(graph), list(tensors), options=patches | (options or {})
-            )
+            return make(graph, list(tensors), options=patches | (options or {}))
         make = backend if callable(backend) else torch._dynamo.lookup_backend(backend)
         return make(graph, list(tensors))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import on_host
+from solvers.core.device import maybe_any
 
 FAR = 8.0  # |f(z)| against the start, beyond which a small relative residual needs a reason
 FALLEN = 0.5  # a force above this share of its peak is none
@@ -62,7 +62,7 @@ class Growth:
         self.peak = torch.where(higher, force, self.peak)
         self.place = torch.where(higher, torch.maximum(reference, self.scale), self.place)
         far = reference > FAR * self.scale
-        if on_host(force.device) and not (far | self.lost).any():
+        if not maybe_any(far | self.lost):
             return None
         share = (FAR * self.place / reference).clamp_max(FALLEN)
         near_peak = far & (force > share * self.peak)

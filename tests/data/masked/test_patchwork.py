@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn.data.masked.patchwork import (
+from implicit_attn.data.patches import (
     hidden_patches,
     hide_patches,
     join_patches,

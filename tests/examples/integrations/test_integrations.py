@@ -35,7 +35,7 @@ def example(name: str) -> Any:
     """The example as a module; skipped where a package is missing."""
     for package in NEEDS[name]:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f'needs {package}: pip install "implicit-attn[examples,integrations]"')
+            pytest.skip(f'needs {package}: pip install ".[examples,integrations]"')
     found = importlib.util.spec_from_file_location(f"integration_{name}", FOLDER / f"{name}.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

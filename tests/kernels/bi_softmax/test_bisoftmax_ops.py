@@ -174,36 +174,12 @@ def test_transforms() -> None:
     torch.testing.assert_close(mapped[:, 1], bisoftmax_hvp(z, v, BETA))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_whole_graph_compilation(dynamic: bool) -> None:
+def test_whole_graph_compilation() -> None:
     def loss(z: Tensor) -> Tensor:
         gradient, lse = bisoftmax(z, BETA, mask=HOLES, backend="blocks")
         return (gradient.square().sum() + lse.sum()) * 2.0
 
     z, _, _ = states()
     expected = torch.autograd.grad(loss(z), z)[0]
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(z), z)[0], expected)
-
-
-def test_autocast_changes_nothing() -> None:
-    z, v, _ = (t.detach().float() for t in states(count=4, width=16))
-    gradient, lse = bisoftmax(z, BETA, backend="blocks")
-    product = bisoftmax_hvp(z, v, BETA, lse=lse, backend="blocks")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = bisoftmax(z, BETA, backend="blocks")[0]
-        ours_product = bisoftmax_hvp(z, v, BETA, lse=lse, backend="blocks")
-        point = z.clone().requires_grad_()
-        recorded = bisoftmax(point, BETA, backend="blocks")[0]
-        (pullback,) = torch.autograd.grad(recorded, point, v)
-    assert torch.equal(ours, gradient) and torch.equal(recorded, gradient)
-    assert torch.equal(ours_product, product)
-    torch.testing.assert_close(pullback, product)
-
-
-def test_inference_mode() -> None:
-    z, v, _ = (t.detach() for t in states())
-    expected = bisoftmax(z, BETA, backend="blocks")[0]
-    with torch.inference_mode():
-        assert torch.equal(bisoftmax(z, BETA, backend="blocks")[0], expected)
-        assert torch.isfinite(bisoftmax_hvp(z, v, BETA, backend="blocks")).all()

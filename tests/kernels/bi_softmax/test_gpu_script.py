@@ -38,5 +38,10 @@ def test_it_adds_to_the_path_and_times_every_variant(tmp_path: Path) -> None:
         *(line.split(" | ", 1) for line in calls.read_text().splitlines()), strict=True
     )
     assert set(paths) == {f"{ROOT}:/somebody/elses"}
-    wanted = ("-m pytest", "bisoftmax.py", "bisoftmax_variants.py --sweep", "bisoftmax_layer.py")
+    wanted = (
+        "-m pytest",
+        "bisoftmax.py peers",
+        "bisoftmax.py variants --sweep",
+        "bisoftmax.py layer",
+    )
     assert [name for name in wanted if not any(name in command for command in commands)] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,7 @@ from torch import Tensor
 from solvers import Anderson, Broyden, Forward, Solver, Status, Tolerance, fixed_point
 from solvers.core.rows import scaled_norm
 
-SCALES = {
-    torch.float32: [1e-36, 1e-25, 1e-10, 1.0, 1e20, 1e35],
-    torch.float64: [1e-300, 1e-161, 1e-25, 1.0, 1e180, 1e300],
-}
+SCALES = {torch.float32: [1e-36, 1e-25, 1.0, 1e35], torch.float64: [1e-300, 1e-161, 1.0, 1e300]}
 CASES = [(dtype, scale) for dtype, scales in SCALES.items() for scale in scales]
 
 
@@ -57,13 +53,6 @@ def test_converged_means_converged_at_any_magnitude(
     torch.testing.assert_close(solution.residual.double(), relative, rtol=1e-3, atol=1e-7)
 
 
-def test_half_precision_knows_its_small_residuals() -> None:
-    b = torch.full((2, 3), 6e-8, dtype=torch.float16)
-    far: Any = {"solver": Forward(), "on_failure": "ignore", "max_steps": 1}
-    solution = fixed_point(lambda z, b: z + b, torch.zeros_like(b), (b,), **far)
-    assert (solution.residual == 1).all()
-
-
 @pytest.mark.defect("A4")
 def test_an_absolute_tolerance_below_the_range_of_squares_holds() -> None:
     b = torch.full((2, 3), 1e-25)
@@ -76,14 +65,6 @@ def test_an_absolute_tolerance_below_the_range_of_squares_holds() -> None:
     )
     assert solution.converged.all()
     assert ((0.5 * solution.value - b).double().norm(dim=1) <= 1e-28).all()
-
-
-def test_zero_is_still_a_fixed_point() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        solution = fixed_point(torch.tanh, torch.zeros(2, 3, dtype=torch.float64))
-    assert solution.status.tolist() == [Status.CONVERGED] * 2
-    assert solution.residual.tolist() == [0.0, 0.0]
 
 
 def test_rows_that_are_not_finite_leave_the_others_their_norm() -> None:
@@ -108,3 +89,23 @@ def test_a_basis_that_overflows_half_precision_is_not_heard_of(memory: int) -> N
             lambda z: -z, z0, solver=Anderson(memory=memory), on_failure="ignore", max_steps=30
         )
     assert solution.value.isfinite().all()
+
+
+def test_a_subnormal_state_has_its_own_residual() -> None:
+    start = torch.full((1, 4), 1e-310, dtype=torch.float64)
+    solution = fixed_point(
+        lambda z: 2 * z, start, solver=Forward(), max_steps=1, on_failure="ignore"
+    )
+    assert float(solution.residual) == pytest.approx(0.5, rel=1e-6)  # |2z - z| / |2z|
+
+
+def test_a_norm_out_of_range_changes_no_other_sample() -> None:
+    """In bfloat16, where z + (f(z) - z) is f(z) but for a rounding of half a percent."""
+    z = torch.tensor([[1.0, 1.703125, -0.5], [1e-30, 1e-30, 1e-30]], dtype=torch.bfloat16)
+
+    def f(z: Tensor) -> Tensor:
+        return z * 0.0142822265625
+
+    options = {"solver": Forward(), "max_steps": 1, "on_failure": "ignore", "adjoint": None}
+    both, alone = fixed_point(f, z, **options), fixed_point(f, z[:1], **options)
+    assert float(both.residual[0]) == pytest.approx(float(alone.residual[0]), rel=1e-6)

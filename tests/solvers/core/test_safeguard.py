@@ -18,14 +18,12 @@ from solvers import (
     Newton,
     Solution,
     Status,
-    Tolerance,
     fixed_point,
 )
 
 EPS = torch.finfo(torch.float64).eps
 ENERGIES = [
-    "linear_expanding", "cos", "hopfield_metastable", "energy_bisoftmax_1.0_0.3",
-    "energy_quadratic_1e4", "energy_rosenbrock_100", "energy_double_wells",
+    "linear_expanding", "energy_bisoftmax_1.0_0.3", "energy_quadratic_1e4", "energy_double_wells",
     "energy_helical_valley", "transient_nan",
 ]  # fmt: skip
 
@@ -55,7 +53,7 @@ def test_the_energy_never_rises(solver: str, name: str) -> None:
     assert not (solution.status == Status.NONFINITE).any()
 
 
-@pytest.mark.parametrize("name", ["linear_expanding", "energy_bisoftmax_1.0_0.3", "transient_nan"])
+@pytest.mark.parametrize("name", ["linear_expanding", "transient_nan"])
 @pytest.mark.parametrize("solver", PLAIN)
 def test_the_energy_never_rises_with_its_value_alone(solver: str, name: str) -> None:
     problem = make(name)
@@ -145,7 +143,7 @@ def test_a_bounded_energy_ends_at_a_stationary_point(solver: object) -> None:
 
     solution = fixed_point(
         Descent(energy, step_size=0.5), field.clone(), (matrix, field), solver=solver,  # type: ignore[arg-type]
-        max_steps=600, tolerance=Tolerance(rtol=1e-8), adjoint=None, record=True,
+        max_steps=600, tolerance=1e-8, adjoint=None, record=True,
     )  # fmt: skip
     assert bool(solution.converged.all())
     assert_never_rises(solution)
@@ -154,34 +152,6 @@ def test_a_bounded_energy_ends_at_a_stationary_point(solver: object) -> None:
     assert (gradient.norm(dim=1) <= 1e-6 * z.norm(dim=1)).all()
     assert solution.energy is not None
     torch.testing.assert_close(solution.energy, energy(z, matrix, field).detach())
-
-
-def test_descent_is_a_gradient_step() -> None:
-    problem = make("energy_log_sum_exp")
-    assert problem.energy is not None
-    with torch.no_grad():
-        stepped, energy, gradient = Descent(problem.energy, step_size=0.3).joint(
-            problem.z0, *problem.args
-        )
-    expected = problem.z0 - problem.f(problem.z0, *problem.args)
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(stepped, problem.z0 - 0.3 * expected, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(energy, problem.energy(problem.z0, *problem.args))
-    assert not stepped.requires_grad
-
-
-def test_descent_on_a_tree() -> None:
-    def energy(state: dict[str, Tensor], target: Tensor) -> Tensor:
-        return (state["a"] - target).square().sum(1) + (state["b"] ** 4).flatten(1).sum(1)
-
-    state = {"a": torch.zeros(3, 2, dtype=torch.float64), "b": torch.ones(3, 2, 2).double()}
-    target = torch.arange(6, dtype=torch.float64).reshape(3, 2) + 1
-    solution = fixed_point(
-        Descent(energy, 0.2), state, (target,), tolerance=Tolerance(1e-8), max_steps=200
-    )
-    assert bool(solution.converged.all())
-    torch.testing.assert_close(solution.value["a"], target, rtol=1e-4, atol=1e-5)
-    assert solution.value["b"].abs().max() < 0.05
 
 
 @pytest.mark.parametrize("fails", [torch.nan, torch.inf])
@@ -211,12 +181,3 @@ def test_a_descent_direction_that_lies_ends_as_stalled() -> None:
         assert (solution.status == Status.STALLED).all()
         assert torch.equal(solution.value, z0)
         assert (solution.steps == 1).all()
-
-
-def test_a_minimiser_says_that_it_needs_the_gradient() -> None:
-    class Blind(EnergyUpdate):
-        def joint(self, z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, None]:
-            return 0.5 * z, 0.25 * z.square().sum(1), None
-
-    with pytest.raises(ValueError, match="LBFGS needs the gradient"):
-        fixed_point(Blind(), torch.ones(2, 3), solver=LBFGS())

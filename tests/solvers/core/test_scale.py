@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases.solves import PLAIN, SOLVERS, plain_batch, solve
+from cases.solves import SOLVERS, plain_batch, solve
 from problems.zoo import make, scaled
-from solvers import CG, GMRES, MINRES, Implicit, LinearSolver, Tolerance, fixed_point
+from solvers import CG, GMRES, MINRES, Implicit, LinearSolver, fixed_point
 
 NAMES = [
-    "linear_symmetric_0.5", "kepler", "tanh_0.9", "mgh_broyden_banded", "hopfield_retrieval",
-    "energy_quadratic_10", "energy_bisoftmax_0.2_0.2", "transient_nan",
+    "kepler", "mgh_broyden_banded", "energy_quadratic_10", "transient_nan",
 ]  # fmt: skip
 # Powers of two move no rounding error, so that even a chaotic solve repeats itself exactly.
 EXACT = [2.0**-10, 2.0**10]
@@ -49,30 +48,17 @@ def test_powers_of_two_change_nothing_at_all(
     assert torch.equal(other.residual, original.residual)
 
 
-@pytest.mark.parametrize("factor", EXACT)
-@pytest.mark.parametrize("solver", PLAIN)
-def test_single_precision_has_no_hidden_units(solver: str, factor: float) -> None:
-    problem = make("linear_symmetric_0.9", dtype=torch.float32)
-    original = solve(problem, solver, rtol=1e-4, max_steps=60)
-    other = solve(scaled(problem, factor), solver, rtol=1e-4, max_steps=60)
-    assert other.evaluations.tolist() == original.evaluations.tolist()
-    assert torch.equal(other.value / factor, original.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("linear", [None, CG(), MINRES(), GMRES()])
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
-def test_a_scaled_loss_costs_the_same(
-    factor: float, linear: LinearSolver | None, dtype: torch.dtype
-) -> None:
+def test_a_scaled_loss_costs_the_same(factor: float, linear: LinearSolver | None) -> None:
     """torchdeq's absolute backward tolerance is never met for a large loss in float32."""
-    problem = make("linear_symmetric_0.9", dtype=dtype)
+    problem = make("linear_symmetric_0.9", dtype=torch.float32)
     matrix, offset = problem.args
     offset.requires_grad_()
     gradients, products = [], []
     for scale in (1.0, factor):
         solution = fixed_point(
-            problem.f, problem.z0, (matrix, offset), tolerance=Tolerance(rtol=1e-4),
+            problem.f, problem.z0, (matrix, offset), tolerance=1e-4,
             max_steps=100, adjoint=Implicit(solver=linear),
         )  # fmt: skip
         loss = scale * solution.value.pow(3).sum()
@@ -94,7 +80,7 @@ def test_scaled_states_cost_the_same_products() -> None:
         def g(z: torch.Tensor, *args: torch.Tensor, scale: float = scale) -> torch.Tensor:
             return scale * f(z / scale, *args)  # noqa: B023
 
-        solution = fixed_point(g, scale * z0, (weight, x), tolerance=Tolerance(rtol=1e-8))
+        solution = fixed_point(g, scale * z0, (weight, x), tolerance=1e-8)
         solution.value.square().sum().backward()
         report = solution.adjoint.solution
         assert report is not None

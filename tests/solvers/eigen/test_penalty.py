@@ -11,7 +11,7 @@ from torchdeq.loss import jac_reg
 
 import solvers
 from implicit_attn import DEQ
-from solvers import Implicit, Tolerance, jacobian_penalty
+from solvers import Implicit, jacobian_penalty
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -79,11 +79,7 @@ class Cell(nn.Module):
         return torch.tanh(z @ self.weight) + x
 
 
-EXACT: dict[str, Any] = {
-    "tolerance": Tolerance(1e-13),
-    "adjoint": Implicit(tolerance=Tolerance(1e-13)),
-    "max_steps": 200,
-}
+EXACT: dict[str, Any] = {"tolerance": 1e-13, "adjoint": Implicit(tolerance=1e-13), "max_steps": 200}
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -107,43 +103,6 @@ def test_with_the_value_the_fixed_point_moves_along(masked: bool) -> None:
     assert torch.autograd.gradcheck(held, (weight,))
     gradients = [torch.autograd.grad(f(weight).sum(), weight)[0] for f in (whole, held)]
     assert (gradients[0] - gradients[1]).abs().max() > 1e-3
-
-
-def test_transforms_and_no_grad() -> None:
-    z, x = drawn(2, 4, 3), 0.3 * drawn(2, 4, 3, seed=1)
-
-    def total(x: Tensor) -> Tensor:
-        return jacobian_penalty(step, z, (x,), samples=None).sum()
-
-    leaf = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(total(leaf), leaf)
-    torch.testing.assert_close(torch.func.grad(total)(x), expected)
-    with torch.no_grad():
-        found = jacobian_penalty(step, z, (leaf,), samples=None)
-    assert not found.requires_grad
-    torch.testing.assert_close(found.sum(), total(x))
-
-
-def test_inference_mode() -> None:
-    """Within it, and outside of it for the tensors that were made there."""
-    z, x = drawn(2, 4, 3), 0.3 * drawn(2, 4, 3, seed=1)
-    expected = jacobian_penalty(step, z, (x,), samples=None)
-    radius = solvers.spectral_radius(step, z, (x,))
-    with torch.inference_mode():
-        z, x = z.clone(), x.clone()
-        found = jacobian_penalty(step, z, (x,), samples=None)
-        assert not found.requires_grad
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(solvers.spectral_radius(step, z, (x,)), radius)
-    torch.testing.assert_close(jacobian_penalty(step, z, (x,), samples=None), expected)
-    torch.testing.assert_close(solvers.spectral_radius(step, z, (x,)), radius)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_does_not_overflow(dtype: torch.dtype) -> None:
-    z = torch.ones(2, 40000, dtype=dtype)  # whose sum of squares is above the largest float16
-    found = jacobian_penalty(lambda z: 2 * z, z, samples=2, generator=generator())
-    assert torch.equal(found, torch.full((2,), 4.0))
 
 
 def test_pytrees() -> None:

@@ -112,24 +112,8 @@ def test_several_eigenvalues(method: str) -> None:
         assert (found.products >= 30).all() if method == "dense" else (found.products > 0).all()
 
 
-def test_rotations_have_complex_eigenvalues() -> None:
-    angle = torch.tensor([0.3, 1.2], dtype=torch.float64)
-    turn = torch.stack(
-        [
-            torch.stack([angle.cos(), -angle.sin()], dim=1),
-            torch.stack([angle.sin(), angle.cos()], dim=1),
-        ],
-        dim=1,
-    )
-    result = spectrum(multiply, torch.zeros(2, 2).double(), (0.9 * turn,))
-    torch.testing.assert_close(result.eigenvalues[:, 0].abs(), torch.full((2,), 0.9).double())
-    torch.testing.assert_close(result.eigenvalues[:, 0].angle().abs(), angle)
-
-
 @pytest.mark.parametrize("size", [12, 80])
-@pytest.mark.parametrize(
-    ("dtype", "accuracy"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)]
-)
+@pytest.mark.parametrize(("dtype", "accuracy"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 def test_low_precision(size: int, dtype: torch.dtype, accuracy: float) -> None:
     """Products in the dtype of z, eigenvalues in float64."""
     z, matrix = (t.to(dtype) for t in problem(size, "definite"))
@@ -144,19 +128,6 @@ def test_low_precision(size: int, dtype: torch.dtype, accuracy: float) -> None:
     assert largest.dtype == torch.float64
     expected = radius(matrix.double())
     torch.testing.assert_close(largest, expected, rtol=accuracy, atol=0)
-
-
-def test_a_pytree_is_linearised_as_one_vector() -> None:
-    z, matrix = problem(10, "contraction")
-
-    def f(state: dict[str, Tensor], matrix: Tensor) -> dict[str, Tensor]:
-        image = update(torch.cat([state["a"].flatten(1), state["b"]], dim=1), matrix)
-        return {"a": image[:, :6].reshape(-1, 2, 3), "b": image[:, 6:]}
-
-    state = {"a": z[:, :6].reshape(-1, 2, 3), "b": z[:, 6:]}
-    torch.testing.assert_close(jacobian(f, state, (matrix,)), dense_jacobian(z, matrix))
-    expected = radius(dense_jacobian(z, matrix))
-    torch.testing.assert_close(spectral_radius(f, state, (matrix,), method="arpack"), expected)
 
 
 @pytest.mark.parametrize("method", ["dense", "arpack"])
@@ -219,27 +190,19 @@ def test_samples_are_independent_and_repeatable() -> None:
     [
         ({"f": 1}, TypeError, "f must be callable, got <class 'int'>"),
         ({"what": "all"}, ValueError, "what must be one of .* got 'all'"),
-        ({"method": "power"}, ValueError, "method must be one of .* got 'power'"),
-        ({"kind": "field"}, ValueError, "kind must be one of .* got 'field'"),
         (
             {"kind": "energy"},
             ValueError,
             r"one number per sample, shape \(3,\), got shape \(3, 12\)",
         ),
-        ({"count": 0}, ValueError, "count must be >= 1, got 0"),
         ({"count": 13}, ValueError, "needs at least 13 unknowns per sample, got 12"),
         ({"count": 5, "method": "arpack"}, ValueError, "at least 13 unknowns per sample, got 12"),
         ({"tolerance": -1.0}, ValueError, "tolerance must be in"),
-        ({"max_products": 0}, ValueError, "max_products must be >= 1, got 0"),
-        ({"on_failure": "shout"}, ValueError, "on_failure must be one of .* got 'shout'"),
         ({"args": (torch.ones(4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,\)"),
-        ({"args": []}, TypeError, "args must be a tuple"),
-        ({"z": torch.ones(3, 0)}, ValueError, "z must hold at least one number per sample"),
         ({"z": torch.ones(0, 3)}, ValueError, "z must hold at least one sample"),
         ({"what": "extremes"}, ValueError, "must be symmetric .* got a relative asymmetry"),
         ({"f": lambda z: z.detach()}, ValueError, "f.z. must depend on z through autograd"),
         ({"f": lambda z: z[:, :3]}, ValueError, "f must return leaves of shape"),
-        ({"f": lambda z: (z,)}, TypeError, "f must return the structure of z"),
     ],
 )
 def test_errors_say_what_came_and_what_was_expected(

@@ -23,18 +23,9 @@ def concave(z: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.defect("A12")
-def test_a_constant_force_has_no_fixed_point() -> None:
-    layer = DEQ.from_energy(linear, max_steps=200)
-    with pytest.warns(SolveWarning, match="is the energy unbounded below"):
-        solution = layer.solve(torch.ones(1, 2, 3))
-    assert solution.counts() == {"DIVERGED": 1}
-
-
-@pytest.mark.defect("A12")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-def test_no_budget_makes_a_constant_force_converge(solver: Solver, dtype: torch.dtype) -> None:
-    z0 = torch.linspace(-1, 1, 6, dtype=dtype).reshape(2, 3)
+def test_no_budget_makes_a_constant_force_converge(solver: Solver) -> None:
+    z0 = torch.linspace(-1, 1, 6).reshape(2, 3)
     for steps in (20, 1000):
         options: Any = {"max_steps": steps, "on_failure": "ignore", "solver": solver}
         assert not fixed_point(Descent(linear, 30.0), z0, **options).converged.any()
@@ -57,10 +48,7 @@ def test_a_sample_that_runs_away_leaves_the_others_alone() -> None:
 
 
 UNBOUNDED: dict[str, tuple[Any, float]] = {  # energy, start: the force falls early, or slowly
-    "bump_then_linear": (
-        lambda z: -(1 + z * z).sqrt().sum(1) + 3 * torch.exp(-z * z).sum(1),
-        0.5,
-    ),
+    "bump_then_linear": (lambda z: -(1 + z * z).sqrt().sum(1) + 3 * torch.exp(-z * z).sum(1), 0.5),
     "bump_then_flatter": (lambda z: -0.4 * z.sum(1) + 3 * torch.exp(-z * z).sum(1), 0.5),
     "power": (lambda z: -((1 + z * z) ** 0.45).sum(1), 1.0),
     "root": (lambda z: -((1 + z * z) ** 0.25).sum(1), 1.0),
@@ -69,11 +57,10 @@ UNBOUNDED: dict[str, tuple[Any, float]] = {  # energy, start: the force falls ea
 
 @pytest.mark.defect("A12")
 @pytest.mark.parametrize("name", UNBOUNDED)
-@pytest.mark.parametrize("steps", [100, 200])
-def test_a_force_that_fell_less_than_the_state_grew_is_no_minimum(name: str, steps: int) -> None:
+def test_a_force_that_fell_less_than_the_state_grew_is_no_minimum(name: str) -> None:
     energy, start = UNBOUNDED[name]
     z0 = torch.full((2, 3), start)
-    solution = fixed_point(Descent(energy), z0, max_steps=steps, on_failure="ignore")
+    solution = fixed_point(Descent(energy), z0, max_steps=200, on_failure="ignore")
     assert solution.counts() == {"DIVERGED": 2}
 
 
@@ -82,11 +69,10 @@ def double_well(z: Tensor) -> Tensor:
 
 
 @pytest.mark.defect("A12")
-@pytest.mark.parametrize("start", [1e-4, 1e-8])
-def test_a_slow_start_at_a_saddle_point_is_no_divergence(start: float) -> None:
-    f, z0 = Descent(double_well, 0.1), torch.full((1, 2), start)
+def test_a_slow_start_at_a_saddle_point_is_no_divergence() -> None:
+    f, z0 = Descent(double_well, 0.1), torch.full((1, 2), 1e-8)
     options: Any = {"solver": GradientDescent(), "on_failure": "ignore"}
-    for steps in range(60, 260, 20):
+    for steps in (60, 140, 240):
         counts = fixed_point(f, z0, max_steps=steps, **options).counts()
         assert "DIVERGED" not in counts, steps
 

@@ -12,18 +12,9 @@ from torch.nn import functional as F
 
 from implicit_attn import DEQ
 from implicit_attn.updates.update import Update
-from solvers import (
-    Adjoint,
-    Descent,
-    Forward,
-    Implicit,
-    OneStep,
-    Phantom,
-    Unrolled,
-    fixed_point,
-)
+from solvers import Adjoint, Descent, Forward, Implicit, Unrolled, fixed_point
 
-ADJOINTS = [None, Implicit(), Unrolled(), Phantom(3), OneStep()]
+ADJOINTS = [None, Implicit(), Unrolled()]
 
 
 def in_place(z: Tensor, b: Tensor) -> Tensor:
@@ -57,22 +48,6 @@ def test_work_in_place_is_refused_and_undone(
             fixed_point(f, z0, (b,), adjoint=adjoint, solver=Forward())
         assert torch.equal(z0, before[0])
         assert torch.equal(b, before[1])
-
-
-@pytest.mark.defect("A7")
-def test_ordinary_tensors_are_safe_in_inference_mode() -> None:
-    z0, b = torch.zeros(2, 3), torch.ones(2, 3)
-    with torch.inference_mode(), pytest.raises(ValueError, match="f works in place"):
-        fixed_point(in_place, z0, (b,))
-    assert (z0 == 0).all()
-
-
-@pytest.mark.defect("A7")
-def test_an_update_in_place_is_refused_by_the_layer() -> None:
-    x = torch.ones(2, 3, 4)
-    with pytest.raises(ValueError, match="f works in place"):
-        DEQ.from_update(in_place)(x)
-    assert (x == 1).all()
 
 
 @pytest.mark.defect("A7")
@@ -115,10 +90,6 @@ class Around(nn.Module):
         return 0.3 * torch.tanh(self.inner(z)) + x
 
 
-def dropped(z: Tensor, x: Tensor) -> Tensor:
-    return 0.3 * F.dropout(z, 0.3) + x
-
-
 NAMES = ["rrelu", "attention", "batch_norm", "instance_norm", "dropout"]
 
 
@@ -148,19 +119,6 @@ def test_what_changes_at_every_evaluation_is_refused(name: str, direct: bool) ->
     module.eval()
     value = fixed_point(module, x, (x,)).value if direct else DEQ.from_update(module).eval()(x)
     torch.testing.assert_close(module(value, x), value, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.defect("A11")
-def test_functions_that_draw_or_learn_are_refused() -> None:
-    x, norm = torch.randn(2, 3, 4), nn.BatchNorm1d(3)
-    with pytest.raises(ValueError, match="evaluated at the same point again"):
-        fixed_point(dropped, x, (x,))
-    with pytest.raises(ValueError, match="evaluated at the same point again"):
-        DEQ.from_update(dropped)(x)
-    with pytest.raises(ValueError, match="running statistics of BatchNorm1d"):
-        fixed_point(lambda z, x: 0.3 * norm(z) + x, x, (x,))
-    norm.eval()
-    assert fixed_point(lambda z, x: 0.3 * norm(z) + x, x, (x,)).converged.all()
 
 
 def test_numbers_drawn_from_a_seed_or_for_nothing_are_allowed() -> None:
@@ -233,24 +191,6 @@ def test_draws_that_the_start_hides_are_refused(f: Any, start: float) -> None:
             DEQ.from_update(f, init="zeros")(x)
 
 
-@pytest.mark.defect("A11")
-@pytest.mark.parametrize("start", [0.0, 1.0])
-def test_an_energy_that_draws_is_refused(start: float) -> None:
-    z0 = torch.full((8, 5), start)
-    with pytest.raises(ValueError, match="evaluated at the same point again"):
-        fixed_point(lambda z: 0.5 * z, z0, energy=lambda z: (F.dropout(z, 0.3) ** 2).sum(1))
-
-
-def test_points_outside_of_the_domain_refuse_no_seed() -> None:
-    def seeded(z: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        if not bool((z >= 0).all()):
-            raise ArithmeticError("outside")
-        return 0.3 * z + torch.rand(3)
-
-    assert fixed_point(seeded, torch.ones(2, 3), solver=Forward()).converged.all()
-
-
 class Box:
     """No module, but it holds one."""
 
@@ -295,13 +235,12 @@ def ways(norm: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.defect("A11")
 @pytest.mark.parametrize("layer", [False, True])
-@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("way", list(ways(nn.BatchNorm1d(4))))
-def test_a_norm_that_learns_is_found_wherever_it_is(way: str, inference: bool, layer: bool) -> None:
+def test_a_norm_that_learns_is_found_wherever_it_is(way: str, layer: bool) -> None:
     norm, z0 = nn.BatchNorm1d(4), torch.randn(8, 4)
     f = ways(norm)[way]
     before = {name: value.clone() for name, value in norm.state_dict().items()}
-    with torch.inference_mode(inference), pytest.raises(ValueError, match="running statistics of"):
+    with torch.inference_mode(layer), pytest.raises(ValueError, match="running statistics of"):
         if layer:
             DEQ.from_update(lambda z, x: f(z) + x)(z0)
         else:
@@ -312,13 +251,6 @@ def test_a_norm_that_learns_is_found_wherever_it_is(way: str, inference: bool, l
     if way != "function":
         norm.eval()
         assert fixed_point(f, z0).converged.all()
-
-
-@pytest.mark.defect("A11")
-def test_a_norm_over_the_batch_is_refused_without_statistics_too() -> None:
-    norm = nn.BatchNorm1d(4, track_running_stats=False)
-    with pytest.raises(ValueError, match="normalises over the batch by BatchNorm1d"):
-        fixed_point(lambda z: 0.5 * torch.tanh(norm(z)), torch.randn(8, 4))
 
 
 @pytest.mark.defect("A11")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cases.spin_models import (
     as_matrix,
@@ -29,7 +29,6 @@ from solvers import (
     SolveWarning,
     SphericalSite,
     Status,
-    Tolerance,
     adaptive_tap,
 )
 
@@ -75,40 +74,24 @@ def test_gaussian_sites_are_solved_exactly() -> None:
     assert value.covariance.stride(0) == value.cavity_variance.stride(0) == 0
 
 
-CONVENTIONS = [
-    # couplings, s, largest ratio of the median errors. Where every J_ij is N(0, s^2/N) and s = 1, adaptive
-    # TAP itself stands at 0.11 of the naive error (300 models).
-    (averaged_couplings, 0.5, 0.1),
-    (averaged_couplings, 1.0, 0.1),
-    (couplings, 0.5, 0.1),
-    (couplings, 1.0, 0.15),
-]
-
-
-@pytest.mark.parametrize(("draw", "strength", "bound"), CONVENTIONS)
-def test_ising_against_enumeration(
-    draw: Callable[..., Tensor], strength: float, bound: float
-) -> None:
+# Largest ratio of the median errors. Where every J_ij is N(0, s^2/N) and s = 1, adaptive TAP itself
+# stands at 0.11 of the naive error (300 models).
+@pytest.mark.parametrize(("strength", "bound"), [(0.5, 0.1), (1.0, 0.15)])
+def test_ising_against_enumeration(strength: float, bound: float) -> None:
     sites, random, states = 10, generator(1), ising_states(10)
-    errors: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(50):
-        blocks, x = draw(sites, 1, strength / sites**0.5, random), fields(1, sites, 1, random)
+    errors: dict[str, list[float]] = {"adaptive": [], "naive": []}
+    for _ in range(20):
+        blocks, x = couplings(sites, 1, strength / sites**0.5, random), fields(1, sites, 1, random)
         exact, _ = enumerate_moments(states, blocks, x[0])
-        for onsager, found in errors.items():
-            solution = adaptive_tap(
-                blocks,
-                x,
-                site=IsingSite(),
-                onsager=onsager,
-                on_failure="ignore",
-                tolerance=Tolerance(1e-8),
-            )
-            if onsager:
+        options: dict[str, Any] = {"tolerance": 1e-8, "on_failure": "ignore"}
+        for order, found in errors.items():
+            solution = adaptive_tap(blocks, x, site=IsingSite(), order=order, **options)
+            if order == "adaptive":
                 assert solution.converged.all()
                 assert_consistent(solution, blocks, x, IsingSite())
             found.append(relative_error(solution.value.mean, exact))
-    median = {onsager: torch.tensor(found).median().item() for onsager, found in errors.items()}
-    assert median[True] <= bound * median[False]
+    median = {order: torch.tensor(found).median().item() for order, found in errors.items()}
+    assert median["adaptive"] <= bound * median["naive"]
 
 
 def assert_consistent(solution: Solution, blocks: Tensor, x: Tensor, site: Site) -> None:
@@ -126,7 +109,7 @@ def assert_consistent(solution: Solution, blocks: Tensor, x: Tensor, site: Site)
 
 def test_strong_couplings_give_no_nan_and_an_honest_status() -> None:
     sites, random, seen = 10, generator(2), set[int]()
-    for _ in range(50):
+    for _ in range(15):
         blocks, x = couplings(sites, 1, 3.0 / sites**0.5, random), fields(1, sites, 1, random)
         solution = adaptive_tap(blocks, x, site=IsingSite(), on_failure="ignore", response=True)
         assert all(torch.isfinite(t).all() for t in solution.value if t is not None)
@@ -139,18 +122,17 @@ def test_strong_couplings_give_no_nan_and_an_honest_status() -> None:
     assert int(Status.CONVERGED) in seen
 
 
-@pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_potts_beats_the_naive_mean_field_on_every_model(strength: float) -> None:
-    sites, dim, random = 7, 3, generator(3)
+def test_potts_beats_the_naive_mean_field_on_every_model() -> None:
+    sites, dim, strength, random = 7, 3, 1.0, generator(3)
     states = potts_states(sites, dim)
-    for _ in range(20):
+    for _ in range(10):
         blocks, x = (
             couplings(sites, dim, strength / sites**0.5, random),
             fields(1, sites, dim, random),
         )
         exact, covariance = enumerate_moments(states, blocks, x[0])
         tap = adaptive_tap(blocks, x, site=PottsSite(), response=True)
-        naive = adaptive_tap(blocks, x, site=PottsSite(), onsager=False)
+        naive = adaptive_tap(blocks, x, site=PottsSite(), order="naive")
         assert tap.converged.all()
         error = relative_error(tap.value.mean, exact)
         assert error < 0.25 * relative_error(naive.value.mean, exact)
@@ -173,18 +155,8 @@ def test_spheres_against_monte_carlo() -> None:
     assert solution.converged.all()
     assert away.abs().max() < 3.5
     assert away.square().mean() < 2.5
-    naive = adaptive_tap(blocks, x, site=SphericalSite(), onsager=False).value.mean.flatten()
+    naive = adaptive_tap(blocks, x, site=SphericalSite(), order="naive").value.mean.flatten()
     assert ((naive - mean) / bar).square().mean() > 25  # the test can tell
-
-
-@SITES
-def test_uncoupled_sites_are_themselves(site: Site, dim: int) -> None:
-    x = fields(3, 4, dim, generator(5))
-    value = adaptive_tap(torch.zeros(4, 4, dim, dim, dtype=F64), x, site=site).value
-    nothing = torch.zeros(3, 4, dim, dim, dtype=F64)
-    for got, wanted in zip(value[:2], site.moments(x, nothing), strict=True):
-        torch.testing.assert_close(got, wanted.expand_as(got))
-    assert torch.equal(value.cavity_variance, nothing)
 
 
 # --- batches, masks, options -------------------------------------------------------------------------
@@ -223,16 +195,6 @@ def test_masked_sites_are_not_there(site: Site, dim: int) -> None:
     torch.testing.assert_close(value.mean[1], full.mean[0], rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("damping", [1.0, 0.5])
-def test_damped_steps_end_at_the_same_solution(damping: float) -> None:
-    random = generator(8)
-    blocks, x = couplings(6, 3, 0.3, random), fields(2, 6, 3, random)
-    automatic = adaptive_tap(blocks, x, site=PottsSite())
-    plain = adaptive_tap(blocks, x, site=PottsSite(), damping=damping)
-    torch.testing.assert_close(plain.value.mean, automatic.value.mean, rtol=1e-8, atol=1e-9)
-    assert (plain.evaluations > automatic.evaluations).all()
-
-
 def test_an_indefinite_start_is_raised_until_it_is_definite() -> None:
     """A ferromagnet at V = 0 has an indefinite response; the solution has not."""
     sites = 8
@@ -256,23 +218,10 @@ def test_saturated_sites_converge() -> None:
     torch.testing.assert_close(low.value.mean.double(), solution.value.mean, rtol=1e-4, atol=1e-5)
 
 
-def test_half_precision_is_solved_in_single() -> None:
-    random = generator(10)
-    blocks, x = couplings(6, 3, 0.3, random), fields(2, 6, 3, random)
-    blocks, x = blocks.bfloat16(), x.bfloat16()
-    solution = adaptive_tap(blocks, x, site=PottsSite())
-    wanted = adaptive_tap(blocks.double(), x.double(), site=PottsSite())
-    assert solution.value.mean.dtype == torch.bfloat16
-    assert solution.converged.all()
-    torch.testing.assert_close(
-        solution.value.mean.double(), wanted.value.mean, rtol=0.02, atol=0.01
-    )
-
-
 def test_naive_mean_field_solves_its_own_equation() -> None:
     random = generator(11)
     blocks, x = couplings(6, 3, 0.4, random), fields(2, 6, 3, random)
-    solution = adaptive_tap(blocks, x, site=PottsSite(), onsager=False, response=True)
+    solution = adaptive_tap(blocks, x, site=PottsSite(), order="naive", response=True)
     mean, covariance, variance, response = solution.value[:4]
     assert not variance.any()
     h = x + torch.einsum("ijab,sjb->sia", blocks, mean)
@@ -299,7 +248,7 @@ def test_a_model_that_does_not_exist_is_indefinite() -> None:
         with pytest.warns(SolveWarning, match="INDEFINITE 3 of 3"):
             solution = adaptive_tap(blocks, x, site=site, response=True, mask=mask)
         assert (solution.status == Status.INDEFINITE).all()
-        assert torch.isinf(solution.residual).all()
+        assert torch.isinf(solution.residual).all() and not solution.value.mean.any()
         assert all(torch.isfinite(t).all() for t in solution.value if t is not None)
     with pytest.raises(SolveError) as caught:
         adaptive_tap(blocks, x, site=site, on_failure="raise")
@@ -362,12 +311,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"couplings": GOOD / 0}, ValueError, "couplings must be finite"),
     ({"couplings": GOOD[:2]}, ValueError, r"\(3, 3, 2, 2\).*got \(2, 3, 2, 2\)"),
     ({"couplings": GOOD.float()}, TypeError, "couplings must be like field"),
-    ({"couplings": GOOD.long()}, TypeError, "couplings must be a floating tensor"),
-    ({"couplings": None}, TypeError, "couplings must be a floating tensor"),
     ({"field": X[0]}, ValueError, r"field must have the shape \(B, N, d\)"),
-    ({"field": X[:0]}, ValueError, "field must have the shape"),
     ({"field": X / 0}, ValueError, r"field must be finite.*\[0, 1\]"),
-    ({"site": "potts"}, TypeError, "site must be a solvers.Site"),
+    ({"site": 3}, TypeError, "site must be a solvers.Site"),
     ({"mask": torch.ones(2, 3)}, TypeError, r"mask must be a bool tensor .*torch.float32$"),
     (
         {"mask": torch.ones(2, 2, dtype=torch.bool)},
@@ -375,25 +321,13 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"mask must have the shape \(2, 3\)",
     ),
     ({"damping": 0.0}, ValueError, "damping"),
-    ({"damping": 1.5}, ValueError, "damping"),
     ({"damping": "auto"}, TypeError, "damping"),
-    ({"tolerance": 1e-3}, TypeError, "tolerance"),
-    ({"max_steps": 0}, ValueError, "max_steps"),
-    ({"adjoint": "implicit"}, TypeError, "adjoint"),
-    ({"onsager": 1}, TypeError, "onsager"),
-    ({"onsager": True, "order": "naive"}, ValueError, "onsager=True is order='adaptive'"),
-    ({"onsager": False, "order": "second"}, ValueError, "onsager=False is order='naive'"),
     ({"order": "third"}, ValueError, "order must be one of"),
-    ({"log_partition": 1}, TypeError, "log_partition"),
     ({"inverse_temperature": 0}, ValueError, "inverse_temperature must be > 0"),
     ({"inverse_temperature": ()}, ValueError, "inverse_temperature must hold"),
-    ({"inverse_temperature": "1"}, TypeError, "inverse_temperature must be a number"),
     ({"inverse_temperature": torch.tensor([0.1, 1.0])}, TypeError, r"of a tensor .*tolist\(\)"),
     ({"start": torch.zeros(2, 3, 2)}, TypeError, "start must be a SpinState"),
-    ({"start": (X, X)}, TypeError, "SpinMarginals, got <class 'tuple'>$"),
     ({"response": 1}, TypeError, "response"),
-    ({"record": 1}, TypeError, "record"),
-    ({"on_failure": "shout"}, ValueError, "on_failure"),
 ]
 
 
@@ -404,3 +338,102 @@ def test_errors_name_the_argument(
     arguments = {"couplings": GOOD, "field": X, "site": PottsSite()} | change
     with pytest.raises(error, match=words):
         adaptive_tap(**arguments)
+
+
+def test_means_of_potts_sites_sum_to_one_at_any_tolerance() -> None:
+    torch.manual_seed(0)
+    couplings = 0.3 * torch.randn(5, 5, 3, 3, dtype=torch.float64)
+    couplings = (couplings + couplings.permute(1, 0, 3, 2)) * (1 - torch.eye(5)[:, :, None, None])
+    field = torch.randn(2, 5, 3, dtype=torch.float64)
+    found = adaptive_tap(couplings, field, site="potts", damping=0.3, tolerance=1e-2)
+    assert found.converged.all()
+    torch.testing.assert_close(found.value.mean.sum(-1), torch.ones(2, 5, dtype=torch.float64))
+
+
+# how far the means of a sample lie outside, (B,)
+OUTSIDE: dict[str, tuple[Site, int, Callable[[Tensor], Tensor]]] = {
+    "ising": (IsingSite(), 1, lambda m: m.abs().amax((1, 2)) - 1),
+    "potts": (PottsSite(), 3, lambda m: torch.maximum(-m, m - 1).amax((1, 2))),
+    "sphere": (SphericalSite(), 3, lambda m: m.norm(dim=-1).amax(1) - 3**0.5),
+}
+
+
+@pytest.mark.defect("D6")
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize(("order", "max_steps"), [("adaptive", 3), ("naive", 10)])
+def test_unconverged_means_stay_in_the_domain(name: str, order: str, max_steps: int) -> None:
+    site, dim, outside = OUTSIDE[name]
+    unconverged = 0
+    for strength in (1.0, 4.0):
+        random = generator(1)
+        blocks = couplings(20, dim, strength / (20 * dim) ** 0.5, random)
+        x = fields(8, 20, dim, random, 1.0)
+        options = {"max_steps": max_steps, "order": order, "on_failure": "ignore"}
+        solution = adaptive_tap(blocks, x, site=site, adjoint=None, **options)
+        unconverged += int((~solution.converged).sum())
+        assert (outside(solution.value.mean) <= 1e-12).all()
+    assert unconverged
+
+
+def test_unconverged_means_still_carry_a_gradient() -> None:
+    random = generator(1)
+    blocks, x = couplings(6, 1, 0.2, random), fields(2, 6, 1, random, 1.0).requires_grad_()
+    solution = adaptive_tap(blocks, x, site=IsingSite(), max_steps=4, on_failure="ignore")
+    assert (solution.status == Status.MAX_STEPS).all()
+    (slope,) = torch.autograd.grad(solution.value.mean.sum(), x)
+    exact = adaptive_tap(blocks, x, site=IsingSite())
+    (wanted,) = torch.autograd.grad(exact.value.mean.sum(), x)
+    # four steps from the start: near the solution, not at it
+    torch.testing.assert_close(slope, wanted, rtol=0.05, atol=0.02)
+
+
+EVERY: dict[str, Any] = {"response": True, "log_partition": True}
+KINDS = pytest.mark.parametrize(
+    ("site", "dim", "order"),
+    [
+        (IsingSite(), 1, "adaptive"),
+        (PottsSite(), 3, "naive"),
+        (SphericalSite(), 3, "adaptive"),
+        (GaussianSite(0.5 * torch.eye(3)), 3, "adaptive"),
+    ],
+    ids=["ising", "potts", "sphere", "gaussian"],
+)
+
+
+def small_model(dim: int) -> tuple[Tensor, Tensor]:
+    random = generator(0)
+    return couplings(4, dim, 0.2, random), fields(3, 4, dim, random)
+
+
+@KINDS
+def test_autocast_leaves_every_result_in_single_precision(site: Site, dim: int, order: str) -> None:
+    blocks, x = small_model(dim)
+    wanted = adaptive_tap(blocks, x, site=site, order=order, **EVERY).value
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = adaptive_tap(blocks.float(), x.float(), site=site, order=order, **EVERY)
+    assert solution.converged.all()
+    for got, exact in zip(solution.value, wanted, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@KINDS
+def test_half_precision_gives_every_result(site: Site, dim: int, order: str) -> None:
+    blocks, x = (tensor.bfloat16() for tensor in small_model(dim))
+    solution = adaptive_tap(blocks, x, site=site, order=order, **EVERY)
+    wanted = adaptive_tap(blocks.double(), x.double(), site=site, order=order, **EVERY)
+    assert solution.converged.all()
+    kinds = [torch.bfloat16] * 4 + [torch.float32]  # log Z is a sum over sites
+    for got, exact, dtype in zip(solution.value, wanted.value, kinds, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), exact, rtol=0.03, atol=0.03)
+
+
+@KINDS
+def test_no_adjoint_means_no_gradient_of_anything(site: Site, dim: int, order: str) -> None:
+    """The covariance at a fixed state would have a gradient, but half of the true one."""
+    blocks, x = (tensor.requires_grad_() for tensor in small_model(dim))
+    if isinstance(site, GaussianSite):
+        site = GaussianSite(nn.Parameter(0.5 * torch.eye(3, dtype=F64)))
+    value = adaptive_tap(blocks, x, site=site, adjoint=None, order=order, **EVERY).value
+    assert not any(tensor.requires_grad for tensor in value)

@@ -16,13 +16,12 @@ from cases.spin_models import (
     enumerate_moments,
     fields,
     generator,
-    ising_states,
     potts_states,
 )
 from solvers import GaussianSite, IsingSite, PottsSite, Site, SphericalSite, TorusSite, gibbs
 
 F64 = torch.float64
-CHAINS = 8_000
+CHAINS = 4_000
 ERRORS = 4.5  # standard errors of a mean that are allowed
 
 
@@ -53,9 +52,7 @@ SITES: list[tuple[str, Site, int, bool]] = [
     ("gaussian", gaussian(3), 3, True),
     ("gaussian each", gaussian(2, 3), 2, True),
     ("sphere", SphericalSite(), 3, False),
-    ("circle of radius 1.3", SphericalSite(1.3), 2, False),
     ("sphere in 20 dimensions", SphericalSite(), 20, False),
-    ("large dimension", SphericalSite(large_dimension=True), 4, False),
 ]
 CASES = pytest.mark.parametrize(
     ("site", "dim", "varies"), [case[1:] for case in SITES], ids=[case[0] for case in SITES]
@@ -80,8 +77,8 @@ def test_draws_have_the_moments_of_the_site(site: Site, dim: int, varies: bool) 
             assert_moments(drawn[:, i], mean[0, i], covariance[0, i])
 
 
-@pytest.mark.parametrize("dim", [2, 3, 30])
-@pytest.mark.parametrize("size", [0.0, 1e-6, 1e3, 1e9])
+@pytest.mark.parametrize("dim", [2, 30])
+@pytest.mark.parametrize("size", [0.0, 1e3, 1e9])
 def test_points_lie_on_the_sphere_in_any_field(dim: int, size: float) -> None:
     field = torch.full((5, 1, dim), size / math.sqrt(dim), dtype=torch.float32)
     drawn = SphericalSite(2.0).sample(field, generator(0))
@@ -127,12 +124,6 @@ def test_potts_sites_against_enumeration(site: Site) -> None:
     field = fields(1, 4, 3, generator(1))[0]
     exact = enumerate_moments(potts_states(4, 3), blocks, field)
     assert_moments(sample(blocks, field, site).flatten(1), *exact)
-
-
-def test_ising_sites_against_enumeration() -> None:
-    blocks, field = couplings(5, 1, 0.6, generator(0)), fields(1, 5, 1, generator(1))[0]
-    exact = enumerate_moments(ising_states(5), blocks, field)
-    assert_moments(sample(blocks, field, IsingSite()).flatten(1), *exact)
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -203,7 +194,7 @@ DOMAINS: list[tuple[Site, list[float], list[float], str]] = [
 
 
 @pytest.mark.parametrize(("site", "right", "wrong", "words"), DOMAINS)
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
 def test_states_must_be_values_of_the_site(
     site: Site, right: list[float], wrong: list[float], words: str, dtype: torch.dtype
 ) -> None:
@@ -219,10 +210,6 @@ def test_states_must_be_values_of_the_site(
     with pytest.raises(ValueError, match="given must be " + words):
         gibbs(blocks, field, site=site, sweeps=1, given=(bad, clamped))
     gibbs(blocks, field, site=site, sweeps=1, given=(bad, ~clamped & clamped))  # no one is clamped
-
-
-def test_sites_without_a_domain_take_every_vector() -> None:
-    assert gaussian(2).takes(torch.randn(3, 2)).all()
 
 
 def test_chains_go_on_from_a_start_and_have_fields_of_their_own() -> None:
@@ -252,17 +239,12 @@ VALUES, CLAMPED = torch.full((3, 2), 0.5), torch.tensor([True, False, False])
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"site": "potts"}, TypeError, "site must be"),
     ({"sweeps": 0}, ValueError, "sweeps must be >= 1"),
-    ({"chains": 0}, ValueError, "chains must be >= 1"),
-    ({"generator": 3}, TypeError, "generator must be"),
     ({"field": X[:2]}, ValueError, "couplings must have the shape"),
     ({"field": X.expand(4, 3, 2)}, ValueError, "field must be one for all or for 2 chains"),
-    ({"couplings": J + 1}, ValueError, "zero diagonal blocks"),
-    ({"start": X}, ValueError, r"start must have the shape \(2, 3, 2\)"),
     ({"start": X.expand(2, 3, 2)}, ValueError, "start must be one-hot"),
     ({"start": X.expand(2, 3, 2) + math.nan}, ValueError, "start must be finite"),
     ({"start": (torch.rand(500, 2),)}, TypeError, "start must be a tensor, got <class 'tuple'>"),
     ({"given": VALUES}, TypeError, "given must be a pair"),
-    ({"given": (VALUES,)}, TypeError, "tensors, got 1 of them"),
     ({"given": (VALUES, CLAMPED)}, ValueError, "given must be one-hot"),
     ({"given": (VALUES, CLAMPED.float())}, TypeError, "given must hold a bool tensor"),
     ({"given": (VALUES[:2], CLAMPED)}, ValueError, "given must hold values of the shape"),

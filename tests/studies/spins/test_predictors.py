@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.energies.spins.gauge import zero_sum
+from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import FactoredAttention, MaskedTransformer
 from implicit_attn.studies import graph_potts
 from implicit_attn.studies.spins.graphs import conditional_logits

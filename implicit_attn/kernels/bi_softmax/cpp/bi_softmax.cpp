@@ -3,6 +3,8 @@
 // With S = beta Z Z^T, L_i = log sum_j exp(S_ij) and P_ij = exp(S_ij - L_i) the gradient is (P + P^T) Z.
 // S is symmetric: the tiles of its upper triangle are computed, and serve rows and columns.
 // Masked tokens are left out when a head is packed, so that nothing below knows of masks.
+// For processors with AVX2 or AVX-512; built for others, it is empty.
+#if defined(__AVX2__) || defined(__AVX512F__)
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -17,6 +19,7 @@ using std::int64_t;
 
 constexpr float LARGEST_EXPONENT = 60.0f;      // exp of it, and sums of that, are finite
 constexpr int64_t KEPT_TILES = 256;            // of a slot, from one sweep to the next: 2.3 MB or twice that
+constexpr int64_t WORTH_A_THREAD = 1 << 19;    // multiplications, N^2 p a head; below, one thread
 constexpr int64_t SHARED_TOKENS = 4 * TILE;    // from here on a head may be shared by threads
 
 struct Problem {
@@ -420,8 +423,10 @@ void solve(const Problem& p, int64_t number, int slots, Arena& arena, Run run) {
 // when all threads have had as many are shared, each thread with some of their rows.
 extern "C" __attribute__((visibility("default"))) int implicit_attn_bi_softmax(const Problem* given) {
   const Problem& p = *given;
-  const int threads = static_cast<int>(p.threads < MOST_THREADS ? p.threads : MOST_THREADS);
   const int64_t count = p.batch * p.heads;
+  const int64_t worth = count * p.tokens * p.tokens * p.features / WORTH_A_THREAD + 1;
+  const int64_t most = worth < MOST_THREADS ? worth : MOST_THREADS;
+  const int threads = static_cast<int>(p.threads < most ? p.threads : most);
   const bool share = threads > 1 && p.tokens >= SHARED_TOKENS;
   const int64_t whole = share ? count - count % threads : count;
   std::atomic<int64_t> next{0};
@@ -449,3 +454,4 @@ extern "C" __attribute__((visibility("default"))) int implicit_attn_bi_softmax(c
   arena.release();
   return failed ? 1 : 0;
 }
+#endif

@@ -57,8 +57,6 @@ _HOPPER: Table = {
     },
     ("free curvature", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
     ("curvature", 4): {64: Tiles(64, 16, 4, 1), 128: Tiles(64, 16, 8, 1), 256: Tiles(16, 16, 4, 1)},
-    ("atomic", 2): {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 8, 1)},
-    ("atomic", 4): {128: Tiles(32, 32, 4, 1), 256: Tiles(32, 32, 8, 1)},
     ("single tile", 2): {128: Tiles(128, 128, 4, 1), 256: Tiles(128, 128, 8, 1)},
     ("single tile", 4): {256: Tiles(128, 128, 4, 1)},
 }  # fmt: skip

@@ -74,7 +74,6 @@ def bisoftmax_forward(
     limit: float | None = None,
     *,
     lengths: Tensor | None = None,
-    deterministic: bool = True,
     triangular: bool | None = None,
     single_tile: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -99,10 +98,7 @@ def bisoftmax_forward(
             launch.causal_gradient(given, lse, normaliser, out)
             return out, lse
         (launch.triangle_lse if triangular else launch.row_lse)(given, lse, normaliser)
-        if deterministic or not given.bounded:
-            launch.gradient(given, normaliser, out)
-        else:
-            launch.atomic_gradient(given, normaliser, out)
+        launch.gradient(given, normaliser, out)
     return out, lse
 
 

@@ -3,10 +3,6 @@
 With ``k_ij = exp(S_ij - c)`` and ``a_i = exp(c - L_i)`` the weight of a pair is
 ``P_ij + P_ji = k_ij (a_i + a_j)``, one exponential. As ``|S_ij| <= max L =: M`` (``L_i >= S_ii``), one
 ``c`` per head serves up to ``M`` about 110; beyond, the kernel takes two exponentials.
-
-The atomic kernel, for bounded scores without a causal mask, takes half of the tiles: each adds to its
-rows and, by atomics, to its columns. That is two thirds of the arithmetic, but the order of the
-additions, hence the rounding, changes from run to run.
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
@@ -150,47 +146,3 @@ def causal_columns_kernel(
     kept = kept_rows(keep, sample, first, count, tokens, ROWS)
     gathered = tl.where(kept[:, None], gathered, 0.0)
     store_tile(out, gathered, index, first, tokens, tokens, width, ROWS, WIDTH)
-
-
-@triton.jit
-def _add_tile(head, value, first, stop, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    rows = first + tl.arange(0, ROWS)
-    columns = tl.arange(0, WIDTH)
-    pointers = head + (tl.cast(rows, tl.int64)[:, None] * width + columns[None, :])
-    inside = (rows < stop)[:, None] & (columns[None, :] < width)
-    tl.atomic_add(pointers, value, mask=inside, sem="relaxed")
-
-
-@triton.jit
-def atomic_gradient_kernel(
-    z, extent, reciprocal, out, heads, tokens, width, blocks, scale, stride_b, stride_h, stride_n,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, BOOST: tl.constexpr,
-):  # fmt: skip
-    """``out`` (float32, contiguous, zero before); the longest rows first."""
-    index = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * BLOCK
-    width, stride_n = width * UNIT, stride_n * UNIT
-    head = head_of(z, index, heads, stride_b * UNIT, stride_h * UNIT)
-    at = tl.cast(index, tl.int64) * tokens
-    out_head = out + at * width
-    count = token_count(extent, index // heads, tokens)
-    within = tl.arange(0, BLOCK)
-    z_own = load_tile(head, first, count, width, stride_n, BLOCK, WIDTH, EVEN, EVEN_WIDTH)
-    rows = first + within
-    here = tl.load(reciprocal + at + rows, mask=rows < tokens, other=0.0)
-    exponential = tl.exp2(scores(z_own, z_own) * scale)
-    weight = (exponential * (here[:, None] + here[None, :])).to(z_own.dtype)
-    gathered = tl.zeros([BLOCK, WIDTH], tl.float32)
-    gathered = product(weight, z_own, gathered)
-    for start in range(first + BLOCK, count, BLOCK):
-        z_other = load_tile(head, start, count, width, stride_n, BLOCK, WIDTH, EVEN, EVEN_WIDTH)
-        columns = start + within
-        there = tl.load(reciprocal + at + columns, mask=columns < tokens, other=0.0)
-        exponential = tl.exp2(scores(z_own, z_other) * scale)
-        weight = (exponential * (here[:, None] + there[None, :])).to(z_own.dtype)
-        gathered = product(weight, z_other, gathered)
-        across = tl.zeros([BLOCK, WIDTH], tl.float32)
-        across = product(tl.trans(weight), z_own, across)
-        _add_tile(out_head, across * (2.0**-BOOST), start, count, width, BLOCK, WIDTH)
-    _add_tile(out_head, gathered * (2.0**-BOOST), first, count, width, BLOCK, WIDTH)

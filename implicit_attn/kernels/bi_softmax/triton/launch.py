@@ -10,11 +10,9 @@ from torch import Tensor
 
 from implicit_attn.kernels.bi_softmax.triton.arguments import LaunchArguments, in_units
 from implicit_attn.kernels.bi_softmax.triton.gradient import (
-    atomic_gradient_kernel,
     causal_columns_kernel,
     gradient_kernel,
 )
-from implicit_attn.kernels.bi_softmax.triton.handles import launch
 from implicit_attn.kernels.bi_softmax.triton.hvp import curvature_kernel
 from implicit_attn.kernels.bi_softmax.triton.row_sums import (
     causal_rows_kernel,
@@ -33,6 +31,11 @@ from implicit_attn.kernels.bi_softmax.triton.triangle import (
 
 # Slots of partial sums a head, at most; and programs enough to fill a large card.
 MOST_SLICES, PROGRAMS = 32, 1024
+
+
+def launch(kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """``args`` are tensors, numbers and None; ``options`` constants, and what the compiler is told."""
+    kernel[(programs,)](*args, **options)
 
 
 def _ceil(total: int, part: int) -> int:
@@ -169,21 +172,6 @@ def gradient(given: LaunchArguments, normaliser: Tensor, out: Tensor) -> None:
         *in_units(given.z, unit),
     )  # fmt: skip
     launch(gradient_kernel, given.heads * blocks, args, options | {"BOUNDED": given.bounded})
-
-
-def atomic_gradient(given: LaunchArguments, reciprocals: Tensor, out: Tensor) -> None:
-    """``(P + P^T) Z`` from half of the tiles, in an order that changes from run to run."""
-    z, shape, unit = given.z, given.tiles("atomic"), given.unit()
-    blocks = _ceil(given.tokens, shape.rows)
-    total = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
-    args = (
-        z, given.extent, reciprocals, total, *given.sizes(blocks, unit), *in_units(z, unit),
-    )  # fmt: skip
-    options = {"UNIT": unit, "BLOCK": shape.rows, "BOOST": given.boost, **given.even(shape)}
-    launch(atomic_gradient_kernel, given.heads * blocks, args, options | given.constants(shape))
-    if given.keep is not None:
-        total.masked_fill_((given.keep == 0)[:, None, :, None], 0.0)
-    out.copy_(total)
 
 
 def causal_gradient(given: LaunchArguments, lse: Tensor, normaliser: Tensor, out: Tensor) -> None:

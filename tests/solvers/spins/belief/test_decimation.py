@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cases.pair_models import TREE, dense, enumerated, pair_list
 from cases.spin_models import fields, generator
-from solvers import PottsSite, Solution, Status, adaptive_tap, belief_propagation, decimate
+from solvers import Solution, Status, belief_propagation, decimate
 
 F64 = torch.float64
 CYCLES = ((0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 5), (5, 3), (0, 5), (1, 4))
@@ -131,21 +131,6 @@ def test_restarts_draw_other_states_and_are_counted() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_with_annealed_mean_field() -> None:
-    listed = torch.tensor(CYCLES)
-    repel = dense(listed, -2.0 * torch.eye(3, dtype=F64).expand(9, 3, 3), 6)
-    field = fields(3, 6, 3, generator(1), scale=0.1)
-
-    def solve(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
-        return adaptive_tap(
-            repel, field[rows], site=PottsSite(), order="naive", given=given, start=start,
-            inverse_temperature=[0.5, 1.0, 2.0], damping=0.3, on_failure="ignore", adjoint=None,
-        )  # fmt: skip
-
-    found = decimate(solve, no_one_given(3, 6, 3), accept=colours_differ, certain=0.999)
-    assert bool(found.accepted.all())
-
-
 def test_masked_sites_are_fixed_last_and_there_is_an_end() -> None:
     """They have no probabilities; restarts, which draw states, must not wait for some."""
     random = generator(0)
@@ -188,13 +173,9 @@ def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Sol
     ("options", "kind", "message"),
     [
         ({"solve": 3}, TypeError, "solve must be callable"),
-        ({"accept": 3}, TypeError, "accept must be callable"),
         ({"at_once": 0}, ValueError, "at_once must be >= 1, got 0"),
         ({"certain": 1.5}, ValueError, r"certain must be in \[0.0, 1.0\], got 1.5"),
-        ({"restarts": -1}, ValueError, "restarts must be >= 0, got -1"),
         ({"restarts": 2}, ValueError, "noise must be > 0 for restarts"),
-        ({"noise": -1.0}, ValueError, "noise must be finite and >= 0"),
-        ({"generator": 0}, TypeError, "generator must be a torch.Generator"),
         ({"given": None}, TypeError, "given must be a pair"),
         ({"given": (3, 4)}, ValueError, r"given must hold values of the shape \(B, N, d\)"),
     ],

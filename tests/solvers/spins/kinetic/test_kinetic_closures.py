@@ -20,9 +20,8 @@ from solvers import (
     SphericalSite,
     kinetic_map,
     kinetic_step,
-    kinetic_trajectory,
 )
-from solvers.spins.kinetic.maps import law_of
+from solvers.spins.kinetic import law_of
 
 F64 = torch.float64
 SPHERE, LARGE = SphericalSite(1.4), SphericalSite(1.4, large_dimension=True)
@@ -67,13 +66,6 @@ def test_the_covariance_of_a_mean(site: Site, dim: int) -> None:
     torch.testing.assert_close(law.scatter(mean), trace)
     if site is not LARGE:
         torch.testing.assert_close(law.fluctuation(mean), expected, rtol=1e-9, atol=1e-9)
-
-
-def test_the_covariance_of_a_vanishing_mean() -> None:
-    mean = torch.zeros(1, 1, 3, dtype=F64)
-    for site in (SPHERE, LARGE):
-        expected = 1.4**2 / 3 * torch.eye(3, dtype=F64)
-        torch.testing.assert_close(law_of(site, 3).covariance(mean)[0, 0], expected)
 
 
 def test_the_reaction_of_spheres_by_automatic_differentiation() -> None:
@@ -133,17 +125,7 @@ def test_the_equation_of_a_step(site: Site, dim: int, closure: str, form: str) -
         torch.testing.assert_close(at_itself, after)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-6, 0.3, 4.0])
-def test_the_gaussian_average_of_ising_spins(noise: float) -> None:
-    field = torch.tensor([0.0, 0.4, -2.0], dtype=F64).view(1, 3, 1)
-    nodes = torch.linspace(-12, 12, 20001, dtype=F64)
-    weights = torch.softmax(-nodes.square() / 2, dim=0)
-    expected = torch.tanh(field + noise**0.5 * nodes) @ weights
-    found = law_of(IsingSite(), 1).averaged(field, torch.full_like(field, noise))
-    torch.testing.assert_close(found[..., 0], expected, rtol=1e-7, atol=1e-7)
-
-
-@pytest.mark.parametrize("noise", [0.9, 1.1, 4.0, 36.0, 1e2, 1e4])
+@pytest.mark.parametrize("noise", [1e-6, 0.9, 4.0, 1e4])
 def test_the_gaussian_average_in_strong_noise(noise: float) -> None:
     """Value and slopes beside a rule of 40,001 nodes; the slope by the variance is half the average of
     the second derivative, ``-2 tanh (1 - tanh^2)``."""
@@ -171,19 +153,7 @@ def test_weak_and_strong_noise_in_one_call() -> None:
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), (field, noise)))
 
 
-def test_strong_couplings_of_ising_spins_beside_a_simulation() -> None:
-    """Noise of standard deviation 100, where the mean is nearly a step smoothed by that noise."""
-    spins, chains = 100, 2000
-    j = 100 / spins**0.5 * torch.randn(spins, spins, generator=generator(0), dtype=F64)
-    field = 100 * torch.randn(1, spins, 1, generator=generator(1), dtype=F64)
-    drawn = torch.rand(chains, spins, generator=generator(2), dtype=F64).round() * 2 - 1
-    sampled = torch.tanh(field[0, :, 0] + drawn @ j.T)
-    found = kinetic_step(torch.zeros_like(field), field, j, site=IsingSite())[0, :, 0]
-    error = (found - sampled.mean(0)).square().mean().sqrt()
-    assert error < 1.5 * (sampled.var(0) / chains).mean().sqrt()
-
-
-@pytest.mark.parametrize("dim", [2, 3, 8, 64])
+@pytest.mark.parametrize("dim", [2, 8])
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 def test_spheres_in_strong_fields(dtype: torch.dtype, dim: int) -> None:
     """The field is read off a mean near the sphere up to what rounding leaves of ``R^2 - |m|^2``."""
@@ -206,14 +176,6 @@ def test_spheres_in_strong_fields(dtype: torch.dtype, dim: int) -> None:
     )
 
 
-def test_the_gradient_of_a_covariance_near_the_circle() -> None:
-    """Strong fields on the circle: ``da / d|m|`` by finite differences of the field, not of the mean."""
-    law = law_of(SPHERE, 2)
-    strong = torch.tensor([[[20.0, 5.0]]], dtype=F64)
-    mean = law.mean(strong).requires_grad_()
-    assert torch.autograd.gradcheck(law.covariance, mean, eps=1e-7, atol=1e-6, rtol=1e-4)
-
-
 @each
 def test_nan_at_masked_sites_reaches_no_other(site: Site, dim: int, closure: str) -> None:
     mean, field = means_and_fields(site, dim)
@@ -226,22 +188,15 @@ def test_nan_at_masked_sites_reaches_no_other(site: Site, dim: int, closure: str
     spoilt = [(tensor + nan).detach().requires_grad_() for tensor in clean]
     found = kinetic_step(spoilt[0], spoilt[1], j, on_failure="raise", **options)
     torch.testing.assert_close(found[mask], expected[mask])
-    assert bool(found[~mask].isnan().all())
+    assert bool(found[~mask].isnan().all()) and torch.equal(expected[~mask], mean[~mask])
+    kept = torch.tensor([0, 1, 3])
+    alone = kinetic_step(
+        mean[:1, kept], field[:1, kept], j[kept][:, kept], site=site, closure=closure
+    )
+    torch.testing.assert_close(expected[:1, kept], alone)
     gradients = torch.autograd.grad(found[mask].square().sum(), spoilt)
     for gradient, slope in zip(gradients, slopes, strict=True):
         torch.testing.assert_close(gradient, slope)
-
-
-def test_a_sphere_under_noise() -> None:
-    """The mean over Gaussian fields of a sphere in many dimensions, by sampling the fields."""
-    dim, noise = 200, 90.0
-    site = SphericalSite(10.0, large_dimension=True)
-    field = torch.randn(1, 1, dim, generator=generator(0), dtype=F64)
-    draws = torch.randn(1, 4000, dim, generator=generator(1), dtype=F64) * (noise / dim) ** 0.5
-    sampled = law_of(site, dim).mean(field + draws).mean(1)
-    found = law_of(site, dim).averaged(field, torch.full((1, 1, 1), noise, dtype=F64))[:, 0]
-    assert (found - sampled).norm() < 0.02 * sampled.norm()
-    assert (law_of(site, dim).mean(field)[:, 0] - sampled).norm() > 0.05 * sampled.norm()
 
 
 @pytest.mark.parametrize("closure", ["naive", "gaussian", "tap"])
@@ -281,55 +236,12 @@ def test_orders_of_the_error_on_the_circle(closure: str, ratio: int) -> None:
     assert error(0.04) / error(0.02) == pytest.approx(ratio, rel=0.1)
 
 
-@pytest.mark.parametrize("closure", ["naive", "tap"])
-def test_two_colours_are_ising_spins(closure: str) -> None:
-    """``S`` one-hot with ``s = S_1 - S_2``, ``J = J s s'``, ``x = x s``."""
-    mean, field = means_and_fields(IsingSite(), 1)
-    j = couplings(1, "numbers")
-    sign = torch.tensor([1.0, -1.0], dtype=F64)
-    colours = kinetic_step(
-        (1 + mean * sign) / 2,
-        field * sign,
-        j[:, :, None, None] * torch.outer(sign, sign),
-        site=PottsSite(),
-        closure=closure,
-    )
-    after = kinetic_step(mean, field, j, site=IsingSite(), closure=closure)
-    torch.testing.assert_close(colours @ sign, after[..., 0])
-
-
-def test_ising_tap_as_it_is_written_for_ising_spins() -> None:
-    """``m = tanh(x + J m' - m sum_j J_ij^2 (1 - m'_j^2))``."""
-    mean, field = means_and_fields(IsingSite(), 1)
-    j = couplings(1, "numbers")
-    after = kinetic_step(mean, field, j, site=IsingSite(), closure="tap")
-    reaction = after * (j.square() @ (1 - mean.square()))
-    torch.testing.assert_close(after, torch.tanh(field + j @ mean - reaction))
-
-
-@each
-def test_masked_sites_keep_their_mean_and_act_on_none(site: Site, dim: int, closure: str) -> None:
-    mean, field = means_and_fields(site, dim)
-    j, mask = couplings(dim, "numbers"), torch.tensor([[True, True, False, True], [True] * 4])
-    options: dict[str, Any] = {"site": site, "closure": closure}
-    after = kinetic_step(mean, field, j, mask=mask, **options)
-    assert torch.equal(after[0, 2], mean[0, 2])
-    open_sites = torch.tensor([0, 1, 3])
-    alone = kinetic_step(
-        mean[:1, open_sites], field[:1, open_sites], j[open_sites][:, open_sites], **options
-    )
-    torch.testing.assert_close(after[:1, open_sites], alone)
-    free = kinetic_step(mean[1:], field[1:], j, **options)
-    torch.testing.assert_close(after[1:], free)
-
-
 @pytest.mark.parametrize(
     ("site", "dim", "closure"),
     [
         (IsingSite(), 1, "gaussian"),
         (IsingSite(), 1, "tap"),
         (SPHERE, 2, "gaussian"),
-        (LARGE, 2, "gaussian"),
         (LARGE, 2, "plefka"),
     ],
 )
@@ -371,15 +283,6 @@ def test_dtypes(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-def test_a_trajectory_is_its_steps() -> None:
-    mean, field = means_and_fields(LARGE, 3)
-    j = couplings(3, "numbers")
-    means = kinetic_trajectory(mean, field, j, steps=3, site=LARGE)
-    assert means.shape == (4, 2, 4, 3) and torch.equal(means[0], mean)
-    for before, after in itertools.pairwise(means):
-        torch.testing.assert_close(kinetic_step(before, field, j, site=LARGE), after)
-
-
 class Other(Site):
     """A site that the closures do not know."""
 
@@ -408,24 +311,18 @@ def test_an_equation_without_solution_is_told() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"mean": torch.zeros(2, 4)}, ValueError, "mean must have the shape of field"),
-    ({"mean": None}, TypeError, "mean must be a floating tensor, got NoneType"),
+    ({"mean": torch.zeros(2, 4)}, ValueError, r"mean must have the shape \(2, 4, 3\)"),
     ({"field": torch.zeros(4, 3)}, ValueError, r"field must have the shape \(B, N, d\)"),
     ({"couplings": torch.zeros(3, 3)}, ValueError, r"couplings must have one of .*got \(3, 3\)"),
-    ({"couplings": torch.zeros(4, 4, dtype=F64)}, TypeError, "couplings must be like field"),
     (
         {"mask": torch.ones(2, 3, dtype=torch.bool)},
         ValueError,
         r"mask must have the shape \(2, 4\)",
     ),
-    ({"mask": torch.ones(2, 4)}, TypeError, "mask must be a bool tensor"),
     ({"site": "ising"}, TypeError, "site must be a solvers.Site"),
-    ({"closure": "exact"}, ValueError, "closure must be one of"),
     ({"site": PottsSite()}, ValueError, "closure must be 'tap' for PottsSite"),
     ({"site": SPHERE, "closure": "plefka"}, ValueError, "'plefka' is for .*use closure 'tap'"),
-    ({"site": LARGE, "closure": "tap", "max_steps": 0}, ValueError, "max_steps"),
     ({"max_steps": -5}, ValueError, "max_steps must be >= 1, got -5"),
-    ({"on_failure": "bogus"}, ValueError, "on_failure must be one of"),
     ({"site": IsingSite()}, ValueError, "IsingSite takes spins of one component, d = 1, got d = 3"),
     *(
         (

@@ -15,9 +15,7 @@ from solvers import (
     IsingSite,
     PottsSite,
     Site,
-    SolveWarning,
     SphericalSite,
-    Tolerance,
     glauber,
     kinetic_step,
     kinetic_trajectory,
@@ -26,7 +24,7 @@ from solvers import (
 
 F64 = torch.float64
 LARGE = SphericalSite(1.4, large_dimension=True)
-TIGHT: dict[str, Any] = {"tolerance": Tolerance(rtol=1e-11), "max_steps": 200}
+TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_steps": 200}
 
 
 def network(dim: int, apart: bool = False, scale: float = 0.2) -> tuple[Tensor, Tensor]:
@@ -60,13 +58,13 @@ def test_a_step_leaves_it_as_it_is(site: Site, dim: int, closure: str, apart: bo
     torch.testing.assert_close(last, found.value, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
-    ("site", "dim", "closure"), [CASES[0], CASES[1], (LARGE, 2, "gaussian"), (LARGE, 2, "plefka")]
+    ("site", "dim", "closure", "apart"),
+    [(IsingSite(), 1, "tap", True), (LARGE, 2, "gaussian", True), (LARGE, 2, "plefka", False)],
 )
 def test_implicit_gradients(site: Site, dim: int, closure: str, apart: bool) -> None:
     field, j = (tensor.requires_grad_() for tensor in network(dim, apart))
-    options: dict[str, Any] = TIGHT | {"adjoint": Implicit(tolerance=Tolerance(rtol=1e-11))}
+    options: dict[str, Any] = TIGHT | {"adjoint": Implicit(tolerance=1e-11)}
 
     def solved(field: Tensor, j: Tensor) -> Tensor:
         return steady_state(field, j, site=site, closure=closure, **options).value
@@ -103,12 +101,6 @@ def test_nan_is_told_by_its_name_unless_masked() -> None:
         given: dict[str, Any] = {"field": field, "couplings": j, "site": LARGE} | {name: value}
         with pytest.raises(ValueError, match=f"^{name} must be finite"):
             steady_state(given.pop("field"), given.pop("couplings"), **given)
-
-
-def test_what_does_not_converge_is_told() -> None:
-    field, j = network(3)
-    with pytest.warns(SolveWarning):
-        steady_state(field, j, site=LARGE, max_steps=2)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +159,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"spins": torch.ones(3, 1)}, ValueError, r"spins must have the shape \(chains, N, d\)"),
     ({"field": torch.ones(5, 3, 1)}, ValueError, r"field must have the shape \(N, d\)"),
     ({"couplings": torch.zeros(5, 3, 3)}, ValueError, "couplings must be the same for all chains"),
-    ({"couplings": torch.zeros(2, 2)}, ValueError, "couplings must have one of the shapes"),
-    ({"steps": 0}, ValueError, "steps must be >= 1, got 0"),
-    ({"site": None}, TypeError, "site must be a solvers.Site"),
     (
         {"spins": torch.ones(5, 3, 1, dtype=torch.int64)},
         TypeError,

@@ -1,0 +1,174 @@
+"""Attention as descent: queries on the landscape of their energy, in two dimensions.
+
+``E(q) = |q|^2 / 2 - log(sum_j exp(beta q.k_j)) / beta`` and ``q <- q - eta dE/dq``; with eta = 1 this is
+softmax attention. With maps, q = W_q x, k = W_k c, v = W_v c for random 2 x 2 matrices. Source: Bal (2021),
+https://mcbal.github.io/post/attention-as-energy-minimization-visualizing-energy-landscapes/
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from implicit_attn.updates import QueryDescent
+
+RED, YELLOW = "C3", "#f2c230"
+PATTERNS: dict[str, Any] = {"color": "C0", "fillstyle": "none", "ms": 6, "mew": 1.3, "zorder": 3}
+STATES: dict[str, Any] = {"color": RED, "markersize": 4.5, "zorder": 4}
+UPDATED: dict[str, Any] = {"color": "black", "ms": 6, "mew": 1.8, "zorder": 6}
+
+
+class Picture(NamedTuple):
+    """One way of attending: ``beta = scale / sqrt 2``, and how many steps of which size."""
+
+    name: str
+    meaning: str
+    scale: float = 1.0
+    step_size: float = 1.0
+    steps: int = 1
+    keys: str = "patterns"  # "maps": of the patterns, with queries and values; "states" themselves
+
+
+PICTURES = (
+    Picture("bare cross-attention", "one big step"),
+    Picture("small steps", "hardly anything moves", step_size=0.1),
+    Picture("many steps", "every state ends in a minimum", steps=10),
+    Picture("small scale", "smooth, one minimum near the mean", scale=0.1),
+    Picture("large scale", "separate valleys, single patterns attract", scale=10.0, steps=5),
+    Picture("queries, keys and values", "values may point uphill", scale=2.0, keys="maps"),
+    Picture("bare self-attention", "the states are the keys, and move", keys="states"),
+)
+
+
+def spread(states: Tensor) -> float:
+    """Root mean square distance of states (N, 2) from their mean."""
+    return (states - states.mean(0)).square().sum(1).mean().sqrt().item()
+
+
+def landscapes(states: int = 16, patterns: int = 32, points: int = 81, seed: int = 2):
+    """Attention steps as descent of queries on seven landscapes of their energy, in two dimensions.
+
+    Args:
+        states: queries, drawn from N(0, I).
+        patterns: stored patterns, drawn from N(0, I).
+        points: of the grid of the background, on each axis.
+        seed: of the draws.
+    """
+    if points < 2:
+        raise ValueError(f"points must be at least 2, got {points}")
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(states, 2, generator=generator, dtype=torch.float64)
+    stored = torch.randn(patterns, 2, generator=generator, dtype=torch.float64)
+    maps = torch.randn(3, 2, 2, generator=generator, dtype=torch.float64)
+    figure, panels = plt.subplots(2, 4, figsize=(16.4, 8.4), dpi=80)
+    figure.suptitle("Attention as descent: queries on the landscape of their energy")
+    summary, moved = [], []
+    for picture, axes in zip(PICTURES, panels.flat, strict=False):
+        beta, query, key, values = picture.scale / math.sqrt(2), x, stored, None
+        if picture.keys == "maps":
+            query, key = x @ maps[0].T, stored @ maps[1].T
+            values = torch.softmax(beta * query @ key.T, dim=-1) @ (stored @ maps[2].T)
+        elif picture.keys == "states":
+            key = x
+        descent = QueryDescent(2, beta=beta, step_size=picture.step_size)
+        path, energies = descent.trajectory(query[None], key[None], picture.steps)
+        path, energies = path[:, 0], energies[:, 0, 0]
+        summary.append(
+            {
+                "picture": picture.name,
+                "scale": picture.scale,
+                "step_size": picture.step_size,
+                "steps": picture.steps,
+                "energy_before": energies[0].mean().item(),
+                "energy_after": energies[-1].mean().item(),
+                "largest_rise": (energies[-1] - energies[0]).max().item(),
+                "distance_moved": (path[-1] - path[0]).norm(dim=1).mean().item(),
+                "spread_before": spread(path[0]),
+                "spread_after": spread(path[-1]),
+            }
+        )
+        for t, (places, heights) in enumerate(zip(path.tolist(), energies.tolist(), strict=True)):
+            for i, ((a, b), energy) in enumerate(zip(places, heights, strict=True)):
+                row = {"picture": picture.name, "state": i, "step": t, "x": a, "y": b}
+                moved.append(row | {"energy": energy})
+        draw_background(axes, descent, key, [query, key, path[-1], values], points)
+        draw_moves(axes, picture, path, None if picture.keys == "states" else key, values)
+    draw_legend(panels.flat[-1])
+    return {"pictures": summary, "states": moved}, figure
+
+
+def draw_background(axes, descent: QueryDescent, key: Tensor, shown: list, points: int) -> None:
+    """The energy of a query as filled contours, over twice the range of what is shown."""
+    every = torch.cat([each for each in shown if each is not None])
+    low, high = every.amin(0), every.amax(0)
+    steps = torch.linspace(-1, 1, points, dtype=torch.float64)
+    grid = (low + high)[:, None] / 2 + (high - low).max() * steps
+    plane = torch.stack(torch.meshgrid(grid[0], grid[1], indexing="xy"), -1).view(1, -1, 2)
+    surface = descent.energies(plane, key[None]).view(points, points)
+    height = surface - surface.min()
+    shade = (height / height.max()).sqrt()  # brings out the bottom
+    axes.contourf(*grid, shade, levels=22, cmap="Greys_r", vmin=-0.8, vmax=1, zorder=0)
+
+
+def draw_moves(axes, picture: Picture, path: Tensor, key: Tensor | None, values) -> None:
+    """States before, between and after the steps, what they attend to, and what values give."""
+
+    def arrows(before: Tensor, after: Tensor, color: str) -> None:
+        axes.quiver(
+            *before.T,
+            *(after - before).T,
+            angles="xy",
+            scale_units="xy",
+            scale=1,
+            color=color,
+            alpha=0.8,
+            width=0.004,
+            headwidth=4,
+            zorder=2,
+        )
+
+    for before, after in pairwise(path):
+        arrows(before, after, RED)
+    if values is not None:
+        arrows(path[-1], values, YELLOW)
+        axes.plot(*values.T, ".", color=YELLOW, markersize=5, zorder=5)
+    if key is not None:
+        axes.plot(*key.T, "o", **PATTERNS)
+    axes.plot(*path[0].T, "o", **STATES)
+    axes.plot(*path[-1].T, "x", **UPDATED)
+    steps = f"{picture.steps} step" + "s" * (picture.steps > 1)
+    settings = f"β√2 = {picture.scale:g}, η = {picture.step_size:g}, {steps}"
+    axes.set_title(picture.name, fontsize=12)
+    axes.set_xlabel(f"{settings}:\n{picture.meaning}", fontsize=10)
+    axes.set(aspect="equal", xticks=[], yticks=[])
+
+
+def draw_legend(axes) -> None:
+    """What is drawn in every panel, in words."""
+    axes.set_axis_off()
+    axes.plot([], [], "o", label="stored patterns, the keys", **PATTERNS)
+    axes.plot([], [], "o", label="states before, the queries", **STATES)
+    axes.plot([], [], "x", label="states after the steps", **UPDATED)
+    axes.plot([], [], color=RED, label="a step down the energy")
+    axes.plot([], [], color=YELLOW, label="from there to what attention\nreturns with values")
+    axes.legend(loc="upper left", fontsize=11, frameon=False)
+    text = (
+        "Background: the energy of a query (its\nroot above the minimum), dark is low.\n\n"
+        "$E(q) = |q|^2 / 2 - β^{-1} \\log \\sum_j e^{β q·k_j}$\n\n"
+        "$q ← q - η\\, ∇E(q)$; with η = 1 this is\nsoftmax attention."
+    )
+    axes.text(0.03, 0.3, text, fontsize=11, va="center", transform=axes.transAxes)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(landscapes)

@@ -1,0 +1,121 @@
+"""How far one step of bare self-attention moves random tokens: dimension x scale.
+
+``|x - softmax(beta x x^T) x|_F`` for x ~ N(0, I), beta = c / sqrt d. Where it is small, every token
+attends to itself alone.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+USUAL = [2, 16, 64, 128, 256, 512, 1024]  # dimensions of the table at the usual scale c = 1
+
+
+def step_norms(
+    dimensions: list[int], scales: list[float], tokens: int, draws: int, seed: int
+) -> list[dict[str, float]]:
+    """Median, least and largest norm of the draws, the same x for every scale."""
+    generator, table = torch.Generator().manual_seed(seed), []
+    for dim in dimensions:
+        x = torch.randn(draws, tokens, dim, generator=generator, dtype=torch.float64)
+        overlaps = x @ x.mT
+        for scale in scales:
+            weights = torch.softmax(scale / math.sqrt(dim) * overlaps, dim=-1)
+            # sum_j w_ij (x_i - x_j): x_i minus its mean would lose its digits where w_ii is nearly 1.
+            weights.diagonal(dim1=-2, dim2=-1).zero_()
+            moved = weights.sum(-1, keepdim=True) * x - weights @ x
+            norms = moved.flatten(1).norm(dim=1).sort().values
+            row = {"dimension": dim, "scale": scale, "norm": norms.median().item()}
+            row |= {"smallest": norms[0].item(), "largest": norms[-1].item()}
+            table.append(row | {"expected": large_dimension_rms(dim, scale, tokens)})
+    return table
+
+
+def large_dimension_rms(dim: int, scale: float, tokens: int) -> float:
+    """The root mean square of the norm where the weights of other tokens are small.
+
+    Then ``w_ij = exp(beta x_i.(x_j - x_i))``, and the mean of ``sum_i |sum_j w_ij (x_j - x_i)|^2`` is a
+    sum of Gaussian integrals over pairs (j = k) and triples. NaN where the one over pairs does not exist.
+    """
+    beta = scale / math.sqrt(dim)
+    pairs, triples = 1 + 4 * beta - 4 * beta**2, 1 + 4 * beta - 2 * beta**2
+    if pairs <= 0:
+        return math.nan
+    power = -dim / 2 - 1
+    both = 2 * pairs**power + (tokens - 2) * (1 - beta) ** 2 * triples**power
+    return math.sqrt(tokens * (tokens - 1) * dim * both)
+
+
+def spaced_dimensions(count: int) -> list[int]:
+    """``count`` integers from 2 to 1024: powers of 2, then numbers between, widest gap first."""
+    first = min(count, 10)
+    found = [2 ** round(1 + 9 * k / (first - 1)) for k in range(first)]
+    while len(found) < count:
+        _, i = max((b / a, i) for i, (a, b) in enumerate(pairwise(found)) if b > a + 1)
+        low, high = found[i : i + 2]
+        found.insert(i + 1, min(max(round(math.sqrt(low * high)), low + 1), high - 1))
+    return found
+
+
+def norm_map(
+    dimensions: int = 40, scales: int = 19, tokens: int = 32, draws: int = 50, seed: int = 0
+):
+    """How far one step of bare self-attention moves random tokens: dimension x scale.
+
+    Args:
+        dimensions: values of d between 2 and 1024.
+        scales: values of c between 0.2 and 2.
+        tokens: tokens of a draw.
+        draws: independent draws at each point.
+        seed: of the draws.
+    """
+    if not 2 <= dimensions <= 1023:
+        raise ValueError(f"dimensions must be from 2 to 1023, got {dimensions}")
+    values = torch.linspace(0.2, 2, scales, dtype=torch.float64).tolist()
+    table = step_norms(spaced_dimensions(dimensions), values, tokens, draws, seed)
+    usual = step_norms(USUAL, [1.0], tokens, draws, seed)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=[1.25, 1])
+    figure.suptitle(
+        "Bare self-attention: the norm of one step on random tokens; "
+        f"{tokens} tokens, {draws} draws"
+    )
+    every = sorted({row["dimension"] for row in table})
+    image = torch.tensor([row["norm"] for row in table]).view(len(every), scales).T
+    exponents = image.clamp(1e-8, 1e2).log10()
+    mesh = left.pcolormesh(every, values, exponents, vmin=-8, vmax=2, shading="nearest")
+    left.set_xscale("log", base=2)
+    left.axhline(1, color="C3", linewidth=1.2, linestyle="--")
+    for dim in (2, 512):
+        left.axvline(dim, color="C3", linewidth=1.4, linestyle=":")
+    left.set(xlabel="dimension d of a token", ylabel="scale c, β = c / √d")
+    left.set_title("median of the draws (lines: d = 2, d = 512, c = 1)", fontsize=11)
+    figure.colorbar(mesh, ax=left, label="log10 of the norm, cut off at -8")
+
+    chosen = {min(values, key=lambda c: abs(c - wanted)): None for wanted in (0.2, 1.0, 2.0)}
+    for scale, color in zip(chosen, ("C2", "C0", "C1"), strict=False):
+        rows = [row for row in table if row["scale"] == scale]
+        low, high, middle = ([row[key] for row in rows] for key in ("smallest", "largest", "norm"))
+        right.fill_between(every, low, high, color=color, alpha=0.2, linewidth=0)
+        right.plot(every, middle, color=color, label=f"c = {scale:.2g}")
+        large = [row for row in rows if scale * row["dimension"] ** 0.5 >= max(3, 4 * scale**2)]
+        places, expected = ([row[key] for row in large] for key in ("dimension", "expected"))
+        right.plot(places, expected, color=color, linestyle="--", linewidth=1)
+    right.plot([], [], color="black", linestyle="--", linewidth=1, label="r.m.s. for large d")
+    right.set_xscale("log", base=2)
+    right.set(yscale="log", xlabel="dimension d of a token", ylabel="norm of the step")
+    right.set_title("median and range of the draws", fontsize=11)
+    right.legend(fontsize=9)
+    return {"norms": table, "usual": usual}, figure
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(norm_map)

@@ -1,0 +1,155 @@
+"""Sudoku by belief propagation, alone and with decimation, on the rules and on learned couplings.
+
+    python examples/boards/sudoku_belief.py        # half a minute
+
+Messages between the cells of 810 pairs give every cell's digit probabilities. Alone they leave most
+boards unsolved. With decimation the surest cell is fixed and the messages go on, until the board is
+full or a rule is broken.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from sudoku_graph import HEAD, fitted
+from sudoku_potts import MIXED, SINGLES, Solve, Table, compare, draw_shares, load_boards
+from torch import Tensor
+from torch.nn import functional as F
+
+from implicit_attn.data import solve_by_singles
+from implicit_attn.data.sudoku_boards import solved
+from implicit_attn.models import SudokuPotts, sudoku_pairs
+from implicit_attn.studies.spins.measures import contact_scores
+from solvers import Solution, Tolerance, belief_propagation, decimate
+
+ALONE, BETWEEN = 100, 15  # steps of belief propagation alone, and before each cell is fixed
+BOUND = 30.0  # of the logarithms of a message: certainty is a probability of 1e-13 from 1
+CERTAIN = 0.999  # cells that are fixed together
+FORBIDDEN = -0.5  # couplings below it are forbidden digits; those of the rules are -8/9 and 1/9
+
+
+class Pairs(NamedTuple):
+    """A Potts model of the board: pairs of cells (E, 2) and their couplings (E, 9, 9)."""
+
+    edges: Tensor
+    couplings: Tensor
+
+    @classmethod
+    def of_rules(cls) -> Pairs:
+        """Equal digits are forbidden in rows, columns and boxes."""
+        edges = torch.nonzero(sudoku_pairs().triu(1))
+        repel = torch.zeros(9, 9).fill_diagonal_(-torch.inf)
+        return cls(edges, repel.expand(len(edges), 9, 9).contiguous())
+
+    @classmethod
+    def of_couplings(cls, couplings: Tensor, beta: float | None) -> Pairs:
+        """The 810 strongest pairs of couplings (81, 81, 9, 9), times beta; None: as hard constraints."""
+        rows, columns = torch.triu_indices(81, 81, 1)
+        strongest = contact_scores(couplings)[rows, columns].topk(810).indices.sort().values
+        edges = torch.stack([rows[strongest], columns[strongest]], 1)
+        found = couplings[edges[:, 0], edges[:, 1]].detach()
+        if beta is None:
+            return cls(edges, torch.where(found < FORBIDDEN, -torch.inf, torch.zeros_like(found)))
+        return cls(edges, beta * found)
+
+    def solve(
+        self,
+        puzzles: Tensor,
+        steps: int,
+        rows: Any = slice(None),
+        given: Any = None,
+        start: Any = None,
+    ) -> Solution:
+        """At most so many steps; ``given`` in place of the clues: values and where they are known."""
+        digits, known = known_digits(puzzles)
+        return belief_propagation(
+            self.couplings, torch.zeros_like(digits)[rows], edges=self.edges, start=start,
+            given=(digits, known) if given is None else given, max_steps=steps, bound=BOUND,
+            tolerance=Tolerance(1e-3), adjoint=None, on_failure="ignore",
+        )  # fmt: skip
+
+
+def known_digits(puzzles: Tensor) -> tuple[Tensor, Tensor]:
+    """Digits of puzzles (B, 81) as one-hot values, and which cells they are known of."""
+    return F.one_hot((puzzles - 1).clamp_min(0), 9).float(), puzzles > 0
+
+
+def propagated(pairs: Pairs, puzzles: Tensor, steps: int = ALONE) -> Tensor:
+    """Boards (B, 81) of the most probable digits."""
+    digits = pairs.solve(puzzles, steps).value.mean.argmax(2) + 1
+    return torch.where(puzzles > 0, puzzles, digits)
+
+
+def decimated(pairs: Pairs, puzzles: Tensor, steps: int = BETWEEN) -> Tensor:
+    """Boards (B, 81): the surest cell is fixed, and at most ``steps`` follow, until a rule is broken."""
+
+    def solve(rows: Tensor, known: tuple[Tensor, Tensor], start: Any) -> Solution:
+        return pairs.solve(puzzles, steps, rows, known, start)
+
+    found = decimate(
+        solve,
+        known_digits(puzzles),
+        certain=CERTAIN,
+        accept=lambda rows, states: solved(states + 1),
+    )
+    return torch.where(puzzles > 0, puzzles, found.states + 1)
+
+
+def belief_methods(
+    models: dict[str, Pairs], alone: int = ALONE, between: int = BETWEEN
+) -> dict[str, Solve]:
+    """Each alone and with decimation, and simple logic, by name."""
+    ways: dict[str, Solve] = {}
+    for name, pairs in models.items():
+        ways[f"{name}: belief propagation"] = partial(propagated, pairs, steps=alone)
+        ways[f"{name}: with decimation"] = partial(decimated, pairs, steps=between)
+    return ways | {SINGLES: solve_by_singles}
+
+
+def sudoku_belief(
+    clues: tuple[int, ...] = (17, 25, 30, 36),
+    boards: int = 25,
+    alone: int = ALONE,
+    between: int = BETWEEN,
+    beta: float = 4.0,
+    fit_steps: int = 300,
+    train: int = 5000,
+    source: str = "auto",
+    seed: int = 0,
+) -> tuple[dict[str, Table], Figure]:
+    """Sudoku by messages.
+
+    Args:
+        clues: numbers of clues.
+        boards: puzzles of each; fewer may have so few clues.
+        alone: steps of belief propagation alone at most.
+        between: steps before each cell is fixed at most.
+        beta: inverse temperature of learned couplings.
+        fit_steps: of training.
+        train: solved boards to learn from.
+        source: list (sudoku17.npz), generated, or auto: the list where it is found.
+        seed: of the boards, the fits and the symmetries.
+    """
+    data = load_boards(train, boards, clues, source, seed)
+    test = {number: each for number, each in data.test.items() if number != MIXED}
+    learned = SudokuPotts.from_model(fitted(HEAD, data.train, fit_steps, seed, 1e-4)).couplings
+    hard, rules = Pairs.of_couplings(learned, None), Pairs.of_rules()
+    models = {"the rules": rules}
+    models[f"learned couplings, beta {beta:g}"] = Pairs.of_couplings(learned, beta)
+    if not all(torch.equal(one, other) for one, other in zip(hard, rules, strict=True)):
+        models["learned couplings made hard"] = hard  # else the same constraints
+    table = compare(test, belief_methods(models, alone, between))
+    title = f"Sudoku by belief propagation and decimation ({data.name})"
+    return {"table": table}, draw_shares(title, table, panels=2, size=(10, 5.2), columns=2)[0]
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(sudoku_belief)

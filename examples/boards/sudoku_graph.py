@@ -1,0 +1,181 @@
+"""Which cells of Sudoku constrain each other, learned from solved boards alone.
+
+    python examples/boards/sudoku_graph.py        # half a minute
+
+Factored attention and a Potts model predict every cell of a board from the other 80. The precision of
+their 810 strongest pairs is drawn against the steps of training (boards under random symmetries) and
+against the number of boards (without symmetries). The baseline counts how often two cells hold the
+same digit.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from implicit_attn.data import load_sudoku, resolve_source, solve_sudoku
+from implicit_attn.models import (
+    FactoredAttention,
+    PottsModel,
+    fit_pseudolikelihood,
+    random_symmetries,
+    sudoku_pairs,
+)
+from implicit_attn.studies.spins.measures import contact_precision, contact_scores
+
+Table = list[dict[str, Any]]
+
+
+class Recipe(NamedTuple):
+    """Rows of the factored head, or None for the Potts model; learning rate; are fields learned?"""
+
+    rows: str | None
+    rate: float
+    fields: bool = (
+        False  # all digits are alike in every cell: fields learn the chance of the boards
+    )
+
+
+HEAD, POTTS, COUNTING = "factored, softmax head", "Potts", "counting equal pairs"
+RECIPES = {
+    HEAD: Recipe("softmax", 0.1),
+    f"{HEAD}, with fields": Recipe("softmax", 0.1, fields=True),
+    "factored, linear head": Recipe("linear", 0.1),
+    POTTS: Recipe(None, 0.01),
+}
+
+
+def solved_boards(number: int, source: str, seed: int) -> tuple[str, Tensor]:
+    """Where they come from, and different solved boards (number, 81): of the list, or random ones."""
+    if resolve_source(source) == "list":
+        data = load_sudoku(number, 1, source="list", seed=seed)
+        return data.name, data.train_solutions
+    # Not Random(seed), from which puzzles are generated: those to learn from must not be among them.
+    chooser = random.Random(f"solved boards, {seed}")
+    boards = [solve_sudoku([0] * 81, most=1, chooser=chooser)[0] for _ in range(number)]
+    return "generated boards", torch.tensor(boards)
+
+
+def fitted(
+    name: str,
+    boards: Tensor,
+    steps: int,
+    seed: int,
+    l2: float = 0.0,
+    watch: Any = None,
+    **options: Any,
+) -> FactoredAttention | PottsModel:
+    """The model of a recipe, fitted to boards (N, 81) by Adam; ``watch(model, step, loss)`` on the way."""
+    rows, rate, fields = RECIPES[name]
+    torch.manual_seed(seed)
+    model = PottsModel(81, 9) if rows is None else FactoredAttention(81, 9, rows=rows)
+    model.field.requires_grad_(fields)
+    options = {"batch": 128, "augment": random_symmetries} | options
+    seen = None if watch is None else lambda step, loss: watch(model, step, loss)
+    fit_pseudolikelihood(
+        model, boards - 1, l2, "adam", steps=steps, rate=rate, schedule="constant", seed=seed,
+        watch=seen, **options,
+    )  # fmt: skip
+    return model
+
+
+def strengths(model: FactoredAttention | PottsModel) -> Tensor:
+    """Of every pair of cells, (81, 81)."""
+    found = model.couplings.weight if isinstance(model, PottsModel) else model.couplings()
+    return contact_scores(found.detach())
+
+
+def sudoku_graph(
+    steps: int = 100,
+    train: int = 5000,
+    boards: tuple[int, ...] = (5, 10, 20, 40, 80, 160, 1000),
+    few_steps: int = 150,
+    source: str = "auto",
+    seed: int = 0,
+) -> tuple[dict[str, Table], Figure]:
+    """The graph of Sudoku from solved boards.
+
+    Args:
+        steps: of the fits to boards under symmetries.
+        train: boards for them.
+        boards: numbers of boards of the fits without symmetries.
+        few_steps: of these fits.
+        source: list (sudoku17.npz), generated, or auto: the list where it is found.
+        seed: of the boards, the fits and the symmetries.
+    """
+    name, every = solved_boards(max(train, *boards), source, seed)
+    pairs, by_steps, ends = sudoku_pairs(), [], {}
+    watched = {1, *(round(steps ** (k / 12)) for k in range(13))}
+    for recipe in (HEAD, POTTS):
+
+        def watch(model: Any, step: int, loss: float, recipe: str = recipe) -> None:
+            if step in watched:
+                precision = contact_precision(strengths(model), pairs)
+                row = {"model": recipe, "steps": step, "precision": precision, "loss": loss}
+                by_steps.append(row)
+
+        ends[recipe] = strengths(fitted(recipe, every, steps, seed, watch=watch))
+    by_boards = []
+    for number in sorted(set(boards)):
+        few = every[:number]
+        digits = torch.nn.functional.one_hot(few - 1, 9).double()
+        equal = torch.einsum("nia,nja->ij", digits, digits) / number
+        found = {COUNTING: -equal}
+        for recipe in RECIPES:
+            model = fitted(recipe, few, few_steps, seed, batch=32, augment=None)
+            found[recipe] = strengths(model)
+        for recipe, scores in found.items():
+            precision = contact_precision(scores, pairs)
+            by_boards.append({"model": recipe, "boards": number, "precision": precision})
+    title = f"The graph of Sudoku, learned from solved boards by pseudo-likelihood ({name})"
+    figure = draw(title, by_steps, by_boards, ends)
+    return {"steps": by_steps, "boards": by_boards}, figure
+
+
+def draw(title: str, by_steps: Table, by_boards: Table, ends: dict[str, Tensor]) -> Figure:
+    figure = plt.figure(figsize=(12.5, 7.2))
+    figure.suptitle(title)
+    top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=(1.15, 1)))
+    left, right = top.subplots(1, 2, width_ratios=(1, 1.5))
+    looks = zip(("C0", "C3", "C2", "C1", "C4"), "os^Dv", strict=True)
+    looks = dict(zip((COUNTING, *RECIPES), looks, strict=True))
+    for axes, table, key in ((left, by_steps, "steps"), (right, by_boards, "boards")):
+        for name, (color, marker) in looks.items():
+            points = [(row[key], row["precision"]) for row in table if row["model"] == name]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=name, c=color, marker=marker, ms=5)
+        axes.set(xscale="log", ylim=(0, 1.05), ylabel="precision of the 810 strongest pairs")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    left.set_xlabel("steps of Adam (128 boards each, random symmetries)")
+    right.set_xlabel("different boards, no symmetries")
+    right.axhline(0.25, color="black", lw=0.8, ls=":")
+    right.text(0.99, 0.265, "chance", ha="right", transform=right.get_yaxis_transform(), size=8)
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    panels = bottom.subplots(1, 2 * len(ends))
+    for (name, scores), one, every in zip(ends.items(), panels[::2], panels[1::2], strict=True):
+        one.imshow(scores[40].view(9, 9).numpy(), cmap="Blues", vmin=0)  # of the cell in the middle
+        one.plot(4, 4, marker="x", color="C3", markersize=8)
+        for line in (2.5, 5.5):
+            one.axhline(line, color="black", lw=0.8)
+            one.axvline(line, color="black", lw=0.8)
+        one.set(xticks=[], yticks=[])
+        one.set_title(f"{name}:\nthe pairs of the cell ×", fontsize=9)
+        every.imshow(scores.numpy(), cmap="Blues", vmin=0)
+        every.set(xticks=[0, 27, 54, 80], yticks=[0, 27, 54, 80])
+        every.set_title("strength of all pairs\n(cell against cell)", fontsize=9)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(sudoku_graph)

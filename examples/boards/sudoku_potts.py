@@ -1,0 +1,203 @@
+"""Sudoku solved by the couplings of a Potts model, learned from solved boards alone.
+
+    python examples/boards/sudoku_potts.py                    # half a minute
+    python examples/boards/sudoku_potts.py --boards 500       # the table of the gallery
+
+Clues are held fixed; the probabilities of the other cells follow the mean field of the couplings while
+the temperature falls ("annealed"), or the surest cell is fixed, again and again ("decimated"). Beside
+learned couplings: those of the rules, and two rules of logic. Puzzles are those of the list with 17 clues
+(Gordon Royle, CC BY 2.5) in $IMPLICIT_ATTN_DATA/sudoku, with random further cells; without the list they
+are generated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from sudoku_graph import HEAD, POTTS, fitted, solved_boards
+from torch import Tensor
+
+from implicit_attn.data import (
+    SudokuSymmetries,
+    board_counts,
+    load_sudoku,
+    resolve_source,
+    reveal,
+    reveal_up_to,
+    solve_by_singles,
+    unique_puzzles,
+)
+from implicit_attn.models import SudokuPotts
+from implicit_attn.studies.figures.boards import draw_board
+
+MIXED = "mixed"  # puzzles with the package's own distribution of clues
+LEARNED, BARE = "learned, factored", "learned, factored, no penalty"
+RULES, SINGLES = "the rules", "naked and hidden singles"
+COLOURS = ("C0", "C3", "C2", "C1", "C4", "#7d4fa3", "black")
+Table = list[dict[str, Any]]
+Solve = Callable[[Tensor], Tensor]  # puzzles (B, 81) -> boards (B, 81)
+
+
+class Boards(NamedTuple):
+    """Solved boards to learn from, and (puzzles, solutions) of the test by their number of clues.
+
+    No solution is in both parts as it is; the same board up to a symmetry may be.
+    """
+
+    name: str
+    train: Tensor
+    test: dict[str, tuple[Tensor, Tensor]]
+
+
+def load_boards(train: int, test: int, clues: tuple[int, ...], source: str, seed: int) -> Boards:
+    """``train`` solved boards, and up to ``test`` puzzles for each number of clues and of mixed numbers.
+
+    Puzzles get further cells of their solutions until they have so many clues. Minimal ones that have more
+    to begin with are left out: generated ones have about 24.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if resolve_source(source) == "list":
+        data = load_sudoku(train, test, source="list", more=0, seed=seed)
+        name, learned, more = data.name, data.train_solutions, 17
+        minimal, solutions = data.test_puzzles, data.test_solutions
+    else:
+        name, more = "generated Sudoku", 11
+        learned = solved_boards(train, source, seed)[1]
+        minimal, solutions = unique_puzzles(
+            min(test, 200), seed
+        )  # 25 ms each; then symmetries of them
+        if test > 200:
+            index = torch.arange(200, test) % 200
+            symmetric = torch.Generator().manual_seed(seed)
+            further = SudokuSymmetries()(minimal[index], solutions[index], symmetric)
+            minimal, solutions = (
+                torch.cat([minimal, further[0]]),
+                torch.cat([solutions, further[1]]),
+            )
+    sets = {}
+    for number in sorted(set(clues)):
+        few = (minimal != 0).sum(1) <= number
+        if few.any():
+            puzzles = reveal_up_to(minimal[few], solutions[few], number, generator)
+            sets[str(number)] = puzzles, solutions[few]
+    if not sets:
+        raise ValueError(f"clues must be >= {(minimal != 0).sum(1).min()} for {name}, got {clues}")
+    sets[MIXED] = reveal(minimal, solutions, more, generator), solutions
+    return Boards(name, learned, sets)
+
+
+def learned_couplings(
+    boards: Boards, steps: int, l2: float, seed: int
+) -> tuple[dict[str, SudokuPotts], Table]:
+    """Solvers by the name of their couplings; rows of the loss (nats a cell) on boards of the test."""
+    solvers, fits, held_out = {RULES: SudokuPotts.from_rules()}, [], boards.test[MIXED][1]
+    recipes = ((LEARNED, HEAD, l2), (BARE, HEAD, 0.0), (f"learned, {POTTS}", POTTS, 0.0))
+    for name, recipe, weight in recipes:
+        model = fitted(recipe, boards.train, steps, seed, weight)
+        solvers[name] = SudokuPotts.from_model(model)
+        with torch.no_grad():
+            loss = model.pseudo_likelihood(held_out - 1).item()
+        fits.append({"model": name, "l2": weight, "held_out": loss})
+    return solvers, fits
+
+
+def compare(sets: dict[str, tuple[Tensor, Tensor]], ways: dict[str, Solve]) -> Table:
+    """The shares of solved boards and of right cells, for each number of clues and each way."""
+    table = []
+    for clues, (puzzles, solutions) in sets.items():
+        for name, solve in ways.items():
+            right, unknown = board_counts(solve(puzzles), puzzles, solutions)
+            solved = (right == unknown).double().mean().item()
+            row = {"clues": clues, "method": name, "boards": len(puzzles), "solved": solved}
+            table.append(row | {"cells": (right.sum() / unknown.sum()).item()})
+    return table
+
+
+def sudoku_potts(
+    clues: tuple[int, ...] = (17, 25, 30, 36),
+    boards: int = 100,
+    steps: int = 300,
+    train: int = 5000,
+    l2: float = 1e-4,
+    anneal: int = 600,
+    source: str = "auto",
+    seed: int = 0,
+) -> tuple[dict[str, Table], Figure]:
+    """Sudoku by learned couplings.
+
+    Args:
+        clues: numbers of clues.
+        boards: puzzles of each; fewer may have so few clues.
+        steps: of training.
+        train: solved boards to learn from.
+        l2: penalty of the factored head; it is fitted without one too, the Potts model only so.
+        anneal: steps of an annealing at most.
+        source: list (sudoku17.npz), generated, or auto: the list where it is found.
+        seed: of the boards, the fits and the symmetries.
+    """
+    data = load_boards(train, boards, clues, source, seed)
+    solvers, fits = learned_couplings(data, steps, l2, seed)
+
+    def annealed(name: str) -> tuple[str, Solve]:
+        return (
+            f"{name}, annealed",
+            lambda puzzles: solvers[name].solve(puzzles, steps=anneal).boards,
+        )
+
+    ways: dict[str, Solve] = dict([annealed(LEARNED), annealed(BARE)])
+    ways[f"{LEARNED}, decimated"] = lambda puzzles: solvers[LEARNED].decimate(puzzles).boards
+    ways |= [annealed(RULES), annealed(f"learned, {POTTS}"), (SINGLES, solve_by_singles)]
+    table = compare(data.test, ways)
+    there = [number for number in sorted(set(clues)) if str(number) in data.test]
+    counts = {number: len(data.test[str(number)][0]) for number in there}
+    few = [number for number in sorted(set(clues)) if counts.get(number, 0) < boards]
+    note = "".join(f"; {counts.get(number, 'none')} with {number} clues" for number in few)
+    title = f"Sudoku solved by a Potts model learned from solved boards ({data.name}{note})"
+    figure, board = draw_shares(title, table, panels=3, size=(13, 4.8), columns=3)
+    shown = there[(len(there) - 1) // 2]
+    puzzles, solutions = data.test[str(shown)]
+    filled = ways[f"{LEARNED}, annealed"](puzzles)
+    one = int(
+        (filled == solutions).all(1).long().argmax()
+    )  # the first that is solved, or the first
+    draw_board(board, puzzles[one], filled[one], solutions[one])
+    found = "solved" if torch.equal(filled[one], solutions[one]) else "not solved"
+    board.set_title(
+        f"a puzzle of {shown} clues, {found} by the learned couplings\n"
+        "bold: clues; blue: found; red: wrong", fontsize=9,
+    )  # fmt: skip
+    return {"table": table, "fits": fits}, figure
+
+
+def draw_shares(
+    title: str, table: Table, panels: int, size: tuple[float, float], columns: int
+) -> tuple[Figure, Any]:
+    """Shares of boards and cells against the number of clues; the last panel is left to the caller."""
+    figure, axes = plt.subplots(1, panels, figsize=size)
+    figure.suptitle(title)
+    table = [row for row in table if row["clues"] != MIXED]
+    measures = (("solved", "boards solved (%)"), ("cells", "unknown cells right (%)"))
+    for panel, (key, label) in zip(axes, measures, strict=False):
+        names = dict.fromkeys(row["method"] for row in table)
+        for name, color, marker in zip(names, COLOURS, "os^DvPX", strict=False):
+            points = [(int(row["clues"]), 100 * row[key]) for row in table if row["method"] == name]
+            panel.plot(*zip(*points, strict=True), label=name, c=color, marker=marker, ms=5)
+        panel.set_xticks(sorted({int(row["clues"]) for row in table}))
+        panel.set(xlabel="clues of the puzzle", ylabel=label, ylim=(-3, 103))
+        panel.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    return figure, axes[-1]
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(sudoku_potts)

@@ -1,0 +1,156 @@
+"""How many random patterns binary memories retrieve: overlap and exact retrievals against the load.
+
+P patterns of N independent spins are stored; copies with flipped spins are retrieved by asynchronous sweeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from implicit_attn.models import BinaryMemory
+
+PAIR_RULES = ("hebb", "pseudo-inverse", "pseudo-likelihood")
+DENSE_RULES = (2, 3, 4, "exp")
+PAIR_LOADS = (0.05, 0.1, 0.12, 0.138, 0.16, 0.18, 0.2, 0.3, 0.5, 0.65, 0.8, 1.0)
+DENSE_LOADS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+Table = list[dict[str, Any]]
+
+
+def retrieved(
+    rule: str | int, sites: int, count: int, flips: float, probes: int, seed: int
+) -> Tensor:
+    """Mean overlap and share of exact retrievals of one set of patterns, (2,)."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = 2.0 * torch.randint(2, (count, sites), generator=generator).float() - 1
+    memory, targets = BinaryMemory(patterns, rule), patterns[:probes]
+    order = torch.rand(targets.shape, generator=generator).argsort(dim=1)
+    damaged = torch.where(order < round(flips * sites), -targets, targets)
+    overlap = (memory.retrieve(damaged, 20) * targets).double().mean(1)
+    return torch.stack([overlap.mean(), (overlap == 1).double().mean()])
+
+
+def half_load(rows: Table) -> float:
+    """Where the share of exact retrievals first falls to one half, linear between rows; or NaN."""
+    for before, after in itertools.pairwise(rows):
+        if before["exact"] > 0.5 >= after["exact"]:
+            part = (before["exact"] - 0.5) / (before["exact"] - after["exact"])
+            return before["load"] + part * (after["load"] - before["load"])
+    return math.nan
+
+
+def theoretical_load(rule: str | int, sites: int) -> float:
+    """The published capacity P / N of random patterns; NaN where there is none.
+
+    Hebb's 0.138 keeps a few errors (Amit, Gutfreund, Sompolinsky 1985,
+    https://doi.org/10.1103/PhysRevLett.55.1530); 1 for the pseudo-inverse. A power n without errors
+    ``N^(n - 2) / (2 (2 n - 3)!! ln N)`` (Krotov and Hopfield 2016, https://arxiv.org/abs/1606.01164);
+    the exponential ``2^(N / 2) / N`` (Demircigil et al. 2017, https://arxiv.org/abs/1702.01929).
+    """
+    if isinstance(rule, int):
+        odd = math.prod(range(2 * rule - 3, 0, -2))
+        return sites ** (rule - 2) / (2 * odd * math.log(sites))
+    known = {"hebb": 0.138, "pseudo-inverse": 1.0, "exp": 2 ** (sites / 2) / sites}
+    return known.get(rule, math.nan)
+
+
+def capacity(
+    sites: int = 100,
+    loads: tuple[float, ...] = PAIR_LOADS,
+    dense_sites: int = 40,
+    dense_loads: tuple[float, ...] = DENSE_LOADS,
+    flips: float = 0.1,
+    seeds: int = 5,
+    probes: int = 40,
+    seed: int = 0,
+):
+    """How many random patterns binary memories retrieve: seven learning rules against the load.
+
+    Args:
+        sites: spins of the pair rules.
+        loads: patterns by spins, pair rules.
+        dense_sites: spins of the dense rules.
+        dense_loads: of the dense rules.
+        flips: share of flipped spins at the start.
+        seeds: independent sets of patterns.
+        probes: patterns retrieved at most, of each set.
+        seed: of the first set.
+    """
+    if flips > 1:
+        raise ValueError(f"flips must be at most 1, got {flips}")
+    figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex="row", sharey=True)
+    figure.suptitle(
+        f"Capacity of binary memories; {flips:.0%} of the spins flipped, "
+        f"mean and range of {seeds} seeds"
+    )
+    tables: dict[str, Table] = {"pairs": [], "dense": []}
+    halves: Table = []
+    for name, row, rules, size, values in (
+        ("pairs", panels[0], PAIR_RULES, sites, loads),
+        ("dense", panels[1], DENSE_RULES, dense_sites, dense_loads),
+    ):
+        for color, rule in enumerate(rules):
+            rows: Table = []
+            for load in sorted(values):
+                count = max(1, round(load * size))
+                sets = range(seed, seed + seeds)
+                found = torch.stack([retrieved(rule, size, count, flips, probes, s) for s in sets])
+                each: dict[str, Any] = {"rule": rule, "sites": size, "load": load}
+                each["patterns"] = count
+                for key, column in zip(("overlap", "exact"), found.mT, strict=True):
+                    low, high = column.min().item(), column.max().item()
+                    each |= {key: column.mean().item(), f"{key}_low": low, f"{key}_high": high}
+                rows.append(each)
+            tables[name] += rows
+            halves.append({"rule": rule, "sites": size, "half load": half_load(rows)})
+            for axes, key in zip(row, ("overlap", "exact"), strict=True):
+                draw_rule(axes, rows, key, f"C{color}")
+        finish(row, tables[name], size)
+    return tables | {"half": halves}, figure
+
+
+def draw_rule(axes, rows: Table, key: str, color: str) -> None:
+    """Mean and range of the seeds against the load, with the load of theory."""
+    rule, loads = rows[0]["rule"], [row["load"] for row in rows]
+    low, high = ([row[f"{key}_{end}"] for row in rows] for end in ("low", "high"))
+    axes.fill_between(loads, low, high, color=color, alpha=0.2, linewidth=0)
+    name = f"power {rule}" if isinstance(rule, int) else rule
+    theory = theoretical_load(rule, rows[0]["sites"])
+    if theory <= loads[-1]:
+        axes.axvline(theory, color=color, linewidth=1, linestyle="--")
+        place = theory, 0.62 if theory < loads[-1] else 0.2  # the right edge is full above
+        note = axes.annotate("theory", place, (-4, 0), textcoords="offset points")
+        note.set(fontsize=7, color=color, rotation=90, ha="right", va="center")
+    if not math.isnan(theory):
+        name += f" (theory: {theory:.{3 if theory <= loads[-1] else 2}g})"
+    axes.plot(loads, [row[key] for row in rows], color=color, marker="o", ms=3.5, label=name)
+
+
+def finish(row, table: Table, sites: int) -> None:
+    """Titles and limits; why the overlap of the pseudo-inverse rises again at P = N."""
+    row[0].set(title=f"N = {sites} spins: mean overlap with the pattern", ylabel="overlap")
+    row[1].set(title=f"N = {sites} spins: share of exact retrievals", ylabel="share")
+    row[1].axhline(0.5, color="black", linewidth=0.6, linestyle=":")
+    row[0].legend(fontsize=8, loc="lower left")
+    for each in table:
+        if each["rule"] == "pseudo-inverse" and each["patterns"] == sites:
+            text, place = "P = N:\nJ = 0, no\nspin moves", (each["load"], each["overlap"])
+            row[0].annotate(
+                text, place, (-5, 8), textcoords="offset points", fontsize=7, ha="right"
+            )
+    for axes in row:
+        axes.set(xlabel="load P / N", ylim=(-0.03, 1.05), xscale="log")
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(capacity)

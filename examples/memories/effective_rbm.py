@@ -1,0 +1,146 @@
+"""RBMs without their hidden units: cumulant functions of the laws, and Gibbs sampling against exact laws."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+
+from implicit_attn.energies.effective import PRIORS, EffectiveRBM, ScalarPrior
+
+ORDERS = {2: "C1", 4: "C2", 8: "C3"}  # of the Taylor sums
+MACHINES = {"normal": 0.35, "poisson": 0.25, "one-hot": 0.6}  # hidden law, strength of W
+Table = list[dict[str, Any]]
+
+
+def cumulants(name: str, prior: ScalarPrior) -> Table:
+    """``K(t)`` and its Taylor sums on an interval around 0."""
+    low, high = max(-3.0, prior.lower), min(3.0, prior.upper)
+    inset = 2e-3 * (high - low)
+    t = torch.linspace(low + inset, high - inset, 121, dtype=torch.float64)
+    columns = {"t": t, "K": prior.cumulant_function(t)}
+    columns |= {f"order {order}": prior.taylor(t, order) for order in ORDERS}
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [{"hidden": name} | dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def gibbs_histogram(
+    hidden: str, spins: int, units: int, chains: int, sweeps: int, seed: int
+) -> Table:
+    """How often independent chains end in each of the 2^spins states, and how often they should.
+
+    The weights are patterns of +1 and -1 times a strength; the states are sorted by falling probability.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, units, spins) if hidden == "one-hot" else (units, spins)
+    patterns = torch.randint(2, shape, generator=generator).double() * 2 - 1
+    energy = EffectiveRBM(MACHINES[hidden] * patterns, hidden, visible="ising")
+    states = torch.tensor([*itertools.product([-1.0, 1.0], repeat=spins)], dtype=torch.float64)
+    exact = (-energy(states)).softmax(0)
+    first = torch.randint(2, (chains, spins), generator=generator).double() * 2 - 1
+    v = energy.gibbs(first, sweeps, generator)
+    numbers = ((v > 0).long() * 2 ** torch.arange(spins - 1, -1, -1)).sum(1)
+    found = torch.bincount(numbers, minlength=len(states)).double() / chains
+    error = (exact * (1 - exact) / chains).sqrt()
+    return [
+        {
+            "hidden": hidden,
+            "state": "".join("+" if spin > 0 else "-" for spin in states[index].tolist()),
+            "exact": exact[index].item(),
+            "found": found[index].item(),
+            "error": error[index].item(),
+        }
+        for index in exact.argsort(descending=True, stable=True).tolist()
+    ]
+
+
+def deviations(table: Table) -> dict[str, Any]:
+    """The largest and r.m.s. deviation in standard errors, and the total variation."""
+    each = [abs(row["found"] - row["exact"]) / row["error"] for row in table]
+    found = {"hidden": table[0]["hidden"], "states": len(table), "largest deviation": max(each)}
+    found["rms deviation"] = (sum(d * d for d in each) / len(each)) ** 0.5
+    variation = sum(abs(row["found"] - row["exact"]) for row in table) / 2
+    return found | {"total variation": variation}
+
+
+def effective_rbm(
+    spins: int = 6, units: int = 4, chains: int = 20_000, sweeps: int = 50, seed: int = 0
+):
+    """Hidden units summed out: cumulant functions of their laws, and Gibbs sampling checked.
+
+    Args:
+        spins: visible units, at most 10.
+        units: hidden units, at least 2.
+        chains: independent chains.
+        sweeps: of each chain.
+        seed: of weights and chains.
+    """
+    if spins > 10:
+        raise ValueError(f"spins must be at most 10, got {spins}")
+    if units < 2:
+        raise ValueError(f"units must be at least 2, got {units}")
+    laws = {name: prior for name, prior in PRIORS.items() if isinstance(prior, ScalarPrior)}
+    curves = {name: cumulants(name, prior) for name, prior in laws.items()}
+    histograms = [gibbs_histogram(name, spins, units, chains, sweeps, seed) for name in MACHINES]
+
+    figure = plt.figure(figsize=(13, 9))
+    figure.suptitle("RBMs without their hidden units: cumulant functions and Gibbs sampling")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[3, 2], squeeze=False).flat
+    panels = upper.subplots(2, -(-len(curves) // 2))
+    for axes, (name, rows) in zip(panels.flat, curves.items(), strict=False):
+        draw_cumulants(axes, name, rows)
+    for axes in panels.flat[len(curves) :]:
+        axes.set_axis_off()
+    panels.flat[-1].legend(*panels.flat[0].get_legend_handles_labels(), fontsize=9, loc="center")
+    shared = lower.subplots(1, len(histograms), sharey=True)
+    for axes, table in zip(shared, histograms, strict=True):
+        draw_histogram(axes, table)
+    shared[0].set_ylabel("probability of a state")
+    shared[0].legend(fontsize=8)
+    tables = {
+        "cumulants": list(itertools.chain(*curves.values())),
+        "gibbs": list(itertools.chain(*histograms)),
+        "errors": [deviations(table) for table in histograms],
+    }
+    return tables, figure
+
+
+def draw_cumulants(axes, name: str, rows: Table) -> None:
+    """``K(t)`` with its Taylor sums."""
+    t, exact = [row["t"] for row in rows], [row["K"] for row in rows]
+    for order, color in ORDERS.items():
+        taylor = [row[f"order {order}"] for row in rows]
+        axes.plot(t, taylor, color=color, linewidth=1, label=f"Taylor sum, order {order}")
+    axes.plot(t, exact, color="C0", linewidth=2.2, label="K(t), exact", zorder=0)
+    low, high = min(exact), max(exact)
+    margin = 0.15 * (high - low)
+    axes.set(title=f"{name} units", xlabel="field t", ylim=(low - margin, high + margin))
+
+
+def draw_histogram(axes, table: Table) -> None:
+    """Gibbs frequencies against exact probabilities."""
+    places, exact = range(len(table)), [row["exact"] for row in table]
+    axes.bar(places, exact, color="C0", alpha=0.4, label="exact, exp(-E) / Z")
+    axes.errorbar(
+        places,
+        [row["found"] for row in table],
+        yerr=[2 * row["error"] for row in table],
+        fmt=".",
+        color="black",
+        ms=4,
+        elinewidth=0.8,
+        label="Gibbs, 2 standard errors",
+    )
+    axes.set(title=f"{table[0]['hidden']} hidden units", xlabel="state, by falling probability")
+    axes.set_yscale("log")
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(effective_rbm)

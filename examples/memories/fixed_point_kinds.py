@@ -1,0 +1,175 @@
+"""What attention over stored patterns settles on: one pattern, the average of a cluster, or of all.
+
+Each pattern starts ``z <- X^T softmax(beta X z)``. Its effective number of patterns is the exponential of the
+entropy of the softmax at the end: 1, the size of a cluster, or M.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+import solvers
+from implicit_attn.energies import Hopfield
+
+BETAS = (
+    *(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 15.0, 20.0, 25.0, 30.0),
+    *(40.0, 50.0, 60.0, 80.0, 100.0, 150.0),
+)
+Table = list[dict[str, Any]]
+
+
+def clustered_patterns(
+    clusters: int, members: int, dim: int, spread: float, generator: torch.Generator
+) -> Tensor:
+    """Unit vectors as centres, each plus ``spread`` times unit vectors, (clusters members, dim)."""
+    centers, around = (
+        torch.randn(count, dim, generator=generator, dtype=torch.float64)
+        for count in (clusters, clusters * members)
+    )
+    centers, around = (x / x.norm(dim=1, keepdim=True) for x in (centers, around))
+    return centers.repeat_interleave(members, dim=0) + spread * around
+
+
+def settle(patterns: Tensor, beta: float) -> Table:
+    """A row for each pattern: the effective number where it ends."""
+    memory = Hopfield(patterns, beta=beta)
+    solution = solvers.fixed_point(
+        lambda z: z - memory.grad(z),
+        patterns,
+        solver=solvers.Forward(),  # it alone keeps to the basin that a start lies in
+        tolerance=solvers.Tolerance(rtol=1e-10, atol=1e-10),
+        max_steps=20_000,
+        adjoint=None,
+        on_failure="ignore",
+    )
+    share = (beta * solution.value @ patterns.mT).softmax(1)
+    effective = torch.special.entr(share).sum(1).exp().tolist()
+    ends = zip(effective, solution.converged.tolist(), solution.steps.tolist(), strict=True)
+    return [
+        {"beta": beta, "start": start, "effective": number, "converged": done, "steps": steps}
+        for start, (number, done, steps) in enumerate(ends)
+    ]
+
+
+def summary(rows: Table, sizes: tuple[int, ...]) -> dict[str, float]:
+    """Of one beta: least, median, largest, and the share of the starts within 5 % of each size."""
+    numbers = torch.tensor([row["effective"] for row in rows], dtype=torch.float64)
+    low, middle, high = numbers.min(), numbers.quantile(0.5), numbers.max()
+    found = {"beta": rows[0]["beta"], "least": low.item(), "median": middle.item()}
+    found["largest"] = high.item()
+    for size in sizes:
+        near = (numbers / size).log().abs() <= math.log(1.05)
+        found[f"share at {size}"] = near.double().mean().item()
+    return found | {"converged": sum(row["converged"] for row in rows) / len(rows)}
+
+
+def fixed_point_kinds(
+    clusters: int = 10,
+    members: int = 20,
+    spread: float = 0.3,
+    dim: int = 64,
+    betas: tuple[float, ...] = BETAS,
+    seed: int = 0,
+):
+    """What attention over patterns settles on: one pattern, the average of a cluster, or of all.
+
+    Args:
+        clusters: groups of patterns.
+        members: patterns of a group.
+        spread: distance of patterns from the centre of their group.
+        dim: features of a pattern.
+        betas: inverse temperatures.
+        seed: of the patterns.
+    """
+    count, ordered = clusters * members, sorted(betas)
+    draws = {
+        "random": (count, 1, 0.0, (1, count), f"{count} random patterns"),
+        "clusters": (
+            *(clusters, members, spread, (1, members, count)),
+            f"{clusters} clusters of {members} patterns",
+        ),
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
+    figure.suptitle("What attention over stored patterns settles on")
+    tables, meshes = {}, []
+    for axes, (name, (groups, each, apart, sizes, heading)) in zip(
+        panels, draws.items(), strict=True
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        patterns = clustered_patterns(groups, each, dim, apart, generator)
+        found = [settle(patterns, beta) for beta in ordered]
+        tables[name] = list(itertools.chain(*found))
+        tables[f"{name}-summary"] = [summary(rows, sizes) for rows in found]
+        meshes.append(draw(axes, found, ordered, sizes))
+        axes.set_title(heading, fontsize=10)
+    panels[0].set_ylabel("effective number of patterns at the fixed point")
+    figure.colorbar(meshes[-1], ax=list(panels), label="share of the starts, %")
+    return tables, figure
+
+
+def draw(axes, found: list[Table], betas: list[float], sizes: tuple[int, ...]):
+    """A histogram of the effective numbers for each beta, with the sizes marked."""
+    most, edges, columns = max(sizes), centred_edges(sizes), []
+    for rows in found:
+        numbers = torch.tensor([row["effective"] for row in rows])
+        counts = torch.histogram(numbers.float(), edges.float()).hist
+        columns.append(100 * counts / len(numbers))
+    image = torch.stack(columns, dim=1)
+    shown = image.masked_fill(image == 0, torch.nan)
+    mesh = axes.pcolormesh(
+        borders(betas), edges.numpy(), shown.numpy(), vmin=0, vmax=100, cmap="viridis_r"
+    )
+    meanings = (*("one pattern", "a whole cluster")[: len(sizes) - 1], "all patterns")
+    for size, meaning in zip(sizes, meanings, strict=True):
+        axes.axhline(size, color="black", linewidth=0.7, linestyle=":")
+        left = size < most
+        axes.annotate(
+            meaning,
+            (0.02 if left else 0.98, size),
+            (0, 3 if left else -3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="left" if left else "right",
+            va="bottom" if left else "top",
+            fontsize=8,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="inverse temperature beta")
+    axes.set_yticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    return mesh
+
+
+def centred_edges(sizes: tuple[int, ...]) -> Tensor:
+    """Edges of bins, equal on a logarithmic scale, so that the sizes lie in the middle of bins: the
+    first is 1, the last the largest; of 40 to 60 steps the number that fits the others best."""
+    most = max(*sizes, 2)
+
+    def misfit(steps: int) -> float:
+        places = [steps * math.log(size) / math.log(most) for size in sizes]
+        return max(abs(place - round(place)) for place in places)
+
+    steps = min(range(40, 61), key=misfit)
+    half = 0.5 / steps
+    return torch.tensor(most, dtype=torch.float64) ** torch.linspace(-half, 1 + half, steps + 2)
+
+
+def borders(values: list[float]) -> list[float]:
+    """Edges between values in geometric order."""
+    ratios = [after / before for before, after in itertools.pairwise(values)] or [2.0]
+    middles = [(before * after) ** 0.5 for before, after in itertools.pairwise(values)]
+    return [values[0] / ratios[0] ** 0.5, *middles, values[-1] * ratios[-1] ** 0.5]
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(fixed_point_kinds)

@@ -1,0 +1,152 @@
+"""A Hopfield memory is a density: what does it know of handwritten digits?
+
+At temperature 1 / beta the energy of the continuous memory is a mixture of Gaussians around its patterns, and
+one step of attention is the best guess of the pattern behind a noisy state. On 8x8 digits of norm 1 two
+memories take the noise off held-out images: one stores the clean training images, the other is fitted by
+maximum likelihood to noisy ones and never sees a clean one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from implicit_attn.data import load_digits
+from implicit_attn.energies import Hopfield
+from implicit_attn.models import fit_patterns
+
+CLEAN, FITTED = "memory of clean images", "memory fitted to noisy images"
+STYLES = {
+    "noisy": ("C4", ":"),
+    "mean image": ("C4", "--"),
+    "nearest neighbour": ("C1", "-"),
+    "best linear": ("C2", "-"),
+    CLEAN: ("C0", "-"),
+    FITTED: ("C3", "-"),
+}
+Method = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]
+Table = list[dict[str, Any]]
+
+
+def unit_images(images: Tensor) -> Tensor:
+    """(N, C, H, W) -> (N, C H W) of norm 1, float64: all images weigh the same as patterns."""
+    flat = images.flatten(1).double()
+    return flat / flat.norm(dim=1, keepdim=True)
+
+
+def fit(
+    noisy: Tensor, beta: float, counts: tuple[int, ...], generator: torch.Generator
+) -> Hopfield:
+    """Of ``counts`` the number of patterns with the highest likelihood of the last fifth."""
+    kept = len(noisy) - len(noisy) // 5
+    options: Any = {"steps": 100, "tolerance": 1e-4, "generator": generator}
+    memories = [
+        fit_patterns(noisy[:kept], min(count, kept), beta, **options).memory for count in counts
+    ]
+    return max(memories, key=lambda memory: memory.log_prob(noisy[kept:]).mean().item())
+
+
+def methods(train: Tensor, noise: float, memory: Hopfield, fitted: Hopfield) -> dict[str, Method]:
+    """Each a denoiser, and a log density of noisy images where it has one."""
+    mean = train.mean(0)
+    covariance = (train - mean).mT @ (train - mean) / len(train)
+    noisy_covariance = covariance + noise**2 * torch.eye(len(mean), dtype=mean.dtype)
+    gain = torch.linalg.solve(noisy_covariance, covariance)
+    gaussian = torch.distributions.MultivariateNormal(mean, noisy_covariance)
+    single = Hopfield(mean.unsqueeze(0), beta=memory.beta)
+    return {
+        "noisy": (lambda z: z, None),
+        "mean image": (lambda z: mean.expand_as(z), single.log_prob),
+        "nearest neighbour": (lambda z: train[torch.cdist(z, train).argmin(1)], None),
+        "best linear": (lambda z: mean + (z - mean) @ gain, gaussian.log_prob),
+        CLEAN: (lambda z: z - memory.grad(z), memory.log_prob),
+        FITTED: (lambda z: z - fitted.grad(z), fitted.log_prob),
+    }
+
+
+def hopfield_digits(
+    noises: tuple[float, ...] = (0.05, 0.08, 0.12, 0.2),
+    counts: tuple[int, ...] = (5, 10, 20, 40, 80),
+    seed: int = 0,
+):
+    """Held-out digits denoised by one attention step, and their likelihood, beside baselines.
+
+    Args:
+        noises: of a pixel, standard deviations.
+        counts: numbers of fitted patterns, of which held-out likelihood chooses.
+        seed: of the noise and the first patterns.
+    """
+    if min(noises) < 0.01:
+        raise ValueError(f"noises must be at least 0.01, got {min(noises)}")
+    data = load_digits()
+    train, test = unit_images(data.train_images), unit_images(data.test_images)
+    generator, ordered = torch.Generator().manual_seed(seed), sorted(set(noises))
+    shown, rows, table = ordered[len(ordered) // 2], {}, []
+    for noise in ordered:
+        noisy_train, noisy = (
+            images + noise * torch.randn(images.shape, generator=generator, dtype=images.dtype)
+            for images in (train, test)
+        )
+        memory = Hopfield(train, beta=noise**-2)
+        fitted = fit(noisy_train, noise**-2, counts, generator)
+        stored = {CLEAN: len(train), FITTED: len(fitted.patterns)}
+        made = {}
+        for name, (restore, log_prob) in methods(train, noise, memory, fitted).items():
+            made[name] = restore(noisy)
+            error = (made[name] - test).square().mean().sqrt().item() / noise
+            nats = math.nan if log_prob is None else log_prob(noisy).mean().item()
+            row = {"noise": noise, "method": name, "patterns": stored.get(name, 0)}
+            table.append(row | {"error": error, "log_likelihood": nats})
+        if noise == shown:
+            picks = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:12]
+            samples = fitted.sample(12, generator)
+            rows = {"clean": test[picks]} | {name: each[picks] for name, each in made.items()}
+            rows |= {"patterns": fitted.patterns[:12], "samples": samples}
+            rows["after one step"] = samples - fitted.grad(samples)
+    return {"digits": table}, draw(rows, table, shown, data.test_images.shape[-1])
+
+
+def draw(rows: dict[str, Tensor], table: Table, shown: float, side: int):
+    """Images and what methods make of them, samples, and errors and likelihood against the noise."""
+    figure = plt.figure(figsize=(13, 7.5))
+    figure.suptitle(
+        "Hopfield memories of digits: denoising by one attention step, samples, likelihood"
+    )
+    left, right = figure.subfigures(1, 2, width_ratios=[3, 2], squeeze=False).flat
+    for axes, (name, images) in zip(left.subplots(len(rows), 1), rows.items(), strict=True):
+        tiles = images.reshape(len(images), -1, side).permute(1, 0, 2).flatten(1)
+        axes.imshow(tiles.numpy(), cmap="gray_r", vmin=0, vmax=0.4)
+        axes.set(xticks=[], yticks=[])
+        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
+    text = f"held-out digits, noise {shown:g}; last three rows: the fitted memory"
+    left.suptitle(text, fontsize=10)
+    above, below = right.subplots(2, 1, sharex=True)
+    linear = {r["noise"]: r["log_likelihood"] for r in table if r["method"] == "best linear"}
+    for name, (color, line) in STYLES.items():
+        found = [row for row in table if row["method"] == name]
+        noises, errors = [row["noise"] for row in found], [row["error"] for row in found]
+        gains = [row["log_likelihood"] - linear[row["noise"]] for row in found]
+        style: Any = {"color": color, "linestyle": line, "marker": "o", "ms": 3.5}
+        above.plot(noises, errors, label=name, **style)
+        below.plot(noises, gains, **style)
+    above.set(ylabel="rms error of a pixel / noise", ylim=(0, 1.6), xscale="log")
+    above.legend(fontsize=8)
+    below.set_xticks([*linear], [f"{noise:g}" for noise in linear])
+    below.minorticks_off()
+    below.set(xlabel="noise, standard deviation of a pixel (images of norm 1)", ylim=(-12, 4))
+    below.set_ylabel("log-likelihood above best linear,\nnats an image")
+    return figure
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(hopfield_digits)

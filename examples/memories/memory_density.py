@@ -1,0 +1,176 @@
+"""The continuous memory as a density: normaliser, samples, denoising, maximum likelihood.
+
+At temperature 1 / beta the energy of a Hopfield memory is a mixture of Gaussians around its patterns; here
+five patterns in two dimensions. At 1 / (k beta) its integral is summed by the trapezoidal rule.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from implicit_attn.energies import Hopfield
+from implicit_attn.models import fit_patterns
+
+REACH = 3.2  # half the width of the picture
+RATE = 0.2  # of the ascent
+Table = list[dict[str, Any]]
+
+
+def ring_memory(count: int, beta: float, generator: torch.Generator) -> Hopfield:
+    """Patterns (count, 2) around the origin, at random angles, with norms from 1.4 to 1.7."""
+    angles = torch.arange(count) + 0.5 * torch.rand(count, generator=generator)
+    angles = (2 * torch.pi / count * angles).double()
+    norms = torch.linspace(1.4, 1.7, count, dtype=torch.float64)
+    norms = norms[torch.randperm(count, generator=generator)]
+    return Hopfield(norms[:, None] * torch.stack([angles.cos(), angles.sin()], 1), beta=beta)
+
+
+def temperature(memory: Hopfield, cooling: int) -> dict[str, float]:
+    """``log Z`` and the integral of the density at 1 / (cooling beta).
+
+    At half a width ``1 / sqrt(k beta)`` the rule is exact to rounding; 9 widths beyond the patterns nothing
+    is left.
+    """
+    width = (cooling * memory.beta) ** -0.5
+    reach = memory.patterns.abs().max().item() + 9 * width
+    count = 1 + math.ceil(4 * reach / width)
+    line = torch.linspace(-reach, reach, count, dtype=torch.float64)
+    area = (line[1] - line[0]).item() ** 2
+    density = memory.log_prob(torch.cartesian_prod(line, line), cooling).exp()
+    integral = density.sum().item() * area
+    row = {"cooling": cooling, "temperature": 1 / (cooling * memory.beta)}
+    row |= {"log_partition": memory.log_partition(cooling).item(), "integral": integral}
+    return row | {"error": abs(integral - 1)}
+
+
+def gradient_ascent(data: Tensor, patterns: Tensor, beta: float, steps: int) -> list[float]:
+    """The mean log-likelihood along ``x_mu += RATE (<p_mu(z) z> - w_mu x_mu)``."""
+    values = []
+    for _ in range(steps):
+        values.append(Hopfield(patterns, beta=beta).log_prob(data).mean().item())
+        attention = (beta * data @ patterns.mT).softmax(1)
+        weight = (0.5 * beta * patterns.square().sum(1)).softmax(0)
+        patterns = patterns + RATE * (attention.mT @ data / len(data) - weight[:, None] * patterns)
+    return values
+
+
+def summary(curves: dict[str, list[list[float]]], best: float) -> Table:
+    """Least and largest end of each method, and the most steps until one is within 1e-4 of its end."""
+    table: Table = []
+    for method, found in curves.items():
+        ends = [values[-1] for values in found]
+        near = [
+            next(step for step, value in enumerate(values) if abs(value - values[-1]) <= 1e-4)
+            for values in found
+        ]
+        row = {"method": method, "starts": len(found), "lowest": min(ends)}
+        table.append(row | {"highest": max(ends), "steps": max(near)})
+    true = {"method": "true patterns", "starts": 0, "lowest": best, "highest": best, "steps": 0}
+    return [*table, true]
+
+
+def memory_density(
+    patterns: int = 5,
+    beta: float = 4.0,
+    cooling: int = 3,
+    samples: int = 600,
+    starts: int = 5,
+    steps: int = 200,
+    seed: int = 0,
+):
+    """The continuous memory as a density: normaliser, samples, denoising, maximum likelihood.
+
+    Args:
+        patterns: in two dimensions.
+        beta: inverse temperature, at least 0.5.
+        cooling: the second temperature is 1 / (cooling beta), from 2 to 5.
+        samples: of each density, at least 30.
+        starts: of the fits.
+        steps: of a fit.
+        seed: of patterns and samples.
+    """
+    if beta < 0.5:
+        raise ValueError(f"beta must be at least 0.5, got {beta}")
+    if not 2 <= cooling <= 5:
+        raise ValueError(f"cooling must be from 2 to 5, got {cooling}")
+    if samples < max(30, patterns):
+        raise ValueError(f"samples must be at least {max(30, patterns)}, got {samples}")
+    generator = torch.Generator().manual_seed(seed)
+    memory = ring_memory(patterns, beta, generator)
+    figure, panels = plt.subplots(2, 2, figsize=(9.5, 8))
+    figure.suptitle("The continuous memory as a density")
+    for axes, k in zip(panels[0], (1, cooling), strict=True):
+        draw_density(axes, memory, k)
+        x, y = memory.sample(samples, generator, k).mT.tolist()
+        axes.scatter(x, y, s=3, color="white", alpha=0.5, linewidths=0, label="samples")
+        factor = "β" if k == 1 else f"({k} β)"
+        axes.set_title(f"temperature 1 / {factor}: log density, {samples} samples", fontsize=10)
+        axes.legend(fontsize=8, loc="lower left", facecolor="0.6")
+    data = memory.sample(samples, generator)
+    curves: dict[str, list[list[float]]] = {"fit_patterns": [], "gradient": []}
+    for _ in range(starts):
+        first = data[torch.randperm(samples, generator=generator)[:patterns]]
+        fit = fit_patterns(data, patterns, beta, start=first, steps=steps, tolerance=0.0)
+        curves["fit_patterns"].append(fit.log_likelihood)
+        curves["gradient"].append(gradient_ascent(data, first, beta, steps))
+    noisy = memory.sample(60, generator)
+    best = memory.log_prob(data).mean().item()
+    draw_steps(panels[1, 0], memory, noisy)
+    draw_fits(panels[1, 1], curves, best)
+    fits = [
+        {"method": method, "start": start, "step": step, "log_likelihood": value}
+        for start in range(starts)
+        for method, found in curves.items()
+        for step, value in enumerate(found[start])
+    ]
+    table = [temperature(memory, k) for k in sorted({1, 2, cooling})]
+    return {"temperatures": table, "fits": fits, "ends": summary(curves, best)}, figure
+
+
+def draw_density(axes, memory: Hopfield, cooling: int) -> None:
+    """The log density as filled contours down to 8 below its top, and the patterns."""
+    line = torch.linspace(-REACH, REACH, 241, dtype=torch.float64)
+    y, x = torch.meshgrid(line, line, indexing="ij")
+    log_prob = memory.log_prob(torch.stack([x, y], dim=-1), cooling)
+    top = log_prob.max().item()
+    levels = [top - 8 + n / 3 for n in range(25)]
+    axes.contourf(line, line, log_prob.clamp_min(top - 8), levels=levels, cmap="viridis")
+    axes.plot(*memory.patterns.T, "x", color="C3", markersize=8, mew=2, label="patterns")
+    axes.set(aspect="equal", xlim=(-REACH, REACH), ylim=(-REACH, REACH), xlabel="z1", ylabel="z2")
+
+
+def draw_steps(axes, memory: Hopfield, noisy: Tensor) -> None:
+    """Attention steps from noisy states as arrows."""
+    draw_density(axes, memory, 1)
+    look: dict[str, Any] = {"width": 0.004, "headwidth": 5, "color": "white"}
+    axes.quiver(*noisy.T, *-memory.grad(noisy).T, angles="xy", scale_units="xy", scale=1, **look)
+    axes.set_title("attention step = mean of the pattern behind a noisy state", fontsize=10)
+
+
+def draw_fits(axes, curves: dict[str, list[list[float]]], best: float) -> None:
+    """The likelihood during both fits."""
+    for method, color, name in (
+        ("gradient", "C1", f"gradient ascent, step {RATE:g}"),
+        ("fit_patterns", "C0", "fit_patterns"),
+    ):
+        for start, values in enumerate(curves[method]):
+            label = None if start else name
+            axes.plot(range(1, len(values) + 1), values, color=color, label=label, linewidth=1.2)
+    axes.axhline(best, color="black", linewidth=0.8, linestyle="--", label="true patterns")
+    axes.set(xscale="log", xlabel="step", ylabel="mean log-likelihood of the samples, nats")
+    axes.set_title("maximum likelihood from random starts: no step lowers it", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(memory_density)

@@ -1,0 +1,218 @@
+"""Attention forms as optimisers of one query's energy: steps until its gradient vanishes.
+
+    python examples/optimisers/descent.py        # half a minute
+
+A query among keys that stay has the energy ``F(q) = -T log sum_j exp(-|q - k_j|^2 / (2T))``. Its gradient
+is ``q - m``, the distance to the mean m of the keys under the attention weights; its Hessian is
+``I - C/T`` with their covariance C. A plain step of length 1 is softmax attention with the keys for
+values; momentum, Nesterov's and Newton's method give other attention forms. All of them minimise the
+same energies here.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from implicit_attn.kernels import covariance_product
+from implicit_attn.models.attention import covariances
+
+FAMILIES = {"Newton": "C0", "plain": "black", "Nesterov": "C2", "momentum": "C3"}
+Table = list[dict[str, Any]]
+
+
+class Method(NamedTuple):
+    r"""``p <- beta p + g(at)``, ``q <- q - eta p`` with ``at = q - eta beta p`` (Nesterov) or q.
+
+    The direction g is the gradient (order 0), ``sum_(r<=order) (C/T)^r w``, or ``(I - C/T)^-1 w`` (None).
+    The eta and beta of a tuned method come from the curvatures at the minimum.
+    """
+
+    name: str
+    order: int | None = 0
+    beta: float = 0.0
+    tuned: bool = False
+
+    @property
+    def family(self) -> str:
+        return next(family for family in FAMILIES if self.name.startswith(family))
+
+
+METHODS = (
+    Method("Newton", None),
+    *(Method(f"Newton, order {order}", order) for order in (4, 2, 1)),
+    Method("plain"),
+    *(
+        Method(f"{name} {beta}", 0, beta)
+        for name in ("Nesterov", "momentum")
+        for beta in (0.5, 0.9)
+    ),
+    *(Method(f"{name}, tuned", tuned=True) for name in ("plain", "Nesterov", "momentum")),
+)
+
+
+class Energy(NamedTuple):
+    """F of queries (B, 1, N, p) among keys (B, 1, M, p)."""
+
+    keys: Tensor
+    temperature: float
+
+    def weights(self, query: Tensor) -> Tensor:
+        scores = query @ self.keys.mT - 0.5 * self.keys.square().sum(-1).unsqueeze(-2)
+        return torch.softmax(scores / self.temperature, dim=-1)
+
+    def hessian(self, query: Tensor) -> Tensor:
+        eye = torch.eye(self.keys.shape[-1], dtype=query.dtype)
+        return eye - covariances(self.weights(query), self.keys) / self.temperature
+
+    def direction(self, query: Tensor, order: int | None = 0) -> Tensor:
+        weights = self.weights(query)
+        mean = weights @ self.keys
+        total = term = query - mean
+        if order is None:
+            return torch.linalg.solve(self.hessian(query), total)
+        for _ in range(order):
+            term = covariance_product(weights, self.keys, term, mean=mean) / self.temperature
+            total = total + term
+        return total
+
+
+def tuned_constants(family: str, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The eta and beta that suit a quadratic whose curvatures lie in [low, high] ::
+
+        plain       eta = 2 / (high + low),                      rate (k - 1) / (k + 1)
+        momentum    eta = 4 / (sqrt high + sqrt low)^2,
+                    beta = ((sqrt k - 1) / (sqrt k + 1))^2,      rate sqrt beta
+        Nesterov    eta = 1 / high,  beta = (sqrt k - 1) / (sqrt k + 1),   rate 1 - 1 / sqrt k
+
+    with ``k = high / low``. Source: Lessard, Recht, Packard (2016), https://arxiv.org/abs/1408.3595.
+    """
+    ratio = (high.sqrt() - low.sqrt()) / (high.sqrt() + low.sqrt())
+    if family == "plain":
+        return 2 / (high + low), torch.zeros_like(low)
+    if family == "momentum":
+        return 4 / (high.sqrt() + low.sqrt()).square(), ratio.square()
+    return 1 / high, ratio
+
+
+def curvatures(energy: Energy, query: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest curvature at the minima that the queries run to, (B, 1, 1, 1) each."""
+    for _ in range(500):  # mean shift, which always descends
+        query = query - energy.direction(query)
+    found = torch.linalg.eigvalsh(energy.hessian(query))
+    # Where mean shift is still on its way the least one may lie below zero, which has no root.
+    return found.amin((-2, -1), keepdim=True).clamp_min(1e-6), found.amax((-2, -1), keepdim=True)
+
+
+def descend(
+    energy: Energy, query: Tensor, method: Method, steps: int, eta: Any, beta: Any
+) -> tuple[Tensor, Tensor]:
+    """Norms of the gradient at the start and after each step, (steps + 1, B, N), and the end."""
+    momentum, norms = torch.zeros_like(query), []
+    for step in range(steps + 1):
+        norms.append(energy.direction(query).norm(dim=-1).squeeze(1))
+        if step < steps:
+            at = query - eta * beta * momentum if method.family == "Nesterov" else query
+            momentum = beta * momentum + energy.direction(at, method.order)
+            query = query - eta * momentum
+    return torch.stack(norms), query
+
+
+def first_below(norms: Tensor, bound: float) -> Tensor:
+    """The first step (B, N) from which on all norms (steps + 1, B, N) are <= bound, else inf."""
+    # Up to the last norm above it: heavy-ball oscillates, and may pass below only for a moment.
+    last = (torch.arange(1, len(norms) + 1).view(-1, 1, 1) * ~(norms <= bound)).amax(0).double()
+    return last.masked_fill(last == len(norms), math.inf)
+
+
+def descent(
+    keys: int = 9,
+    dim: int = 4,
+    temperature: float = 1.6,
+    starts: int = 5,
+    draws: int = 20,
+    steps: int = 600,
+    bound: float = 1e-10,
+    seed: int = 0,
+) -> tuple[dict[str, Table], Figure]:
+    """Twelve methods on one query's energy.
+
+    Args:
+        keys: drawn from N(0, I).
+        dim: dimension of queries and keys.
+        temperature: T of the energy.
+        starts: queries, drawn from N(0, I).
+        draws: sets of keys and starts; the first is drawn as curves.
+        steps: at most.
+        bound: norm of the gradient that is to be reached.
+        seed: of keys and starts.
+    """
+    g = torch.Generator().manual_seed(seed)
+    held = torch.randn(draws, 1, keys, dim, generator=g, dtype=torch.float64)
+    first = torch.randn(draws, 1, starts, dim, generator=g, dtype=torch.float64)
+    energy = Energy(held, temperature)
+    low, high = curvatures(energy, first)
+    methods, curves = [], []
+    for method in METHODS:
+        tuned = tuned_constants(method.family, low, high) if method.tuned else (1.0, method.beta)
+        norms, end = descend(energy, first, method, steps, *tuned)
+        taken = first_below(norms, bound)
+        reached = taken.isfinite()
+        least = torch.linalg.eigvalsh(energy.hessian(end))[..., 0].squeeze(1)
+        methods.append({
+            "method": method.name, "steps": taken[0].median().item(), "most": taken[0].max().item(),
+            "all_median": taken.flatten().median().item(), "all_least": taken.min().item(),
+            "all_most": taken.max().item(), "reached": reached.double().mean().item(),
+            "minima": (((least > 0) & reached).sum() / reached.sum()).item(),  # the others: saddles
+            "least_curvature": low.flatten()[0].item(), "largest_curvature": high.flatten()[0].item(),
+        })  # fmt: skip
+        middle = norms[:, 0].median(dim=-1).values.tolist()
+        curves += [
+            {"method": method.name, "step": step, "norm": norm} for step, norm in enumerate(middle)
+        ]
+    return {"methods": methods, "curves": curves}, draw(methods, curves, bound)
+
+
+def draw(methods: Table, curves: Table, bound: float) -> Figure:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13.5, 5.6), dpi=90, width_ratios=[1.35, 1])
+    figure.suptitle("Attention forms as optimisers of one query's free energy")
+    for place, (method, row) in enumerate(zip(METHODS, methods, strict=True)):
+        color = FAMILIES[method.family]
+        alike = [each for each in METHODS if each.family == method.family and not each.tuned]
+        line = "-." if method.tuned else ("-", "--", ":", "-.")[alike.index(method)]
+        norms = [max(each["norm"], 1e-16) for each in curves if each["method"] == method.name][1:]
+        end = next((i for i, norm in enumerate(norms) if norm < bound / 100), len(norms) - 1) + 1
+        width = 2.4 if method.tuned else 1.5
+        left.plot(range(1, end + 1), norms[:end], label=method.name, c=color, ls=line, lw=width)
+        y, done = len(METHODS) - 1 - place, math.isfinite(row["all_most"])
+        most = row["all_most"] if done else 1e4
+        right.plot([row["all_least"], most], [y, y], color=color, linewidth=5, alpha=0.3)
+        if not done:
+            right.plot(1e4, y, ">", color=color, markersize=8)
+        right.plot(row["all_median"], y, "|", color=color, markersize=14, markeredgewidth=2)
+        right.plot(row["steps"], y, "o", color=color, markersize=5)
+    left.axhline(bound, color="C4", linewidth=0.8)
+    left.set(xscale="log", yscale="log", ylim=(bound / 30, 5), xlabel="step")
+    left.set_ylabel("norm of the gradient (median of the starts)")
+    left.set_title("first draw of keys", fontsize=11)
+    right.set(xscale="log", xlabel=f"steps to a gradient of {bound:g}")
+    right.set_yticks(range(len(METHODS)), [method.name for method in METHODS[::-1]])
+    right.set_title("bar: all draws (arrow: not all end), |: median, dot: first draw", fontsize=11)
+    right.grid(axis="x", alpha=0.3)
+    lines, labels = left.get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(descent)

@@ -1,0 +1,310 @@
+"""Attention that learns by a local rule, beside fixed random weights and back-propagation.
+
+    python examples/optimisers/local_learning.py        # half a minute
+
+The weights W of an attention layer descend the free energy that its states descend, without any signal
+from the task; only a linear readout sees answers. Digits: one state a sample runs down its energy among
+the patches. Text: all tokens of a window step at once, each among those before it.
+
+Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers", https://arxiv.org/abs/2511.00907,
+algorithms 1 to 3.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn import functional as F
+
+from implicit_attn.data import HELP, ImageData, TextData, load_digits, load_text, ngram_loss
+
+FIXED, LOCAL, BACKWARD = RULES = ("fixed weights", "local rule", "back-propagation")
+DIM, TEMPERATURE, STEP = 32, 4.0, 0.5  # d of tokens and states, T, eta
+RECORDS = 20  # measurements on the way
+DEPTH, TEST_STEPS = 5, 50  # of digits: steps of back-propagation; most steps of a measurement
+LENGTH, LOOPS = 32, 4  # of text: tokens of a window; steps of all of them
+Table = list[dict[str, Any]]
+
+
+class Energy(NamedTuple):
+    r"""Free energies of single tokens z (B, N, d) among tokens h (B, M, d) that are held ::
+
+        elastic:  F_i = -T log sum_j exp(-|W1 z_i - W2 h_j|^2 / (2T))
+        inner:    F_i = -T log sum_j exp(W1 z_i . W2 h_j / T)
+
+    With ``q = W1 z``, ``k = W2 h``, weights P and ``m = sum_j P_j k_j`` the gradients are local ::
+
+        elastic:  dF/dz = W1^T (q - m),   dF/dW1 = (q - m) z^T,   dF/dW2 = -sum_j P_j (q - k_j) h_j^T
+        inner:    dF/dz = -W1^T m,        dF/dW1 = -m z^T,        dF/dW2 = -sum_j P_j q h_j^T
+
+    ``query`` None: W1 is the identity. ``causal``: token i sees ``j <= i`` only.
+    """
+
+    elastic: bool = True
+    causal: bool = False
+
+    def forward(
+        self, z: Tensor, h: Tensor, query: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, ...]:
+        """q, k and the scores (B, N, M), of the elastic energy without what is constant in a row."""
+        q, k = z if query is None else z @ query.mT, h @ key.mT
+        scores = q @ k.mT
+        if self.elastic:
+            scores = scores - 0.5 * k.square().sum(-1).unsqueeze(-2)
+        if self.causal:
+            earlier = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~earlier, -torch.inf)
+        return q, k, scores / TEMPERATURE
+
+    def value(self, z: Tensor, h: Tensor, query: Tensor | None, key: Tensor) -> Tensor:
+        """The mean of F_i."""
+        q, _, scores = self.forward(z, h, query, key)
+        energy = -TEMPERATURE * torch.logsumexp(scores, dim=-1)
+        return (energy + 0.5 * q.square().sum(-1) if self.elastic else energy).mean()
+
+    def by_state(self, z: Tensor, h: Tensor, query: Tensor | None, key: Tensor) -> Tensor:
+        """dF_i/dz_i, differentiable."""
+        q, k, scores = self.forward(z, h, query, key)
+        force = -(torch.softmax(scores, dim=-1) @ k)
+        force = q + force if self.elastic else force
+        return force if query is None else force @ query
+
+    @torch.no_grad()
+    def by_weights(
+        self, z: Tensor, h: Tensor, query: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of the sum of F_i by W1 and W2."""
+        q, k, scores = self.forward(z, h, query, key)
+        weights = torch.softmax(scores, dim=-1)
+        force, pulled = -(weights @ k), weights.mT @ q
+        if self.elastic:
+            force = force + q
+            pulled = pulled - weights.sum(-2).unsqueeze(-1) * k
+        by_query = torch.einsum("bnp,bnd->pd", force, z)
+        return by_query, -torch.einsum("bmp,bmd->pd", pulled, h)
+
+
+def floor(tokens: int, causal: bool) -> float:
+    """The lower bound of the mean elastic energy, ``-T log M``, where all tokens are alike."""
+    counts = torch.arange(1 if causal else tokens, tokens + 1, dtype=torch.float64)
+    return -TEMPERATURE * counts.log().mean().item()
+
+
+def spread(z: Tensor) -> float:
+    """Root mean square distance of states (B, N, d) from their mean."""
+    flat = z.flatten(0, 1)
+    return (flat - flat.mean(0)).square().sum(1).mean().sqrt().item()
+
+
+def optimiser(
+    readout: Tensor, rate: float, weights: list[Tensor], weight_rate: float, steps: int
+) -> Any:
+    """Adam on the readout, and on the weights where there are some; the rates fall linearly to zero."""
+    groups: list[Any] = [{"params": [readout.requires_grad_()], "lr": rate}]
+    if weights:
+        groups.append({"params": [each.requires_grad_() for each in weights], "lr": weight_rate})
+    adam = torch.optim.Adam(groups)
+    return adam, torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.0, steps)
+
+
+def descend(adam: Any, outputs: Tensor, targets: Tensor) -> None:
+    adam.zero_grad()
+    F.cross_entropy(outputs, targets).backward()
+    adam.step()
+
+
+def learn_digits(
+    data: ImageData, rule: str, epochs: int, seed: int, elastic: bool = True, records: int = RECORDS
+) -> Table:
+    """Each sample's state makes one step an epoch and lasts; the local rule moves W at these states.
+
+    Back-propagation runs DEPTH steps from zero instead, in batches.
+    """
+    energy = Energy(elastic)
+    g = torch.Generator().manual_seed(seed)
+    patches = [F.unfold(images, 2, stride=2).mT for images in (data.train_images, data.test_images)]
+    embed, place = torch.randn(4, DIM, generator=g) / 2, torch.randn(16, DIM, generator=g)
+    tokens, test_tokens = (each @ embed + place for each in patches)
+    g = torch.Generator().manual_seed(seed + 1)
+    key = torch.randn(DIM, DIM, generator=g) / DIM**0.5
+    readout = 0.1 * torch.randn(DIM, data.classes, generator=g)
+    learned = [key] if rule == BACKWARD else []
+    adam, decay = optimiser(readout, 0.02, learned, 0.02, epochs)
+
+    def states(tokens: Tensor, steps: int, z: Tensor | None = None) -> Tensor:
+        z = tokens.new_zeros(len(tokens), 1, DIM) if z is None else z
+        for _ in range(steps):
+            z = z - STEP * energy.by_state(z, tokens, None, key)
+        return z
+
+    z, table = states(tokens, 0), []
+    for epoch in range(1, epochs + 1):
+        if rule == BACKWARD:
+            for rows in torch.randperm(len(tokens), generator=g).split(128):
+                found = states(tokens[rows], DEPTH)
+                descend(adam, found[:, 0] @ readout, data.train_labels[rows])
+        else:
+            z = states(tokens, 1, z)
+            if rule == LOCAL:
+                key = key - 0.1 / len(z) * energy.by_weights(z, tokens, None, key)[1]
+            descend(adam, z[:, 0] @ readout, data.train_labels)
+        decay.step()
+        if epoch % math.ceil(epochs / records) == 0 or epoch in (1, epochs):
+            with torch.no_grad():
+                steps = DEPTH if rule == BACKWARD else min(epoch, TEST_STEPS)
+                z = states(tokens, steps) if rule == BACKWARD else z
+                logits, tests = z[:, 0] @ readout, states(test_tokens, steps)[:, 0] @ readout
+                table.append({
+                    "rule": rule, "epoch": epoch, "free_energy": energy.value(z, tokens, None, key).item(),
+                    "spread": spread(z), "loss": F.cross_entropy(logits, data.train_labels).item(),
+                    "accuracy": (logits.argmax(1) == data.train_labels).float().mean().item(),
+                    "test_accuracy": (tests.argmax(1) == data.test_labels).float().mean().item(),
+                })  # fmt: skip
+    return table
+
+
+def learn_text(
+    data: TextData, rule: str, steps: int, seed: int, learn_query: bool = True, loops: int = LOOPS
+) -> Table:
+    """Predict the next symbol after ``loops`` steps of all tokens; the local rule learns at their ends."""
+    energy, symbols = Energy(causal=True), len(data.alphabet)
+    g = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(symbols, DIM, generator=g)
+    key, query = torch.randn(2, 1, DIM, DIM, generator=g)[:, 0] / DIM**0.5
+    readout = 0.1 * torch.randn(DIM, symbols, generator=g)
+    key, query = key.clone(), query.clone() if learn_query else None
+    learned = [each for each in (query, key) if each is not None] if rule == BACKWARD else []
+    adam, decay = optimiser(readout, 0.1, learned, 0.01, steps)
+
+    def windows(ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        held = ids[starts[:, None] + torch.arange(LENGTH + 1)]
+        return held[:, :-1], held[:, 1:].flatten()
+
+    def loop(inputs: Tensor) -> Tensor:
+        z = embedding[inputs]
+        for _ in range(loops):
+            z = z - STEP * energy.by_state(z, z, query, key)
+        return z
+
+    last = len(data.validation) - LENGTH - 1
+    tested, answers = windows(data.validation, torch.linspace(0, last, 256).long())
+    table = []
+    for step in range(steps + 1):
+        if step > 0:
+            starts = torch.randint(len(data.train) - LENGTH, (32,), generator=g)
+            inputs, targets = windows(data.train, starts)
+            z = loop(inputs)
+            descend(adam, (z @ readout).flatten(0, 1), targets)
+            if rule == LOCAL:
+                by_query, by_key = energy.by_weights(z, z, query, key)
+                key = key - 0.3 / inputs.numel() * by_key
+                query = None if query is None else query - 0.3 / inputs.numel() * by_query
+            decay.step()
+        if step % math.ceil(steps / RECORDS) == 0 or step == steps:
+            with torch.no_grad():
+                z = loop(tested)
+                loss = F.cross_entropy((z @ readout).flatten(0, 1), answers).item()
+                value = energy.value(z, z, query, key).item()
+            row = {"rule": rule, "step": step, "free_energy": value, "spread": spread(z)}
+            table.append(row | {"loss": loss})
+    return table
+
+
+def local_learning(
+    epochs: int = 200,
+    passes: int = 60,
+    steps: int = 400,
+    inner: int = 12,
+    text: str = HELP,
+    seed: int = 0,
+) -> tuple[dict[str, Table], Figure]:
+    """Learning by a local rule.
+
+    Args:
+        epochs: of digits by the local rule and by fixed weights.
+        passes: through the digits by back-propagation.
+        steps: on the text.
+        inner: epochs of the inner energy, which has no lower bound and diverges.
+        text: python-help, austen, or the path of a text in UTF-8.
+        seed: of embeddings, weights and batches.
+    """
+    images, words = load_digits(), load_text(text)
+    if (shortest := min(len(words.train), len(words.validation))) <= LENGTH:
+        raise ValueError(f"text must have parts of over {LENGTH} characters, got {shortest}")
+    tables: dict[str, Table] = {"digits": [], "text": [], "text-keys": []}
+    for rule in RULES:
+        rounds = passes if rule == BACKWARD else epochs
+        tables["digits"] += learn_digits(images, rule, rounds, seed)
+        tables["text"] += learn_text(words, rule, steps, seed)
+        # Which weights are learned matters: with W1 the identity the order is another one.
+        if rule != BACKWARD:
+            tables["text-keys"] += learn_text(words, rule, steps, seed, learn_query=False)
+    tables["text-token"] = learn_text(words, FIXED, steps, seed, loops=0)
+    tables["inner"] = learn_digits(images, LOCAL, inner, seed, elastic=False, records=inner)
+    tasks = (
+        ("digits", "digits"), ("text", "text"), ("text, W1 = I", "text-keys"),
+        ("text, no attention", "text-token"), ("digits, inner energy", "inner"),
+    )  # fmt: skip
+    ends = []
+    for task, name in tasks:
+        measure = "loss" if "text" in name else "test_accuracy"
+        last = {row["rule"]: row for row in tables[name]}
+        for row in last.values():
+            kept = {key: row[key] for key in ("rule", "free_energy", "spread")}
+            new = {
+                "task": task,
+                **kept,
+                "measure": measure.replace("_", " "),
+                "value": row[measure],
+            }
+            ends.append(new)
+    bars = {"without attention": ends[-2]["value"], "counts of pairs": ngram_loss(words, 2)}
+    return {"ends": ends, **tables}, draw(tables, bars, words.name)
+
+
+def draw(tables: dict[str, Table], bars: dict[str, float], name: str) -> Figure:
+    digits, text = tables["digits"], tables["text"]
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7.4), dpi=90)
+    figure.suptitle(
+        "Attention that learns by a local rule: free energy, spread of the states, what is learned"
+    )
+    rows = ((digits, "epoch", "test_accuracy", "digits"), (text, "step", "loss", name))
+    for panels, (table, unit, measure, data) in zip(axes, rows, strict=True):
+        for panel, key in zip(panels, ("free_energy", "spread", measure), strict=True):
+            for rule, color in zip(RULES, ("C4", "C3", "C0"), strict=True):
+                points = [(row[unit], row[key]) for row in table if row["rule"] == rule]
+                panel.plot(*zip(*points, strict=True), color=color, label=rule, linewidth=1.8)
+            panel.set_xlabel(unit)
+        bound = floor(16, False) if table is digits else floor(LENGTH, True)
+        panels[0].axhline(bound, color="C4", linestyle=":", label="lower bound")
+        panels[0].set_title(f"{data}: mean free energy")
+        panels[1].set_title("spread of the states")
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=4, frameon=False)
+    axes[0, 1].set_yscale("log")
+    axes[0, 2].axhline(0.1, color="C4", linestyle=":")
+    axes[0, 2].set(title="test accuracy (dotted: chance)", ylim=(0, 1))
+    losses = axes[1, 2]
+    styles = zip(bars.values(), (":", "--"), strict=True)
+    bounds = [losses.axhline(value, color="C1", linestyle=style) for value, style in styles]
+    losses.legend(bounds, list(bars), fontsize=9, loc="upper right")
+    # The untrained start would hide the differences at the end.
+    heights = [*(row["loss"] for row in text if row["step"] > 0), *bars.values()]
+    losses.set(
+        title="validation loss, nats a symbol", ylim=(min(heights) - 0.1, max(heights) + 0.3)
+    )
+    return figure
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(local_learning)

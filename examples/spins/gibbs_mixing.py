@@ -1,0 +1,93 @@
+"""How many sweeps Gibbs sampling takes on Potts models on graphs.
+
+All chains start from independent uniform colours; the energy ``-1/2 sum_ij S_i^T J_ij S_j`` per site falls
+until they have mixed: until it stays within 3 standard errors of that of the longest run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+import solvers
+from implicit_attn.studies import graph_potts
+
+GRAPHS = {"er-kron": "C3", "er-general": "C1", "tree": "C2", "ring4": "C0"}
+ALLOWED, FLOOR = 3.0, 0.1  # standard errors: between mixed chains, and drawn in place of less
+
+
+def energies(
+    kind: str, sites: int, colours: int, chains: int, sweeps: int, seed: int
+) -> list[dict]:
+    """A row for 1, 2, 4, ... sweeps: the mean energy per site with its standard error."""
+    generator = torch.Generator().manual_seed(seed)
+    model = graph_potts(kind, generator, sites=sites, colours=colours)
+    couplings, field = model.couplings.float(), model.field[0].float()
+    matrix = model.couplings.transpose(1, 2).reshape(sites * colours, sites * colours)
+    state, done, rows = None, 0, []
+    for total in [2**k for k in range(sweeps.bit_length())]:
+        state = solvers.gibbs(
+            couplings,
+            field,
+            site=model.site,
+            sweeps=total - done,
+            chains=chains,
+            generator=generator,
+            start=state,
+        )
+        done, flat = total, state.double().flatten(1)
+        energy = -((flat @ matrix / 2 + model.field[0].flatten()) * flat).sum(1) / sites
+        error = energy.std().item() / chains**0.5
+        row = {"graph": kind, "sweeps": total, "energy": energy.mean().item()}
+        rows.append(row | {"standard_error": error})
+    last = rows[-1]
+    for row in rows:
+        spread = (row["standard_error"] ** 2 + last["standard_error"] ** 2) ** 0.5
+        row["apart"] = abs(row["energy"] - last["energy"]) / max(spread, 1e-300)
+    for number, row in enumerate(rows):
+        row["mixed"] = all(after["apart"] < ALLOWED for after in rows[number:])
+    return rows
+
+
+def gibbs_mixing(
+    sites: int = 20, colours: int = 10, chains: int = 4000, sweeps: int = 512, seed: int = 0
+):
+    """How many sweeps of Gibbs sampling the Potts models on graphs need.
+
+    Args:
+        sites: of the models.
+        colours: of a site.
+        chains: independent chains.
+        sweeps: the last number of sweeps.
+        seed: of models and chains.
+    """
+    figure, axes = plt.subplots(figsize=(7.5, 4.8))
+    figure.suptitle("Gibbs sampling of Potts models on graphs: energy against sweeps")
+    table = []
+    for kind, color in GRAPHS.items():
+        rows = energies(kind, sites, colours, chains, sweeps, seed)
+        table += rows
+        first = next((row["sweeps"] for row in rows[:-1] if row["mixed"]), None)
+        when = "not mixed" if first is None else f"mixed after {first}"
+        apart = [max(row["apart"], FLOOR) for row in rows[:-1]]
+        steps = [row["sweeps"] for row in rows[:-1]]
+        axes.plot(steps, apart, "o-", color=color, label=f"{kind}: {when}", markersize=4)
+    axes.axhspan(FLOOR / 2, ALLOWED, color="C4", alpha=0.15, linewidth=0)
+    axes.text(0.02, 0.03, "noise: chains have mixed", color="C4", transform=axes.transAxes)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=FLOOR / 2)
+    axes.set_xlabel("sweeps from independent colours")
+    axes.set_ylabel("mean energy: distance from the last,\nin standard errors")
+    axes.legend(frameon=False)
+    return {"energy": table}, figure
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(gibbs_mixing)

@@ -1,0 +1,187 @@
+"""Kinetic Ising spins around their critical temperature: closures of the means beside simulation.
+
+Random asymmetric couplings J_ij ~ N(1/N, 0.01/N) and fields x_i ~ U(-1/2, 1/2), all spins up at first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from scipy.optimize import root_scalar
+from torch import Tensor
+
+from solvers import IsingSite, glauber, kinetic_trajectory
+
+SITE, SPREAD = IsingSite(), 0.1  # of the couplings, in units of 1 / sqrt N
+CLOSURES = {"naive": "naive mean field", "tap": "TAP", "gaussian": "Gaussian closure"}
+STYLES: dict[str, Any] = {
+    "naive": {"color": "C1"},
+    "tap": {"color": "C2"},
+    "gaussian": {"color": "C0", "linestyle": "--"},  # it nearly agrees with TAP
+}
+
+
+def draw_model(spins: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Fields (1, N, 1) and couplings (N, N) at beta = 1."""
+    field = torch.rand(1, spins, 1, generator=generator) - 0.5
+    noise = torch.randn(spins, spins, generator=generator)
+    return field, 1 / spins + SPREAD / math.sqrt(spins) * noise
+
+
+def critical_beta() -> float:
+    """Where zero mean turns unstable: ``beta <1 - tanh^2 beta (u + 0.1 g)> = 1``, u uniform, g normal."""
+    uniform = (torch.arange(1001, dtype=torch.float64) + 0.5) / 1001 - 0.5
+    normal = torch.linspace(-8, 8, 97, dtype=torch.float64)
+    weight, field = torch.softmax(-normal.square() / 2, 0), uniform[:, None] + SPREAD * normal
+
+    def excess(beta: float) -> float:
+        return beta * float(((1 - torch.tanh(beta * field) ** 2) @ weight).mean()) - 1
+
+    return root_scalar(excess, bracket=(0.5, 2), xtol=1e-14).root
+
+
+def kinetic_ising(
+    spins: int = 512,
+    steps: int = 128,
+    chains: int = 1500,
+    starts: int = 24,
+    betas: int = 20,
+    draws: int = 12,
+    sweep_spins: int = 256,
+    seed: int = 1,
+):
+    """Kinetic Ising spins: closures of the means beside simulation, and the transition at beta_c.
+
+    Args:
+        spins: spins N.
+        steps: time steps.
+        chains: simulated at each of three temperatures.
+        starts: starts at each of them.
+        betas: temperatures between 0.25 and 2 beta_c.
+        draws: random models at each of them.
+        sweep_spins: spins of these models.
+        seed: of models and simulations.
+    """
+    generator, critical = torch.Generator().manual_seed(seed), critical_beta()
+    field, couplings = draw_model(spins, generator)
+    up, shown, errors = torch.ones_like(field), {}, []
+    for factor in (0.5, 1, 2):
+        x, J = factor * critical * field, factor * critical * couplings
+        means = {
+            name: kinetic_trajectory(up, x, J, steps=steps, site=SITE, closure=name)[:, 0, :, 0]
+            for name in CLOSURES
+        }
+        many = up.expand(chains, -1, -1).contiguous()
+        run = glauber(many, x[0], J, steps=steps, site=SITE, generator=generator)
+        exact = run.means[-1, :, 0]
+        noise = ((1 - exact.square()) / chains).mean().sqrt().item()
+        for name, each in means.items():
+            error = (each[-1] - exact).square().mean().sqrt().item()
+            row = {"factor": factor, "closure": name, "mean": each[-1].mean().item()}
+            errors.append(row | {"exact": exact.mean().item(), "error": error, "noise": noise})
+        shown = means | {"exact": run.means[..., 0]} if factor == 1 else shown
+
+    level = torch.linspace(-1, 1, starts).view(-1, 1, 1).expand(-1, spins, 1)
+    fans = {
+        factor: kinetic_trajectory(
+            level,
+            (factor * critical * field).expand(starts, -1, -1),
+            factor * critical * couplings,
+            steps=steps,
+            site=SITE,
+        ).mean((2, 3))
+        for factor in (0.5, 1, 2)
+    }
+
+    generator.manual_seed(seed)  # the same models whatever was simulated
+    beta = critical * torch.linspace(0.25, 2, betas)
+    scale, sweep, turns = beta.view(-1, 1, 1), [], []
+    models = [draw_model(sweep_spins, generator) for _ in range(draws)]
+    for name in ("naive", "gaussian"):
+        ends = []
+        for x, J in models:
+            x, J = scale * x, scale * J
+            each = kinetic_trajectory(
+                torch.ones_like(x), x, J, steps=steps - 1, site=SITE, closure=name
+            )
+            ends.append(each[-1].mean((1, 2)).abs())
+        quantiles = torch.stack(ends).quantile(torch.tensor([0.1, 0.5, 0.9]), 0).T.tolist()
+        rows = [
+            {"closure": name, "beta": b, "mean": middle, "mean_10": low, "mean_90": high}
+            for b, (low, middle, high) in zip(beta.tolist(), quantiles, strict=True)
+        ]
+        sweep += rows
+        steepest = max(
+            zip(rows, rows[1:], rows[2:], strict=False),
+            key=lambda r: (r[2]["mean"] - r[0]["mean"]) / (r[2]["beta"] - r[0]["beta"]),
+        )[1]
+        turns.append(
+            {"closure": name, "turns_at": steepest["beta"] / critical, "critical_beta": critical}
+        )
+    figure = draw(shown, errors, fans, sweep, critical)
+    title = f"the transition: closures only,\n{draws} other models of {sweep_spins} spins"
+    figure.axes[3].set_title(title)
+    return {"errors": errors, "turns": turns, "sweep": sweep}, figure
+
+
+def draw(shown: dict[str, Tensor], errors: list, fans: dict, sweep: list, critical: float):
+    """Every spin in time, the mean of each closure, many starts, and the mean against beta."""
+    figure, panels = plt.subplots(2, 2, figsize=(11, 8.2))
+    figure.suptitle("Kinetic Ising spins with random asymmetric couplings")
+    (every, mean, fan, transition), last = panels.flat, shown["gaussian"]
+    image = every.imshow(
+        last[:, last[-1].argsort()].T.numpy(),
+        vmin=-1,
+        vmax=1,
+        cmap="coolwarm",
+        aspect="auto",
+        origin="lower",
+    )
+    figure.colorbar(image, ax=every, label="mean of a spin")
+    every.set(
+        title="mean of every spin at the critical β", xlabel="time step", ylabel="spin, sorted"
+    )
+    over = every.twinx()
+    over.plot(last.mean(1), color="black", linewidth=1.8, label="mean over all spins, -1 to 1")
+    over.set(ylim=(-1, 1), yticks=[])
+    over.legend(loc="lower right", fontsize=9)
+    for name, label in (CLOSURES | {"exact": "simulation"}).items():
+        mean.plot(shown[name].mean(1), label=label, **STYLES.get(name, {"color": "black"}))
+    mean.set(title="mean over all spins at the critical β", xlabel="time step", ylabel="mean")
+    rows = [row for row in errors if row["factor"] == 1]
+    notes = [f"{CLOSURES[row['closure']]}: {row['error']:.3f}" for row in rows]
+    note = "\n".join(
+        ["r.m.s. error of the sites at the end", *notes, f"noise: {rows[0]['noise']:.3f}"]
+    )
+    mean.text(0.97, 0.62, note, transform=mean.transAxes, fontsize=9, ha="right", va="top")
+    for (factor, means), color in zip(fans.items(), ("C4", "C1", "C0"), strict=True):
+        lines = fan.plot(means, color=color, linewidth=0.7, alpha=0.8)
+        lines[0].set_label(f"β = {factor:g} $β_c$")
+    fan.set(title="many starts, Gaussian closure", xlabel="time step", ylabel="mean over all spins")
+    for name, group in itertools.groupby(sweep, lambda row: row["closure"]):
+        rows = list(group)
+        t = [row["beta"] / critical for row in rows]
+        low, high = ([row[key] for row in rows] for key in ("mean_10", "mean_90"))
+        transition.fill_between(t, low, high, color=STYLES[name]["color"], alpha=0.2, linewidth=0)
+        transition.plot(t, [row["mean"] for row in rows], label=CLOSURES[name], **STYLES[name])
+    transition.axvline(1, color="C3", linewidth=1, label=f"formula: $β_c$ = {critical:.4f}")
+    transition.set(xlabel="β / $β_c$")
+    transition.set_ylabel("|mean| at the end, median and middle 80 %")
+    mean.legend(fontsize=9, loc="upper right")
+    transition.legend(fontsize=9, loc="lower right")
+    for line in fan.legend(fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.12)).get_lines():
+        line.set_linewidth(2)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(kinetic_ising)

@@ -1,0 +1,214 @@
+"""Kinetic vector spins: what their means do in time, and how wrong each closure is.
+
+Uniform directions of the fields, J_ij ~ N(0, 1/N) without symmetry, spins of the length R = sqrt(d / 2).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from solvers import GlauberRun, Site, SolveError, SphericalSite, glauber, kinetic_step
+
+CLOSURES = ("naive", "plefka", "gaussian")
+COLOURS = {"naive": "C1", "tap": "C2", "plefka": "C2", "gaussian": "C0"}
+NAMES = {"naive": "naive mean field", "plefka": "TAP (Plefka)", "gaussian": "Gaussian closure"}
+# Inverse temperature, length of the fields (None: the radius), factor of the couplings.
+SETTINGS = {
+    "beta = 1": (1.0, None, 1.0),
+    "beta = 2": (2.0, None, 1.0),
+    "beta = 1, weak fields, J doubled": (1.0, 1.0, 2.0),
+}
+
+
+class Network(NamedTuple):
+    """Fields (1, N, d) and couplings (N, N), beta in both, and the radius of the spins."""
+
+    beta: float
+    field: Tensor
+    couplings: Tensor
+    radius: float
+
+    @classmethod
+    def drawn(cls, spins: int, dim: int, setting: str, generator: torch.Generator) -> Network:
+        beta, length, strength = SETTINGS[setting]
+        radius = math.sqrt(dim / 2)
+        noise = torch.randn(spins, spins, generator=generator)
+        field = torch.randn(1, spins, dim, generator=generator)
+        field = beta * (length or radius) * field / field.norm(dim=-1, keepdim=True)
+        return cls(beta, field, beta * strength / math.sqrt(spins) * noise, radius)
+
+    def follow(self, start: Tensor, closure: str, steps: int, site: Site | None = None):
+        """Means (steps + 1, N, d), by default of many dimensions, and the steps that were not solved.
+
+        An equation without solution goes on from the best point that was found."""
+        site = site or SphericalSite(self.radius, large_dimension=True)
+        means, unsolved = [start], []
+        for step in range(1, steps + 1):
+            args = (means[-1], self.field, self.couplings)
+            try:
+                mean = kinetic_step(*args, site=site, closure=closure, on_failure="raise")
+            except SolveError as error:
+                mean = error.solution.value
+                unsolved.append(step)
+            means.append(mean)
+        return torch.cat(means), unsolved
+
+
+def histories(network: Network, setting: str, steps: int) -> list[dict[str, Any]]:
+    """Cosines and lengths of the means over time: means over the spins, with the middle 80 %."""
+    table = []
+    start = torch.full_like(network.field, 1 / math.sqrt(network.field.shape[-1]))
+    for closure in CLOSURES:
+        means, unsolved = network.follow(start, closure, steps)
+        for step, mean in enumerate(means):
+            values = {
+                "length": mean.norm(dim=-1) / network.radius,
+                "to_field": cosine_similarity(mean, network.field[0], dim=-1),
+                "to_start": cosine_similarity(mean, means[0], dim=-1),
+                "to_previous": cosine_similarity(mean, means[max(step - 1, 0)], dim=-1),
+            }
+            row: dict[str, Any] = {"setting": setting, "closure": closure, "step": step}
+            row["unsolved"] = int(step in unsolved)
+            for name, value in values.items():
+                low, high = value.quantile(torch.tensor([0.1, 0.9])).tolist()
+                row |= {name: value.mean().item(), f"{name}_10": low, f"{name}_90": high}
+            table.append(row)
+    return table
+
+
+def error(means: Tensor, unsolved: list, network: Network, closure: str, run: GlauberRun):
+    """``|m - exact| / |exact|`` at the end, which contains the ``noise`` of the simulation."""
+    exact = run.means[-1]
+    found = ((means[-1] - exact).norm() / exact.norm()).item()
+    noise = (run.spins.var(0).sum().sqrt() / math.sqrt(len(run.spins)) / exact.norm()).item()
+    row = {"steps": len(means) - 1, "beta": network.beta, "closure": closure, "error": found}
+    row |= {"noise": noise, "corrected": math.sqrt(max(found**2 - noise**2, 0.0))}
+    return row | {"unsolved": len(unsolved)}
+
+
+def errors_after_six_steps(chains: int, seed: int) -> list[dict[str, Any]]:
+    """The closures of many dimensions against simulated chains on the exact sphere."""
+    table = []
+    for setting in ("beta = 1", "beta = 2"):
+        generator = torch.Generator().manual_seed(seed)
+        network = Network.drawn(64, 32, setting, generator)
+        start = torch.full_like(network.field, 1 / math.sqrt(32))
+        site = SphericalSite(network.radius)
+        many, (_, field, couplings, _) = start.expand(chains, -1, -1), network
+        run = glauber(many, field[0], couplings, steps=6, site=site, generator=generator)
+        for closure in CLOSURES:
+            found = network.follow(start, closure, 6)
+            table.append(error(*found, network, closure, run))
+    return table
+
+
+def errors_after_one_step(chains: int, seed: int) -> list[dict[str, Any]]:
+    """From independent random spins, with the closures of the exact sphere but for "plefka"."""
+    table = []
+    for setting in ("beta = 1", "beta = 2"):
+        generator = torch.Generator().manual_seed(seed)
+        network = Network.drawn(48, 16, setting, generator)
+        site = SphericalSite(network.radius)
+        before = torch.randn(1, 48, 16, generator=generator)
+        length = network.beta * network.radius
+        before = length * before / before.norm(dim=-1, keepdim=True)
+        mean = site.mean(before, before.new_zeros(1, 48, 16, 16))
+        many = site.sample(before.expand(chains, -1, -1), generator)
+        _, field, couplings, _ = network
+        run = glauber(many, field[0], couplings, steps=1, site=site, generator=generator)
+        for closure in ("naive", "tap", "plefka", "gaussian"):
+            found = network.follow(mean, closure, 1, None if closure == "plefka" else site)
+            table.append(error(*found, network, closure, run))
+    return table
+
+
+def kinetic_vectors(
+    spins: int = 256, dim: int = 128, steps: int = 20, chains: int = 3000, seed: int = 0
+):
+    """Kinetic vector spins: directions and lengths of the means in time, and errors of the closures.
+
+    Args:
+        spins: spins N (in the source 1024).
+        dim: dimensions d, at least 3 (in the source 512).
+        steps: time steps.
+        chains: simulated for the errors.
+        seed: of models and simulations.
+    """
+    if dim < 3:
+        raise ValueError(f"dim must be at least 3, got {dim}")
+    figure, panels = plt.subplots(2, len(SETTINGS) + 1, figsize=(14, 7))
+    figure.suptitle("Kinetic vector spins: closures of their means")
+    table = []
+    for setting, (above, below) in zip(SETTINGS, panels.T, strict=False):
+        network = Network.drawn(spins, dim, setting, torch.Generator().manual_seed(seed))
+        rows = histories(network, setting, steps)
+        table += rows
+        for closure, group in itertools.groupby(rows, lambda row: row["closure"]):
+            draw_history(above, below, list(group), closure)
+        above.set(title=setting.replace("beta", "β"), ylim=(-0.2, 1.05))
+        below.set(xlabel="time step", ylim=(0, 0.75))
+    panels[0, 0].set_ylabel("cosine with the field (solid),\nwith the step before (dotted)")
+    panels[1, 0].set_ylabel("length of the mean / radius\n(bands: middle 80 % of the spins)")
+    six, one = errors_after_six_steps(chains, seed), errors_after_one_step(chains, seed)
+    draw_errors(panels[0, -1], one, "one step\nexact sphere; Plefka: many dimensions")
+    draw_errors(panels[1, -1], six, "6 steps\nclosures of many dimensions")
+    handles = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    return {"histories": table, "errors": six + one}, figure
+
+
+def draw_history(above, below, rows: list[dict[str, Any]], closure: str) -> None:
+    """The cosine with the field above, the length below, each with its band."""
+    steps, color = [row["step"] for row in rows], COLOURS[closure]
+    for axes, key in ((above, "to_field"), (below, "length")):
+        low, high = ([row[f"{key}_{end}"] for row in rows] for end in (10, 90))
+        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.plot(steps, [row[key] for row in rows], color=color, label=NAMES[closure])
+    above.plot(steps[1:], [row["to_previous"] for row in rows[1:]], color=color, linestyle=":")
+
+
+def draw_errors(axes, rows: list[dict[str, Any]], what: str) -> None:
+    """A bar for each beta and closure, over a line at the noise of the simulation."""
+    closures = list(dict.fromkeys(row["closure"] for row in rows))
+    width = 0.8 / len(closures)
+    for number, closure in enumerate(closures):
+        found = [row for row in rows if row["closure"] == closure]
+        places = [beta + (number - (len(closures) - 1) / 2) * width for beta in range(len(found))]
+        sphere = closure == "tap"
+        bars = axes.bar(
+            places,
+            [row["error"] for row in found],
+            width,
+            color=COLOURS[closure],
+            hatch="//" if sphere else None,
+            alpha=0.6 if sphere else 1,
+            label="TAP of the exact sphere" if sphere else None,
+        )
+        labels = [f"{row['error']:.2f}{'*' * bool(row['unsolved'])}" for row in found]
+        axes.bar_label(bars, labels, fontsize=7)
+        if sphere:
+            axes.legend(fontsize=8, loc="upper left")
+    for place, beta in enumerate((1.0, 2.0)):
+        level = max(row["noise"] for row in rows if row["beta"] == beta)
+        axes.plot([place - 0.42, place + 0.42], [level, level], color="black", linestyle="--")
+    star = "; *: not solved" if any(row["unsolved"] for row in rows) else ""
+    title = f"relative error after {what}\ndashed: simulation noise{star}"
+    axes.set_title(title, fontsize=10)
+    axes.set(xticks=[0, 1], xticklabels=["β = 1", "β = 2"])
+    axes.margins(y=0.2)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(kinetic_vectors)

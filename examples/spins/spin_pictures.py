@@ -1,0 +1,235 @@
+"""Spins of fixed length: Bessel ratios, lengths of means, a graph of couplings, a few planar spins."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.collections import LineCollection
+from torch import Tensor
+
+ORDERS = [2**power for power in range(10)]
+BETAS = {0.1: "C4", 0.5: "C0", 1.0: "C2", 2.0: "C1", 10.0: "C3"}
+Table = list[dict[str, Any]]
+
+
+def bessel_ratio(order: float, x: Tensor) -> Tensor:
+    """``I_{order+1}(x) / I_order(x)`` to rounding, by ``1 / r_n = 2 (n + 1) / x + r_{n+1}`` downwards.
+
+    It neither over- nor underflows where the functions themselves do. Source: Amos (1974),
+    https://doi.org/10.1090/S0025-5718-1974-0333287-7.
+    """
+    terms = 64 + math.ceil(8 * math.sqrt(x.max().item()))  # 1e-14 of the start is left
+    top = order + terms
+    ratio = x / (top + (top**2 + x.square()).sqrt())
+    for k in range(terms - 1, -1, -1):
+        ratio = x / (2 * (order + k + 1) + x * ratio)
+    return ratio
+
+
+def large_order_ratio(order: float, x: Tensor) -> Tensor:
+    """The limit of that ratio for large orders."""
+    u = x / order
+    return u / (1 + (1 + u.square()).sqrt())
+
+
+def bessel_table() -> Table:
+    """The ratio, its limit and the relative error, at ``x = sqrt(nu), nu, nu^2`` for each order nu."""
+    table: Table = []
+    for order in ORDERS:
+        x = torch.tensor([order**0.5, order, order**2], dtype=torch.float64)
+        exact, limit = bessel_ratio(order, x), large_order_ratio(order, x)
+        for at, *row in zip(("sqrt(nu)", "nu", "nu^2"), x, exact, limit, strict=True):
+            place, ratio, near = (value.item() for value in row)
+            found = {"order": order, "at": at, "x": place, "ratio": ratio, "limit": near}
+            table.append(found | {"relative_error": near / ratio - 1})
+    return table
+
+
+def norm_curves(dim: int) -> Table:
+    """``|<S>|`` of a spin of radius ``R = sqrt(d/2 - 1)`` in a field ``beta h``, and its limit."""
+    order, radius = dim / 2 - 1, math.sqrt(dim / 2 - 1)
+    fields = torch.linspace(0, 40, 81, dtype=torch.float64)
+    table: Table = []
+    for beta in BETAS:
+        x = radius * beta * fields
+        norms, exacts = radius * large_order_ratio(order, x), radius * bessel_ratio(order, x)
+        for field, norm, exact in zip(*(v.tolist() for v in (fields, norms, exacts)), strict=True):
+            table.append({"beta": beta, "field": field, "norm": norm, "exact": exact})
+    return table
+
+
+def planar_spins(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Couplings (N, N) ~ N(0, 4 / N), fields (N, 2) ~ N(0, I / 4), and naive mean-field means (N, 2)."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randn(count, count, generator=generator, dtype=torch.float64)
+    raw = raw * (2 / math.sqrt(count))
+    couplings = raw.triu(1) + raw.triu(1).T
+    fields = 0.5 * torch.randn(count, 2, generator=generator, dtype=torch.float64)
+    means = torch.zeros_like(fields)
+    for _ in range(500):
+        local = fields + couplings @ means
+        size = local.norm(dim=1, keepdim=True)
+        ratio = torch.special.i1e(size) / torch.special.i0e(size)
+        means = torch.lerp(means, ratio * local / size, 0.5)
+    return couplings, fields, means
+
+
+def strongest(couplings: Tensor, share: float) -> Table:
+    """The ``share`` of the couplings that are not 0 with the largest ``|J_ij|``, weakest first."""
+    rows, columns = couplings.nonzero(as_tuple=True)
+    order = couplings[rows, columns].abs().argsort()
+    order = order[len(order) - math.ceil(share * len(order)) :]
+    return [
+        {"to": i, "from": j, "coupling": couplings[i, j].item()}
+        for i, j in zip(rows[order].tolist(), columns[order].tolist(), strict=True)
+    ]
+
+
+def spin_pictures(
+    dim: int = 512, sites: int = 64, share: float = 0.03, spins: int = 7, seed: int = 0
+):
+    """Small pictures of spins: Bessel ratios, lengths of means, a coupling graph, a few spins.
+
+    Args:
+        dim: dimension d of the spins whose mean is drawn, at least 3.
+        sites: sites of the directed graph, at least 2.
+        share: of its couplings that are drawn, the strongest; above 0.
+        spins: planar spins of the last panel, at least 2.
+        seed: of the couplings and fields.
+    """
+    for name, value, low in (("dim", dim, 3), ("sites", sites, 2), ("spins", spins, 2)):
+        if value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value}")
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, got {share}")
+    ratios, norms = bessel_table(), norm_curves(dim)
+    generator = torch.Generator().manual_seed(seed)
+    directed = torch.randn(sites, sites, generator=generator, dtype=torch.float64) / sites**0.5
+    edges = strongest(directed.fill_diagonal_(0.0), share)
+    couplings, fields, means = planar_spins(spins, seed)
+
+    figure, panels = plt.subplots(2, 2, figsize=(12, 10.5), dpi=90)
+    figure.suptitle("Spins of fixed length: their mean in a field, and their couplings")
+    draw_ratios(panels[0, 0], ratios)
+    draw_norms(panels[0, 1], norms, dim)
+    draw_directed_graph(panels[1, 0], edges, sites)
+    text = f"the strongest {share:.0%}; an edge bends to the left of its way"
+    panels[1, 0].text(0, -1.22, text, ha="center")
+    draw_spins(panels[1, 1], fields, means, strongest(couplings.triu(), 0.5))
+    rows = [{"spin": i, "x": x, "y": y} for i, (x, y) in enumerate(means.tolist())]
+    return {"ratios": ratios, "norms": norms, "edges": edges, "spins": rows}, figure
+
+
+def draw_ratios(axes, table: Table) -> None:
+    """The exact ratio as dots on the lines of its limit, against the order."""
+    for at, color, label in (("sqrt(nu)", "C0", "√ν"), ("nu", "C1", "ν"), ("nu^2", "C2", "ν²")):
+        rows = [row for row in table if row["at"] == at]
+        limits, ratios = ([row[key] for row in rows] for key in ("limit", "ratio"))
+        axes.plot(ORDERS, limits, color=color, label=f"limit, x = {label}")
+        axes.plot(ORDERS, ratios, "o", color=color, ms=5, label="exact")
+    for row in table:
+        if row["at"] == "nu" and row["order"] in (1, 8, 64, 512):
+            first = row["order"] == 1
+            note = f"{row['relative_error']:.2g}" + "\n(all three, x = 1)" * first
+            place, away = (row["order"], row["ratio"]), (0, -20 if first else -14)
+            axes.annotate(note, place, away, textcoords="offset points", fontsize=8, ha="center")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ORDERS[::2])
+    axes.set(xlabel="order ν", ylabel="ratio", xlim=(0.45, 900), ylim=(0, 1.05))
+    axes.set_title(
+        "Bessel ratio $I_{ν+1}(x) / I_ν(x)$ and its limit for large ν\n"
+        "(numbers: relative error of the limit at x = ν)",
+        fontsize=11,
+    )
+    axes.legend(fontsize=8, ncols=3, loc="center right", bbox_to_anchor=(1, 0.66))
+
+
+def draw_norms(axes, table: Table, dim: int) -> None:
+    """The length of a spin's mean against the field for each inverse temperature."""
+    for beta, color in BETAS.items():
+        rows = [row for row in table if row["beta"] == beta]
+        fields, norms, exact = ([row[key] for row in rows] for key in ("field", "norm", "exact"))
+        axes.plot(fields, norms, color=color, label=f"β = {beta:g}")
+        axes.plot(fields[::8], exact[::8], "o", color=color, markersize=3.5)
+    radius = math.sqrt(dim / 2 - 1)
+    axes.axhline(radius, color="black", linestyle="--", linewidth=1, label=f"R = {radius:.1f}")
+    axes.set(xlabel="length of the field |h|", ylabel="length of the mean |⟨S⟩|")
+    title = f"A spin of length R in {dim} dimensions turns into its field\n"
+    axes.set_title(title + "(lines: limit for large d, dots: exact)", fontsize=11)
+    axes.legend(fontsize=8, ncols=2, loc="center right", bbox_to_anchor=(1, 0.28))
+
+
+def draw_directed_graph(axes, table: Table, sites: int) -> None:
+    """Sites on a circle; edges bend to the left of their way, so that both ways are seen."""
+    places, lines, colors, widths = circle(sites), [], [], []
+    largest = max(abs(row["coupling"]) for row in table)
+    time = np.linspace(0, 1, 15)[:, None]
+    for row in table:
+        start, end = places[row["from"]], places[row["to"]]
+        across = np.array([start[1] - end[1], end[0] - start[0]])
+        middle = (start + end) / 2 + 0.15 * across
+        lines.append((1 - time) ** 2 * start + 2 * time * (1 - time) * middle + time**2 * end)
+        colors.append("C3" if row["coupling"] > 0 else "C0")
+        widths.append(1.5 * (abs(row["coupling"]) / largest) ** 2)
+    # Without antialiasing the file has half the size.
+    axes.add_collection(LineCollection(lines, colors=colors, linewidths=widths, antialiaseds=False))
+    axes.plot(*places.T, "o", color="black", markersize=4)
+    title = f"Random directed couplings of {sites} sites, $J_{{ij}}$ from N(0, 1/N)"
+    frame(axes, title, 1.3, 1.5)
+
+
+def draw_spins(axes, fields: Tensor, means: Tensor, table: Table) -> None:
+    """Mean spins as arrows at their sites, with the strongest couplings between them."""
+    count, places = len(means), circle(len(means))
+    largest = max(abs(row["coupling"]) for row in table)
+    for row in table:
+        ends = places[[row["from"], row["to"]]]
+        color, width = "C3" if row["coupling"] > 0 else "C0", 4 * abs(row["coupling"]) / largest
+        axes.plot(*ends.T, color=color, linewidth=width, alpha=0.7, zorder=1)
+    axes.plot(*places.T, "o", color="white", markeredgecolor="black", markersize=12, zorder=2)
+    scaled = fields / fields.norm(dim=1).max()
+    for vectors, color, label in ((scaled, "C4", "field x"), (means, "black", "mean spin m")):
+        axes.quiver(
+            *places.T,
+            *(0.36 * vectors).T,
+            angles="xy",
+            scale_units="xy",
+            scale=1,
+            color=color,
+            width=0.008,
+            zorder=3,
+            label=label,
+        )
+    frame(axes, f"{count} planar spins at their mean-field solution", 1.5, 3)
+    text = f"lines: the {len(table)} strongest of {count * (count - 1) // 2} couplings"
+    axes.text(0, -1.42, text, ha="center")
+
+
+def circle(count: int) -> Any:
+    """Places (count, 2), the first at the top."""
+    angles = 2 * math.pi * np.arange(count) / count + math.pi / 2
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def frame(axes, title: str, reach: float, width: float) -> None:
+    """A square without axes, with a legend of the colours of the signs."""
+    for color, label in (("C3", "J > 0"), ("C0", "J < 0")):
+        axes.plot([], [], color=color, linewidth=width, label=label)
+    axes.set_title(title, fontsize=11)
+    limits = (-reach, reach)
+    axes.set(xticks=[], yticks=[], xlim=limits, ylim=limits, aspect="equal")
+    axes.legend(fontsize=8, loc="upper right")
+    axes.spines[:].set_visible(False)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(spin_pictures)

@@ -1,0 +1,251 @@
+"""How good are mean-field theories of spins, and where do they stop making sense?
+
+Random Ising and Potts models, so small that every configuration can be visited, tell the exact means and
+correlations. Naive mean field and adaptive TAP are compared with them, together with the criterion that each
+theory must meet to be consistent with itself: ``Lambda - J``, whose inverse is the estimate of the
+correlations, is positive definite. A theory without a consistent solution of a model counts as infinitely
+wrong there. Source: Opper and Winther, https://doi.org/10.1103/PhysRevE.64.056131.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+import solvers
+from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
+
+STRENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
+# Column, colour and label of each line of a panel.
+MEANS = (("naive_mean", "C1", "naive mean field"), ("tap_mean", "C0", "adaptive TAP"))
+PAIRS = (
+    ("naive_pairs", "C1", "naive, $(C^{-1} - J)^{-1}$"),
+    ("tap_pairs", "C0", "TAP, $\\chi = (\\Lambda - J)^{-1}$"),
+    ("derivative_pairs", "C2", "TAP, derivative $\\partial m/\\partial x$"),
+)
+LOGS = (
+    ("naive_log_partition", "C1", "naive mean field"),
+    ("second_log_partition", "C2", "second order (TAP)"),
+    ("tap_log_partition", "C0", "adaptive TAP"),
+)
+EIGENVALUES = (
+    ("tap_eigenvalue", "C0", "TAP, at its solution"),
+    ("naive_eigenvalue", "C1", "naive, at its solution"),
+    ("truth_eigenvalue", "C3", "naive, at the exact means"),
+)
+SHARES = (
+    ("tap_consistent", "C0", "-", "TAP, at its solution"),
+    ("tap_stable", "C2", "--", "... and $\\partial m/\\partial x$ positive too"),
+    ("naive_consistent", "C1", ":", "naive, at its solution"),
+    ("truth_consistent", "C3", "-", "naive, at the exact means"),
+)
+NOTE = (
+    "Lines: medians over random models, bands: 10 % to 90 % of them. Every model counts in every quantile; "
+    "one without a consistent solution of a theory counts as infinitely wrong.\n"
+    "Red: naive mean field's $C^{-1} - J$ taken at the exact means. Where it has a negative eigenvalue the "
+    "exact means cannot be a stable state of naive mean field."
+)
+Table = list[dict[str, Any]]
+
+
+def consistency(covariance: Tensor, cavity_variance: Tensor, couplings: Tensor) -> float:
+    """Smallest eigenvalue of ``C^1/2 (Lambda - J) C^1/2 = I + C^1/2 (V - J) C^1/2``, of one sample.
+
+    Its sign is that of the smallest eigenvalue of ``Lambda - J``. It exists for singular ``C`` (Potts).
+    """
+    values, vectors = torch.linalg.eigh(covariance[0])  # (N, d), (N, d, d)
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
+    sites, dim = values.shape
+    interaction = torch.einsum(
+        "ij,iac->iajc", torch.eye(sites, dtype=root.dtype), cavity_variance[0]
+    )
+    interaction = interaction - couplings.permute(0, 2, 1, 3)
+    matrix = torch.einsum("iac,icjd,jde->iaje", root, interaction, root).reshape(sites * dim, -1)
+    matrix = torch.eye(sites * dim, dtype=root.dtype) + (matrix + matrix.mT) / 2
+    return torch.linalg.eigvalsh(matrix)[0].item()
+
+
+def pair_error(covariance: Tensor, exact: Tensor) -> float:
+    """Relative Frobenius error over the blocks i != j of (1, N, d, N, d)."""
+    sites = covariance.shape[1]
+    others = 1 - torch.eye(sites, dtype=covariance.dtype)[:, None, :, None]
+    difference = ((covariance - exact) * others).norm()
+    return (difference / (exact * others).norm()).item()
+
+
+def solve_with_derivative(model: SpinModel, options: Any) -> tuple[solvers.Solution, Tensor]:
+    """Adaptive TAP, and ``dm/dx`` (Nd, Nd) by implicit differentiation, NaN where that failed.
+
+    A batch of Nd copies of the model, with the gradient of one component of the means in each.
+    """
+    number = model.field[0].numel()
+    field = model.field.expand(number, -1, -1).clone().requires_grad_()
+    adjoint = solvers.Implicit(on_failure="ignore")
+    with torch.enable_grad():
+        solution = solvers.adaptive_tap(model.couplings, field, adjoint=adjoint, **options)
+        components = solution.value.mean.reshape(number, number).diagonal()
+        (gradient,) = torch.autograd.grad(components.sum(), field)
+    backward = solution.adjoint.solution
+    if backward is None or not bool(backward.converged.all()):
+        gradient = torch.full_like(gradient, math.nan)
+    return solution, gradient.flatten(1)
+
+
+def errors(model: SpinModel) -> dict[str, float | bool]:
+    """The columns of the table for one model."""
+    exact, x, J = exact_moments(model), model.field, model.couplings
+    options: Any = {"site": model.site, "tolerance": solvers.Tolerance(rtol=1e-8)}
+    options |= {"max_steps": 1000, "on_failure": "ignore"}
+    tap, derivative = solve_with_derivative(model, options | {"response": True})
+    # Damped plain iteration ends in a minimum of the naive free energy; other solvers end in saddles.
+    naive = solvers.adaptive_tap(
+        J, x, order="naive", damping=0.5, adjoint=None, response=True, **options
+    )
+    second = solvers.adaptive_tap(J, x, order="second", adjoint=None, **options)
+    row: dict[str, float | bool] = {}
+    for name, solution in (("naive", naive), ("second", second), ("tap", tap)):
+        state = solvers.SpinState(
+            solution.value.mean[:1].detach(), solution.value.cavity_variance[:1].detach()
+        )
+        order = "adaptive" if name == "tap" else name
+        with torch.no_grad():
+            log_z = solvers.tap_log_partition(state, x, J, model.site, order=order)
+        of_log = (log_z - exact.log_partition).abs().item()
+        row[f"{name}_log_partition"] = of_log if bool(solution.converged[0]) else math.inf
+    for name, solution in (("naive", naive), ("tap", tap)):
+        value, consistent = solution.value, bool(solution.converged[0])
+        error = ((value.mean[:1].detach() - exact.mean).norm() / exact.mean.norm()).item()
+        row[f"{name}_mean"] = error if consistent else math.inf
+        pairs = (
+            pair_error(value.response[:1].detach(), exact.covariance) if consistent else math.inf
+        )
+        row[f"{name}_pairs"] = pairs
+        row[f"{name}_eigenvalue"] = consistency(
+            value.covariance.detach(), value.cavity_variance.detach(), J
+        )
+        row[f"{name}_consistent"] = consistent
+    own = exact.covariance.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    truth = consistency(own, torch.zeros_like(own), J)
+    eigenvalues = torch.linalg.eigvalsh((derivative + derivative.mT) / 2)
+    solved = bool(row["tap_consistent"]) and bool(torch.isfinite(derivative).all())
+    spread = derivative.view_as(exact.covariance)
+    row["derivative_pairs"] = pair_error(spread, exact.covariance) if solved else math.inf
+    row["tap_stable"] = solved and bool(eigenvalues[0] > -1e-6 * eigenvalues[-1])
+    row["truth_eigenvalue"], row["truth_consistent"] = truth, truth > 0
+    row["tap_better"] = row["tap_mean"] < row["naive_mean"]
+    return row
+
+
+def summary(rows: list[dict[str, float | bool]]) -> dict[str, float]:
+    """Shares of booleans; medians, 10 and 90 % of numbers, not interpolated as some are infinite."""
+    found: dict[str, float] = {}
+    for name, first in rows[0].items():
+        column = torch.tensor([row[name] for row in rows], dtype=torch.float64)
+        if isinstance(first, bool):
+            found[name] = column.mean().item()
+            continue
+        for end, share in (("", 0.5), ("_10", 0.1), ("_90", 0.9)):
+            found[name + end] = column.quantile(share, interpolation="nearest").item()
+    return found
+
+
+def tap_vs_exact(
+    models: int = 50,
+    ising: int = 10,
+    potts: int = 7,
+    states: int = 3,
+    strengths: tuple[float, ...] = STRENGTHS,
+    seed: int = 0,
+):
+    """Errors and consistency of naive mean field and adaptive TAP, against enumeration.
+
+    Args:
+        models: random models at every strength.
+        ising: sites of the Ising models.
+        potts: sites of the Potts models.
+        states: states of a Potts site.
+        strengths: of the couplings.
+        seed: of the models.
+    """
+    families = {
+        f"Ising, N = {ising}": partial(random_ising, ising),
+        f"Potts, {states} states, N = {potts}": partial(random_potts, potts, states),
+    }
+    figure, panels = plt.subplots(2, 5, figsize=(20, 9.3), sharex="col", dpi=120)
+    figure.suptitle(
+        f"Mean-field theories against enumeration: {models} random models at each strength, "
+        "couplings N(0, s²/N), fields N(0, 1/4)"
+    )
+    tables: list[Table] = []
+    for row, (name, draw) in zip(panels, families.items(), strict=True):
+        table: Table = []
+        for strength in sorted(strengths):
+            generator = torch.Generator().manual_seed(seed)
+            found = [errors(draw(strength, generator)) for _ in range(models)]
+            table.append({"strength": strength} | summary(found))
+        draw_row(row, name, table)
+        tables.append(table)
+    for axes in panels[-1]:
+        axes.set_xlabel("strength s of the couplings")
+    figure.supxlabel(NOTE, fontsize=10)
+    return {"ising": tables[0], "potts": tables[1]}, figure
+
+
+def draw_row(row: Any, name: str, table: Table) -> None:
+    """Errors of means, correlations and log Z, the criterion, and how many models meet it."""
+    of_pairs = "$\\langle S_i S_j\\rangle - \\langle S_i\\rangle\\langle S_j\\rangle$"
+    titles = (
+        "Means $\\langle S_i\\rangle$",
+        f"Correlations {of_pairs}",
+        "Free energy of the model",
+    )
+    row[1].axhline(1.0, color="C4", linestyle="--", label='"nothing is correlated"')
+    for axes, bands, title in zip(row, (MEANS, PAIRS, LOGS), titles, strict=False):
+        values = draw_bands(axes, table, bands)
+        finite = [value for value in values if 0 < value < math.inf]
+        axes.set(yscale="log", title=title, ylabel="relative error")
+        axes.set_ylim(0.5 * min([0.2, *finite]), 2 * max([1.0, *finite]))
+        axes.legend(frameon=False, loc="lower right")
+    row[0].set_ylabel(f"{name}\n\nrelative error")
+    row[2].set_ylabel("$|\\log Z - $ exact$|$")
+    criterion, shares = row[3:]
+    draw_bands(criterion, table, EIGENVALUES)
+    criterion.axhline(0.0, color="C4", linestyle="--")
+    bottom = min(-0.5, *(each["truth_eigenvalue"] for each in table))
+    criterion.axhspan(2 * bottom, 0.0, color="C4", alpha=0.12, linewidth=0)
+    criterion.text(0.03, 0.03, "inconsistent", transform=criterion.transAxes, color="C4")
+    criterion.set(title="Consistency: $\\Lambda - J$ positive definite")
+    criterion.set(ylim=(1.3 * bottom, 1.3 - 0.4 * bottom))  # room for the legend
+    criterion.set_ylabel("smallest eigenvalue (1: no couplings)")
+    for column, color, style, label in SHARES:
+        steps, values = [r["strength"] for r in table], [100 * r[column] for r in table]
+        shares.plot(steps, values, "o", color=color, linestyle=style, markersize=3, label=label)
+    shares.set(title="Models with a consistent theory", ylabel="% of the models")
+    shares.set(ylim=(-3, 152), yticks=range(0, 101, 20))
+    for axes in (criterion, shares):
+        axes.legend(frameon=False, loc="upper right")
+
+
+def draw_bands(axes: Any, table: Table, bands: Any) -> list[float]:
+    """Median and band where the median is finite; an infinite quantile leaves the panel."""
+    for name, color, label in bands:
+        rows = [row for row in table if math.isfinite(row[name])]
+        steps, low = [row["strength"] for row in rows], [row[f"{name}_10"] for row in rows]
+        high = [min(row[f"{name}_90"], 1e9) for row in rows]
+        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.plot(steps, [row[name] for row in rows], "o-", color=color, ms=3, label=label)
+    return [row[name + end] for row in table for name, _, _ in bands for end in ("", "_10", "_90")]
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(tap_vs_exact)

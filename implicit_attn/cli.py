@@ -1,0 +1,185 @@
+"""The command ``implicit-attn``: a table of what it can do, and one way to read options and to end.
+
+What a sub-command takes are the fields of its dataclass, whose ``run`` does the work. ``info`` and
+``weights`` take no options and need none of the extras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import itertools
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from implicit_attn import __version__
+from implicit_attn.command_line import Parser, command, mistakes
+from implicit_attn.optional import require
+from implicit_attn.weights import pretrained_models, weights_path
+
+PROGRAM = "implicit-attn"
+PROGRAMS, STUDIES = "implicit_attn.programs", "implicit_attn.studies.command"
+COMMANDS: dict[str, tuple[str, str]] = {  # where it is, and what it does
+    "demo": (f"{PROGRAMS}.classify:Demo", "a classifier of digits beside simpler models, a minute"),
+    "train classify": (f"{PROGRAMS}.classify:Classify", "the same on digits or MNIST"),
+    "train vit-images": (
+        f"{PROGRAMS}.images:VitImages",
+        "Hyper-SET or a baseline classifies images",
+    ),
+    "train masked-images": (f"{PROGRAMS}.images:MaskedPatches", "fill in hidden patches of images"),
+    "train mnist-spins": (f"{PROGRAMS}.mnist_spins:MnistSpins", "coupled vector spins read MNIST"),
+    "train sudoku": (
+        f"{PROGRAMS}.sudoku:Sudoku",
+        "Hyper-SET or a baseline completes Sudoku boards",
+    ),
+    "train solve-sudoku": (
+        f"{PROGRAMS}.solve_sudoku:SolveSudoku",
+        "an update learns to solve Sudoku",
+    ),
+    "train language-model": (
+        f"{PROGRAMS}.language_model:Language",
+        "a model of a text's characters",
+    ),
+    "study convergence": (f"{STUDIES}:Convergence", "every solver on a layer, and its eigenvalues"),
+    "study extrapolation": (
+        f"{STUDIES}:Extrapolation",
+        "other numbers of iterations than in training",
+    ),
+    "study paths": (f"{STUDIES}:Paths", "where a layer ends from other starts"),
+    "study geometry": (f"{STUDIES}:Geometry", "energies, rank and angle of tokens, by iteration"),
+    "study trade-off": (f"{STUDIES}:TradeOff", "layers x iterations at constant depth"),
+    "study report": (f"{STUDIES}:Report", "training, convergence and accuracy on one page"),
+    "weights": ("implicit_attn.cli:weights", "the trained models that come with the package"),
+    "info": (
+        "implicit_attn.info:info",
+        "versions, devices, kernels, folders, for a report of an error",
+    ),
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command ``implicit-attn``.
+
+    Args:
+        words: of the command line, without the name of the program; None: those of the process.
+
+    Raises:
+        SystemExit: 2 with one line where the words name nothing or a value is wrong; 130 after Ctrl-C.
+    """
+    given = list(sys.argv[1:] if words is None else words)
+    if given in (["--version"], ["-V"]):
+        print(f"{PROGRAM} {__version__}")
+        return
+    name = next((" ".join(given[:k]) for k in (2, 1) if " ".join(given[:k]) in COMMANDS), None)
+    parser = Parser(prog=f"{PROGRAM} {name or ''}".strip())
+    with command(parser):
+        if name is None:
+            begins = {key.split()[0] for key in COMMANDS if " " in key}
+            group = given[0] if given[:1] and given[0] in begins else ""
+            rest = given[bool(group) :]
+            if rest[:1] in (["--help"], ["-h"]):
+                print(overview(group))
+                return
+            known = [
+                key.removeprefix(group).split()[0] for key in COMMANDS if key.startswith(group)
+            ]
+            said = f"got {rest[0]!r}" if rest else "got none"
+            listed = ", ".join(dict.fromkeys(known))
+            raise SystemExit(f"{group or 'command'} must be followed by one of {listed}; {said}")
+        start(parser, name, given[len(name.split()) :])
+
+
+def start(parser: Parser, name: str, words: Sequence[str]) -> None:
+    """Run a sub-command: a function of the words, or a dataclass that they fill in."""
+    module, _, member = COMMANDS[name][0].partition(":")
+    kind: Any = getattr(importlib.import_module(module), member)
+    if not dataclasses.is_dataclass(kind):
+        kind(words)
+        return
+    parser.dests = frozenset(field.name for field in dataclasses.fields(kind))
+    with mistakes():
+        options = read(kind, words, parser.prog)
+    options.run()
+
+
+def overview(group: str = "") -> str:
+    """What the command, or one of its groups, can do: a line each."""
+    rows = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(group)}
+    width = max(map(len, rows))
+    usage = f"usage: {PROGRAM} {group or 'COMMAND'} ... [--help]".replace("  ", " ")
+    lines = [f"  {name:{width}}  {text}" for name, text in rows.items()]
+    return "\n".join([usage, "", *lines, "", "Results go to ./runs; --version tells the version."])
+
+
+def read(kind: Any, words: Sequence[str], prog: str = PROGRAM) -> Any:
+    """An instance of a dataclass, its fields read from the words as options.
+
+    Whole numbers must be at least 1, or at least 0 where 0 is the default; other numbers finite and at
+    least 0. What depends on more than one field is checked by the dataclass.
+
+    Raises:
+        SystemExit: 0 after ``--help``.
+        ValueError: a value is wrong, or an option is unknown; the message names it.
+        ImportError: tyro is not installed.
+    """
+    tyro: Any = require("tyro", extra="training")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            found = tyro.cli(
+                kind,
+                args=list(words),
+                prog=prog,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(_in_one_line(said.getvalue())) from None
+    for field in dataclasses.fields(kind):
+        value = getattr(found, field.name)
+        for each in value if isinstance(value, tuple) else (value,):
+            _check_number(field.name, each, 0 if field.default == 0 else 1)
+    return found
+
+
+def _check_number(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if isinstance(value, int) and value < low:
+        raise ValueError(f"{name} must be an integer >= {low}, got {value}")
+    if isinstance(value, float) and not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+
+
+def _in_one_line(box: str) -> str:
+    """The first block of text in the box that tyro draws around an error, without its title."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│| ") for line in plain.splitlines()[1:]]
+    blocks = itertools.groupby(lines, lambda line: any(map(str.isalnum, line)))
+    return " ".join(next(block for is_text, block in blocks if is_text))
+
+
+def weights(words: Sequence[str]) -> None:
+    """``implicit-attn weights``: the shipped models; ``weights path NAME``: the file of one."""
+    if list(words[:1]) == ["path"] and len(words) == 2:
+        with mistakes():
+            print(weights_path(words[1]))
+        return
+    if words:
+        raise SystemExit(f"weights takes nothing or: path NAME; got {' '.join(words)!r}")
+    for row in pretrained_models().values():
+        size = row.path.stat().st_size / 1000
+        print(
+            f"{row.name}: {row.title}\n"
+            f"  data        {row.data}\n"
+            f"  result      {row.measured}\n"
+            f"  size        {row.parameters:,} parameters, {size:,.0f} kB\n"
+            f"  trained by  {row.command}\n"
+        )
+    print("In Python: implicit_attn.load_pretrained(NAME).")

@@ -1,1 +1,0 @@
-"""Images with hidden patches."""

@@ -1,1 +1,0 @@
-"""Generated tasks: instances of any size, with their answers and how hard each is."""

@@ -1,1 +1,0 @@
-"""Bare self-attention: couplings between positions, no queries, keys or values of their own."""

@@ -1,0 +1,639 @@
+"""``check_energy``: whether an energy keeps what layers and solvers rely on, mistake by mistake."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from implicit_attn.energies.energy import Energy, FunctionEnergy
+from implicit_attn.energies.tokens import check_mask, check_values
+from solvers.core.checks import require_count, require_flag, require_positive
+
+
+class Finding(NamedTuple):
+    """One check: whether it passed (None: it was not made), why not, and the relative error."""
+
+    check: str
+    passed: bool | None
+    text: str
+    error: float | None = None
+
+    def __str__(self) -> str:
+        mark = {True: "ok", False: "FAIL", None: "-"}[self.passed]
+        size = "" if self.error is None else f" (relative error {self.error:.1e})"
+        return f"{mark:<5}{self.check:<14}{self.text}{size}"
+
+
+@dataclass(frozen=True)
+class EnergyReport:
+    """The findings of :func:`implicit_attn.energies.check_energy`; ``print(report)`` shows them.
+
+    Attributes:
+        name: of the energy.
+        findings: one for each check, with ``check``, ``passed``, ``text`` and ``error``.
+    """
+
+    name: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed; one that could not be made is none that failed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """The findings that say what is wrong."""
+        return tuple(finding for finding in self.findings if finding.passed is False)
+
+    def raise_failures(self) -> None:
+        """ValueError with the report, if a check failed."""
+        if not self.ok:
+            raise ValueError(str(self))
+
+    def __str__(self) -> str:
+        done = sum(finding.passed is not None for finding in self.findings)
+        head = f"{self.name}: {done - len(self.failures)} of {done} checks passed"
+        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
+
+
+FLOOR = 1e-3  # below this norm an error is measured against it, so that 0 may be 1e-12
+DIFFERENCE = 1e-5  # relative error that a central difference may have
+STEP = 1e-5  # of central differences, times the size of the state
+
+
+class Unchecked(Exception):
+    """Why a check cannot be made."""
+
+
+class Broken(Exception):
+    """What is wrong and what to do about it, with the relative error."""
+
+    def __init__(self, text: str, error: float | None = None) -> None:
+        super().__init__(text)
+        self.error = error
+
+
+class Probe:
+    """``energy`` in float64 at ``z``, ``x``, ``mask``, with two random directions like ``z``.
+
+    ``original``, ``given`` and ``given_x`` are copies of the energy, the state and the input as they came.
+    """
+
+    def __init__(self, energy: Energy, z: Any, x: Any, mask: Tensor | None, seed: int) -> None:
+        self.energy, self.original = _copy(energy).double(), _copy(energy)
+        self.given, self.given_x = copied(z), copied(x)
+        self.z, self.x, self.mask = copied(z, torch.float64), copied(x, torch.float64), mask
+        generator = torch.Generator().manual_seed(seed)
+        self.u, self.v = (
+            pytree.tree_map(
+                lambda t: torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device),
+                self.z,
+            )
+            for _ in range(2)
+        )
+        leaves = pytree.tree_leaves(self.z)
+        self.batch: int = leaves[0].shape[0]
+        self.step = STEP * max(1.0, max(t.abs().max().item() for t in leaves))
+        self.before = {name: t.detach().clone() for name, t in self.kept().items()}
+
+    def kept(self) -> dict[str, Tensor]:
+        """What no evaluation may change: state, input, mask, parameters and buffers."""
+        found = {f"parameter {name}": t for name, t in self.energy.named_parameters()}
+        found |= {f"buffer {name}": t for name, t in self.energy.named_buffers()}
+        for name, tree in (("z", self.z), ("x", self.x), ("mask", self.mask)):
+            leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+            for number, leaf in enumerate(leaves):
+                found[name if len(leaves) == 1 else f"{name} (tensor {number})"] = leaf
+        return found
+
+    def value(self, z: Any = None) -> Tensor:
+        """``forward`` at ``z``, by default the probe's, without a graph."""
+        with torch.no_grad():
+            return self.energy(self.z if z is None else z, self.x, mask=self.mask)
+
+    def grad(self, z: Any = None) -> list[Tensor]:
+        """The leaves of ``grad`` at ``z``, without a graph."""
+        with torch.enable_grad():
+            found = self.energy.grad(self.z if z is None else z, self.x, mask=self.mask)
+        return [leaf.detach() for leaf in pytree.tree_leaves(found)]
+
+    def hvp(self, v: Any) -> list[Tensor]:
+        """The leaves of ``hvp`` in the direction ``v``."""
+        product = self.energy.hvp(self.z, v, self.x, mask=self.mask)
+        return [leaf.detach() for leaf in pytree.tree_leaves(product)]
+
+    def results(self, z: Any, x: Any, mask: Tensor | None, record: bool = False) -> dict[str, Any]:
+        """Value, gradient and product with the direction v, each by all methods that give it."""
+        with torch.set_grad_enabled(record):
+            value, gradient = self.energy.value_and_grad(z, x, mask=mask)
+            return {
+                "value": (value, self.energy(z, x, mask=mask)),
+                "gradient": (gradient, self.energy.grad(z, x, mask=mask)),
+                "product": self.energy.hvp(z, self.v, x, mask=mask),
+            }
+
+    def slope(self, leaves: Sequence[Tensor], *, create_graph: bool = False) -> list[Tensor]:
+        """Autograd's gradient of ``forward``'s sum by ``leaves`` of the state, which require grad."""
+        with torch.enable_grad():
+            value = self.energy(self.like(leaves), self.x, mask=self.mask)
+            return derivatives(value.sum(), leaves, create_graph=create_graph)
+
+    def like(self, leaves: Sequence[Tensor]) -> Any:
+        """``leaves`` as a state."""
+        return pytree.tree_unflatten(list(leaves), pytree.tree_structure(self.z))
+
+    def fresh(self) -> list[Tensor]:
+        """The state's leaves as new ones that require grad."""
+        return [leaf.clone().requires_grad_() for leaf in pytree.tree_leaves(self.z)]
+
+    def ahead_and_behind(self) -> tuple[Any, Any]:
+        """``z + h v`` and ``z - h v``, the states of a central difference."""
+        return tuple(  # type: ignore[return-value]
+            pytree.tree_map(lambda a, b, h=h: a + h * b, self.z, self.v)
+            for h in (self.step, -self.step)
+        )
+
+
+def takes_mask(leaves: Sequence[Tensor], mask: Tensor) -> list[bool]:
+    """Which leaves of a state a mask (B, N) is for, as in a solve.
+
+    Those of tokens, (B, N, ...) of three dimensions or more; where there is none, those of shape (B, N).
+    """
+    fitting = [t.shape[:2] == mask.shape for t in leaves]
+    tokens = [fits and t.dim() > 2 for fits, t in zip(fitting, leaves, strict=True)]
+    return tokens if any(tokens) else fitting
+
+
+def derivatives(
+    output: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False
+) -> list[Tensor]:
+    """Autograd's, zeros where ``output`` does not depend on an input."""
+    if not output.requires_grad:
+        return [torch.zeros_like(t) for t in inputs]
+    return list(
+        torch.autograd.grad(output, list(inputs), create_graph=create_graph, materialize_grads=True)
+    )
+
+
+def inner(a: Any, b: Any) -> Tensor:
+    """``<a, b>`` over all leaves, a number."""
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return sum((p * q).sum() for p, q in pairs)  # type: ignore[return-value]
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """``|got - expected| / |expected|`` over all leaves; infinite where shapes differ or NaN is."""
+    pairs = list(zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True))
+    if any(a.shape != b.shape for a, b in pairs):
+        return float("inf")
+    difference = sum((a.double() - b.double()).square().sum().item() for a, b in pairs) ** 0.5
+    size = sum(b.double().square().sum().item() for _, b in pairs) ** 0.5
+    error = difference / max(size, FLOOR)
+    return error if error == error else float("inf")
+
+
+def copied(tree: Any, dtype: torch.dtype | None = None) -> Any:
+    """Tensors copied and cut from any graph, floating ones in ``dtype``; all others as they are."""
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone().to(dtype if leaf.is_floating_point() else None)
+
+    return pytree.tree_map(copy, tree)
+
+
+# A check yields what it got, what it expected, what to say if they differ, and whether the second is a
+# central difference; or it raises Broken or Unchecked.
+Comparisons = Iterable[tuple[Any, Any, str] | tuple[Any, Any, str, bool]]
+
+
+def check_value(p: Probe) -> Comparisons:
+    value = p.value()
+    try:
+        check_values(value, p.batch, "forward")
+    except (TypeError, ValueError) as error:
+        raise Broken(str(error)) from error
+    if not value.is_floating_point():
+        raise Broken(f"forward must return a floating dtype, got {value.dtype}")
+    bad = (~torch.isfinite(value)).nonzero().flatten().tolist()
+    if bad:
+        raise Broken(
+            f"the energy of sample {bad[0]} is {value[bad[0]].item()}: it must be finite at every state "
+            "that a solver may try; look for a logarithm, a root or a division that leaves its domain"
+        )
+    return ()
+
+
+def check_deterministic(p: Probe) -> Comparisons:
+    """Bit by bit."""
+    first, second = (pytree.tree_leaves(p.results(p.z, p.x, p.mask, record=True)) for _ in range(2))
+    if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+        raise Broken(
+            "two calls differ: it draws random numbers or changes its own state, so there is no fixed "
+            "point; for dropout take implicit_attn.regularization.VariationalDropout, or call eval()",
+            relative_error(first, second),
+        )
+    return ()
+
+
+def check_untouched(p: Probe) -> Comparisons:
+    for name, tensor in p.kept().items():
+        if not torch.equal(tensor, p.before[name]):
+            raise Broken(f"{name} was changed in place: work on a copy")
+    return ()
+
+
+def check_samples(p: Probe) -> Comparisons:
+    """The first sample and the last, each among copies of itself."""
+    if p.batch < 2:
+        raise Unchecked("z has one sample; give two or more")
+    value, gradient = p.value(), p.grad()
+    for kept in (0, p.batch - 1):
+
+        def repeat(leaf: Any, kept: int = kept) -> Any:
+            batched = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == p.batch
+            return leaf[kept : kept + 1].expand_as(leaf).clone() if batched else leaf
+
+        z, x, mask = (pytree.tree_map(repeat, tree) for tree in (p.z, p.x, p.mask))
+        wrong = (
+            f"the {{}} of sample {kept} is another when the other samples are: sum, normalise and "
+            "compare within a sample, over every dimension but the first"
+        )
+        yield p.energy(z, x, mask=mask)[kept], value[kept], wrong.format("energy")
+        other = pytree.tree_leaves(p.energy.grad(z, x, mask=mask))
+        found, expected = ([t[kept] for t in leaves] for leaves in (other, gradient))
+        yield found, expected, wrong.format("gradient")
+
+
+def check_slope(p: Probe) -> Comparisons:
+    """``<dE/dz, v>`` by autograd, beside ``(E(z + hv) - E(z - hv)) / 2h``, of all samples together."""
+    ahead, behind = p.ahead_and_behind()
+    yield (
+        inner(p.slope(p.fresh()), p.v),
+        (p.value(ahead) - p.value(behind)).sum() / (2 * p.step),
+        "autograd's gradient of forward is not its slope: something in forward is cut from the graph "
+        "(.detach(), .item(), .data, no_grad) or has a wrong backward; mend that operation",
+        True,
+    )
+
+
+def check_gradient(p: Probe) -> Comparisons:
+    expected = p.slope(p.fresh())
+    value, gradient = p.energy.value_and_grad(p.z, p.x, mask=p.mask)
+    if pytree.tree_structure(gradient) != pytree.tree_structure(p.z):
+        raise Broken("value_and_grad's gradient has another structure than z: return it like z")
+    wrong = "the value of value_and_grad is not that of forward: define one of them, or mend one"
+    yield value, p.value(), wrong
+    for name, found in (("the gradient of value_and_grad", gradient), ("grad", p.grad())):
+        yield (
+            found,
+            expected,
+            f"{name} is not the gradient of forward: a factor, a sign or a term is wrong in the closed "
+            "form, or it is a parent's; mend it, or leave it out to be differentiated",
+        )
+
+
+def check_no_grad(p: Probe) -> Comparisons:
+    """As solvers evaluate it."""
+    results = p.results(p.z, p.x, p.mask)
+    if any(leaf.requires_grad for leaf in pytree.tree_leaves(results)):
+        raise Broken(
+            "a result requires grad under torch.no_grad(): a solve would keep the graph of every "
+            "evaluation; record gradients within torch.enable_grad() only, and detach what is returned"
+        )
+    for name, expected in p.results(p.z, p.x, p.mask, record=True).items():
+        wrong = f"the {name} is another under torch.no_grad(): compute it the same way there"
+        yield results[name], copied(expected), wrong
+
+
+def check_hessian(p: Probe) -> Comparisons:
+    """``hvp`` beside autograd's product and the central difference; ``<u, Hv> = <v, Hu>``."""
+    leaves = p.fresh()
+    with torch.enable_grad():
+        gradient = p.energy.grad(p.like(leaves), p.x, mask=p.mask)
+        automatic = derivatives(inner(gradient, p.v), leaves)
+    ahead, behind = (p.grad(z) for z in p.ahead_and_behind())
+    product, other = p.hvp(p.v), p.hvp(p.u)
+    size = max(inner(product, product).item(), inner(other, other).item(), 1e-6) ** 0.5
+    size *= max(inner(direction, direction).item() for direction in (p.u, p.v)) ** 0.5
+    yield (
+        1 + (inner(product, p.u) - inner(other, p.v)) / size,
+        torch.ones(()),
+        "hvp is not symmetric, <u, H v> differs from <v, H u>: a term is missing from it or belongs "
+        "to its transpose; mend it, or leave it out to be differentiated",
+    )
+    yield (
+        automatic,
+        [(a - b) / (2 * p.step) for a, b in zip(ahead, behind, strict=True)],
+        "autograd's derivative of grad is not its slope: something in grad is cut from the graph "
+        "(.detach(), .item(), no_grad); gradients of a layer would be wrong",
+        True,
+    )
+    yield (
+        product,
+        automatic,
+        "hvp is not the derivative of grad times v: mend its closed form, or leave it out to be "
+        "differentiated",
+    )
+
+
+def check_second_order(p: Probe) -> Comparisons:
+    """Derivatives of ``<grad, v>`` by parameters and input, beside those of autograd's gradient."""
+    sources: dict[str, Tensor] = {
+        f"parameter {n}": t for n, t in p.energy.named_parameters() if t.requires_grad
+    }
+    given = [t for t in pytree.tree_leaves(p.x) if isinstance(t, Tensor) and t.is_floating_point()]
+    for number, leaf in enumerate(given):
+        sources["x" if leaf is p.x else f"x (tensor {number})"] = leaf.requires_grad_()
+    if not sources:
+        raise Unchecked("there are no parameters that require grad, and no floating x")
+    wanted = list(sources.values())
+    try:
+        with torch.enable_grad():
+            gradient = p.energy.grad(p.z, p.x, mask=p.mask)
+            got = derivatives(inner(gradient, p.v), wanted)
+            slope = p.slope(p.fresh(), create_graph=True)
+            expected = derivatives(inner(slope, p.v), wanted)
+    finally:
+        for leaf in given:
+            leaf.requires_grad_(False)
+    for name, a, b in zip(sources, got, expected, strict=True):
+        yield (
+            a,
+            b,
+            f"the derivative of grad by {name} is not that of forward's gradient: grad is cut from the "
+            f"graph there, so {name} would be trained wrongly; compute it by differentiable operations",
+        )
+
+
+def check_concave(p: Probe) -> Comparisons:
+    """``<v, H v> <= 0`` for energies that say that they are concave."""
+    if not p.energy.concave:
+        raise Unchecked("concave is False")
+    for v in (p.u, p.v):
+        product = p.hvp(v)
+        size = (inner(product, product) * inner(v, v)).item() ** 0.5
+        curvature = inner(product, v)
+        yield (
+            1 + curvature.clamp_min(0.0) / max(size, FLOOR),
+            torch.ones(()),
+            "concave is True, and the curvature along a random direction is positive, "
+            f"{curvature.item():.3g}: set concave = False",
+        )
+
+
+def check_prepared(p: Probe) -> Comparisons:
+    prepared = p.energy.prepare(p.x, mask=p.mask)
+    if prepared is p.x:
+        return
+    found = p.results(p.z, prepared, p.mask)
+    for name, expected in p.results(p.z, p.x, p.mask).items():
+        wrong = f"with prepare(x) in place of x {name} is another: take both in every method"
+        yield found[name], expected, wrong
+
+
+def check_mask_of_ones(p: Probe) -> Comparisons:
+    found = p.results(p.z, p.x, torch.ones_like(_mask(p)))
+    for name, expected in p.results(p.z, p.x, None).items():
+        wrong = f"with a mask of ones {name} is another than without a mask: a mask may hide tokens, no more"
+        yield found[name], expected, wrong
+
+
+def check_masked_tokens(p: Probe) -> Comparisons:
+    """Other content and NaN in masked tokens; nothing comes from them."""
+    mask = _mask(p)
+    if mask.all():
+        raise Unchecked("the mask hides no token")
+    leaves = pytree.tree_leaves(p.z)
+    hidden = [torch.zeros_like(leaf, dtype=torch.bool) for leaf in leaves]
+    for where, takes in zip(hidden, takes_mask(leaves, mask), strict=True):
+        if takes:
+            where[~mask] = True
+    expected = p.results(p.z, p.x, mask)
+    for name in ("gradient", "product"):
+        for number, leaf in enumerate(pytree.tree_leaves(expected[name])):  # of one result or two
+            there = leaf[hidden[number % len(hidden)]]
+            if there.count_nonzero():
+                raise Broken(
+                    f"the {name} at a masked token is {there.abs().max().item():.3g}: it must be 0 "
+                    "there; start from hide(z, mask) of implicit_attn.energies.tokens, or end with "
+                    "hide(gradient, mask)"
+                )
+    for filler, said in ((3.0, "the content of"), (float("nan"), "NaN in")):
+        pairs = zip(leaves, hidden, strict=True)
+        filled = p.like([leaf.masked_fill(where, filler) for leaf, where in pairs])
+        found = p.results(filled, p.x, mask)
+        for name, reference in expected.items():
+            yield (
+                found[name],
+                reference,
+                f"{said} masked tokens changes the {name}: start from hide(z, mask) of "
+                "implicit_attn.energies.tokens, which puts zeros there, and leave masked tokens out of "
+                "sums and softmaxes",
+            )
+
+
+def _mask(p: Probe) -> Tensor:
+    if p.mask is None:
+        raise Unchecked("no mask was given; give mask=(B, N), False at some tokens")
+    return p.mask
+
+
+def check_dtype(p: Probe) -> Comparisons:
+    """Of what is computed from ``z`` as it was given, and of the copy in float64."""
+    if p.value().dtype != torch.float64:
+        raise Broken(
+            f"in float64 the energy is of {p.value().dtype}: a tensor that is made inside, or a cast, "
+            "has a dtype of its own; make it like z (z.new_zeros, dtype=z.dtype)"
+        )
+    kept = {t.dtype for t in [*pytree.tree_leaves(p.given), *p.original.parameters()]}
+    for when, energy, z, x in (
+        ("in float64", p.energy, p.z, p.x),
+        ("as given", p.original, p.given, p.given_x),
+    ):
+        if when == "as given" and len(kept) > 1:
+            raise Unchecked(
+                f"z and the parameters are of different dtypes, {sorted(map(str, kept))}"
+            )
+        with torch.no_grad():
+            value, gradient = energy.value_and_grad(z, x, mask=p.mask)
+            product = energy.hvp(z, gradient, x, mask=p.mask)
+        leaves = pytree.tree_leaves(z)
+        for name, tree in (("gradient", gradient), ("product", product)):
+            for leaf, like in zip(pytree.tree_leaves(tree), leaves, strict=True):
+                got, wanted = (leaf.dtype, leaf.device), (like.dtype, like.device)
+                if got != wanted:
+                    raise Broken(
+                        f"{when} the {name} is of {got}, and z of {wanted}: return it like z"
+                    )
+        if value.device != leaves[0].device:
+            raise Broken(f"{when} the energy is on {value.device}: keep it on z's device")
+    return ()
+
+
+Check = Callable[[Probe], Comparisons]
+CHECKS: dict[str, tuple[Check, str]] = {  # name -> the check and what it says when it passes
+    "value": (check_value, "one finite number for each sample"),
+    "deterministic": (check_deterministic, "two calls are equal"),
+    "inputs": (check_untouched, "nothing is changed in place"),
+    "samples": (check_samples, "no sample influences another"),
+    "slope": (check_slope, "autograd's gradient of forward is its slope"),
+    "gradient": (check_gradient, "grad and value_and_grad agree with forward"),
+    "no_grad": (check_no_grad, "the same under torch.no_grad()"),
+    "hessian": (check_hessian, "hvp is symmetric and the derivative of grad"),
+    "second order": (check_second_order, "gradients reach parameters and input through grad"),
+    "concave": (check_concave, "no positive curvature along two random directions"),
+    "prepare": (check_prepared, "prepare(x) in place of x gives the same"),
+    "mask of ones": (check_mask_of_ones, "a mask of ones is no mask"),
+    "masked tokens": (check_masked_tokens, "masked tokens influence nothing"),
+    "dtype": (check_dtype, "gradient and product are like z, as given and in float64"),
+}
+FIRST = ("value", "deterministic")  # without these the others mean nothing
+
+
+def check_energy(
+    energy: Energy | Callable[..., Tensor],
+    z: Any,
+    x: Any = None,
+    *,
+    mask: Tensor | None = None,
+    tolerance: float = 1e-7,
+    strict: bool = False,
+    seed: int = 0,
+) -> EnergyReport:
+    r"""Whether an energy keeps what layers and solvers rely on, at the state ``z``.
+
+    A deep copy is evaluated in float64, in the mode (training or evaluation) that the energy is in::
+
+        value          (B,), one finite floating number per sample
+        deterministic  two calls give the same
+        inputs         z, x, parameters and buffers are left as they were
+        samples        no sample influences another
+        slope          autograd's gradient of forward equals its central difference
+        gradient       grad and value_and_grad equal forward and autograd's gradient of it
+        no_grad        the same under torch.no_grad(), as in a solve
+        hessian        hvp equals autograd's and the central difference of grad, and is symmetric
+        second order   the derivatives of grad by parameters and x equal those of autograd's gradient
+        concave        no positive curvature along random directions, where ``concave`` is True
+        prepare        prepare(x) in place of x gives the same
+        mask of ones   is no mask
+        masked tokens  no value, gradient or product there, and no influence of what stands in z there, NaN
+                       included
+        dtype          gradient and product have the dtype and the device of z, before and in float64
+
+    It looks at one state, and at random directions; try a few states, among them those of a solve. What
+    depends on an input that was not given is not checked, and the report says so.
+
+    Args:
+        energy: an :class:`Energy`; or a function or module ``(z)`` or ``(z, x)`` -> (B,), for
+            ``FunctionEnergy``.
+        z: state (B, ...), or a pytree of such tensors; two samples or more, different ones.
+        x: input, as the energy takes it.
+        mask: (B, N) bool, False at masked tokens, with some of each kind, for the checks of masks. In a
+            pytree its tokens are those of ``solvers.fixed_point``: the leaves (B, N, ...), others count
+            whole.
+        tolerance: relative error that passes; of central differences 1e-5 or this, whichever is greater.
+        strict: raise if a check fails.
+        seed: of the random directions.
+
+    Returns:
+        :class:`EnergyReport`: ``ok``, ``failures``, ``findings``; print it.
+
+    Raises:
+        TypeError: if z is no floating tensor or pytree of them, or the energy cannot be copied.
+        ValueError: for arguments out of range, and with ``strict`` if a check failed, with the report.
+
+    Example:
+        >>> class Well(Energy):
+        ...     def forward(self, z, x):
+        ...         return (0.5 * (z - x) ** 2 + 0.1 * z**4).flatten(1).sum(1)
+        >>> report = check_energy(Well(), torch.randn(3, 5, 8), torch.randn(3, 5, 8))
+        >>> report.ok
+        True
+        >>> print(report)  # doctest: +SKIP
+    """
+    require_positive("tolerance", tolerance)
+    require_flag("strict", strict)
+    require_count("seed", seed, low=0)
+    energy = energy if isinstance(energy, Energy) else FunctionEnergy(energy)
+    leaves = pytree.tree_leaves(z)
+    if not leaves or not all(
+        isinstance(t, Tensor) and t.is_floating_point() and t.dim() for t in leaves
+    ):
+        raise TypeError(f"z must be a floating tensor (B, ...) or a pytree of them, got {z!r}")
+    takes = takes_mask(leaves, mask) if isinstance(mask, Tensor) else []
+    tokens = [leaves[number] for number, fits in enumerate(takes) if fits]
+    check_mask(mask, (tokens or leaves)[0], "check_energy")
+    findings: list[Finding] = []
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+        probe = Probe(energy, z, x, mask, seed)
+        for name in CHECKS:
+            early = [f.check for f in findings if f.passed is False and f.check in FIRST]
+            said = f'not checked: "{early[0]}" must pass before' if early else ""
+            findings.append(Finding(name, None, said) if early else _made(name, probe, tolerance))
+    report = EnergyReport(_name(energy), tuple(findings))
+    if strict:
+        report.raise_failures()
+    return report
+
+
+def _made(name: str, probe: Probe, tolerance: float) -> Finding:
+    """What came of a check."""
+    check, said = CHECKS[name]
+    worst: float | None = None
+    try:
+        for got, expected, wrong, *difference in check(probe):
+            error = relative_error(got, expected)
+            if not error <= (max(DIFFERENCE, tolerance) if difference else tolerance):
+                raise Broken(wrong, error)
+            worst = max(error, worst or 0.0)
+    except Unchecked as reason:
+        return Finding(name, None, f"not checked: {reason}")
+    except Broken as broken:
+        return Finding(name, False, str(broken), broken.error)
+    except Exception as error:  # somebody's code, which may raise anything: this is the finding
+        text = f"{type(error).__name__} was raised: {error}"
+        return Finding(name, False, text + _left_behind(probe.energy))
+    return Finding(name, True, said, worst)
+
+
+def _left_behind(energy: Energy) -> str:
+    """Tensors that a plain function reads from around it: they have not become float64 with z."""
+    function = getattr(energy, "function", None)
+    if not inspect.isfunction(function):
+        return ""
+    read = inspect.getclosurevars(function)
+    kept = [
+        f"{name} ({value.dtype})"
+        for name, value in {**read.globals, **read.nonlocals}.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    ]
+    if not kept:
+        return ""
+    return (
+        f"; the check is in float64, and the function reads {', '.join(kept)} from around it: make an "
+        "nn.Module or an Energy with such tensors as its parameters or buffers"
+    )
+
+
+def _copy(energy: Energy) -> Energy:
+    try:
+        return copy.deepcopy(energy)
+    except Exception as error:
+        raise TypeError(
+            f"{_name(energy)} could not be copied ({error}); tensors that it keeps must be "
+            "parameters or buffers"
+        ) from error
+
+
+def _name(energy: Energy) -> str:
+    return energy.call.name if isinstance(energy, FunctionEnergy) else type(energy).__name__

@@ -1,0 +1,412 @@
+"""Energies of a state among tokens of the input: conditional attention, and the energy of a whole layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.energies.energy import Energy, Prepared, Quadratic, SummedEnergy
+from implicit_attn.energies.feedforward import MemoryEnergy
+from implicit_attn.energies.heads import (
+    AttentionInput,
+    Beta,
+    HasTemperatures,
+    PairPattern,
+    check_added,
+    check_kind,
+    check_parts,
+    masked_key,
+    project_input,
+    read_memory,
+    read_pairs,
+)
+from implicit_attn.energies.projected import (
+    SOFT_NORM,
+    Projection,
+    RMSNorm,
+    check_norm,
+    merge_heads,
+    split_heads,
+)
+from implicit_attn.energies.tokens import (
+    Pair,
+    accumulation_dtype,
+    check_mask,
+    check_tokens,
+    check_vector,
+    hide,
+    sum_samples,
+)
+from implicit_attn.kernels import (
+    check_backend,
+    explain_frozen_keys,
+    frozen_key_attention,
+)
+from implicit_attn.kernels.pairs import Pairs, token_pairs
+from solvers.core.checks import require_instance, require_positive
+
+# In place of minus infinity, which a solve does not take among its arguments: its exponential is zero.
+CLOSED = -1e30
+
+
+# Of Q, relative to other weights: attention starts out nearly uniform, so that no head settles on the
+# token that the first weights happen to favour.
+START = 0.1
+
+
+class FrozenAttention(NamedTuple):
+    """What ``ConditionalAttention`` prepares.
+
+    Attributes:
+        log_weights: ``log P0`` (B, H, N, M), ``CLOSED`` at pairs that may not attend, uniform in
+            rows without any key. None where no N x M matrix is held.
+        value: v (B, H, M, p), after the norm.
+        attends: (B, H or 1, N), False at queries without any key; None: all have one.
+        query, key: q (B, H, N, p) times its inverse temperature, and k (B, H, M, p); where
+            ``log_weights`` is None.
+        lse, mask: ``log sum_j exp(beta q_i.k_j)``, (B, H, N), and (B, M) of the keys, with them.
+    """
+
+    log_weights: Tensor | None
+    value: Tensor
+    attends: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    lse: Tensor | None = None
+    mask: Tensor | None = None
+
+
+class ConditionalAttention(HasTemperatures, Energy):
+    r"""``E = -tau^-1 sum_h sum_i log sum_j P0_ij exp(tau (W_h z_i).v_j)``, attention made of the input.
+
+    ``P0_ij = softmax_j(beta q_i.k_j + bias_ij)`` are the weights of ordinary attention among the tokens
+    of the input, with ``q = Q x + b_q``, ``k = K x + b_k`` and values ``v = norm(V x + b_v)``. The
+    negative gradient is ``sum_h W_h^T sum_j P_ij v_j`` with ``P = softmax_j(log P0 + tau (W z).v)``: at
+    ``z = 0`` it is multi-head attention with the output weights ``W^T``, and elsewhere a token attends
+    more to the values that its state agrees with. E is a generating function of cumulants of the values;
+    it is zero at ``z = 0``.
+
+    Keys, values and P0 do not depend on z. So E is concave in z, whatever the weights and x, and tokens
+    meet only through x: with ``causal`` token i depends on no token after it. As
+    ``|v|^2 < p`` and the spectral norm of W is at most 1, the eigenvalues of the Hessian lie between
+    ``-curvature`` and 0, for ``tau = curvature / p``.
+
+    Shapes: ``z`` (B, N, dim); ``mask`` (B, N). Self: ``x`` (B, N, context_dim). Cross: an
+    ``AttentionInput`` with ``tokens`` (B, N, context_dim) and ``memory`` (B, M, memory_dim), and
+    perhaps a ``memory_mask``. Both may hold ``pairs`` and ``pair_bias``. A query without any key has
+    energy 0.
+
+    Args:
+        dim: features of the state.
+        heads: number of heads H.
+        context_dim: features of the input's tokens; None: ``dim``.
+        memory_dim: cross-attention: features of the memory, of which keys and values are made.
+        head_dim: width p of a head; None: ``dim / heads``.
+        beta, learned_beta: inverse temperature of ``P0``, as for
+            :class:`implicit_attn.energies.attention.HeadsEnergy`.
+        curvature: bound on the curvature, finite and > 0.
+        norm: of the values of each head.
+        score_norm: norm of each head's queries and keys, or None. It bounds the scores of P0 by
+            ``beta p``, so that no head falls for a single token early in training.
+        causal: token i attends to ``j <= i``; self-attention only.
+        exclude_self: no token attends to itself; self-attention only.
+        pairs, pair_bias: as for :class:`implicit_attn.energies.SoftmaxAttention`.
+        backend: "reference" (dense), "flash" (no N x M matrix; on the CPU, without pairs) or "auto", as
+            for :func:`implicit_attn.kernels.frozen_key_attention`.
+
+    Example:
+        >>> energy = ConditionalAttention(64, heads=4)  # + Quadratic().select("tokens")
+
+    Source: Vaswani et al., https://arxiv.org/abs/1706.03762 (P0); Ren, Ouyang, Tang, Liu,
+    https://arxiv.org/abs/2511.00907, equation 3 (the free energy), here of keys beside values.
+    """
+
+    concave = True
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        context_dim: int | None = None,
+        memory_dim: int | None = None,
+        head_dim: int | None = None,
+        beta: Beta = None,
+        learned_beta: bool = False,
+        curvature: float = 0.45,
+        norm: RMSNorm = SOFT_NORM,
+        score_norm: RMSNorm | None = SOFT_NORM,
+        causal: bool = False,
+        exclude_self: bool = False,
+        pairs: Tensor | None = None,
+        pair_bias: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_kind(memory_dim is not None, causal, exclude_self, None, "auto")
+        self.backend = check_backend(backend, "frozen keys")
+        self.set_heads(dim, heads, head_dim, beta, learned_beta)
+        self.cross, self.causal = memory_dim is not None, causal
+        self.norm = require_instance("norm", norm, RMSNorm, "RMSNorm(epsilon=...)")
+        self.score_norm = check_norm(score_norm)
+        self.curvature = require_positive("curvature", curvature)
+        self.tau = self.curvature / self.width
+        rows, context_dim = heads * self.width, dim if context_dim is None else context_dim
+        source = context_dim if memory_dim is None else memory_dim
+        self.query, self.key = Projection(context_dim, rows), Projection(source, rows)
+        self.value = Projection(source, rows)
+        with torch.no_grad():
+            self.query.weight *= START
+        self.query_bias = nn.Parameter(torch.zeros(rows))
+        self.key_bias = nn.Parameter(torch.zeros(rows))
+        self.value_bias = nn.Parameter(torch.zeros(rows))
+        self.state = Projection(dim, rows, bound=1.0)
+        self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
+        self.pattern.check_backend(backend)
+        if causal and backend == "flash":
+            raise ValueError('causal=True needs backend="auto" or "reference", got "flash"')
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """Weights P0 and values, or queries, keys and values, as a ``Prepared``."""
+        if isinstance(x, Prepared):
+            return x
+        name, heads = type(self).__name__, self.heads
+        check_parts(x, mask, None, name, self.cross)
+        tokens = x.tokens if isinstance(x, AttentionInput) else x
+        query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
+        if self.cross:
+            memory, seen = read_memory(x, self.key.weight.shape[1], None, name)
+            if memory.shape[0] != query.shape[0]:
+                raise ValueError(
+                    f"{name}: x.memory must hold {len(query)} samples like x.tokens, got {len(memory)}"
+                )
+        else:
+            memory, seen = tokens, mask
+        key = project_input(memory, self.key, self.key_bias, heads, seen, name)
+        value = project_input(memory, self.value, self.value_bias, heads, seen, name)
+        value = self.norm.normalise(value)[0]
+        if self.score_norm is not None:
+            query, key = (self.score_norm.normalise(side)[0] for side in (query, key))
+        query = query * torch.as_tensor(self.score_beta(query), dtype=query.dtype)
+        if key.shape[2] == 0:
+            (key, seen), value = masked_key(key), masked_key(value)[0]
+        return Prepared(self._freeze(query, key, value, read_pairs(x, mask), mask, seen))
+
+    def _freeze(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        given: tuple[Tensor | None, Tensor | None],
+        mask: Tensor | None,
+        seen: Tensor | None,
+    ) -> FrozenAttention:
+        tokens = query.shape[2]
+        shape = (query.shape[0], self.heads, tokens, key.shape[2])
+        own = None if given == (None, None) else Pairs(*given)
+        pairs = self.pattern(shape, query.device, own)
+        options: dict[str, Any] = {"mask": seen, "backend": self.backend}
+        if pairs is not None:
+            options |= {"pairs": pairs.allowed, "bias": pairs.bias}
+        elif self.causal:
+            options["pairs"] = token_pairs(None, True, tokens, query.device)
+        wide = accumulation_dtype(query.dtype)
+        if explain_frozen_keys(query, key, 1.0, **options).backend != "reference":
+            _, lse = frozen_key_attention(query, key, 1.0, **options)
+            attends = None if seen is None else seen.any(1)[:, None, None].expand(-1, 1, tokens)
+            return FrozenAttention(None, value, attends, query, key, lse, seen)
+        allowed = None if seen is None else seen[:, None, None, :]
+        if self.causal:
+            order = token_pairs(None, True, tokens, query.device)
+            allowed = order if allowed is None or order is None else allowed & order
+        pairs = Pairs(allowed) if pairs is None else pairs.intersect(allowed)
+        scores = query.to(wide) @ key.to(wide).mT
+        if pairs.bias is not None:
+            scores = scores + pairs.bias.to(wide)
+        if pairs.allowed is None:
+            return FrozenAttention(scores.log_softmax(-1), value)
+        allowed = pairs.allowed
+        allowed = allowed if allowed.dim() == 4 else allowed[None, None]
+        attends = allowed.any(-1).expand(query.shape[0], -1, -1)
+        # A row without any key is uniform, and its result is emptied.
+        scores = scores.masked_fill(~allowed, CLOSED).log_softmax(-1)
+        return FrozenAttention(scores, value, attends)
+
+    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
+        frozen, y, weight = self._evaluate(z, x, mask)
+        if frozen.log_weights is None:
+            attended, lse = self._among_keys(frozen, y)
+        else:
+            weights, lse = self._weights(frozen, y)
+            attended = weights.to(y.dtype) @ frozen.value
+        attended, lse = _where_attends(attended, lse, frozen.attends)
+        if mask is not None:
+            lse = lse.masked_fill(~mask[:, None], 0.0)
+        gradient = hide(merge_heads(attended) @ weight, mask).to(z.dtype)
+        return sum_samples(lse) / -self.tau, -gradient
+
+    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        frozen, y, weight = self._evaluate(z, x, mask)
+        if frozen.log_weights is None:
+            attended, _ = self._among_keys(frozen, y)
+        else:
+            attended = self._scores(frozen, y).softmax(-1).to(y.dtype) @ frozen.value
+        attended, _ = _where_attends(attended, None, frozen.attends)
+        return -hide(merge_heads(attended) @ weight, mask).to(z.dtype)
+
+    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        frozen, y, weight = self._evaluate(z, x, mask)
+        check_vector(v, z)
+        if frozen.log_weights is None:
+            return super().hvp(z, v, x, mask=mask)  # no N x M matrix
+        weights, _ = self._weights(frozen, y)
+        moved = split_heads(nn.functional.linear(hide(v, mask), weight), self.heads)
+        wide, values = weights.dtype, frozen.value.to(weights.dtype)
+        tangent = (moved.to(wide) @ values.mT) * self.tau
+        tilted = weights * (tangent - (weights * tangent).sum(-1, keepdim=True))
+        curved = (tilted @ values).to(y.dtype)
+        curved, _ = _where_attends(curved, None, frozen.attends)
+        return -hide(merge_heads(curved) @ weight, mask).to(z.dtype)
+
+    def _evaluate(
+        self, z: Tensor, x: Any, mask: Tensor | None
+    ) -> tuple[FrozenAttention, Tensor, Tensor]:
+        """What was prepared, ``W z`` in heads, (B, H, N, p), and W."""
+        name = type(self).__name__
+        check_tokens(z, mask, name, dim=self.dim, tokens=True)
+        frozen: FrozenAttention = self.prepare(x, mask=mask).parts
+        held = frozen.query if frozen.log_weights is None else frozen.log_weights
+        check_added(held, z, name)
+        weight = self.state.weight
+        return frozen, split_heads(nn.functional.linear(hide(z, mask), weight), self.heads), weight
+
+    def _weights(self, frozen: FrozenAttention, y: Tensor) -> Pair:
+        """``P`` (B, H, N, M), and ``log sum_j P0_ij exp(tau y_i.v_j)``."""
+        scores = self._scores(frozen, y)
+        lse = scores.logsumexp(-1, keepdim=True)
+        return (scores - lse).exp(), lse.squeeze(-1)
+
+    def _scores(self, frozen: FrozenAttention, y: Tensor) -> Tensor:
+        """``log P0_ij + tau y_i.v_j`` (B, H, N, M), float32 or wider."""
+        assert frozen.log_weights is not None
+        wide, shape = frozen.log_weights.dtype, frozen.log_weights.shape
+        scores = torch.baddbmm(
+            frozen.log_weights.flatten(0, 1),
+            y.to(wide).flatten(0, 1),
+            frozen.value.to(wide).flatten(0, 1).mT,
+            alpha=self.tau,
+        )
+        return scores.view(shape)
+
+    def _among_keys(self, frozen: FrozenAttention, y: Tensor) -> Pair:
+        """``sum_j P_ij v_j`` and the lse without an N x M matrix: keys are k and tau v, side by side."""
+        assert frozen.query is not None and frozen.key is not None and frozen.lse is not None
+        query = torch.cat((frozen.query, y * self.tau), -1)
+        key = torch.cat((frozen.key, frozen.value), -1)
+        options: dict[str, Any] = {"mask": frozen.mask, "backend": self.backend}
+        mean, lse = frozen_key_attention(query, key, 1.0, **options)
+        return mean[..., self.width :], lse - frozen.lse
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, heads={self.heads}, {self.described()}, "
+            f"curvature={self.curvature}, cross={self.cross}, causal={self.causal}"
+        )
+
+
+def _where_attends(
+    attended: Tensor, lse: Tensor | None, attends: Tensor | None
+) -> tuple[Tensor, Any]:
+    if attends is None:
+        return attended, lse
+    lse = None if lse is None else lse.masked_fill(~attends, 0.0)
+    return attended.masked_fill(~attends.unsqueeze(-1), 0.0), lse
+
+
+# Of the mean square of a token and the memory's answer, which is of order 1 mostly: a token of zeros
+# keeps a gradient that does not explode.
+EPSILON = 1e-2
+
+
+class EquilibriumEnergy(SummedEnergy):
+    r"""``E(z; x) = 1/2 |z|^2 + E_attention(z; c(x)) + E_memory(z; x)``, the input inside, not beside z.
+
+    The attention is made of ``c(x) = rms_norm(x - dE_memory/dz(0; x))``, the input and what the memory
+    answers to it at once, so that its values are no linear functions of a token. The first gradient step
+    from ``z = 0`` is therefore a feed-forward block followed by multi-head attention; the equilibrium
+    sends both back through the transposed weights until they agree.
+
+    Where attention and memory have Hessians above ``-a`` and ``-b``, with ``a + b < 1``, E is strongly
+    convex: one minimum, which depends continuously on x and the weights, and is found by any descent.
+
+    Args:
+        attention: a ``ConditionalAttention``, or None.
+        memory: a feed-forward energy with ``context_dim`` and without norm, or None; not both None.
+        output: a map O of the state (..., s) to the width of x, where that is another one;
+            ``c(x) = rms_norm(x - O dE_memory/dz(0; x))`` then.
+
+    Shapes: ``z`` (B, N, s); ``x`` (B, N, d), or an ``AttentionInput`` whose ``tokens`` are x;
+    ``mask`` (B, N) bool.
+
+    Raises:
+        ValueError: there is neither attention nor memory, or the memory has a norm or sees no input.
+    """
+
+    def __init__(
+        self,
+        attention: ConditionalAttention | None,
+        memory: MemoryEnergy | None,
+        output: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if attention is None and memory is None:
+            raise ValueError("attention and memory must not both be None")
+        if memory is not None and (memory.context_dim is None or memory.norm is not None):
+            raise ValueError("memory must have a context_dim and norm=None")
+        self.quadratic = Quadratic()
+        self.attention, self.memory, self.output = attention, memory, output
+
+    def summands(self) -> Iterable[Any]:
+        terms = (self.quadratic, self.attention, self.memory)
+        return [term for term in terms if term is not None]
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
+        """What attention and memory prepare; nothing for ``1/2 |z|^2``.
+
+        A solve may start at ``-dE_memory/dz(0; x)``, which stands in attention's context.
+        """
+        if isinstance(x, Prepared):
+            return x
+        given = x if isinstance(x, AttentionInput) else AttentionInput(tokens=x)
+        tokens, parts, answer = given.tokens, [None], None
+        if isinstance(tokens, Tensor):
+            check_mask(mask, tokens, type(self).__name__, features=1)
+            tokens = hide(tokens, mask)
+        recalled = None if self.memory is None else self.memory.prepare(tokens, mask=mask)
+        if self.memory is not None and tokens is not None:
+            origin = tokens.new_zeros(*tokens.shape[:-1], self.memory.dim)
+            answer = -self.memory.grad(origin, recalled, mask=mask)
+        if self.attention is not None:
+            seen = tokens if answer is None else self.context(tokens, answer)
+            parts.append(self.attention.prepare(given._replace(tokens=seen), mask=mask))
+        if self.memory is not None:
+            parts.append(recalled)
+        return Prepared(tuple(parts), None if answer is None else answer.detach())
+
+    def with_parts(self, x: Any, mask: Tensor | None) -> Iterable[tuple[Any, Any]]:
+        return super().with_parts(self.prepare(x, mask=mask), mask)
+
+    def context(self, x: Any, answer: Tensor) -> Tensor:
+        """``c(x)``, like ``x``, where the memory's answer at once is ``answer`` (..., s)."""
+        if self.output is not None:
+            answer = self.output(answer)
+        if answer.shape != x.shape:
+            raise ValueError(
+                f"{type(self).__name__}: output must map the state to the width of x, "
+                f"{x.shape[-1]}, got {answer.shape[-1]}"
+            )
+        return F.rms_norm(x + answer, (x.shape[-1],), eps=EPSILON)

@@ -1,0 +1,508 @@
+"""What energies with heads share: inverse temperatures, features, and inputs with pairs and a memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from implicit_attn.energies.projected import Projection, project
+from implicit_attn.energies.tokens import (
+    accumulation_dtype,
+    check_dtype,
+    check_mask,
+    hide,
+    sum_samples,
+)
+from implicit_attn.kernels.pairs import Pairs, four_dimensional
+from solvers.core.checks import require_count, require_flag, require_positive
+from solvers.core.modes import in_transform
+
+Beta: TypeAlias = float | Sequence[float] | Tensor | None
+
+
+class Temperatures(nn.Module):
+    """The inverse temperatures beta of the heads, all > 0.
+
+    Learned ones are ``log(1 + exp(raw))`` of a parameter ``raw`` (heads,), so they stay positive.
+
+    Args:
+        heads: their number H.
+        beta: a number, or one for each head; None: ``width^-1/2``.
+        width: of a head.
+        learned: train them, one for each head.
+    """
+
+    values: Tensor
+
+    def __init__(self, heads: int, beta: Beta, width: int, learned: bool = False) -> None:
+        super().__init__()
+        self.heads, self.learned = heads, require_flag("learned_beta", learned)
+        self.width = width
+        # A learned one may grow during training.
+        self.largest: float | None = None
+        if self.learned:
+            self.raw = nn.Parameter(torch.zeros(heads))
+        self.set(beta, torch.zeros(()))
+
+    def set(self, beta: Beta, like: Tensor) -> None:
+        """Another ``beta``, as for the constructor, for weights of the dtype and device of ``like``.
+
+        Of learned ones, which keep their parameter, it is the value from which training goes on.
+        """
+        initial = _numbers(self.heads, self.width**-0.5 if beta is None else beta)
+        numbers = initial if isinstance(initial, list) else [initial] * self.heads
+        self.number = None if self.learned or isinstance(initial, list) else initial
+        if self.learned:
+            raw = [number + math.log(-math.expm1(-number)) for number in numbers]
+            with torch.no_grad():
+                self.raw.copy_(torch.tensor(raw, dtype=torch.float64))
+            return
+        self.largest, self.numbers = max(numbers), numbers
+        self._buffers.pop("values", None)
+        if self.number is None:
+            # Not part of the state: like a single number it is an argument of the constructor.
+            dtype = accumulation_dtype(like.dtype)
+            values = torch.tensor(numbers, dtype=dtype, device=like.device)
+            self.register_buffer("values", values, persistent=False)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module, but constants keep their digits in whatever precision comes next."""
+        super()._apply(*args, **kwargs)
+        if self.number is None and not self.learned:
+            dtype = accumulation_dtype(self.values.dtype)
+            self.values = torch.tensor(self.numbers, dtype=dtype, device=self.values.device)
+        return self
+
+    def forward(self) -> float | Tensor:
+        """The one constant number, or one a head as a tensor (heads,)."""
+        if self.number is not None:
+            return self.number
+        return F.softplus(self.raw) if self.learned else self.values
+
+
+class HasTemperatures(nn.Module):
+    """A module with heads, whose inverse temperatures ``beta`` may be read and set."""
+
+    temperatures: Temperatures
+
+    def set_heads(
+        self, dim: int, heads: int, head_dim: int | None, beta: Beta, learned_beta: bool
+    ) -> None:
+        """``dim``, ``heads``, their ``width`` and ``temperatures``, of a constructor's arguments."""
+        self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
+        self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
+
+    @property
+    def beta(self) -> float | Tensor:
+        """The inverse temperature, or one a head, (heads,). It may be set, as in the constructor.
+
+        What is set takes effect at the next evaluation; learned ones are trained from there.
+        """
+        number = self.temperatures.number
+        return self.temperatures() if number is None else number
+
+    @beta.setter
+    def beta(self, beta: Beta) -> None:
+        self.temperatures.set(beta, next(chain(self.parameters(), self.buffers()), torch.zeros(())))
+
+    def score_beta(self, like: Tensor) -> float | Tensor:
+        """What products of features (B, H, N, p) are multiplied by: beta, (H, 1, 1) if each has its own."""
+        beta = self.beta
+        return by_head(beta, 3, like) if isinstance(beta, Tensor) else beta
+
+    def at_one(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Queries and keys (B, H, N, p) and a number for beta, which give the scores ``beta_h q.k``."""
+        beta = self.score_beta(query)
+        if isinstance(beta, Tensor):  # the queries take them
+            return query.to(beta.dtype) * beta, key.to(beta.dtype), 1.0
+        return query, key, beta
+
+    def over_beta(self, lse: Tensor) -> Tensor:
+        """``sum_h beta_h^-1 sum_i lse_hi`` of each sample, (B,)."""
+        beta = self.beta
+        if isinstance(beta, Tensor):
+            return sum_samples(lse / by_head(beta, 2, lse))
+        return sum_samples(lse) / beta
+
+    def described(self) -> str:
+        """``beta`` for the module's text."""
+        beta = self.beta
+        if not isinstance(beta, Tensor):
+            return f"beta={beta:.4g}"
+        return f"beta=({', '.join(f'{number:.4g}' for number in beta.tolist())})"
+
+
+def head_width(dim: int, heads: int, head_dim: int | None) -> int:
+    """Width p of a head: ``head_dim``, or ``dim / heads`` for None."""
+    dim, heads = require_count("dim", dim), require_count("heads", heads)
+    if head_dim is not None:
+        return require_count("head_dim", head_dim)
+    if dim % heads:
+        raise ValueError(f"heads must divide dim={dim} where head_dim is not given, got {heads}")
+    return dim // heads
+
+
+def by_head(beta: Tensor, dimensions: int, like: Tensor) -> Tensor:
+    """``beta`` (heads,) as (heads, 1, ...) of so many dimensions, float32 or wider."""
+    wide = beta.to(accumulation_dtype(like.dtype))
+    return wide.view(-1, *[1] * (dimensions - 1))
+
+
+def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
+    if isinstance(beta, Tensor):
+        if beta.requires_grad:
+            raise TypeError(
+                "beta must be numbers, which are not trained, got a tensor that requires gradients; "
+                "learned_beta=True trains them, from those numbers on"
+            )
+        beta = beta.tolist()
+    if isinstance(beta, (list, tuple)):
+        if len(beta) != heads:
+            raise ValueError(f"beta must hold a number for each of {heads} heads, got {beta!r}")
+        return [require_positive("beta", number) for number in beta]
+    return require_positive("beta", beta)
+
+
+class AttentionInput(NamedTuple):
+    """The input ``x`` of an attention energy where it is more than a tensor. All parts are optional.
+
+    ``nn.Transformer``'s boolean masks are True where a pair is excluded; here, as in
+    ``scaled_dot_product_attention``, True means that it is allowed. In a sum the other terms find the
+    tokens by their name, as in ``attention + Quadratic().select("tokens")``.
+
+    Attributes:
+        tokens: (B, N, context_dim), what features of the state's tokens see; with ``cross`` of width
+            ``query_context_dim``.
+        pairs: bool (N, M), (B, N, M) or (B, H, N, M), True where token i may attend to key j; M is N
+            in self-attention.
+        pair_bias: floating and finite, of such a shape, added to the scores: ``beta q_i.k_j + bias_ij``.
+        memory: (B, M, context_dim), what the keys of cross-attention are made of.
+        memory_mask: (B, M) bool, False at masked tokens of the memory.
+    """
+
+    tokens: Tensor | None = None
+    pairs: Tensor | None = None
+    pair_bias: Tensor | None = None
+    memory: Tensor | None = None
+    memory_mask: Tensor | None = None
+
+
+class HeadsContext(NamedTuple):
+    """What attention energies prepare: a pytree of tensors (B or 1, ...) and None.
+    Attributes:
+        query: (B, H, N, p), added to the features of z, or of its queries, before the norm.
+        key: (B, H, N, p), added to those of the keys; with ``cross`` the keys (B, H, M, p) themselves.
+        mask: (B, M) bool, of the keys in cross-attention.
+        allowed, bias: as in ``kernels.pairs.Pairs``.
+    """
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    mask: Tensor | None = None
+    allowed: Tensor | None = None
+    bias: Tensor | None = None
+
+    def pairs(self) -> Pairs | None:
+        return (
+            None if self.allowed is None and self.bias is None else Pairs(self.allowed, self.bias)
+        )
+
+
+class PairPattern(nn.Module):
+    """The pairs that may attend and their biases, as the constructor of an energy fixes them.
+
+    Args:
+        heads: of the energy, H.
+        pairs: bool (N, M) or (H, N, M), True where token i may attend to key j, or None.
+        pair_bias: floating and finite, of such a shape; an ``nn.Parameter`` is trained. Or None.
+        exclude_self: no token attends to itself.
+    """
+
+    allowed: Tensor | None
+
+    def __init__(
+        self, heads: int, pairs: Any = None, pair_bias: Any = None, exclude_self: bool = False
+    ) -> None:
+        super().__init__()
+        self.exclude_self = require_flag("exclude_self", exclude_self)
+        if pairs is not None and (not isinstance(pairs, Tensor) or pairs.dtype != torch.bool):
+            got = pairs.dtype if isinstance(pairs, Tensor) else type(pairs).__name__
+            raise TypeError(f"pairs must be a bool tensor (N, M) or (H, N, M), got {got}")
+        _check_pattern("pairs", pairs, heads)
+        # Like other arguments of the constructor, constants are no part of the state.
+        self.register_buffer("allowed", pairs, persistent=False)
+        if pair_bias is not None:
+            if not isinstance(pair_bias, Tensor) or not pair_bias.is_floating_point():
+                got = pair_bias.dtype if isinstance(pair_bias, Tensor) else type(pair_bias).__name__
+                raise TypeError(
+                    f"pair_bias must be a floating tensor (N, M) or (H, N, M), got {got}"
+                )
+            _check_pattern("pair_bias", pair_bias, heads)
+            if not bool(torch.isfinite(pair_bias.detach()).all()):
+                raise ValueError(
+                    "pair_bias must be finite (exclude pairs by pairs), got NaN or inf"
+                )
+        if isinstance(pair_bias, nn.Parameter):
+            self.bias: Tensor | None = pair_bias
+        else:
+            self.register_buffer("bias", pair_bias, persistent=False)
+        self.own = self.exclude_self or pairs is not None or pair_bias is not None
+
+    def forward(
+        self, shape: tuple[int, int, int, int], device: torch.device, given: Pairs | None = None
+    ) -> Pairs | None:
+        """All conditions on the pairs together, for (B, H, N, M); None where there are none."""
+        if given is not None:
+            named = (("pairs", given.allowed), ("pair_bias", given.bias))
+            given = Pairs(*(None if t is None else four_dimensional(n, t, shape) for n, t in named))
+        if not self.own:
+            return given
+        queries, keys = shape[2:]
+        parts = []
+        for name, part in (("pairs", self.allowed), ("pair_bias", self.bias)):
+            part = part if part is None or part.dim() == 2 else part[None]
+            parts.append(None if part is None else four_dimensional(name, part, shape))
+        pairs = Pairs(*parts)
+        if self.exclude_self:
+            pairs = pairs.intersect(~torch.eye(queries, keys, dtype=torch.bool, device=device))
+        return pairs if given is None else pairs.merge(given)
+
+    def check_backend(self, backend: str) -> None:
+        """Only the dense formulas, which "auto" then takes, know pairs."""
+        if self.own and backend not in ("auto", "reference"):
+            raise ValueError(
+                'pairs, pair_bias and exclude_self need backend="auto" or "reference", got '
+                f"{backend!r}"
+            )
+
+    def extra_repr(self) -> str:
+        return f"exclude_self={self.exclude_self}"
+
+
+def project_input(
+    x: Any,
+    projection: Projection,
+    bias: Tensor | None,
+    heads: int,
+    mask: Tensor | None,
+    name: str,
+) -> Tensor:
+    """``x P^T + bias`` of an input (B, N, k), (B, H, N, p), zero at masked tokens."""
+    weight = projection.weight
+    width = weight.shape[1]
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: x must hold tokens (B, N, {width}), got {type(x).__name__}; where x is a dict "
+            "or a tuple, choose its part with .select(key)"
+        )
+    if x.dim() != 3 or x.shape[2] != width:
+        raise ValueError(f"{name}: x must have the shape (B, N, {width}), got {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(f"{name}: x must be on {weight.device} like the weights, got {x.device}")
+    check_dtype(x, weight, name)
+    check_mask(mask, x, f"{name}, x", features=1)
+    return project(hide(x, mask), weight, bias, heads, mask)
+
+
+def read_pairs(
+    x: Any, mask: Tensor | None, z: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """``pairs`` and ``pair_bias`` of an ``AttentionInput``, (B, 1 or H, N, M); None of other inputs.
+
+    Solvers take tensors (B, ...) alone, so a matrix for all samples is expanded, which copies nothing.
+    """
+    if not isinstance(x, AttentionInput):
+        return None, None
+    batched = [t for t in (z, x.tokens, x.memory, mask) if isinstance(t, Tensor)]
+    found = []
+    for name, tensor in (("pairs", x.pairs), ("pair_bias", x.pair_bias)):
+        if tensor is None:
+            found.append(None)
+            continue
+        right = isinstance(tensor, Tensor) and (
+            tensor.dtype == torch.bool if name == "pairs" else tensor.is_floating_point()
+        )
+        if not right or not 2 <= tensor.dim() <= 4:
+            kind = "bool" if name == "pairs" else "floating"
+            got = tuple(tensor.shape) if right else getattr(tensor, "dtype", type(tensor).__name__)
+            raise TypeError(
+                f"{name} must be a {kind} tensor (N, M), (B, N, M) or (B, H, N, M), got {got}"
+            )
+        if tensor.dim() == 2:
+            if not batched:
+                raise ValueError(
+                    f"{name} must be (B, N, M) or (B, H, N, M) where x holds no tokens, got "
+                    f"{tuple(tensor.shape)}; a constant matrix may be given to the energy"
+                )
+            tensor = tensor.expand(batched[0].shape[0], *tensor.shape)
+        found.append(tensor[:, None] if tensor.dim() == 3 else tensor)
+    return found[0], found[1]
+
+
+def expand_pairs(x: Any, batch: int) -> Any:
+    """An input with a copy of ``pairs`` and ``pair_bias`` (N, M) for each sample, which copies nothing.
+
+    ``x`` is an ``AttentionInput``, or a pytree that holds some. Solvers take tensors (B, ...) alone.
+    """
+    if isinstance(x, Tensor) or x is None:
+        return x
+
+    def expanded(part: Any) -> Any:
+        if not isinstance(part, AttentionInput):
+            return part
+        wide = (
+            t.expand(batch, *t.shape) if isinstance(t, Tensor) and t.dim() == 2 else t
+            for t in (part.pairs, part.pair_bias)
+        )
+        return part._replace(**dict(zip(("pairs", "pair_bias"), wide, strict=True)))
+
+    return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
+
+
+def read_memory(x: Any, width: int, z: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:
+    """The memory (B, M, width) of cross-attention, zero where masked, and its mask.
+
+    ``x`` is the memory, a pair of it and its mask, or an ``AttentionInput``; the samples and the device
+    are those of the state ``z`` where that is known.
+    """
+    if isinstance(x, AttentionInput):
+        memory, mask = x.memory, x.memory_mask
+    else:
+        memory, mask = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
+    shape = f"({'B' if z is None else z.shape[0]}, M, {width})"
+    if not isinstance(memory, Tensor):
+        raise TypeError(
+            f"{name}: x must be a tensor {shape}, a pair of it and a mask, or an AttentionInput with "
+            f"such a memory, got {type(memory).__name__}; where x is a dict, choose its part with "
+            ".select(key)"
+        )
+    batch = memory.shape[:1] if z is None else z.shape[:1]
+    if memory.dim() != 3 or memory.shape != (*batch, memory.shape[1], width):
+        raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(memory.shape)}")
+    if z is not None and memory.device != z.device:
+        raise ValueError(f"{name}: x must be on {z.device} like z, got {memory.device}")
+    check_mask(mask, memory, f"{name}, context", features=1)
+    return hide(memory, mask), mask
+
+
+def masked_key(key: Tensor) -> tuple[Tensor, Tensor]:
+    """A key (B, H, 1, p) with its mask (B, 1) in place of no key at all, from which nothing comes."""
+    unit = key.new_zeros(*key.shape[:2], 1, key.shape[3])
+    return unit, torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
+
+
+def check_parts(
+    x: Any, mask: Tensor | None, z: Tensor | None, name: str, cross: bool = False
+) -> None:
+    """Parts of an ``AttentionInput`` that the energy does not look at must make sense, too."""
+    if not isinstance(x, AttentionInput):
+        return
+    for part in ("memory", "memory_mask"):
+        if getattr(x, part) is not None and not cross:
+            raise ValueError(f"{name}: x.{part} needs cross-attention, got it in self-attention")
+    if x.tokens is None:
+        return
+    if not isinstance(x.tokens, Tensor):
+        raise TypeError(
+            f"{name}: x.tokens must be a tensor (B, N, ...), got {type(x.tokens).__name__}"
+        )
+    got = tuple(x.tokens.shape)
+    if x.tokens.dim() != 3 or (z is not None and got[:2] != tuple(z.shape[:2])):
+        shape = "(B, N, ...)" if z is None else f"({z.shape[0]}, {z.shape[1]}, ...)"
+        raise ValueError(f"{name}: x.tokens must have the shape {shape}, got {got}")
+    check_mask(mask, x.tokens, f"{name}, x.tokens", features=1)
+
+
+def check_held(held: Tensor, z: Tensor, name: str, tokens: int | None = None) -> None:
+    """What was made of ``x`` must have the samples of ``z``, and its tokens where they are counted."""
+    if held.shape[0] != z.shape[0]:
+        raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(held)}")
+    if tokens is not None and tokens != z.shape[1]:
+        raise ValueError(
+            f"{name}: x must hold the {z.shape[1]} tokens of z where causal=True, got {tokens}"
+        )
+
+
+def check_added(added: Tensor | None, z: Tensor, name: str) -> None:
+    """What was made of ``x`` must have the samples and tokens of the state ``z``."""
+    wanted = tuple(z.shape[:2])
+    if added is not None and (got := (added.shape[0], added.shape[2])) != wanted:
+        raise ValueError(f"{name}: x must have the samples and tokens of z, {wanted}, got {got}")
+
+
+def _check_pattern(name: str, pattern: Tensor | None, heads: int) -> None:
+    if pattern is None or pattern.dim() == 2 or (pattern.dim() == 3 and len(pattern) in (1, heads)):
+        return
+    raise ValueError(
+        f"{name} must have the shape (N, M) or ({heads}, N, M), got {tuple(pattern.shape)}; what "
+        "differs between samples belongs to the input, AttentionInput"
+    )
+
+
+def check_kind(
+    cross: bool, causal: bool, exclude_self: bool, query_context_dim: int | None, backend: str
+) -> None:
+    """Options of self-attention and of cross-attention that exclude each other."""
+    for name, given in (("causal", causal), ("exclude_self", exclude_self)):
+        if given and cross:
+            raise ValueError(f"{name} needs self-attention, got {name}=True with cross=True")
+    if query_context_dim is not None and not cross:
+        raise ValueError(f"query_context_dim needs cross=True, got {query_context_dim!r}")
+    if backend == "flash" and not cross:
+        raise ValueError("backend='flash' needs cross=True, got cross=False")
+
+
+def counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:
+    """``nn.Transformer``'s padding mask, (B, N) or (N,), as a mask of the tokens that count.
+
+    A floating one, as ``nn.TransformerEncoder`` makes of every mask, is negative at padding, else zero.
+    """
+    if padding is None:
+        return None
+    expected = tuple(tokens.shape[:2])
+    if not isinstance(padding, Tensor) or not (
+        padding.dtype == torch.bool or padding.is_floating_point()
+    ):
+        got = padding.dtype if isinstance(padding, Tensor) else type(padding).__name__
+        raise TypeError(f"{name} must be bool, True at padding, or floating, got {got}")
+    padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
+    if tuple(padding.shape) != expected:
+        raise ValueError(f"{name} must have the shape {expected}, got {tuple(padding.shape)}")
+    if padding.dtype == torch.bool:
+        return ~padding
+    known = padding.device.type == "cpu" and not in_transform()
+    if known and not bool(((padding == 0) | padding.isneginf()).all()):
+        raise ValueError(f"{name}, where it is floating, must be -infinity at padding and else 0")
+    return padding == 0
+
+
+def allowed_pairs(
+    mask: Any, shape: tuple[int, int, int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """``nn.Transformer``'s mask of pairs as pairs that are allowed and a bias of their scores."""
+    batch, heads, tokens, keys = shape
+    fits = isinstance(mask, Tensor) and tuple(mask.shape[-2:]) == (tokens, keys)
+    if fits and mask.dim() == 3 and mask.shape[0] == batch * heads:
+        mask = mask.unflatten(0, (batch, heads))
+    elif not fits or mask.dim() != 2:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"src_mask must have the shape ({tokens}, {keys}) or ({batch * heads}, {tokens}, {keys}), "
+            f"got {got}"
+        )
+    if mask.dtype == torch.bool:
+        return ~mask, None
+    if not mask.is_floating_point():
+        raise TypeError(f"src_mask must be bool or floating, got {mask.dtype}")
+    allowed = ~mask.isneginf()
+    known = mask.device.type == "cpu" and not in_transform()
+    if known and not bool((mask.isfinite() | ~allowed).all()):
+        raise ValueError("src_mask must be finite or -infinity, got NaN or infinity")
+    return allowed, mask.masked_fill(~allowed, 0.0)

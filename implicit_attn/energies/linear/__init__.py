@@ -1,1 +1,0 @@
-"""Linear attention among keys that do not depend on the state."""

@@ -1,3 +1,0 @@
-"""Energies of coupled vector spins."""
-
-from __future__ import annotations

@@ -1,0 +1,144 @@
+"""Bi-softmax by a kernel in C++, for CPUs with AVX2 or AVX-512.
+
+Each tile of the scores' upper triangle is computed in registers and serves rows and columns: with ``S``
+symmetric, in units of N^2 p multiply-adds, the gradient takes 2 (1.5 where the tiles are kept) and the
+Hessian-vector product 5 (3.5). Memory is O(N): so many tiles are kept from one sweep to the next, at
+most. float64 and more than ``MOST_FEATURES`` features are for strips; half precision is computed in float32.
+For the formulas see ``dispatch``; for autograd and autocast ``ops``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_attn.kernels.arguments import LARGEST_EXPONENT
+from solvers.native.library import THREADS, engine, told
+
+MOST_FEATURES = 128
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Problem(ctypes.Structure):
+    """``Problem`` of ``bi_softmax.cpp``, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("z", "v", "mask", "lse", "cotangent")),
+        *((name, ctypes.c_void_p) for name in ("output", "output_lse")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "features")),
+        *((name, ctypes.c_int64 * 3) for name in ("z_strides", "v_strides")),
+        ("fork", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("beta", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+        ("bounded", ctypes.c_int32),
+    )
+
+
+@cache
+def _kernel() -> Any:
+    """The engine's function; None where there is no engine, or one without it."""
+    solve = getattr(engine(), "implicit_attn_bi_softmax", None)
+    if solve is not None:
+        solve.argtypes, solve.restype = (ctypes.c_void_p,), ctypes.c_int
+    return solve
+
+
+def lacks(z: Tensor) -> str | None:
+    """Why the kernel does not take tensors of this kind, whatever the machine; None where it does."""
+    if z.device.type != "cpu":
+        return f"it is for tensors on the CPU, got one on {z.device}"
+    if z.dtype not in DTYPES:
+        return f"it computes in float32, got {z.dtype}"
+    if not 1 <= z.shape[3] <= MOST_FEATURES:
+        return f"it takes heads of 1 to {MOST_FEATURES} features, got {z.shape[3]}"
+    return None
+
+
+def unavailable(z: Tensor) -> str | None:
+    """Why the kernel cannot be had for this input; None where it can."""
+    return lacks(z) or (None if _kernel() else f"the engine for this processor is {told()}")
+
+
+def require(z: Tensor) -> None:
+    """ValueError where the kernel does not take this input, RuntimeError where there is no kernel."""
+    missing = lacks(z)
+    if missing is not None:
+        raise ValueError(f'backend="cpp" does not take this input: {missing}')
+    missing = unavailable(z)
+    if missing is not None:
+        raise RuntimeError(f'backend="cpp" cannot be used here: {missing}')
+
+
+def bisoftmax_forward(
+    z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None
+) -> tuple[Tensor, Tensor]:
+    """Gradient (B, H, N, p) in the dtype of ``z`` and lse (B, H, N) in float32."""
+    rows = _rows(z)
+    gradient, lse = _empty(z, z.shape), _empty(z, z.shape[:3])
+    _solve(rows, None, beta, mask, causal, limit, None, None, gradient, lse)
+    return gradient.to(z.dtype), lse
+
+
+def bisoftmax_hvp(
+    z: Tensor,
+    v: Tensor,
+    beta: float,
+    mask: Tensor | None,
+    causal: bool,
+    limit: float | None,
+    lse: Tensor | None = None,
+    lse_cotangent: Tensor | None = None,
+) -> Tensor:
+    """Hessian times ``v``, and the pullback of a cotangent of the lse: as by strips."""
+    lse, cotangent = _numbers(lse), _numbers(lse_cotangent)
+    product = _empty(z, z.shape)
+    _solve(_rows(z), _rows(v), beta, mask, causal, limit, lse, cotangent, product, None)
+    return product.to(z.dtype)
+
+
+def _solve(
+    z: Tensor,
+    v: Tensor | None,
+    beta: float,
+    mask: Tensor | None,
+    causal: bool,
+    limit: float | None,
+    lse: Tensor | None,
+    cotangent: Tensor | None,
+    output: Tensor,
+    output_lse: Tensor | None,
+) -> None:
+    solve: Any = _kernel()
+    mask = None if mask is None else mask.contiguous()
+    strides, v_strides = z.stride()[:3], (0, 0, 0) if v is None else v.stride()[:3]
+    # All tensors are held by name until the kernel has returned: it gets their addresses alone.
+    addresses = [
+        None if t is None else t.data_ptr()
+        for t in (z, v, mask, lse, cotangent, output, output_lse)
+    ]
+    problem = _Problem(
+        *addresses, *z.shape, strides, v_strides, THREADS.fork,
+        THREADS.number,
+        beta, causal, limit is None or limit <= LARGEST_EXPONENT,
+    )  # fmt: skip
+    if solve(ctypes.byref(problem)):
+        raise MemoryError(f"no memory for a head of {z.shape[2]} tokens x {z.shape[3]} features")
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """float32, the features of a token side by side."""
+    tensor = tensor.float().resolve_neg()
+    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+
+
+def _numbers(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().resolve_neg().contiguous()
+
+
+def _empty(like: Tensor, shape: torch.Size) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)

@@ -1,0 +1,465 @@
+"""The attention kernels that everything else calls, and which backend computes each.
+
+Bi-softmax, sigmoid attention and attention to keys that stay go the same way: the arguments are checked,
+``beta`` becomes a number, ``explain`` and its kin choose, and the backend computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_attn.kernels import frozen_keys, sigmoid
+from implicit_attn.kernels.arguments import (
+    Choice,
+    by_rescaling,
+    check_arguments,
+    check_lengths,
+    check_queries,
+    check_vector,
+    dense_for_transforms,
+    rescaled,
+)
+from implicit_attn.kernels.bi_softmax import native, ops, reference
+from implicit_attn.kernels.operators import (
+    has_tangent,
+    mapped_size,
+    refuse_forward_mode,
+    transformed,
+)
+from implicit_attn.kernels.pairs import check_pairs
+from solvers.core.checks import require_choice
+
+_LOG = logging.getLogger("implicit_attn.kernels")
+# "blocks" is the public name of the strips.
+BACKENDS = {
+    "bi-softmax": ("auto", "reference", "blocks", "cpp", "triton"),
+    "sigmoid": ("auto", "reference", "blocks"),
+    "frozen keys": ("auto", "reference", "flash"),
+}
+# Beyond so many tokens no N x N matrix is held. Up to it the dense formula is faster where all its
+# matrices fit the cache: so many pairs at most, measured on a CPU with widths 16 to 64.
+DENSE_TOKENS = 256
+DENSE_PAIRS = {"bi-softmax": 2**18, "sigmoid": 2**17}
+# Fewer pairs of a query and a frozen key in a head are left to the dense formula, measured on a CPU.
+FLASH_PAIRS = 2**14
+
+
+def bisoftmax(
+    z: Tensor,
+    beta: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the bi-softmax energy, and the log-sum-exp of each row.
+
+    With ``S = beta Z Z^T``, ``L_i = log sum_j m_ij exp(S_ij)`` and ``P_ij = m_ij exp(S_ij - L_i)`` the
+    gradient of ``E(Z) = beta^-1 sum_i L_i`` is ``(P + P^T) Z``, for any mask ``m`` (Hu, Zou, Xu,
+    "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 3 and 7); the energy is
+    ``lse.sum(dim=(1, 2)) / beta``. Masked tokens neither attend nor are attended to
+    (``m_ij = mask_i mask_j``). ``causal`` keeps ``j <= i``: the energy is then causal, its gradient is
+    not, because the column term carries later tokens into earlier ones. ``pairs`` and ``bias`` restrict
+    m further and make the scores ``S = beta Z Z^T + bias``; a row without any key has ``L_i = 0`` and
+    ``P_i = 0``. They need not be symmetric.
+
+    Both results can be differentiated: twice by "blocks", "cpp" and "triton", in memory O(N);
+    any number of times, and in forward mode, by "reference".
+
+    Args:
+        z: (B, H, N, p) projected tokens, floating.
+        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
+        mask: (B, N) bool, False at masked tokens; None: none is masked.
+        lengths: (B,) integers from 0 to N, in place of ``mask``: all but the first ``lengths[b]``
+            tokens are masked. Lengths on another device than the CPU are not checked, which would wait
+            for the device, but taken as the nearest end. The Triton kernels stop at the last
+            token; other backends make a mask of it.
+        causal: restrict row i to columns ``j <= i``.
+        limit: the caller's bound on every ``|S_ij|``, such as ``beta p`` for RMS-normalised rows; up
+            to 60 it saves the search for each row's maximum.
+        pairs: bool (N, N), (B, N, N) or (B, H, N, N), True where row i may attend to column j.
+        bias: floating, of such a shape, finite where the pair is allowed; may be differentiated by.
+            ``limit`` is then not used. Pairs and biases are taken by "reference" alone.
+        backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), "cpp" (the
+            native engine's kernel, for CPUs with AVX2 or AVX-512), "triton" (GPU kernels), or
+            "auto": see ``explain``.
+
+    Returns:
+        gradient (B, H, N, p) in the dtype of ``z``, and lse (B, H, N) in float32 or wider; both zero
+        at masked tokens, whose content is never used.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape, ``beta``, length or ``backend`` other than the above,
+            or for both ``mask`` and ``lengths``.
+        NotImplementedError: forward-mode differentiation by another backend than "reference".
+        ImportError: "triton" where Triton is not installed.
+        RuntimeError: "cpp" on another kind of processor, or where the package was installed without a
+            compiler.
+    """
+    _check_bisoftmax(z, beta, mask, lengths, backend)
+    x, number, root = _at_number(z, beta, 0.5)
+    choice = _log("bi-softmax", _explain_bisoftmax(x, mask, pairs, bias, backend))
+    if choice == "reference":
+        mask, given = ops.mask_of(z, mask, lengths), check_pairs(pairs, bias, _shape(z, z))
+        options: dict[str, Any] = {"mask": mask, "causal": causal, "limit": limit, "pairs": given}
+        gradient, lse = reference.bisoftmax(x, number, **options)
+    else:
+        lengths = None if lengths is None else lengths.to(z.device)
+        gradient, lse = ops.forward(x, number, mask, causal, limit, choice, lengths)
+    return gradient if root is None else (gradient / root).to(z.dtype), lse
+
+
+def bisoftmax_hvp(
+    z: Tensor,
+    v: Tensor,
+    beta: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+    lse: Tensor | None = None,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Hessian of the bi-softmax energy times ``v``.
+
+    With ``T = beta (V Z^T + Z V^T)``, ``r_i = sum_j P_ij T_ij`` and ``W = P * (T - r)`` it is
+    ``(P + P^T) V + (W + W^T) Z``.
+
+    Args:
+        z: (B, H, N, p), as in ``bisoftmax``.
+        v: like ``z``.
+        beta, mask, lengths, causal, limit, pairs, bias, backend: as in ``bisoftmax``.
+        lse: what ``bisoftmax`` returned for the same arguments; saves computing it again.
+
+    Returns:
+        (B, H, N, p) like ``z``; zero at masked tokens.
+
+    Raises:
+        TypeError, ValueError: as ``bisoftmax``; if ``v`` is not like ``z``, or ``lse`` not (B, H, N).
+    """
+    _check_bisoftmax(z, beta, mask, lengths, backend)
+    check_vector(z, v, lse)
+    x, number, root = _at_number(z, beta, 0.5)
+    v = v if root is None else v.to(x.dtype)
+    choice = _log("bi-softmax", _explain_bisoftmax(x, mask, pairs, bias, backend))
+    if choice == "reference" or (backend == "auto" and has_tangent(v)):
+        mask, given = ops.mask_of(z, mask, lengths), check_pairs(pairs, bias, _shape(z, z))
+        options: dict[str, Any] = {"mask": mask, "causal": causal, "lse": lse, "pairs": given}
+        return reference.bisoftmax_hvp(x, v, number, **options).to(z.dtype)
+    refuse_forward_mode(v, choice, "bisoftmax_hvp")
+    lse = None if lse is None else lse.detach()
+    lengths = None if lengths is None else lengths.to(z.device)
+    product = ops.hvp(x, v, number, mask, causal, limit, lse, None, choice, lengths)
+    return product.to(z.dtype)
+
+
+def sigmoid_attention(
+    z: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Gradient and value of the sigmoid attention energy of each head.
+
+    With ``S = beta Z Z^T`` the energy is ``E(Z) = 1/(2 beta) sum_ij sigma(S_ij)`` over the pairs
+    without masked tokens, sigma the logistic function, and its gradient ``sigma'(S) Z`` (Hu, Zou, Xu,
+    "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18, with the sign that makes it the gradient).
+
+    Both results can be differentiated: twice by "blocks", in memory O(N); any number of times, and in
+    forward mode, by "reference".
+
+    Args:
+        z: (B, H, N, p) projected tokens, floating.
+        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
+        mask: (B, N) bool, False at masked tokens; None: none is masked.
+        backend: "reference" (dense), "blocks" (strips of stock operators, O(N) memory), or "auto": see
+            ``explain_sigmoid``.
+
+    Returns:
+        gradient (B, H, N, p) in the dtype of ``z``, zero at masked tokens, and value (B, H) in
+        float32 or wider.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
+        NotImplementedError: forward-mode differentiation by "blocks".
+    """
+    _check_sigmoid(z, beta, mask, backend)
+    x, number, root = _at_number(z, beta, 0.5)
+    dense = _log("sigmoid", _explain_sigmoid(x, backend)) == "reference"
+    gradient, value = (sigmoid.dense if dense else sigmoid.forward)(x, number, mask)
+    return (gradient, value) if root is None else ((gradient / root).to(z.dtype), value / root**2)
+
+
+def sigmoid_attention_hvp(
+    z: Tensor, v: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
+    """Hessian of the energy times ``v``: ``sigma'(S) V + (sigma''(S) * T) Z``.
+
+    ``T = beta (V Z^T + Z V^T)``; the result is like ``z``, zero at masked tokens.
+
+    Args:
+        z, beta, mask, backend: as in ``sigmoid_attention``.
+        v: like ``z``.
+
+    Raises:
+        TypeError, ValueError: as ``sigmoid_attention``; if ``v`` is not like ``z``.
+    """
+    _check_sigmoid(z, beta, mask, backend)
+    check_vector(z, v, None)
+    x, number, root = _at_number(z, beta, 0.5)
+    v = v if root is None else v.to(x.dtype)
+    choice = _log("sigmoid", _explain_sigmoid(x, backend))
+    if choice == "reference" or (backend == "auto" and has_tangent(v)):
+        return sigmoid.dense_hvp(x, v, number, mask).to(z.dtype)
+    refuse_forward_mode(v, choice, "sigmoid_attention_hvp")
+    return sigmoid.hvp(x, v, number, mask).to(z.dtype)
+
+
+def frozen_key_attention(
+    query: Tensor,
+    key: Tensor,
+    beta: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``sum_j P_ij k_j`` and ``L_i``, for ``P_ij = exp(beta q_i.k_j - L_i)`` over the unmasked keys.
+
+    With a ``bias`` it is ``P_ij = exp(beta q_i.k_j + bias_ij - L_i)``.
+
+    Args:
+        query: (B, H, N, p), floating.
+        key: (B, H, M, p), of the same dtype.
+        beta: inverse temperature, > 0; a tensor of one element may be differentiated by.
+        mask: (B, M) bool, False at masked keys; None: none is masked. Where all are masked both
+            results are zero.
+        pairs: bool (N, M), (B, N, M) or (B, H, N, M), True where query i may attend to key j. A query
+            without any key has zeros.
+        bias: floating, of such a shape, finite where the pair is allowed; may be differentiated by.
+            Pairs and biases are taken by "reference" alone.
+        backend: "reference" (dense), "flash" (stock attention, CPU only, memory O(N + M) for the
+            results and their first derivatives), or "auto": see ``explain_frozen_keys``.
+
+    Returns:
+        (B, H, N, p) in the dtype of ``query``, and (B, H, N) in float32 or wider; differentiable any
+        number of times.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape, ``beta`` or ``backend`` other than the above.
+        NotImplementedError: forward-mode differentiation by "flash".
+    """
+    _check_frozen_keys(query, key, beta, mask, backend)
+    x, number, factor = _at_number(query, beta, 1.0)
+    key = key if factor is None else key.to(x.dtype)
+    choice = _log("frozen keys", _explain_frozen_keys(x, key, pairs, bias, backend))
+    if choice == "reference":
+        given = check_pairs(pairs, bias, _shape(query, key))
+        mean, lse = frozen_keys.dense(x, key, number, mask, given)
+    else:
+        for tensor in (x, key):
+            refuse_forward_mode(tensor, "flash", "the reverse mode of the result")
+        mean, lse = frozen_keys.flash(x, key, number, mask)
+    return mean.to(query.dtype), lse
+
+
+def explain(
+    z: Tensor,
+    beta: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    causal: bool = False,
+    limit: float | None = None,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Which backend ``bisoftmax`` and ``bisoftmax_hvp`` take for these arguments, and why.
+
+    It raises the errors of ``bisoftmax``. Nothing is computed; ``causal`` and ``limit`` decide nothing.
+
+    "auto" takes Triton on a GPU where it can, and the native engine's kernel on a CPU. What neither
+    takes is computed by the dense formula for small problems and by strips beyond.
+    """
+    _check_bisoftmax(z, beta, mask, lengths, backend)
+    return _explain_bisoftmax(z, mask, pairs, bias, backend)
+
+
+def explain_sigmoid(
+    z: Tensor, beta: float | Tensor, *, mask: Tensor | None = None, backend: str = "auto"
+) -> Choice:
+    """Which backend ``sigmoid_attention`` and its product take for these arguments, and why.
+
+    It raises the errors of ``sigmoid_attention``; nothing is computed.
+    """
+    _check_sigmoid(z, beta, mask, backend)
+    return _explain_sigmoid(z, backend)
+
+
+def explain_frozen_keys(
+    query: Tensor,
+    key: Tensor,
+    beta: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    pairs: Tensor | None = None,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Which backend ``frozen_key_attention`` takes for these arguments, and why.
+
+    It raises the same errors; nothing is computed.
+    """
+    _check_frozen_keys(query, key, beta, mask, backend)
+    return _explain_frozen_keys(query, key, pairs, bias, backend)
+
+
+def check_backend(backend: str, kernel: str = "bi-softmax") -> str:
+    """``backend`` itself where ``kernel`` ("bi-softmax", "sigmoid", "frozen keys") has it."""
+    return require_choice("backend", backend, BACKENDS[kernel])
+
+
+def _check_bisoftmax(
+    z: Tensor, beta: float | Tensor, mask: Tensor | None, lengths: Tensor | None, backend: str
+) -> None:
+    check_arguments(z, beta, mask)
+    check_backend(backend)
+    if lengths is not None and mask is not None:
+        raise ValueError("give mask or lengths, got both")
+    if lengths is not None:
+        check_lengths(z, lengths)
+
+
+def _check_sigmoid(z: Tensor, beta: float | Tensor, mask: Tensor | None, backend: str) -> None:
+    check_arguments(z, beta, mask)
+    check_backend(backend, "sigmoid")
+
+
+def _check_frozen_keys(
+    query: Tensor, key: Tensor, beta: float | Tensor, mask: Tensor | None, backend: str
+) -> None:
+    check_queries(query, key, beta, mask)
+    check_backend(backend, "frozen keys")
+
+
+def _at_number(
+    x: Tensor, beta: float | Tensor, power: float
+) -> tuple[Tensor, float, Tensor | None]:
+    """``x`` and ``beta`` as a number; ``beta^power x``, 1 and ``beta^power`` where ``by_rescaling``."""
+    varying = by_rescaling(beta)
+    if varying is None:
+        return x, float(beta), None
+    factor = varying**power
+    return rescaled(x, factor), 1.0, factor
+
+
+def _log(kernel: str, choice: Choice) -> str:
+    if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
+        _LOG.debug("%s: %s (%s)", kernel, choice.backend, choice.reason)
+    return choice.backend
+
+
+def _shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+
+
+def _explain_bisoftmax(
+    z: Tensor, mask: Tensor | None, pairs: Tensor | None, bias: Tensor | None, backend: str
+) -> Choice:
+    paired = _for_pairs(z, z, pairs, bias, backend)
+    if paired is not None:
+        return paired
+    if torch.compiler.is_compiling():
+        # A compiler cannot trace the checks of the kernels: the operators make them.
+        either = backend == "auto" and (z.is_cuda or native.lacks(z) is None)
+        if either or backend in ("cpp", "triton"):
+            return Choice(backend, "compiled")
+    if backend == "auto":
+        return _automatic(z, mask)
+    if backend != "reference":
+        refuse_forward_mode(z, backend, "bisoftmax_hvp")
+    ops.require_backend(backend, z, mask)
+    return Choice(backend, "asked for")
+
+
+def _automatic(z: Tensor, mask: Tensor | None) -> Choice:
+    dense = dense_for_transforms(z)
+    if dense is not None:
+        return dense
+    if z.is_cuda:
+        name, missing = "Triton", ops.triton_lacks(z, mask)
+        taken = Choice("triton", "a CUDA tensor that the kernels take")
+    else:
+        name, missing = "C++ kernel", native.unavailable(z)
+        taken = Choice("cpp", "the native engine takes this tensor")
+    if missing is None:
+        return taken
+    return _dense_or_strips(z, DENSE_PAIRS["bi-softmax"], f" (no {name}: {missing})")
+
+
+def _explain_sigmoid(z: Tensor, backend: str) -> Choice:
+    if backend == "blocks":
+        refuse_forward_mode(z, backend, "sigmoid_attention_hvp")
+    if backend != "auto":
+        return Choice(backend, "asked for")
+    # On a CUDA device no cache bounds the pairs.
+    pairs = math.inf if z.is_cuda else DENSE_PAIRS["sigmoid"]
+    return dense_for_transforms(z) or _dense_or_strips(z, pairs)
+
+
+def _dense_or_strips(z: Tensor, pairs: float, note: str = "") -> Choice:
+    """The dense formula for few tokens and, in all matrices together, pairs; else strips."""
+    count, matrices = z.shape[2], z.shape[0] * z.shape[1] * mapped_size()
+    size = f"{matrices} matrices of {count} x {count} pairs{note}"
+    if count <= DENSE_TOKENS and matrices * count**2 <= pairs:
+        return Choice("reference", f"{size}: the dense formula has the least overhead")
+    return Choice("blocks", f"{size}: blocks of rows stay in cache and hold no N x N matrix")
+
+
+def _explain_frozen_keys(
+    query: Tensor, key: Tensor, pairs: Tensor | None, bias: Tensor | None, backend: str
+) -> Choice:
+    paired = _for_pairs(query, key, pairs, bias, backend)
+    if paired is not None:
+        return paired
+    if backend == "flash" and query.device.type != "cpu":
+        raise ValueError(f'backend="flash" needs tensors on the CPU, got {query.device}')
+    if query.numel() == 0 or key.numel() == 0:
+        return Choice("reference", "empty: stock attention takes at least a query and a key")
+    if backend != "auto":
+        return Choice(backend, "asked for")
+    if query.device.type != "cpu":
+        return Choice("reference", "the stock operators used here are the CPU's")
+    dense = dense_for_transforms(query, key)
+    if dense is not None:
+        return dense
+    if transformed():
+        return Choice("reference", "inside torch.func.vmap, which takes the dense formula apart")
+    if torch.compiler.is_compiling():
+        return Choice("reference", "a compiler takes the dense formula apart")
+    count = query.shape[2] * key.shape[2]
+    if count < FLASH_PAIRS:
+        return Choice("reference", f"{count} pairs: the dense formula has the least overhead")
+    return Choice("flash", f"{count} pairs: stock attention holds no N x M matrix")
+
+
+def _for_pairs(
+    query: Tensor, key: Tensor, pairs: Tensor | None, bias: Tensor | None, backend: str
+) -> Choice | None:
+    """The dense formula where there are pairs or biases, which it alone takes; else None."""
+    if check_pairs(pairs, bias, _shape(query, key)) is None:
+        return None
+    if backend not in ("auto", "reference"):
+        raise ValueError(f'pairs and bias need backend="auto" or "reference", got {backend!r}')
+    return Choice("reference", "only the dense formula takes pairs and biases")

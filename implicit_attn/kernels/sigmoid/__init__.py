@@ -1,1 +1,0 @@
-"""Gradient, value and Hessian-vector product of the sigmoid attention energy."""

@@ -1,0 +1,367 @@
+"""Causal attention in its forms: softmax, Newton steps, and the light form of these."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.energies.heads import head_width
+from implicit_attn.energies.tokens import accumulation_dtype, check_mask, check_state, hide
+from implicit_attn.kernels import covariance_product
+from implicit_attn.kernels.arguments import dense_for_transforms
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_flag,
+    require_nonnegative,
+    require_number,
+    require_positive,
+)
+from solvers.core.guards.telling import warn_user
+from solvers.core.modes import without_autocast
+
+
+class AttentionForm(nn.Module):
+    """The residual branch u of an attention layer ``z + u(z)``: heads side by side, then ``W_O``.
+
+    A subclass defines ``attend`` on the heads' features. No projection has a bias.
+
+    Args:
+        dim: features d of a token.
+        heads: H, a divisor of d; each has the width p = d / H.
+        causal: token i attends to ``j <= i``, else to all.
+        values: there is a ``W_V``.
+
+    Shapes: tokens ``z`` (B, N, d) -> (B, N, d); ``memory`` (B, N, d), what keys and values are made
+    of, None: z; ``mask`` (B, N) bool, False at masked tokens, whose output is 0 and to which no other
+    token attends.
+    """
+
+    def __init__(self, dim: int, heads: int, *, causal: bool = True, values: bool = True) -> None:
+        super().__init__()
+        self.width = head_width(dim, heads, None)
+        self.dim, self.heads, self.causal = dim, heads, require_flag("causal", causal)
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False) if require_flag("values", values) else None
+        self.output = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, z: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None
+    ) -> Tensor:
+        name = type(self).__name__
+        check_state(z, name, dim=self.dim, tokens=True)
+        check_mask(mask, z, name, features=1)
+        if memory is not None and memory.shape != z.shape:
+            raise ValueError(
+                f"{name}: memory must have the shape of z, {tuple(z.shape)}, got "
+                f"{tuple(memory.shape)}"
+            )
+        z = hide(z, mask)
+        memory = z if memory is None else hide(memory, mask)
+        query, key = self.split(self.query(z)), self.split(self.key(memory))
+        attended = self.attend(query, key, memory, mask).to(query.dtype)
+        return hide(self.output(attended.transpose(1, 2).flatten(2)), mask)
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        """What enters ``W_O``, (B, H, N, p), for queries and keys (B, H, N, p) and the memory."""
+
+    def values(self, memory: Tensor) -> Tensor:
+        """``W_V h``, (B, H, N, p)."""
+        assert self.value is not None
+        return self.split(self.value(memory))
+
+    def split(self, tokens: Tensor) -> Tensor:
+        """(B, N, H p) -> (B, H, N, p)."""
+        return tokens.unflatten(-1, (self.heads, self.width)).transpose(1, 2)
+
+    def allowed(self, count: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
+        """Pairs that attend, bool, (N, N) or (B, 1, N, N); each token at least to itself. None: all."""
+        pairs = None
+        if self.causal:
+            pairs = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+        if mask is None:
+            return pairs
+        itself = torch.eye(count, dtype=torch.bool, device=device)
+        seen = mask[:, None, None, :] | itself
+        return seen if pairs is None else seen & pairs
+
+    def weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """Softmax of scores (B, H, N, N) over the pairs that attend."""
+        pairs = self.allowed(scores.shape[-1], mask, scores.device)
+        return (scores if pairs is None else scores.masked_fill(~pairs, -torch.inf)).softmax(-1)
+
+    def by_head(self, layer: nn.Linear) -> Tensor:
+        """The rows of a projection's weight for each head, (H, p, d)."""
+        return layer.weight.unflatten(0, (self.heads, self.width))
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, causal={self.causal}"
+
+
+class CausalAttention(AttentionForm):
+    """Softmax attention, ``W_O sum_j P_ij v_j`` with ``P = softmax(q.k / sqrt(p))``.
+
+    With ``W_V = W_K`` and ``W_O,h = W_Q,h^T / H`` it is minus the gradient of each token's free energy
+    ``-(T/H) sum_h log sum_j exp(q_h.k_hj / T)`` at ``T = sqrt(p)``, the keys held.
+
+    Args:
+        dim, heads, causal: as for ``AttentionForm``.
+        fused: use torch's fused attention, which has no second derivatives in reverse mode: those need
+            ``fused=False``, the dense formula, which is what the other forms begin with. Forward-mode
+            derivatives and the transforms of ``torch.func`` take the dense formula by themselves.
+
+    Source: Vaswani et al. (2017), https://arxiv.org/abs/1706.03762; as a gradient step Ren, Ouyang,
+    Tang, Liu, "Transformers as Intrinsic Optimizers", https://arxiv.org/abs/2511.00907, theorem 3.
+    """
+
+    def __init__(self, dim: int, heads: int, *, causal: bool = True, fused: bool = True) -> None:
+        super().__init__(dim, heads, causal=causal)
+        self.fused = require_flag("fused", fused)
+
+    def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        value = self.values(memory)
+        if not self.fused or dense_for_transforms(query, key, value) is not None:
+            return self.weights((query @ key.mT) * self.width**-0.5, mask) @ value
+        pairs = None if mask is None else self.allowed(query.shape[2], mask, query.device)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=pairs, is_causal=self.causal and mask is None
+        )
+
+
+class PositiveScalars(nn.Module):
+    """Learned numbers > 0, one for each head: ``log(1 + exp(raw))`` of a parameter ``raw`` (H,)."""
+
+    def __init__(self, heads: int, initial: float) -> None:
+        super().__init__()
+        initial = require_positive("initial", initial)
+        raw = initial + math.log(-math.expm1(-initial))
+        self.raw = nn.Parameter(torch.full((heads,), raw))
+
+    def forward(self) -> Tensor:
+        """(H, 1, 1), for tensors (B, H, N, p)."""
+        return F.softplus(self.raw).view(-1, 1, 1)
+
+
+class NewtonAttention(AttentionForm):
+    r"""The Newton direction of ``F_h = -T_h log sum_j exp(-|q_h - k_hj|^2 / (2 T_h))`` in each head.
+
+    With elastic weights ``P = softmax_j(-|q - k_j|^2 / (2T))``, the mean ``m`` of the keys and their
+    covariance C under P, ``w = q - m`` is the gradient of a head's energy by its query and
+    ``A = I - C/T`` its Hessian. The branch is ``sum_h W_O,h W_V,h M_h y_h`` with
+    ``M_h = W_Q,h^T (W_Q,h W_Q,h^T)^-1`` and ::
+
+        order=None:  y = ((1 + damping) I - C/T)^-1 w
+        order=m:     y = sum_(r<=m) (tau C)^r w
+
+    With ``W_V = W_Q``, ``W_O,h = -(eta/H) M_h`` and, for an order, ``tau = 1/T`` this is the step
+    ``-(eta/H) sum_h (Hessian of F_h)^+ gradient of F_h``, or that with the series for the inverse. The
+    series converges where ``|C/T| < 1``, that is where the energy is locally convex, with an error of
+    at most ``|C/T|^(m+1) / (1 - |C/T|) |w|``; elsewhere the exact step goes to a saddle.
+
+    Args:
+        dim, heads, causal: as for ``AttentionForm``.
+        order: m, terms of the series after the first, each costs about half an attention in dense
+            operations; None: exact, which forms a p x p matrix for every query.
+        values: False leaves ``W_V M_h`` out: ``sum_h W_O,h y_h``. The functions that can be learned
+            are the same.
+        temperature: initial T_h, kept > 0; None: ``sqrt(2p)``.
+        tau: initial tau_h, of any sign; None: 0.01. There is none with ``order`` None or 0.
+        damping: >= 0, for ``order=None`` only.
+
+    Raises:
+        torch.linalg.LinAlgError: in ``forward`` with values, where the rows of a head's ``W_Q`` are
+            linearly dependent, and with ``order=None`` where ``(1 + damping) I - C/T`` is singular.
+
+    Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
+    https://arxiv.org/abs/2511.00907: MHA2nd (exact), MHA2nd1st (order 1), MHA2nd1st-noV. The sign is
+    Newton's; the temperature of the series is the learned tau, as in their light form.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        order: int | None = 1,
+        values: bool = True,
+        causal: bool = True,
+        temperature: float | None = None,
+        tau: float | None = None,
+        damping: float = 0.0,
+    ) -> None:
+        super().__init__(dim, heads, causal=causal, values=values)
+        self.order = None if order is None else require_count("order", order, low=0)
+        self.damping = require_nonnegative("damping", damping)
+        if damping and order is not None:
+            raise ValueError(f"damping needs order=None, got damping={damping} with order={order}")
+        initial = (2.0 * self.width) ** 0.5 if temperature is None else temperature
+        self.temperature = PositiveScalars(heads, require_positive("temperature", initial))
+        if tau is not None and not order:
+            raise ValueError(f"tau needs an order >= 1, got tau={tau!r} with order={order}")
+        number = 0.01 if tau is None else float(require_number("tau", tau))
+        self.tau = nn.Parameter(torch.full((heads,), number)) if order else None
+
+    def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        wide = accumulation_dtype(query.dtype)
+        with without_autocast(query.device.type):
+            query, key = query.to(wide), key.to(wide)
+            # All below depends on differences of features alone; a common offset would cost digits.
+            query, key = query - key[:, :, :1], key - key[:, :, :1]
+            temperature = self.temperature().to(wide)
+            scores = query @ key.mT - 0.5 * key.square().sum(-1).unsqueeze(-2)
+            weights = self.weights(scores / temperature, mask)
+            mean = weights @ key
+            moved = query - mean
+            if self.order is None:
+                direction = self._solve(weights, key, moved, temperature)
+            else:
+                direction = sum_series(weights, key, mean, moved, self.tau, self.order)
+            return direction if self.value is None else direction @ self._return_map(wide)
+
+    def _solve(self, weights: Tensor, key: Tensor, moved: Tensor, temperature: Tensor) -> Tensor:
+        covariance = covariances(weights, key) / temperature.unsqueeze(-1)
+        eye = torch.eye(self.width, dtype=moved.dtype, device=moved.device)
+        return torch.linalg.solve((1.0 + self.damping) * eye - covariance, moved)
+
+    def _return_map(self, dtype: torch.dtype) -> Tensor:
+        """``(W_V,h M_h)^T``, (H, p, p): features of queries to values."""
+        assert self.value is not None
+        query, value = (self.by_head(layer).to(dtype) for layer in (self.query, self.value))
+        return torch.linalg.solve(query @ query.mT, query @ value.mT)
+
+    def extra_repr(self) -> str:
+        values = self.value is not None
+        return (
+            f"{super().extra_repr()}, order={self.order}, values={values}, damping={self.damping}"
+        )
+
+
+def sum_series(
+    weights: Tensor, values: Tensor, mean: Tensor, start: Tensor, tau: Tensor | None, order: int
+) -> Tensor:
+    """``sum_(r <= order) (tau C)^r start`` with the covariance C of the values; tau (H,), None: 0."""
+    total = term = start
+    if tau is not None:
+        for _ in range(order):
+            term = tau.view(-1, 1, 1).to(term.dtype) * covariance_product(
+                weights, values, term, mean=mean
+            )
+            total = total + term
+    return total
+
+
+def covariances(weights: Tensor, values: Tensor) -> Tensor:
+    """``C_i = sum_j P_ij v_j v_j^T - m_i m_i^T`` of every query, (B, H, N, p, p)."""
+    width = values.shape[-1]
+    values = values - values[..., :1, :]  # a common offset does not count, but its squares cancel
+    mean = weights @ values
+    squares = (values.unsqueeze(-1) * values.unsqueeze(-2)).flatten(-2)
+    outer = mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    return (weights @ squares).unflatten(-1, (width, width)) - outer
+
+
+class LightNewtonAttention(AttentionForm):
+    r"""Softmax attention with a second-order correction, ``(I - tau C)^-1 m`` or its series.
+
+    With ``P = softmax(q.k / sqrt(p))``, m is the mean of the values under P and C their covariance.
+    The branch is ``sum_h W_O,h y_h`` with ::
+
+        order=None:  y = (I - tau_h C_h)^-1 m_h
+        order=m:     y = sum_(r<=m) (tau_h C_h)^r m_h
+
+    It comes from the inner free energy, whose Hessian ``-C/T`` is negative, so that Newton's own step
+    would climb; ``I - tau C`` preconditions a descent as long as ``tau C < I``. With ``tau = 0`` it is
+    softmax attention. On the CPU the exact form warns where ``I - tau C`` is not positive definite.
+
+    Args:
+        dim, heads, causal: as for ``AttentionForm``.
+        order: m, each term costs about half an attention in dense operations; None: exact, which
+            forms a p x p matrix for every query.
+        tau: initial tau_h, of any sign.
+
+    Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
+    https://arxiv.org/abs/2511.00907, appendix (LightMHA2nd) and LightMHA2nd1st.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, *, order: int | None = 1, causal: bool = True, tau: float = 0.01
+    ) -> None:
+        super().__init__(dim, heads, causal=causal)
+        self.order = None if order is None else require_count("order", order)
+        self.tau = nn.Parameter(torch.full((heads,), float(require_number("tau", tau))))
+
+    def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        value = self.values(memory)
+        wide = accumulation_dtype(query.dtype)
+        with without_autocast(query.device.type):
+            query, key, value = query.to(wide), key.to(wide), value.to(wide)
+            weights = self.weights((query @ key.mT) * self.width**-0.5, mask)
+            mean = weights @ value
+            if self.order is None:
+                return self._solve(weights, value, mean, self.tau.view(-1, 1, 1).to(wide))
+            return sum_series(weights, value, mean, mean, self.tau, self.order)
+
+    def _solve(self, weights: Tensor, value: Tensor, mean: Tensor, tau: Tensor) -> Tensor:
+        eye = torch.eye(self.width, dtype=mean.dtype, device=mean.device)
+        matrix = eye - tau.unsqueeze(-1) * covariances(weights, value)
+        # Anywhere else the look would wait for the device.
+        if matrix.device.type == "cpu" and not torch.compiler.is_compiling():
+            _, failed = torch.linalg.cholesky_ex(matrix.detach())
+            # Numbers that are not finite came from elsewhere, not from tau.
+            failed = (failed > 0) & matrix.detach().isfinite().all(-1).all(-1)
+            if bool(failed.any()):
+                warn_user(
+                    "tau is too large: I - tau C is not positive definite for "
+                    f"{int(failed.sum())} of {failed.numel()} queries and heads, where the "
+                    "step descends nothing",
+                    UserWarning,
+                    "tau",
+                    self,
+                )
+        return torch.linalg.solve(matrix, mean)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, order={self.order}"
+
+
+ATTENTION_FORMS: dict[str, Callable[..., AttentionForm]] = {
+    "softmax": CausalAttention,
+    "newton": partial(NewtonAttention, order=None),
+    "newton-taylor": partial(NewtonAttention, order=1),
+    "newton-taylor-no-value": partial(NewtonAttention, order=1, values=False),
+    "light-newton": partial(LightNewtonAttention, order=None),
+    "light-newton-taylor": partial(LightNewtonAttention, order=1),
+}
+
+
+def build_attention_form(name: str, dim: int, heads: int, **options: Any) -> AttentionForm:
+    """An attention form of ``ATTENTION_FORMS``: tokens (B, N, d) -> (B, N, d), the residual branch.
+
+    Args:
+        name: "softmax", "newton", "newton-taylor", "newton-taylor-no-value", "light-newton" or
+            "light-newton-taylor".
+        dim, heads: features d of a token, attention heads.
+        options: further arguments of that form, but for those that its name says: an exact form has no
+            ``order``, "newton-taylor-no-value" no ``values``.
+
+    Raises:
+        ValueError: for an unknown name, or an option against it.
+        TypeError: for an option that the form does not have.
+    """
+    make = ATTENTION_FORMS[require_choice("name", name, ATTENTION_FORMS)]
+    for option, value in getattr(make, "keywords", {}).items():
+        # The order of a series may be any number.
+        given = options.get(option, value)
+        if given is not value and (isinstance(value, bool) or None in (value, given)):
+            expected = "a number" if given is None else repr(value)
+            raise ValueError(f"{option} must be {expected} for the form {name!r}, got {given!r}")
+    return make(dim, heads, **options)

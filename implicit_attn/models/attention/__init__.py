@@ -1,1 +1,0 @@
-"""Attention layers that descend the energy of their queries."""

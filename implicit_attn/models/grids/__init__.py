@@ -1,1 +1,0 @@
-"""Models of tasks on lattices of cells."""

@@ -1,1 +1,0 @@
-"""Causal language models: unrolled, as one block at its fixed point, and text from them."""

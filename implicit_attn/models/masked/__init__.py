@@ -1,1 +1,0 @@
-"""Masked image modelling: hidden patches of an image predicted from the visible ones."""

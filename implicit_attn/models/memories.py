@@ -1,0 +1,499 @@
+"""Associative memories: binary ones, and the fit of a continuous one to data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from scipy.special import wrightomega
+from torch import Tensor, nn
+
+from implicit_attn.energies import ClassicalHopfield, DenseAssociative, Energy, Hopfield
+from implicit_attn.energies.tokens import accumulation_dtype
+from solvers.core.checks import (
+    require_choice,
+    require_count,
+    require_flag,
+    require_instance,
+    require_nonnegative,
+    require_positive,
+)
+
+__all__ = ["BinaryMemory", "Fit", "fit_patterns"]
+
+STEPS, RATE = 200, 0.01  # of Adam; separable patterns have no largest likelihood, so it must end
+
+
+def hebb(patterns: Tensor) -> Tensor:
+    """``J = X^T X / N`` without its diagonal, (N, N) for patterns X (P, N)."""
+    return _without_diagonal(patterns.mT @ patterns / patterns.shape[1])
+
+
+def pseudo_inverse(patterns: Tensor) -> Tensor:
+    """``J = X^+ X``, the projection onto the span of the patterns, without its diagonal, (N, N).
+
+    From N independent patterns on it is the identity: J = 0 then, and no spin ever changes.
+
+    Source: Personnaz, Guyon, Dreyfus (1985), https://doi.org/10.1051/jphyslet:01985004608035900.
+    """
+    _, values, basis = torch.linalg.svd(patterns.double(), full_matrices=False)
+    rounding = max(patterns.shape) * torch.finfo(values.dtype).eps
+    basis = basis[values > values[0] * rounding]
+    couplings = _without_diagonal(basis.mT @ basis)
+    # The diagonal was of order 1; what is left of a row that should be empty would set signs.
+    return couplings.masked_fill(couplings.abs() <= 4 * rounding, 0.0).to(patterns.dtype)
+
+
+def pseudo_likelihood(patterns: Tensor, steps: int = STEPS, rate: float = RATE) -> Tensor:
+    """Symmetric J, zero on the diagonal, that raises the pseudo-likelihood of the patterns::
+
+        sum_mu sum_i log sigma(2 x_i^mu (J x^mu)_i)
+
+    ``steps`` steps of Adam from J = 0, of size ``rate``. The first one follows Hebb's rule, the
+    gradient at J = 0. Where a J exists that keeps every pattern, the likelihood has no maximum, and
+    the number of steps decides about the size of J, to which the signs of its fields are blind.
+
+    Source: Besag (1975), https://doi.org/10.2307/2987782; D'Amico and Negri (2024),
+    https://arxiv.org/abs/2409.16112, for memories.
+    """
+    couplings = torch.zeros_like(patterns[0]).diag()
+    first, second = torch.zeros_like(couplings), torch.zeros_like(couplings)
+    for step in range(1, steps + 1):
+        # By hand: the gradient is a product of matrices, and no graph is recorded.
+        doubt = torch.sigmoid(-2 * patterns * (patterns @ couplings)) * patterns
+        slope = doubt.mT @ patterns
+        slope = _without_diagonal((slope + slope.mT) / len(patterns))
+        first = torch.lerp(slope, first, 0.9)
+        second = torch.lerp(slope.square(), second, 0.999)
+        root = (second / (1 - 0.999**step)).sqrt() + 1e-8
+        couplings = couplings + rate / (1 - 0.9**step) * first / root
+    return couplings
+
+
+def _without_diagonal(matrix: Tensor) -> Tensor:
+    return matrix - matrix.diagonal().diag()
+
+
+PAIR_RULES: dict[str, Callable[[Tensor], Tensor]] = {
+    "hebb": hebb,
+    "pseudo-inverse": pseudo_inverse,
+    "pseudo-likelihood": pseudo_likelihood,
+}
+
+
+ORDERS = ("asynchronous", "random", "synchronous")
+NOISE = 16  # roundings of a sum, within which two energies count as equal
+
+
+class BinaryMemory(nn.Module):
+    r"""Stores P patterns of N spins +1 and -1, and retrieves them from damaged copies.
+
+    Pair rules have couplings J, symmetric with an empty diagonal::
+
+        E(s) = -1/2 sum_ij J_ij s_i s_j,     s_i <- sign(sum_j J_ij s_j)
+
+    Dense rules have a function F of the overlaps ``y_mu = x_mu.s``::
+
+        E(s) = -sum_mu F(y_mu),              s_i <- the sign with the lower energy
+
+    Both updates choose the sign of one spin that has the lower energy, given all others; where both
+    have the same, the spin stays. A sweep that updates one spin after another never raises the energy.
+
+    Args:
+        patterns: (P, N) floating, entries +1 and -1; copied. Half precision stores them, and everything
+            is computed in float32.
+        rule: ``"hebb"``, ``J = X^T X / N``, which keeps about 0.138 N random patterns;
+            ``"pseudo-inverse"``, ``J = X^+ X``, the projection onto them, below N;
+            ``"pseudo-likelihood"``, J by 200 ascent steps on ``sum_i log p(s_i | others)``;
+            an integer n >= 2, ``F(y) = max(y, 0)^n``, of the order of N^(n - 1) patterns;
+            ``"exp"``, ``F(y) = exp(y - N)``, of the order of 2^(N / 2).
+        rectified: False: ``F(y) = y^n``, for an integer rule only. An even n then stores the
+            negatives, too.
+
+    Attributes:
+        patterns: (P, N).
+        couplings: (N, N) of pair rules, in float32 or wider, else None.
+
+    Example:
+        >>> patterns = (
+        ...     torch.randint(2, (3, 50), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+        ... )
+        >>> damaged = patterns.clone()
+        >>> damaged[:, :5] *= -1
+        >>> bool((BinaryMemory(patterns).retrieve(damaged) == patterns).all())
+        True
+
+    Source: Hopfield (1982), https://doi.org/10.1073/pnas.79.8.2554; Krotov and Hopfield (2016),
+    https://arxiv.org/abs/1606.01164, for powers; Demircigil et al. (2017),
+    https://arxiv.org/abs/1702.01929, for the exponential.
+    """
+
+    patterns: Tensor
+    couplings: Tensor | None
+
+    def __init__(
+        self, patterns: Tensor, rule: str | int = "hebb", *, rectified: bool = True
+    ) -> None:
+        super().__init__()
+        check_spins("patterns", patterns, "(P, N)")
+        self.rule = check_rule(rule)
+        self.rectified = require_flag("rectified", rectified)
+        if not rectified and not isinstance(rule, int):
+            raise ValueError(f"rectified=False needs an integer rule, got {rule!r}")
+        self.register_buffer("patterns", patterns.detach().clone())
+        learn = PAIR_RULES.get(rule) if isinstance(rule, str) else None
+        self.register_buffer("couplings", None if learn is None else learn(self._wide()))
+
+    @property
+    def sites(self) -> int:
+        """N, the number of spins."""
+        return self.patterns.shape[1]
+
+    def energy(self, s: Tensor) -> Tensor:
+        """``E(s)``, (B,), for spins (B, N); float32 or wider, float64 of dense rules.
+
+        The values of these leave float32: ``300^20`` is above it, ``exp(-110)`` below.
+        """
+        self._check(s)
+        if self.couplings is not None:
+            couplings = self._wide_couplings()
+            s = s.to(couplings.dtype)
+            return -0.5 * (s @ couplings * s).sum(-1)
+        y = s.double() @ self.patterns.double().mT
+        if self.rule == "exp":
+            return -(y - self.sites).exp().sum(-1)
+        return -self._power(y).sum(-1)
+
+    def retrieve(
+        self,
+        s: Tensor,
+        sweeps: int = 20,
+        *,
+        order: str = "asynchronous",
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The states after at most ``sweeps`` updates of every spin; fixed points stay.
+
+        Args:
+            s: (B, N), +1 and -1.
+            sweeps: >= 1. On a CPU a sample ends with its first sweep that changes nothing.
+            order: ``"asynchronous"``, one spin after another; ``"random"``, the same in a new order
+                each sweep; ``"synchronous"``, all at once, which may end in a cycle and raise the
+                energy.
+            generator: of the orders, for ``"random"``; None: PyTorch's own.
+
+        Returns:
+            (B, N), of the dtype of the patterns; :meth:`is_fixed_point` tells which of them have arrived.
+        """
+        self._check(s)
+        require_count("sweeps", sweeps)
+        require_choice("order", order, ORDERS)
+        require_instance(
+            "generator", generator, torch.Generator, "a torch.Generator", optional=True
+        )
+        dtype, moving = s.dtype, s.to(accumulation_dtype(s.dtype))
+        found, rows = moving.clone(), torch.arange(len(s), device=s.device)
+        for _ in range(sweeps):
+            if order == "synchronous":
+                after = self._all_at_once(moving)
+            else:
+                after = self._sweep(moving, order, generator)
+            found[rows] = after
+            if s.device.type == "cpu":  # elsewhere the answer would have to be awaited
+                changed = (after != moving).any(-1)
+                rows, after = rows[changed], after[changed]
+                if len(rows) == 0:
+                    break
+            moving = after
+        return found.to(dtype)
+
+    def is_fixed_point(self, s: Tensor) -> Tensor:
+        """Whether no spin would change, (B,) bool, for spins (B, N)."""
+        self._check(s)
+        s = s.to(accumulation_dtype(s.dtype))
+        return (self._all_at_once(s) == s).all(-1)
+
+    def continuous(self) -> tuple[Energy, float]:
+        """An energy of real states, and what must be added to it to have :meth:`energy` at spins.
+
+        ``ClassicalHopfield`` for pair rules, whose couplings get a diagonal that makes them positive
+        semidefinite; ``DenseAssociative`` for the others. Both are unbounded below: put them behind
+        a bounded activation, as an ``ActivationStep`` does. Their patterns are float32 or wider.
+
+        Raises:
+            ValueError: for rectified powers, whose energy ``DenseAssociative`` has not.
+        """
+        patterns = self._wide()
+        count, sites = patterns.shape
+        if self.rule == "hebb":
+            return ClassicalHopfield(patterns / math.sqrt(sites)), count / 2
+        if self.couplings is not None:
+            values, vectors = torch.linalg.eigh(self._wide_couplings())
+            scale = (values - values[0]).sqrt()
+            return ClassicalHopfield((vectors * scale).mT), -0.5 * sites * values[0].item()
+        if self.rule == "exp":
+            return DenseAssociative(patterns, power="exp", shift=sites), 0.0
+        if self.rectified:
+            raise ValueError(
+                f"rectified=True with rule={self.rule} has no energy of real states here; "
+                "rectified=False has"
+            )
+        return DenseAssociative(patterns, power=self.rule), 0.0
+
+    def _wide(self) -> Tensor:
+        """The patterns in the dtype that everything is computed in."""
+        return self.patterns.to(accumulation_dtype(self.patterns.dtype))
+
+    def _wide_couplings(self) -> Tensor:
+        assert self.couplings is not None
+        return self.couplings.to(accumulation_dtype(self.couplings.dtype))
+
+    def _sweep(self, s: Tensor, order: str, generator: torch.Generator | None) -> Tensor:
+        s, sites = s.clone(), s.shape[1]
+        device = generator.device if generator is not None else s.device
+        random = order == "random"
+        turns = (
+            torch.randperm(sites, generator=generator, device=device) if random else range(sites)
+        )
+        patterns, couplings, noise = self._wide(), *self._pairs()
+        y = s @ patterns.mT
+        for i in turns.tolist() if isinstance(turns, Tensor) else turns:
+            old = s[:, i]
+            if couplings is not None:
+                s[:, i] = _sign(s @ couplings[i], noise, old)
+                continue
+            column = patterns[:, i]
+            new = self._dense_sign(y - torch.outer(old, column), column, old)
+            y += torch.outer(new - old, column)
+            s[:, i] = new
+        return s
+
+    def _all_at_once(self, s: Tensor) -> Tensor:
+        couplings, noise = self._pairs()
+        if couplings is not None:
+            return _sign(s @ couplings.mT, noise, s)
+        columns = self._wide().mT
+        y = s @ columns
+        signs = [
+            self._dense_sign(y - torch.outer(old, column), column, old)
+            for old, column in zip(s.mT, columns, strict=True)
+        ]
+        return torch.stack(signs, dim=-1)
+
+    def _pairs(self) -> tuple[Tensor | None, Tensor]:
+        """The couplings, and the size of a field that counts as zero."""
+        if self.couplings is None:
+            return None, self.patterns.new_zeros(())
+        couplings = self._wide_couplings()
+        largest = couplings.abs().sum(-1).amax()
+        return couplings, NOISE * torch.finfo(largest.dtype).eps * largest
+
+    def _dense_sign(self, rest: Tensor, column: Tensor, old: Tensor) -> Tensor:
+        """New signs (B,) of the spin with the entries ``column`` (P,), ``rest`` (B, P) without it."""
+        if self.rule == "exp":  # exp(rest + 1) - exp(rest - 1) is a multiple of exp(rest)
+            weight = rest.softmax(-1)
+        else:
+            weight = self._power((rest + 1) / self.sites) - self._power((rest - 1) / self.sites)
+        noise = NOISE * torch.finfo(rest.dtype).eps * weight.abs().sum(-1)
+        return _sign(weight @ column, noise, old)
+
+    def _power(self, y: Tensor) -> Tensor:
+        y = y.clamp_min(0) if self.rectified else y
+        found, exponent = y, int(self.rule)
+        for bit in bin(exponent)[3:]:  # by squares: pow is ten times as slow for exponents above 3
+            found = found * found * y if bit == "1" else found * found
+        return found
+
+    def _check(self, s: Tensor) -> None:
+        check_spins("s", s, "(B, N)", empty=True)
+        if s.shape[1] != self.sites:
+            raise ValueError(f"s must have {self.sites} spins, got shape {tuple(s.shape)}")
+        if s.dtype != self.patterns.dtype:
+            raise TypeError(f"s must be of dtype {self.patterns.dtype}, got {s.dtype}")
+
+    def extra_repr(self) -> str:
+        return f"patterns={tuple(self.patterns.shape)}, rule={self.rule!r}"
+
+
+def _sign(field: Tensor, noise: Tensor, old: Tensor) -> Tensor:
+    """The sign of the field, ``old`` where the field is zero to rounding."""
+    return torch.where(field.abs() <= noise, old, field.sign())
+
+
+def check_rule(rule: object) -> str | int:
+    """A pair rule, ``"exp"``, or an integer >= 2."""
+    if isinstance(rule, int) and not isinstance(rule, bool) and rule >= 2:
+        return rule
+    if isinstance(rule, str) and rule in (*PAIR_RULES, "exp"):
+        return rule
+    raise ValueError(f"rule must be one of {(*PAIR_RULES, 'exp')} or an integer >= 2, got {rule!r}")
+
+
+def check_spins(name: str, spins: object, shape: str, *, empty: bool = False) -> None:
+    """``spins`` must be a floating matrix of +1 and -1, with at least one row unless ``empty``."""
+    if not isinstance(spins, Tensor) or not spins.is_floating_point():
+        kind = spins.dtype if isinstance(spins, Tensor) else type(spins).__name__
+        raise TypeError(f"{name} must be a floating tensor {shape}, got {kind}")
+    if spins.dim() != 2 or spins.shape[1] == 0 or (len(spins) == 0 and not empty):
+        raise ValueError(f"{name} must have the shape {shape}, got {tuple(spins.shape)}")
+    if not bool((spins.abs() == 1).all()):
+        raise ValueError(f"{name} must have the entries +1 and -1 only")
+
+
+_root: Any = brentq  # whose annotations allow for a second result
+
+
+class Fit(NamedTuple):
+    """What :func:`fit_patterns` found.
+
+    Attributes:
+        memory: with the fitted patterns, in the dtype of the data.
+        log_likelihood: the mean of ``log p`` over the data before each step; never falls.
+        converged: whether the last step raised it by less than the tolerance.
+    """
+
+    memory: Hopfield
+    log_likelihood: list[float]
+    converged: bool
+
+
+@torch.no_grad()
+def fit_patterns(
+    data: Tensor,
+    count: int,
+    beta: float,
+    *,
+    start: Tensor | None = None,
+    steps: int = 1000,
+    tolerance: float = 1e-10,
+    generator: torch.Generator | None = None,
+) -> Fit:
+    r"""Maximum likelihood of the patterns of ``Hopfield(patterns, beta)`` as a density.
+
+    Expectation maximisation. With the attention ``p_mu(z) = softmax_mu(beta x_mu.z)`` and its averages
+    over the data ``s_mu = <p_mu(z) z>``, a step solves ``w_mu x_mu = s_mu`` for all patterns at once,
+    ``w = softmax_mu(beta |x_mu|^2 / 2)`` being theirs. The gradient of the log-likelihood,
+    ``beta (<p_mu(z) z> - w_mu x_mu)``, vanishes where such steps end. Every third step starts from a
+    point ahead, on the line through the last two, where the likelihood is higher there. No step
+    lowers it.
+
+    The weights of the Gaussians belong to the norms of their centres and the origin is a special
+    point: data of very unequal norm want to be scaled or shifted before.
+
+    Args:
+        data: (n, d) floating.
+        count: number of patterns M <= n.
+        beta: inverse temperature, > 0; the Gaussians have the variance 1 / beta.
+        start: (M, d) first patterns; None: M different rows of the data, drawn by ``generator``.
+        steps: at most so many.
+        tolerance: stop where a step raises the mean log-likelihood by less.
+        generator: None: PyTorch's own.
+
+    Returns:
+        :class:`Fit`; the likelihood has local maxima, of which it finds one. Rows of ``start`` that are
+        equal stay equal: such a start converges to a saddle.
+
+    Raises:
+        TypeError, ValueError: for other shapes, dtypes or numbers, or data that are not finite.
+
+    Example:
+        >>> memory = Hopfield(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), beta=4.0)
+        >>> data = memory.sample(2000, torch.Generator().manual_seed(0))
+        >>> found = fit_patterns(data, 2, 4.0, start=torch.eye(2)).memory.patterns
+        >>> bool((found - memory.patterns).abs().max() < 0.1)
+        True
+
+    Source: Dempster, Laird, Rubin (1977), https://doi.org/10.1111/j.2517-6161.1977.tb01600.x; Varadhan
+    and Roland (2008), https://doi.org/10.1111/j.1467-9469.2007.00585.x, for the jumps.
+    """
+    _check(data, count, start)
+    require_positive("beta", beta)
+    require_count("steps", steps)
+    require_nonnegative("tolerance", tolerance)
+    if start is None:
+        device = "cpu" if generator is None else generator.device
+        order = torch.randperm(len(data), generator=generator, device=device)[:count]
+        start = data[order.to(data.device)]
+    wide = data.detach().double()  # differences of 1e-10 decide when to stop
+    patterns, values, converged = start.detach().to(wide), list[float](), False
+    behind: list[Tensor] = []  # the patterns of the last steps
+    while len(values) < steps and not converged:
+        after, value = _step(wide, patterns, beta)
+        if len(behind) == 2:
+            ahead = _jump(*behind, patterns)
+            after_ahead, value_ahead = _step(wide, ahead, beta)
+            if value_ahead > value:
+                after, value = after_ahead, value_ahead
+            behind = []
+        else:
+            behind.append(patterns)
+        converged = bool(values) and value - values[-1] < tolerance
+        values.append(value)
+        patterns = after
+    return Fit(Hopfield(patterns.to(data.dtype), beta=beta), values, converged)
+
+
+def _step(data: Tensor, patterns: Tensor, beta: float) -> tuple[Tensor, float]:
+    """The patterns after one step, and the mean log-likelihood before it."""
+    logits = beta * data @ patterns.mT
+    value = logits.logsumexp(1).mean() - 0.5 * beta * data.square().sum(1).mean()
+    value = value - Hopfield(patterns, beta=beta).log_partition()
+    return _maximise(logits.softmax(1).mT @ data / len(data), beta), value.item()
+
+
+def _maximise(shares: Tensor, beta: float) -> Tensor:
+    """The patterns with ``w_mu x_mu = s_mu``, ``w = softmax_mu(beta |x_mu|^2 / 2)``, for ``s`` (M, d).
+
+    They maximise ``beta sum_mu s_mu.x_mu - lse_mu(beta |x_mu|^2 / 2)``, which is concave. As
+    ``log w - c / w^2 = level`` with ``c = beta |s|^2 / 2`` and one level for all patterns, each w is a
+    Lambert function of the level, and one number remains to be found: that for which w sums to 1.
+    """
+    strength = (beta * shares.square().sum(1)).clamp_min(torch.finfo(torch.float64).tiny)  # 2 c
+    double = strength.cpu().numpy()
+    logarithm = np.log(double)
+
+    def log_weight(level: float) -> np.ndarray:
+        return 0.5 * (logarithm - np.log(wrightomega(logarithm - 2 * level)))
+
+    def log_total(level: float) -> float:
+        return float(np.logaddexp.reduce(log_weight(level)))
+
+    count = len(double)
+    ends = -math.log(count) - 0.5 * double * count**2  # the levels at which each w is 1 / M
+    low, high = float(ends.min()) - 1e-6, float(ends.max()) + 1e-6
+    level = _root(log_total, low, high, xtol=1e-14)
+    weight = torch.from_numpy(np.exp(log_weight(level))).to(shares)
+    return shares / weight.unsqueeze(1)
+
+
+def _jump(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+    """Extrapolation of three patterns of which each is the step of the one before (SQUAREM, S3)."""
+    change = second - first
+    bend = third - second - change
+    length = -change.norm() / bend.norm().clamp_min(1e-300)
+    length = length.clamp(-1e3, -1.0)
+    return first - 2 * length * change + length**2 * bend
+
+
+def _check(data: object, count: int, start: object) -> None:
+    if not isinstance(data, Tensor) or not data.is_floating_point():
+        kind = data.dtype if isinstance(data, Tensor) else type(data).__name__
+        raise TypeError(f"data must be a floating tensor (n, d), got {kind}")
+    if data.dim() != 2 or data.numel() == 0:
+        raise ValueError(f"data must have the shape (n, d), got {tuple(data.shape)}")
+    if not bool(data.isfinite().all()):
+        raise ValueError("data must be finite, got NaN or infinity")
+    if require_count("count", count) > len(data):
+        raise ValueError(f"count must be at most the {len(data)} rows of data, got {count}")
+    if start is None:
+        return
+    shape = (count, data.shape[1])
+    if not isinstance(start, Tensor) or tuple(start.shape) != shape:
+        got = tuple(start.shape) if isinstance(start, Tensor) else type(start).__name__
+        raise ValueError(f"start must be a tensor of shape {shape}, got {got}")
+    if not bool(start.isfinite().all()):
+        raise ValueError("start must be finite, got NaN or infinity")

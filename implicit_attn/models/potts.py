@@ -1,0 +1,545 @@
+"""Models of discrete sites that are trained by pseudo-likelihood: Potts and factored attention."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from implicit_attn.energies.spins import Couplings, check_couplings
+from solvers.core.checks import (
+    require_callable,
+    require_choice,
+    require_count,
+    require_flag,
+    require_instance,
+    require_nonnegative,
+    require_number,
+    require_positive,
+)
+
+
+class ConditionalModel(nn.Module, ABC):
+    """Logits of the colour of every site given the colours of the other sites.
+
+    ``p(s_i = a | rest) = softmax_a(x_i^a + f_i^a(s))``, where ``f_i`` must not depend on ``s_i``: then
+    the logits of all sites come from one evaluation. A subclass gives f as :meth:`interaction` and a
+    measure of its size as :meth:`penalty`.
+
+    Args:
+        sites: N, >= 2.
+        colours: d, >= 2.
+    """
+
+    def __init__(self, sites: int, colours: int) -> None:
+        super().__init__()
+        self.sites = require_count("sites", sites, low=2)
+        self.colours = require_count("colours", colours, low=2)
+        self.field = nn.Parameter(torch.zeros(sites, colours))
+
+    @abstractmethod
+    def interaction(self, states: Tensor) -> Tensor:
+        """What the other sites add to the logits, (B, N, d), of one-hot states (B, N, d)."""
+
+    @abstractmethod
+    def penalty(self) -> Tensor:
+        """A sum of squares, a scalar, which a fit multiplies by ``l2``; fields are not in it."""
+
+    def logits(self, s: Tensor) -> Tensor:
+        """Logits (B, N, d) of every site given the others.
+
+        Args:
+            s: colours (B, N) in 0 .. d - 1, integers; or one-hot states, also mean ones, (B, N, d).
+        """
+        return self.field + self.interaction(self.one_hot(s))
+
+    def forward(self, s: Tensor) -> Tensor:
+        return self.logits(s)
+
+    def pseudo_likelihood(self, s: Tensor) -> Tensor:
+        r"""The negative log pseudo-likelihood of a site, in nats, a scalar.
+
+        ``- 1/(B N) sum_mu sum_i log p(s_i^mu | rest)``: the mean over samples and sites. Predicting one
+        masked site, drawn at random, is an unbiased estimate of it.
+        """
+        states = self.one_hot(s)
+        logits = self.field + self.interaction(states)
+        return -(states * torch.log_softmax(logits, -1)).sum(-1).mean()
+
+    def check_states(self, s: Tensor) -> Tensor:
+        """``s`` as it is, if it is what :meth:`logits` takes; else TypeError or ValueError."""
+        n, d = self.sites, self.colours
+        if not isinstance(s, Tensor) or s.is_complex() or s.dtype == torch.bool:
+            kind = s.dtype if isinstance(s, Tensor) else type(s).__name__
+            raise TypeError(f"s must be integers (B, N) or floating (B, N, d), got {kind}")
+        wanted = (n, d) if s.is_floating_point() else (n,)
+        if s.shape[1:] != wanted or s.dim() != 1 + len(wanted) or len(s) == 0:
+            shape = "(B, N, d)" if s.is_floating_point() else "(B, N)"
+            raise ValueError(
+                f"s must have the shape {shape} with {n} sites and {d} colours, B >= 1, got "
+                f"{tuple(s.shape)} of {s.dtype}"
+            )
+        if not s.is_floating_point():
+            low, high = (int(value) for value in s.aminmax())
+            if low < 0 or high >= d:
+                raise ValueError(f"s must hold colours in 0 .. {d - 1}, got {low} .. {high}")
+        return s
+
+    def one_hot(self, s: Tensor) -> Tensor:
+        """Colours (B, N) as one-hot states (B, N, d) of the model's dtype; states are only checked."""
+        if self.check_states(s).is_floating_point():
+            return s.to(self.field.dtype)
+        states = self.field.new_zeros(*s.shape, self.colours)
+        return states.scatter_(2, s.long().unsqueeze(2), 1.0)
+
+
+class PottsModel(ConditionalModel):
+    r"""``P(s) ~ exp(sum_i x_i^{s_i} + 1/2 sum_{i != j} J_ij^{s_i s_j})``, with learned J and x.
+
+    The conditionals are exact, and linear in the parameters::
+
+        p(s_i = a | rest) = softmax_a(x_i^a + sum_{j != i} J_ij^{a s_j})
+
+    so the negative log pseudo-likelihood is convex, and its minimum finds the couplings of a Potts
+    model from enough samples. Adding to ``J_ij`` what depends on one of the two colours alone only
+    moves fields: compare couplings after ``zero_sum`` of ``implicit_attn.energies.spins``.
+
+    All parameters start at 0, the independent and uniform sites.
+
+    Args:
+        sites: N.
+        colours: d.
+        tied: ``J_ij^{ab} = J_ji^{ba}``, as a Potts model has it. False: the regression of every site
+            has couplings of its own, twice as many; there is no joint P then, and no :meth:`energy`.
+
+    Attributes:
+        couplings: :class:`Couplings`; ``couplings.weight`` is J (N, N, d, d).
+        field: x (N, d).
+
+    Source: Besag, "Statistical analysis of non-lattice data" (1975),
+    https://doi.org/10.2307/2987782, for the pseudo-likelihood; Ekeberg et al., "Improved contact
+    prediction in proteins" (2013), https://arxiv.org/abs/1211.1281, for Potts models.
+    """
+
+    def __init__(self, sites: int, colours: int, tied: bool = True) -> None:
+        super().__init__(sites, colours)
+        self.tied = require_flag("tied", tied)
+        self.couplings = Couplings(sites, colours, symmetric_sites=tied)
+        nn.init.zeros_(self.couplings.free)
+
+    def interaction(self, states: Tensor) -> Tensor:
+        """``sum_j J_ij^{a s_j}``, (B, N, d)."""
+        return self.couplings(states)
+
+    def penalty(self) -> Tensor:
+        """``sum_ij |J_ij|^2 / 2``: with ``tied`` every pair counts once."""
+        return self.couplings.free.square().sum() * (1.0 if self.tied else 0.5)
+
+    def energy(self, s: Tensor) -> Tensor:
+        """``-log P(s)`` up to the log partition function, (B,); ValueError where J is not tied."""
+        if not self.tied:
+            raise ValueError("tied must be True for an energy, got False: there is no joint P(s)")
+        states = self.one_hot(s)
+        return -((self.field + 0.5 * self.couplings(states)) * states).sum((1, 2))
+
+    def extra_repr(self) -> str:
+        return f"sites={self.sites}, colours={self.colours}, tied={self.tied}"
+
+
+ROWS = ("sink", "softmax", "linear")
+
+
+class FactoredAttention(ConditionalModel):
+    r"""Self-attention whose weights depend on positions alone and whose values on colours alone.
+
+    With weights ``A^h`` (N, N), zero on the diagonal, and values ``V^h`` (d, d) of head h::
+
+        logits_i = x_i + sum_h sum_j A^h_ij V^h S_j,    that is    J_ij = sum_h A^h_ij V^h
+
+    a Potts model of rank H: J rearranged as a matrix (N^2, d^2) has the heads as its terms. From scores
+    ``a^h_ij`` the weights are
+
+    * ``rows="softmax"``: ``A^h_ij = softmax_{j != i}(a^h_ij)``. Every row sums to 1, so
+      ``sum_j J_ij`` is the same matrix for all sites, with any number of heads: couplings of both signs
+      and graphs of unequal degrees are out of reach.
+    * ``rows="sink"``: one more key, of score 0 and value 0, so that rows sum to at most 1.
+    * ``rows="linear"``: ``A^h_ij = a^h_ij``, without any constraint.
+
+    ``power=2`` squares the mixed values, which makes terms of three sites::
+
+        logits_i = x_i + sum_h W^h (sum_j A^h_ij V^h S_j)^2
+                 = x_i + sum_h sum_jk A^h_ij A^h_ik W^h (V^h S_j * V^h S_k)
+
+    The terms with j = k act between pairs. These are conditionals of every site, learned each for
+    itself; as in attention J is not tied, ``zero_sum`` of ``implicit_attn.energies.spins``
+    averages both directions.
+
+    Where no colour is special at any site, as with the digits of Sudoku, freeze the fields
+    (``model.field.requires_grad_(False)``): from few samples they only learn chance, and the couplings
+    suffer from it.
+
+    The last factor (V, or W with ``power=2``) starts at 0: all sites start independent.
+
+    Args:
+        sites: N.
+        colours: d.
+        heads: H.
+        rows: "sink", "softmax" or "linear".
+        power: 1, or 2 for terms of three sites.
+
+    Attributes:
+        scores: a (H, N, N); the diagonal has no effect.
+        values: V (H, d, d).
+        output: W (H, d, d), or None with ``power=1``.
+        field: x (N, d).
+
+    Source: Rende, Gerace, Laio, Goldt, "Mapping of attention mechanisms to a generalized Potts model"
+    (2024), https://arxiv.org/abs/2304.07235, for one softmax head; Bhattacharya et al., "Interpreting
+    Potts and Transformer Protein Models Through the Lens of Simplified Attention" (2022),
+    https://doi.org/10.1142/9789811250477_0004, for several.
+    """
+
+    output: nn.Parameter | None
+
+    def __init__(
+        self, sites: int, colours: int, heads: int = 1, rows: str = "sink", power: int = 1
+    ) -> None:
+        super().__init__(sites, colours)
+        self.heads = require_count("heads", heads)
+        self.rows = require_choice("rows", rows, ROWS)
+        self.power = require_count("power", power)
+        if power > 2:
+            raise ValueError(f"power must be 1 or 2, got {power}")
+        self.scores = nn.Parameter(torch.empty(heads, sites, sites))
+        self.values = nn.Parameter(torch.empty(heads, colours, colours))
+        squares = nn.Parameter(torch.empty(heads, colours, colours)) if power == 2 else None
+        self.register_parameter("output", squares)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Scores of one head are 0 and of several N(0, 1), or N(0, 1/N^2) of linear rows.
+
+        Zero scores are even rows: a single head starts from no opinion on which sites matter, and finds
+        the graph from fewer samples than from random scores. Several heads must differ.
+        """
+        # Linear scores are the weights themselves: about as large as those of a softmax.
+        many = 0.0 if self.heads == 1 else 1.0
+        nn.init.normal_(self.scores, std=1.0 / self.sites if self.rows == "linear" else many)
+        nn.init.zeros_(self.field)
+        if self.output is None:
+            nn.init.zeros_(self.values)
+        else:
+            nn.init.normal_(self.values, std=self.colours**-0.5)
+            nn.init.zeros_(self.output)
+
+    @classmethod
+    def from_couplings(cls, couplings: Tensor, heads: int) -> FactoredAttention:
+        """The linear heads that are nearest to given couplings in the Frobenius norm.
+
+        The error that is left is the tail ``sqrt(sum_{k > H} sigma_k^2)`` of the singular values of
+        the couplings rearranged as (N^2, d^2); no H heads have a smaller one.
+
+        Args:
+            couplings: J (N, N, d, d), floating, with ``J_ii = 0``.
+            heads: H <= min(N^2, d^2).
+        """
+        check_couplings(couplings)
+        if bool((couplings.diagonal() != 0).any()):
+            raise ValueError("couplings must have zero blocks J_ii, got others")
+        n, d = couplings.shape[0], couplings.shape[2]
+        if require_count("heads", heads) > min(n * n, d * d):
+            raise ValueError(f"heads must be <= {min(n * n, d * d)}, got {heads}")
+        u, sigma, v = torch.linalg.svd(
+            couplings.detach().reshape(n * n, d * d), full_matrices=False
+        )
+        model = cls(n, d, heads, rows="linear").to(couplings.device, couplings.dtype)
+        root = sigma[:heads, None].sqrt()
+        with torch.no_grad():
+            model.scores.copy_((root * u.T[:heads]).view(heads, n, n))
+            model.values.copy_((root * v[:heads]).view(heads, d, d))
+        return model
+
+    def attention(self) -> Tensor:
+        """The weights A (H, N, N), zero on the diagonal."""
+        own = torch.eye(self.sites, dtype=torch.bool, device=self.scores.device)
+        if self.rows == "linear":
+            return self.scores.masked_fill(own, 0.0)
+        scores = self.scores.masked_fill(own, float("-inf"))
+        if self.rows == "softmax":
+            return torch.softmax(scores, -1)
+        sink = scores.new_zeros(self.heads, self.sites, 1)
+        return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+
+    def couplings(self) -> Tensor:
+        """``J_ij = sum_h A^h_ij V^h``, (N, N, d, d), not tied; of ``power`` 2 see :meth:`triples`."""
+        if self.power != 1:
+            raise ValueError("power must be 1 for pair couplings, got 2; see triples()")
+        return torch.einsum("hij,hab->ijab", self.attention(), self.values)
+
+    def triples(self) -> Tensor:
+        """``T_ijk^{abc} = sum_h A_ij A_ik sum_r W_ar V_rb V_rc``, (N, N, N, d, d, d).
+
+        ``logits_i^a = x_i^a + sum_jk T_ijk^{a s_j s_k}``, over all j and k, also j = k, with ``power=2``.
+        It is large: for small models.
+        """
+        if self.output is None:
+            raise ValueError("power must be 2 for couplings of three sites, got 1; see couplings()")
+        weights = self.attention()
+        colours = torch.einsum("har,hrb,hrc->habc", self.output, self.values, self.values)
+        return torch.einsum("hij,hik,habc->ijkabc", weights, weights, colours)
+
+    def interaction(self, states: Tensor) -> Tensor:
+        """The sum over the heads, (B, N, d)."""
+        n, d = self.sites, self.colours
+        if self.output is None and self.heads * (n + d) > n * d:
+            # Many heads: one product with J costs N^2 d^2 a sample, the heads H N d (N + d).
+            matrix = self.couplings().transpose(1, 2).reshape(n * d, n * d)
+            return (states.flatten(1) @ matrix.mT).view(states.shape)
+        values = torch.einsum("bjc,hac->bhja", states, self.values)
+        mixed = self.attention() @ values
+        if self.output is None:
+            return mixed.sum(1)
+        return torch.einsum("bhir,har->bia", mixed.square(), self.output)
+
+    def penalty(self) -> Tensor:
+        """``sum_ij |J_ij|^2 / 2`` of the couplings; with ``power=2`` ``sum |V|^2 + |W|^2``."""
+        if self.output is not None:
+            return self.values.square().sum() + self.output.square().sum()
+        weights, values = self.attention().flatten(1), self.values.flatten(1)
+        return 0.5 * ((weights @ weights.mT) * (values @ values.mT)).sum()
+
+    def extra_repr(self) -> str:
+        return (
+            f"sites={self.sites}, colours={self.colours}, heads={self.heads}, rows={self.rows!r}, "
+            f"power={self.power}"
+        )
+
+
+SOLVERS = ("lbfgs", "adam")
+SCHEDULES = ("one-cycle", "constant")
+LBFGS_MEMORY = 20
+
+Watch = Callable[[int, float], None]
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class PseudoLikelihoodFit:
+    """How a fit went.
+
+    Attributes:
+        status: "converged" (L-BFGS: the gradient met the tolerance), "max_steps", "stalled" (L-BFGS: no
+            step along the search direction lowered the loss) or "nonfinite" (a loss or gradient is not
+            finite: the parameters are those of the last evaluation with finite ones, with L-BFGS of the
+            lowest such loss, or as they were).
+        losses: the objective at each evaluation: with "lbfgs" of all data, trial steps of the line
+            search among them; with "adam" of each batch before its step.
+        steps: made.
+        gradient: largest entry of the objective's gradient at the end, relative to that at the start;
+            NaN with "adam", which does not measure it.
+    """
+
+    status: str
+    losses: tuple[float, ...]
+    steps: int
+    gradient: float
+
+    @property
+    def converged(self) -> bool:
+        """Whether the tolerance was met."""
+        return self.status == "converged"
+
+
+@torch.enable_grad()
+def fit_pseudolikelihood(
+    model: ConditionalModel,
+    data: Tensor,
+    l2: float = 0.0,
+    solver: str = "lbfgs",
+    *,
+    steps: int | None = None,
+    rate: float | None = None,
+    schedule: str | None = None,
+    batch: int | None = None,
+    tolerance: float | None = None,
+    augment: Augment | None = None,
+    seed: int = 0,
+    watch: Watch | None = None,
+) -> PseudoLikelihoodFit:
+    """Minimise ``model.pseudo_likelihood(data) + l2 model.penalty()`` over the model's parameters.
+
+    L-BFGS uses all data at every evaluation and finds the minimum of a :class:`PottsModel`, whose loss
+    is convex. Adam uses batches and suits models with a product of parameters.
+
+    Args:
+        model: changed in place.
+        data: (M, N) colours, integers, or one-hot states (M, N, d).
+        l2: weight of the penalty, >= 0; the loss is per site.
+        solver: "lbfgs" or "adam".
+        steps: at most; None: 40 of L-BFGS or 500 of Adam.
+        rate: Adam's, the largest of the schedule; None: 0.05.
+        schedule: of Adam's rate, "one-cycle" or "constant"; None: "one-cycle".
+        batch: samples a step of Adam, drawn without repetition within an epoch; None: 2000.
+        tolerance: L-BFGS ends where the largest entry of the gradient is so small, relative to the
+            start; None: 1e-5.
+        augment: ``augment(batch, generator) -> batch``, applied to each batch of Adam.
+        seed: of Adam's batches and of ``augment``; L-BFGS draws nothing.
+        watch: called as ``watch(step, loss)`` after each step of Adam, or evaluation of L-BFGS.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or belongs to the other solver; no parameter of the
+            model requires a gradient; a sample of the data has another shape or colour.
+
+    Source: Besag (1975), https://doi.org/10.2307/2987782.
+    """
+    require_instance("model", model, ConditionalModel, "a ConditionalModel")
+    kept = _Kept(model)
+    if not kept.parameters:
+        raise ValueError("model must have a parameter that requires a gradient, got none")
+    model.check_states(data)
+    require_nonnegative("l2", l2)
+    require_callable("watch", watch, optional=True)
+    require_count("seed", seed, low=0)
+    told = watch or (lambda step, loss: None)
+    of_adam = {"rate": rate, "schedule": schedule, "batch": batch, "augment": augment}
+    lbfgs = require_choice("solver", solver, SOLVERS) == "lbfgs"
+    for name, value in (of_adam if lbfgs else {"tolerance": tolerance}).items():
+        if value is not None:
+            other = "adam" if lbfgs else "lbfgs"
+            raise ValueError(f"{name} needs solver={other!r}, got {value!r} with the other solver")
+    limit = require_count("steps", (40 if lbfgs else 500) if steps is None else steps)
+    if lbfgs:
+        small = require_positive("tolerance", 1e-5 if tolerance is None else tolerance)
+        return _run_lbfgs(model, kept, model.one_hot(data), l2, limit, small, told)
+    require_callable("augment", augment, optional=True)
+    size = min(require_count("batch", 2000 if batch is None else batch), len(data))
+    require_choice("schedule", "one-cycle" if schedule is None else schedule, SCHEDULES)
+    # Adam divides the rate by 1 - beta_1 = 0.1 at first: a larger one leaves the range of the dtype.
+    most, rate = torch.finfo(model.field.dtype).max / 100, 0.05 if rate is None else rate
+    largest = float(require_number("rate", rate, low=0.0, high=most, closed=False))
+    optimizer = torch.optim.Adam(kept.parameters, lr=largest)
+    scheduler = None
+    if schedule != "constant":
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, largest, total_steps=limit)
+    losses: list[float] = []
+    batches = _batches(model, data, size, augment, seed)
+    states = next(batches)
+    for step in range(limit):
+        optimizer.zero_grad()
+        loss = _objective(model, states, l2)
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            kept.restore()
+            return PseudoLikelihoodFit("nonfinite", tuple(losses), step, math.nan)
+        kept.keep()
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        told(step + 1, losses[-1])
+        if step + 1 < limit:
+            states = next(batches)
+    optimizer.zero_grad()
+    with torch.no_grad():  # the last step, too, may have led out of range
+        last = float(_objective(model, states, l2))
+    if not math.isfinite(last):
+        kept.restore()
+        return PseudoLikelihoodFit("nonfinite", (*losses, last), limit, math.nan)
+    return PseudoLikelihoodFit("max_steps", tuple(losses), limit, math.nan)
+
+
+class _Kept:
+    """A copy of the parameters that are fitted, to come back to."""
+
+    def __init__(self, model: ConditionalModel) -> None:
+        self.parameters = [each for each in model.parameters() if each.requires_grad]
+        self.values = [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        for value, parameter in zip(self.values, self.parameters, strict=True):
+            value.copy_(parameter)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for value, parameter in zip(self.values, self.parameters, strict=True):
+            parameter.copy_(value)
+
+
+def _objective(model: ConditionalModel, states: Tensor, l2: float) -> Tensor:
+    loss = model.pseudo_likelihood(states)
+    return loss + l2 * model.penalty() if l2 else loss
+
+
+def _batches(
+    model: ConditionalModel, data: Tensor, size: int, augment: Augment | None, seed: int
+) -> Iterator[Tensor]:
+    """One-hot batches of the data, each sample once an epoch, in an order of their own generator."""
+    generator, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
+    while True:
+        while len(order) < size:
+            order = torch.cat([order, torch.randperm(len(data), generator=generator)])
+        chosen, order = order[:size], order[size:]
+        batch = data[chosen.to(data.device)]
+        yield model.one_hot(batch if augment is None else augment(batch, generator))
+
+
+def _run_lbfgs(
+    model: ConditionalModel, kept: _Kept, states: Tensor, l2: float, limit: int, tolerance: float,
+    watch: Watch,
+) -> PseudoLikelihoodFit:  # fmt: skip
+    losses, best, broken = list[float](), math.inf, False
+
+    def measure() -> tuple[Tensor, float, bool]:
+        """The objective, the largest entry of its gradient, and whether both are finite."""
+        model.zero_grad()
+        loss = _objective(model, states, l2)
+        loss.backward()
+        found = [p.grad.abs().max() for p in kept.parameters if p.grad is not None]
+        loss, largest = loss.detach(), float(torch.stack(found).max())
+        return loss, largest, math.isfinite(float(loss)) and math.isfinite(largest)
+
+    def closure() -> Tensor:
+        nonlocal best, broken
+        loss, _, finite = measure()
+        losses.append(float(loss))
+        watch(len(losses), losses[-1])
+        if not finite:
+            # An infinite loss makes the line search step back; NaN would spread through it.
+            broken = True
+            model.zero_grad()
+            return torch.full_like(loss, math.inf)
+        if losses[-1] < best:
+            best = losses[-1]
+            kept.keep()
+        return loss
+
+    first, start, finite = measure()
+    if not finite:
+        model.zero_grad()
+        return PseudoLikelihoodFit("nonfinite", (float(first),), 0, math.nan)
+    optimizer = torch.optim.LBFGS(
+        kept.parameters, max_iter=limit, max_eval=25 * limit, tolerance_grad=tolerance * start,
+        tolerance_change=0.0, history_size=LBFGS_MEMORY, line_search_fn="strong_wolfe",
+    )  # fmt: skip
+    failed = False
+    try:
+        optimizer.step(closure)  # type: ignore[arg-type]
+    except (RuntimeError, ArithmeticError, IndexError):
+        # The line search compares and divides what it finds; numbers out of range break it.
+        if not broken:
+            raise
+        failed = True
+    steps = int(optimizer.state[kept.parameters[0]].get("n_iter", 0))
+    _, end, finite = measure()
+    model.zero_grad()
+    if failed or not finite:
+        kept.restore()
+        return PseudoLikelihoodFit("nonfinite", tuple(losses), steps, math.nan)
+    relative = end / start if start > 0 else 0.0
+    status = "converged" if relative <= tolerance else "max_steps" if steps >= limit else "stalled"
+    return PseudoLikelihoodFit(status, tuple(losses), steps, relative)

@@ -1,3 +1,0 @@
-"""Models of spins."""
-
-from __future__ import annotations

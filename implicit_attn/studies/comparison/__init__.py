@@ -1,1 +1,0 @@
-"""A trained equilibrium beside simpler models, and what the equilibrium tells besides the class."""

@@ -1,1 +1,0 @@
-"""Bare self-attention: couplings alone, learned by local rules."""

@@ -1,1 +1,0 @@
-"""Spins in time: kinetic Ising and vector spins, and small pictures of spins."""

@@ -1,1 +1,0 @@
-"""Energy landscapes of attention: what a step does to queries and tokens."""

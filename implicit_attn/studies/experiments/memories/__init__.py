@@ -1,1 +1,0 @@
-"""Associative memories: capacity, kinds of fixed points, the density of a memory."""

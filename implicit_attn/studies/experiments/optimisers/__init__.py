@@ -1,1 +1,0 @@
-"""Optimisers: attention forms as methods of descent, and learning by local rules."""

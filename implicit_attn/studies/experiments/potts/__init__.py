@@ -1,1 +1,0 @@
-"""Potts models: couplings recovered from samples."""

@@ -1,1 +1,0 @@
-"""Mean-field theories: free energies, samplers, spins in many dimensions."""

@@ -1,1 +1,0 @@
-"""Easy to hard: how many instances a model solves with more or fewer iterations than in training."""

@@ -1,0 +1,285 @@
+"""The report on a trained classifier: training, convergence, energy, accuracy at test time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import solvers
+from implicit_attn.deq import DEQ
+from implicit_attn.studies.converging import with_energies
+from implicit_attn.studies.extrapolating import accuracy_by_evaluations
+from implicit_attn.studies.figures.canvas import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    draw_band,
+    leave_empty,
+    show_best,
+    write_in_corner,
+)
+from implicit_attn.studies.subjects import Subject
+from implicit_attn.studies.tables import Study, Table, median_and_band
+
+CONVERGENCE_SAMPLES = 256  # whose convergence is drawn
+
+
+@dataclass(frozen=True)
+class Report(Study):
+    """What :func:`report` finds.
+
+    Attributes:
+        epochs: rows with epoch, loss, test_accuracy, converged (share of training samples) and
+            evaluations (median).
+        convergence: of :func:`solve_history`, in float64.
+        extrapolation: of :func:`accuracy_by_evaluations`.
+        rtol, trained: tolerance and median evaluations per sample in training.
+        couplings: of a spin classifier: (N, N) norms between its sites, before training and after
+            every epoch; drawn in place of the energy. None: there are none.
+        explicit: name and accuracy of a model without solves, drawn beside the accuracies.
+    """
+
+    epochs: Table
+    convergence: Table
+    extrapolation: Table
+    rtol: float
+    trained: int
+    couplings: tuple[Any, ...] | None = None
+    explicit: tuple[str, float] | None = None
+    printed = ("extrapolation",)
+    size = (13, 8)
+
+    def draw(self, figure: Any) -> None:
+        """Four panels; of spins three, and their couplings below."""
+        if self.couplings is None:
+            panels = list(figure.subplots(2, 2).flat)
+            draw_energy(panels.pop(2), self.convergence)
+        else:
+            upper, lower = figure.subfigures(2, 1, height_ratios=[1.05, 1.0])
+            panels = list(upper.subplots(1, 3))
+            draw_couplings(lower, self.couplings)
+        draw_training(panels[0], self.epochs)
+        draw_residual(panels[1], self.convergence, self.rtol)
+        draw_accuracy(panels[2], self.extrapolation, self.trained, self.explicit)
+
+
+def report(
+    subject: Subject,
+    couplings: Any = None,
+    *,
+    explicit: tuple[str, float] | None = None,
+) -> Report:
+    """Training, convergence and accuracy of a trained classifier on its test samples.
+
+    Args:
+        subject: a model with a ``DEQ``, test samples with targets, and the history of its training.
+        couplings, explicit: as in :class:`Report`.
+
+    Raises:
+        ValueError: the subject has no history.
+    """
+    if not subject.history:
+        raise ValueError("subject must have the history of its training, got none")
+    few = subject.inputs[:CONVERGENCE_SAMPLES]
+    exact = replace(subject, inputs=few, targets=None).exact()
+    with torch.no_grad(), with_energies(exact.layer):
+        convergence, _ = solve_history(
+            exact.layer,
+            *exact.given(exact.inputs),
+            tolerance=solvers.Tolerance(rtol=min(1e-6, subject.rtol)),
+            max_steps=100,
+            on_failure="ignore",
+        )
+    budgets = budgets_around(subject.trained)
+    return Report(
+        subject.history,
+        convergence,
+        accuracy_by_evaluations(subject, budgets),
+        subject.rtol,
+        subject.trained,
+        None if couplings is None else tuple(couplings),
+        explicit,
+    )
+
+
+def solve_history(
+    layer: DEQ, x: Any, mask: Tensor | None = None, **options: Any
+) -> tuple[Table, solvers.Solution]:
+    """Residual and energy after every evaluation of one solve, summed up over the samples.
+
+    A sample that has ended keeps its last value, so that every row speaks of all samples.
+
+    Args:
+        layer, x, mask, options: as for ``DEQ.solve``.
+
+    Returns:
+        The table, and the solution with its trace. Rows with evaluation; residual (best so far:
+        median), residual_10 and residual_90 (quantiles); converged (share of samples); and for a
+        monitored layer, of the accepted iterates: energy_drop (energy minus the sample's first,
+        median), energy_above (energy minus the sample's last, median), largest_rise (of any sample
+        since the previous row).
+    """
+    with torch.no_grad():
+        solution = layer.solve(x, mask, record=True, **options)
+    trace = solution.trace
+    assert trace is not None  # record=True
+    best = carry_forward(trace.residual, trace.accepted).cummin(dim=1).values
+    energies = None if trace.energy is None else carry_forward(trace.energy, trace.accepted)
+    taken = torch.isfinite(trace.residual).sum(1)
+    ended = solution.converged[:, None] & (
+        torch.arange(1, best.shape[1] + 1, device=best.device) >= taken[:, None]
+    )
+    table: Table = []
+    for k in range(best.shape[1]):
+        row: dict[str, Any] = {"evaluation": k + 1, **median_and_band("residual", best[:, k])}
+        row["converged"] = ended[:, k].double().mean().item()
+        if energies is not None:
+            now = energies[:, k]
+            row["energy_drop"] = (now - energies[:, 0]).median().item()
+            row["energy_above"] = (now - energies[:, -1]).median().item()
+            row["largest_rise"] = (now - energies[:, max(k - 1, 0)]).max().item()
+        table.append(row)
+    return table, solution
+
+
+def carry_forward(values: Tensor, accepted: Tensor | None) -> Tensor:
+    """(B, T) with NaN and rejected trials replaced by the last accepted value of the row."""
+    valid = torch.isfinite(values)
+    if accepted is not None:
+        valid = valid & accepted
+    columns = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    last = torch.where(valid, columns, 0).cummax(dim=1).values
+    return values.gather(1, last)
+
+
+def budgets_around(trained: int) -> list[int]:
+    """Powers of two below ``trained``, and 1, 2 and 4 times ``trained``."""
+    powers = {2**k for k in range(20) if 2**k < trained}
+    return sorted(powers | {trained, 2 * trained, 4 * trained})
+
+
+def draw_training(axes: Any, epochs: Table) -> None:
+    """Loss and test accuracy per epoch, with the share of converged training samples."""
+    number = [row["epoch"] for row in epochs]
+    lines = axes.plot(number, [row["loss"] for row in epochs], color=BLUE, label="loss")
+    axes.set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    right = axes.twinx()
+    accuracy = [100 * row["test_accuracy"] for row in epochs]
+    converged = [100 * row["converged"] for row in epochs]
+    lines += right.plot(number, accuracy, color=ORANGE, label="test accuracy")
+    label = "training samples converged"
+    lines += right.plot(number, converged, color=GREEN, linestyle=":", label=label)
+    right.set_ylabel("%")
+    lowest = min(*accuracy, *converged)
+    right.set_ylim(max(0.0, 5 * ((lowest - 2) // 5)), 100.5)
+    # Between the accuracies, which are above, and the loss, which falls below.
+    axes.legend(handles=lines, frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.63))
+
+
+def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
+    """Median and band of the best residual so far."""
+    label = "10 % to 90 % of samples"
+    draw_band(axes, convergence, "evaluation", "residual", BLUE, "median", band_label=label)
+    axes.axhline(rtol, color=GREY, linestyle="--", label="tolerance in training")
+    axes.set(
+        xlabel="evaluations of the update",
+        ylabel="relative residual |f(z) - z| / |f(z)|",
+        yscale="log",
+        title="Convergence to the equilibrium",
+    )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False)
+
+
+def draw_energy(axes: Any, convergence: Table) -> None:
+    """Median over the samples of the energy above each one's own final value."""
+    axes.set(
+        xlabel="evaluations of energy and gradient",
+        ylabel="energy above its final value (median)",
+        title="Descent of the energy",
+    )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    rows = [row for row in convergence if "energy_above" in row]
+    if not rows:
+        leave_empty(axes, "this layer has no energy")
+        return
+    rows = [row for row in rows if row["energy_above"] > 0] or rows
+    above = [row["energy_above"] for row in rows]
+    steps = [row["evaluation"] for row in rows]
+    axes.plot(steps, above, color=GREEN, marker="o", markersize=3)
+    if min(above) > 0:
+        axes.set_yscale("log")
+
+
+def draw_accuracy(
+    axes: Any, table: Table, trained: float, explicit: tuple[str, float] | None
+) -> None:
+    """Test accuracy against evaluations allowed per sample."""
+    budgets = [row["evaluations"] for row in table]
+    accuracy = [100 * row["accuracy"] for row in table]
+    axes.plot(budgets, accuracy, color=ORANGE, marker="o")
+    others: list[float] = []
+    if explicit is not None:
+        others = [100 * explicit[1]]
+        axes.axhline(others[0], color=BLUE, linestyle=":", label=f"{explicit[0]}, no solve")
+    axes.axvline(trained, color=GREY, linestyle="--", label="median in training")
+    axes.set_xscale("log", base=2)
+    # Powers of two get a label, and the largest budget; a neighbour of one of them would overlap.
+    named = [b for b in budgets if b & (b - 1) == 0 or b == budgets[-1]]
+    axes.set_xticks(named, [str(budget) for budget in named])
+    axes.minorticks_off()
+    axes.set(
+        xlabel="evaluations per sample at test time (1: the start of the solve)",
+        ylabel="test accuracy, %",
+        title="Accuracy against evaluations at test time",
+    )
+    bottom = show_best(axes, [*accuracy, *others], others)
+    if bottom is not None:
+        pairs = zip(budgets, accuracy, strict=True)
+        hidden = [f"{budget}: {value:.1f} %" for budget, value in pairs if value < bottom]
+        write_in_corner(axes, "below:\n" + "\n".join(hidden))
+    axes.legend(loc="best")
+
+
+def draw_couplings(figure: Any, couplings: tuple[Any, ...]) -> None:
+    """Matrices of norms before, during and after training, and the last one as a graph."""
+    last = len(couplings) - 1
+    moments = sorted({0, max(1, last // 4), last} & set(range(last + 1)))
+    axes = figure.subplots(1, len(moments) + 1)
+    top = max(float(np.max(couplings[k])) for k in moments)
+    image = None
+    for panel, k in zip(axes, moments, strict=False):
+        image = panel.imshow(np.asarray(couplings[k]), cmap="viridis", vmin=0.0, vmax=top)
+        name = "before training" if k == 0 else f"after epoch {k}"
+        panel.set(title=f"Couplings {name}", xlabel="site j (0: class token)", ylabel="site i")
+    shared = list(axes[: len(moments)])
+    figure.colorbar(image, ax=shared, label="$|J_{ij}|$ (Frobenius)", shrink=0.8)
+    draw_coupling_graph(axes[-1], np.asarray(couplings[-1]))
+
+
+def draw_coupling_graph(axes: Any, norms: Any, share: float = 0.35) -> None:
+    """The strongest couplings (N, N) as lines between the sites, site 0 beside the grid."""
+    side = round((len(norms) - 1) ** 0.5)
+    places = [(-1.4, (side - 1) / 2)] + [(float(k % side), k // side) for k in range(side * side)]
+    rows, columns = np.triu_indices(len(norms), 1)
+    strength = norms[rows, columns]
+    least, widest = np.quantile(strength, 1 - share), float(strength.max()) or 1.0
+    for i, j, value in zip(rows, columns, strength, strict=True):
+        if value >= least:
+            (x0, y0), (x1, y1) = places[i], places[j]
+            color, relative = ORANGE if i == 0 else BLUE, float(value) / widest
+            look: Any = {"linewidth": 4 * relative**2, "alpha": 0.75 * relative}
+            axes.plot([x0, x1], [y0, y1], color=color, **look)
+    axes.scatter(*zip(*places, strict=True), s=90, color=[ORANGE] + [BLUE] * side**2, zorder=3)
+    below: Any = {"textcoords": "offset points", "ha": "center", "va": "top"}
+    axes.annotate("class\ntoken", places[0], (0, -12), **below)
+    axes.invert_yaxis()
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    axes.set_title(f"Strongest {100 * share:.0f} % of couplings,\nsites at their positions")

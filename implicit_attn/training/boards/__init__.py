@@ -1,3 +1,0 @@
-"""Tasks on boards of which some cells are given."""
-
-from __future__ import annotations

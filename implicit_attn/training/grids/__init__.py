@@ -1,1 +1,0 @@
-"""Training on instances that are drawn as they are needed."""

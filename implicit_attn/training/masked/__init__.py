@@ -1,1 +1,0 @@
-"""The task of masked image modelling, and what its models have to beat."""

@@ -1,1 +1,0 @@
-"""Turns of a solve in which nothing is out of the ordinary: the loop takes them with fewer calls."""

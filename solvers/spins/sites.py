@@ -1,0 +1,681 @@
+"""Sites: the distribution of one spin in a field and a cavity variance.
+
+:class:`Site` is the interface; below it Ising, Potts, Gaussian, spherical and torus sites.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from solvers.core.checks import require_count, require_flag, require_instance, require_positive
+from solvers.core.modes import ordinary, recording, without_autocast
+from solvers.spins.bessel import CircleMean, LogBessel, circle_covariance
+from solvers.spins.bingham import LogPartition, Moments, eigen, saddle_point
+from solvers.spins.inputs import as_wide
+
+
+class Site(nn.Module):
+    r"""A single-site distribution ``rho(S)`` on vectors of d components, tilted by ``h`` and ``V``::
+
+        log Z(h, V) = log int rho(S) exp(h.S + 1/2 S^T V S) dS
+        mean = d log Z / dh,   covariance = d^2 log Z / dh^2
+
+    A subclass must define ``log_partition`` alone; mean and covariance then come by automatic
+    differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
+    :func:`solvers.gibbs` also asks for ``sample`` and, where the sites differ, for ``at``; it refuses
+    states that ``takes`` denies. The free
+    energies of coupled sites need ``log Z`` with all that depends on V, also what no moment shows.
+
+    Class attributes:
+        field_dependent: the covariance depends on the field; only Gaussian sites say False, and are
+            solved once for all fields.
+        values: the values of S in words, for messages.
+
+    Shapes: ``field`` (B, N, d), ``variance`` (B, N, d, d) symmetric -> ``log_partition`` (B, N),
+    ``mean`` (B, N, d), ``covariance`` (B, N, d, d), each site on its own. Where a site cannot be
+    normalised ``log_partition`` is NaN or infinite; the solver rejects such a step.
+    """
+
+    field_dependent: ClassVar[bool] = True
+    values: ClassVar[str] = "vectors"
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        """``log Z`` of every site, (B, N)."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define log_partition(field, variance)"
+        )
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        """``d log Z / dh``, (B, N, d)."""
+        return self._derivatives(field, variance, 1)[0]
+
+    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
+        """``d^2 log Z / dh^2``, (B, N, d, d)."""
+        return self.moments(field, variance)[1]
+
+    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and covariance in one evaluation."""
+        if type(self).mean is not Site.mean and type(self).covariance is not Site.covariance:
+            return self.mean(field, variance), self.covariance(field, variance)
+        mean, covariance = self._derivatives(field, variance, 2)
+        return mean, covariance
+
+    def sample(
+        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
+    ) -> Tensor:
+        """One independent draw of every site from ``rho(S) exp(h.S + 1/2 S^T V S)``; no gradients.
+
+        Args:
+            field: ``h`` (..., N, d).
+            generator: of the draws, on the device of ``field``; None: the global one.
+            variance: ``V`` (..., N, d, d); None: 0.
+
+        Returns:
+            (..., N, d), dtype of ``field``.
+
+        Raises:
+            NotImplementedError: where the site, or the site at this ``variance``, has no sampler.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot draw samples: it must define sample(field, generator, "
+            "variance=None)"
+        )
+
+    def at(self, index: int) -> Site:
+        """The distribution of site ``index`` alone; itself, unless the sites differ."""
+        return self
+
+    def takes(self, states: Tensor) -> Tensor:
+        """(...) bool: ``states`` (..., d) are values of S, up to rounding; True unless a site says more."""
+        return states.new_ones(states.shape[:-1], dtype=torch.bool)
+
+    def _derivatives(self, field: Tensor, variance: Tensor, order: int) -> list[Tensor]:
+        """Mean, and covariance for ``order`` 2, by autograd; NaN where log Z is not finite."""
+        outer = torch.is_grad_enabled()
+        with recording():
+            point, variance = ordinary(field), ordinary(variance)
+            if not (outer and point.requires_grad):  # else in the caller's graph
+                point = point.detach().requires_grad_()
+            mean, exists = self._slope(point, variance, outer or order == 2)
+            found = [torch.where(exists.unsqueeze(-1), mean, torch.nan)]
+            if order == 2:
+                covariance = _curvature(mean, point, outer)
+                found.append(torch.where(exists[..., None, None], covariance, torch.nan))
+        return found if outer else [tensor.detach() for tensor in found]
+
+    def _slope(self, point: Tensor, variance: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+        """``d log Z / dh`` (B, N, d), and where log Z is finite (B, N) bool."""
+        value = self.log_partition(point, variance)
+        if not isinstance(value, Tensor) or value.shape != point.shape[:-1]:
+            came = tuple(value.shape) if isinstance(value, Tensor) else type(value)
+            raise ValueError(
+                f"log_partition of {type(self).__name__} must return one number per site, shape "
+                f"{tuple(point.shape[:-1])}, got {came}"
+            )
+        if not value.requires_grad:
+            raise ValueError(
+                f"log_partition of {type(self).__name__} does not depend on the field (or is not "
+                "differentiable in it)"
+            )
+        slope = torch.autograd.grad(value.sum(), point, create_graph=keep)[0]
+        return slope, torch.isfinite(value.detach())
+
+
+def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
+    """The symmetrised Jacobian ``d mean / d point``, (B, N, d, d), row by row."""
+    if not mean.requires_grad:
+        return mean.new_zeros(*mean.shape, mean.shape[-1])
+    rows = []
+    for component in range(mean.shape[-1]):
+        slope = mean[..., component].sum()
+        (row,) = torch.autograd.grad(
+            slope, point, retain_graph=True, create_graph=outer, allow_unused=True
+        )
+        rows.append(torch.zeros_like(point) if row is None else row)
+    hessian = torch.stack(rows, dim=-2)
+    return (hessian + hessian.mT) / 2
+
+
+class IsingSite(Site):
+    """``S = +1`` or ``-1`` with equal prior weights, d = 1::
+
+        log Z = log cosh h + V / 2,   mean = tanh h,   covariance = 1 - tanh^2 h
+
+    ``V`` drops out of the moments, since ``S^2 = 1``.
+
+    Raises:
+        ValueError: if the field has d != 1.
+    """
+
+    values: ClassVar[str] = "+1 or -1"
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        _check_scalar(field)
+        # log cosh h without overflow, smooth at 0.
+        h = field[..., 0]
+        log_cosh = F.softplus(2 * h) - h - math.log(2.0)
+        return log_cosh + variance[..., 0, 0] / 2
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        _check_scalar(field)
+        return torch.tanh(field)
+
+    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
+        _check_scalar(field)
+        # 4 sigma(2h) sigma(-2h) keeps its digits where tanh h is 1 to rounding.
+        return (4 * torch.sigmoid(2 * field) * torch.sigmoid(-2 * field)).unsqueeze(-1)
+
+    @torch.no_grad()
+    def sample(
+        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
+    ) -> Tensor:
+        """``+1`` with probability ``1 / (1 + exp(-2h))``; V drops out."""
+        _check_scalar(field)
+        up = torch.sigmoid(2 * as_wide(field))
+        drawn = torch.rand(up.shape, generator=generator, dtype=up.dtype, device=up.device)
+        return torch.where(drawn < up, 1.0, -1.0).to(field.dtype)
+
+    def takes(self, states: Tensor) -> Tensor:
+        """+1 or -1."""
+        return (states.abs() == 1).all(-1)
+
+
+class PottsSite(Site):
+    """One of d states, one-hot, with equal prior weights::
+
+        log Z = lse(h + diag(V)/2) - log d,   mean = softmax(h + diag(V)/2),
+        covariance = diag(mean) - mean mean^T
+
+    The covariance is singular along (1, ..., 1), as the components sum to 1; the solver needs no
+    inverse of it (:mod:`solvers.spins.response`).
+    """
+
+    values: ClassVar[str] = "one-hot"
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        return torch.logsumexp(_logits(field, variance), dim=-1) - math.log(field.shape[-1])
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        return torch.softmax(_logits(field, variance), dim=-1)
+
+    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        mean = self.mean(field, variance)
+        products = mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        unit = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        outside = products * (1 - unit)
+        # m_a (1 - m_a) as a sum over the other states: exact also where m_a is 1 to rounding.
+        return mean, torch.diag_embed(outside.sum(-1)) - outside
+
+    @torch.no_grad()
+    def sample(
+        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
+    ) -> Tensor:
+        """State a with probability ``softmax(h + diag(V)/2)_a``, one-hot."""
+        with without_autocast(field.device.type):
+            logits = as_wide(field)
+            if variance is not None:
+                logits = _logits(logits, as_wide(variance))
+            states = draw_states(logits.movedim(-1, 0), generator)
+        return F.one_hot(states, field.shape[-1]).to(field.dtype)
+
+    def takes(self, states: Tensor) -> Tensor:
+        """One-hot."""
+        return ((states == 0) | (states == 1)).all(-1) & (states.sum(-1) == 1)
+
+
+def draw_states(logits: Tensor, generator: Generator | None) -> Tensor:
+    """States (...) with probabilities ``softmax(logits)`` over dim 0 of (d, ...), by inversion.
+
+    One uniform number a draw. The states lie along dim 0 so that every operation runs over the draws.
+    """
+    reached = (logits - logits.amax(0)).exp_().cumsum(0)
+    drawn = torch.rand(
+        logits.shape[1:], generator=generator, dtype=logits.dtype, device=logits.device
+    )
+    # "<=" and a last state that is not compared: a state without weight is never drawn.
+    return (reached[:-1] <= drawn * reached[-1]).sum(0)
+
+
+def _logits(field: Tensor, variance: Tensor) -> Tensor:
+    return field + variance.diagonal(dim1=-2, dim2=-1) / 2
+
+
+def _check_scalar(field: Tensor) -> None:
+    if (dim := field.shape[-1]) != 1:
+        raise ValueError(f"IsingSite takes spins of one component, d = 1, got d = {dim}")
+
+
+class GaussianSite(Site):
+    r"""``S ~ N(0, Sigma)``::
+
+        covariance = (Sigma^-1 - V)^-1,   mean = covariance h,
+        log Z = 1/2 h^T covariance h - 1/2 log det(I - Sigma V)
+
+    The results are NaN where ``Sigma^-1 - V`` is not positive definite. The covariance is computed
+    as ``A (I - A^T V A)^-1 A^T`` with ``Sigma = A A^T``.
+
+    Args:
+        covariance: ``Sigma``, (d, d) or (N, d, d), symmetric positive definite. A ``nn.Parameter`` is
+            registered as one, another tensor as a buffer; gradients reach both.
+
+    Raises:
+        TypeError, ValueError: for another shape or dtype, or a matrix that is not a covariance.
+    """
+
+    field_dependent: ClassVar[bool] = False
+    sigma: Tensor
+
+    def __init__(self, covariance: Tensor) -> None:
+        super().__init__()
+        _check_covariance(covariance)
+        if isinstance(covariance, nn.Parameter):
+            self.sigma = covariance
+        else:
+            self.register_buffer("sigma", covariance)
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        half, factor = self._factors(field, variance)
+        inner = torch.linalg.solve_triangular(factor, half.mT @ field.unsqueeze(-1), upper=False)
+        log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return inner.square().sum((-2, -1)) / 2 - log_det
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        return self.moments(field, variance)[0]
+
+    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
+        half, factor = self._factors(field, variance)
+        rows = torch.linalg.solve_triangular(factor, half.mT.expand_as(factor), upper=False)
+        return rows.mT @ rows
+
+    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        covariance = self.covariance(field, variance)
+        return (covariance @ field.unsqueeze(-1)).squeeze(-1), covariance
+
+    @torch.no_grad()
+    def sample(
+        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
+    ) -> Tensor:
+        """``mean + A (I - A^T V A)^-T/2 e``, e standard normal; NaN where the site does not exist."""
+        with without_autocast(field.device.type):
+            h = as_wide(field)
+            drawn = torch.randn(h.shape, generator=generator, dtype=h.dtype, device=h.device)
+            zero = h.new_zeros(h.shape[-2], h.shape[-1], h.shape[-1])
+            half, factor = self._factors(h, zero if variance is None else as_wide(variance))
+            inner, drawn = half.mT @ h.unsqueeze(-1), drawn.unsqueeze(-1)
+            if variance is None:
+                inner = inner + drawn
+            else:  # the covariance is A F^-T F^-1 A^T with F F^T = I - A^T V A
+                inner = torch.linalg.solve_triangular(factor, inner, upper=False) + drawn
+                inner = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
+            return (half @ inner).squeeze(-1).to(field.dtype)
+
+    def at(self, index: int) -> GaussianSite:
+        """The Gaussian of site ``index`` alone."""
+        return self if self.sigma.dim() == 2 else GaussianSite(self.sigma[index].detach())
+
+    def _factors(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """``A`` and the Cholesky factor of ``I - A^T V A``, NaN where that is indefinite."""
+        sigma, (sites, dim) = self.sigma.to(field.dtype), field.shape[-2:]
+        if sigma.shape[-1] != dim or (sigma.dim() == 3 and len(sigma) != sites):
+            raise ValueError(
+                f"covariance {tuple(sigma.shape)} does not fit sites (N, d) = {(sites, dim)}"
+            )
+        half, _ = torch.linalg.cholesky_ex(sigma)
+        unit = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
+        factor, failed = torch.linalg.cholesky_ex(unit - half.mT @ variance @ half)
+        return half, torch.where((failed == 0)[..., None, None], factor, torch.nan)
+
+    def extra_repr(self) -> str:
+        return f"covariance={tuple(self.sigma.shape)}"
+
+
+def _check_covariance(covariance: object) -> None:
+    if not isinstance(covariance, Tensor):
+        raise TypeError(f"covariance must be a tensor (d, d) or (N, d, d), got {type(covariance)}")
+    if not covariance.is_floating_point():
+        raise TypeError(f"covariance must be of a floating dtype, got {covariance.dtype}")
+    if covariance.dim() not in (2, 3) or covariance.shape[-1] != covariance.shape[-2]:
+        raise ValueError(
+            f"covariance must have the shape (d, d) or (N, d, d), got {tuple(covariance.shape)}"
+        )
+    matrix = covariance.detach()
+    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    allowed = 32 * torch.finfo(covariance.dtype).eps * matrix.abs().max()
+    if not bool((matrix - matrix.mT).abs().max() <= allowed):
+        raise ValueError("covariance must be symmetric and finite")
+    if bool(torch.linalg.cholesky_ex(matrix)[1].any()):
+        raise ValueError("covariance must be positive definite, got a matrix that is not")
+
+
+def draw_directions(field: Tensor, generator: Generator | None) -> Tensor:
+    r"""Unit vectors (K, d) with densities ``exp(field.u)``, d >= 2, by Wood's rejection.
+
+    A uniform direction g has the component t along the field and, independent of t, a uniform direction
+    across it. With ``k = |field|`` and ``b = (d-1) / (2k + sqrt(4k^2 + (d-1)^2))`` the proposal is::
+
+        w = ((1+b) t + 1-b) / ((1-b) t + 1+b)
+
+    along the field; it is accepted with probability ``exp(k w + (d-1) log(1 - x w) - c)``, where
+    ``x = (1-b)/(1+b)`` and c is the maximum of the rest. About two thirds of the proposals or more are
+    accepted, for any d and k.
+    """
+    size = field.norm(dim=-1)
+    axis = torch.zeros_like(field)
+    axis[:, 0] = 1.0  # any direction, where there is no field
+    axis = torch.where((size > 0).unsqueeze(-1), field / size.unsqueeze(-1), axis)
+    found = torch.full_like(field, torch.nan)
+    rows = torch.nonzero(field.isfinite().all(-1)).flatten()  # NaN stays NaN
+    while rows.numel():
+        drawn, accepted = _propose(axis[rows], size[rows], generator)
+        found[rows[accepted]] = drawn[accepted]
+        rows = rows[~accepted]
+    return found
+
+
+def _propose(axis: Tensor, size: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
+    """Proposals (K, d) and which are accepted (K,)."""
+    like = {"generator": generator, "dtype": axis.dtype, "device": axis.device}
+    normal, uniform = torch.randn(axis.shape, **like), torch.rand(size.shape, **like)
+    rest = axis.shape[-1] - 1
+    along = (normal * axis).sum(-1)
+    across = normal - along.unsqueeze(-1) * axis
+    across = across - (across * axis).sum(-1, keepdim=True) * axis  # again: rounding
+    t = along / normal.norm(dim=-1)
+    b = rest / (2 * size + torch.hypot(2 * size, torch.full_like(size, float(rest))))
+    below = b * (1 - t) / ((1 + b) + (1 - b) * t) * 2  # 1 - w, without cancellation
+    w = 1 - below
+    # Differences of 1 - w and 1 - x, not of w and x: they keep their digits in strong fields.
+    x, gap = (1 - b) / (1 + b), 2 * b / (1 + b)
+    ratio = (below + w * gap) / (gap * (1 + x))
+    accepted = size * (gap - below) + rest * ratio.log() >= uniform.log()
+    radial = (below * (1 + w)).clamp_min(0).sqrt()
+    direction = across / across.norm(dim=-1, keepdim=True)
+    return w.unsqueeze(-1) * axis + radial.unsqueeze(-1) * direction, accepted
+
+
+ROUNDED = 0.01  # share of its length by which a given spin may miss the sphere
+
+
+class SphericalSite(Site):
+    r"""``|S| = radius``, uniform on the sphere in d dimensions.
+
+    For V = 0, with ``t = radius |h|``::
+
+        mean = radius I_{d/2}(t) / I_{d/2-1}(t) h / |h|
+
+    An isotropic V drops out. Any other V makes this a Fisher-Bingham distribution. Its integral over
+    the Lagrange multiplier of the constraint is computed by a quadrature on a contour through the
+    saddle point (:mod:`solvers.spins.bingham`), which is stable for fields of any strength and in
+    any dimension. It costs one eigendecomposition of V per site.
+
+    With ``large_dimension`` the integral is replaced by its saddle point: ``mean = X h``,
+    ``X = (lambda - V)^-1``, ``lambda`` from ``tr X + |X h|^2 = radius^2``. For V = 0 and radius
+    ``sqrt d`` this is ``mean = 2 h / (1 + sqrt(1 + 4 |h|^2 / d))``; the relative error is O(1/d).
+
+    Args:
+        radius: > 0; None: ``sqrt d``.
+        large_dimension: use the saddle point.
+
+    ``log_partition`` is 0 at ``h = 0, V = 0``.
+
+    Source: Mardia and Jupp (2000), "Directional Statistics", section 9.3,
+    https://doi.org/10.1002/9780470316979; Bal (2021), "Deep Implicit Attention", for large d.
+    """
+
+    values: ClassVar[str] = "of length radius (None: sqrt d)"
+
+    def __init__(self, radius: float | None = None, *, large_dimension: bool = False) -> None:
+        super().__init__()
+        if radius is not None:
+            require_positive("radius", radius)
+        self.radius = radius
+        self.large_dimension = require_flag("large_dimension", large_dimension)
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        rho, origin = self._rho(field), torch.zeros_like(field)
+        if self.large_dimension:
+            at_zero = _saddle(origin, torch.zeros_like(variance), rho)[0]
+            return _saddle(field, variance, rho)[0] - at_zero
+        value = LogPartition.apply(field, _unless_zero(variance), rho)
+        return value - LogPartition.apply(origin, None, rho)
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        return self.moments(field, variance)[0]
+
+    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        if self.large_dimension:
+            return _saddle(field, variance, self._rho(field))[1:]
+        return Moments.apply(field, _unless_zero(variance), self._rho(field))
+
+    @torch.no_grad()
+    def sample(
+        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
+    ) -> Tensor:
+        """A draw from the sphere itself (also with ``large_dimension``), by Wood's rejection.
+
+        Raises:
+            NotImplementedError: for a V that is not zero.
+
+        Source: Wood (1994), "Simulation of the von Mises Fisher distribution",
+        https://doi.org/10.1080/03610919408813161.
+        """
+        if variance is not None and bool(variance.any()):
+            raise NotImplementedError(
+                "SphericalSite draws samples at variance 0 only (von Mises and Fisher), got a variance "
+                "that is not zero"
+            )
+        radius = math.sqrt(self._rho(field))
+        with without_autocast(field.device.type):
+            flat = as_wide(field).reshape(-1, field.shape[-1])
+            drawn = radius * draw_directions(radius * flat, generator)
+        return drawn.view_as(field).to(field.dtype)
+
+    def takes(self, states: Tensor) -> Tensor:
+        """Of the length ``radius``, up to 1 %, as after rounding to half precision."""
+        radius = math.sqrt(self._rho(states))
+        return (states.norm(dim=-1) - radius).abs() <= ROUNDED * radius
+
+    def _rho(self, field: Tensor) -> float:
+        """``radius^2``."""
+        dim = field.shape[-1]
+        if dim < 2:
+            raise ValueError(f"SphericalSite needs d >= 2, got d = {dim}; use IsingSite")
+        return float(dim) if self.radius is None else float(self.radius) ** 2
+
+    def extra_repr(self) -> str:
+        return f"radius={self.radius}, large_dimension={self.large_dimension}"
+
+
+def _unless_zero(variance: Tensor) -> Tensor | None:
+    """None for a V of zeros that needs no gradient: no eigendecomposition then."""
+    if variance.requires_grad or variance.device.type != "cpu" or bool(variance.any()):
+        return variance
+    return None
+
+
+def _saddle(field: Tensor, variance: Tensor, rho: float) -> tuple[Tensor, Tensor, Tensor]:
+    """log Z up to a constant, mean and covariance at the saddle point ``lambda``.
+
+    ``covariance = X - 2 (X^2 h)(X^2 h)^T / (tr X^2 + 2 h^T X^3 h)``, as lambda moves with h.
+    """
+    with torch.no_grad():
+        eigenvalues, basis = eigen(variance)
+        squared = (basis.mT @ field.unsqueeze(-1)).squeeze(-1).square() / 4
+        levels = eigenvalues / 2
+        gap = saddle_point(levels.expand_as(squared), squared, rho)
+        multiplier = 2 * (levels.amax(-1) + gap.amin(-1))
+    if torch.is_grad_enabled():
+        for _ in range(2):  # Newton steps at the solution carry its derivatives, one order each
+            _, spread, mean, _, slope = _at(multiplier, field, variance)
+            size = spread.diagonal(dim1=-2, dim2=-1).sum(-1) + mean.square().sum(-1)
+            multiplier = multiplier + (size - rho) / slope
+    factor, spread, mean, twice, slope = _at(multiplier, field, variance)
+    log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    value = rho * multiplier / 2 - log_det + (field * mean).sum(-1) / 2
+    ratio = (2 / slope)[..., None, None]
+    return value, mean, spread - ratio * twice.unsqueeze(-1) * twice.unsqueeze(-2)
+
+
+def _at(multiplier: Tensor, field: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
+    """Cholesky factor of ``lambda - V``, ``X``, ``X h``, ``X^2 h`` and ``tr X^2 + 2 h^T X^3 h``."""
+    unit = torch.eye(field.shape[-1], dtype=field.dtype, device=field.device)
+    factor, _ = torch.linalg.cholesky_ex(multiplier[..., None, None] * unit - variance)
+    spread = torch.cholesky_inverse(factor)
+    mean = (spread @ field.unsqueeze(-1)).squeeze(-1)
+    twice = (spread @ mean.unsqueeze(-1)).squeeze(-1)
+    return factor, spread, mean, twice, spread.square().sum((-2, -1)) + 2 * (mean * twice).sum(-1)
+
+
+class TorusSite(Site):
+    r"""c unit circles, uniform: ``S = (cos a_1, sin a_1, ..., cos a_c, sin a_c)``, d = 2c, ``|S|^2 = c``.
+
+    For V = 0 every circle is a von Mises distribution of its own; with ``h_k`` the two components of
+    the field on circle k, and ``r_k = |h_k|``::
+
+        log Z = sum_k log I_0(r_k),   mean_k = I_1(r_k) / I_0(r_k) h_k / r_k
+
+    A V within the circles (2 x 2 blocks on the diagonal) is that of
+    ``SphericalSite(1.0)``, circle by circle. One that couples circles has no closed form.
+
+    Args:
+        circles: c; None: d / 2.
+
+    Raises:
+        ValueError: if the field has not 2c components; for a V that couples two circles.
+
+    ``log_partition`` is 0 at ``h = 0, V = 0``.
+
+    Source: Mardia and Jupp (2000), "Directional Statistics", section 3.5.4,
+    https://doi.org/10.1002/9780470316979, for the von Mises distribution.
+    """
+
+    values: ClassVar[str] = "of length 1 on every circle"
+
+    def __init__(self, circles: int | None = None) -> None:
+        super().__init__()
+        self.circles = None if circles is None else require_count("circles", circles)
+        self.circle = SphericalSite(1.0)
+
+    def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
+        parts = self._parts(field)
+        blocks = _blocks(variance, field)
+        if blocks is None:
+            return LogBessel.apply(parts).sum(-1)
+        return self.circle.log_partition(parts.flatten(1, 2), blocks).view(parts.shape[:-1]).sum(-1)
+
+    def mean(self, field: Tensor, variance: Tensor) -> Tensor:
+        parts = self._parts(field)
+        blocks = _blocks(variance, field)
+        if blocks is None:
+            return CircleMean.apply(parts).flatten(-2)
+        return self.circle.mean(parts.flatten(1, 2), blocks).view(field.shape)
+
+    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        parts = self._parts(field)
+        blocks = _blocks(variance, field)
+        if blocks is not None:
+            mean, covariance = self.circle.moments(parts.flatten(1, 2), blocks)
+            return mean.view(field.shape), _on_diagonal(covariance.view(*parts.shape, 2))
+        return CircleMean.apply(parts).flatten(-2), _on_diagonal(circle_covariance(parts))
+
+    def sample(
+        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
+    ) -> Tensor:
+        """Angles of von Mises distributions, drawn circle by circle.
+
+        Raises:
+            NotImplementedError: for a V that is not zero.
+        """
+        if variance is not None and bool(without_copies(variance).any()):
+            raise NotImplementedError(
+                "TorusSite draws samples at variance 0 alone, got another one"
+            )
+        return self.circle.sample(self._parts(field).flatten(-3, -2), generator).view(field.shape)
+
+    def takes(self, states: Tensor) -> Tensor:
+        """Of length 1 on every circle."""
+        return self.circle.takes(self._parts(states)).all(-1)
+
+    def _parts(self, field: Tensor) -> Tensor:
+        """(..., N, c, 2)."""
+        dim = field.shape[-1]
+        circles = dim // 2 if self.circles is None else self.circles
+        if dim != 2 * circles or dim == 0:
+            wanted = "an even number of" if self.circles is None else f"{2 * circles}"
+            raise ValueError(f"TorusSite takes fields of {wanted} components, got d = {dim}")
+        return field.unflatten(-1, (circles, 2))
+
+    def extra_repr(self) -> str:
+        return f"circles={self.circles}"
+
+
+def _blocks(variance: Tensor, field: Tensor) -> Tensor | None:
+    """The 2 x 2 blocks of V on the diagonal, (B, N c, 2, 2); None where V is zero.
+
+    Sites with entries that are not finite between circles get blocks of NaN.
+
+    ValueError where V has another shape than the field asks for, or couples circles.
+    """
+    if variance.shape != (*field.shape, field.shape[-1]):
+        raise ValueError(
+            f"variance must have the shape {(*field.shape, field.shape[-1])} to go with the field, "
+            f"got {tuple(variance.shape)}"
+        )
+    if not variance.requires_grad and not bool(without_copies(variance).any()):
+        return None
+    batch, sites, dim = variance.shape[:3]
+    split = variance.reshape(batch, sites, dim // 2, 2, dim // 2, 2)
+    inside = split.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
+    apart = torch.eye(dim // 2, dtype=torch.bool, device=variance.device).logical_not()
+    between = split.detach().masked_fill(~apart[:, None, :, None], 0.0)
+    if bool((between.isfinite() & (between != 0)).any()):
+        raise ValueError(
+            "variance must not couple different circles of a TorusSite, got one that does"
+        )
+    broken = between.isfinite().logical_not().flatten(2).any(-1)
+    return inside.masked_fill(broken[..., None, None, None], torch.nan).reshape(batch, -1, 2, 2)
+
+
+def without_copies(tensor: Tensor) -> Tensor:
+    """The same entries, each once where the tensor was expanded."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _on_diagonal(blocks: Tensor) -> Tensor:
+    """(B, N, c, 2, 2) -> (B, N, 2c, 2c), zeros between circles."""
+    *lead, circles, _, _ = blocks.shape
+    unit = torch.eye(circles, dtype=blocks.dtype, device=blocks.device)
+    return torch.einsum("...kab,kl->...kalb", blocks, unit).reshape(*lead, 2 * circles, 2 * circles)
+
+
+NAMES: dict[str, type[Site]] = {
+    "ising": IsingSite,
+    "potts": PottsSite,
+    "spherical": SphericalSite,
+    "torus": TorusSite,
+}
+
+
+def read_site(value: Any) -> Site:
+    """A site, with its defaults where its class or its name ("ising") is given.
+
+    Raises:
+        TypeError: for what is no site.
+        ValueError: for a name that is none of a site.
+    """
+    if isinstance(value, str):
+        if value.lower() not in NAMES:
+            known = ", ".join(NAMES)
+            raise ValueError(f"site must be one of {known} or a solvers.Site, got {value!r}")
+        return NAMES[value.lower()]()
+    if value in NAMES.values():
+        value = value()
+    return require_instance("site", value, Site, "a solvers.Site such as IsingSite(), or its name")

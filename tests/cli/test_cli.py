@@ -1,0 +1,188 @@
+"""The command ``implicit-attn``: its help, its mistakes in one line, what it imports, how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tyro", reason="options are read by tyro")
+
+from implicit_attn.cli import COMMANDS, main, read
+from implicit_attn.command_line import Parser, command, mistakes
+from implicit_attn.weights import pretrained_models, weights_path
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    """What a command line prints that ends with this exit code."""
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == code
+    found = capsys.readouterr()
+    return found.err if code else found.out
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of everything together, of a group, and of each command, which is imported for it."""
+    main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert all((f"\n  {name} " in shown) == name.startswith("train ") for name in COMMANDS)
+    for name in COMMANDS:
+        if name not in ("info", "weights"):
+            assert said([*name.split(), "--help"], capsys).startswith(
+                f"usage: implicit-attn {name} "
+            )
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "implicit-attn: error: command must be followed by one of demo, train, study, weights"),
+        ("trian", "implicit-attn: error: command must be followed by one of demo"),
+        ("train", "implicit-attn: error: train must be followed by one of classify, vit-images"),
+        ("train x", "implicit-attn: error: train must be followed by one of classify"),
+        ("train sudoku --fast", "implicit-attn train sudoku: error: Unrecognized options: --fast"),
+        ("train sudoku --epochs 0", "implicit-attn train sudoku: error: argument --epochs: "),
+        ("train sudoku --epochs x", "implicit-attn train sudoku: error: Error parsing --epochs"),
+        ("train sudoku --train", "implicit-attn train sudoku: error: Missing value for argument '--tr"),
+        ("train classify --data cifar", "implicit-attn train classify: error: invalid choice 'cifar'"),
+        ("study paths --samples 0", "implicit-attn study paths: error: argument --samples: "),
+        ("study paths --weights digits", "implicit-attn study paths: error: no checkpoint at digits"),
+        ("study trade-off --depth 4 --layers 3", "implicit-attn study trade-off: error: argument --la"),
+        ("study geometry --out /proc/nope", "implicit-attn study geometry: error: "),
+        ("info all", "implicit-attn info: error: info takes no options"),
+        ("weights path mnist_hyperset", "implicit-attn weights: error: name must be that of"),
+        ("weights all", "implicit-attn weights: error: weights takes nothing or: path NAME"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(words.split(), capsys, code=2)
+    assert text.startswith(line) and text.count("\n") == 1
+
+
+@dataclass(kw_only=True)
+class Numbers:
+    """Of every kind that a command has."""
+
+    count: int = 3
+    seed: int = 0
+    most: int | None = None
+    rate: float = 0.5
+    pair: tuple[int, int] = (1, 2)
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("--count 7 --seed 0 --rate 0 --pair 4 5", Numbers(count=7, rate=0.0, pair=(4, 5))),
+        ("--most 9 --rate 1e-3", Numbers(most=9, rate=1e-3)),
+        ("--most None", Numbers()),
+        *[(f"--count {bad}", "count") for bad in ("0", "-1", "2.5", "nan", "1e3", "x", "½")],
+        *[(f"--seed {bad}", "seed") for bad in ("-1", "0.5", "inf")],
+        *[(f"--rate {bad}", "rate") for bad in ("-1", "nan", "inf", "-inf", "1e400", "x")],
+        *[(f"--pair {bad}", "pair") for bad in ("1", "0 2", "a b")],
+        ("--most 0", "most"),
+        ("--cuont 3", "cuont"),
+        ("--count 3 extra", "extra"),
+    ],
+)
+def test_the_reading_of_numbers(words: str, found: Any) -> None:
+    if isinstance(found, Numbers):
+        assert read(Numbers, words.split()) == found
+        return
+    with pytest.raises(ValueError, match=found) as error:
+        read(Numbers, words.split())
+    assert "\n" not in str(error.value)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out.startswith("implicit-attn ")
+
+
+def test_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["weights"])
+    text = capsys.readouterr().out
+    for name, row in pretrained_models().items():
+        assert f"{name}: {row.title}" in text and f"{row.parameters:,} parameters" in text
+    main(["weights", "path", "mnist-spins"])
+    assert Path(capsys.readouterr().out.strip()) == weights_path("mnist-spins")
+
+
+def test_an_output_that_is_closed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``implicit-attn weights >&-``: Python has no sys.stdout then, and print() says nothing."""
+    monkeypatch.setattr(sys, "stdout", None)
+    main(["weights", "path", "mnist-spins"])
+
+
+def test_info_and_weights_need_none_of_the_extras() -> None:
+    """And a command that needs one says which."""
+    check = (
+        "import sys\n"
+        "for name in ('tyro', 'tqdm', 'matplotlib', 'sklearn', 'lightning_fabric', 'pooch'):\n"
+        "    sys.modules[name] = None\n"
+        "from implicit_attn.cli import main\n"
+        "main(['info']); main(['weights']); main(['train', 'classify'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=False
+    )
+    assert "versions\n" in done.stdout and "austen-language: " in done.stdout
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("implicit-attn train classify: error: tyro could not be imported")
+    assert 'pip install ".[training]"' in done.stderr
+
+
+# How programs end, by the one context that all of them run in.
+
+
+def run_under(error: BaseException) -> None:
+    parser = Parser(prog="p")
+    parser.add_argument("--heads", type=int)
+    with command(parser):
+        parser.parse_args(["--heads", "2"])
+        raise error
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 1, ""),
+        (SystemExit("heads must divide dim"), 2, "p: error: argument --heads: heads must divide dim\n"),
+        (SystemExit("two\nlines"), 2, "p: error: two lines\n"),
+        (SystemExit(130), 130, ""),
+        (OSError(28, "No space left on device"), 2, "p: error: [Errno 28] No space left on device\n"),
+        (MemoryError("1 TiB"), 2, "p: error: out of memory: choose smaller sizes (1 TiB)\n"),
+        (torch.OutOfMemoryError("x"), 2, "p: error: out of memory: choose smaller sizes (x)\n"),
+    ],
+)  # fmt: skip
+def test_how_a_program_ends(
+    error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_under(error)
+    assert stop.value.code == code and capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("error", [ValueError("a"), KeyError("a"), RuntimeError("a"), TypeError()])
+def test_a_fault_of_the_program_keeps_its_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        run_under(error)
+
+
+def test_further_processes_leave_the_message_to_the_first() -> None:
+    with pytest.raises(SystemExit) as stop, mistakes(first=False):
+        raise ValueError("said by the first one")
+    assert stop.value.code == 0

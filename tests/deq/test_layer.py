@@ -1,0 +1,757 @@
+"""The layer as a module: what it takes and refuses, returns and remembers, in every dtype."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from cases.deq import DIM, LAYERS, Cell, gradients, make, relative_error, tokens
+from implicit_attn import DEQ, Energy, EquilibriumBlock, GradientStep
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    Field,
+    FunctionEnergy,
+    Quadratic,
+    ReLUFeedForward,
+    SoftmaxAttention,
+)
+from solvers import (
+    LBFGS,
+    Anderson,
+    Forward,
+    Implicit,
+    Phantom,
+    Progress,
+    Solution,
+    SolveError,
+    SolveWarning,
+    Status,
+    Tolerance,
+    Unrolled,
+)
+
+
+def well(z: Tensor, x: Tensor) -> Tensor:
+    return 0.5 * (z - x).square().flatten(1).sum(1) + 0.1 * z.cosh().flatten(1).sum(1)
+
+
+def relax(z: Tensor, x: Tensor) -> Tensor:
+    return x - 0.1 * z.sinh()
+
+
+def test_plain_energy_equals_the_energy_class() -> None:
+    class Well(Energy):
+        def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+            return well(z, x)
+
+    options: dict[str, Any] = {"tolerance": Tolerance(rtol=1e-12)}
+    x = tokens()
+    expected = DEQ(Well(), **options)(x)
+    torch.testing.assert_close(DEQ.from_energy(well, **options)(x), expected)
+    torch.testing.assert_close(DEQ(FunctionEnergy(well), **options)(x), expected)
+    torch.testing.assert_close(DEQ.from_update(relax, **options)(x), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        DEQ.from_energy(well, step_size=0.2, **options)(x), expected, rtol=1e-9, atol=1e-9
+    )
+
+
+def test_functions_without_input() -> None:
+    """``fn(z)``: x is the initial state and nothing else."""
+    layer = DEQ.from_update(lambda z: z.cos(), tolerance=Tolerance(rtol=1e-12))
+    z = layer(tokens())
+    torch.testing.assert_close(z, torch.full_like(z, 0.7390851332151607))
+    basin = DEQ.from_energy(
+        lambda z: (z.square() - 1).square().flatten(1).sum(1), step_size=0.1,
+        tolerance=Tolerance(rtol=1e-10),
+    )  # fmt: skip
+    x = torch.tensor([[0.8, -0.9], [-1.3, 1.2]], dtype=torch.float64)
+    torch.testing.assert_close(basin(x), x.sign())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_default_solvers_converge(name: str) -> None:
+    layer = make(name)
+    solution = layer.solve(tokens(batch=5), record=True)
+    assert bool(solution.converged.all())
+    assert (solution.residual <= (layer.tolerance or Tolerance()).rtol).all()
+    assert (solution.energy is not None) == layer.update.monitored
+    trace = solution.trace
+    assert trace is not None
+    assert (trace.energy is not None) == layer.update.monitored
+
+
+def test_options_of_one_solve() -> None:
+    layer = make("gradient")
+    x = tokens()
+    solution = layer.solve(x, max_steps=2, tolerance=Tolerance(rtol=1e-14), on_failure="ignore")
+    assert (solution.status == Status.MAX_STEPS).all()
+    assert (solution.evaluations == 2).all()
+    tight = layer.solve(x, tolerance=Tolerance(rtol=1e-12), max_steps=300, solver=Anderson())
+    assert bool(tight.converged.all())
+    assert (layer.max_steps, layer.tolerance, layer.solver) == (50, None, None)
+
+
+def test_default_solver_follows_the_update() -> None:
+    x = tokens()
+    for name, solver in (("gradient", LBFGS()), ("update", Anderson(memory=5))):
+        layer = make(name)
+        torch.testing.assert_close(layer(x), layer.solve(x, solver=solver).value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("solver", ["anderson", "Anderson", Anderson])
+def test_options_as_people_write_them(solver: Any) -> None:
+    """A number for a tolerance, a name or a class for a solver: of the layer, of one solve, of a block."""
+    x = tokens()
+    exact: dict[str, Any] = {"solver": Anderson(), "tolerance": Tolerance(1e-7)}
+    written: dict[str, Any] = {"solver": solver, "tolerance": 1e-7}
+    expected = make("update", **exact)(x)
+    layer = make("update", **written, eval_tolerance=1e-3)
+    assert torch.equal(layer(x), expected)
+    assert (layer.solver, layer.tolerance) == (Anderson(), Tolerance(1e-7))
+    assert layer.eval_tolerance == Tolerance(1e-3)
+    assert torch.equal(make("update").solve(x, **written).value, expected)
+    block = EquilibriumBlock(DIM, 2, layer=written).double()
+    block(x)
+    assert block.last is not None and (block.last.residual <= 1e-7).all()
+
+
+@pytest.mark.parametrize("option", ["max_itr", "rtol"])
+def test_unknown_option(option: str) -> None:
+    options: dict[str, Any] = {option: 3}
+    with pytest.raises(TypeError, match=rf"unknown options \['{option}'\].*max_steps"):
+        make("gradient").solve(tokens(), **options)
+    with pytest.raises(TypeError, match=option):
+        DEQ(Quadratic(), **options)
+    with pytest.raises(TypeError, match=option):
+        DEQ.from_energy(well, **options)
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"max_steps": 0}, ValueError, "max_steps"),
+    ({"max_steps": 2.5}, TypeError, "max_steps"),
+    ({"max_steps": True}, TypeError, "max_steps"),
+    ({"tolerance": "1e-3"}, TypeError, "tolerance must be a number (rtol), a solvers.Tolerance"),
+    ({"tolerance": -1.0}, ValueError, "tolerance must be finite and >= 0"),
+    ({"solver": "andersen"}, ValueError, "solver must be one of anderson, broyden"),
+    ({"solver": 3}, TypeError, "solver must be a solvers.Solver"),
+    ({"adjoint": "implicitly"}, ValueError, "adjoint must be one of implicit, onestep"),
+    ({"on_failure": "shout"}, ValueError, "on_failure must be one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        make("gradient").solve(tokens(), **options)
+    with pytest.raises(error, match=re.escape(message)):
+        make("gradient", **options)(tokens())
+
+
+@pytest.mark.parametrize("update", [well, nn.Linear(2, 2), None, GradientStep])
+def test_bad_update(update: Any) -> None:
+    with pytest.raises(TypeError, match=r"update must be an Update or an Energy.*from_update"):
+        DEQ(update)
+
+
+@pytest.mark.parametrize("init", ["ones", None, 0])
+def test_bad_init(init: Any) -> None:
+    with pytest.raises(ValueError, match="init must be"):
+        DEQ(Quadratic(), init=init)
+
+
+def nan_in_sample_one() -> Tensor:
+    x = tokens(batch=3)
+    x[1, 0, 2] = torch.nan
+    return x
+
+
+BAD_INPUTS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+    ("nan", nan_in_sample_one, ValueError, r"NaN or infinity in samples \[1\]"),
+    ("infinite", lambda: tokens() / 0, ValueError, r"NaN or infinity in samples \[0, 1\]"),
+    ("empty", lambda: tokens(batch=0), ValueError, "at least one sample, got shape"),
+    ("scalar", lambda: torch.tensor(1.0), ValueError, "must have a batch dimension"),
+    (
+        "integers",
+        lambda: torch.ones(2, 3, DIM).long(),
+        TypeError,
+        "floating dtype, got torch.int64",
+    ),
+    ("features", lambda: tokens(dim=DIM + 1), ValueError, rf"{DIM} features.*\(2, 3, {DIM + 1}\)"),
+    ("no-tokens", lambda: tokens()[:, 0], ValueError, r"\(B, N, d\), got \(2, 4\)"),
+    ("list", lambda: [1.0, 2.0], TypeError, "x must be a tensor"),
+    ("none", lambda: None, TypeError, "x must be a tensor"),
+    ("dict", lambda: {"x": tokens()}, TypeError, "x must be a tensor.*give init a function"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make_input", "error", "message"), [b[1:] for b in BAD_INPUTS], ids=[b[0] for b in BAD_INPUTS]
+)
+def test_bad_inputs(make_input: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make("gradient")(make_input())
+
+
+def test_wrong_dtype_of_the_input() -> None:
+    with pytest.raises((TypeError, ValueError), match=r"float32|torch\.float"):
+        make("gradient")(tokens().float())
+
+
+BAD_FUNCTIONS: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
+    ("scalar", lambda z, x: (z - x).square().sum(), ValueError, r"returned a scalar.*\(2,\)"),
+    ("tokens", lambda z, x: (z - x).square().sum(-1), ValueError, r"\(2,\).*got shape \(2, 3\)"),
+    ("number", lambda z, x: 3.0, TypeError, "must return a tensor of shape"),
+]
+
+
+@pytest.mark.parametrize(("_", "function", "error", "message"), BAD_FUNCTIONS)
+def test_bad_energies(
+    _: str, function: Callable[..., Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        DEQ.from_energy(function)(tokens())
+
+
+def test_update_that_changes_shape_or_dtype() -> None:
+    with pytest.raises(ValueError, match=r"must return shape \(2, 3, 4\).*got \(2, 3\)"):
+        DEQ.from_update(lambda z: z.sum(-1))(tokens())
+    with pytest.raises(TypeError, match=r"must return dtype torch.float64.*got torch.float32"):
+        DEQ.from_update(lambda z: z.float())(tokens())
+    with pytest.raises(TypeError, match="structured like z0"):
+        DEQ.from_update(lambda z: (z, z))(tokens())
+
+
+@pytest.mark.parametrize(("policy", "raised"), [("warn", SolveWarning), ("raise", SolveError)])
+def test_failure_is_never_silent(policy: str, raised: Any) -> None:
+    layer = make("gradient", max_steps=1, tolerance=Tolerance(rtol=1e-14), on_failure=policy)
+    with (pytest.warns if policy == "warn" else pytest.raises)(raised, match="MAX_STEPS 2 of 2"):
+        layer(tokens())
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (
+            DEQ.from_update(lambda z, x: 3 * torch.sin(7 * z.roll(1, -1)) + x),
+            "map may not contract",
+        ),
+        (
+            DEQ.from_energy(lambda z, x: -z.square().sum((1, 2))),
+            "which implicit_attn.check_energy tells",
+        ),
+    ],
+    ids=["map", "energy"],
+)
+def test_where_the_residual_does_not_fall_the_cure_is_named(layer: DEQ, words: str) -> None:
+    with pytest.warns(SolveWarning, match=words) as caught:
+        layer(tokens(4))
+    text = str(caught[0].message)
+    assert 'apply_norm(module, "bound"' in text and "docs/guide/failing.md" in text
+    assert "normalise the input" in text and "raise max_steps" not in text
+
+
+def test_failing_adjoint_is_reported() -> None:
+    layer = make("gradient", adjoint=Implicit(max_steps=1, tolerance=Tolerance(rtol=1e-14)))
+    loss = layer(tokens()).pow(3).sum()
+    with pytest.warns(SolveWarning, match="adjoint solve"):
+        loss.backward()
+
+
+class Noisy(nn.Module):
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.cell, self.dropout = Cell().double(), dropout
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.cell(self.dropout(z), x)
+
+
+@pytest.mark.parametrize(
+    "dropout",
+    [nn.Dropout(0.1), nn.AlphaDropout(0.1)],
+)
+def test_dropout_in_the_update(dropout: nn.Module) -> None:
+    layer = DEQ.from_update(Noisy(dropout))
+    with pytest.raises(ValueError, match=r"Dropout.*function\.dropout.*training mode"):
+        layer(tokens())
+    layer.eval()
+    assert bool(layer.solve(tokens()).converged.all())
+
+
+def test_callback_and_repr() -> None:
+    seen: list[Progress] = []
+    layer = make("gradient", solver=Forward())
+    solution = layer.solve(tokens(), callback=seen.append)
+    assert [p.evaluation for p in seen] == list(range(1, int(solution.evaluations.max()) + 1))
+    assert "max_steps=50" in repr(layer)
+
+
+each_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+@pytest.mark.parametrize("name", ["gradient", "update"])
+def test_training_lowers_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, DIM), make(name).float(), nn.Linear(DIM, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    x = tokens(batch=16, dim=3).float()
+    target = (x[..., :1] * x[..., 1:2]).sin()
+    losses = []
+    for _ in range(60):
+        loss = (model(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@each_layer
+def test_copies_pickles_and_state_dicts(name: str) -> None:
+    """After a backward pass; they are apart, and a file has parameters alone, whatever was solved."""
+    layer, x = make(name, max_steps=77), tokens()
+    layer(x).square().sum().backward()
+    layer.zero_grad()
+    loaded = make(name, seed=1)
+    assert relative_error(loaded(x), layer(x)) > 1e-3
+    loaded.load_state_dict(layer.state_dict())
+    assert set(layer.state_dict()) == {key for key, _ in layer.named_parameters()}
+    for twin in (loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), layer(x))
+        assert twin is loaded or twin.max_steps == 77
+        twin(x).sum().backward()
+        assert all(p.grad is None for p in layer.parameters())
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.add_(0.1)
+        assert relative_error(twin(x), layer(x)) > 1e-4
+
+
+def test_solution_through_a_file() -> None:
+    """What the layer keeps of its latest solve must not keep a graph alive, or break copies."""
+    layer = make("gradient")
+    x = tokens().requires_grad_()
+    layer(x).sum().backward()
+    assert layer.last is not None and layer.last.value is None
+    for name, value in vars(layer.last).items():
+        assert not (isinstance(value, Tensor) and value.requires_grad), name
+    assert layer.last.adjoint.solution is not None
+    twin = pickle.loads(pickle.dumps(layer.last))
+    assert torch.equal(twin.residual, layer.last.residual)
+
+
+@each_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    exact = make(name, max_steps=200, tolerance=Tolerance(rtol=1e-10))
+    reference = exact(tokens())
+    single = dtype == torch.float32
+    tolerance = Tolerance(rtol=1e-5 if single else 2e-2)
+    layer = make(name, tolerance=tolerance).to(dtype)
+    x = tokens().to(dtype).requires_grad_()
+    solution = layer.solve(x)
+    assert bool(solution.converged.all()), solution.summary()
+    assert solution.value.dtype == dtype
+    assert relative_error(solution.value, reference) <= (1e-4 if single else 5e-2)
+    solution.value.square().sum().backward()
+    y = tokens().requires_grad_()
+    exact(y).square().sum().backward()
+    assert x.grad is not None and y.grad is not None
+    assert x.grad.dtype == dtype
+    assert relative_error(x.grad, y.grad) <= (1e-3 if single else 1e-1)
+    for key, gradient in gradients(layer).items():
+        assert gradient.dtype == dtype, key
+        assert bool(torch.isfinite(gradient).all()), key
+
+
+@each_layer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(name: str, dtype: torch.dtype) -> None:
+    layer = make(name, tolerance=Tolerance(rtol=2e-2)).float()
+    x = tokens(scale=0.5).float().requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        solution = layer.solve(x)
+        loss = solution.value.float().square().sum()
+    loss.backward()
+    assert bool(solution.converged.all()), solution.summary()
+    exact = make(name, max_steps=200, tolerance=Tolerance(rtol=1e-9))
+    y = tokens(scale=0.5).requires_grad_()
+    z = exact(y)
+    z.square().sum().backward()
+    assert relative_error(solution.value, z) <= 5e-2
+    assert x.grad is not None and y.grad is not None
+    assert relative_error(x.grad, y.grad) <= 1e-1
+    for key, gradient in gradients(layer).items():
+        assert gradient.dtype == torch.float32, key
+        assert bool(torch.isfinite(gradient).all()), key
+
+
+def test_autocast_leaves_no_half_precision_weights_behind() -> None:
+    """Casts made inside autocast must not be reused outside of it."""
+    layer = make("gradient").float()
+    x = tokens().float()
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer.solve(x, on_failure="ignore")
+    assert torch.equal(layer(x), expected)
+
+
+LOOSE = Tolerance(1e-2)
+
+
+def halving(z: Tensor, x: Tensor) -> Tensor:
+    return 0.5 * z + x
+
+
+def test_other_limits_in_evaluation() -> None:
+    options: dict[str, Any] = {"solver": Forward(), "on_failure": "ignore", "init": "zeros"}
+    layer = DEQ.from_update(
+        halving,
+        tolerance=LOOSE,
+        max_steps=50,
+        eval_max_steps=20,
+        eval_tolerance=Tolerance(1e-8),
+        **options,
+    )
+    x = torch.ones(2, 3, 4, dtype=torch.float64)
+    short = int(layer.solve(x).evaluations.max())
+    assert short < 10 and bool(layer.last.converged.all())  # type: ignore[union-attr]
+    layer.eval()
+    assert layer.solve(x).evaluations.tolist() == [20, 20]  # which is too few for 1e-8
+    assert layer.solve(x, max_steps=50).evaluations.max() > 20  # a call's own option comes first
+    assert int(layer.solve(x, tolerance=LOOSE).evaluations.max()) == short
+    assert int(layer.train().solve(x).evaluations.max()) == short
+    same = DEQ.from_update(halving, tolerance=LOOSE, **options)
+    assert int(same.eval().solve(x).evaluations.max()) == short
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"eval_max_steps": 0}, ValueError, "eval_max_steps must be >= 1"),
+        ({"eval_max_steps": 2.5}, TypeError, "eval_max_steps must be an integer"),
+        ({"eval_tolerance": "1e-3"}, TypeError, "eval_tolerance must be a number"),
+    ],
+)
+def test_wrong_limits(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        DEQ.from_update(halving, **options)
+
+
+def test_the_observer_sees_every_solve() -> None:
+    layer, seen = DEQ.from_update(halving), []
+    x = torch.ones(2, 3, 4)
+    layer.observer = lambda x, mask, solution: seen.append((x, mask, solution))
+    value = layer(x)
+    ((given, mask, solution),) = seen
+    assert given is x and mask is None and isinstance(solution, Solution)
+    assert solution.value is value
+
+
+TIGHT: dict[str, Any] = {
+    "tolerance": Tolerance(rtol=1e-11),
+    "adjoint": Implicit(tolerance=Tolerance(rtol=1e-11)),
+    "max_steps": 300,
+}
+
+
+def mixed() -> Tensor:
+    """Samples of different scales: easy and hard ones."""
+    scales = torch.tensor([0.1, 1.0, 5.0, 0.5, 20.0], dtype=torch.float64)
+    return tokens(batch=5) * scales[:, None, None]
+
+
+@each_layer
+@pytest.mark.parametrize("solver", [None, Anderson(), Forward(damping=0.7)], ids=str)
+def test_samples_do_not_depend_on_their_neighbours(name: str, solver: Any) -> None:
+    layer = make(name, solver=solver, max_steps=200)
+    x = mixed()
+    together = layer.solve(x)
+    for i in range(len(x)):
+        alone = layer.solve(x[i : i + 1])
+        assert torch.equal(alone.status, together.status[i : i + 1])
+        assert torch.equal(alone.evaluations, together.evaluations[i : i + 1])
+        torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-9, atol=1e-10)
+    order = torch.tensor([3, 1, 4, 0, 2])
+    shuffled = layer.solve(x[order])
+    assert torch.equal(shuffled.evaluations, together.evaluations[order])
+    torch.testing.assert_close(shuffled.value, together.value[order], rtol=1e-9, atol=1e-10)
+
+
+@each_layer
+def test_gradients_do_not_depend_on_the_neighbours(name: str) -> None:
+    layer = make(name, **TIGHT)
+    x = mixed().requires_grad_()
+    layer(x).square().sum().backward()
+    summed = gradients(layer)
+    layer.zero_grad()
+    for i in range(len(x)):
+        alone = mixed()[i : i + 1].requires_grad_()
+        layer(alone).square().sum().backward()
+        assert x.grad is not None and alone.grad is not None
+        assert relative_error(alone.grad[0], x.grad[i]) <= 1e-8
+    for key, gradient in gradients(layer).items():
+        if "step_size" not in key:
+            assert relative_error(gradient, summed[key]) <= 1e-8, key
+
+
+@each_layer
+def test_warm_start(name: str) -> None:
+    layer = make(name, **TIGHT)
+    cold = layer.solve(tokens())
+    warm = layer.solve(tokens(), z0=cold.value.detach())
+    assert (warm.evaluations == 1).all()
+    assert relative_error(warm.value, cold.value) <= 1e-10
+    near = layer.solve(tokens(), z0=cold.value.detach() + 1e-4)
+    assert (near.evaluations < cold.evaluations).all()
+    assert relative_error(near.value, cold.value) <= 1e-8
+
+
+@pytest.mark.parametrize("init", ["input", "zeros", lambda x: 0.5 * x])
+def test_starts(init: Any) -> None:
+    layer = make("gradient", init=init, **TIGHT)
+    reference = make("gradient", **TIGHT)(tokens())
+    torch.testing.assert_close(layer(tokens()), reference, rtol=1e-9, atol=1e-10)
+    first = layer.solve(tokens(), max_steps=1, on_failure="ignore").value
+    x = tokens()
+    start = {"input": x, "zeros": 0 * x}[init] if isinstance(init, str) else init(x)
+    torch.testing.assert_close(first, start)
+
+
+def structured() -> DEQ:
+    torch.manual_seed(0)
+    attention = SoftmaxAttention(DIM, 2, cross=True, context_dim=3, norm=None, bound=1.0)
+    memory = ReLUFeedForward(DIM, 6, norm=None, bound=1.0)
+    energy = (
+        0.5 * attention.select("context")
+        + 0.3 * memory
+        + 0.2 * Field().select("field")
+        + Quadratic().select("x")
+    )
+    return DEQ(energy.double(), init=lambda x: x["x"], **TIGHT)
+
+
+def structured_input() -> dict[str, Tensor]:
+    return {
+        "x": tokens(),
+        "context": tokens(count=5, dim=3, seed=1),
+        "field": tokens(seed=2),
+    }
+
+
+def test_dict_input() -> None:
+    """Each energy picks its part; gradients reach all parts."""
+    layer = structured()
+
+    def run(*parts: Tensor) -> Tensor:
+        return layer(dict(zip(("x", "context", "field"), parts, strict=True)))
+
+    inputs = [t.requires_grad_() for t in structured_input().values()]
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    assert layer.last is not None
+    assert float(layer.last.residual.max()) <= 1e-11
+
+
+def test_dict_input_in_batches() -> None:
+    """Finished samples leave, and their parts of the input with them."""
+    layer = structured()
+    x = {key: torch.cat([part, 9 * part, part / 50]) for key, part in structured_input().items()}
+    loose: dict[str, Any] = {"tolerance": Tolerance(rtol=1e-3)}
+    together = layer.solve(x, **loose)
+    assert len(set(together.evaluations.tolist())) > 1
+    for i in range(6):
+        alone = layer.solve({key: part[i : i + 1] for key, part in x.items()}, **loose)
+        torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-8, atol=1e-9)
+
+
+def test_dict_input_mistakes() -> None:
+    layer = structured()
+    x = structured_input()
+    del x["field"]
+    with pytest.raises(ValueError, match="x must hold 'field', it holds"):
+        layer(x)
+    with pytest.raises(TypeError, match=r"give init a function|x must be"):
+        DEQ(layer.update)(structured_input())
+    with pytest.raises(ValueError, match=r"batched along dim 0.*\(1, 5, 3\)"):
+        layer(structured_input() | {"context": tokens(batch=1, count=5, dim=3)})
+
+
+def test_dict_state() -> None:
+    def energy(z: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
+        spring = z["a"].sum(1) - z["b"].sum((1, 2))
+        pulls = sum((z[key] - x[key]).square().flatten(1).sum(1) for key in z)
+        return 0.5 * pulls + 0.05 * spring.square()
+
+    layer = DEQ.from_energy(energy, init=lambda x: x, **TIGHT)
+
+    def run(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        z = layer({"a": a, "b": b})
+        return z["a"], z["b"]
+
+    inputs = (tokens()[:, 0].requires_grad_(), tokens(seed=1).requires_grad_())
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+
+
+def test_last_solution() -> None:
+    layer = make("gradient")
+    assert layer.last is None
+    x = tokens().requires_grad_()
+    solution = layer.solve(x)
+    last = layer.last
+    assert last is not None and last.value is None
+    assert torch.equal(last.residual, solution.residual)
+    assert last.adjoint.solution is None and last.adjoint.solves == 0
+    solution.value.square().sum().backward(retain_graph=True)
+    adjoint = last.adjoint.solution
+    assert adjoint is not None and bool(adjoint.converged.all())
+    assert (adjoint.residual <= (layer.tolerance or Tolerance()).rtol).all()
+    assert (adjoint.evaluations >= 1).all()
+    solution.value.square().sum().backward()
+    assert last.adjoint.solves == 2
+    layer(x)
+    assert layer.last is not last
+
+
+def test_last_solution_keeps_no_graph() -> None:
+    """A layer that remembers its solve must not keep activations of the step before alive."""
+    layer = make("gradient")
+    x = tokens().requires_grad_()
+    hidden = x * 2
+    watch = weakref.ref(hidden)
+    z = layer(hidden)
+    z.sum().backward()
+    del hidden, z
+    gc.collect()
+    assert watch() is None
+
+
+@pytest.mark.defect("A8")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("adjoint", [Implicit(), Unrolled(), Phantom(2), None], ids=str)
+def test_the_output_is_not_the_input(adjoint: Any, requires_grad: bool) -> None:
+    """Also where the input is the solution: what is done to one leaves the other alone."""
+    layer = DEQ(Quadratic(), adjoint=adjoint)
+    leaf = tokens().requires_grad_(requires_grad)
+    x = leaf * 1.0
+    before = x.detach().clone()
+    for y in (layer(x), layer.solve(x, z0=x).value, layer.solve(x, z0=before).value):
+        assert torch.equal(y.detach(), before)
+        with torch.no_grad():
+            y.add_(1)
+    assert torch.equal(x.detach(), before)
+    z0 = before.clone()
+    layer.solve(x, z0=z0).value.detach().zero_()
+    assert torch.equal(z0, before)
+
+
+@pytest.mark.defect("C7")
+def test_updates_that_hold_the_whole_batch() -> None:
+    """``compact=False``, of the layer or of one solve, is what the error message advises."""
+    scale = torch.tensor([0.01, 0.01, 0.01, 0.9], dtype=torch.float64)[:, None, None]
+    call: dict[str, Any] = {"tolerance": Tolerance(1e-10), "max_steps": 300}
+    x = tokens(batch=4)
+
+    def update(z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(scale * z + x)
+
+    layer = DEQ.from_update(update, **call)
+    with pytest.raises(ValueError, match="compact=False"):
+        layer(x)
+    expected = layer.solve(x, compact=False)
+    assert bool(expected.converged.all())
+    value = DEQ.from_update(update, compact=False, **call)(x)
+    assert torch.equal(value, expected.value)
+    with pytest.raises(TypeError, match="compact must be True or False, got 1"):
+        DEQ.from_update(update, compact=1)  # type: ignore[arg-type]
+
+
+HALVES = [torch.bfloat16, torch.float16]
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
+
+
+def energy_layer(**options: object) -> tuple[DEQ, Tensor]:
+    torch.manual_seed(0)
+    energy = BiSoftmaxAttention(64, 4) + ReLUFeedForward(64, 128) + Quadratic()
+    return DEQ(energy, **options), torch.randn(8, 17, 64)  # type: ignore[arg-type]
+
+
+class TanhLayer(nn.Module):
+    """``tanh(W z + x)``, a contraction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.8 * self.linear(z) + x)
+
+
+@pytest.mark.defect("D9")
+@each_half
+@pytest.mark.parametrize("kind", ["energy", "map"])
+def test_a_default_layer_converges_under_autocast(kind: str, dtype: torch.dtype) -> None:
+    layer, x = energy_layer()
+    if kind == "map":
+        layer = DEQ.from_update(TanhLayer())
+    exact = layer.solve(x, tolerance=Tolerance(1e-6), max_steps=500).value
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype):
+        solution = layer.solve(x)  # a warning would be an error
+    assert solution.converged.all()
+    assert solution.evaluations.max() < 50
+    assert (solution.value - exact).norm() <= 0.1 * exact.norm()
+    solution.value.float().square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    assert solution.adjoint.solution is not None and solution.adjoint.solution.converged.all()
+
+
+@pytest.mark.defect("D9")
+@each_half
+def test_a_default_layer_in_half_precision_converges(dtype: torch.dtype) -> None:
+    """A well-conditioned one: what a steep update can reach in half precision is the processor's."""
+    torch.manual_seed(0)
+    terms = BiSoftmaxAttention(64, 4) + ReLUFeedForward(64, 128)
+    layer, x = DEQ(0.3 * terms + Quadratic()), torch.randn(8, 17, 64)
+    solution = layer.to(dtype).solve(x.to(dtype))
+    assert solution.converged.all()
+
+
+@pytest.mark.defect("D9")
+@pytest.mark.parametrize("adjoint", [solvers.Implicit(), solvers.Unrolled(), None])
+def test_autocast_leaves_the_tolerance_of_what_it_does_not_change(
+    adjoint: solvers.Adjoint | None,
+) -> None:
+    z0 = torch.zeros(2, 3)
+    w = torch.tensor(10.0, requires_grad=True)
+    update = solvers.Descent(lambda z: 0.05 * ((z - w) ** 2).sum(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        solution = solvers.fixed_point(
+            update, z0, solver=solvers.Forward(), adjoint=adjoint, max_steps=200
+        )
+    assert solution.converged.all()
+    assert (solution.residual <= Tolerance().rtol).all()
+    torch.testing.assert_close(solution.value, torch.full_like(z0, 10.0), rtol=2e-3, atol=0)
+    if isinstance(adjoint, solvers.Implicit):
+        (gradient,) = torch.autograd.grad(solution.value.sum(), w)
+        torch.testing.assert_close(gradient, torch.tensor(6.0), rtol=1e-3, atol=0)
+
+
+@pytest.mark.defect("D9")
+def test_a_tolerance_out_of_reach_is_kept_and_said() -> None:
+    layer, x = energy_layer(tolerance=Tolerance(1e-5), max_steps=20)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.warns(solvers.SolveWarning, match=r"in bfloat16, .* may not reach rtol=1e-05"),
+    ):
+        solution = layer.solve(x)
+    assert (solution.status == Status.MAX_STEPS).all()

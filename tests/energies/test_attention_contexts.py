@@ -1,0 +1,306 @@
+"""Attention energies that see the layer's input: values, masks, gradients through a solve, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from cases.deq import EXACT
+from cases.energies import relative_error
+from implicit_attn import DEQ, Energy
+from implicit_attn.energies import (
+    AttentionInput,
+    BiSoftmaxAttention,
+    LinearAttention,
+    Quadratic,
+    ScoreAttention,
+    SoftmaxAttention,
+)
+
+DIM, WIDTH, HEADS, B, N, M = 4, 3, 2, 2, 3, 5
+SELF = {
+    "bisoftmax": BiSoftmaxAttention,
+    "sigmoid": ScoreAttention,
+    "linear": LinearAttention,
+    "inner": SoftmaxAttention,
+    "elastic": lambda *a, **o: SoftmaxAttention(*a, energy="elastic", **o),
+}
+each_self = pytest.mark.parametrize("kind", SELF)
+
+
+def make(kind: str, **options: Any) -> Any:
+    """An energy whose biases are not zero."""
+    torch.manual_seed(1)
+    energy = SELF[kind](DIM, HEADS, **{"context_dim": WIDTH, **options}).double()
+    with torch.no_grad():
+        for parameter in energy.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_()
+    return energy
+
+
+def state(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """A state, an input of another width, and a memory."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((B, N, DIM), (B, N, WIDTH), (B, M, DIM))
+    z, x, memory = (torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes)
+    return z, x, memory
+
+
+def joined(energy: Any) -> Any:
+    """The energy without input of the states ``(z, x)``, with the weights side by side."""
+    torch.manual_seed(1)
+    cls, options = type(energy), {"bias": True, "head_dim": DIM // HEADS}
+    if isinstance(energy, SoftmaxAttention):
+        other: Any = cls(DIM + WIDTH, HEADS, energy=energy.energy, **options).double()
+        parts = (("query", "query_context"), ("key", "key_context"))
+        other.query_bias, other.key_bias = energy.query_bias, energy.key_bias
+    else:
+        other = cls(DIM + WIDTH, HEADS, **options).double()
+        parts, other.bias = (("projection", "context"),), energy.bias
+    for name, context in parts:
+        both = [getattr(energy, part).weight for part in (name, context)]
+        with torch.no_grad():
+            getattr(other, name).weight.copy_(torch.cat(both, 1))
+    return other
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@each_self
+def test_the_input_is_a_part_of_the_state_that_is_held(kind: str, masked: bool) -> None:
+    """``norm(W z + P x + b)`` are the features of ``(z, x)`` under ``(W, P)``: so are the gradients."""
+    energy, (z, x, _) = make(kind), state()
+    mask = torch.tensor([[True, False, True], [False] * N]) if masked else None
+    both = torch.cat((z, x), -1)
+    v = torch.cat((torch.flip(z, (0, 1)), torch.zeros_like(x)), -1)
+    value, gradient = joined(energy).value_and_grad(both, mask=mask)
+    for form in (x, energy.prepare(x, mask=mask), AttentionInput(tokens=x)):
+        assert relative_error(energy(z, form, mask=mask), value) <= 1e-12
+        assert relative_error(energy.grad(z, form, mask=mask), gradient[..., :DIM]) <= 1e-12
+        product = joined(energy).hvp(both, v, mask=mask)[..., :DIM]
+        assert relative_error(energy.hvp(z, v[..., :DIM], form, mask=mask), product) <= 1e-12
+
+
+@each_self
+def test_a_layer_without_context_ignores_the_input_and_prepares_nothing(kind: str) -> None:
+    energy, (z, x, _) = SELF[kind](DIM, HEADS).double(), state()
+    assert energy.prepare(x) is None
+    assert torch.equal(energy.grad(z, x), energy.grad(z))
+    assert torch.equal(energy.grad(z, AttentionInput(tokens=x)), energy.grad(z))
+    assert not any("bias" in name or "context" in name for name in energy.state_dict())
+
+
+def layer_of(attention: Energy) -> DEQ:
+    """The state is as wide as the tokens that the quadratic pulls to, the context is narrower."""
+    pulled = 0.3 * attention.select("attention") + Quadratic().select("pull")
+    return DEQ(pulled, init=lambda x: x["pull"], **EXACT)
+
+
+def problem(kind: str) -> tuple[DEQ, dict[str, Any]]:
+    # With the other seed an elastic energy is a difference of equal parts, whose rounding ends the solve.
+    z, x, memory = state(3 if kind == "elastic" else 2)
+    pairs = torch.tensor([[True, True, False], [True, True, True], [False, True, True]])
+    if kind == "cross":
+        attention = SoftmaxAttention(
+            DIM, HEADS, cross=True, query_context_dim=WIDTH, bound=1.0, bias=True
+        ).double()
+        given = AttentionInput(tokens=x, memory=memory)
+    else:
+        attention = make(kind, bound=1.0)
+        given = AttentionInput(tokens=x)
+        if kind in ("bisoftmax", "inner", "elastic"):
+            given = given._replace(pairs=pairs)
+    return layer_of(attention), {"attention": given, "pull": z}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", [*SELF, "cross"])
+def test_implicit_gradients_are_those_of_dense_algebra(kind: str, masked: bool) -> None:
+    """``u = H^-1 g`` of the dense Hessian, then ``-u^T d(grad)/d(input, weights)``."""
+    layer, x = problem(kind)
+    mask = torch.tensor([[True, False, True], [True] * N]) if masked else None
+    context = x["attention"].tokens
+    assert isinstance(context, Tensor)
+    context.requires_grad_()
+    z = layer(x, mask)
+    g = torch.randn(z.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    g = g if mask is None else g.masked_fill(~mask.unsqueeze(-1), 0.0)
+    inputs = [context, *layer.parameters()]
+    found = torch.autograd.grad(z, inputs, g)
+
+    energy: Any = layer.update.energy  # type: ignore[union-attr]
+    at = z.detach()
+    basis = torch.eye(at.numel(), dtype=at.dtype).view(-1, *at.shape)
+    hessian = torch.stack([energy.hvp(at, e, x, mask=mask).flatten() for e in basis]).detach()
+    if mask is not None:  # masked tokens do not move
+        still = (~mask).unsqueeze(-1).expand(at.shape).flatten()
+        hessian = hessian + torch.diag(still.to(at.dtype))
+    u = torch.linalg.solve(hessian, g.flatten()).view_as(at)
+    expected = torch.autograd.grad(energy.grad(at, x, mask=mask), inputs, -u)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.abs().max() > 0 and relative_error(ours, theirs) <= 1e-8
+
+
+def test_a_solve_prepares_once_and_takes_the_rows_along() -> None:
+    """Samples that finish early leave with their part; one pattern for all samples stays whole."""
+    torch.manual_seed(0)
+    attention = BiSoftmaxAttention(DIM, HEADS, context_dim=WIDTH, bound=1.0).double()
+    layer = layer_of(attention)
+    calls: list[int] = []
+    assert attention.context is not None
+    attention.context.register_forward_hook(lambda *_: calls.append(1))
+    z, x, _ = state()
+    pairs = torch.rand(N, N, generator=torch.Generator().manual_seed(0)) < 0.7
+    parts = [torch.cat([t] * 3)[:N] for t in (z, x)]  # as many samples as tokens
+    one = {"attention": AttentionInput(tokens=parts[1], pairs=pairs), "pull": parts[0]}
+    solution = layer.solve(one)
+    start = solution.value.detach().clone()
+    start[0] += 3.0
+    again = layer.solve(one, z0=start)
+    assert again.evaluations[1:].max() < again.evaluations[0]
+    torch.testing.assert_close(again.value, solution.value)
+    many = AttentionInput(tokens=parts[1], pairs=pairs.expand(N, N, N))
+    torch.testing.assert_close(layer({"attention": many, "pull": parts[0]}), solution.value)
+
+
+def test_queries_of_cross_attention_see_their_tokens() -> None:
+    torch.manual_seed(0)
+    energy = SoftmaxAttention(
+        DIM, HEADS, cross=True, context_dim=DIM, query_context_dim=WIDTH, norm=None
+    ).double()
+    z, x, memory = state()
+    assert energy.concave and energy.query_context is not None
+    heads = lambda t: t.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
+    query = heads(z @ energy.query.weight.T + x @ energy.query_context.weight.T)
+    key = heads(memory @ energy.key.weight.T)
+    beta = (DIM / HEADS) ** -0.5
+    expected = -(beta * query @ key.mT).logsumexp(-1).sum((1, 2)) / beta
+    given = AttentionInput(tokens=x, memory=memory)
+    torch.testing.assert_close(energy(z, given), expected)
+    with pytest.raises(TypeError, match="x must be an AttentionInput with tokens and memory"):
+        energy.grad(z, memory)
+
+
+ERRORS: list[tuple[Any, type[Exception], str]] = [
+    (None, TypeError, r"x must hold tokens \(B, N, 3\), got NoneType"),
+    ({"a": torch.zeros(B, N, WIDTH)}, TypeError, r"\.select\(key\)"),
+    (torch.zeros(B, N, DIM), ValueError, r"x must have the shape \(B, N, 3\), got \(2, 3, 4\)"),
+    (torch.zeros(B, N + 1, WIDTH).double(), ValueError, r"tokens of z, \(2, 3\), got \(2, 4\)"),
+    (torch.zeros(B, N, WIDTH, device="meta"), ValueError, r"x must be on cpu like the weights, go"),
+    (AttentionInput(), TypeError, r"x must hold tokens \(B, N, 3\), got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("x", "error", "message"), ERRORS)
+@each_self
+def test_bad_input(kind: str, x: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(kind).grad(state()[0], x)
+
+
+def test_parts_of_a_named_tuple_are_selected_by_name() -> None:
+    z = state()[0]
+    other = torch.flip(z, (0,))
+    given = AttentionInput(tokens=other, pairs=torch.ones(N, N) > 0)
+    energy = Quadratic().select("tokens")
+    assert torch.equal(energy.grad(z, given), Quadratic().grad(z, other))
+    with pytest.raises(ValueError, match="x must hold 'token'"):
+        Quadratic().select("token").grad(z, given)
+    for method in ("count", "_replace"):  # what every named tuple has besides its fields
+        with pytest.raises(ValueError, match=f"x must hold {method!r}"):
+            Quadratic().select(method).grad(z, given)
+
+
+CROSS: dict[str, Any] = {
+    f"{energy}-{backend}": lambda e=energy, b=backend, **o: SoftmaxAttention(
+        DIM, HEADS, energy=e, cross=True, backend=b, bias=True, **o
+    ).double()
+    for energy in ("inner", "elastic")
+    for backend in ("reference", "flash", "auto")
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", CROSS)
+def test_an_empty_memory_has_energy_zero(name: str, masked: bool) -> None:
+    energy, (z, _, memory) = CROSS[name](), state()
+    mask = torch.tensor([[True, False, True], [False] * N]) if masked else None
+    empty = memory[:, :0]
+    forms: list[Any] = [empty, AttentionInput(memory=empty), energy.prepare(empty, mask=mask)]
+    if not name.endswith("flash"):
+        forms.append(AttentionInput(memory=empty, pairs=torch.ones(N, 0) > 0))
+    for form in forms:
+        value, gradient = energy.value_and_grad(z, form, mask=mask)
+        assert (value == 0).all() and (gradient == 0).all()
+        assert (energy.hvp(z, z, form, mask=mask) == 0).all()
+        total = value.sum() + gradient.square().sum()
+        given = torch.autograd.grad(total, list(energy.parameters()), allow_unused=True)
+        assert all(g is None or (g == 0).all() for g in given)
+    with pytest.raises(ValueError, match=r"pairs must have the shape \(3, 0\)"):
+        energy.grad(z, AttentionInput(memory=empty, pairs=torch.ones(N, M) > 0))
+
+
+@pytest.mark.parametrize("elastic", ["inner", "elastic"])
+def test_the_hessian_of_cross_attention_does_nothing_for_the_keys(elastic: str) -> None:
+    """Scores, force, tangent and its product: four passes over the pairs, three over the weights."""
+    energy, (z, _, memory) = CROSS[f"{elastic}-reference"](), state()
+    made = energy.prepare(memory)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        energy.hvp(z, torch.flip(z, (0,)), made)
+    assert counter.get_total_flops() == 2 * B * N * (4 * M * DIM + 3 * DIM * DIM)
+
+
+UNSEEN: list[tuple[Any, type[Exception], str]] = [
+    ({"tokens": torch.zeros(N)}, ValueError, r"x.tokens must have the shape .*, got \(3,\)"),
+    ({"tokens": torch.zeros(B, N + 2, 7)}, ValueError, r"x.tokens must have the shape \(2, 3,"),
+    ({"tokens": "three"}, TypeError, r"x.tokens must be a tensor \(B, N, ...\), got str"),
+]
+
+
+@pytest.mark.parametrize(("parts", "error", "message"), UNSEEN)
+@pytest.mark.parametrize("kind", [*SELF, "cross"])
+def test_tokens_that_no_feature_sees_are_checked_all_the_same(
+    kind: str, parts: Any, error: Any, message: str
+) -> None:
+    z, _, memory = state()
+    if kind == "cross":
+        energy: Any = CROSS["inner-auto"]()
+        parts = parts | {"memory": memory}
+    else:
+        energy = make(kind, context_dim=None)
+    with pytest.raises(error, match=message):
+        energy.grad(z, AttentionInput(**parts))
+    fitting = AttentionInput(**parts | {"tokens": torch.zeros(B, N, 7)})
+    assert energy.grad(z, fitting).isfinite().all()
+    with pytest.raises(ValueError, match=r"mask"):
+        energy.prepare(fitting, mask=torch.ones(B, N + 1) > 0)
+
+
+@pytest.mark.parametrize("part", ["memory", "memory_mask"])
+@each_self
+def test_self_attention_has_no_memory_and_no_mask_of_it(kind: str, part: str) -> None:
+    z, x, memory = state()
+    given = AttentionInput(tokens=x, **{part: memory if part == "memory" else torch.ones(B, M) > 0})
+    for width in (None, WIDTH):
+        with pytest.raises(ValueError, match=rf"x\.{part} needs cross-attention"):
+            make(kind, context_dim=width).grad(z, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("kind", [*SELF, "cross", "cross queries"])
+def test_an_input_of_another_dtype_is_named(kind: str, dtype: torch.dtype) -> None:
+    z, x, memory = state()
+    if "cross" in kind:
+        energy = CROSS["inner-auto"](query_context_dim=WIDTH)
+        narrow = ("memory",) if kind == "cross" else ("tokens",)
+        given: Any = AttentionInput(tokens=x, memory=memory)
+        given = given._replace(**{name: getattr(given, name).to(dtype) for name in narrow})
+    else:
+        energy, given = make(kind), x.to(dtype)
+    message = rf"x must have the dtype of the weights, torch.float64, got {dtype}"
+    with pytest.raises(TypeError, match=message):
+        energy.grad(z, given)

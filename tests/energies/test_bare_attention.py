@@ -1,0 +1,244 @@
+"""Bare self-attention: its own and the common gradient, limits, conditional laws, masks, errors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.bare import KEEP, features, made, on_circles, seeded
+from implicit_attn.energies import BareAttention
+from solvers import IsingSite, PottsSite, SphericalSite, TorusSite
+
+F64 = torch.float64
+
+
+def own_gradients(energy: BareAttention, z: Tensor) -> Tensor:
+    """``de_i / dz_i`` for every i."""
+    jacobian = torch.autograd.functional.jacobian(lambda s: energy.token_energies(s)[0], z)
+    assert isinstance(jacobian, Tensor)
+    index = torch.arange(z.shape[1])
+    return jacobian[index, 0, index]
+
+
+@pytest.mark.parametrize("lam", [0.3, 2.0])
+@pytest.mark.parametrize("width", [None, 6])
+def test_attention_is_minus_the_gradient_of_a_tokens_own_energy(
+    lam: float, width: int | None
+) -> None:
+    energy = made(lam=lam, features=None if width is None else features(4, width))
+    z = torch.randn(1, 4, energy.width, generator=seeded(1), dtype=F64)
+    torch.testing.assert_close(energy.pull(z)[0], -own_gradients(energy, z), rtol=1e-12, atol=1e-13)
+    effective = energy.effective_couplings()
+    mixed = torch.einsum("nij,ijab,njb->nia", energy.attention(z), effective, z)
+    torch.testing.assert_close(energy.pull(z), mixed, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_gradient_of_the_sum_has_another_term_as_large(symmetric: bool) -> None:
+    """So the step, which leaves it out, is no descent of the energy; not for symmetric J either."""
+    energy = made(12, 8, symmetric_sites=symmetric)
+    z = on_circles(8, 12, 8)
+    pull, both = energy.pull(z), -energy.grad(z)
+    ratio = ((both - pull).norm() / pull.norm()).item()
+    assert 0.7 < ratio < 1.4
+    if symmetric:
+        assert ((both / 2 - pull).norm() / pull.norm()).item() > 0.2
+
+
+def test_a_small_lam_gives_the_pair_model_and_a_large_one_the_best_neighbour() -> None:
+    z = on_circles(3, 5, 4)
+    for lam, allowed in ((1e-3, 1e-2), (1e-5, 1e-4)):
+        energy = made(5, 4, lam=lam)
+        pair = torch.einsum("nia,ijab,njb->nij", z, energy.couplings.weight, z).sum(-1) / 4
+        expected = -math.log(4) / lam - pair
+        assert (energy.token_energies(z) - expected).abs().max() < allowed
+    energy = made(5, 4, lam=300.0)
+    scores = torch.einsum("nia,ijab,njb->nij", z, energy.couplings.weight, z)
+    best = scores.masked_fill(torch.eye(5, dtype=torch.bool), -torch.inf).amax(-1)
+    torch.testing.assert_close(energy.token_energies(z), -best, rtol=0, atol=math.log(4) / 300)
+
+
+# --- the conditional laws --------------------------------------------------------------------------
+
+
+def test_conditional_densities_integrate_to_one_and_have_their_means() -> None:
+    """Two circles a token, on a grid of angles of the token; its neighbours stay as they are."""
+    energy = made(3, 4, size=1.5, lam=1.3, site=TorusSite())
+    z = on_circles(1, 3, 4)
+    angle = torch.arange(60, dtype=F64) * (2 * math.pi / 60)
+    first, second = torch.meshgrid(angle, angle, indexing="ij")
+    grid = torch.stack([first.cos(), first.sin(), second.cos(), second.sin()], -1).view(-1, 1, 4)
+    mixture, spread = energy.conditionals(z), 0.0
+    for i in range(3):
+        moved = z.expand(len(grid), 3, 4).clone()
+        moved[:, i : i + 1] = grid
+        density = energy.log_prob(moved)[:, i].exp()
+        assert density.mean().item() == pytest.approx(1.0, abs=1e-12)
+        mean = (density[:, None] * grid[:, 0]).mean(0)
+        torch.testing.assert_close(mixture.mean()[0, i], mean, rtol=1e-10, atol=1e-12)
+        spread = max(spread, density.std().item())
+    assert spread > 0.5
+
+
+def test_the_law_is_the_energy_and_its_normaliser() -> None:
+    energy = made(lam=0.7, site=SphericalSite())
+    z = (
+        torch.nn.functional.normalize(torch.randn(2, 4, 4, generator=seeded(3), dtype=F64), dim=-1)
+        * 2
+    )
+    mixture = energy.conditionals(z)
+    expected = -0.7 * energy.token_energies(z) - mixture.log_total
+    torch.testing.assert_close(energy.log_prob(z), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mixture.log_prob(z), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mixture.weights.sum(-1), torch.ones(2, 4, dtype=F64))
+    moved = z.clone()
+    moved[:, 0] = -moved[:, 0]
+    torch.testing.assert_close(
+        energy.conditionals(moved).mean()[:, 0], mixture.mean()[:, 0], rtol=1e-13, atol=1e-14
+    )
+
+
+def test_colours_as_tokens() -> None:
+    """One-hot tokens: the laws sum to 1 over the colours, ``log Z_i = lse_{a, j} lam J_ij^{a s_j}``."""
+    energy = made(4, 3, lam=1.7, site=PottsSite())
+    colours = torch.randint(0, 3, (5, 4), generator=seeded(4))
+    z = torch.nn.functional.one_hot(colours, 3).to(F64)
+    total = torch.zeros(5, 4, dtype=F64)
+    for i in range(4):
+        for a in range(3):
+            moved = z.clone()
+            moved[:, i] = torch.eye(3, dtype=F64)[a]
+            total[:, i] += energy.log_prob(moved)[:, i].exp() / 3  # the prior weight of a colour
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-12, atol=0)
+    J = energy.couplings.weight.detach()
+    for i in range(4):
+        others = [j for j in range(4) if j != i]
+        terms = torch.stack([1.7 * J[i, j][:, colours[0, j]] for j in others])
+        expected = terms.flatten().logsumexp(0) - math.log(3)
+        got = energy.conditionals(z).log_total[0, i]
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("site", "dim"), [(TorusSite(), 4), (IsingSite(), 1), (PottsSite(), 3)])
+def test_draws_have_the_means_of_the_law(site: Any, dim: int) -> None:
+    energy, draws = made(3, dim, size=1.2, site=site), 4000
+    z = site.sample(torch.zeros(1, 3, dim, dtype=F64), seeded(5))
+    mixture = energy.conditionals(z.expand(draws, 3, dim))
+    drawn = mixture.sample(seeded(6))
+    error = drawn.mean(0) - energy.conditionals(z).mean()[0]
+    assert (error.abs() <= 4 * drawn.std(0) / draws**0.5 + 1e-12).all()
+    assert drawn.std(0).max() > 0.1
+    if dim == 4:
+        torch.testing.assert_close(drawn.square().sum(-1), torch.full((draws, 3), 2.0, dtype=F64))
+
+
+def test_the_conditionals_come_from_no_joint_distribution() -> None:
+    """The mixed derivatives of two tokens' energies differ, though not in the pair model."""
+    differences = {}
+    for lam in (1e-4, 1.0):
+        energy = made(4, 3, lam=lam, symmetric_sites=True)
+        z = torch.randn(1, 4, 3, generator=seeded(7), dtype=F64)
+        hessian = [
+            torch.autograd.functional.hessian(lambda s, i=i, e=energy: e.token_energies(s)[0, i], z)
+            for i in (0, 1)
+        ]
+        first, second = (h[0, 0, :, 0, 1] for h in hessian)  # type: ignore[index]
+        differences[lam] = ((first - second).norm() / first.norm()).item()
+    assert differences[1e-4] < 1e-2
+    assert differences[1.0] > 0.3
+
+
+# --- masks -----------------------------------------------------------------------------------------
+
+
+def test_masked_tokens_neither_speak_nor_have_a_law() -> None:
+    energy = made(site=TorusSite())
+    z = on_circles(3, 4, 4)
+    garbage = z.masked_fill(~KEEP.unsqueeze(-1), torch.nan)
+    log_prob, alpha = energy.log_prob(garbage, mask=KEEP), energy.attention(garbage, mask=KEEP)
+    assert (log_prob[~KEEP] == 0).all() and (alpha[~KEEP] == 0).all()
+    assert (alpha.mT[~KEEP] == 0).all()
+    short = made(3, 4, site=TorusSite())
+    keep = KEEP[1]
+    short.couplings.weight = energy.couplings.weight.detach()[keep][:, keep]
+    torch.testing.assert_close(log_prob[1, keep], short.log_prob(z[1:2, keep])[0])
+    mean = energy.conditionals(garbage, mask=KEEP).mean()
+    torch.testing.assert_close(mean[1, keep], short.conditionals(z[1:2, keep]).mean()[0])
+
+
+def test_a_token_without_neighbours_has_the_law_of_the_site() -> None:
+    energy = made(site=TorusSite())
+    z = on_circles(3, 4, 4)
+    assert energy.token_energies(z, mask=KEEP)[2].abs().max() == 0
+    assert energy.log_prob(z, mask=KEEP)[2].abs().max() <= 1e-15
+    assert energy.pull(z, mask=KEEP)[2].abs().max() == 0
+    assert energy.conditionals(z, mask=KEEP).mean()[2, 2].abs().max() == 0
+    assert energy.local_gradient(z[2:], mask=KEEP[2:]).abs().max() == 0
+
+
+# --- numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e3, 1e20, 1e30])
+def test_laws_of_huge_couplings_are_finite_in_single_precision(size: float) -> None:
+    energy = made(3, 4, size=size, site=TorusSite()).float()
+    z = on_circles(2, 3, 4).float()
+    law = energy.conditionals(z)
+    for found in (energy.log_prob(z), law.mean(), energy.local_gradient(z)):
+        assert found.isfinite().all()
+    pairs = law.mean().unflatten(-1, (2, 2)).norm(dim=-1)
+    torch.testing.assert_close(pairs, torch.ones_like(pairs), rtol=0, atol=1e-3)
+
+
+def test_features_of_another_dtype_than_the_couplings() -> None:
+    wide = torch.randn(3, 4, generator=seeded(5), dtype=F64)
+    energy = BareAttention(4, 3, features=wide, site=TorusSite())
+    z = on_circles(2, 4, 4).float()
+    attention = energy.attention(z)
+    whole = energy.effective_couplings()
+    assert whole.dtype == torch.float32
+    scores = torch.einsum("nia,ijab,njb->nij", z, whole, z)
+    own = torch.eye(4, dtype=torch.bool)
+    torch.testing.assert_close(attention, scores.masked_fill(own, -torch.inf).softmax(-1))
+    with pytest.raises(ValueError, match="features must be finite"):
+        BareAttention(4, 3, features=wide * torch.nan)
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+
+def test_errors_name_what_is_wrong() -> None:
+    z = on_circles(2, 4, 4)
+    with pytest.raises(ValueError, match="lam must be finite"):
+        BareAttention(4, 4, lam=0.0)
+    with pytest.raises(ValueError, match="sites must be >= 1"):
+        BareAttention(0, 4)
+    with pytest.raises(ValueError, match=r"shape \(d, D\), d = 4, got \(6, 4\)"):
+        BareAttention(4, 4, features=torch.ones(6, 4))
+    with pytest.raises(TypeError, match="features must be a floating tensor"):
+        BareAttention(4, 4, features=[[1.0]])  # type: ignore[arg-type]
+    for call, error, words in (
+        (lambda: BareAttention(4, 4, site=TorusSite), TypeError, "site must have log_partition"),  # type: ignore[arg-type]
+        (lambda: made()(z[:, :3]), ValueError, "must have 4 sites"),
+        (lambda: made()(z[..., :3]), ValueError, "4 features"),
+        (lambda: made()(z.float()), TypeError, "dtype of the weights"),
+        (lambda: made().log_prob(z), ValueError, "site must be given"),
+        (lambda: made().local_gradient(z, "backpropagation"), ValueError, "rule must be one of"),
+        (lambda: made().local_gradient(z), ValueError, "site must be given"),
+        (lambda: made().cap_norms(0.0), ValueError, "maximum must be finite"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    mixture = made(site=TorusSite()).conditionals(z)
+    with pytest.raises(ValueError, match=r"z must have the shape \(2, 4, 4\)"):
+        mixture.log_prob(z[:, :3])
+
+    class NoDraws:
+        log_partition = mean = covariance = staticmethod(lambda h, v: h.sum(-1))
+
+    with pytest.raises(NotImplementedError, match="no method sample"):
+        mixture._replace(site=NoDraws()).sample()

@@ -1,0 +1,288 @@
+"""Every energy: ``check_energy``, masks, precisions, transforms, weights, samples and tokens apart."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from cases.energies import (
+    COUNT,
+    ENERGIES,
+    EnergyCase,
+    build,
+    each_energy,
+    each_family,
+    few_energies,
+    keep_places,
+    masks,
+    relative_error,
+    tokens,
+)
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    Energy,
+    FunctionEnergy,
+    LinearAttention,
+    Quadratic,
+    ReLUFeedForward,
+    SoftmaxAttention,
+    check_energy,
+)
+
+HOLES = cast(Tensor, masks()["holes"])
+assert HOLES is not None
+
+
+def cut(x: Tensor | None, *index: Any) -> Tensor | None:
+    return None if x is None else x[index]
+
+
+@pytest.mark.parametrize("mask_name", masks())
+@each_energy
+def test_an_energy_is_sound(case: EnergyCase, mask_name: str) -> None:
+    """Closed forms against autograd in float64, symmetry, samples, masks, inputs left alone, dtypes."""
+    z, x = tokens(case)
+    report = check_energy(build(case), z, x, mask=masks()[mask_name], tolerance=1e-9, strict=True)
+    skipped = {finding.check for finding in report.findings if finding.passed is None}
+    without = {"mask of ones", "masked tokens"} if mask_name == "no-mask" else set()
+    assert skipped - without <= {"concave", "second order"}
+
+
+@each_energy
+def test_a_masked_sample_is_the_sample_without_those_tokens(case: EnergyCase) -> None:
+    energy, (z, x) = build(case), tokens(case)
+    v = torch.flip(z, (0, 1))
+    value, gradient = energy.value_and_grad(z, x, mask=HOLES)
+    product = energy.hvp(z, v, x, mask=HOLES)
+    for i, keep in enumerate(HOLES):
+        short_x = cut(x, slice(i, i + 1)) if "cross" in case.id else cut(x, [i], keep)
+        if short_x is not None and "cross" not in case.id:
+            short_x = short_x.view(1, -1, short_x.shape[-1])
+        alone = keep_places(energy, keep) if case.placed else energy
+        short, short_v = z[i, keep][None], v[i, keep][None]
+        expected, expected_gradient = alone.value_and_grad(short, short_x)
+        assert relative_error(value[i : i + 1], expected) <= 1e-12
+        assert relative_error(gradient[i, keep][None], expected_gradient) <= 1e-12
+        assert relative_error(product[i, keep][None], alone.hvp(short, short_v, short_x)) <= 1e-12
+    empty = masks()["empty-sample"]
+    value, gradient = energy.value_and_grad(z, x, mask=empty)
+    assert value[0] == 0 and (gradient[0] == 0).all() and gradient.isfinite().all()
+
+
+@each_family
+def test_masked_garbage_reaches_neither_input_nor_weights(case: EnergyCase) -> None:
+    energy, (z, x) = build(case), tokens(case)
+    weights = list(energy.parameters())
+
+    def found(z: Tensor, x: Tensor | None) -> list[Tensor]:
+        value, gradient = energy.value_and_grad(z, x, mask=HOLES)
+        loss = value.sum() + gradient.square().sum()
+        derivatives = torch.autograd.grad(loss, weights, allow_unused=True) if weights else []
+        return [value, gradient, *(d for d in derivatives if d is not None)]
+
+    hidden = ~HOLES.unsqueeze(-1)
+    for filler in (1e6, float("nan"), float("inf")):
+        other_x = x if x is None or "cross" in case.id else x.masked_fill(hidden, filler)
+        for a, b in zip(found(z, x), found(z.masked_fill(hidden, filler), other_x), strict=True):
+            assert torch.equal(a, b)
+
+
+@each_family
+def test_a_poisoned_sample_stays_alone(case: EnergyCase) -> None:
+    energy, (z, x) = build(case), tokens(case)
+    value, gradient = energy.value_and_grad(z, x)
+    z[1] = float("nan")
+    poisoned, poisoned_gradient = energy.value_and_grad(z, x)
+    assert torch.equal(poisoned[[0, 2]], value[[0, 2]])
+    assert torch.equal(poisoned_gradient[[0, 2]], gradient[[0, 2]])
+
+
+@few_energies(*[case.id for case in ENERGIES if "causal" not in case.id and not case.placed])
+def test_permuting_tokens_permutes_the_gradient(case: EnergyCase) -> None:
+    energy, (z, x) = build(case), tokens(case)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    value, gradient = energy.value_and_grad(z, x)
+    moved, moved_gradient = energy.value_and_grad(z[:, order], cut(x, slice(None), order))
+    assert relative_error(moved, value) <= 1e-12
+    assert relative_error(moved_gradient, gradient[:, order]) <= 1e-12
+
+
+@few_energies("bisoftmax-causal-soft-4", "softmax-causal-none-1")
+def test_a_causal_energy_grows_by_a_part_of_the_past(case: EnergyCase) -> None:
+    """``E(z_1..z_n) - E(z_1..z_n-1)`` is token n's part; the gradient does reach back."""
+    energy, (z, _) = build(case), tokens(case)
+    changed = z.clone()
+    changed[:, 4] += 1.0
+    values, others = ([energy(s[:, : n + 1]) for n in range(5)] for s in (z, changed))
+    assert all(torch.equal(a, b) for a, b in zip(values[:4], others[:4], strict=True))
+    assert not torch.equal(values[4], others[4])
+    assert not torch.allclose(energy.grad(changed)[:, 0], energy.grad(z)[:, 0])
+
+
+@each_energy
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)]
+)
+def test_lower_precision_is_close_to_float64(
+    case: EnergyCase, dtype: torch.dtype, bound: float
+) -> None:
+    energy, reference = build(case, dtype=dtype), build(case)
+    reference.load_state_dict({k: v.double() for k, v in energy.state_dict().items()})
+    z, x = (None if t is None else t.to(dtype) for t in tokens(case))
+    assert z is not None
+    value, gradient = energy.value_and_grad(z, x)
+    expected, expected_gradient = reference.value_and_grad(
+        z.double(), None if x is None else x.double()
+    )
+    assert gradient.dtype == dtype
+    assert value.dtype == torch.float32 or isinstance(energy, FunctionEnergy)
+    # A gradient through a tiny norm is a difference of nearly equal parts.
+    bound *= 5 if "tiny" in case.id else 1
+    assert relative_error(value, expected) <= bound
+    assert relative_error(gradient, expected_gradient) <= bound
+    product = energy.hvp(z, z, x)
+    assert product.dtype == dtype and torch.isfinite(product).all()
+
+
+@few_energies("composition", "hopfield-learnable", "softmax-elastic-soft-4", "relu-soft-gates")
+def test_autocast_keeps_the_dtype_of_the_state(case: EnergyCase) -> None:
+    energy = build(case, dtype=torch.float32)
+    z, x = (None if t is None else t.float() for t in tokens(case))
+    assert z is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value, gradient = energy.value_and_grad(z, x)
+        product = energy.hvp(z, z, x)
+    assert value.dtype == gradient.dtype == product.dtype == torch.float32
+    assert relative_error(gradient, energy.grad(z, x)) <= 4e-2
+
+
+def weights_of(energy: Energy) -> tuple[list[str], list[Tensor]]:
+    named = dict(energy.named_parameters())
+    return list(named), [p.detach() for p in named.values()]
+
+
+def called(energy: Energy, method: str, names: list[str], weights: Any, *arguments: Any) -> Any:
+    """A method with other weights."""
+
+    class Method(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = energy
+
+        def forward(self, *arguments: Any) -> Any:
+            return getattr(energy, method)(*arguments)
+
+    values = {f"inner.{name}": weight for name, weight in zip(names, weights, strict=True)}
+    return torch.func.functional_call(Method(), values, arguments)
+
+
+@each_family
+def test_derivatives_of_the_gradient_by_state_input_and_weights(case: EnergyCase) -> None:
+    energy, count = build(case, dim=4), COUNT if case.placed else 2
+    z, x = tokens(case, batch=1, count=count, dim=4)
+    names, weights = weights_of(energy)
+    inputs = [t.clone().requires_grad_() for t in (z, x, *weights) if t is not None]
+
+    def gradient(z: Tensor, *rest: Tensor) -> Tensor:
+        given = list(rest)
+        x = given.pop(0) if case.needs_x else None
+        return called(energy, "grad", names, given, z, x)
+
+    assert gradcheck(gradient, inputs, fast_mode=True)
+    assert gradgradcheck(gradient, inputs, fast_mode=True)
+
+
+@few_energies("bisoftmax-trained", "relu-soft", "hopfield-learnable", "softmax-elastic-trained")
+def test_derivatives_of_value_and_hessian_product(case: EnergyCase) -> None:
+    energy = build(case, dim=4)
+    z, _ = tokens(case, batch=1, count=3, dim=4)
+    names, weights = weights_of(energy)
+    inputs = [t.clone().requires_grad_() for t in (z, torch.flip(z, (1, 2)), *weights)]
+
+    def both(z: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        value = called(energy, "forward", names, given, z, None)
+        return value, called(energy, "hvp", names, given, z, v, None)
+
+    assert gradcheck(both, inputs)
+
+
+@few_energies("bisoftmax-soft-4", "relu-tiny", "softmax-elastic-tiny-bound", "linear-elu-soft-4")
+def test_a_state_at_zero_has_finite_exact_derivatives(case: EnergyCase) -> None:
+    """Layers start at zero; norms must not turn 0 / 0 there."""
+    energy, z = build(case), torch.zeros(2, 4, 8, dtype=torch.float64)
+    v = torch.randn(z.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    point = z.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(energy(point).sum(), point, create_graph=True)
+    (product,) = torch.autograd.grad(gradient, point, v)
+    assert product.isfinite().all()
+    assert relative_error(energy.grad(z), gradient) <= 1e-9
+    assert relative_error(energy.hvp(z, v), product) <= 1e-9
+
+
+@each_family
+def test_inference_mode_and_function_transforms(case: EnergyCase) -> None:
+    energy, (z, x) = build(case), tokens(case)
+    v = torch.flip(z, (0, 1))
+    gradient, product = energy.grad(z, x).detach(), energy.hvp(z, v, x).detach()
+    with torch.inference_mode():
+        inside = [None if t is None else t.clone() for t in (z, v, x)]
+        assert relative_error(energy.grad(inside[0], inside[2]), gradient) <= 1e-12
+        found = Energy.value_and_grad(energy, inside[0], inside[2])[1]  # past closed forms
+        assert relative_error(found, gradient) <= 1e-9
+        assert relative_error(energy.hvp(*inside), product) <= 1e-9
+    pulled = torch.func.vjp(lambda state: energy.grad(state, x), z)[1](v)[0]
+    assert relative_error(pulled.detach(), product) <= 1e-9
+
+
+@few_energies("composition", "hyperset-context")
+def test_compiled_without_graph_breaks(case: EnergyCase) -> None:
+    energy, (z, x) = build(case), tokens(case)
+    compiled = torch.compile(energy.value_and_grad, fullgraph=True, backend="aot_eager")
+    for mask in masks().values():
+        torch.testing.assert_close(
+            compiled(z, x, mask=mask), energy.value_and_grad(z, x, mask=mask)
+        )
+
+
+@pytest.mark.parametrize("beta", [None, 500.0])
+@pytest.mark.parametrize("cls", [BiSoftmaxAttention, SoftmaxAttention])
+def test_large_scores_do_not_overflow(cls: Any, beta: float | None) -> None:
+    torch.manual_seed(0)
+    energy = cls(8, 2, norm=None, beta=beta)
+    z = 100 * torch.randn(2, 4, 8)
+    value, gradient = energy.value_and_grad(z)
+    expected, expected_gradient = energy.double().value_and_grad(z.double())
+    assert relative_error(value, expected) <= 1e-5
+    assert relative_error(gradient, expected_gradient) <= 1e-3
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    count=st.integers(1, 9),
+    heads=st.sampled_from([1, 2, 3]),
+    width=st.integers(1, 5),
+    dim=st.integers(1, 7),
+    scale=st.sampled_from([1e-3, 1.0, 1e2]),
+)
+def test_shapes_and_finiteness(
+    batch: int, count: int, heads: int, width: int, dim: int, scale: float
+) -> None:
+    torch.manual_seed(0)
+    energy = (
+        BiSoftmaxAttention(dim, heads, head_dim=width)
+        + LinearAttention(dim, heads, head_dim=width)
+        + 0.5 * ReLUFeedForward(dim, 3)
+        + Quadratic()
+    ).double()
+    z = scale * torch.randn(count, batch, dim, dtype=torch.float64).transpose(0, 1)  # strided
+    value, gradient = energy.value_and_grad(z, torch.zeros_like(z))
+    assert value.shape == (batch,) and value.isfinite().all() and gradient.isfinite().all()
+    automatic = torch.func.grad(lambda state: energy(state).sum())(z)
+    torch.testing.assert_close(gradient, automatic, rtol=1e-9, atol=1e-11 * scale)

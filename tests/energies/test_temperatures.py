@@ -1,0 +1,159 @@
+"""Inverse temperatures of heads: constant or learned, one number or one a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+from cases.energies import relative_error
+from implicit_attn.energies import (
+    BiSoftmaxAttention,
+    LinearAttention,
+    RowSoftmaxAttention,
+    ScoreAttention,
+    SoftmaxAttention,
+)
+
+DIM, BETAS = 8, (0.3, 1.4)
+CLASSES: dict[str, Any] = {
+    "bisoftmax": BiSoftmaxAttention,
+    "sigmoid": ScoreAttention,
+    "linear": LinearAttention,
+    "inner": SoftmaxAttention,
+    "elastic": lambda *a, **o: SoftmaxAttention(*a, energy="elastic", **o),
+    "cross": lambda *a, **o: SoftmaxAttention(*a, cross=True, **o),
+    "cross-elastic": lambda *a, **o: SoftmaxAttention(*a, cross=True, energy="elastic", **o),
+}
+each_class = pytest.mark.parametrize("kind", CLASSES)
+
+
+def make(kind: str, heads: int = 2, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return CLASSES[kind](DIM, heads, head_dim=3, **options).double()
+
+
+def state(tokens: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    z, x = torch.randn(2, 3, tokens, DIM, generator=generator, dtype=torch.float64)
+    return z, x
+
+
+@each_class
+def test_heads_of_different_temperature_add_up(kind: str) -> None:
+    """The energy is the sum of those of its heads alone, each at its own temperature."""
+    z, x = state()
+    energy = make(kind, beta=BETAS)
+    value, gradient, product = energy(z, x), energy.grad(z, x), energy.hvp(z, x, x)
+    for head, beta in enumerate(BETAS):
+        alone = make(kind, heads=1, beta=beta)
+        with torch.no_grad():
+            for (_, own), (_, both) in zip(
+                alone.named_parameters(), energy.named_parameters(), strict=True
+            ):
+                own.copy_(both[3 * head : 3 * head + 3])
+        value, gradient = value - alone(z, x), gradient - alone.grad(z, x)
+        product = product - alone.hvp(z, x, x)
+    for rest, whole in ((value, energy(z, x)), (gradient, energy.grad(z, x))):
+        assert rest.norm() <= 1e-12 * whole.norm()
+    assert product.norm() <= 1e-12 * energy.hvp(z, x, x).norm()
+
+
+@each_class
+def test_learned_temperatures_begin_as_given_and_stay_positive(kind: str) -> None:
+    z, x = state()
+    for beta in (None, 0.7, BETAS):
+        plain, learned = make(kind, beta=beta), make(kind, beta=beta, learned_beta=True)
+        assert (
+            relative_error(learned.grad(z, x), plain.grad(z, x)) <= 1e-6
+        )  # raw is made in float32
+        assert set(learned.state_dict()) - set(plain.state_dict()) == {"temperatures.raw"}
+    raw = learned.temperatures.raw
+    assert gradcheck(lambda _: (learned(z, x), learned.grad(z, x), learned.hvp(z, x, x)), raw)
+    with torch.no_grad():
+        raw.fill_(-20.0)
+    assert (learned.beta > 0).all() and learned.grad(z, x).isfinite().all()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("start", [None, BETAS])
+@pytest.mark.parametrize("beta", [None, 40, 0.3, (2.0, 0.2), torch.tensor([0.2, 0.7])])
+@each_class
+def test_temperatures_that_are_set_are_those_of_a_new_energy(
+    kind: str, beta: Any, start: Any, learned: bool
+) -> None:
+    """Also the bound on the scores, from which follows whether their exponentials are finite."""
+    z, x = state()
+    energy = make(kind, beta=start, learned_beta=learned)
+    keys, parameters = set(energy.state_dict()), [*energy.parameters()]
+    energy.beta = beta
+    new = make(kind, beta=beta)
+    assert relative_error(energy.grad(z, x), new.grad(z, x)) <= (1e-6 if learned else 1e-12)
+    assert relative_error(energy(z, x), new(z, x)) <= (1e-6 if learned else 1e-12)
+    assert energy.temperatures.largest == (None if learned else new.temperatures.largest)
+    if hasattr(energy, "_limit"):
+        assert energy._limit == (None if learned else new._limit)
+    assert set(energy.state_dict()) == keys
+    assert all(a is b for a, b in zip(parameters, energy.parameters(), strict=True))
+    half = energy.to(torch.bfloat16)
+    if not learned and not isinstance(beta, (int, float, type(None))):
+        assert half.double().beta.tolist() == pytest.approx([float(number) for number in beta])
+
+
+@each_class
+def test_what_is_no_temperature_changes_nothing(kind: str) -> None:
+    energy = make(kind, beta=BETAS)
+    for wrong, error in ((-1.0, ValueError), ((0.3,), ValueError), ("cold", TypeError)):
+        with pytest.raises(error, match="beta must"):
+            setattr(energy, "beta", wrong)  # noqa: B010 (its type is what is tested)
+    assert torch.as_tensor(energy.beta).tolist() == pytest.approx(BETAS)
+
+
+@pytest.mark.parametrize("kind", ["bisoftmax", "sigmoid"])
+@pytest.mark.parametrize("backend", ["reference", "blocks"])
+def test_kernels_are_used_through_rescaled_features(kind: str, backend: str) -> None:
+    z, x = state(tokens=70)
+    choices: list[dict[str, Any]] = [{"beta": BETAS}, {"norm": None, "beta": BETAS}]
+    for options in [*choices, {"learned_beta": True}]:
+        exact = make(kind, backend="reference", **options)
+        energy = make(kind, backend=backend, **options).float()
+        single = (z.float(), x.float())
+        for ours, theirs in (
+            (energy(single[0]), exact(z)),
+            (energy.grad(single[0]), exact.grad(z)),
+            (energy.hvp(*single), exact.hvp(z, x)),
+        ):
+            assert ours.dtype == torch.float32 and relative_error(ours, theirs) <= 2e-5
+
+
+def test_rows_of_different_temperature() -> None:
+    torch.manual_seed(0)
+    energy = RowSoftmaxAttention(DIM, 2, beta=BETAS, norm=None).double()
+    z = state()[0]
+    y = energy.features(z)
+    betas = torch.tensor(BETAS, dtype=torch.float64).view(2, 1, 1)
+    weights = (betas * (y @ y.mT)).softmax(-1)
+    expected = (weights @ y).transpose(1, 2).flatten(2) @ energy.weight
+    assert relative_error(energy.straight_gradient(z), expected) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"beta": (0.3,)}, ValueError, r"beta must hold a number for each of 2 heads, got \(0.3,"),
+        ({"beta": (0.3, -1.0)}, ValueError, r"beta must be finite and > 0, got -1"),
+        ({"beta": "cold"}, TypeError, r"beta must be a number, got 'cold'"),
+        ({"beta": nn.Parameter(torch.tensor(BETAS))}, TypeError, r"beta must be numbers, .* got a"),
+        ({"learned_beta": 1}, TypeError, r"learned_beta must be True or False, got 1"),
+        ({"bias": None}, TypeError, r"bias must be True or False, got None"),
+        ({"context_dim": 0, "cross": False}, ValueError, r"context_dim must be >= 1, got 0"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bisoftmax", "sigmoid", "linear", "inner"])
+def test_bad_options(kind: str, options: dict[str, Any], error: Any, message: str) -> None:
+    options = {k: v for k, v in options.items() if k != "cross"}
+    with pytest.raises(error, match=message):
+        make(kind, **options)

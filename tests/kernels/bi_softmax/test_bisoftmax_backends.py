@@ -1,0 +1,260 @@
+"""The strips and the native kernel against the dense reference in float64: shapes, masks, norms, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.kernels import COUNTS, Allocations, difference, needs_cpp
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
+from implicit_attn.kernels.bi_softmax import native, reference, strips
+from solvers.native import library
+
+# Scores bounded by norms, by nothing, with a causal mask; (limit, causal).
+PATHS = {"bounded": (None, False), "unbounded": (1e9, False), "causal": (None, True),
+         "unbounded, causal": (1e9, True)}  # fmt: skip
+each_path = pytest.mark.parametrize(("limit", "causal"), PATHS.values(), ids=PATHS.keys())
+
+
+@pytest.fixture(
+    params=[
+        "blocks",
+        pytest.param("AVX512", marks=needs_cpp),
+        pytest.param("AVX2", marks=needs_cpp),
+    ]
+)
+def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The strips, and the native kernel as a processor with these instructions gets it."""
+    if request.param == "blocks":
+        yield strips
+        return
+    if request.param == "AVX512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has no AVX-512")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+        forget()
+        yield native
+    forget()
+
+
+def forget() -> None:
+    """What was found of the engine."""
+    library.engine.cache_clear()
+    native._kernel.cache_clear()
+
+
+def states(
+    batch: int, heads: int, count: int, width: int, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z, v (B, H, N, p) and a cotangent of the lse (B, H, N), float32."""
+    generator = torch.Generator().manual_seed(count * 1000 + width)
+    z = scale * torch.randn(batch, heads, count, width, generator=generator)
+    v = torch.randn(batch, heads, count, width, generator=generator)
+    return z, v, torch.randn(batch, heads, count, generator=generator)
+
+
+def masks(batch: int, count: int) -> tuple[Tensor | None, Tensor, Tensor]:
+    """None; some tokens masked; the same, and all of the first sample."""
+    holes = torch.rand(batch, count, generator=torch.Generator().manual_seed(count)) > 0.4
+    empty = holes.clone()
+    empty[0] = False
+    return None, holes, empty
+
+
+def errors(
+    backend: Any, z: Tensor, v: Tensor, a: Tensor, beta: float, limit: float | None, **options: Any
+) -> list[float]:
+    """Of gradient, lse, and the product with and without the lse given."""
+    options = {"mask": None, "causal": False} | options
+    point = z.double().requires_grad_()
+    exact, exact_lse = reference.bisoftmax(point, beta, **options)
+    loss = (exact * v.double()).sum() + (exact_lse * a.double()).sum()
+    (pullback,) = torch.autograd.grad(loss, point)
+    gradient, lse = backend.bisoftmax_forward(z, beta, limit=limit, **options)
+    products = [
+        backend.bisoftmax_hvp(z, v, beta, limit=limit, lse=given, lse_cotangent=a, **options)
+        for given in (None, lse)
+    ]
+    assert gradient.dtype == products[0].dtype == z.dtype
+    assert (lse.double() - exact_lse).abs().max() <= 1e-6 * (1.0 + exact_lse.abs().max())
+    found = [(gradient, exact), (lse, exact_lse), *((product, pullback) for product in products)]
+    return [difference(ours, theirs.detach()) for ours, theirs in found]
+
+
+@pytest.mark.parametrize(("index", "count"), list(enumerate([*COUNTS, 47, 48, 49, 97, 144])))
+def test_every_count(backend: Any, index: int, count: int) -> None:
+    """Every mask; over four counts in a row, each on every path."""
+    batch, heads, width = (1, 1, 8) if count == 1000 else (2, 2, 16)
+    z, v, a = states(batch, heads, count, width)
+    for k, mask in enumerate(masks(batch, count)):
+        limit, causal = list(PATHS.values())[(index + k) % 4]
+        found = errors(backend, z, v, a, width**-0.5, limit, mask=mask, causal=causal)
+        assert max(found) <= 1e-5, (count, limit, causal, mask, found)
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 16, 20, 24, 33, 64, 100, 127, 128])
+def test_every_width(backend: Any, width: int) -> None:
+    z, v, a = states(1, 2, 63, width)
+    for limit, causal in PATHS.values():
+        found = errors(backend, z, v, a, width**-0.5, limit, causal=causal)
+        assert max(found) <= 1e-5, (width, limit, causal, found)
+
+
+@each_path
+def test_more_tiles_than_the_native_kernel_keeps(
+    backend: Any, limit: float | None, causal: bool
+) -> None:
+    z, v, a = states(1, 1, 1100, 4)
+    assert max(errors(backend, z, v, a, 0.5, limit, causal=causal)) <= 1e-5
+
+
+def test_many_heads(backend: Any) -> None:
+    z, v, a = states(60, 5, 9, 8)
+    mask = torch.arange(9) < torch.arange(60)[:, None] % 10
+    assert max(errors(backend, z, v, a, 0.3, None, mask=mask)) <= 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-3, 3.0, 30.0])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_small_and_large_norms(backend: Any, scale: float, causal: bool) -> None:
+    """Large scores carry float32's rounding of the scores themselves into any formula."""
+    z, v, a = states(1, 2, 150, 16, scale)
+    a = torch.zeros_like(a) if scale < 1e-10 else a
+    dense = reference.bisoftmax(z, 0.25, causal=causal)
+    exact = reference.bisoftmax(z.double(), 0.25, causal=causal)
+    product = reference.bisoftmax_hvp(z, v, 0.25, causal=causal)
+    exact_product = reference.bisoftmax_hvp(z.double(), v.double(), 0.25, causal=causal)
+    gradient, lse, *pullbacks = errors(backend, z, v, a, 0.25, None, causal=causal)
+    assert gradient <= max(1e-5, 2 * difference(dense[0], exact[0]))
+    assert lse <= max(1e-5, 2 * difference(dense[1], exact[1]))
+    assert max(pullbacks) <= max(1e-5, 4 * difference(product, exact_product))
+
+
+def test_rows_of_very_different_norms(backend: Any) -> None:
+    z, v, a = states(1, 2, 270, 16)
+    z = z * torch.logspace(-4, 0.5, 270).unsqueeze(-1)
+    for limit, causal in PATHS.values():
+        assert max(errors(backend, z, v, a, 0.25, limit, causal=causal)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "bound"),
+    [
+        ("blocks", torch.float64, 1e-12),
+        ("blocks", torch.float16, 1e-3),
+        ("blocks", torch.bfloat16, 8e-3),
+        pytest.param("cpp", torch.float16, 1e-3, marks=needs_cpp),
+        pytest.param("cpp", torch.bfloat16, 8e-3, marks=needs_cpp),
+    ],
+)
+@pytest.mark.parametrize("count", [33, 290])
+def test_dtypes(name: str, dtype: torch.dtype, bound: float, count: int) -> None:
+    z, v, _ = (t.to(dtype) for t in states(1, 2, count, 16))
+    exact, exact_lse = reference.bisoftmax(z.double(), 0.25)
+    exact_product = reference.bisoftmax_hvp(z.double(), v.double(), 0.25)
+    for limit in (None, 1e9):
+        gradient, lse = bisoftmax(z, 0.25, limit=limit, backend=name)
+        product = bisoftmax_hvp(z, v, 0.25, limit=limit, lse=lse, backend=name)
+        assert gradient.dtype == product.dtype == dtype
+        assert lse.dtype == torch.promote_types(dtype, torch.float32)
+        assert difference(gradient, exact) <= bound
+        assert difference(lse, exact_lse) <= min(bound, 1e-6)
+        assert difference(product, exact_product) <= bound
+
+
+@pytest.mark.parametrize("count", [65, 300])
+def test_strides_do_not_matter(backend: Any, count: int) -> None:
+    z, v, _ = states(2, 3, count, 9)
+    mask = masks(2, count)[1]
+    ways = (
+        lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda t: t.mT.contiguous().mT,
+        lambda t: torch.stack((t, t), -1)[..., 0],
+        lambda t: torch.complex(t, -t).conj().imag,  # stored with the other sign
+    )
+    hidden = torch.stack((mask, mask), -1)[..., 0]
+    for limit in (None, 1e9):
+        expected = backend.bisoftmax_forward(z, 0.3, mask, False, limit)
+        product = backend.bisoftmax_hvp(z, v, 0.3, mask, False, limit)
+        for way in ways:
+            found = backend.bisoftmax_forward(way(z), 0.3, hidden, False, limit)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours.is_contiguous()
+                torch.testing.assert_close(ours, theirs)
+            curved = backend.bisoftmax_hvp(way(z), way(v), 0.3, hidden, False, limit)
+            torch.testing.assert_close(curved, product)
+    repeated = z[:, :1].expand(2, 3, count, 9)
+    found = backend.bisoftmax_forward(repeated, 0.3, None, False, None)
+    copied = backend.bisoftmax_forward(repeated.clone(), 0.3, None, False, None)
+    torch.testing.assert_close(found, copied)
+
+
+@each_path
+def test_hidden_tokens_are_never_read(backend: Any, limit: float | None, causal: bool) -> None:
+    for count in (130, 290):
+        z, v, a = states(2, 2, count, 8)
+        mask = masks(2, count)[2]
+        hidden = ~mask[:, None, :, None]
+        poisoned, poisoned_v = (t.masked_fill(hidden, float("nan")) for t in (z, v))
+        poisoned_a = a.masked_fill(hidden[..., 0], float("nan"))
+        gradient, lse = backend.bisoftmax_forward(z, 0.3, mask, causal, limit)
+        other, other_lse = backend.bisoftmax_forward(poisoned, 0.3, mask, causal, limit)
+        assert torch.equal(gradient, other) and torch.equal(lse, other_lse)
+        assert not gradient.masked_select(hidden).any()
+        assert not lse.masked_select(hidden[..., 0]).any()
+        product = backend.bisoftmax_hvp(
+            poisoned, poisoned_v, 0.3, mask, causal, limit, lse, poisoned_a
+        )
+        assert torch.isfinite(product).all() and not product.masked_select(hidden).any()
+
+
+@each_path
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_passed_on_as_by_strips(
+    backend: Any, limit: float | None, causal: bool, value: float
+) -> None:
+    z, v, _ = states(1, 2, 60, 8)
+    z[0, 0, 20, 3] = value
+    found, known = (
+        (
+            *each.bisoftmax_forward(z, 0.3, None, causal, limit),
+            each.bisoftmax_hvp(z, v, 0.3, None, causal, limit),
+        )
+        for each in (backend, strips)
+    )
+    for ours, theirs in zip(found, known, strict=True):
+        assert torch.equal(torch.isfinite(ours), torch.isfinite(theirs))
+        assert not torch.isfinite(ours[0, 0]).all() and torch.isfinite(ours[0, 1]).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["auto", "reference", "blocks", pytest.param("cpp", marks=needs_cpp)]
+)
+@pytest.mark.parametrize("shape", [(0, 2, 300, 4), (2, 0, 300, 4), (2, 2, 0, 4)])
+def test_nothing_to_attend(name: str, shape: tuple[int, ...]) -> None:
+    z = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+    for causal in (False, True):
+        value, lse = bisoftmax(z, 0.3, causal=causal, backend=name)
+        (first,) = torch.autograd.grad((value, lse), z, (value, lse), create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), z)
+        assert second.shape == shape and second.dtype == z.dtype and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("count", [512, 1024])
+@pytest.mark.parametrize("path", PATHS)
+def test_no_matrix_of_all_pairs(path: str, count: int) -> None:
+    z, v, a = states(1, 1, count, 8)
+    limit, causal = PATHS[path]
+    with Allocations() as seen:
+        _, lse = strips.bisoftmax_forward(z, 0.3, None, causal, limit)
+        strips.bisoftmax_hvp(z, v, 0.3, None, causal, limit, lse, a)
+        strips.hvp_pullback(z, v, v, 0.3, None, causal, a)
+    assert seen.largest <= 128 * count * max(1, torch.get_num_threads())
+    assert seen.largest < count * count
+    with Allocations() as dense:
+        reference.bisoftmax(z, 0.3, causal=causal)
+    assert dense.largest >= count * count

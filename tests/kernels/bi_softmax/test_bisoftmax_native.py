@@ -1,0 +1,225 @@
+"""The native kernel: threads, derivatives, compilation, what it takes.
+
+Its values are in ``test_bisoftmax_backends``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.kernels import difference, needs_cpp
+from implicit_attn import DEQ
+from implicit_attn.energies import BiSoftmaxAttention, Quadratic
+from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
+from implicit_attn.kernels.bi_softmax import native, ops
+from solvers import Implicit, Tolerance
+from solvers.native import library
+
+pytestmark = needs_cpp
+PATHS = {"bounded": (None, False), "unbounded": (1e9, False), "causal": (None, True),
+         "unbounded, causal": (1e9, True)}  # fmt: skip
+each_path = pytest.mark.parametrize(("limit", "causal"), PATHS.values(), ids=PATHS.keys())
+
+
+def states(
+    batch: int, heads: int, count: int, width: int, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z, v (B, H, N, p) and a cotangent of the lse (B, H, N), float32."""
+    generator = torch.Generator().manual_seed(count * 1000 + width)
+    z = scale * torch.randn(batch, heads, count, width, generator=generator)
+    v = torch.randn(batch, heads, count, width, generator=generator)
+    return z, v, torch.randn(batch, heads, count, generator=generator)
+
+
+def masks(batch: int, count: int) -> tuple[Tensor | None, ...]:
+    """None; some tokens masked; the same, and all of the first sample."""
+    holes = torch.rand(batch, count, generator=torch.Generator().manual_seed(count)) > 0.4
+    empty = holes.clone()
+    empty[0] = False
+    return None, holes, empty
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@each_path
+@pytest.mark.parametrize("heads", [1, 3])
+def test_threads(limit: float | None, causal: bool, heads: int, threads: Any) -> None:
+    """Whole heads for each, and one shared by all; the same bits every time."""
+    z, v, a = states(1, heads, 260, 12)
+    found = []
+    for number in (1, 2, 2):
+        threads(number)
+        gradient, lse = native.bisoftmax_forward(z, 0.3, None, causal, limit)
+        product = native.bisoftmax_hvp(z, v, 0.3, None, causal, limit, None, a)
+        found.append((gradient, lse, product))
+    for one, two, again in zip(*found, strict=True):
+        torch.testing.assert_close(two, again)
+        assert difference(two, one.double()) <= 1e-6
+
+
+def test_threads_without_openmp(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, _, _ = states(1, 3, 260, 12)
+    expected = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
+    monkeypatch.setattr(library, "_openmp", lambda: None)
+    threads(2)
+    assert (
+        difference(native.bisoftmax_forward(z, 0.3, None, False, None)[0], expected.double()) < 1e-6
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_waits_for_no_thread(threads: Any) -> None:
+    """The threads of the parent, which a child does not have, are not waited for."""
+    threads(2)
+    z, _, _ = states(1, 4, 60, 8)
+    expected = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            found = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
+            code = 0 if torch.equal(found, expected) else 2
+        finally:
+            os._exit(code)
+    for _ in range(300):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_the_default_dtype_has_no_say() -> None:
+    z, _, _ = states(1, 2, 20, 8)
+    expected = bisoftmax(z, 0.3, backend="cpp")
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = bisoftmax(z, 0.3, backend="cpp")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@each_path
+@pytest.mark.parametrize("masked", [False, True])
+def test_derivatives(limit: float | None, causal: bool, masked: bool) -> None:
+    """Of a function of gradient and lse, once and twice, and of the product by all it depends on."""
+    z, v, a = states(2, 2, 50, 6)
+    mask = masks(2, 50)[2] if masked else None
+    found = {}
+    for backend, dtype in (("cpp", torch.float32), ("reference", torch.float64)):
+        point, along, weight = (t.to(dtype).requires_grad_() for t in (z, v, a))
+        options: dict[str, Any] = {"mask": mask, "causal": causal, "backend": backend}
+        gradient, lse = bisoftmax(point, 0.4, limit=limit, **options)
+        loss = (gradient * along).sum() + (lse * weight).sum()
+        (first,) = torch.autograd.grad(loss, point, create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), (point, along, weight))
+        product = bisoftmax_hvp(point, along, 0.4, limit=limit, **options)
+        third = torch.autograd.grad(product.square().sum(), (point, along))
+        found[backend] = [first, *second, product, *third]
+    for ours, theirs in zip(found["cpp"], found["reference"], strict=True):
+        assert difference(ours.detach(), theirs.detach()) <= 1e-5
+
+
+def test_registration() -> None:
+    z, v, a = states(1, 2, 5, 3)
+    lse = bisoftmax(z, 0.3, backend="cpp")[1]
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.forward.operator, (z, 0.3, None, True, None, "cpp"), test_utils=tests)
+    given = (z, v, 0.3, None, True, None, lse, a, "cpp")
+    torch.library.opcheck(ops.hvp.operator, given, test_utils=tests)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "auto"])
+def test_whole_graph_compilation(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, _, _ = states(2, 2, 21, 6)
+    mask = masks(2, 21)[1]
+
+    def loss(z: Tensor) -> Tensor:
+        gradient, lse = bisoftmax(z, 0.4, mask=mask, backend=backend)
+        return gradient.square().sum() + lse.sum()
+
+    point = z.requires_grad_()
+    expected = torch.autograd.grad(loss(point), point)[0]
+    solved = []
+    monkeypatch.setattr(
+        native, "_solve", lambda *args, own=native._solve: solved.append(own(*args))
+    )
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(point), point)[0], expected)
+    assert len(solved) == 2  # gradient and product, in the compiled graph too
+
+
+def test_compiled_calls_are_checked() -> None:
+    compiled = torch.compile(lambda z: bisoftmax(z, 0.3, backend="cpp")[0], backend="eager")
+    with pytest.raises(ValueError, match=r'backend="cpp" does not take this input: .*float64'):
+        compiled(torch.zeros(1, 1, 4, 4, dtype=torch.float64))
+
+
+def test_maps() -> None:
+    z, v, _ = states(2, 2, 9, 4)
+    stack = torch.stack((z, v, z + v))
+    mapped = torch.vmap(lambda z: bisoftmax(z, 0.3, backend="cpp")[0])(stack)
+    torch.testing.assert_close(mapped[2], bisoftmax(z + v, 0.3, backend="cpp")[0])
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad, vjp and jvp do not"):
+        torch.func.grad(lambda z: bisoftmax(z, 0.3, backend="cpp")[1].sum())(z)
+
+
+def test_layers_agree() -> None:
+    results = {}
+    for backend, dtype in (("cpp", torch.float32), ("reference", torch.float64)):
+        torch.manual_seed(0)
+        attention = BiSoftmaxAttention(12, heads=2, backend=backend)
+        exact = Tolerance(rtol=1e-6 if backend == "cpp" else 1e-11)
+        energy = 0.4 * attention + Quadratic()
+        layer = DEQ(energy, tolerance=exact, adjoint=Implicit(tolerance=exact)).to(dtype)
+        x = torch.randn(2, 30, 12, generator=torch.Generator().manual_seed(4)).to(dtype)
+        mask = torch.rand(2, 30, generator=torch.Generator().manual_seed(5)) > 0.3
+        z = layer(x, mask)
+        results[backend] = [z, *torch.autograd.grad(z.square().mean(), list(layer.parameters()))]
+    for ours, theirs in zip(results["cpp"], results["reference"], strict=True):
+        assert difference(ours.detach(), theirs.detach()) <= 1e-4
+
+
+@pytest.mark.parametrize("count", [9, 300])
+def test_the_automatic_choice(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    z = states(1, 1, count, 4)[0]
+    unserved = "reference" if count < 10 else "blocks"
+    choice, other = explain(z, 0.3), explain(z.double(), 0.3)
+    assert choice.backend == "cpp" and "the native engine" in choice.reason
+    assert other.backend == unserved and "no C++ kernel: it computes in float32" in other.reason
+    monkeypatch.setattr(native, "_kernel", lambda: None)
+    without = explain(z, 0.3)
+    assert without.backend == unserved and "no C++ kernel: the engine" in without.reason
+    assert torch.isfinite(bisoftmax(z, 0.3)[0]).all()
+    with pytest.raises(RuntimeError, match=r'backend="cpp" cannot be used here: the engine'):
+        bisoftmax(z, 0.3, backend="cpp")
+
+
+def test_what_it_does_not_take() -> None:
+    for z, said in (
+        (torch.zeros(1, 1, 4, 4, dtype=torch.float64), "computes in float32, got torch.float64"),
+        (torch.zeros(1, 1, 4, 129), "heads of 1 to 128 features, got 129"),
+        (torch.zeros(1, 1, 4, 4, device="meta"), "for tensors on the CPU, got one on meta"),
+    ):
+        for call in (bisoftmax, explain):
+            with pytest.raises(ValueError, match=f'backend="cpp" does not take.*{said}'):
+                call(z, 0.3, backend="cpp")

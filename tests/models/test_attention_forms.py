@@ -1,0 +1,348 @@
+"""Attention forms against the steps that they are derived from, in float64 by autograd."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+from cases.energies import relative_error
+from implicit_attn.models import (
+    ATTENTION_FORMS,
+    AttentionForm,
+    CausalAttention,
+    LightNewtonAttention,
+    NewtonAttention,
+    build_attention_form,
+)
+
+DIM, HEADS, WIDTH, TOKENS = 6, 2, 3, 5
+each_form = pytest.mark.parametrize("name", ATTENTION_FORMS)
+
+
+def make(cls: Any = CausalAttention, **options: Any) -> Any:
+    torch.manual_seed(0)
+    if isinstance(cls, str):
+        return build_attention_form(cls, DIM, HEADS, **options).double()
+    return cls(DIM, HEADS, **options).double()
+
+
+def draw(tokens: int = TOKENS, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, tokens, DIM, generator=generator, dtype=torch.float64)
+
+
+def set_scalars(form: Any, temperature: float | None = None, tau: float | None = None) -> None:
+    with torch.no_grad():
+        if temperature is not None:
+            form.temperature.raw.copy_(torch.tensor(temperature).double().expm1().log())
+        if tau is not None:
+            form.tau.fill_(tau)
+
+
+def heads_of(layer: nn.Linear) -> list[Tensor]:
+    return [layer.weight.detach()[WIDTH * h : WIDTH * (h + 1)] for h in range(HEADS)]
+
+
+def own_energy(z: Tensor, held: Tensor, query: Tensor, key: Tensor, kind: str, t: float) -> Tensor:
+    """The free energy of one token (d,) among held ones (M, d) in one head."""
+    q, k = query @ z, held @ key.mT
+    pair = -k @ q if kind == "inner" else 0.5 * (q - k).square().sum(-1)
+    return -t * torch.logsumexp(-pair / t, 0)
+
+
+def newton_steps(form: NewtonAttention, z: Tensor, temperature: float, order: int | None) -> Tensor:
+    """``-(1/H) sum_h`` of the pseudo-inverse, or its series, times the gradient, token by token."""
+    steps = torch.zeros_like(z)
+    for b in range(len(z)):
+        for i in range(z.shape[1]):
+            for query, key in zip(heads_of(form.query), heads_of(form.key), strict=True):
+                arguments = (z[b, : i + 1], query, key, "elastic", temperature)
+
+                def energy(at: Tensor, arguments: tuple[Any, ...] = arguments) -> Tensor:
+                    return own_energy(at, *arguments)
+
+                gradient = torch.func.grad(energy)(z[b, i])
+                hessian = torch.func.hessian(energy)(z[b, i])
+                # Least norm solutions live in the rows of W_q, where the Hessian is W_q^T A W_q.
+                inverse = torch.linalg.inv(query @ query.mT)
+                back = query.mT @ inverse
+                curvature = back.mT @ hessian @ back
+                if order is None:
+                    step = torch.linalg.pinv(hessian, hermitian=True) @ gradient
+                else:
+                    term = total = back.mT @ gradient
+                    for _ in range(order):
+                        term = term - curvature @ term
+                        total = total + term
+                    step = back @ total
+                steps[b, i] -= step / HEADS
+    return steps
+
+
+def tie_to_newton(form: NewtonAttention) -> None:
+    """``W_V = W_Q`` and ``W_O,h = -(1/H) M_h``, with which the branch is the step itself."""
+    with torch.no_grad():
+        assert form.value is not None
+        form.value.weight.copy_(form.query.weight)
+        blocks = [-q.mT @ torch.linalg.inv(q @ q.mT) / HEADS for q in heads_of(form.query)]
+        form.output.weight.copy_(torch.cat(blocks, 1))
+
+
+def test_softmax_attention_is_minus_the_gradient_of_each_tokens_energy() -> None:
+    """With tied values and ``T = sqrt(p)``; the factor T that the paper prints would not fit."""
+    form, z = make(), draw()
+    with torch.no_grad():
+        form.value.weight.copy_(form.key.weight)
+        form.output.weight.copy_(form.query.weight.mT / HEADS)
+    at = z.clone().requires_grad_()
+    total: Any = 0.0
+    for b in range(len(z)):
+        for i in range(TOKENS):
+            for query, key in zip(heads_of(form.query), heads_of(form.key), strict=True):
+                held = z[b, : i + 1]
+                total = total + own_energy(at[b, i], held, query, key, "inner", WIDTH**0.5) / HEADS
+    (gradient,) = torch.autograd.grad(total, at)
+    assert relative_error(form(z).detach(), -gradient) <= 1e-12
+    assert relative_error(make(fused=False)(z), make()(z)) <= 1e-14
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("order", [None, 0, 1, 3])
+def test_newton_is_the_step_of_autograds_hessian(order: int | None) -> None:
+    temperature, z = 9.0, draw(4)
+    form = make(NewtonAttention, order=order)
+    set_scalars(form, temperature, 1.0 / temperature if order else None)
+    tie_to_newton(form)
+    expected = newton_steps(form, z, temperature, order)
+    assert relative_error(form(z).detach(), expected) <= 1e-10
+
+
+def test_the_series_obeys_its_bound_and_ends_at_the_exact_step() -> None:
+    temperature, z = 9.0, draw()
+    exact = make(NewtonAttention, order=None, values=False)
+    set_scalars(exact, temperature)
+    with torch.no_grad():
+        exact.output.weight.copy_(torch.eye(DIM))
+    query, key = (exact.split(layer(z)).detach() for layer in (exact.query, exact.key))
+    scores = query @ key.mT - 0.5 * key.square().sum(-1).unsqueeze(-2)
+    weights = exact.weights(scores / temperature, None)
+    mean = weights @ key
+    deviations = key.unsqueeze(2) - mean.unsqueeze(3)
+    covariance = torch.einsum("bhij,bhijp,bhijq->bhipq", weights, deviations, deviations)
+    norm = torch.linalg.matrix_norm(covariance, ord=2).amax().item() / temperature
+    size = (query - mean).norm(dim=-1).amax().item()
+    assert 0.01 < norm < 1.0
+    for order in (0, 1, 2, 5, 60):
+        form = make(NewtonAttention, order=order, values=False)
+        form.load_state_dict(exact.state_dict(), strict=False)
+        set_scalars(form, temperature, 1.0 / temperature if order else None)
+        error = (form.split(form(z) - exact(z)).detach()).norm(dim=-1).amax().item()
+        assert error <= norm ** (order + 1) / (1.0 - norm) * size + 1e-12
+        assert order > 0 or error > 1e-4
+
+
+def test_the_damping_shrinks_the_step() -> None:
+    z, huge = draw(), make(NewtonAttention, order=None, damping=1e6)
+    first = make(NewtonAttention, order=0)
+    first.load_state_dict(huge.state_dict())
+    assert relative_error(1e6 * huge(z).detach(), first(z).detach()) <= 1e-5
+
+
+def test_without_values_the_functions_are_the_same() -> None:
+    """``W_O,h := W_O,h W_V,h M_h`` makes the one the other."""
+    full, z = make("newton-taylor"), draw()
+    bare = make("newton-taylor-no-value")
+    state = {name: t for name, t in full.state_dict().items() if not name.startswith("value")}
+    bare.load_state_dict(state)
+    with torch.no_grad():
+        blocks = full.output.weight.unflatten(1, (HEADS, WIDTH))
+        for head, (q, v) in enumerate(zip(heads_of(full.query), heads_of(full.value), strict=True)):
+            block = blocks[:, head] @ v @ q.mT @ torch.linalg.inv(q @ q.mT)
+            bare.output.weight[:, WIDTH * head : WIDTH * (head + 1)] = block
+    assert relative_error(bare(z).detach(), full(z).detach()) <= 1e-12
+
+
+def light(order: int | None, tau: float) -> Any:
+    form = make(LightNewtonAttention, order=order)
+    set_scalars(form, tau=tau)
+    return form
+
+
+def test_light_attention_without_tau_is_softmax_attention_bit_by_bit() -> None:
+    z, plain = draw(), make(fused=False)
+    for order in (1, 2):
+        assert torch.equal(light(order, 0.0)(z), plain(z))
+    assert torch.equal(light(None, 0.0)(z), plain(z))  # a solution with the identity is exact
+    # The fused attention of torch adds in another order.
+    assert relative_error(light(None, 0.0)(z), make()(z)) <= 1e-14
+
+
+def test_light_attention_of_first_order_errs_by_the_square_of_tau() -> None:
+    z = draw()
+    errors = [(light(None, tau)(z) - light(1, tau)(z)).norm().item() for tau in (1e-3, 1e-4)]
+    assert 90.0 <= errors[0] / errors[1] <= 110.0
+    third = [(light(None, tau)(z) - light(2, tau)(z)).norm().item() for tau in (1e-2, 1e-3)]
+    assert 900.0 <= third[0] / third[1] <= 1100.0
+
+
+def test_light_attention_solves_with_the_covariance_of_the_values() -> None:
+    z, form = draw(4), light(None, 0.3)
+    query, key, value = (form.split(layer(z)) for layer in (form.query, form.key, form.value))
+    weights = form.weights((query @ key.mT) * WIDTH**-0.5, None)
+    mean = weights @ value
+    deviations = value.unsqueeze(2) - mean.unsqueeze(3)
+    covariance = torch.einsum("bhij,bhijp,bhijq->bhipq", weights, deviations, deviations)
+    system = torch.eye(WIDTH).double() - 0.3 * covariance
+    expected = torch.linalg.solve(system, mean.unsqueeze(-1)).squeeze(-1)
+    found = form(z)
+    assert relative_error(found, form.output(expected.transpose(1, 2).flatten(2))) <= 1e-12
+
+
+def test_the_exact_light_form_warns_where_its_matrix_is_not_positive_definite() -> None:
+    with pytest.warns(UserWarning, match="tau is too large: .* is not positive definite for"):
+        light(None, 1e3)(draw())
+    light(None, -1e3)(draw())  # the other sign is never too large
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        light(None, 0.01)(
+            torch.full((1, 3, DIM), torch.nan).double()
+        )  # not for want of a smaller tau
+
+
+@pytest.mark.parametrize("name", ["newton", "newton-taylor", "light-newton"])
+def test_a_common_offset_of_keys_and_values_costs_no_digits(name: str) -> None:
+    """float32 against float64, with 1,000 times the spread of keys and values added to all of them."""
+    wide, single = make(name), make(name).float()
+    z = torch.cat((draw()[..., :-1].float(), torch.full((2, TOKENS, 1), 1e3)), -1)
+    with torch.no_grad():
+        for form in (wide, single):
+            for layer in (form.key, form.value):
+                layer.weight[:, -1] = 1.0
+            form.query.weight[:, -1] = 1.0 if "light" not in name else 0.0
+            set_scalars(form, tau=None if getattr(form, "tau", None) is None else 0.2)
+            if "light" not in name:
+                form.value.weight.copy_(form.query.weight)
+    found = single.attend(*features(single, z)).double()
+    expected = wide.attend(*features(wide, z.double()))
+    assert relative_error(found, expected) <= 1e-3
+
+
+def features(form: AttentionForm, z: Tensor) -> tuple[Any, ...]:
+    return form.split(form.query(z)), form.split(form.key(z)), z, None
+
+
+@each_form
+def test_later_tokens_reach_no_earlier_one(name: str) -> None:
+    form, z = make(name), draw().requires_grad_()
+    out = form(z)
+    for i in range(TOKENS - 1):
+        (gradient,) = torch.autograd.grad(out[:, i].sum(), z, retain_graph=True)
+        assert (gradient[:, i + 1 :] == 0.0).all()
+    other = z.detach().clone()
+    other[:, 3:] += 1.0
+    assert torch.equal(form(other)[:, :3], out[:, :3])
+    assert not torch.allclose(
+        build_attention_form(name, DIM, HEADS, causal=False).double()(other), out
+    )
+
+
+@each_form
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_shapes_and_precisions(name: str, tokens: int) -> None:
+    form, z = make(name), draw(tokens)
+    assert form(z).shape == z.shape
+    wide = form(z)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)):
+        found = make(name).to(dtype)(z.to(dtype))
+        assert found.dtype == dtype
+        assert found.isfinite().all()
+        assert relative_error(found, wide) <= bound
+
+
+@each_form
+def test_masked_tokens_are_absent(name: str) -> None:
+    form, z = make(name), draw()
+    mask = torch.tensor([[True, False, True, True, False], [False] * 5])
+    found = form(z.masked_fill(~mask[..., None], torch.nan), mask=mask)
+    assert (found[~mask] == 0).all()
+    assert relative_error(found[:1, mask[0]], form(z[:1, mask[0]])) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@each_form
+def test_transforms_of_functions(name: str) -> None:
+    """Also of the fused form, by the dense formula."""
+    form, z, v = make(name), draw(3)[:1], draw(3, seed=2)[:1]
+    tangent = torch.func.jvp(form, (z,), (v,))[1]
+    step = 1e-6
+    expected = (form(z + step * v) - form(z - step * v)) / (2.0 * step)
+    assert relative_error(tangent.detach(), expected.detach()) <= 1e-7
+
+    def gradient(z: Tensor) -> Tensor:
+        return torch.func.grad(lambda z: form(z).pow(3).sum())(z)
+
+    product = torch.func.jvp(gradient, (z,), (v,))[1]
+    expected = (gradient(z + step * v) - gradient(z - step * v)) / (2.0 * step)
+    assert relative_error(product.detach(), expected.detach()) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["newton", "newton-taylor"])
+def test_dependent_rows_of_the_queries_have_no_return(name: str) -> None:
+    form = make(name)
+    with torch.no_grad():
+        form.query.weight[1].zero_()
+    with pytest.raises(RuntimeError, match="singular"):
+        form(draw())
+
+
+@each_form
+def test_gradients(name: str) -> None:
+    form, z = make(name), draw(3)[:1]
+    parameters = [p for p in form.parameters() if p.dim() == 1]
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(0.1)
+    assert gradcheck(lambda z, *_: form(z), (z.requires_grad_(), *parameters))
+
+
+@each_form
+def test_queries_may_look_at_another_state(name: str) -> None:
+    """``form(at, memory)``: keys and values of ``memory``, as a lookahead of the queries alone."""
+    form, z, other = make(name), draw(), draw(seed=2)
+    assert torch.equal(form(z, z), form(z))
+    assert not torch.allclose(form(z, other), form(z))
+    assert not torch.allclose(form(z, other), form(other))
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="name must be one of"):
+        make("nesterov")
+    with pytest.raises(TypeError, match="order"):
+        make("softmax", order=2)
+    with pytest.raises(ValueError, match="order must be >= 1"):
+        make("light-newton-taylor", order=0)
+    with pytest.raises(ValueError, match="damping needs order=None"):
+        make("newton-taylor", damping=0.1)
+    with pytest.raises(ValueError, match="temperature must be finite and > 0"):
+        make("newton", temperature=-1.0)
+    for order in (None, 0):
+        with pytest.raises(ValueError, match=f"tau needs an order >= 1, got tau=5.0 .*={order}"):
+            make(NewtonAttention, order=order, tau=5.0)
+    for form, option, value in (
+        ("newton", "order", 2), ("light-newton", "order", 1), ("newton-taylor", "order", None),
+        ("newton-taylor-no-value", "values", True),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{option} must be .* for the form '{form}'"):
+            make(form, **{option: value})
+    assert make("newton-taylor", order=3).order == 3
+    with pytest.raises(ValueError, match="heads must divide"):
+        CausalAttention(6, 4)
+    with pytest.raises(ValueError, match="memory must have the shape of z"):
+        make()(draw(), draw(3))
+    with pytest.raises(ValueError, match="z must have 6 features"):
+        make()(torch.zeros(1, 2, 5))

@@ -1,0 +1,229 @@
+"""Binary memories: what the rules store, what retrieval does to the energy, what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from implicit_attn.energies import ClassicalHopfield, DenseAssociative
+from implicit_attn.models.memories import (
+    BinaryMemory,
+    hebb,
+    pseudo_inverse,
+    pseudo_likelihood,
+)
+
+RULES: list[str | int] = ["hebb", "pseudo-inverse", "pseudo-likelihood", 2, 3, 4, 7, "exp"]
+each_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def spins(count: int, sites: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, (count, sites), generator=generator).double() * 2 - 1
+
+
+def flipped(patterns: Tensor, number: int, seed: int = 1) -> Tensor:
+    order = torch.rand(patterns.shape, generator=torch.Generator().manual_seed(seed)).argsort(1)
+    return torch.where(order < number, -patterns, patterns)
+
+
+@each_rule
+def test_few_patterns_come_back_from_damaged_copies(rule: str | int) -> None:
+    patterns = spins(4, 60)
+    memory = BinaryMemory(patterns, rule)
+    assert memory.is_fixed_point(patterns).all()
+    assert torch.equal(memory.retrieve(flipped(patterns, 6)), patterns)
+
+
+@pytest.mark.parametrize("order", ["asynchronous", "random"])
+@pytest.mark.parametrize(
+    ("rule", "rectified"),
+    [(rule, True) for rule in RULES] + [(rule, False) for rule in RULES if isinstance(rule, int)],
+)
+def test_no_sweep_raises_the_energy(rule: str | int, order: str, rectified: bool) -> None:
+    """Above capacity, where starts end anywhere; every end is a fixed point."""
+    count = 16 if rule == "pseudo-inverse" else 40  # below the 24 at which J vanishes
+    memory = BinaryMemory(spins(count, 24), rule, rectified=rectified)
+    generator = torch.Generator().manual_seed(3)
+    s = spins(30, 24, seed=5)
+    changed = False
+    for _ in range(40):
+        after = memory.retrieve(s, 1, order=order, generator=generator)
+        before, now = memory.energy(s), memory.energy(after)
+        assert (now <= before + 1e-12 * before.abs()).all()
+        moved = (after != s).any(1)
+        # A sign is changed for a lower energy only: no run can go round in a circle.
+        assert (now[moved] < before[moved]).all()
+        changed |= bool(moved.any())
+        s = after
+    assert changed and memory.is_fixed_point(s).all()
+
+
+@each_rule
+def test_each_update_takes_the_lower_of_two_energies(rule: str | int) -> None:
+    memory = BinaryMemory(spins(5, 10), rule)
+    s = spins(20, 10, seed=2)
+    at_once = memory.retrieve(s, 1, order="synchronous")
+    decided = 0
+    for i in range(10):
+        up, down = s.clone(), s.clone()
+        up[:, i], down[:, i] = 1.0, -1.0
+        gap = memory.energy(down) - memory.energy(up)
+        clear = gap.abs() > 1e-12 * memory.energy(s).abs()
+        decided += int(clear.sum())
+        assert torch.equal(at_once[clear, i], gap.sign()[clear])
+        assert torch.equal(at_once[~clear, i], s[~clear, i]), "a tie leaves the spin"
+    assert decided > 50
+
+
+def test_synchronous_updates_may_cycle() -> None:
+    """Two spins that want to be opposite change places for ever; one after the other they settle."""
+    memory = BinaryMemory(torch.tensor([[1.0, -1.0]]))
+    start = torch.tensor([[1.0, 1.0]])
+    assert torch.equal(memory.retrieve(start, 3, order="synchronous"), -start)
+    assert torch.equal(memory.retrieve(start, 4, order="synchronous"), start)
+    assert not memory.is_fixed_point(start).any()
+    assert memory.is_fixed_point(memory.retrieve(start)).all()
+
+
+@each_rule
+def test_the_energy_of_real_states_agrees_at_the_corners(rule: str | int) -> None:
+    patterns = spins(5, 12)
+    memory = BinaryMemory(patterns, rule, rectified=not isinstance(rule, int))
+    energy, offset = memory.continuous()
+    s = spins(50, 12, seed=4)
+    torch.testing.assert_close(energy(s) + offset, memory.energy(s), rtol=1e-10, atol=1e-12)
+    kind = ClassicalHopfield if memory.couplings is not None else DenseAssociative
+    assert isinstance(getattr(energy, "energy", energy), kind)
+
+
+def test_the_exponential_of_real_states_does_not_overflow() -> None:
+    for dtype, sites in ((torch.float32, 100), (torch.float64, 800)):
+        patterns = spins(3, sites).to(dtype)
+        memory = BinaryMemory(patterns, "exp")
+        energy, offset = memory.continuous()
+        found = energy(patterns) + offset
+        torch.testing.assert_close(found.double(), memory.energy(patterns), rtol=1e-5, atol=1e-12)
+        assert found.tolist() == pytest.approx([-1, -1, -1])
+        assert energy.grad(patterns).isfinite().all()
+
+
+def test_energies_of_powers_do_not_overflow() -> None:
+    """300^20 is more than float32 holds."""
+    patterns = spins(3, 300)
+    exact = BinaryMemory(patterns, 20).energy(patterns)
+    found = BinaryMemory(patterns.float(), 20).energy(patterns.float())
+    assert found.isfinite().all() and found.dtype == torch.float64
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["hebb", "pseudo-inverse", "pseudo-likelihood", 3, "exp"])
+def test_half_precision_decides_like_float32(rule: str | int, dtype: torch.dtype) -> None:
+    """Overlaps of 300 spins do not fit into half precision; the spins themselves do."""
+    patterns, sites = spins(20, 300), 300
+    start = flipped(patterns, 60)
+    start[0] = spins(1, sites, seed=8)
+    half, single = (BinaryMemory(patterns.to(kind), rule) for kind in (dtype, torch.float32))
+    found = half.retrieve(start.to(dtype), 1, order="synchronous")
+    assert found.dtype == dtype
+    expected = single.retrieve(start.float(), 1, order="synchronous")
+    assert torch.equal(found.float(), expected) and not torch.equal(expected, start.float())
+    swept, alike = half.retrieve(start.to(dtype)), single.retrieve(start.float())
+    assert torch.equal(swept.float(), alike)
+    torch.testing.assert_close(half.energy(start.to(dtype)), single.energy(start.float()))
+    energy, offset = BinaryMemory(patterns.to(dtype), rule, rectified=rule != 3).continuous()
+    reference, same = BinaryMemory(patterns.float(), rule, rectified=rule != 3).continuous()
+    assert offset == same
+    torch.testing.assert_close(energy(start.float()), reference(start.float()))
+
+
+def test_pair_rules_against_their_formulas() -> None:
+    patterns = spins(5, 12)
+    sums = sum(torch.outer(x, x) for x in patterns) / 12
+    inverse = torch.linalg.pinv(patterns) @ patterns
+    for found, whole in ((hebb(patterns), sums), (pseudo_inverse(patterns), inverse)):
+        assert isinstance(whole, Tensor)
+        torch.testing.assert_close(found, whole - whole.diagonal().diag())
+        assert torch.equal(found.diagonal(), torch.zeros(12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pseudo_inverse_of_as_many_patterns_as_spins_changes_nothing(dtype: torch.dtype) -> None:
+    """The projection onto everything is the identity, of which nothing is left but rounding."""
+    patterns = spins(40, 30).to(dtype)
+    assert torch.linalg.matrix_rank(patterns) == 30
+    memory = BinaryMemory(patterns, "pseudo-inverse")
+    assert memory.couplings is not None and not memory.couplings.any()
+    start = spins(9, 30, seed=1).to(dtype)
+    assert torch.equal(memory.retrieve(start), start)
+
+
+def test_pseudo_likelihood_follows_the_gradient_that_autograd_finds() -> None:
+    patterns = spins(30, 8)  # too many to be separable: the likelihood has a maximum
+    couplings = pseudo_likelihood(patterns, steps=1000, rate=0.005).requires_grad_()
+    fields = patterns @ couplings.mT
+    value = torch.nn.functional.logsigmoid(2 * patterns * fields).sum(1).mean()
+    (slope,) = torch.autograd.grad(value, couplings)
+    slope = slope + slope.mT
+    assert (slope - slope.diagonal().diag()).abs().max() < 1e-3  # 0.5 at the start
+    torch.testing.assert_close(couplings, couplings.mT, rtol=0, atol=1e-15)
+
+
+def test_the_first_step_of_pseudo_likelihood_is_hebbian() -> None:
+    """Adam's first step is the sign of the gradient, which at J = 0 is Hebb's matrix."""
+    patterns = spins(5, 12)
+    first = pseudo_likelihood(patterns, steps=1, rate=0.5)
+    torch.testing.assert_close(first, 0.5 * hebb(patterns).sign(), rtol=1e-6, atol=1e-6)
+
+
+def test_dense_memories_hold_more_than_pair_memories() -> None:
+    """At 320 patterns of 40 spins the published order of the rules."""
+    patterns = spins(320, 40)
+    targets = patterns[:20]
+    overlaps = {
+        rule: (BinaryMemory(patterns, rule).retrieve(flipped(targets, 4)) * targets).mean().item()
+        for rule in ("hebb", 3, 4, "exp")
+    }
+    assert overlaps["exp"] == 1.0
+    assert overlaps["exp"] >= overlaps[4] > overlaps[3] > overlaps["hebb"]
+
+
+def test_random_orders_come_from_the_generator() -> None:
+    memory = BinaryMemory(spins(40, 24))
+    s = spins(30, 24, seed=5)
+    state = torch.random.get_rng_state()
+    runs = [
+        memory.retrieve(s, order="random", generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+
+
+def test_mistakes() -> None:
+    patterns = spins(3, 8)
+    memory = BinaryMemory(patterns)
+    for bad, error, message in (
+        (lambda: BinaryMemory(patterns, "hebbian"), ValueError, "rule must be one of .* 'hebbian'"),
+        (lambda: BinaryMemory(patterns, 1), ValueError, "rule .* got 1"),
+        (lambda: BinaryMemory(patterns, "exp", rectified=False), ValueError, "integer rule"),
+        (lambda: BinaryMemory(patterns.long()), TypeError, "patterns must be a floating"),
+        (lambda: BinaryMemory(patterns[0]), ValueError, r"patterns must have the shape \(P, N\)"),
+        (lambda: BinaryMemory(0.5 * patterns), ValueError, r"patterns must have .* \+1 and -1"),
+        (lambda: memory.retrieve(patterns[:, :4]), ValueError, "s must have 8 spins"),
+        (lambda: memory.retrieve(patterns.float()), TypeError, "s must be of dtype"),
+        (lambda: memory.retrieve(patterns, 0), ValueError, "sweeps must be >= 1"),
+        (
+            lambda: memory.retrieve(patterns, generator=3),  # type: ignore[arg-type]
+            TypeError,
+            "generator must be a torch.Gen",
+        ),
+        (lambda: memory.retrieve(patterns[0]), ValueError, "s must have the shape"),
+        (lambda: BinaryMemory(patterns[:0]), ValueError, "patterns must have the shape"),
+        (lambda: memory.retrieve(patterns, order="parallel"), ValueError, "order must be one of"),
+        (lambda: BinaryMemory(patterns, 3).continuous(), ValueError, "rectified=True"),
+    ):
+        with pytest.raises(error, match=message):
+            bad()

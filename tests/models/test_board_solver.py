@@ -1,0 +1,278 @@
+"""The board solver: its formula, its symmetries, its gradients, its solves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import solvers
+from implicit_attn import DEQ
+from implicit_attn.data.sudoku_boards import SudokuSymmetries, unique_puzzles, units
+from implicit_attn.models import BoardSolver, BoardUpdate, build_model
+
+UNITS = units().tolist()
+LATIN = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8]]
+SMALL: dict[str, Any] = {"cells": 9, "colours": 3, "features": 4, "width": 6, "iterations": 5}
+PUZZLES = torch.tensor([[1, 0, 0, 0, 0, 2, 0, 3, 0], [0, 2, 0, 0, 0, 0, 0, 0, 1]])
+
+
+def solver(groups: list[list[int]] = LATIN, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return BoardSolver(groups, **(SMALL | options)).double().eval()
+
+
+def test_the_update_is_its_formula() -> None:
+    """Groups of unequal sizes, cells in no group, in one and in several."""
+    groups = [[0, 1, 2], [2, 3]]
+    model = solver(groups, cells=5, colours=3)
+    update = model.update
+    z = torch.randn(2, 5, 3, 4, dtype=torch.float64).tanh()
+    marks = model.marks(torch.tensor([[0, 1, 0, 3, 0], [2, 0, 0, 0, 0]]))
+    found = update(z, marks)
+    relu, linear = torch.relu, torch.nn.functional.linear
+    for b in range(2):
+        for i in range(5):
+            for a in range(3):
+                cell = relu(update.to_cell(z[b, i].sum(0) / 3**0.5))
+                total = linear(cell, update.from_cell.weight)
+                for group in groups:
+                    if i in group:
+                        member = z[b, group, a].sum(0) / len(group) ** 0.5
+                        total = total + linear(
+                            relu(update.to_group(member)), update.from_group.weight
+                        )
+                total = (
+                    total + linear(z[b, i, a], update.own.weight) + update.embedding(marks[b, i, a])
+                )
+                r, s = update.output(relu(total)).split(4)
+                expected = z[b, i, a] + s.sigmoid() * (r.tanh() - z[b, i, a])
+                torch.testing.assert_close(found[b, i, a], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(update(z, update.prepare(marks)), found, rtol=0, atol=0)
+
+
+def test_gradients_of_the_update() -> None:
+    model = solver()
+    marks = model.marks(PUZZLES[:1])
+    z = torch.rand(1, 9, 3, 4, dtype=torch.float64, requires_grad=True)
+    for parameter in model.update.parameters():  # no kink of a relu near the points
+        torch.nn.init.normal_(parameter, std=0.5)
+    assert torch.autograd.gradcheck(lambda z: model.update(z, marks), (z,))
+
+
+def test_symmetries_of_sudoku_are_kept() -> None:
+    """Exactly those: a permutation of cells that breaks the groups changes the answer."""
+    model = solver(UNITS, cells=81, colours=9)
+    puzzles, solutions = unique_puzzles(3, 0)
+    # What moves the puzzle must move the answer: follow it by numbered digits of the cells.
+    moved, _ = SudokuSymmetries()(puzzles, solutions, torch.Generator().manual_seed(1))
+    before, after = (model(boards).amax(2).sort(1).values for boards in (puzzles, moved))
+    torch.testing.assert_close(before, after, rtol=1e-9, atol=1e-10)
+    other = model(puzzles[:, torch.randperm(81, generator=torch.Generator().manual_seed(0))])
+    assert (other.amax(2).sort(1).values - before).abs().max() > 1e-6
+
+
+def test_colours_are_alike() -> None:
+    model = solver()
+    swapped = torch.tensor([0, 3, 1, 2])[PUZZLES]
+    torch.testing.assert_close(model(swapped)[..., [2, 0, 1]], model(PUZZLES), rtol=0, atol=1e-12)
+
+
+def test_iterations_in_evaluation_and_in_training() -> None:
+    model = solver(window=2)
+    states = list(model.trajectory(PUZZLES, 7))
+    torch.testing.assert_close(model(PUZZLES), states[4], rtol=0, atol=0)
+    torch.testing.assert_close(model(PUZZLES, iterations=7), states[6], rtol=0, atol=0)
+    model.train()
+    kept = model(PUZZLES, iterations=7)
+    assert kept.shape == (2, 2, 9, 3)
+    torch.testing.assert_close(kept.detach(), torch.stack(states[5:]).detach(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="iterations must be >= the window, 2, got 1"):
+        model(PUZZLES, iterations=1)
+
+
+def test_gradients_reach_back_through_the_window_alone() -> None:
+    wide, narrow = solver(window=4).train(), solver(window=1).train()
+    wide(PUZZLES, 4)[-1].square().sum().backward()
+    narrow(PUZZLES, 4)[-1].square().sum().backward()
+    gradients = [model.update.own.weight.grad for model in (wide, narrow)]
+    assert (gradients[0] - gradients[1]).abs().max() > 1e-6
+    one = solver()
+    marks = one.update.prepare(one.marks(PUZZLES))
+    state = one.update.initial(marks)
+    for _ in range(3):
+        state = one.update.advance(state, marks).detach()
+    one.classify(one.update.advance(state, marks)).square().sum().backward()
+    torch.testing.assert_close(one.update.own.weight.grad, gradients[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [solvers.Forward(), solvers.Anderson(), solvers.Broyden()])
+def test_every_solver_finds_the_fixed_point(method: solvers.Solver) -> None:
+    model = solver()
+    exact = model(PUZZLES, iterations=300)
+    solution = model.solve(
+        PUZZLES, solver=method, tolerance=solvers.Tolerance(1e-11), max_steps=300
+    )
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value, exact, rtol=0, atol=1e-8)
+    assert isinstance(model.layer, DEQ) and model.layer.last is not None
+
+
+def test_implicit_gradients_are_those_of_many_iterations() -> None:
+    model = solver()
+    unrolled = model(PUZZLES, iterations=300).square().sum()
+    expected = torch.autograd.grad(unrolled, list(model.parameters()))
+    adjoint = solvers.Implicit(tolerance=solvers.Tolerance(1e-12))
+    options: dict[str, Any] = {"solver": solvers.Forward(), "max_steps": 300}
+    options["tolerance"] = solvers.Tolerance(1e-12)
+    value = model.solve(PUZZLES, adjoint=adjoint, **options).value
+    found = torch.autograd.grad(value.square().sum(), list(model.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_by_specification_and_with_a_layer() -> None:
+    specification = {"kind": "board-solver", "groups": LATIN, "window": 3, **SMALL}
+    model: Any = build_model(specification, layer={"max_steps": 7, "on_failure": "ignore"})
+    assert model.window == 3 and model.layer.max_steps == 7
+    assert model.layer.solver == solvers.Forward()
+    other: Any = build_model(specification, layer={"solver": solvers.Anderson()})
+    assert other.layer.solver == solvers.Anderson() and other.layer.max_steps == 40
+    assert other.layer.tolerance == solvers.Tolerance(1e-3)
+    assert "members" not in " ".join(model.state_dict())
+
+
+def latin_squares(number: int, generator: torch.Generator) -> Tensor:
+    """Random Latin squares of side 4, colours 1 .. 4: the cyclic one, its lines and colours permuted."""
+    cyclic = (torch.arange(4)[:, None] + torch.arange(4)) % 4
+    orders = [torch.rand(number, 4, generator=generator).argsort(1) for _ in range(3)]
+    squares = cyclic.expand(number, 4, 4).gather(1, orders[0][:, :, None].expand(-1, -1, 4))
+    squares = squares.gather(2, orders[1][:, None, :].expand(-1, 4, -1))
+    return orders[2].gather(1, squares.flatten(1)) + 1
+
+
+def test_it_learns_to_complete_boards_that_it_has_not_seen() -> None:
+    """Latin squares: whole boards right, more of them after four iterations than after one."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    lines = [list(range(4 * k, 4 * k + 4)) for k in range(4)] + [
+        list(range(k, 16, 4)) for k in range(4)
+    ]
+    model = BoardSolver(lines, 16, 4, features=12, width=24, iterations=4)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def puzzles(number: int, unknown: int) -> tuple[Tensor, Tensor]:
+        boards = latin_squares(number, generator)
+        hidden = torch.rand(boards.shape, generator=generator).argsort(1) < unknown
+        return boards.masked_fill(hidden, 0), boards
+
+    for _ in range(100):
+        given, wanted = puzzles(32, 7)
+        unknown = given == 0
+        answers = model(given)[:, unknown].flatten(0, 1)
+        targets = (wanted[unknown] - 1).repeat(4)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(answers, targets).backward()
+        optimizer.step()
+    model.eval()
+    given, wanted = puzzles(300, 7)
+    shares = [
+        ((model(given, iterations=n).argmax(-1) + 1 == wanted) | (given > 0)).all(1).double().mean()
+        for n in (1, 4)
+    ]
+    assert shares[0] < 0.5 and shares[1] > 0.7, shares
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": []}, "groups must hold at least one group"),
+        ({"groups": [[0, 9]]}, r"groups must hold different cells in 0 .. 8 each, got \[0, 9\]"),
+        ({"groups": [[0, 0]]}, "groups must hold different cells"),
+        ({"groups": [[]]}, "groups must hold different cells"),
+        ({"width": 3}, "width must not be 3"),
+        ({"features": 0}, "features must be"),
+        ({"window": 6}, "window must be <= iterations, 5, got 6"),
+    ],
+)
+def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BoardSolver(**({"groups": LATIN, **SMALL} | changes))
+
+
+@pytest.mark.parametrize(
+    ("puzzles", "message"),
+    [
+        (PUZZLES[:, :8], r"puzzles must be integers \(B, 9\)"),
+        (PUZZLES.double(), "puzzles must be integers"),
+        (PUZZLES.bool(), "puzzles must be integers"),
+        (PUZZLES[0], "puzzles must be integers"),
+        (PUZZLES + 1, r"puzzles must be in 0 .. 3, got \[4\]"),
+        (PUZZLES - 1, "puzzles must be in 0 .. 3, got"),
+    ],
+)
+def test_bad_puzzles(puzzles: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        solver()(puzzles)
+
+
+def test_no_boards_have_no_answers() -> None:
+    """As in a last batch of nothing; a solve, which has no equation then, says so."""
+    model = solver(window=2)
+    assert model(PUZZLES[:0]).shape == (0, 9, 3)
+    assert model.train()(PUZZLES[:0]).shape == (2, 0, 9, 3)
+    with pytest.raises(ValueError, match="at least one sample"):
+        model.solve(PUZZLES[:0])
+
+
+SOLVED_BOARD = "".join(str(digit) for digit in unique_puzzles(1, 0)[1][0].tolist())
+
+
+def test_boards_are_read_and_answered_in_the_shape_they_have() -> None:
+    model = solver(UNITS, cells=81, colours=9).float()
+    text = SOLVED_BOARD[:-1] + "."
+    board = torch.tensor([int(sign) for sign in SOLVED_BOARD[:-1] + "0"])
+    forms: list[Any] = [text, text.replace(".", "0"), [text] * 2, board, board.view(9, 9)]
+    forms += [board[None], board.view(1, 9, 9).to(torch.uint8)]
+    shapes = [(81,), (81,), (2, 81), (81,), (9, 9), (1, 81), (1, 9, 9)]
+    for form, shape in zip(forms, shapes, strict=True):
+        found = model.solve(form, max_steps=2, on_failure="ignore")
+        assert found.digits.shape == shape and found.digits.dtype == torch.int64
+        assert torch.equal(found.digits.view(-1, 81)[0, :80], board[:80])
+        assert found.value.shape == (found.digits.numel() // 81, 81, 9)
+    for wrong in (text[:80], "x" + text[1:], [text, text + "."]):
+        with pytest.raises(ValueError, match="puzzles must be strings of 81 digits or dots"):
+            model.solve(wrong)
+    with pytest.raises(TypeError, match="puzzles must be a tensor, a string or a list"):
+        model.solve(board.tolist())
+
+
+def test_a_board_ends_at_its_first_answer_that_agrees_with_the_groups() -> None:
+    model = solver(UNITS, cells=81, colours=9)
+    one = "." + SOLVED_BOARD[1:]
+    wrong = SOLVED_BOARD[:80] + SOLVED_BOARD[79]  # twice in the last row
+    answer = model.solve([SOLVED_BOARD, wrong], stop="consistent", max_steps=4)
+    assert answer.consistent.tolist() == answer.converged.tolist() == [True, False]
+    assert answer.steps.tolist() == [1, 4] and answer.evaluations.tolist() == [2, 5]
+    state = [model.update.initial(model.update.prepare(model.marks(answer.digits[:1])))]
+    prepared = model.update.prepare(model.marks(answer.digits[:1]))
+    for _ in range(2):
+        state.append(model.update.advance(state[-1], prepared))
+    residual = (state[2] - state[1]).norm() / state[2].norm()
+    torch.testing.assert_close(answer.residual[0], residual.detach(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(answer.value[:1], model.classify(state[1]), rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="stop must be one of"):
+        model.solve(one, stop="never")
+    with pytest.raises(TypeError, match="tolerance"):
+        model.solve(one, stop="consistent", tolerance=solvers.Tolerance())
+
+
+def test_bad_calls_of_the_update() -> None:
+    update = BoardUpdate(LATIN, 9, 3)
+    z = torch.zeros(1, 9, 3, 24)
+    with pytest.raises(ValueError, match="x must be the marks"):
+        update(z)
+    with pytest.raises(ValueError, match="mask must be None"):
+        update(z, torch.zeros(1, 9, 3, 3), mask=torch.ones(1, 9, dtype=torch.bool))

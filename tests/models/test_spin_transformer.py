@@ -1,0 +1,84 @@
+"""Stacks of kinetic attention as a backbone: what they compute, masks, budgets, mistakes, learning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import solvers
+from implicit_attn import DEQ
+from implicit_attn.models import ImageClassifier, SpinTransformer
+from implicit_attn.studies import Subject
+
+DIM, HEADS, TOKENS = 12, 3, 6
+EXACT = {"tolerance": solvers.Tolerance(rtol=1e-11), "max_steps": 200}
+
+
+def tokens(seed: int = 0, batch: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, TOKENS, DIM, generator=generator, dtype=torch.float64)
+
+
+def build(**options: Any) -> Any:
+    torch.manual_seed(1)
+    options.setdefault("layer", EXACT)
+    return SpinTransformer(DIM, HEADS, **options).double()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_modules_follow_each_other(layers: int, residual: bool) -> None:
+    model, x = build(layers=layers, residual=residual), tokens()
+    z = x
+    for index, steady in enumerate(model.steady):
+        assert isinstance(steady, DEQ)
+        mean = steady(z)
+        torch.testing.assert_close(steady.update(mean, z), mean, rtol=1e-8, atol=1e-8)
+        z = z + model.outputs[index](mean) if residual else mean
+    assert torch.equal(model(x), z) and len(model.steady) == layers
+    weights = [steady.update.queries_keys.weight for steady in model.steady[:2]]
+    assert layers == 1 or not torch.equal(*weights)
+
+
+def test_iterations_limit_every_module() -> None:
+    model = build(layers=2, layer={**EXACT, "on_failure": "ignore"}, iterations=9)
+    model(tokens(), iterations=2)
+    assert all(int(steady.last.steps.max()) <= 2 for steady in model.steady)
+    assert SpinTransformer(DIM, HEADS, iterations=7).steady[0].max_steps == 7
+    limited = SpinTransformer(DIM, HEADS, iterations=50, layer={"max_steps": 7})
+    assert limited.iterations == 7 and limited.steady[1].max_steps == 7
+
+
+def test_one_module_is_a_layer_for_the_studies() -> None:
+    """From elsewhere the only solve ends at the same means; several modules have no one state."""
+    torch.manual_seed(0)
+    model = ImageClassifier(SpinTransformer(DIM, HEADS, layers=1), 8, 1, 10, patch=4).eval()
+    generator = torch.Generator().manual_seed(1)
+    images = torch.rand(4, 1, 8, 8, generator=generator)
+    subject = Subject(model, images, torch.zeros(4, dtype=torch.int64), 10)
+    exact = subject.exact()
+    assert isinstance(exact.layer, DEQ)
+    x, _ = exact.given(exact.inputs)
+    first = exact.layer.solve(x).value
+    second = exact.layer.solve(x, z0=torch.zeros_like(x)).value
+    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-3)
+    several: list[dict[str, Any]] = [{"layers": 2}, {"layers": 1, "residual": True}]
+    for options in several:
+        with pytest.raises(TypeError, match=r"one spin module without residual.*--layers 1"):
+            _ = SpinTransformer(DIM, HEADS, **options).layer
+
+
+def test_mistakes() -> None:
+    for name in ("layers", "iterations"):
+        wrong: dict[str, Any] = {name: 0}
+        with pytest.raises(ValueError, match=name):
+            SpinTransformer(DIM, HEADS, **wrong)
+    with pytest.raises(TypeError, match="residual"):
+        SpinTransformer(DIM, HEADS, residual=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="layer must be a dict of options or None, got 'x'"):
+        SpinTransformer(DIM, HEADS, layer="x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="SpinTransformer"):
+        build()(tokens()[..., :5])

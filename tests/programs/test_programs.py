@@ -1,0 +1,263 @@
+"""The programs that train: their presets, a small run of each, what they refuse before the work."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tyro", reason="the programs need the extra [examples]")
+pytest.importorskip("safetensors", reason="the programs need the extra [examples]")
+pytest.importorskip("tqdm", reason="the programs need the extra [examples]")
+pytest.importorskip("lightning_fabric", reason="the programs need the extra [examples]")
+pytest.importorskip("matplotlib", reason="the programs need the extra [examples]")
+pytest.importorskip("sklearn", reason="the programs need the extra [examples]")
+
+from implicit_attn.checkpoint import read_progress
+from implicit_attn.cli import main
+from implicit_attn.data import load
+from implicit_attn.models import load_model
+from implicit_attn.programs.classify import Classify
+from implicit_attn.programs.images import MaskedPatches, VitImages
+from implicit_attn.programs.language_model import Language
+from implicit_attn.programs.mnist_spins import MnistSpins
+from implicit_attn.programs.sudoku import Sudoku
+from implicit_attn.training.script import choose_threads
+from implicit_attn.weights import weights_path
+
+HAS_DATA = Path(os.environ.get("IMPLICIT_ATTN_DATA", "/nowhere"))
+SHIPPED: dict[str, tuple[Any, str]] = {
+    "digits-hyperset": (VitImages(), "."),
+    "digits-hyperset-equilibrium": (VitImages(model="hyperset-equilibrium"), "."),
+    "mnist-hyperset": (VitImages(data="mnist"), "mnist"),
+    "mnist-spins": (MnistSpins(), "mnist"),
+    "austen-language": (Language(text="austen", descent="momentum"), "text"),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_defaults_are_those_of_the_shipped_weights(name: str) -> None:
+    program, needed = SHIPPED[name]
+    if needed != "." and not (HAS_DATA / needed).is_dir():
+        pytest.skip(f"no {needed} under IMPLICIT_ATTN_DATA")
+    job, held = program.job(False), read_progress(weights_path(name))["settings"]
+    found = json.loads(json.dumps({**asdict(job.recipe), **job.settings}))
+    for key in ("rate", "batch", "warmup", "floor", "weight_decay", "clip", "seed", "rtol", "data"):
+        assert key not in held or found.get(key) == held[key], key
+    assert found["iterations"] == held.get("random_iterations")
+    if "model" in held:
+        wanted, made = (dict(each["model"]) for each in (held, found))
+        backbone, ours = wanted.pop("backbone", {}), made.pop("backbone", {})
+        wanted = {key: "class" for key in made if key == "readout"} | wanted  # the default
+        assert made == wanted and ours == {k: v for k, v in backbone.items() if v is not None}
+    assert sum(p.numel() for p in job.model.parameters()) == sum(
+        value.numel() for value in load_shipped(name).parameters()
+    )
+
+
+def load_shipped(name: str) -> torch.nn.Module:
+    from implicit_attn import load_pretrained
+
+    return load_pretrained(name)
+
+
+SMALL = "dim=8 heads=2"
+RUNS = {
+    "train classify": f"--limit 64 --epochs 1 --patch 4 --readout class --options {SMALL} width=8",
+    "demo": f"--limit 64 --epochs 1 --patch 4 --model hyperset --options {SMALL} width=8",
+    "train vit-images": f"--limit 64 --epochs 2 --iterations 2 --options {SMALL} patch=4",
+    "train masked-images": f"--limit 64 --epochs 1 --test 9 --iterations 2 --options {SMALL} width=8",
+    "train mnist-spins": "--limit 64 --epochs 1 --options dim=4",
+    "train sudoku": "--source generated --train 8 --test 4 --epochs 1 --iterations 2 "
+    f"--options {SMALL} width=16",
+    "train solve-sudoku": "--source generated --train 110 --test 2 --epochs 1 --iterations 2 "
+    "--window 1 --batch 60 --boards 2 --options features=4 width=8",
+    "train language-model": "--steps 4 --batch 2 --options dim=8 heads=2 layers=1 length=8 windows=3 "
+    "evaluate_every=2",
+}
+PICTURES = {
+    "train classify": {"report.png", "comparison.png", "report-convergence.csv", "comparison-confidence.csv"},
+    "demo": {"report.png", "comparison.png"},
+    "train masked-images": {"errors.csv"},
+    "train mnist-spins": {"report.png", "report-extrapolation.csv"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_small_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "spins" in name and not (HAS_DATA / "mnist").is_dir():
+        pytest.skip("no MNIST under IMPLICIT_ATTN_DATA")
+    out, threads = tmp_path / "out", torch.get_num_threads()
+    try:
+        main([*name.split(), *RUNS[name].split(), "--out", str(out)])
+    finally:
+        torch.set_num_threads(threads)
+    made = {path.name for path in out.iterdir()}
+    assert {"checkpoint.safetensors", "checkpoint.csv", "weights.safetensors"} <= made
+    assert PICTURES.get(name, set()) <= made
+    with (out / "checkpoint.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == [str(k + 1) for k in range(len(rows))]
+    assert str(out) in capsys.readouterr().out
+    if name not in ("demo", "train mnist-spins"):
+        model, progress = load_model(out / "weights.safetensors")
+        assert len(progress["history"]) == len(rows) and not model.training
+
+
+@pytest.mark.defect("B6")
+def test_an_earlier_run_is_kept_resumed_or_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "vit-images", *RUNS["train vit-images"].split(), "--out", str(tmp_path / "a")]
+    weights = tmp_path / "a" / "weights.safetensors"
+
+    def refused(*more: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main([*words, *more])
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "no checkpoint at" in refused("--resume") and not (tmp_path / "a").exists()
+    main(words)
+    first = load_model(weights)[0].state_dict()
+    said = refused()
+    assert "argument --out: " in said and "--resume" in said and "checkpoint.safetensors" in said
+    assert "exclude each other" in refused("--resume", "--overwrite")
+    assert "made with other settings" in refused("--resume", "--seed", "3")
+    main([*words, "--resume"])  # nothing is left to do but the report
+    assert all(torch.equal(a, first[n]) for n, a in load_model(weights)[0].state_dict().items())
+    main([*words, "--overwrite", "--seed", "3"])
+    assert not torch.equal(next(load_model(weights)[0].parameters()), next(iter(first.values())))
+
+
+@pytest.mark.defect("C6")
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (
+            "train classify --limit 1",
+            "argument --limit: limit must leave training images of two",
+        ),
+        ("train vit-images --limit 9 --options dim=7", "heads must divide dim=7"),
+        ("train vit-images --limit 9 --options foo=3", "unexpected keyword argument 'foo'"),
+        (
+            "train vit-images --limit 9 --options foo",
+            "argument --options: options must be KEY=VALUE",
+        ),
+        ("train vit-images --limit 9 --options rtol=0.1", "rtol is for hyperset-equilibrium and"),
+        ("train vit-images --limit 9 --options rate=-1", "rate must be"),
+        ("train vit-images --accelerator cuda", "accelerator must be 'cpu' or 'auto'"),
+        ("train sudoku --source list --train 100000", "train"),
+        ("train solve-sudoku --givens 30 20", "argument --givens: givens must be LEAST <= MOST"),
+        ("train solve-sudoku --window 40", "argument --window: window must be <= iterations"),
+        ("train solve-sudoku --figure a.jpg", "argument --figure: figure must end in .png or .gif"),
+        (
+            "train solve-sudoku --weights digits-hyperset",
+            "argument --weights: weights must be of a",
+        ),
+        ("train language-model --text no-such-text", "no-such-text"),
+        ("train language-model --epochs 3", "argument --epochs: epochs must be left out"),
+        ("train language-model --attention linear", "got 'linear'"),
+        (
+            "train language-model --generate 3 --steps 5",
+            "argument --steps: steps is for a training",
+        ),
+        ("train language-model --generate 3 --prompt Tübingen", "alphabet"),
+        ("train language-model --generate 3 --weights mnist-hyperset", "is no language model"),
+        ("train masked-images --compare /nowhere", "/nowhere"),
+    ],
+)
+def test_what_is_refused_before_the_work(
+    words: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a card")
+    if "list" in words and not (HAS_DATA / "sudoku").is_dir():
+        pytest.skip("no list of puzzles")
+    out = [] if "--generate" in words else ["--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as stop:
+        main([*words.split(), *out])
+    line = capsys.readouterr().err.removeprefix(
+        "no run in runs/language-decoder: the weights that come along\n"
+    )
+    assert stop.value.code == 2 and part in line and line.count("\n") == 1
+    assert not (tmp_path / "out" / "checkpoint.safetensors").exists()
+
+
+def test_a_missing_extra_is_named_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as a fault of an option."""
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "vit-images", "--out", str(tmp_path)])
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and "argument" not in line
+    assert line.startswith("implicit-attn train vit-images: error: sklearn.datasets could not be")
+
+
+def test_presets_and_what_overrides_them() -> None:
+    plain = VitImages().values_of(
+        {"iterations": 5, "random_iterations": [1, 9], "initial_step": 0.0}
+    )
+    assert plain == {"iterations": 5, "random_iterations": [1, 9], "initial_step": 0.0}
+    asked = VitImages(iterations=7, rate=0.5, options=("rate=0.25", "step_size=shared", "layers=2"))
+    assert asked.values_of({"iterations": 5, "random_iterations": [1, 9], "initial_step": 0.0}) == {
+        "iterations": 7, "rate": 0.25, "step_size": "shared", "layers": 2,
+    }  # fmt: skip
+    crate = VitImages(model="crate").values_of({"width": 3, "initial_step": 0.1, "rate": 1})
+    assert crate == {"rate": 1}
+    solved = Sudoku(model="equilibrium").values_of(
+        {"iterations": 16, "random_iterations": [12, 20]}
+    )
+    assert solved == {"iterations": 50, "random_iterations": None, "rtol": 1e-3}
+    masked = MaskedPatches(model="hyperset-equilibrium").job(False)
+    assert masked.recipe.batch == 32 and masked.recipe.iterations is None
+    assert masked.settings["model"]["backbone"]["width"] == 772
+
+
+def test_rivals_see_the_same_training(tmp_path: Path) -> None:
+    """Equal sizes but for the layer, the same seed, recipe and data."""
+    program = Classify(out=tmp_path, epochs=1, limit=64)
+    job = program.job(True)
+    rivals = program._rivals(load("digits").first(64), {})
+    sizes = {
+        name: sum(p.numel() for p in model.parameters()) for name, (model, _) in rivals.items()
+    }
+    own = sum(p.numel() for p in job.model.parameters())
+    assert sizes["encoder layer"] - sizes["identity"] == 33_472
+    assert own - sizes["identity"] == 33_092 and set(sizes) >= {"logistic regression"}
+
+
+def test_small_models_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    small, large = torch.nn.Linear(9, 9), torch.nn.Linear(1000, 1000)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    choose_threads(small)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    choose_threads(large)
+    assert asked == []
+    choose_threads(small)
+    assert asked == [1]
+
+
+def test_an_equilibrium_writes_with_other_numbers_of_evaluations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "tale.txt"
+    text.write_text("The cat sat on the mat. " * 40)
+    kind = ["train", "language-model", "--model", "equilibrium", "--out", str(tmp_path / "out")]
+    tiny = ["dim=8", "heads=2", "length=8", "windows=3", "evaluate_every=2", "gradient=implicit"]
+    words = ["--steps", "4", "--batch", "2", "--iterations", "3", "--text", str(text)]
+    main([*kind, *words, "--options", *tiny])
+    assert "text: tale, 912 + 48 characters, 12 different ones" in capsys.readouterr().out
+    for more in ([], ["--iterations", "2"], ["--iterations", "20"]):
+        main([*kind, "--generate", "5", "--prompt", "The", *more])
+        assert capsys.readouterr().out.startswith("The")

@@ -1,0 +1,402 @@
+"""The native engine and the loops in torch side by side: equal statuses, counts, values and residuals.
+
+The two compute alike but for rounding: a count may differ by one where a residual stands at the tolerance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cases.kernels import needs_engine, without_engine
+from solvers import CG, GMRES, Anderson, Forward, Implicit, Solution, Status, Tolerance, fixed_point
+from solvers.krylov.product import OneMinus
+from solvers.krylov.solve import solve_linear
+from solvers.native import library, records, turns
+
+pytestmark = needs_engine
+F32, F64 = torch.float32, torch.float64
+SOLVERS = (
+    Forward(),
+    Forward(damping=0.6),
+    Anderson(),
+    Anderson(memory=3),
+    Anderson(memory=1, damping=0.5),
+)
+
+
+def both(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """By the engine, and by the loop."""
+    found = run()
+    with pytest.MonkeyPatch.context() as patch:
+        without_engine(patch)
+        return found, run()
+
+
+def assert_alike(one: Solution, other: Solution, amplification: float, rtol: float) -> None:
+    """``amplification``: how much of a residual may be an error of the value."""
+    assert one.status.tolist() == other.status.tolist()
+    assert (one.evaluations - other.evaluations).abs().max() <= 1
+    assert torch.equal(one.steps - one.evaluations, other.steps - other.evaluations)
+    solved = one.converged
+    scale = other.value.flatten(1).norm(dim=1)
+    apart = (one.value - other.value).flatten(1).norm(dim=1)
+    assert (apart[solved] <= (2 * amplification * rtol * scale + 1e-30)[solved]).all()
+
+
+def contraction(seed: int, size: int, norm: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(size, size, generator=generator, dtype=F64)
+    return (norm * matrix / torch.linalg.matrix_norm(matrix, 2)).to(dtype), torch.randn(
+        7, size, generator=generator, dtype=F64
+    ).to(dtype)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.integers(1, 40),
+    batch=st.integers(1, 7),
+    norm=st.sampled_from([0.3, 0.9]),
+    scale=st.sampled_from([1.0, 1e-12, 1e12]),
+    solver=st.sampled_from(SOLVERS),
+    dtype=st.sampled_from([F32, F64]),
+    masked=st.booleans(),
+    max_steps=st.sampled_from([1, 2, 5, 300]),
+)
+def test_the_engine_decides_as_the_loop(
+    seed: int, size: int, batch: int, norm: float, scale: float, solver: Any, dtype: torch.dtype,
+    masked: bool, max_steps: int,
+) -> None:  # fmt: skip
+    matrix, shift = contraction(seed, size, norm, dtype)
+    shift = scale * shift[:batch]
+    mask = (
+        torch.rand(batch, size, generator=torch.Generator().manual_seed(seed)) > 0.3
+        if masked
+        else None
+    )
+    rtol = 1e-4 if dtype == F32 else 1e-9
+    calls = 0
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return scale * torch.sin(z / scale) @ matrix.mT + x
+
+    def run() -> Solution:
+        nonlocal calls
+        calls = 0
+        found = fixed_point(
+            f, torch.zeros_like(shift), (shift,), solver=solver, tolerance=Tolerance(rtol),
+            max_steps=max_steps, mask=mask, on_failure="ignore", adjoint=None,
+        )  # fmt: skip
+        assert calls == found.evaluations.max() <= max_steps
+        return found
+
+    assert_alike(*both(run), 1 / (1 - norm), rtol)
+
+
+DIFFICULT: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
+    "diverges": (lambda z: 3 * z + 1, Forward()),
+    "runs off": (lambda z: z * z + 1, Forward()),
+    "overflows": (lambda z: torch.exp(9 * z), Forward()),
+    "not finite at the start": (lambda z: z / 0.0, Anderson()),
+    "turns": (lambda z: -z + 2, Forward()),
+    "no fixed point": (lambda z: torch.floor(z) + 1.5 - torch.floor(z / 2), Forward()),
+    "a pole": (lambda z: 1 / (z - 1.7), Anderson(memory=2)),
+    "zero": (lambda z: 0.5 * z, Forward()),
+    "all zero": (lambda z: 0 * z, Anderson()),
+    "tiny": (lambda z: 0.5 * z + 1e-30, Anderson()),
+    "huge": (lambda z: 0.5 * z + 1e30, Anderson()),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFICULT)
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("named", [True, False])
+def test_difficult_samples_keep_their_status_and_budget(
+    kind: str, dtype: torch.dtype, named: bool
+) -> None:
+    """Every call of ``f`` is told, and there are no more than asked for, also in second attempts."""
+    g, solver = DIFFICULT[kind]
+    start = torch.tensor([[0.0, 0.3], [1.0, -0.5], [2.0, 4.0], [-3.0, 0.1]], dtype=dtype)
+    seen = torch.zeros(4, dtype=torch.int64)
+
+    def f(z: Tensor, number: Tensor) -> Tensor:
+        seen.index_add_(0, number, torch.ones_like(number))
+        easy = number == 0  # the first sample is solved whatever happens to the others
+        return torch.where(easy[:, None], 0.25 * z + 1, g(z))
+
+    def run() -> Solution:
+        seen.zero_()
+        found = fixed_point(
+            f, start, (torch.arange(4),), solver=solver if named else None, max_steps=250,
+            on_failure="ignore", adjoint=None, tolerance=Tolerance(1e-4, 1e-9),
+        )  # fmt: skip
+        assert (found.evaluations <= 250).all() and found.status[0] == Status.CONVERGED
+        assert (found.evaluations <= seen).all() and seen.max() <= 250
+        return found
+
+    one, other = both(run)
+    assert torch.equal(one.converged, other.converged)
+    if named:  # where second attempts fail, how they do is a matter of rounding
+        assert one.status.tolist() == other.status.tolist()
+        assert (one.evaluations - other.evaluations).abs().max() <= 1
+        torch.testing.assert_close(
+            one.residual, other.residual, rtol=0.1, atol=1e-3, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_samples_do_not_hang_on_their_batch(solver: Any) -> None:
+    matrix, shift = contraction(3, 33, 0.9, F64)
+    shift = torch.cat([shift, 1e3 * shift, torch.full_like(shift, torch.inf).clamp_max(1e200)])
+
+    def f(z: Tensor, x: Tensor) -> Tensor:  # row by row: a product of matrices rounds by its size
+        return torch.stack([matrix @ torch.sin(row) for row in z]) + x
+
+    options: dict[str, Any] = {
+        "solver": solver,
+        "adjoint": None,
+        "on_failure": "ignore",
+        "max_steps": 40,
+    }
+    whole = fixed_point(f, torch.zeros_like(shift), (shift,), **options)
+    for row in range(len(shift)):
+        one = slice(row, row + 1)
+        alone = fixed_point(f, torch.zeros_like(shift[one]), (shift[one],), **options)
+        assert torch.equal(alone.value, whole.value[one])
+        assert torch.equal(alone.evaluations, whole.evaluations[one])
+
+
+def test_finished_samples_leave_a_large_batch() -> None:
+    sizes: list[int] = []
+
+    def f(z: Tensor, rate: Tensor) -> Tensor:
+        sizes.append(len(z))
+        return rate * z + 1
+
+    rate = torch.linspace(0.1, 0.9, 64)[:, None]
+    for size in (4, 1000):  # samples leave by sixteenths, or quarters of a small batch
+        sizes.clear()
+        start = torch.zeros(64, size)
+        found = fixed_point(f, start, (rate,), solver=Forward(), adjoint=None, max_steps=200)
+        assert found.converged.all() and sizes[0] == 64 > sizes[-1]
+        assert sorted(sizes, reverse=True) == sizes
+        torch.testing.assert_close(
+            found.value, (1 / (1 - rate)).expand(64, size), rtol=2e-3, atol=0
+        )
+
+
+def matrix_of(seed: int, size: int, definite: bool, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    m = torch.randn(5, size, size, generator=generator, dtype=F64) / (3 * size**0.5)
+    return ((m + m.mT) / 2 if definite else m).to(dtype)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.integers(1, 40),
+    solver=st.sampled_from([CG(), GMRES(), GMRES(restart=3)]),
+    dtype=st.sampled_from([F32, F64]),
+    rtol=st.sampled_from([1e-3, 1e-6]),
+    one_minus=st.booleans(),
+    max_steps=st.sampled_from([1, 2, 3, 100]),
+)
+def test_systems_are_solved_as_by_the_loop(
+    seed: int,
+    size: int,
+    solver: Any,
+    dtype: torch.dtype,
+    rtol: float,
+    one_minus: bool,
+    max_steps: int,
+) -> None:
+    m = matrix_of(seed, size, isinstance(solver, CG), dtype)
+    right = torch.randn(5, size, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+    right[1] = 0
+    right[2] *= 1e-5
+
+    def image(v: Tensor) -> Tensor:
+        return (m @ v[:, :, None])[:, :, 0]
+
+    matvec = OneMinus(image) if one_minus else lambda v: v - image(v)
+    options: dict[str, Any] = {
+        "solver": solver,
+        "tolerance": Tolerance(rtol),
+        "max_steps": max_steps,
+    }
+    one, other = both(
+        lambda: solve_linear(matvec, right, compact=False, on_failure="ignore", **options)
+    )
+    assert one.status.tolist() == other.status.tolist()
+    assert (one.evaluations - other.evaluations).abs().max() <= 1
+    assert (one.evaluations <= max_steps).all()
+    exact = torch.linalg.solve(torch.eye(size, dtype=F64) - m.double(), right.double())
+    for found in (one, other):
+        true = (right - found.value + image(found.value)).norm(dim=1)
+        assert (
+            true <= 1.1 * found.residual_norm + 40 * torch.finfo(dtype).eps * right.norm(dim=1)
+        ).all()
+        error = (found.value - exact).norm(dim=1)
+        assert (error <= 4 * found.residual_norm + 1e-4 * exact.norm(dim=1))[found.converged].all()
+
+
+@pytest.mark.parametrize(
+    "kind", ["indefinite", "singular", "not finite", "tiny", "huge", "restarts"]
+)
+@pytest.mark.parametrize("solver", [CG(), GMRES(restart=4)], ids=str)
+def test_difficult_systems(kind: str, solver: Any) -> None:
+    right = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=F64)
+    diagonal = torch.linspace(1.0, 5.0, 6, dtype=F64).repeat(3, 1)
+    if kind == "indefinite":
+        diagonal[0, 2] = -1.0
+    if kind == "singular":
+        diagonal[0, 1] = 0.0
+    if kind == "not finite":
+        diagonal[0, 1] = torch.nan
+    right = right * {"tiny": 1e-90, "huge": 1e90}.get(kind, 1.0)
+    calls = 0
+
+    def matvec(v: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return diagonal * v
+
+    def run() -> Solution:
+        nonlocal calls
+        calls = 0
+        options: dict[str, Any] = {"tolerance": Tolerance(1e-8), "max_steps": 60}
+        found = solve_linear(
+            matvec, right, solver=solver, compact=False, on_failure="ignore", **options
+        )
+        assert calls == found.evaluations.max() <= 60
+        return found
+
+    one, other = both(run)
+    assert one.status.tolist() == other.status.tolist()
+    assert one.converged[1:].all() and torch.isfinite(one.value).all()
+    assert (one.evaluations - other.evaluations).abs().max() <= 1
+
+
+def test_gradients_are_the_loop_s() -> None:
+    matrix, shift = contraction(5, 12, 0.8, F64)
+
+    def run() -> Tensor:
+        x = shift.clone().requires_grad_()
+        exact = Tolerance(1e-12)
+        solution = fixed_point(
+            lambda z, x: torch.sin(z) @ matrix.mT + x, torch.zeros_like(x), (x,), tolerance=exact,
+            adjoint=Implicit(tolerance=exact), max_steps=200,
+        )  # fmt: skip
+        (gradient,) = torch.autograd.grad(solution.value.square().sum(), x)
+        assert solution.adjoint.solution is not None and solution.adjoint.solution.converged.all()
+        return gradient
+
+    torch.testing.assert_close(*both(run), rtol=1e-9, atol=1e-9)
+
+
+def test_the_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    own = records.function
+    for module in (turns, records):
+        monkeypatch.setattr(
+            module, "function", lambda name, dtype: taken.append(name) or own(name, dtype)
+        )
+    z, half = torch.zeros(1, 4), torch.zeros(2, 4, dtype=torch.bfloat16)
+    mask = torch.tensor([[True, False, True, True]])
+
+    def solve(start: Tensor, **options: Any) -> int:
+        taken.clear()
+        fixed_point(lambda z: 0.5 * z + 1, start, adjoint=None, **options)
+        return len(taken)
+
+    assert solve(z) == solve(z, solver=Forward(), mask=mask) == 1
+    assert solve(z, record=True) == solve(half) == solve(z, solver=Anderson(memory=65)) == 0
+
+
+def test_a_map_may_keep_its_states_and_must_not_write_to_them() -> None:
+    kept: list[Tensor] = []
+
+    def f(z: Tensor) -> Tensor:
+        kept.append(z)
+        return torch.cos(z)
+
+    fixed_point(f, torch.zeros(3, 2), adjoint=None)
+    copies = [z.clone() for z in kept]
+    fixed_point(torch.cos, torch.zeros(3, 2), adjoint=None)
+    assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
+    with pytest.raises(ValueError, match="works in place"):
+        fixed_point(lambda z: z.add_(1) if z.abs().max() > 0 else torch.cos(z), torch.zeros(3, 2))
+
+
+def test_the_levels() -> None:
+    """Each library that this processor can run does the same; the best one is loaded."""
+    best = library.engine()
+    assert best is not None and f"engine_{library.levels()[0]}" in best._name
+    assert library.levels()[0] in library.told()
+    found = []
+    for level in library.levels():
+        assert (library.FOLDER / f"engine_{level}.so").exists()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(library, "levels", lambda level=level: (level,))
+            library.engine.cache_clear()
+            found.append(fixed_point(torch.cos, torch.zeros(3, 2, dtype=F64), adjoint=None))
+    library.engine.cache_clear()
+    for other in found[1:]:
+        torch.testing.assert_close(other.value, found[0].value)
+        assert torch.equal(other.evaluations, found[0].evaluations)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_threads_and_forks() -> None:
+    """The same bits by one thread and two; a child waits for no thread of its parent."""
+    large = contraction(1, 40, 0.9, F64)[1].repeat(200, 20)
+
+    def solve() -> Tensor:
+        return fixed_point(
+            lambda z, x: 0.5 * torch.cos(z) + x, 0 * large, (large,), adjoint=None
+        ).value
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = solve()
+        torch.set_num_threads(2)
+        assert torch.equal(solve(), one)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if library.THREADS.number == 1 and torch.isfinite(one[0, 0]) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_library_of_other_sources_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "solvers" / "native" / "lib"
+    folder.mkdir(parents=True)
+    source = tmp_path / "solvers" / "native" / "a.h"
+    source.write_text("old")
+    (folder / "sources.txt").write_text(
+        f"{hashlib.sha256(b'old').hexdigest()} solvers/native/a.h\n"
+    )
+    monkeypatch.setattr(library, "FOLDER", folder)
+    assert library.changed_sources() == []
+    source.write_text("new")
+    with pytest.warns(RuntimeWarning, match=r"older than solvers/native/a.h and is not used"):
+        assert library.engine.__wrapped__() is None
+    source.unlink()
+    assert library.changed_sources() == ["solvers/native/a.h"]

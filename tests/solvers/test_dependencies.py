@@ -1,0 +1,56 @@
+"""Scipy and torchdeq are imported where they are used, and what does not use them works without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+sys.modules.update({"scipy": None, "torchdeq": None})  # an import of either raises
+import torch
+import solvers
+from solvers.spins import sites
+
+torch.manual_seed(0)
+x = torch.randn(3, 4, requires_grad=True)
+solution = solvers.fixed_point(lambda z, x: 0.5 * z.cos() + x, torch.zeros(3, 4), (x,))
+solution.value.sum().backward()
+assert solution.converged.all() and x.grad.isfinite().all()
+descent = solvers.Descent(lambda z: z.cosh().log().sum(1))
+assert solvers.fixed_point(descent, x.detach(), tolerance=solvers.Tolerance(atol=1e-6)).converged.all()
+assert solvers.solve_linear(lambda v: 2 * v, x.detach()).converged.all()
+couplings = torch.zeros(4, 4, 1, 1)
+assert solvers.adaptive_tap(couplings, x.detach()[:, :, None], site=sites.IsingSite()).converged.all()
+radius = solvers.spectral_radius(lambda z: 0.5 * z, x.detach())
+assert (radius - 0.5).abs().max() < 1e-6
+print(PART)
+"""
+
+
+def run(part: str) -> str:
+    program = PROGRAM.replace("PART", part)
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], cwd=root, capture_output=True, text=True
+    )
+    return done.stdout if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+def test_neither_is_needed_by_a_solve() -> None:
+    assert run("sorted(n for n, m in sys.modules.items() if m and 'scipy' in n)") == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        ("solvers.spectral_radius(lambda z: z, torch.ones(1, 99))", "method='arpack' needs scipy"),
+        ("__import__('solvers.torchdeq_bridge')", "solvers.torchdeq_bridge needs torchdeq"),
+    ],
+)
+def test_what_needs_one_says_so(use: str, told: str) -> None:
+    message = run(use)
+    assert message.startswith(f"ImportError: {told}") and "pip install" in message

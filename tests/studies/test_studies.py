@@ -1,0 +1,512 @@
+"""The studies on layers and models whose answers are known, and the command on tiny models."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import solvers
+from cases.deq import make, tokens
+from cases.studies import image_subject, specification, write_weights
+from implicit_attn import DEQ, EquilibriumBlock, GradientStep, studies
+from implicit_attn.checkpoint import save_checkpoint
+from implicit_attn.energies import FunctionEnergy, Quadratic
+from implicit_attn.models import build_model
+from implicit_attn.studies.extrapolating import relative_changes, stopping_times
+from implicit_attn.studies.path_ends import run_from
+from implicit_attn.studies.reports import carry_forward
+from implicit_attn.studies.subjects import Pool, Subject, measure_boards, subject_of
+
+CURVATURES = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64)
+STUDIES = {
+    "convergence": ({"max_steps": 12, "spectra": 1, "repeats": 1}, ["curves", "costs", "steps"]),
+    "extrapolation": ({"factor": 2}, ["curves", "reach", "adaptive", "depths"]),
+    "paths": ({"starts": 1}, ["summary", "samples"]),
+    "geometry": ({"iterations": 4}, ["energies", "heads"]),
+}
+
+
+def bowl_layer(step_size: float = 1.0) -> DEQ:
+    """A quadratic energy with the curvatures ``CURVATURES`` in each token."""
+
+    def bowl(z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * (CURVATURES.to(z) * (z - x).square()).sum((1, 2))
+
+    return DEQ(GradientStep(FunctionEnergy(bowl), step_size), init="zeros")
+
+
+def rows(batch: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(batch, 2, 3, generator=generator, dtype=dtype)
+
+
+def is_picture(path: Path) -> bool:
+    content = path.read_bytes()
+    return content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 20_000
+
+
+# Any layer, and any model that calls one.
+
+
+def block_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(5, 8), EquilibriumBlock(8, heads=2), nn.Flatten(), nn.Linear(24, 4)
+    )
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("kind", ["gradient", "update", "block"])
+def test_a_study_of_ones_own_layer(name: str, kind: str, tmp_path: Path) -> None:
+    """In one call: tables with a picture, of a DEQ or of a model around one."""
+    pytest.importorskip("matplotlib", reason="the studies draw")
+    options, tables = STUDIES[name]
+    if kind == "block":
+        layer, x = block_model(), torch.randn(6, 3, 5)
+    else:
+        layer, x = make(kind), tokens(batch=6)
+    labels = (
+        {"targets": torch.arange(6) % 4}
+        if kind == "block" and name in ("paths", "extrapolation")
+        else {}
+    )
+    study: Any = getattr(studies, name)
+    found = study(layer, x, **options, **labels)
+    assert set(tables) <= set(found.tables)
+    found.save(tmp_path / "out" / name, "a title")
+    assert is_picture(tmp_path / "out" / f"{name}.png")
+    for table in tables:
+        with (tmp_path / "out" / f"{name}-{table}.csv").open(newline="") as file:
+            assert len(list(csv.DictReader(file))) == len(getattr(found, table))
+    assert found.printed[0] in str(found)
+
+
+def test_what_a_study_is_not_given() -> None:
+    wrong: Any
+    for wrong in (
+        (DEQ(Quadratic()),),
+        (len, torch.ones(1, 2, 3)),
+        (nn.Linear(3, 3), torch.ones(1, 3)),
+    ):
+        with pytest.raises(TypeError, match=r"layer must be a DEQ|model must hold a DEQ"):
+            studies.paths(*wrong)
+    with pytest.raises(TypeError, match="must be None where the subject has its own"):
+        studies.paths(image_subject("equilibrium"), torch.ones(1, 2, 3))
+
+
+def test_a_subject_looks_into_a_model() -> None:
+    """What its layer is given, and its outputs for another state; it is as before behind that."""
+    model, x = block_model().eval(), torch.randn(6, 3, 5)
+    subject = subject_of(model, x)
+    block: Any = model[1]
+    given, mask = subject.given(x)
+    assert torch.equal(given.tokens, block.arguments(model[0](x))[1].tokens) and mask is None
+    state = torch.randn(6, 3, 8)
+    with torch.no_grad():
+        expected = model[3](model[2](model[0](x) + state))
+        assert torch.allclose(subject.outputs(x, state), expected)
+        usual = model(x)
+        z = subject.layer.solve(given, tolerance=solvers.Tolerance(1e-3)).value
+        assert torch.allclose(subject.outputs(x, z), usual, atol=1e-2)
+    assert "forward" not in vars(block.deq)
+
+
+# Convergence.
+
+
+def test_convergence_of_a_bowl() -> None:
+    found = studies.convergence(bowl_layer(), rows(5), rtol=1e-6, max_steps=40, repeats=1)
+    names = [row["solver"] for row in found.costs]
+    assert names == list(studies.solver_choices(bowl_layer()))
+    assert {"forward", "plain forward", "L-BFGS", "Newton"} <= set(names)
+    for name in names:
+        mine = [row for row in found.curves if row["solver"] == name]
+        residuals = [row["residual"] for row in mine]
+        assert residuals == sorted(residuals, reverse=True) and residuals[-1] >= 1e-8
+        above = [row["energy_above"] for row in mine]
+        assert above == [None] * len(mine) if name == "plain forward" else min(above) >= 0
+        assert sum(row["samples"] for row in found.steps if row["solver"] == name) == 5
+    fast, slow = (
+        next(r for r in found.costs if r["solver"] == n) for n in ("L-BFGS", "plain forward")
+    )
+    assert fast["converged"] == 1.0 and fast["evaluations"] <= 12
+    # The slowest mode shrinks by 0.8 a step: 1e-6 is not there within 40.
+    assert slow["converged"] == 0.0 and slow["evaluations"] == 40
+
+
+def test_a_layer_without_energy_has_fewer_solvers() -> None:
+    assert set(studies.solver_choices(make("update"))) == {
+        "plain forward", "Anderson", "Broyden", "Newton",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("step_size", [1.0, 0.5])
+def test_eigenvalues_of_a_gradient_step(step_size: float) -> None:
+    x = rows(2)
+    table = studies.jacobian_eigenvalues(bowl_layer(step_size), x, x)
+    expected = sorted([1 - step_size * c for c in CURVATURES.tolist()] * 2)
+    for sample in (0, 1):
+        mine = [row for row in table if row["sample"] == sample]
+        assert [row["real"] for row in mine] == pytest.approx(expected)
+        assert all(row["imaginary"] == 0.0 for row in mine)
+        assert sorted(row["curvature"] for row in mine) == pytest.approx(
+            [0.2, 0.2, 0.5, 0.5, 1.5, 1.5]
+        )
+
+
+def test_eigenvalues_of_a_rotation() -> None:
+    """``z <- 0.9 R z + x`` turns by 60 degrees: complex eigenvalues of modulus 0.9."""
+    half, root = 0.5, 0.75**0.5
+    turn = 0.9 * torch.tensor([[half, -root], [root, half]], dtype=torch.float64)
+    x = rows(1)[:, :1, :2]
+    table = studies.jacobian_eigenvalues(DEQ.from_update(lambda z, x: z @ turn.T + x), x, x)
+    assert [row["real"] for row in table] == pytest.approx([0.45, 0.45])
+    assert sorted(row["imaginary"] for row in table) == pytest.approx([-0.9 * root, 0.9 * root])
+    assert "curvature" not in table[0]
+
+
+# Accuracy against evaluations and iterations.
+
+
+class Threshold(nn.Module):
+    """From zero half way to x in each step; class 1 where the state has come beyond 0.8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = DEQ(GradientStep(Quadratic(), 0.5), solver=solvers.Forward(), init="zeros")
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.layer(x)[:, 0] - 0.8
+        return torch.stack([-score, score], dim=1)
+
+
+def test_accuracy_against_evaluations() -> None:
+    """After k evaluations the state is (1 - 2^-(k-1)) x: class 1 where that exceeds 0.8."""
+    x = torch.linspace(0.0, 2.0, 41).unsqueeze(1)
+    budgets, subject = [1, 2, 3, 4, 8, 30], Subject(Threshold(), x, (x[:, 0] > 0.8).long())
+    table = studies.accuracy_by_evaluations(subject, budgets)
+    for row, budget in zip(table, budgets, strict=True):
+        reached = (1 - 0.5 ** (budget - 1)) * x
+        expected = ((reached > 0.8) == (x > 0.8)).double().mean().item()
+        assert row["evaluations"] == budget and row["accuracy"] == pytest.approx(expected)
+        energy = 0.5 * (reached - x).square().mean().item()
+        assert row["energy"] == pytest.approx(energy, rel=1e-4, abs=1e-9)
+    assert all(b["residual"] <= a["residual"] for a, b in itertools.pairwise(table))
+    with pytest.raises((ValueError, TypeError), match="max_steps"):
+        studies.accuracy_by_evaluations(subject, [0])
+
+
+def test_extrapolation_says_what_is_reached() -> None:
+    x = torch.linspace(0.0, 2.0, 41).unsqueeze(1)
+    found = studies.extrapolation(Threshold(), x, (x[:, 0] > 0.8).long(), factor=2)
+    names = [row["method"] for row in found.reach]
+    assert names == ["forward", "plain forward", "L-BFGS", "Anderson", "Broyden"]
+    reach = {row["method"]: row for row in found.reach}
+    # The energy is quadratic with one curvature: an accelerated step ends at its minimum.
+    assert reach["L-BFGS"]["to_residual"] < reach["forward"]["to_residual"] <= found.trained
+    assert found.adaptive[-1]["stopped"] == 1.0
+    assert sum(row["samples"] for row in found.depths if row["rtol"] == 0.1) == 41
+
+
+@pytest.mark.parametrize("name", ["hyperset", "transformer", "energy-transformer"])
+def test_an_unrolled_model_at_other_numbers_of_iterations(name: str) -> None:
+    subject = image_subject(name, iterations=3)
+    for row in studies.accuracy_by_iterations(subject, [1, 2, 5]):
+        with torch.no_grad():
+            logits = subject.model(subject.inputs, iterations=row["evaluations"])
+        labels: Any = subject.targets
+        loss = nn.functional.cross_entropy(logits.double(), labels).item()
+        assert row["loss"] == pytest.approx(loss, rel=1e-6)
+    methods = {row["method"] for row in studies.extrapolation(subject, factor=2).curves}
+    assert ("recurrence, time held at T" in methods) == (name == "hyperset")
+    assert "Anderson on the step of iteration T" in methods
+    with pytest.raises(TypeError, match="model must be unrolled, got ImageClassifier"):
+        studies.accuracy_by_iterations(image_subject("equilibrium"), [1])
+
+
+def test_several_layers_in_sequence() -> None:
+    subject = image_subject("transformer", iterations=2, layers=2)
+    row = studies.accuracy_by_iterations(subject, [4])[0]
+    with torch.no_grad():
+        states = subject.model.backbone.states(subject.model.tokens(subject.inputs), iterations=4)
+    assert row["residual"] == pytest.approx(relative_changes(states)[-1].median().item())
+
+
+def test_when_samples_stop() -> None:
+    changes = torch.tensor([[0.5, 0.01], [0.05, 0.2], [0.01, 0.001]])
+    assert stopping_times(changes, 0.1).tolist() == [2, 1]
+    assert stopping_times(changes, 1e-4).tolist() == [3, 3]
+    table = [{"evaluations": k, "loss": 1 / k} for k in (1, 2, 4)]
+    assert studies.evaluations_to_reach(table, "loss", 0.5, at_most=True) == 2
+    assert studies.evaluations_to_reach(table, "loss", 2.0) is None
+
+
+# Paths.
+
+
+def test_a_contraction_forgets_its_start_and_a_bistable_map_does_not() -> None:
+    x = rows(9).abs() + 0.1
+    forgets = studies.paths(DEQ.from_update(lambda z, x: 0.5 * z + x), x)
+    assert [row["start"] for row in forgets.summary] == ["input", "zero", "random 1", "random 2"]
+    assert all(row["distance_largest"] < 1e-5 and row["same"] == 1.0 for row in forgets.summary)
+    assert len(forgets.samples) == 4 * 9
+    # ``z <- tanh(3 z)`` has attracting ends +m and -m, and keeps zero.
+    layer = DEQ.from_update(lambda z, x: torch.tanh(3 * z), solver=solvers.Forward())
+    keeps = {row["start"]: row for row in studies.paths(layer, x).summary}
+    assert keeps["zero"]["distance"] == pytest.approx(1.0) and keeps["zero"]["same"] == 0.0
+    assert keeps["random 1"]["same"] < 1.0
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 2, "order": "cyclic"}, {"beyond": "hold"}])
+def test_a_run_from_the_input_is_the_models_own(options: dict[str, Any]) -> None:
+    subject = image_subject("hyperset", **options)
+    backbone = subject.require_recurrence()
+    with torch.no_grad():
+        x = subject.model.tokens(subject.inputs)
+        assert torch.allclose(run_from(backbone, x, x, 5), backbone(x, iterations=5), atol=1e-6)
+
+
+# Geometry.
+
+HALF = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+SETS = {  # tokens, effective rank, average angle
+    "orthonormal": (torch.eye(5, 8), 5.0, 90.0),
+    "scaled": (1e-6 * torch.eye(5, 8), 5.0, 90.0),
+    "one direction": (torch.ones(6, 1) * torch.arange(1.0, 5.0), 1.0, 0.0),
+    "two to one": (HALF, math.exp(-(2 / 3) * math.log(2 / 3) - (1 / 3) * math.log(1 / 3)), 90.0),
+    "zero": (torch.zeros(4, 3), 0.0, 90.0),
+    "simplex": (torch.eye(4) - 0.25, 3.0, math.degrees(math.acos(-1 / 3))),
+    "opposite": (torch.tensor([[1.0, 0.0], [-2.0, 0.0]]), 1.0, 180.0),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_rank_and_angle(name: str) -> None:
+    """Of sets of known geometry, and the same in a random frame, which changes neither."""
+    given, rank, angle = SETS[name]
+    generator, size = torch.Generator().manual_seed(3), given.shape[-1]
+    frame = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator)).Q
+    both = torch.stack([given.double(), given.double() @ frame])
+    assert studies.effective_rank(both).tolist() == pytest.approx([rank, rank], abs=1e-9)
+    # Near 0 and 180 degrees the arc cosine takes the square root of the rounding.
+    assert studies.average_angle(both).tolist() == pytest.approx([angle, angle], abs=2e-5)
+
+
+def test_tokens_without_a_geometry() -> None:
+    for wrong in (torch.ones(3), torch.ones(3, 2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="tokens must be floating point"):
+            studies.effective_rank(wrong)
+    with pytest.raises(ValueError, match="at least two"):
+        studies.average_angle(torch.ones(1, 3))
+
+
+def test_geometry_of_the_recurrence() -> None:
+    """The tables say what the model's own trajectory holds."""
+    subject = image_subject("hyperset", iterations=3)
+    found = studies.geometry(subject, iterations=4)
+    with torch.no_grad():
+        own = subject.model.backbone.trajectory(subject.model.tokens(subject.inputs), iterations=4)
+    assert len(found.heads) == 5 * 2 and len(found.energies) == 5
+    for row in found.energies:
+        for name in ("attention", "feedforward"):
+            expected = getattr(own, f"{name}_energy")[row["iteration"]].mean().item()
+            assert row[f"{name}_energy"] == pytest.approx(expected, rel=1e-6)
+    for row in found.heads:
+        features = own.features[row["iteration"], :, row["head"]]
+        rank, angle = (
+            f(features).mean().item() for f in (studies.effective_rank, studies.average_angle)
+        )
+        assert (row["effective_rank"], row["angle"]) == pytest.approx((rank, angle), rel=1e-9)
+    with pytest.raises(TypeError, match="SharedTransformer"):
+        studies.geometry(image_subject("transformer"))
+
+
+def test_geometry_of_an_equilibrium() -> None:
+    """Energies of Hyper-SET apart; of another layer their sum, which falls."""
+    subject = image_subject("hyperset-equilibrium", iterations=30).exact()
+    first, *_, last = studies.geometry(subject, iterations=6).energies
+    total = [row["attention_energy"] + row["feedforward_energy"] for row in (first, last)]
+    x, _ = subject.given(subject.inputs)
+    energy = subject.energy(x, x)  # no pull at the input
+    assert energy is not None and total[0] == pytest.approx(energy.mean().item())
+    assert total[1] < total[0]
+    whole = [row["whole_energy"] for row in studies.geometry(make("gradient"), tokens()).energies]
+    assert whole == sorted(whole, reverse=True)
+
+
+# Trade-off, histories, tables.
+
+
+def test_depth_and_seeds() -> None:
+    assert studies.layers_of_depth(6) == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    with pytest.raises(ValueError, match="depth"):
+        studies.layers_of_depth(0)
+    table = [
+        {"layers": k, "iterations": 4 // k, "parameters": 100 * k, "accuracy": a, "loss": 1.0 - a}
+        for k, a in ((2, 0.75), (1, 0.25), (1, 0.5))
+    ]
+    one, two = studies.TradeOff(table).seed_means()
+    assert (one["layers"], one["seeds"], one["accuracy"]) == (1, 2, 0.375)
+    assert (two["layers"], two["seeds"], two["loss"]) == (2, 1, 0.25)
+
+
+def test_history_of_a_solve() -> None:
+    """``z <- z / 2 + x / 2`` from zero: the residual ``|x - z| / |x + z|`` and the energy are known."""
+    layer = DEQ(GradientStep(Quadratic(), 0.5), solver=solvers.Forward(), init="zeros")
+    x = rows(4)
+    options: Any = {"tolerance": solvers.Tolerance(rtol=1e-3), "max_steps": 30}
+    table, solution = studies.solve_history(layer, x, **options)
+    assert solution.converged.all() and table[-1]["converged"] == 1.0
+    for row in table:
+        left = 0.5 ** (row["evaluation"] - 1)  # share of x that is still missing
+        assert row["residual"] == pytest.approx(left / (2 - left), rel=1e-9)
+        assert row["largest_rise"] <= 0 and row["energy_above"] >= 0
+    nan = float("nan")
+    held = carry_forward(
+        torch.tensor([[3.0, nan, 2.0, 5.0]]), torch.tensor([[True, True, True, False]])
+    )
+    assert held.tolist() == [[3.0, 3.0, 2.0, 2.0]]
+
+
+def test_measures_of_boards() -> None:
+    """Three unknown cells, two of them right; a board with all of its one unknown cell right."""
+    solutions = torch.arange(81).remainder(9).add(1).repeat(2, 1)
+    puzzles = solutions.clone()
+    puzzles[0, :3], puzzles[1, 0] = 0, 0
+    logits = 20 * torch.nn.functional.one_hot(solutions - 1, 9).double()
+    logits[0, 2] = logits[0, 2].roll(1)
+    pool = Pool()
+    pool.add(measure_boards(logits, puzzles, solutions))
+    found = pool.means()
+    assert found["accuracy"] == 0.5 and found["cell_accuracy"] == 0.75
+    assert found["loss"] == pytest.approx(20 / 4, rel=1e-6)
+
+
+def test_tables(tmp_path: Path) -> None:
+    table = [{"name": "a", "share": 0.123456}, {"name": "longer, with a comma", "share": 1e-9}]
+    studies.write_table(tmp_path / "a.csv", table)
+    with (tmp_path / "a.csv").open(newline="") as file:
+        assert [(row["name"], float(row["share"])) for row in csv.DictReader(file)] == [
+            (row["name"], row["share"]) for row in table
+        ]
+    for wrong, message in (([], "at least one row"), ([{"a": 1}, {"a": 1, "other": 2}], "other")):
+        with pytest.raises(ValueError, match=message):
+            studies.write_table(tmp_path / "b.csv", wrong)
+    lines = studies.format_table(table).split("\n")
+    assert len({len(line) for line in lines}) == 1 and lines[1].split() == ["a", "0.1235"]
+    assert studies.format_table([]) == "(empty)"
+
+
+# The report on a classifier, and the command.
+
+
+def test_report(tmp_path: Path) -> None:
+    """Also of a layer without energy, of one epoch, and of spins with their couplings."""
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    for name, couplings in (
+        ("equilibrium", None),
+        ("spin-transformer", [torch.rand(17, 17).tolist()] * 2),
+    ):
+        subject = image_subject(name, iterations=20)
+        row = {"epoch": 1, "loss": 1.0, "test_accuracy": 0.5, "converged": 1.0, "evaluations": 4}
+        with pytest.raises(ValueError, match="history"):
+            studies.report(subject)
+        found = studies.report(
+            Subject(subject.model, subject.inputs, subject.targets, 4, history=[row]), couplings
+        )
+        found.save(tmp_path / name, "a title")
+        assert is_picture(tmp_path / f"{name}.png")
+        assert [r["evaluations"] for r in found.extrapolation] == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("backbone", ["hyperset", "hyperset-equilibrium", "equilibrium", "crate"])
+def test_the_command(backbone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Newton's method and Jacobians differentiate twice, which fused attention (crate) refuses."""
+    for module in ("tyro", "matplotlib", "sklearn", "tqdm"):
+        pytest.importorskip(module, reason="the command needs the extra [examples]")
+    from implicit_attn.cli import main
+
+    weights = write_weights(tmp_path / "tiny.safetensors", backbone, iterations=3)
+    few = {"convergence": "--max-steps 8 --spectra 1", "extrapolation": "--factor 1", "paths": ""}
+    few |= {} if backbone == "crate" else {"geometry": "--iterations 2"}
+    for name, words in few.items():
+        out = ["--weights", str(weights), "--out", str(tmp_path), "--samples", "5"]
+        main(["study", name, *out, *words.split()])
+        assert is_picture(tmp_path / f"{name}-tiny.png")
+        assert f"{name}-tiny.png" in capsys.readouterr().out
+    if backbone == "crate":
+        with pytest.raises(SystemExit) as stop:
+            main(["study", "geometry", "--weights", str(weights), "--out", str(tmp_path)])
+        assert (
+            stop.value.code == 2 and "layer must be a DEQ or Hyper-SET" in capsys.readouterr().err
+        )
+
+
+@pytest.mark.defect("B6")
+def test_trade_off_trains_and_reads(tmp_path: Path) -> None:
+    """Its checkpoints are by-products: a second run begins anew."""
+    for module in ("tyro", "matplotlib", "sklearn", "lightning_fabric"):
+        pytest.importorskip(module, reason="training needs the extra [examples]")
+    from implicit_attn.cli import main
+
+    words = ["study", "trade-off", "--out", str(tmp_path), "--depth", "2", "--epochs", "1"]
+    main(words)
+    main(words)
+    with (tmp_path / "trade-off-table.csv").open(newline="") as file:
+        trained = list(csv.DictReader(file))
+    assert [(row["layers"], row["iterations"]) for row in trained] == [("1", "2"), ("2", "1")]
+    made = [str(tmp_path / "trade-off" / f"{k}-seed0.safetensors") for k in ("2x1", "1x2")]
+    main(["study", "trade-off", "--out", str(tmp_path / "again"), "--weights", *made])
+    with (tmp_path / "again" / "trade-off-table.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [row["accuracy"] for row in read] == [row["accuracy"] for row in trained]
+    assert is_picture(tmp_path / "again" / "trade-off.png")
+
+
+def test_trade_off_ends_in_one_line_where_the_loss_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("tyro", "matplotlib", "sklearn", "lightning_fabric"):
+        pytest.importorskip(module, reason="training needs the extra [examples]")
+    from implicit_attn.cli import main
+
+    with pytest.raises(SystemExit) as stop:
+        main(["study", "trade-off", "--out", str(tmp_path), "--depth", "1", "--rate", "1e6"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2
+    assert said.startswith("implicit-attn study trade-off: error: the loss is nan in epoch 1")
+
+
+def test_subjects_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_weights(tmp_path / "run" / "weights.safetensors", "hyperset-equilibrium")
+    state = torch.get_rng_state()
+    subject = studies.open_subject(path, samples=7)
+    assert torch.equal(state, torch.get_rng_state())
+    assert subject.name == "run" and len(subject.inputs) == 7 and subject.trained == 4
+    assert "digits" in subject.title and not subject.model.training
+    boards = {
+        "kind": "sudoku",
+        "backbone": {"name": "crate", "dim": 8, "heads": 2, "iterations": 2},
+    }
+    kept = {"data": "sudoku", "model": boards, "source": "generated", "train": 4, "test": 3}
+    save_checkpoint(tmp_path / "b.safetensors", build_model(boards), progress={"settings": kept})
+    assert studies.open_subject(tmp_path / "b.safetensors").inputs.shape == (3, 81)
+    with pytest.raises(ValueError, match=r"data must be None, .* solves Sudoku; got 'digits'"):
+        studies.open_subject(tmp_path / "b.safetensors", "digits")
+    wide = {**specification("crate", iterations=2), "channels": 3}
+    save_checkpoint(
+        tmp_path / "c.safetensors", build_model(wide), progress={"settings": {"model": wide}}
+    )
+    with pytest.raises(ValueError, match="data must be one of"):
+        studies.open_subject(tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match=r"data must have images \(3, 8, 8\) of 10 classes"):
+        studies.open_subject(tmp_path / "c.safetensors", "digits")
+    with pytest.raises(ValueError, match=r"must be of an image classifier .*, got a LanguageModel"):
+        studies.open_subject("austen-language")

@@ -1,0 +1,477 @@
+"""The training loop: equal runs are equal, a killed one goes on, and no run harms another."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import solvers
+from cases.training import Recorder, toy_data
+from implicit_attn import DEQ
+from implicit_attn.checkpoint import load_checkpoint, read_progress, save_checkpoint
+from implicit_attn.data import RandomAffine, epoch_generator
+from implicit_attn.energies import Quadratic, ReLUFeedForward
+from implicit_attn.models import HyperSET, ImageClassifier
+from implicit_attn.optional import require
+from implicit_attn.training import (
+    NonFiniteLoss,
+    Recipe,
+    SettingsDiffer,
+    Training,
+    compile_step,
+    start_processes,
+)
+from implicit_attn.training.loop import alone, share
+from implicit_attn.training.solves import SolveCounts
+
+for module in ("sklearn", "tqdm", "lightning_fabric"):
+    pytest.importorskip(module, reason="needs the extra [examples]")
+
+from workers.training import EPOCHS, SPOILT, equilibrium, unrolled  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+KILL_AT = 8  # in the third epoch of three steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the worker: sums depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def training(path: Path, model: Recorder | None = None, **options: Any) -> Training:
+    torch.manual_seed(0)
+    recipe = options.pop("recipe", Recipe(3, 5, 0.1))
+    return Training(
+        model or Recorder(), toy_data(), recipe, path, options.pop("settings", None), **options
+    )
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [value.detach().clone() for value in model.parameters()]
+
+
+def equal(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, weights(first), weights(second)))
+
+
+# Killed, resumed, split among processes: the same training.
+
+
+def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    if "lo" in [name for _, name in socket.if_nameindex()]:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "workers" / "training.py"), *arguments],
+        env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+
+
+def table(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{k: float(v) for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run in one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    unrolled(folder).run()
+    equilibrium(folder).run()
+    return folder
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_killed_run_continued_gives_the_weights_of_one_never_killed(
+    whole: Path, tmp_path: Path
+) -> None:
+    result = run_worker(str(tmp_path), "--kill-at", str(KILL_AT))
+    assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
+    resumed = unrolled(tmp_path)
+    resumed.resume()
+    assert resumed.epoch == 2 and len(resumed.history) == 2
+    resumed.run()
+    load = require("safetensors.torch", extra=None).load_file
+    found, expected = (load(str(each / "checkpoint.safetensors")) for each in (tmp_path, whole))
+    assert found.keys() == expected.keys()
+    assert {name for name in found if not torch.equal(found[name], expected[name])} == set()
+    rows = table(tmp_path / "checkpoint.csv")
+    assert rows == table(whole / "checkpoint.csv") and len(rows) == EPOCHS
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed")
+def test_two_processes_train_as_one(whole: Path, tmp_path: Path) -> None:
+    result = run_worker(str(tmp_path), "--devices", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for name in ("checkpoint.csv", "deq.csv"):
+        for one, two in zip(table(whole / name), table(tmp_path / name), strict=True):
+            assert one["loss"] == pytest.approx(two["loss"], rel=1e-3)
+            assert one["test_accuracy"] == pytest.approx(two["test_accuracy"], abs=2 / 359)
+    for one, two in zip(table(whole / "deq.csv"), table(tmp_path / "deq.csv"), strict=True):
+        assert one["converged"] == two["converged"] == 1.0  # all solves are counted
+        assert one["adjoint_products"] == pytest.approx(two["adjoint_products"], rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed")
+def test_a_gradient_that_one_process_spoils_stops_both(tmp_path: Path) -> None:
+    result = run_worker(str(tmp_path), "--devices", "2", "--spoil", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    ends = [(tmp_path / f"end-{rank}.txt").read_text() for rank in (0, 1)]
+    assert ends[0] == ends[1] and "the gradient's norm is nan in epoch 2, batch 2" in ends[0]
+    left = unrolled(tmp_path)
+    left.resume()
+    assert left.epoch == SPOILT // 3
+
+
+def test_every_sample_of_a_batch_belongs_to_one_process() -> None:
+    for length in range(1, 30):
+        for world in range(1, 9):
+            samples = list(range(length))
+            parts = [share(length, rank, world) for rank in range(world)]
+            assert [s for part, own in parts if own for s in samples[part]] == samples
+            sizes = [len(samples[part]) for part, own in parts if own]
+            assert max(sizes) - min(sizes) <= 1
+            assert all(samples[part] == [0] for part, own in parts if not own)
+
+
+@pytest.mark.defect("A1")
+def test_runs_in_threads_train_as_they_do_alone(tmp_path: Path) -> None:
+    single = training(tmp_path / "alone")
+    single.run()
+    together = [training(tmp_path / f"thread {number}") for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(each.run) for each in together]:
+            future.result(120)
+    assert all(equal(each.model, single.model) for each in together)
+
+
+# What is drawn depends on the seed, the epoch and the batch alone.
+
+
+class Masked(Recorder):
+    """Keeps the masks that it drew for ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+
+    def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
+        mask = nn.functional.dropout(torch.ones(images.shape), training=self.training)
+        if self.training:
+            self.masks.append(mask)
+        return super().forward(images * mask, iterations)
+
+
+class OneOfTwo:
+    """The fabric of one of two processes, without the other: its sums are those of its own part."""
+
+    world_size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.global_rank, self.single = rank, start_processes(accelerator="cpu")
+
+    def all_reduce(self, values: Tensor, reduce_op: str) -> Tensor:
+        return values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.single, name)
+
+
+def test_every_step_of_every_process_draws_its_own_masks_again(tmp_path: Path) -> None:
+    drawn = []
+    for rank in (0, 0, 1):
+        model = Masked()
+        run = training(tmp_path / "c", model, fabric=OneOfTwo(rank))
+        for batch in (0, 1):
+            torch.rand(3)  # whatever was drawn in between
+            run.step(batch, run.task.inputs, run.task.targets)
+        drawn.append(model.masks)
+    assert all(map(torch.equal, drawn[0], drawn[1]))
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+    assert not torch.equal(drawn[1][0], drawn[2][0])
+
+
+def test_random_iterations_are_drawn_per_batch(tmp_path: Path) -> None:
+    recipe = Recipe(12, 3, 0.1, iterations=(2, 5), seed=1)
+    model = Recorder()
+    training(tmp_path / "c", model, recipe=recipe).run()
+    assert set(model.iterations) == {2, 3, 4, 5}
+    pairs = [(epoch, batch) for epoch in range(12) for batch in range(4)]
+    assert model.iterations == [recipe.draw_iterations(epoch_generator(1, *each)) for each in pairs]
+
+
+def test_images_are_augmented_and_an_iteration_count_changes_nothing_else(tmp_path: Path) -> None:
+    plain, seven = Recorder(), Recorder()
+    for name, model, iterations in (("a", plain, None), ("b", seven, 7)):
+        recipe = Recipe(2, 5, 0.1, iterations=iterations)
+        training(tmp_path / name, model, recipe=recipe, augment=RandomAffine()).run()
+    assert plain.iterations == 4 * [None] and seven.iterations == 4 * [7]
+    assert all(map(torch.equal, plain.images, seven.images))
+    assert not torch.equal(plain.images[0], plain.images[2])
+    with pytest.raises(TypeError, match="augment goes with image data"):
+        Training(plain, "other", Recipe(1, 1, 0.1), tmp_path, augment=RandomAffine())  # type: ignore[arg-type]
+
+
+# Nothing is lost.
+
+
+@pytest.mark.defect("B6")
+def test_a_run_leaves_the_files_of_another_alone(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    first = training(path)
+    first.run()
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="is there already: resume that run, overwrite it"):
+        training(path).run()
+    with alone(path), ThreadPoolExecutor(1) as pool:
+        other = training(path)
+        with pytest.raises(ValueError, match="in use by another run"):
+            pool.submit(other.run, overwrite=True).result(60)
+        other.run(overwrite=True)  # the owner of the lock itself
+    first.run()  # its own, at its end
+    assert equal(other.model, first.model)
+    assert len(path.read_bytes()) == len(before)
+
+
+@pytest.mark.defect("B2")
+@pytest.mark.parametrize("place", ["below a file", "folder in its place"])
+def test_what_cannot_be_written_is_found_before_the_first_step(tmp_path: Path, place: str) -> None:
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "folder").mkdir()
+    run = training(tmp_path / ("taken/run" if place == "below a file" else "folder"))
+    with pytest.raises((OSError, ValueError), match=r"taken|folder"):
+        run.run()
+    assert run.model.images == []
+
+
+@pytest.mark.defect("B3")
+def test_a_run_removes_what_a_kill_within_a_save_left(tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    left, other = tmp_path / f"{path.name}.abc.part", tmp_path / "mine.part"
+    for each in (left, other):
+        each.write_text("unfinished")
+    training(path).run()
+    assert not left.exists() and other.exists()
+
+
+def test_what_does_not_fit_is_not_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        training(path).resume()
+    done = training(path, settings={"a": 1})
+    done.run()
+    with pytest.raises(SettingsDiffer, match="other settings"):
+        training(path, settings={"a": 2}).resume()
+    with pytest.raises(ValueError, match="epochs must be >= 3"):
+        training(path, settings={"a": 1}, recipe=Recipe(2, 5, 0.1)).resume()
+    for progress in ({}, read_progress(path) | {"history": []}):
+        save_checkpoint(path, done.model, done.optimizer, progress)
+        fresh = training(path, settings={"a": 1})
+        before = weights(fresh.model)
+        with pytest.raises(ValueError, match="no checkpoint of a training"):
+            fresh.resume()
+        assert all(map(torch.equal, weights(fresh.model), before)) and fresh.epoch == 0
+
+
+def test_observations_are_kept(tmp_path: Path) -> None:
+    def norm(model: Any) -> float:
+        return model.linear.weight.norm().item()
+
+    run = training(tmp_path / "c", observe=norm)
+    run.run()
+    resumed = training(tmp_path / "c", observe=norm)
+    resumed.resume()
+    assert resumed.observations == run.observations and len(set(run.observations)) == 4
+
+
+# Losses, gradients and parameters that are not finite.
+
+
+class Breaks(Recorder):
+    """Its outputs are changed in its third training call, the first batch of the second epoch."""
+
+    def __init__(self, change: Callable[[Tensor, nn.Linear], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, images: Tensor, iterations: int | None = None) -> Tensor:
+        outputs = super().forward(images, iterations)
+        broken = self.training and len(self.images) == 3
+        return self.change(outputs, self.linear) if broken else outputs
+
+
+def flat_root(outputs: Tensor, linear: nn.Linear) -> Tensor:
+    """The outputs themselves; their gradient is 0 times the infinite slope of a root at 0."""
+    return outputs + (0 * linear.weight.sum()).sqrt()
+
+
+def steep_root(outputs: Tensor, linear: nn.Linear) -> Tensor:
+    """The outputs themselves; the gradient of one weight is infinite."""
+    weight = linear.weight[0, 0]
+    return outputs + (weight - weight.detach()).sqrt() * torch.tensor([1.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda outputs, _: outputs * math.nan, "loss is nan"),
+        (flat_root, "gradient's norm is nan"),
+        (steep_root, "gradient's norm is (nan|inf)"),
+    ],
+    ids=["loss", "nan", "inf"],
+)
+def test_what_is_not_finite_stops_before_the_step(
+    tmp_path: Path, clip: float | None, change: Any, what: str
+) -> None:
+    recipe = Recipe(2, 5, 0.1, clip=clip)
+    whole = training(tmp_path / "whole", recipe=recipe)
+    whole.run()
+    torch.manual_seed(0)  # as ``training`` does
+    broken = training(tmp_path / "c", Breaks(change), recipe=recipe)
+    with pytest.raises(NonFiniteLoss, match=f"the {what} in epoch 2, batch 1"):
+        broken.run()
+    assert all(bool(value.isfinite().all()) for value in weights(broken.model))
+    resumed = training(tmp_path / "c", recipe=recipe)  # what was wrong is mended
+    resumed.resume()
+    resumed.run()
+    assert equal(resumed.model, whole.model)
+
+
+def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    run = training(tmp_path / "c")
+    run.run()
+    with torch.no_grad():
+        run.model.linear.weight[1, 2] = math.nan
+    with pytest.raises(NonFiniteLoss, match=r"the parameter linear\.weight is not finite"):
+        run.save()
+    stored = Recorder()
+    stored.bound = nn.Parameter(torch.tensor([math.inf]), requires_grad=False)  # may be
+    with pytest.raises(ValueError, match="does not fit"):
+        load_checkpoint(run.path, stored)
+    training(tmp_path / "frozen", stored).run()
+
+
+# Recipes, processes, compilation.
+
+
+def test_the_rate_rises_and_falls() -> None:
+    recipe = Recipe(200, 128, 1e-3, warmup=5 / 200, floor=0.01)
+    rates = [recipe.rate_at(epoch / 200) for epoch in range(201)]
+    assert rates[0] == 0 and rates[-1] == pytest.approx(1e-5)
+    assert rates[:6] == sorted(rates[:6]) and rates[5:] == sorted(rates[5:], reverse=True)
+    assert Recipe(1, 1, 0.5, warmup=0, floor=1).rate_at(0.3) == 0.5
+    linear = Recipe(1, 1, 2.0, warmup=0.1, floor=0.0, decay="linear")
+    found = [linear.rate_at(p) for p in (0, 0.05, 0.1, 0.55, 1.0)]
+    assert found == pytest.approx([0.0, 1.0, 2.0, 1.0, 0.0])
+
+
+def test_the_optimiser_is_the_one_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    options: dict[str, Any] = {"weight_decay": 0.3, "betas": (0.8, 0.9)}
+    found = Recipe(1, 1, 0.1, optimizer="adam", **options).build_optimizer(model)
+    assert type(found) is torch.optim.Adam and found.defaults["betas"] == (0.8, 0.9)
+    groups = Recipe(1, 1, 0.1, decayed="matrices", **options).build_optimizer(model).param_groups
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert [decays[id(p)] for p in model.parameters()] == [0.3, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (Recipe, {"epochs": 0}, "epochs must be >= 1, got 0"),
+        (Recipe, {"batch": 2.5}, "batch must be an integer, got"),
+        (Recipe, {"rate": math.nan}, "rate .* got nan"),
+        (Recipe, {"warmup": 2}, r"warmup must lie in \[0, 1\], got 2"),
+        (Recipe, {"clip": 0}, "clip must be > 0 or None, got 0"),
+        (Recipe, {"optimizer": "sgd"}, "optimizer must be one of .* got 'sgd'"),
+        (Recipe, {"decay": "steps"}, "decay must be one of"),
+        (Recipe, {"decayed": "none"}, "decayed must be one of"),
+        (Recipe, {"iterations": (3, 2)}, r"iterations .* got \(3, 2\)"),
+        (start_processes, {"devices": 0}, "devices must be >= 1, got 0"),
+        (start_processes, {"accelerator": "abacus"}, "accelerator must be one of .* 'abacus'"),
+        (start_processes, {"precision": "8-bit"}, "precision must be one of .* got '8-bit'"),
+    ],
+)
+def test_bad_recipes_and_processes_are_refused(
+    make: Any, changes: dict[str, Any], message: str
+) -> None:
+    given = {"epochs": 1, "batch": 1, "rate": 0.1} if make is Recipe else {}
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(**(given | changes))
+
+
+def test_loggers_are_given_the_rows(tmp_path: Path) -> None:
+    loggers = require("lightning_fabric.loggers", extra="training")
+    logger = loggers.CSVLogger(tmp_path / "logs", name="", version="", flush_logs_every_n_steps=1)
+    run = training(tmp_path / "c", fabric=start_processes(accelerator="cpu", loggers=logger))
+    run.run()
+    logged = table(tmp_path / "logs" / "metrics.csv")
+    assert [row["loss"] for row in logged] == [row["loss"] for row in run.history]
+
+
+# Dynamo looks at the gradients of what it traces, which warns for a state in mid-iteration.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_the_repeated_layer_is_compiled_for_all_iterations() -> None:
+    torch.manual_seed(0)
+    backbone = HyperSET(8, 2, 8, iterations=3, initial_step=0.1, time_dim=8)
+    model = ImageClassifier(backbone, 4, 1, 3, patch=2)
+    images = toy_data().train_images
+    expected = [model(images, iterations=count) for count in (3, 7, 12)]
+    counter = CompileCounter()
+    assert compile_step(model, backend=counter) is model
+    for count, outputs in zip((3, 7, 12), expected, strict=True):
+        torch.testing.assert_close(model(images, iterations=count), outputs)
+    assert 1 <= counter.frame_count <= 3  # by the index: the first, and all later ones
+    plain, x = nn.Linear(3, 2), torch.ones(4, 3)
+    torch.testing.assert_close(compile_step(plain, backend=counter)(x), plain(x))  # whole
+
+
+# What is told of the solves of an epoch.
+
+
+@pytest.mark.parametrize("adjoint", [solvers.Implicit(), None, solvers.OneStep()])
+def test_solves_are_counted(adjoint: Any) -> None:
+    torch.manual_seed(0)
+    layer = DEQ(0.2 * ReLUFeedForward(4, 8) + Quadratic(), adjoint=adjoint)
+    counts = SolveCounts(nn.Sequential(layer))
+    counts.add(lambda tensor, _: tensor)
+    assert math.isnan(counts.means()["converged"])  # nothing was solved
+    out = layer(torch.randn(2, 3, 4))
+    if adjoint is not None:
+        out.square().sum().backward()
+    counts.add(lambda tensor, _: tensor)
+    means = counts.means()
+    assert means["converged"] == 1.0 and means["evaluations"] > 1
+    adjoints = [means[f"adjoint_{name}"] for name in ("converged", "products", "residual")]
+    if isinstance(adjoint, solvers.Implicit):
+        assert adjoints[0] == 1.0 and adjoints[1] > 0 and 0 < adjoints[2] < 1e-2
+    else:
+        assert all(map(math.isnan, adjoints))
+    assert SolveCounts(nn.Linear(2, 2)).means() == {}
