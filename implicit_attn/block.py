@@ -27,7 +27,132 @@ MEMORIES: dict[str, Any] = {"relu": ReLUFeedForward, "gelu": GELUFeedForward}
 STEEPEST = {"relu": 1.0, "gelu": 1.13}
 
 
-class EquilibriumBlock(nn.Module):
+class EncoderLayer(nn.Module):
+    """What the package's blocks share: tokens and masks as ``nn.TransformerEncoderLayer`` takes them.
+
+    Attributes:
+        deq: the layer that is solved; its input is an ``AttentionInput``.
+        memory_dim: features of the tokens of a memory, with ``attention="cross"``.
+    """
+
+    deq: DEQ
+    memory_dim: int
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        attention: str | None,
+        memory_dim: int | None,
+        causal: bool,
+        dropout: float,
+        batch_first: bool,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = require_count("dim", dim), require_count("heads", heads)
+        self.attention = attention
+        if memory_dim is not None and attention != "cross":
+            raise ValueError(f'memory_dim needs attention="cross", got attention={attention!r}')
+        self.memory_dim = dim if memory_dim is None else require_count("memory_dim", memory_dim)
+        if require_flag("causal", causal) and attention != "self":
+            raise ValueError(f'causal=True needs attention="self", got {attention!r}')
+        self.causal, self.batch_first = causal, require_flag("batch_first", batch_first)
+        self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
+
+    @property
+    def self_attn(self) -> EncoderLayer:
+        """The block, which ``nn.TransformerEncoder`` asks for its ``batch_first`` by this name."""
+        return self
+
+    @property
+    def last(self) -> solvers.Solution | None:
+        """Status, residual and evaluations of each sample in the latest solve (``DEQ.last``)."""
+        return self.deq.last
+
+    def solve(self, src: Tensor, *masks: Any, **options: Any) -> solvers.Solution:
+        """The :class:`solvers.Solution` for the state z*; ``masks`` as in ``forward``.
+
+        ``options`` are those of :meth:`implicit_attn.DEQ.solve` and the keyword arguments of ``forward``.
+        The state is (B, N, state_dim), however the tokens are laid out.
+        """
+        if len(masks) > len(MASKS):
+            raise TypeError(f"solve takes src and {list(MASKS)}, got {1 + len(masks)} arguments")
+        call = dict(zip(MASKS, masks, strict=False))
+        twice = sorted(set(call) & set(options))
+        if twice:
+            raise TypeError(f"{twice} are given by position and by name")
+        call |= {name: options.pop(name) for name in MASKS if name in options}
+        x, given, mask = self.arguments(src, *(call.get(name) for name in MASKS))
+        chosen: dict[str, Any] = {"tolerance": self._tolerance(x)} | options
+        return self.deq.solve(given, mask, **chosen)
+
+    def _tolerance(self, x: Tensor) -> solvers.Tolerance | None:
+        """That of the options, else 1e-3; in half precision what the map can meet (None)."""
+        if not self.deq.training and self.deq.eval_tolerance is not None:
+            return self.deq.eval_tolerance
+        half = x.dtype in (torch.float16, torch.bfloat16)
+        if self.deq.tolerance is not None or half or torch.is_autocast_enabled(x.device.type):
+            return self.deq.tolerance
+        return solvers.Tolerance(1e-3)
+
+    def arguments(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        padding: Tensor | None = None,
+        is_causal: bool | None = False,
+        memory: Tensor | None = None,
+        memory_padding: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionInput, Tensor | None]:
+        """Tokens (B, N, d), the input of the solve, and the mask of the tokens that count (B, N)."""
+        x = self._tokens("src", src, self.dim)
+        if memory is None and self.attention == "cross":
+            raise ValueError('memory must be given with attention="cross", got None')
+        if self.attention != "cross" and (memory is not None or memory_padding is not None):
+            raise ValueError(f'memory needs attention="cross", got attention={self.attention!r}')
+        pairs = bias = seen = None
+        if self.attention is None and (src_mask is not None or is_causal):
+            raise ValueError("src_mask and is_causal need attention, got attention=None")
+        if memory is not None:
+            memory = self._tokens("memory", memory, self.memory_dim)
+            seen = counted_tokens("memory_key_padding_mask", memory_padding, memory)
+            memory = _normalised(memory, seen)
+        keys = x.shape[1] if memory is None else memory.shape[1]
+        if src_mask is not None:
+            pairs, bias = allowed_pairs(src_mask, (x.shape[0], self.heads, x.shape[1], keys))
+        if is_causal and not self.causal:
+            if self.attention == "cross":
+                raise ValueError('is_causal=True needs attention="self", got "cross"')
+            order = torch.ones(keys, keys, dtype=torch.bool, device=x.device).tril()
+            pairs = order if pairs is None else pairs & order
+        mask = counted_tokens("src_key_padding_mask", padding, x)
+        tokens = self.dropout(_normalised(x, mask))
+        return x, AttentionInput(tokens, pairs, bias, memory, seen), mask
+
+    def _tokens(self, name: str, tokens: Any, width: int) -> Tensor:
+        """(B, N, width), from what may be (N, width) or (N, B, width)."""
+        if (
+            not isinstance(tokens, Tensor)
+            or tokens.dim() not in (2, 3)
+            or tokens.shape[-1] != width
+        ):
+            got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            layout = f"(B, N, {width})" if self.batch_first else f"(N, B, {width})"
+            raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
+        if not tokens.is_floating_point():
+            raise TypeError(f"{name} must be of a floating dtype, got {tokens.dtype}")
+        if tokens.dim() == 2:
+            return tokens.unsqueeze(0)
+        return tokens if self.batch_first else tokens.transpose(0, 1)
+
+    def _like(self, src: Tensor, y: Tensor) -> Tensor:
+        """``y`` (B, N, d) laid out as ``src``."""
+        if src.dim() == 2:
+            return y.squeeze(0)
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+class EquilibriumBlock(EncoderLayer):
     r"""``x -> x + z*(x)``, ``z* = argmin_z E(z; rms_norm(x))``, in the place of a transformer layer.
 
     The energy is :class:`implicit_attn.energies.EquilibriumEnergy`: ``1/2 |z|^2`` plus softmax attention
@@ -88,22 +213,15 @@ class EquilibriumBlock(nn.Module):
         batch_first: bool = True,
         layer: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self.dim, self.heads = require_count("dim", dim), require_count("heads", heads)
+        attention = require_choice("attention", attention, ATTENTIONS)  # type: ignore[arg-type]
+        super().__init__(dim, heads, attention, memory_dim, causal, dropout, batch_first)
         hidden = 2 * dim if hidden is None else require_count("hidden", hidden, low=0)
         state = dim if state_dim is None else require_count("state_dim", state_dim)
-        self.attention = require_choice("attention", attention, ATTENTIONS)  # type: ignore[arg-type]
         self.hidden, self.activation = hidden, require_choice("activation", activation, MEMORIES)
-        if memory_dim is not None and attention != "cross":
-            raise ValueError(f'memory_dim needs attention="cross", got attention={attention!r}')
-        if require_flag("causal", causal) and attention != "self":
-            raise ValueError(f'causal=True needs attention="self", got {attention!r}')
-        self.causal, self.batch_first = causal, require_flag("batch_first", batch_first)
-        self.dropout = nn.Dropout(require_number("dropout", dropout, low=0.0, high=1.0))
         self.curvature, self.state_dim = _check_curvature(curvature), state
         attends = recalls = None
         if attention is not None:
-            source = (dim if memory_dim is None else memory_dim) if attention == "cross" else None
+            source = self.memory_dim if attention == "cross" else None
             attends = ConditionalAttention(
                 state, heads, context_dim=dim, memory_dim=source, curvature=self.curvature[0],
                 learned_beta=True, causal=causal,
@@ -115,7 +233,7 @@ class EquilibriumBlock(nn.Module):
         output = None if state_dim is None else nn.Linear(state, dim, bias=False)
         if output is not None:
             nn.init.normal_(output.weight, std=state**-0.5)
-        options = _check_layer(layer)
+        options = check_layer(layer)
         step = _BlockStep(EquilibriumEnergy(attends, recalls, output))
         chosen = read_solver(options.get("solver"))
         step.monitored = chosen is not None and chosen.needs_energy
@@ -129,16 +247,6 @@ class EquilibriumBlock(nn.Module):
     def output(self) -> nn.Module | None:
         """The map O of the state to the width of the tokens, where it has another."""
         return self.energy.output
-
-    @property
-    def self_attn(self) -> EquilibriumBlock:
-        """The block, which ``nn.TransformerEncoder`` asks for its ``batch_first`` by this name."""
-        return self
-
-    @property
-    def last(self) -> solvers.Solution | None:
-        """Status, residual and evaluations of each sample in the latest solve (``DEQ.last``)."""
-        return self.deq.last
 
     def forward(
         self,
@@ -168,87 +276,7 @@ class EquilibriumBlock(nn.Module):
         fixed = isinstance(self.deq, UnrolledLayer)  # put here by unroll()
         z = self.deq(given, mask, **({} if fixed else {"tolerance": self._tolerance(x)}))
         z = self.dropout(z if self.output is None else self.output(z))
-        y = x + z
-        if src.dim() == 2:
-            return y.squeeze(0)
-        return y if self.batch_first else y.transpose(0, 1)
-
-    def solve(self, src: Tensor, *masks: Any, **options: Any) -> solvers.Solution:
-        """The :class:`solvers.Solution` for the state z*; ``masks`` as in ``forward``.
-
-        ``options`` are those of :meth:`implicit_attn.DEQ.solve` and the keyword arguments of ``forward``.
-        The state is (B, N, state_dim), however the tokens are laid out.
-        """
-        if len(masks) > len(MASKS):
-            raise TypeError(f"solve takes src and {list(MASKS)}, got {1 + len(masks)} arguments")
-        call = dict(zip(MASKS, masks, strict=False))
-        twice = sorted(set(call) & set(options))
-        if twice:
-            raise TypeError(f"{twice} are given by position and by name")
-        call |= {name: options.pop(name) for name in MASKS if name in options}
-        x, given, mask = self.arguments(src, *(call.get(name) for name in MASKS))
-        chosen: dict[str, Any] = {"tolerance": self._tolerance(x)} | options
-        return self.deq.solve(given, mask, **chosen)
-
-    def _tolerance(self, x: Tensor) -> solvers.Tolerance | None:
-        """That of the options, else 1e-3; in half precision what the map can meet (None)."""
-        if not self.deq.training and self.deq.eval_tolerance is not None:
-            return self.deq.eval_tolerance
-        half = x.dtype in (torch.float16, torch.bfloat16)
-        if self.deq.tolerance is not None or half or torch.is_autocast_enabled(x.device.type):
-            return self.deq.tolerance
-        return solvers.Tolerance(1e-3)
-
-    def arguments(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        padding: Tensor | None = None,
-        is_causal: bool | None = False,
-        memory: Tensor | None = None,
-        memory_padding: Tensor | None = None,
-    ) -> tuple[Tensor, AttentionInput, Tensor | None]:
-        """Tokens (B, N, d), the input of the energy, and the mask of the tokens that count (B, N)."""
-        x = self._tokens("src", src, self.dim)
-        if memory is None and self.attention == "cross":
-            raise ValueError('memory must be given with attention="cross", got None')
-        if self.attention != "cross" and (memory is not None or memory_padding is not None):
-            raise ValueError(f'memory needs attention="cross", got attention={self.attention!r}')
-        pairs = bias = seen = None
-        if self.attention is None and (src_mask is not None or is_causal):
-            raise ValueError("src_mask and is_causal need attention, got attention=None")
-        if memory is not None:
-            width = self.energy.attention.key.weight.shape[1]  # type: ignore[union-attr]
-            memory = self._tokens("memory", memory, width)
-            seen = counted_tokens("memory_key_padding_mask", memory_padding, memory)
-            memory = _normalised(memory, seen)
-        keys = x.shape[1] if memory is None else memory.shape[1]
-        if src_mask is not None:
-            pairs, bias = allowed_pairs(src_mask, (x.shape[0], self.heads, x.shape[1], keys))
-        if is_causal and not self.causal:
-            if self.attention == "cross":
-                raise ValueError('is_causal=True needs attention="self", got "cross"')
-            order = torch.ones(keys, keys, dtype=torch.bool, device=x.device).tril()
-            pairs = order if pairs is None else pairs & order
-        mask = counted_tokens("src_key_padding_mask", padding, x)
-        tokens = self.dropout(_normalised(x, mask))
-        return x, AttentionInput(tokens, pairs, bias, memory, seen), mask
-
-    def _tokens(self, name: str, tokens: Any, width: int) -> Tensor:
-        """(B, N, width), from what may be (N, width) or (N, B, width)."""
-        if (
-            not isinstance(tokens, Tensor)
-            or tokens.dim() not in (2, 3)
-            or tokens.shape[-1] != width
-        ):
-            got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            layout = f"(B, N, {width})" if self.batch_first else f"(N, B, {width})"
-            raise ValueError(f"{name} must have the shape {layout} or (N, {width}), got {got}")
-        if not tokens.is_floating_point():
-            raise TypeError(f"{name} must be of a floating dtype, got {tokens.dtype}")
-        if tokens.dim() == 2:
-            return tokens.unsqueeze(0)
-        return tokens if self.batch_first else tokens.transpose(0, 1)
+        return self._like(src, x + z)
 
     def __repr__(self) -> str:
         """The options; the modules are in ``block.deq``."""
@@ -266,7 +294,7 @@ def _normalised(x: Tensor, mask: Tensor | None) -> Tensor:
     return F.rms_norm(hide(x, mask), x.shape[-1:], eps=EPSILON)
 
 
-def _check_layer(layer: Any) -> dict[str, Any]:
+def check_layer(layer: Any) -> dict[str, Any]:
     if layer is not None and not isinstance(layer, dict):
         raise TypeError(f"layer must be a dict of options of DEQ or None, got {layer!r}")
     known = {*DEQ_OPTIONS, *EVALUATION_OPTIONS}

@@ -28,6 +28,7 @@ implicit_attn.energies implicit_attn.dropout
 implicit_attn.updates
 implicit_attn.deq
 implicit_attn.block implicit_attn.regularization
+implicit_attn.deq_transformer
 implicit_attn.checkpoint implicit_attn.data
 implicit_attn.models
 implicit_attn.weights

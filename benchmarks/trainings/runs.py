@@ -139,8 +139,8 @@ def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
     (place / "words.json").write_text(json.dumps(run.words))
     words = [*TRAIN, *run.command]
     words += ["--seed", str(run.seed), "--out", str(place), "--accelerator", "cpu"]
-    if (place / "checkpoint.safetensors").exists():
-        words.append("--resume")
+    # The folder is this run's own, and holds its words already.
+    words.append("--resume" if (place / "checkpoint.safetensors").exists() else "--overwrite")
     here = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
     with (place / "log.txt").open("ab") as log:

@@ -271,15 +271,19 @@ class DEQ(Compilable):
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, max_steps={self.max_steps}"
 
-    def unrolled(self, evaluations: int, *, damping: float = 1.0) -> UnrolledLayer:
+    def unrolled(
+        self, evaluations: int, *, damping: float = 1.0, window: int | None = None
+    ) -> UnrolledLayer:
         """The update in a fixed number of evaluations, with this layer's weights: see the class.
 
         It has no control flow that depends on numbers, so it can be exported (``torch.export``, ONNX),
         compiled whole, and mapped and differentiated in every mode by ``torch.func``.
 
         Args:
-            evaluations, damping: as for :class:`implicit_attn.deq.UnrolledLayer`.
+            evaluations, damping, window: as for :class:`implicit_attn.deq.UnrolledLayer`.
         """
-        fixed = UnrolledLayer(self.update, evaluations, init=self.init, damping=damping)
+        fixed = UnrolledLayer(
+            self.update, evaluations, init=self.init, damping=damping, window=window
+        )
         fixed.training = self.training  # of the update, which it shares, the modes are as they are
         return fixed

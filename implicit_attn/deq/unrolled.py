@@ -42,6 +42,8 @@ class UnrolledLayer(nn.Module):
         update, init: of the layer.
         evaluations: k, >= 1.
         damping: a, in (0, 2].
+        window: gradients go through the last ``window`` evaluations alone (truncated back-propagation),
+            with memory of these; None: through all.
 
     Shapes: as for the layer. ``forward`` takes (x, mask), or ``z0`` for another initial state. Inputs are
     checked as by the layer, but for NaN inside of compilers and exporters.
@@ -62,11 +64,13 @@ class UnrolledLayer(nn.Module):
         *,
         init: str | Callable[[Any], Any] = "input",
         damping: float = 1.0,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.update, self.init = update, init
         self.evaluations = require_count("evaluations", evaluations)
         self.damping = require_number("damping", damping, low=0.0, high=2.0, closed=False)
+        self.window = evaluations if window is None else require_count("window", window)
 
     def forward(self, x: Any, mask: Tensor | None = None, *, z0: Any = None) -> Any:
         """``z_k`` for the input ``x``, of the structure of the initial state."""
@@ -97,17 +101,19 @@ class UnrolledLayer(nn.Module):
         if mask is not None:
             check_mask(mask, layout, z.shape[0], z.device)
             keep = layout.mask_vector(mask)
-        for _ in range(self.evaluations):
+        for number in range(self.evaluations):
+            if number <= self.evaluations - self.window and self.window < self.evaluations:
+                z = z.detach()  # at each of them, so that no graph of the earlier ones is kept
             value = layout.vector(f(layout.tree(z), x, mask, seeds))
             if value.shape != z.shape:  # which might be broadcast
                 raise ValueError(
                     f"the update must return a state like z0, {tuple(z.shape)} with the numbers of a "
                     f"sample in a row, got {tuple(value.shape)}"
                 )
-            residual = value.to(z.dtype) - z
-            if keep is not None:  # masked tokens keep their initial state
-                residual = torch.where(keep, residual, 0.0)
-            z = z + residual if self.damping == 1.0 else z + self.damping * residual
+            value = value.to(z.dtype)
+            if self.damping != 1.0:
+                value = z + self.damping * (value - z)
+            z = value if keep is None else torch.where(keep, value, z)  # masked tokens stay
         return layout.tree(z)
 
     def baked(self) -> UnrolledLayer:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.data.text import decode, encode
-from implicit_attn.deq import DEQ
+from implicit_attn.deq_transformer import DEQTransformer, Iterations
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.momentum import DescentStep
-from implicit_attn.updates.update import Update
-from solvers.core.checks import require_choice, require_count, require_nonnegative, require_number
+from solvers.core.checks import require_count, require_nonnegative, require_number
 
 SCALE = 0.02  # standard deviation of weights at the start, as in GPT-2
 
@@ -111,8 +110,7 @@ class SymbolModel(nn.Module):
 
     def forward(self, symbols: Tensor, iterations: int | None = None) -> Tensor:
         """Logits of each next symbol; ``iterations`` None: as many as in training."""
-        count = None if iterations is None else require_count("iterations", iterations)
-        return self.head(self.norm(self.mix(self.tokens(symbols), count)))
+        return self.head(self.norm(self.mix(self.tokens(symbols), iterations)))
 
     def tokens(self, symbols: Tensor) -> Tensor:
         """The tokens of symbols, (B, N, d)."""
@@ -211,7 +209,8 @@ class LanguageModel(SymbolModel):
 
     def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:
         z, p = tokens, None
-        for _ in range(self.iterations if iterations is None else iterations):
+        count = self.iterations if iterations is None else iterations
+        for _ in range(require_count("iterations", count)):
             for step in self.steps:
                 z, p = step(z, p)
         return z
@@ -220,77 +219,24 @@ class LanguageModel(SymbolModel):
         return f"length={self.length}, iterations={self.iterations}"
 
 
-SOLVES = ("truncated", "implicit", "unrolled")
-WINDOW = 4  # evaluations that a truncated gradient goes through
-
-
-class CausalBlock(Update):
-    r"""``f(z, x) = (1 - a) z + a (h + v(h))``, ``h = x + u(z)``: attention u among the states, then v.
-
-    The input x enters every evaluation. Where both branches are bounded, f has a fixed point whatever the
-    weights: so for branches that begin with a LayerNorm, with softmax attention or a series of finite
-    order, but not with the exact inverses of "newton" and "light-newton". Token i depends on tokens
-    ``j <= i`` alone.
-
-    Args:
-        attention: u, (B, N, d) -> (B, N, d), causal.
-        feedforward: v, of each token by itself.
-        damping: a, in (0, 1].
-    """
-
-    def __init__(
-        self, attention: nn.Module, feedforward: nn.Module, *, damping: float = 1.0
-    ) -> None:
-        super().__init__()
-        self.attention, self.feedforward = attention, feedforward
-        self.damping = require_number("damping", damping, low=0.0, high=1.0, closed=False)
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        if mask is not None:
-            raise ValueError("mask must be None: a CausalBlock has no masked tokens, got one")
-        h = x + self.attention(z)
-        return torch.lerp(z, h + self.feedforward(h), self.damping)
-
-
 class EquilibriumLanguageModel(SymbolModel):
-    r"""A language model of one shared block at its fixed point, ``z* = x + u(z*) + v(x + u(z*))``.
+    r"""A language model of one :class:`implicit_attn.DEQTransformer`, one shared block at its fixed point.
 
-    x are the tokens after a LayerNorm without weights: from small ones the LayerNorms of the block would
-    be steep. It has the parameters of a ``LanguageModel`` of one layer. No bound keeps the block a
-    contraction: watch ``last.residual``, or the share of converged samples in a log of the training.
-
-    The block is evaluated a fixed number of times, ``z <- f(z, x)`` from ``z = x``, for a reason: a
-    stopping rule or a mixture of iterates that looks at a whole sample, as Anderson's, would carry
-    information from later symbols to earlier ones. So logits depend on no later symbol, bit by bit, and
-    how well the equation is solved is reported instead: ``last.residual`` after each call.
+    It has the parameters of a ``LanguageModel`` of one layer. With numbers of ``iterations`` the logits
+    depend on no later symbol, bit by bit.
 
     Args:
         vocabulary, dim, length: as for ``SymbolModel``.
-        heads: attention heads, a divisor of d.
-        attention: the form of attention, a key of ``ATTENTION_FORMS``.
+        heads: attention heads.
         hidden: hidden units of the feed-forward part; None: 4 d.
-        iterations: evaluations of the block, at least 2; a call may ask for any other number.
-        gradient: "truncated": back-propagation through the last four evaluations, with memory of these.
-            Where the iterates run apart this gradient shows it: the block stayed a contraction in the
-            trainings of ``docs/results.md``. "implicit": by the implicit function theorem at the last
-            iterate, with memory of one evaluation; right only where the equation is solved,
-            and once the block is no contraction nothing brings it back. "unrolled": through
-            all iterations, the control. The first two measure the residual by one of the evaluations.
-        damping: a of ``CausalBlock``.
-        dropout: share of token values that are set to 0 in training. The block has none: it must be
-            the same map in every evaluation.
-        layer: options of the ``DEQ``: tolerance (of what counts as converged), on_failure, and with
-            ``gradient="implicit"`` the adjoint.
-        form: further arguments of the attention form.
+        iterations, gradient, layer: of the ``DEQTransformer``. Drawn numbers make the end a fixed point.
+        dropout: share of token values that are set to 0 in training.
 
     Attributes:
         last: status, residual and evaluations of each sample in the latest call, a ``solvers.Solution``
-            without its value; None before one, and always with ``gradient="unrolled"``.
+            without its value, with ``gradient="implicit"`` or ``iterations="converged"``; else None.
 
     Shapes: symbols (B, N) -> logits (B, N, V), causal.
-
-    Source: Bai, Kolter, Koltun, "Deep Equilibrium Models", https://arxiv.org/abs/1909.01377, for
-    language models of one block at its fixed point.
     """
 
     def __init__(
@@ -300,68 +246,28 @@ class EquilibriumLanguageModel(SymbolModel):
         heads: int,
         length: int,
         *,
-        attention: str = "softmax",
         hidden: int | None = None,
-        iterations: int = 12,
-        gradient: str = "truncated",
-        damping: float = 1.0,
+        iterations: Iterations = (4, 20),
+        gradient: int | str = "all",
         dropout: float = 0.1,
         layer: dict[str, Any] | None = None,
-        form: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(vocabulary, dim, length, check_dropout(dropout))
-        hidden = 4 * dim if hidden is None else hidden
-        self.iterations = require_count("iterations", iterations, low=2)
-        self.gradient = require_choice("gradient", gradient, SOLVES)
-        made = build_attention_form(attention, dim, heads, **(form or {}))
-        block = CausalBlock(
-            AttentionBranch(dim, made, 0.0), FeedForwardBranch(dim, hidden, 0.0), damping=damping
+        super().__init__(vocabulary, dim, length, dropout)
+        self.block = DEQTransformer(
+            dim, heads, hidden, causal=True, iterations=iterations, gradient=gradient, layer=layer
         )
-        taken = {"max_steps", "solver", "init"} | (set() if gradient == "implicit" else {"adjoint"})
-        fixed = sorted(taken & set(layer or {}))
-        if fixed:
-            raise ValueError(
-                f"layer must not hold {fixed}: the block is evaluated ``iterations`` times from x, "
-                f"and its gradient is {gradient!r}"
-            )
-        # The one evaluation of a solve measures the residual; no step follows it.
-        options: dict[str, Any] = {"on_failure": "ignore"} | (layer or {}) | {"max_steps": 1}
-        if gradient != "implicit":
-            options["adjoint"] = None
-        self.layer = DEQ(block, **options)
-        self.layer.evaluations_before = self.iterations - 1
-        draw_weights(self, output_layers(self), 2)
+        step = self.block.deq.update
+        draw_weights(self, (step.output, step.narrow), 2)
 
     @property
     def last(self) -> Any:
-        return self.layer.last
+        return self.block.last
 
-    def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:
-        count = self.iterations if iterations is None else iterations
-        tokens = F.layer_norm(tokens, (self.dim,))
-        if self.gradient == "unrolled" or not len(tokens):
-            return self._iterate(tokens, count)
-        if count < 2:
-            raise ValueError(f'iterations must be >= 2 unless gradient="unrolled", got {count}')
-        window = min(WINDOW, count - 1) if self.gradient == "truncated" else 0
-        with torch.no_grad():
-            z = self._iterate(tokens, count - 1 - window)
-        self.layer.evaluations_before = count - 1
-        if self.gradient == "implicit":
-            return self.layer(tokens, z0=z)
-        z = self._iterate(tokens, window, z)
-        with torch.no_grad():
-            self.layer(tokens, z0=z)  # for the residual
-        return z
-
-    def _iterate(self, tokens: Tensor, count: int, start: Tensor | None = None) -> Tensor:
-        z: Tensor = tokens if start is None else start
-        for _ in range(count):
-            z = self.layer.update(z, tokens)
-        return z
+    def mix(self, tokens: Tensor, iterations: Iterations | None) -> Tensor:
+        return self.block(tokens, iterations=iterations) if len(tokens) else tokens
 
     def extra_repr(self) -> str:
-        return f"length={self.length}, iterations={self.iterations}, gradient={self.gradient}"
+        return f"length={self.length}"
 
 
 @torch.no_grad()

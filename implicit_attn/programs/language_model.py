@@ -25,15 +25,18 @@ from implicit_attn.training.script import (
 from implicit_attn.weights import weights_file, weights_path
 
 SHARED: Values = {
-    "dim": 96, "heads": 4, "length": 128, "dropout": 0.1, "attention": "softmax", "batch": 32,
+    "dim": 96, "heads": 4, "length": 128, "dropout": 0.1, "batch": 32,
     "rate": 3e-3, "warmup": 0.1, "floor": 0.0, "weight_decay": 0.01, "decay": "linear",
     "decayed": "matrices", "windows": 256, "evaluate_every": 100,
 }  # fmt: skip
 # Those of a model of its own.
 OWN: dict[str, Values] = {
-    "decoder": {"layers": 6, "descent": "plain", "lookahead": "literal"},
-    "equilibrium": {"iterations": 12, "gradient": "truncated", "damping": 1.0},
-}
+    "decoder": {"attention": "softmax", "layers": 6, "descent": "plain", "lookahead": "literal"},
+    "equilibrium": {
+        "dim": 64, "length": 64, "dropout": 0.0, "batch": 16, "rate": 1e-2, "betas": [0.9, 0.95],
+        "iterations": [4, 20], "gradient": "all",
+    },
+}  # fmt: skip
 KINDS = {"decoder": "language-model", "equilibrium": "equilibrium-language-model"}
 # Trained by the row "momentum" of benchmarks/language/forms.py --size small, seed 0.
 SHIPPED = "austen-language"
@@ -73,7 +76,7 @@ class Language(Program):
     descent: Literal["plain", "momentum", "nesterov", "gain"] | None = None
     """step of every sublayer of a decoder"""
     iterations: int | None = None
-    """evaluations of an equilibrium's block"""
+    """evaluations of an equilibrium's block; drawn from a pair by --options iterations=[4,20]"""
     steps: int = 1200
     """of the training; a validation every 100 (--options evaluate_every=100)"""
     generate: int | None = None
@@ -112,6 +115,8 @@ class Language(Program):
         if "order" in values:  # terms of the series of a -taylor form
             values["form"] = {"order": values.pop("order")}
         self.trained = values.get("iterations")
+        if isinstance(self.trained, list):
+            self.trained = sum(self.trained) // 2
         built = {"kind": KINDS[self.model], "vocabulary": len(data.alphabet), **values}
         layer = None
         if values.get("gradient") == "implicit":  # samples that do not converge are counted

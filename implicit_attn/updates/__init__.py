@@ -25,6 +25,7 @@ from implicit_attn.updates.mean_field import (
 )
 from implicit_attn.updates.momentum import DescentStep, MomentumStep
 from implicit_attn.updates.saddle_attention import SaddleAttention
+from implicit_attn.updates.transformer_step import TransformerStep
 from implicit_attn.updates.update import FunctionUpdate, Update
 
 __all__ = [
@@ -52,5 +53,6 @@ __all__ = [
     "StepSize",
     "StepSizes",
     "TokenMixer",
+    "TransformerStep",
     "Update",
 ]

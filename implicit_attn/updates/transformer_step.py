@@ -1,0 +1,164 @@
+"""A pre-norm transformer block as an update, the input added to the normalised state."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from implicit_attn.energies.energy import Prepared
+from implicit_attn.energies.heads import AttentionInput, head_width, read_memory, read_pairs
+from implicit_attn.energies.tokens import check_tokens, hide
+from implicit_attn.kernels.arguments import dense_for_transforms
+from implicit_attn.updates.update import Update
+from solvers.core.checks import require_choice, require_count, require_flag
+
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu}
+
+
+class _Held(NamedTuple):
+    """What is made of the input once a solve; tensors (B, ...) or None.
+
+    Attributes:
+        tokens: x, (B, N, d), zero at masked tokens.
+        key, value: of cross-attention, (B, H, M, p).
+        allowed: bool (B, 1 or H, N, M), True where a query may attend.
+        bias: of the scores, (B, 1 or H, N, M).
+    """
+
+    tokens: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    allowed: Tensor | None
+    bias: Tensor | None
+
+
+class TransformerStep(Update):
+    r"""A pre-norm transformer block with the input added to the normalised state::
+
+        n = LN(z + x)                                  (without weights)
+        h = n + W_o softmax(q k^T / sqrt(p)) v         q, k, v = W LN(n)
+        f(z, x) = h + W_2 act(W_1 LN(h) + b_1) + b_2
+
+    Keys and values are made of the state, with ``cross`` of a memory. The norm keeps the residual stream
+    bounded whatever the weights, so that f, which is continuous, has a fixed point; nothing says that it
+    is the only one or that iteration finds it: that is learned (:class:`implicit_attn.DEQTransformer`).
+    Weights and work of one evaluation are those of ``nn.TransformerEncoderLayer(norm_first=True)``, less
+    the biases of attention.
+
+    Args:
+        dim: features d.
+        heads: H, a divisor of d, each of the width p = d / H.
+        hidden: hidden units; None: ``4 dim``.
+        activation: of the hidden units, "gelu" or "relu".
+        causal: token i attends to ``j <= i`` alone, and f at i depends on these alone.
+        cross: keys and values are made of a memory.
+        memory_dim: with ``cross``, features of the memory; None: d.
+
+    Shapes: ``z`` (B, N, d). ``x`` (B, N, d), or an ``AttentionInput`` with such ``tokens``, which may hold
+    pairs, their biases, and with ``cross`` a memory (B, M, memory_dim) with its mask. ``mask`` (B, N) bool,
+    False at masked tokens, to which no other attends. A query that has no key attends to nothing.
+
+    Source: the block Xiong et al. (2020), https://arxiv.org/abs/2002.04745; as a fixed point, with
+    another place of the norms, Bai, Kolter, Koltun (2019), https://arxiv.org/abs/1909.01377.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        hidden: int | None = None,
+        *,
+        activation: str = "gelu",
+        causal: bool = False,
+        cross: bool = False,
+        memory_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.width = head_width(dim, heads, None)
+        self.dim, self.heads, self.causal = dim, heads, require_flag("causal", causal)
+        if require_flag("cross", cross) and causal:
+            raise ValueError("causal needs self-attention, got causal=True with cross=True")
+        if memory_dim is not None and not cross:
+            raise ValueError(f"memory_dim needs cross=True, got {memory_dim!r}")
+        self.cross = cross
+        self.source = dim if memory_dim is None else require_count("memory_dim", memory_dim)
+        self.hidden = 4 * dim if hidden is None else require_count("hidden", hidden)
+        self.activation = require_choice("activation", activation, ACTIVATIONS)
+        self.attention_norm, self.feedforward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key_value = nn.Linear(self.source, 2 * dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+        self.widen, self.narrow = nn.Linear(dim, self.hidden), nn.Linear(self.hidden, dim)
+
+    def initial(self, x: Any) -> Tensor:
+        """The tokens of the input."""
+        return x.tokens if isinstance(x, AttentionInput) else x
+
+    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
+        """The pairs that attend, and with ``cross`` keys and values."""
+        name, tokens = type(self).__name__, self.initial(x)
+        check_tokens(tokens, mask, f"{name}, x", dim=self.dim, tokens=True)
+        allowed, bias = read_pairs(x, mask, tokens)
+        key = value = None
+        if self.cross:
+            memory, seen = read_memory(x, self.source, tokens, name)
+            key, value = self._split(self.key_value(memory), 2)
+        else:
+            if isinstance(x, AttentionInput) and x.memory is not None:
+                raise ValueError(f"{name}: x.memory needs cross=True, got it in self-attention")
+            seen = mask
+        if seen is not None:
+            keys = seen[:, None, None, :]
+            allowed = keys if allowed is None else allowed & keys
+        if self.causal and (allowed is not None or bias is not None):
+            count = tokens.shape[1]
+            order = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
+            allowed = order.expand(len(tokens), 1, -1, -1) if allowed is None else allowed & order
+        return Prepared(_Held(hide(tokens, mask), key, value, allowed, bias))
+
+    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+        check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=True)
+        held = (x if isinstance(x, Prepared) else self.prepare(x, mask=mask)).parts
+        n = F.layer_norm(hide(z, mask) + held.tokens, (self.dim,))
+        h = n + self._attend(self.attention_norm(n), held)
+        hidden = ACTIVATIONS[self.activation](self.widen(self.feedforward_norm(h)))
+        return h + self.narrow(hidden)
+
+    def _attend(self, n: Tensor, held: _Held) -> Tensor:
+        (query,) = self._split(self.query(n), 1)
+        key, value = held.key, held.value
+        if key is None or value is None:
+            key, value = self._split(self.key_value(n), 2)
+        allowed, bias, some = held.allowed, held.bias, None
+        causal = self.causal and allowed is None
+        if allowed is not None:
+            some = allowed.any(-1, keepdim=True)
+            allowed = allowed | ~some  # a softmax over nothing would be NaN
+        if dense_for_transforms(query, key, value) is not None:
+            scores = (query @ key.mT) * self.width**-0.5
+            if causal:
+                allowed = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+            scores = scores if bias is None else scores + bias
+            scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+            found = scores.softmax(-1) @ value
+        else:
+            pattern = allowed
+            if bias is not None:
+                pattern = bias.to(query.dtype)
+                pattern = pattern if allowed is None else pattern.masked_fill(~allowed, -torch.inf)
+            found = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=pattern, is_causal=causal
+            )
+        if some is not None:
+            found = found.masked_fill(~some, 0.0)
+        return self.output(found.transpose(1, 2).flatten(2))
+
+    def _split(self, features: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """(B, N, parts d) -> ``parts`` tensors (B, H, N, p)."""
+        return features.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, causal={self.causal}, cross={self.cross}"
