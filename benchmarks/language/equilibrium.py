@@ -33,6 +33,7 @@ SIZE = ("dim=64", "length=64", "dropout=0", "betas=[0.9,0.95]", "--batch", "16")
 DRAWN = ("--model", "equilibrium")
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learning rates
     "one block": (("layers=1",), ("6e-3", "1e-2", "2e-2")),
+    "one pass": ((*DRAWN, "iterations=1"), ("6e-3", "1e-2", "2e-2")),
     "three blocks": (("layers=3",), ("6e-3", "1e-2", "2e-2")),
     "six blocks": (("layers=6",), ("6e-3", "1e-2")),
     "drawn": (DRAWN, ("6e-3", "1e-2", "2e-2")),
@@ -87,11 +88,12 @@ def measure(folder: Path, data: TextData) -> dict[str, Any]:
     length, windows = progress["settings"]["model"]["length"], progress["settings"]["windows"]
     task = NextToken(data, length, windows)
     found: dict[str, Any] = {"parameters": sum(each.numel() for each in model.parameters())}
-    solved = isinstance(model, EquilibriumLanguageModel)
+    trained = progress["settings"]["model"].get("iterations")
+    solved = isinstance(model, EquilibriumLanguageModel) and trained != 1
     for number in NUMBERS if solved else NUMBERS[:1]:
         total, terms = task.evaluate(model, 0, 1, number if solved else None)["validation_loss"]
         found[str(number)] = total / terms
-    if isinstance(model, EquilibriumLanguageModel):
+    if isinstance(model, EquilibriumLanguageModel) and solved:
         tokens = model.tokens(next(task.tests(0, 1))[0])
         z, after = (model.mix(tokens, number) for number in (NUMBERS[-1], NUMBERS[-1] + 1))
         found["residual"] = ((after - z).norm() / after.norm()).item()

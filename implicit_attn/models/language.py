@@ -256,8 +256,8 @@ class EquilibriumLanguageModel(SymbolModel):
         self.block = DEQTransformer(
             dim, heads, hidden, causal=True, iterations=iterations, gradient=gradient, layer=layer
         )
-        step = self.block.deq.update
-        draw_weights(self, (step.output, step.narrow), 2)
+        # Tokens are normalised: what counts is how fast embeddings turn, and how large the block is.
+        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
 
     @property
     def last(self) -> Any:
