@@ -81,18 +81,14 @@ class DEQTransformer(EncoderLayer):
         attention = require_choice("attention", attention, ("self", "cross"))
         super().__init__(dim, heads, attention, memory_dim, causal, dropout, batch_first)
         self.iterations = check_iterations(iterations)
-        if not isinstance(gradient, int):
-            gradient = require_choice("gradient", gradient, ("all", "implicit"))
-        self.gradient = (
-            gradient if isinstance(gradient, str) else require_count("gradient", gradient)
-        )
         options = check_layer(layer)
-        if gradient == "all":
-            adjoint: Any = solvers.Unrolled()
+        adjoint: Any
+        if isinstance(gradient, str):
+            self.gradient: int | str = require_choice("gradient", gradient, ("all", "implicit"))
+            adjoint = solvers.Unrolled() if gradient == "all" else solvers.Implicit()
         else:
-            adjoint = (
-                solvers.Implicit() if gradient == "implicit" else solvers.Phantom(steps=gradient)
-            )
+            self.gradient = require_count("gradient", gradient)
+            adjoint = solvers.Phantom(steps=self.gradient)
         if gradient != "implicit" and "adjoint" in options:
             raise ValueError(f'layer["adjoint"] needs gradient="implicit", got {gradient!r}')
         step = TransformerStep(

@@ -93,7 +93,7 @@ class TransformerStep(Update):
         self.output = nn.Linear(dim, dim, bias=False)
         self.widen, self.narrow = nn.Linear(dim, self.hidden), nn.Linear(self.hidden, dim)
 
-    def initial(self, x: Any) -> Tensor:
+    def initial(self, x: Any) -> Any:
         """The tokens of the input."""
         return x.tokens if isinstance(x, AttentionInput) else x
 

@@ -260,7 +260,8 @@ def test_saved_loaded_unrolled_and_in_torchs_encoder() -> None:
     other.load_state_dict(block.state_dict())
     assert torch.equal(other(x), block(x))
     assert torch.equal(unroll(block, 6)(x), block(x))
-    stack = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    layer: Any = block
+    stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     assert stack(x, src_key_padding_mask=padding(5, 3)).shape == x.shape
 
 
