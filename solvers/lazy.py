@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-def lazy_names(
-    package: str,
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of ``package``, as its ``__init__.pyi`` states them.
 
     The stub has one line a public name, ``from home import name as name``, which type checkers read too.

@@ -13,11 +13,7 @@ from torch import Tensor
 
 from solvers.adjoints.checkpoints import Checkpoints
 from solvers.adjoints.compiled import compiled_value
-from solvers.adjoints.implicit import (
-    AdjointSystem,
-    implicit_value,
-    zero_derivative,
-)
+from solvers.adjoints.implicit import AdjointSystem, implicit_value, zero_derivative
 from solvers.adjoints.left_out import (
     Attach,
     differentiate,

@@ -30,11 +30,7 @@ def differentiate_states(
 
 
 def differentiate(
-    problem: Problem,
-    solution: Solution,
-    start: Tensor,
-    left_out: Tensor | None,
-    attach: Attach,
+    problem: Problem, solution: Solution, start: Tensor, left_out: Tensor | None, attach: Attach
 ) -> Solution:
     """Let ``attach(problem, value, rows)`` give the solution's value its gradient.
 

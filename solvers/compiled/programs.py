@@ -108,11 +108,7 @@ class Programs:
             )
 
     def call(
-        self,
-        function: Callable[..., Any],
-        key: Hashable,
-        parts: Sequence[Packed],
-        weights: Weights,
+        self, function: Callable[..., Any], key: Hashable, parts: Sequence[Packed], weights: Weights
     ) -> Packed:
         """``function(*records)``, compiled; records go in and out packed.
 
@@ -164,11 +160,7 @@ class Programs:
         return found[0].at(inputs), found[1]
 
     def example(
-        self,
-        function: Callable[..., Any],
-        key: Hashable,
-        parts: Sequence[Packed],
-        weights: Weights,
+        self, function: Callable[..., Any], key: Hashable, parts: Sequence[Packed], weights: Weights
     ) -> Any:
         """A record like ``function(*records)``, of tensors without data; found once."""
         which = ("example", key, weights.kind, *[part.kind for part in parts])

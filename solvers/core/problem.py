@@ -17,12 +17,7 @@ from solvers.core.guards.norms import NormsRefused
 from solvers.core.guards.outputs import check_energy, check_output
 from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference
 from solvers.core.guards.randomness import Draws, refuse_random
-from solvers.core.jacobian import (
-    JacobianProduct,
-    gradient_of_energy,
-    pullback,
-    pushforward,
-)
+from solvers.core.jacobian import JacobianProduct, gradient_of_energy, pullback, pushforward
 from solvers.core.layout import Layout, leaves_of, take
 from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
 from solvers.core.rows import MODERATE_ABOVE, Point, norms_fit, row_norm, scaled_norm

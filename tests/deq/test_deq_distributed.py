@@ -26,10 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 def run_workers(folder: Path) -> list[dict[str, Any]]:
     paths = [str(ROOT), str(ROOT / "tests")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if "lo" in [name for _, name in socket.if_nameindex()]:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     script = str(ROOT / "tests" / "workers" / "deq_ddp.py")

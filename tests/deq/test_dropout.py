@@ -19,11 +19,7 @@ from implicit_attn.updates import Update
 from solvers import Implicit, OneStep, Phantom, Tolerance, Unrolled
 
 TIGHT = Tolerance(1e-12)
-EXACT: dict[str, Any] = {
-    "tolerance": TIGHT,
-    "adjoint": Implicit(tolerance=TIGHT),
-    "max_steps": 200,
-}
+EXACT: dict[str, Any] = {"tolerance": TIGHT, "adjoint": Implicit(tolerance=TIGHT), "max_steps": 200}
 
 
 class Cell(nn.Module):

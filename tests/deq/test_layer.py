@@ -276,10 +276,7 @@ class Noisy(nn.Module):
         return self.cell(self.dropout(z), x)
 
 
-@pytest.mark.parametrize(
-    "dropout",
-    [nn.Dropout(0.1), nn.AlphaDropout(0.1)],
-)
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.1), nn.AlphaDropout(0.1)])
 def test_dropout_in_the_update(dropout: nn.Module) -> None:
     layer = DEQ.from_update(Noisy(dropout))
     with pytest.raises(ValueError, match=r"Dropout.*function\.dropout.*training mode"):
@@ -542,11 +539,7 @@ def structured() -> DEQ:
 
 
 def structured_input() -> dict[str, Tensor]:
-    return {
-        "x": tokens(),
-        "context": tokens(count=5, dim=3, seed=1),
-        "field": tokens(seed=2),
-    }
+    return {"x": tokens(), "context": tokens(count=5, dim=3, seed=1), "field": tokens(seed=2)}
 
 
 def test_dict_input() -> None:

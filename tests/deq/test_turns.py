@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cases.turns import (
-    Cell,
-    assert_same,
-    assert_same_solution,
-    pair,
-    results,
-    sample,
-)
+from cases.turns import Cell, assert_same, assert_same_solution, pair, results, sample
 from implicit_attn import DEQ
 from implicit_attn.deq import preparing
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic

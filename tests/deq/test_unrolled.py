@@ -37,10 +37,7 @@ def test_as_the_layer_at_as_many_steps(name: str) -> None:
     mask = torch.ones(x.shape[:2], dtype=torch.bool)
     mask[1, -1] = False
     masked = name not in ("update", "mixer")
-    ways: list[tuple[dict[str, Any], Solver]] = [
-        ({}, Forward()),
-        ({"damping": 0.7}, Forward(0.7)),
-    ]
+    ways: list[tuple[dict[str, Any], Solver]] = [({}, Forward()), ({"damping": 0.7}, Forward(0.7))]
     for options, solver in ways:
         found = layer.unrolled(5, **options)
         close: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}

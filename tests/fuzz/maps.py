@@ -111,8 +111,7 @@ class Potential(NamedTuple):
 
 def _descent(gradient: Formula, terms: Formula) -> Map:
     return Map(
-        lambda z, s, b, w: z - gradient(z, s, b, w),
-        lambda z, s, b, w: z.abs() + terms(z, s, b, w),
+        lambda z, s, b, w: z - gradient(z, s, b, w), lambda z, s, b, w: z.abs() + terms(z, s, b, w)
     )
 
 

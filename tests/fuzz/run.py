@@ -25,16 +25,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 import torch
 from tqdm import tqdm
 
-from fuzz import (
-    adjoints,
-    commands,
-    energies,
-    files,
-    fixed_points,
-    kernels,
-    linear,
-    spins,
-)
+from fuzz import adjoints, commands, energies, files, fixed_points, kernels, linear, spins
 from fuzz.cases import Failure, Family, run_case
 from implicit_attn.command_line import Parser, command, count, place, whole
 

@@ -41,10 +41,7 @@ NONLINEAR = [
     *systems.BUILDS,
     *(name for name in _ATTENTION if not name.startswith("energy_")),
 ]
-ENERGY = [
-    *energies.BUILDS,
-    *(name for name in _ATTENTION if name.startswith("energy_")),
-]
+ENERGY = [*energies.BUILDS, *(name for name in _ATTENTION if name.startswith("energy_"))]
 PATHOLOGICAL = list(pathological.BUILDS)
 
 _BUILDS: dict[str, Build] = {
@@ -69,10 +66,7 @@ def _original(name: str, seed: int) -> ZooProblem:
 
 
 def make(
-    name: str,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
+    name: str, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0
 ) -> ZooProblem:
     """The problem ``name`` in tensors of its own, safe to overwrite.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from solvers import Anderson, Descent, Implicit, Newton, Unrolled, fixed_point
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inside torch's compiler
+    pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch's compiler
 ]
 
 

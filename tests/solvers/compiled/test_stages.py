@@ -92,8 +92,7 @@ def identity(z: Tensor, x: Tensor, w: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "f",
-    [constants, views, writes, tuples, repeated, masked, of_numbers, without_state, identity],
+    "f", [constants, views, writes, tuples, repeated, masked, of_numbers, without_state, identity]
 )
 def test_same_values_as_the_whole(f: Function) -> None:
     made, _ = parts(f)
