@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -158,22 +157,6 @@ def test_rows_out_of_the_ordinary_are_solved_as_without() -> None:
     assert torch.equal(wanted.value.nan_to_num(), got.value.nan_to_num())
 
 
-def test_stalled_samples_are_solved_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("solvers.core.loop", "solvers.native.turns"):
-        monkeypatch.setattr(f"{module}.PATIENCE", 10)
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        return 2 * x - z  # goes to and fro
-
-    options: Any = {"max_steps": 60, "on_failure": "ignore", "init": "zeros"}
-    first, second = pair(DEQ.from_update(f, solver=Forward(), **options))
-    with torch.no_grad():
-        wanted, got = first.solve(tokens(2)), second.solve(tokens(2))
-    assert (wanted.status == Status.STALLED).all()
-    assert torch.equal(wanted.status, got.status)
-    assert torch.equal(wanted.evaluations, got.evaluations)
-
-
 def test_an_adjoint_that_is_not_solved_is_told_as_without() -> None:
     torch.manual_seed(0)
     short = Implicit(solver=GMRES(2), tolerance=Tolerance(1e-12), max_steps=3)
@@ -285,7 +268,6 @@ def test_inductor() -> None:
 
 
 LOOSE: Any = {"tolerance": Tolerance(1e-4), "solver": Forward(), "max_steps": 20}
-Pair = namedtuple("Pair", "a b")
 
 
 class Changing(Update):
@@ -369,24 +351,6 @@ def test_a_change_between_forward_and_backward() -> None:
     torch.testing.assert_close(layer.update.weight.grad, plain.update.weight.grad)
 
 
-class Norm(Changing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return 0.5 * self.norm(super().forward(z, x)) + x
-
-
-def test_each_mode_is_checked() -> None:
-    layer = changing(Norm())[1]
-    layer.eval()
-    layer(given())
-    layer.train()
-    with pytest.raises(ValueError, match="running statistics"):
-        layer(given())
-
-
 class Draws(Changing):
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         return 0.5 * nn.functional.rrelu(z @ self.weight.mT + x, 0.1, 0.9, True)
@@ -412,21 +376,6 @@ def test_tensors_of_closures_and_power_iterations_are_refused() -> None:
     other = compiled(layer)
     with pytest.raises(RuntimeError, match="changes a parameter or buffer"):
         other.solve(None, z0=given())
-
-
-def test_inputs_of_any_structure() -> None:
-    def f(z: Tensor, x: Any) -> Tensor:
-        return 0.5 * z.tanh() + x.a + x.b
-
-    layers = [DEQ.from_update(f, init=lambda x: torch.zeros_like(x.a))]
-    layers.append(compiled(layers[0]))
-    wanted, got = [layer(Pair(given(), 0.5)) for layer in layers]
-    torch.testing.assert_close(got, wanted)
-    wanted, got = [layer(Pair(given(), 1.5)) for layer in layers]
-    torch.testing.assert_close(got, wanted)
-    alone = compiled(DEQ.from_update(lambda z: 0.5 * z.cos()))
-    for batch in (8, 5):
-        assert alone.solve(None, z0=torch.ones(batch, 4)).converged.all()
 
 
 class Keeps(Changing):
@@ -550,37 +499,6 @@ def test_second_derivatives() -> None:
         found.append(torch.autograd.grad(slope.square().sum(), [v, x]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_random_numbers_are_drawn_once_a_solve_as_without() -> None:
-    first, second = prepared(DEQ(Projected(), **EXACT))
-    values = []
-    for layer in (first, second):
-        layer.update.noise = 0.1
-        torch.manual_seed(1)
-        values.append(layer(row(2)))
-    torch.testing.assert_close(values[1], values[0])
-
-
-class Dropping(Projected):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = VariationalDropout(0.5)
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        found, given, _ = super().prepare(x, mask=mask)
-        return self.dropout(found), given, found.detach()
-
-
-def test_dropout_has_the_masks_of_the_solve() -> None:
-    first, second = prepared(DEQ(Dropping(), **EXACT))
-    found = []
-    for layer in (first, second):
-        torch.manual_seed(2)
-        found.append(all_results(layer, row(3)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, one)
-    assert made(second) == ["linearized"]
 
 
 def test_a_block_with_masks() -> None:

@@ -70,14 +70,6 @@ def test_compiled_model_equals_eager(name: str, backend: str) -> None:
     assert layer.last.adjoint.solution is not None
 
 
-def test_compiled_layer_alone() -> None:
-    layer = make("gradient", tolerance=Tolerance(rtol=1e-10))
-    expected = run(layer, layer, tokens())
-    found = run(torch.compile(layer, backend="aot_eager"), layer, tokens())  # type: ignore[arg-type]
-    for key, reference in expected.items():
-        assert relative_error(found[key], reference) <= 1e-8, key
-
-
 def test_compiled_evaluation_and_training_steps() -> None:
     """A loop as people write it: steps, evaluation under no_grad, steps again."""
     losses = []

@@ -12,7 +12,6 @@ from torch.func import functional_call, grad, vmap
 
 import solvers
 from implicit_attn import DEQ, Energy
-from implicit_attn.dropout import SolveMasks
 from implicit_attn.energies import Quadratic, ReLUFeedForward
 from implicit_attn.regularization import VariationalDropout, dropout_seeds
 from implicit_attn.updates import Update
@@ -108,18 +107,6 @@ def test_masks_are_fair_coins(p: float) -> None:
     assert torch.equal(dropout(h, seeds), dropout(h, seeds.clone()))
     narrow = dropout(h[:, :60], seeds)
     assert torch.equal(narrow, dropout(h, seeds)[:, :60])
-
-
-@pytest.mark.parametrize(
-    ("shape", "shared"),
-    [((4, 5, 6), (1,)), ((4, 5, 6), (-1,)), ((4, 3, 5, 6), (1, 2)), ((4, 6), ())],
-)
-def test_shared_dimensions(shape: tuple[int, ...], shared: tuple[int, ...]) -> None:
-    dropped = VariationalDropout(0.5, shared=shared)(torch.ones(shape), dropout_seeds(4))
-    assert dropped.shape == shape
-    for dim in shared:
-        assert bool((dropped == dropped.select(dim, 0).unsqueeze(dim)).all())
-    assert dropped.unique().tolist() == [0.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -235,30 +222,6 @@ def test_the_penalty_and_the_radius_have_the_masks_of_the_solve() -> None:
     assert bool((deq.spectral_radius(z, x) < 1).all())
     with pytest.raises(RuntimeError, match="masks of the latest solve"):
         deq.jacobian_penalty(z[:2], x[:2])
-
-
-def test_by_hand_in_a_function() -> None:
-    dropout, x = VariationalDropout(0.5), tokens()
-    seeds = dropout_seeds(3)
-
-    def f(z: Tensor, x: Tensor, seeds: Tensor) -> Tensor:
-        return 0.3 * dropout(z, seeds) + x
-
-    value = solvers.fixed_point(f, x, (x, seeds), tolerance=TIGHT, max_steps=200).value
-    torch.testing.assert_close(value, x / (1 - 0.3 * dropout.mask(x, seeds, 0)))
-
-
-def test_one_mask_is_kept_however_many_samples_leave() -> None:
-    cell = Cell()
-    masks = SolveMasks.of(cell)
-    assert masks is not None
-    seeds = dropout_seeds(16)
-    whole = cell.of_state.mask(torch.ones(16, 5), seeds, 0)
-    for left in range(16, 0, -1):
-        own = seeds[:left]
-        with masks.within(own):
-            assert torch.equal(cell.of_state(torch.ones(left, 5)), whole[:left])
-    assert len(masks.known) == 1
 
 
 def test_wrong_uses() -> None:

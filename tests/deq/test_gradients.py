@@ -80,17 +80,6 @@ def test_layer_called_twice_in_one_graph(name: str) -> None:
     )
 
 
-def test_backward_twice_over_a_retained_graph() -> None:
-    layer = make("gradient", **EXACT)
-    x = tokens().requires_grad_()
-    loss = layer(x).square().sum()
-    loss.backward(retain_graph=True)
-    first = gradients(layer)
-    loss.backward()
-    for key, gradient in gradients(layer).items():
-        torch.testing.assert_close(gradient, 2 * first[key], rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "adjoint", [None, OneStep(), Phantom(steps=40), Unrolled(), Unrolled(checkpoint=True)], ids=str
@@ -118,28 +107,6 @@ def test_both_modes_carry_a_gradient(training: bool, adjoint: Any) -> None:
         assert relative_error(x.grad, y.grad) <= 1e-5
 
 
-def test_no_gradient_where_none_is_wanted() -> None:
-    layer = make("gradient")
-    assert not layer.solve(tokens(), adjoint=None).value.requires_grad
-    with torch.no_grad():
-        assert not layer(tokens()).requires_grad
-    layer.requires_grad_(False)
-    assert not layer(tokens()).requires_grad
-    x = tokens().requires_grad_()
-    layer(x).sum().backward()
-    assert x.grad is not None
-    assert all(p.grad is None for p in layer.parameters())
-
-
-def test_inference_mode() -> None:
-    layer = make("gradient")
-    with torch.no_grad():
-        expected = layer(tokens())
-    with torch.inference_mode():
-        found = layer(tokens())
-    torch.testing.assert_close(found.clone(), expected)
-
-
 @each_layer
 def test_gradgradcheck(name: str) -> None:
     layer = make(name, **EXACT)
@@ -160,23 +127,6 @@ def test_active_spectral_bound_is_differentiated() -> None:
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-def test_second_derivative_under_an_outer_cache(calls: int = 2) -> None:
-    results = []
-    for context in (nullcontext, parametrize.cached):
-        torch.manual_seed(0)
-        layer = DEQ(energy(bound=0.6), **EXACT)
-        x = tokens().requires_grad_()
-        with context():
-            z = x
-            for _ in range(calls):
-                z = layer(z)
-            (slope,) = torch.autograd.grad(z.pow(3).sum(), x, create_graph=True)
-            slope.square().sum().backward()
-        results.append(gradients(layer) | {"x": x.grad})
-    for key, reference in results[0].items():
-        assert relative_error(results[1][key], reference) <= 1e-8, key
-
-
 def test_closed_over_tensors_get_gradients() -> None:
     """Nobody lists parameters: what the plain function reads is found."""
     torch.manual_seed(0)
@@ -190,21 +140,6 @@ def test_closed_over_tensors_get_gradients() -> None:
 
     assert torch.autograd.gradcheck(run, (weight, upstream), fast_mode=True)
     assert torch.autograd.gradgradcheck(run, (weight, upstream), fast_mode=True)
-
-
-@pytest.mark.parametrize("name", ["gradient", "activation", "update"])
-def test_functional_call(name: str) -> None:
-    """Parameters handed over from outside: right first derivatives, and never wrong second ones."""
-    layer = make(name, **EXACT)
-    names = [n for n, _ in layer.named_parameters()]
-    values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
-
-    def run(*parameters: Tensor) -> Tensor:
-        return functional_call(layer, dict(zip(names, parameters, strict=True)), (tokens(batch=1),))
-
-    assert torch.autograd.gradcheck(run, values, fast_mode=True)
-    with right_or_refused():
-        assert torch.autograd.gradgradcheck(run, values, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["gradient", "activation"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import solvers
-from cases.deq import DIM, LAYERS, Cell, gradients, make, relative_error, tokens
+from cases.deq import DIM, LAYERS, gradients, make, relative_error, tokens
 from implicit_attn import DEQ, Energy, EquilibriumBlock, GradientStep
 from implicit_attn.energies import (
     BiSoftmaxAttention,
@@ -31,7 +31,6 @@ from solvers import (
     Forward,
     Implicit,
     Phantom,
-    Progress,
     Solution,
     SolveError,
     SolveWarning,
@@ -202,11 +201,6 @@ def test_bad_inputs(make_input: Callable[[], Any], error: type[Exception], messa
         make("gradient")(make_input())
 
 
-def test_wrong_dtype_of_the_input() -> None:
-    with pytest.raises((TypeError, ValueError), match=r"float32|torch\.float"):
-        make("gradient")(tokens().float())
-
-
 BAD_FUNCTIONS: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
     ("scalar", lambda z, x: (z - x).square().sum(), ValueError, r"returned a scalar.*\(2,\)"),
     ("tokens", lambda z, x: (z - x).square().sum(-1), ValueError, r"\(2,\).*got shape \(2, 3\)"),
@@ -236,61 +230,6 @@ def test_failure_is_never_silent(policy: str, raised: Any) -> None:
     layer = make("gradient", max_steps=1, tolerance=Tolerance(rtol=1e-14), on_failure=policy)
     with (pytest.warns if policy == "warn" else pytest.raises)(raised, match="MAX_STEPS 2 of 2"):
         layer(tokens())
-
-
-@pytest.mark.parametrize(
-    ("layer", "words"),
-    [
-        (
-            DEQ.from_update(lambda z, x: 3 * torch.sin(7 * z.roll(1, -1)) + x),
-            "map may not contract",
-        ),
-        (
-            DEQ.from_energy(lambda z, x: -z.square().sum((1, 2))),
-            "which implicit_attn.check_energy tells",
-        ),
-    ],
-    ids=["map", "energy"],
-)
-def test_where_the_residual_does_not_fall_the_cure_is_named(layer: DEQ, words: str) -> None:
-    with pytest.warns(SolveWarning, match=words) as caught:
-        layer(tokens(4))
-    text = str(caught[0].message)
-    assert 'apply_norm(module, "bound"' in text and "docs/guide/failing.md" in text
-    assert "normalise the input" in text and "raise max_steps" not in text
-
-
-def test_failing_adjoint_is_reported() -> None:
-    layer = make("gradient", adjoint=Implicit(max_steps=1, tolerance=Tolerance(rtol=1e-14)))
-    loss = layer(tokens()).pow(3).sum()
-    with pytest.warns(SolveWarning, match="adjoint solve"):
-        loss.backward()
-
-
-class Noisy(nn.Module):
-    def __init__(self, dropout: nn.Module) -> None:
-        super().__init__()
-        self.cell, self.dropout = Cell().double(), dropout
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return self.cell(self.dropout(z), x)
-
-
-@pytest.mark.parametrize("dropout", [nn.Dropout(0.1), nn.AlphaDropout(0.1)])
-def test_dropout_in_the_update(dropout: nn.Module) -> None:
-    layer = DEQ.from_update(Noisy(dropout))
-    with pytest.raises(ValueError, match=r"Dropout.*function\.dropout.*training mode"):
-        layer(tokens())
-    layer.eval()
-    assert bool(layer.solve(tokens()).converged.all())
-
-
-def test_callback_and_repr() -> None:
-    seen: list[Progress] = []
-    layer = make("gradient", solver=Forward())
-    solution = layer.solve(tokens(), callback=seen.append)
-    assert [p.evaluation for p in seen] == list(range(1, int(solution.evaluations.max()) + 1))
-    assert "max_steps=50" in repr(layer)
 
 
 each_layer = pytest.mark.parametrize("name", LAYERS)
@@ -368,28 +307,6 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     assert relative_error(x.grad, y.grad) <= (1e-3 if single else 1e-1)
     for key, gradient in gradients(layer).items():
         assert gradient.dtype == dtype, key
-        assert bool(torch.isfinite(gradient).all()), key
-
-
-@each_layer
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(name: str, dtype: torch.dtype) -> None:
-    layer = make(name, tolerance=Tolerance(rtol=2e-2)).float()
-    x = tokens(scale=0.5).float().requires_grad_()
-    with torch.autocast("cpu", dtype=dtype):
-        solution = layer.solve(x)
-        loss = solution.value.float().square().sum()
-    loss.backward()
-    assert bool(solution.converged.all()), solution.summary()
-    exact = make(name, max_steps=200, tolerance=Tolerance(rtol=1e-9))
-    y = tokens(scale=0.5).requires_grad_()
-    z = exact(y)
-    z.square().sum().backward()
-    assert relative_error(solution.value, z) <= 5e-2
-    assert x.grad is not None and y.grad is not None
-    assert relative_error(x.grad, y.grad) <= 1e-1
-    for key, gradient in gradients(layer).items():
-        assert gradient.dtype == torch.float32, key
         assert bool(torch.isfinite(gradient).all()), key
 
 
@@ -485,35 +402,6 @@ def test_samples_do_not_depend_on_their_neighbours(name: str, solver: Any) -> No
     torch.testing.assert_close(shuffled.value, together.value[order], rtol=1e-9, atol=1e-10)
 
 
-@each_layer
-def test_gradients_do_not_depend_on_the_neighbours(name: str) -> None:
-    layer = make(name, **TIGHT)
-    x = mixed().requires_grad_()
-    layer(x).square().sum().backward()
-    summed = gradients(layer)
-    layer.zero_grad()
-    for i in range(len(x)):
-        alone = mixed()[i : i + 1].requires_grad_()
-        layer(alone).square().sum().backward()
-        assert x.grad is not None and alone.grad is not None
-        assert relative_error(alone.grad[0], x.grad[i]) <= 1e-8
-    for key, gradient in gradients(layer).items():
-        if "step_size" not in key:
-            assert relative_error(gradient, summed[key]) <= 1e-8, key
-
-
-@each_layer
-def test_warm_start(name: str) -> None:
-    layer = make(name, **TIGHT)
-    cold = layer.solve(tokens())
-    warm = layer.solve(tokens(), z0=cold.value.detach())
-    assert (warm.evaluations == 1).all()
-    assert relative_error(warm.value, cold.value) <= 1e-10
-    near = layer.solve(tokens(), z0=cold.value.detach() + 1e-4)
-    assert (near.evaluations < cold.evaluations).all()
-    assert relative_error(near.value, cold.value) <= 1e-8
-
-
 @pytest.mark.parametrize("init", ["input", "zeros", lambda x: 0.5 * x])
 def test_starts(init: Any) -> None:
     layer = make("gradient", init=init, **TIGHT)
@@ -553,18 +441,6 @@ def test_dict_input() -> None:
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
     assert layer.last is not None
     assert float(layer.last.residual.max()) <= 1e-11
-
-
-def test_dict_input_in_batches() -> None:
-    """Finished samples leave, and their parts of the input with them."""
-    layer = structured()
-    x = {key: torch.cat([part, 9 * part, part / 50]) for key, part in structured_input().items()}
-    loose: dict[str, Any] = {"tolerance": Tolerance(rtol=1e-3)}
-    together = layer.solve(x, **loose)
-    assert len(set(together.evaluations.tolist())) > 1
-    for i in range(6):
-        alone = layer.solve({key: part[i : i + 1] for key, part in x.items()}, **loose)
-        torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-8, atol=1e-9)
 
 
 def test_dict_input_mistakes() -> None:
@@ -706,17 +582,6 @@ def test_a_default_layer_converges_under_autocast(kind: str, dtype: torch.dtype)
     solution.value.float().square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
     assert solution.adjoint.solution is not None and solution.adjoint.solution.converged.all()
-
-
-@pytest.mark.defect("D9")
-@each_half
-def test_a_default_layer_in_half_precision_converges(dtype: torch.dtype) -> None:
-    """A well-conditioned one: what a steep update can reach in half precision is the processor's."""
-    torch.manual_seed(0)
-    terms = BiSoftmaxAttention(64, 4) + ReLUFeedForward(64, 128)
-    layer, x = DEQ(0.3 * terms + Quadratic()), torch.randn(8, 17, 64)
-    solution = layer.to(dtype).solve(x.to(dtype))
-    assert solution.converged.all()
 
 
 @pytest.mark.defect("D9")

@@ -17,7 +17,6 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     SoftmaxAttention,
 )
-from implicit_attn.energies.energy import Prepared
 from solvers import Anderson, Forward, Implicit, Tolerance
 
 MASKED = ("gradient", "context", "channels", "activation", "softmax_couplings")
@@ -225,13 +224,6 @@ def test_a_matrix_of_pairs_is_one_for_each_sample(name: str, biased: bool, batch
     torch.testing.assert_close(energy.grad(found, x if name != "a user's" else each), 0 * found)
 
 
-def test_where_nothing_is_prepared_a_matrix_is_expanded_too() -> None:
-    x = AttentionInput(row_tokens(), pairs=torch.ones(N, N) > 0)
-    layer = DEQ(Seeing() + Quadratic().select("tokens"), init=zeros, **EXACT)
-    each = x._replace(pairs=torch.ones(B, N, N) > 0)
-    torch.testing.assert_close(layer(x), layer(each))
-
-
 def test_the_mask_has_the_samples_of_the_memory() -> None:
     """The first tensor of the input is a matrix (N, M), whose rows are no samples."""
     torch.manual_seed(0)
@@ -249,23 +241,3 @@ def test_the_mask_has_the_samples_of_the_memory() -> None:
     assert torch.equal(without(x, mask), without(x._replace(pairs=each.pairs), mask))
     with pytest.raises(ValueError, match=r"mask must be batched like x, 2 samples, got .*\(3, 3\)"):
         without(x, torch.ones(3, N) > 0)
-
-
-def test_a_start_tells_the_samples_of_pairs_alone() -> None:
-    torch.manual_seed(0)
-    layer = DEQ(
-        (0.2 * BiSoftmaxAttention(DIM, 2, bound=1.0)).double(), max_steps=3, on_failure="ignore"
-    )
-    pairs = torch.tensor([[True, True, False]] * N)
-    z0 = row_tokens(2)
-    found = layer.solve(AttentionInput(pairs=pairs), z0=z0).value
-    each = layer.solve(AttentionInput(pairs=pairs.expand(2, N, N)), z0=z0).value
-    assert torch.equal(found, each)
-
-
-def test_what_ignores_the_input_holds_nothing_of_it_in_a_solve() -> None:
-    x = AttentionInput(row_tokens(), pairs=torch.ones(B, N, N) > 0)
-    ignoring = [ReLUFeedForward(DIM, 8), BiSoftmaxAttention(DIM, 2), SoftmaxAttention(DIM, 2)]
-    assert [energy.prepare(row_tokens()) for energy in ignoring] == [None] * 3
-    made = (BiSoftmaxAttention(DIM, 2) + ReLUFeedForward(DIM, 8)).prepare(x)
-    assert isinstance(made, Prepared) and made.parts[1] is None

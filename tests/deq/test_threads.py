@@ -113,27 +113,6 @@ def test_a_cache_of_another_thread_is_not_read() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_surrounding_cache_that_ends_elsewhere() -> None:
-    """One thread leaves ``cached()``, and clears it for all, while another solves within its own."""
-    layer, x, order = bounded(), sample(), Interleaved()
-    expected = gradients(layer, x)
-
-    def first() -> None:
-        with parametrize.cached():
-            order.first_is_in.set()
-            assert order.second_is_in.wait(30)
-        order.first_is_out.set()
-
-    def second() -> list[Tensor]:
-        assert order.first_is_in.wait(30)
-        with parametrize.cached():
-            value = layer.solve(x, callback=order.second).value
-            return list(torch.autograd.grad(value.square().sum(), list(layer.parameters())))
-
-    for mine, other in zip(together(first, second)[1], expected, strict=True):
-        assert torch.equal(mine, other)
-
-
 def test_a_weight_is_computed_once_a_solve() -> None:
     calls = []
 

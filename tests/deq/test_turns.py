@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases.turns import Cell, assert_same, assert_same_solution, pair, results, sample
 from implicit_attn import DEQ
-from implicit_attn.deq import preparing
-from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.updates import Update
-from solvers import CG, GMRES, Anderson, Forward, Implicit, Tolerance
+from solvers import CG, GMRES, Anderson, Broyden, Forward, Implicit, Newton, Tolerance, fixed_point
 from solvers.compiled.graphs import stages
 
 pytestmark = [
@@ -137,6 +134,46 @@ def test_no_sample_is_told_more_products_than_it_may_have() -> None:
         assert (found.evaluations <= most).all() and torch.equal(found.status, wanted.status)
 
 
+@pytest.mark.parametrize("most", [2, 60])
+@pytest.mark.parametrize("solver", [None, Forward(), Broyden(), Newton()], ids=str)
+def test_every_run_of_a_program_is_counted_and_the_budget_kept(solver: Any, most: int) -> None:
+    """Of a compiled layer, whose first call also evaluates f as it is, and of a compiled map."""
+    torch.compiler.reset()  # which allows so many compilations of one function
+    x, runs, calls = 3 * sample(8, 3), 0, 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        evaluates = any("cos" in str(node.target) for node in graph.graph.nodes)
+
+        def run(*tensors: Tensor) -> Any:
+            nonlocal runs
+            runs += evaluates
+            return graph.forward(*tensors)
+
+        return run
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += not torch.compiler.is_compiling()
+        return 0.97 * torch.cos(z * x.abs().clamp_max(3)) + x
+
+    options: Any = {"solver": solver, "max_steps": most, "tolerance": 1e-9, "on_failure": "ignore"}
+    layer = DEQ.from_update(f, init="zeros", **options)
+    layer.compile(backend=backend)
+    compiled: Any = torch.compile(f, backend=backend)
+    with torch.no_grad():
+        layer.solve(x)
+        for solve in (
+            lambda: layer.solve(x),
+            lambda: fixed_point(compiled, torch.zeros_like(x), (x,), compact=False, **options),
+        ):
+            runs = calls = 0
+            told = int(solve().evaluations.max())
+            if isinstance(solver, Newton):  # its products count, too
+                assert 0 < runs + calls <= told <= most
+            else:
+                assert (runs, calls) == (told, 0) and told <= most
+
+
 def test_cotangents_of_zero() -> None:
     found = []
     for layer in pair(DEQ(Cell(), **EXACT)):
@@ -216,25 +253,6 @@ def test_what_is_linearised_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.enable()
 
 
-def test_threads() -> None:
-    layer = pair(DEQ(Cell(), **EXACT))[1]
-    plain = pair(DEQ(Cell(), **EXACT))[0]
-    wanted = [results(plain, sample(batch)) for batch in (3, 9)]
-    got: list[Any] = [None, None]
-
-    def work(place: int, batch: int) -> None:
-        for _ in range(3):
-            got[place] = results(layer, sample(batch))
-
-    workers = [threading.Thread(target=work, args=each) for each in ((0, 3), (1, 9))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for found, expected in zip(got, wanted, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 def test_copies_modes_and_other_defaults() -> None:
     first, second = pair(DEQ(Cell(), **EXACT))
     assert_same(first, second, sample())
@@ -255,48 +273,6 @@ def test_copies_modes_and_other_defaults() -> None:
 
 
 sample_on_cpu = sample()
-
-
-class Restless(Cell):
-    """Changes in what runs once a solve."""
-
-    place = "prepare"
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        if self.place == "prepare" and not torch.compiler.is_compiling():
-            self.scale = 0.5 * self.scale
-            float(self.w.sum())  # no program can have that
-        return super().prepare(x)
-
-    def initial(self, x: Any) -> Any:
-        if self.place == "initial":
-            self.scale = 0.5 * self.scale
-        return x
-
-    def start(self, x: Any, prepared: Any) -> Any:
-        return self.initial(x)
-
-
-@pytest.mark.parametrize("place", ["prepare", "initial"])
-def test_a_module_that_changes_before_a_solve(place: str) -> None:
-    layer = DEQ(Restless(), **EXACT)
-    layer.update.place = place  # type: ignore[union-attr]
-    first, second = pair(layer)
-    for _ in range(3):
-        with torch.no_grad():
-            torch.testing.assert_close(second(sample()), first(sample()))
-    assert first.update.scale == second.update.scale == 0.125
-
-
-def test_energies_that_prepare_nothing_have_no_program_for_it() -> None:
-    energy = 0.2 * BiSoftmaxAttention(6, 2) + Quadratic()
-    layer = DEQ(energy.double(), tolerance=Tolerance(1e-3))
-    layer.compile(backend="eager")
-    x = sample(8).reshape(2, 4, 6).requires_grad_()
-    assert preparing.prepare(layer.update, x, None, None, layer.programs(), None, compact=True) is x
-    assert layer._programs is not None and not layer._programs.made
-    staged: list[Any] = list(layer._programs.staged)
-    assert [key[0] for key in staged] == ["example"]
 
 
 def test_a_layer_within_a_layer() -> None:

@@ -104,15 +104,6 @@ def test_exported_with_any_number_of_samples(name: str) -> None:
         torch.testing.assert_close(program(x), expected, rtol=1e-11, atol=1e-13)
 
 
-def test_exported_with_a_mask() -> None:
-    layer, x = make("mean_field"), tokens()
-    mask = torch.ones(x.shape[:2], dtype=torch.bool)
-    mask[1, -1] = False
-    program = exported(layer.unrolled(2).eval(), x, mask)
-    expected = by_solver(layer, x, Forward(), 2, mask)
-    torch.testing.assert_close(program(x, mask), expected, rtol=1e-11, atol=1e-13)
-
-
 def test_a_model_of_blocks() -> None:
     torch.manual_seed(0)
     blocks = (EquilibriumBlock(8, 2), EquilibriumBlock(8, 2, causal=True, hidden=0))

@@ -25,7 +25,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 import torch
 from tqdm import tqdm
 
-from fuzz import adjoints, commands, energies, files, fixed_points, kernels, linear, spins
+from fuzz import adjoints, energies, fixed_points, kernels, linear
 from fuzz.cases import Failure, Family, run_case
 from implicit_attn.command_line import Parser, command, count, place, whole
 
@@ -33,11 +33,8 @@ FAMILIES: dict[str, Family] = {
     "fixed_points": fixed_points.check,
     "energies": energies.check,
     "linear": linear.check,
-    "spins": spins.check,
     "adjoints": adjoints.check,
     "kernels": kernels.check,
-    "files": files.check,
-    "commands": commands.check,
 }
 SHOWN = 3  # failures printed of each invariant of a family; the file has all
 

@@ -167,23 +167,8 @@ BUILDS: dict[str, Build] = {
     "energy_rosenbrock_100": partial(valley, steepness=100.0, plain=False),
     "energy_log_sum_exp": log_sum_exp,
     "energy_double_wells": wells,
-    "energy_powell_singular": partial(
-        least_squares,
-        system="powell",
-        start=(3.0, -1.0, 0.0, 1.0),
-        answer=(0.0, 0.0, 0.0, 0.0),
-        origin=1.0,
-        step=2e-3,
-        plain=False,
-        source=MGH.format(13),
-    ),
-    "energy_helical_valley": partial(
-        least_squares,
-        system="helical",
-        start=(-1.0, 0.0, 0.0),
-        answer=(1.0, 0.0, 0.0),
-        step=2e-3,
-        plain=False,
-        source=MGH.format(7),
-    ),
-}
+    "energy_powell_singular": partial(least_squares, system="powell", start=(3.0, -1.0, 0.0, 1.0),
+        answer=(0.0, 0.0, 0.0, 0.0), origin=1.0, step=2e-3, plain=False, source=MGH.format(13)),
+    "energy_helical_valley": partial(least_squares, system="helical", start=(-1.0, 0.0, 0.0),
+        answer=(1.0, 0.0, 0.0), step=2e-3, plain=False, source=MGH.format(7)),
+}  # fmt: skip

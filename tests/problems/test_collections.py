@@ -1,14 +1,14 @@
-"""The collected problems are what they say they are: answers, least values, gradients."""
+"""The collected problems are what they say they are, and the default solver solves them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize, root
+from scipy.optimize import minimize
 from torch import Tensor
 
-from problems.collections.collected import Collected, residual
+from problems.collections.collected import BUDGET, Collected, residual, run, solved
 from problems.collections.maps import MAPS
 from problems.collections.minimisers import MINIMISERS
 from problems.collections.systems import SYSTEMS
@@ -32,7 +32,6 @@ def test_there_are_seventy() -> None:
 
 
 ANSWERED = [problem for problem in ALL if problem.solution is not None]
-UNANSWERED = [problem for problem in ALL if problem.solution is None]
 
 
 @pytest.mark.parametrize("problem", ANSWERED, ids=ids(ANSWERED))
@@ -67,35 +66,6 @@ def _bfgs(problem: Collected) -> np.ndarray:
     return minimize(energy, problem.z0[0].numpy(), jac=True, method="BFGS", options=options).x
 
 
-ROOTLESS = [problem for problem in UNANSWERED if problem.kind == "system"]
-
-
-@pytest.mark.parametrize("problem", ROOTLESS, ids=ids(ROOTLESS))
-def test_systems_without_a_closed_form_have_a_root(problem: Collected) -> None:
-    def system(x: np.ndarray) -> np.ndarray:
-        return problem.function(torch.from_numpy(x).unsqueeze(0)).squeeze(0).numpy()
-
-    found = root(system, problem.z0[0].numpy(), method="hybr")
-    assert residual(problem, torch.from_numpy(found.x).unsqueeze(0)) <= 1e-7
-
-
-@pytest.mark.parametrize("problem", ALL, ids=ids(ALL))
-def test_derivatives_are_those_of_finite_differences(problem: Collected) -> None:
-    generator = torch.Generator().manual_seed(1)
-    direction, weight = torch.randn(2, 1, problem.dim, generator=generator, dtype=torch.float64)
-
-    def along(t: Tensor) -> Tensor:
-        """A weighted sum of the results on a line near the start, off the edge of any domain."""
-        value = problem.function(1.01 * problem.z0 + t * direction)
-        return value.sum() if problem.kind == "minimiser" else (weight * value).sum()
-
-    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    (exact,) = torch.autograd.grad(along(t), t)
-    coarse, fine = ((along(t + h) - along(t - h)).detach() / (2 * h) for h in (2e-4, 1e-4))
-    noise = 1e-10 * float(along(t).detach().abs())
-    torch.testing.assert_close((4 * fine - coarse) / 3, exact, rtol=1e-6, atol=1e-8 + noise)
-
-
 @pytest.mark.parametrize("problem", ALL, ids=ids(ALL))
 def test_a_row_does_not_depend_on_its_neighbours(problem: Collected) -> None:
     z = torch.cat([problem.z0, 1.01 * problem.z0])
@@ -103,3 +73,22 @@ def test_a_row_does_not_depend_on_its_neighbours(problem: Collected) -> None:
     assert together.shape == ((2,) if problem.kind == "minimiser" else (2, problem.dim))
     for i in range(2):
         torch.testing.assert_close(problem.function(z[i : i + 1])[0], together[i])
+
+
+# Not solved within the budget; a solver that gets better takes its name out. The path to
+# fsolve_example's root is chaotic: the rounding of the machine's BLAS decides.
+UNSOLVED = {"map": set[str](), "system": {"fsolve_example"}, "minimiser": set[str]()}
+
+
+@pytest.mark.parametrize("problems", [MAPS, SYSTEMS, MINIMISERS], ids=list(UNSOLVED))
+def test_the_default_solves_them_and_says_so(problems: list[Collected]) -> None:
+    missed = set()
+    for problem in problems:
+        solution = run(problem)
+        true = solved(problem, solution.value)
+        # CONVERGED is what a user acts on
+        assert true or not bool(solution.converged.all()), problem.name
+        assert int(solution.evaluations) <= BUDGET
+        if not true:
+            missed.add(problem.name)
+    assert missed <= UNSOLVED[problems[0].kind]

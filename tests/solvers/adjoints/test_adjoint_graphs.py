@@ -170,24 +170,3 @@ def test_a_saddle_has_a_gradient_all_the_same(linear: object) -> None:
     report = solution.adjoint.solution
     assert report is not None
     assert bool(report.converged.all())
-
-
-@pytest.mark.parametrize("adjoint", ALL)
-def test_a_nonfinite_sample_does_not_poison_shared_weights(adjoint: Adjoint) -> None:
-    """``w log x`` is NaN for the second sample, whatever z."""
-
-    def gradient(x: Tensor) -> Tensor:
-        weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-        solution = fixed_point(
-            lambda z, x: weight * x.log() + 0.1 * z + weight, torch.ones_like(x), (x,),
-            adjoint=adjoint, on_failure="ignore", tolerance=1e-10,
-        )  # fmt: skip
-        good = solution.converged
-        assert good.tolist() == (x > 0).flatten().tolist()
-        assert solution.value.isfinite().all()
-        solution.value[good].sum().backward()
-        assert weight.grad is not None
-        return weight.grad
-
-    x = torch.tensor([[1.0], [-1.0], [2.0]], dtype=torch.float64)
-    torch.testing.assert_close(gradient(x), gradient(x[[0, 2]]))

@@ -136,21 +136,6 @@ def test_unrolled_steps_of_an_energy(solver: Solver, checkpoint: bool) -> None:
     assert gradgradcheck(solve, descent_inputs(), atol=1e-4, fast_mode=True)
 
 
-@pytest.mark.parametrize("solver", [LBFGS(), Broyden()])
-def test_unrolled_and_implicit_agree_at_the_solution(solver: Solver) -> None:
-    inputs = descent_inputs()
-    gradients = []
-    for adjoint in (Unrolled(), Unrolled(checkpoint=True), exact()):
-        value = fixed_point(
-            Descent(energy, 0.5), torch.zeros_like(inputs[0]), inputs, solver=solver,
-            tolerance=1e-9, max_steps=200, adjoint=adjoint,
-        ).value  # fmt: skip
-        gradients.append(torch.autograd.grad(value.pow(3).sum(), inputs))
-    for other in gradients[:-1]:
-        for mine, theirs in zip(other, gradients[-1], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-
-
 def test_newton_refuses_to_be_unrolled() -> None:
     f, z0, args = plain_batch(2)
     with pytest.raises(RuntimeError, match="cannot be unrolled; use adjoint=Implicit"):

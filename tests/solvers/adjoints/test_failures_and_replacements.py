@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vjp, vmap
+from torch.func import functional_call, grad, vmap
 
 from solvers import (
     Adjoint,
-    Anderson,
     Forward,
     Implicit,
     OneStep,
@@ -81,51 +80,6 @@ def test_checkpoints_raise_where_f_reads_other_tensors_than_before(name: str, ho
             model.inner.c = other
     with pytest.raises(RuntimeError, match="did not read in the forward pass"):
         loss.backward()
-
-
-@pytest.mark.defect("A6")
-def test_checkpoints_repeat_a_map_that_keeps_a_table() -> None:
-    model, x = Wrapped(adjoint=Unrolled()), inputs(7).requires_grad_()
-    expected = torch.autograd.grad(model(x).sum(), [x, model.inner.w])
-    model.inner.cache, model.options["adjoint"] = None, Unrolled(checkpoint=True)
-    found = torch.autograd.grad(model(x).sum(), [x, model.inner.w])
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.defect("A7")
-def test_a_map_in_place_leaves_the_tensors_of_a_transform_alone() -> None:
-    x = inputs()
-    before = x.clone()
-    b = torch.ones_like(x)
-
-    def f(z: Tensor, b: Tensor) -> Tensor:
-        return z.mul_(0.5).add_(b)
-
-    for call in (
-        lambda q: fixed_point(f, q, (b,)).value,
-        lambda q: fixed_point(lambda z, q: q.mul_(0.5).add_(z), b, (q,)).value,
-    ):
-        with pytest.raises(ValueError, match="works in place"):
-            vjp(call, x)
-        assert torch.equal(x, before)
-
-
-@pytest.mark.defect("D2")
-@pytest.mark.parametrize("adjoint", [Phantom(), OneStep(), Implicit(tolerance=TIGHT)])
-def test_a_diverged_sample_leaves_the_gradients_of_the_others_alone(adjoint: Adjoint) -> None:
-    def gradient(*z0: float) -> tuple[Tensor, Tensor]:
-        weight = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-        solution = fixed_point(
-            lambda z: 0.1 * weight * z.exp(), torch.tensor(z0, dtype=torch.float64)[:, None],
-            solver=Anderson(), adjoint=adjoint, tolerance=TIGHT, on_failure="ignore",
-        )  # fmt: skip
-        return solution.status, torch.autograd.grad(solution.value[0].sum(), weight)[0]
-
-    _, expected = gradient(0.0)
-    status, found = gradient(0.0, 6.0)
-    assert status.tolist() == [int(Status.CONVERGED), int(Status.DIVERGED)]
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
 def half_lost(weight: Tensor, x: Tensor, **options: Any) -> Solution:

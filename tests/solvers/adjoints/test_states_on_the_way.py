@@ -18,7 +18,6 @@ from solvers import (
     OneStep,
     Phantom,
     Solution,
-    Status,
     Unrolled,
     fixed_point,
 )
@@ -141,25 +140,6 @@ def test_the_others_iterate_from_the_state(adjoint: Any, number: int, damping: f
         cotangent = 3 * z.detach().square()  # of the iterations' end, to be asked of the state
         (gradient,) = torch.autograd.grad(state, x, cotangent, retain_graph=True)
         torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("adjoint", [Implicit(), Phantom(2), Unrolled()], ids=str)
-def test_a_failing_sample_leaves_the_gradients_of_others_alone(adjoint: Any) -> None:
-    weight = torch.eye(3, dtype=torch.float64).mul(0.4).requires_grad_()
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        return torch.where(x > 5, torch.nan, 1.0) * (z @ weight) + x
-
-    def gradient(x: Tensor) -> Tensor:
-        z0 = torch.zeros_like(x)
-        found = fixed_point(f, z0, (x,), adjoint=adjoint, states_at=[3], on_failure="ignore")
-        (state,) = found.states
-        return torch.autograd.grad(state[:2].sum(), weight)[0]
-
-    good = torch.ones(2, 3, dtype=torch.float64)
-    bad = torch.cat([good, 9 * good[:1]])
-    assert solve(f, bad).status[2] == Status.NONFINITE
-    torch.testing.assert_close(gradient(bad), gradient(good))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from solvers import (
     Descent,
@@ -64,20 +64,6 @@ def test_grad_vjp_and_jacrev(adjoint: Any) -> None:
     value, pull, *_ = vjp(layer, x)
     close(pull(2 * value)[0], expected)
     close(jacrev(layer)(x), torch.autograd.functional.jacobian(layer, x))
-
-
-@pytest.mark.parametrize("adjoint", KINDS, ids=str)
-def test_gradients_of_each_sample(adjoint: Any) -> None:
-    layer, x = Layer(adjoint), sample(5, 4)
-    weights = {name: p.detach() for name, p in layer.named_parameters()}
-
-    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(layer, weights, x[None]).pow(2).sum()
-
-    found = vmap(grad(loss), in_dims=(None, 0))(weights, x)
-    for index, row in enumerate(x):
-        for name, gradient in grad(loss)(weights, row).items():
-            close(found[name][index], gradient)
 
 
 def test_second_derivatives() -> None:

@@ -54,19 +54,6 @@ def test_products_with_the_slope_are_what_autograd_computes(
     torch.testing.assert_close(found, expected, rtol=8 * precision, atol=8 * precision)
 
 
-def test_complex_numbers_keep_their_operator() -> None:
-    x = torch.randn(3, dtype=torch.complex128)
-    graph = graph_of(torch.tanh, x, x)
-    changed = with_slopes(graph, [x, x])
-    torch.testing.assert_close(changed(x, x), pulled(torch.tanh, x, x))
-
-
-def test_a_graph_without_such_operators_stays_as_it_is() -> None:
-    x = torch.randn(3)
-    graph = graph_of(torch.exp, x, x)
-    assert with_slopes(graph, [x, x]) is graph
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_each_vector_costs_one_product(activation: Callable[..., Tensor]) -> None:
     """What is computed for every vector, beside the first part that is computed once."""

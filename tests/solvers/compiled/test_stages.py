@@ -119,12 +119,6 @@ def test_views_are_made_anew_and_cost_no_first_stage() -> None:
     assert made.first is None and len(operators) == 1
 
 
-def test_writing_becomes_computing() -> None:
-    _, operators = parts(writes)
-    for name in operators[0] + operators[1]:
-        assert not name.split(".")[1].endswith("_"), name
-
-
 def test_one_first_stage_serves_several_functions() -> None:
     def f(z: Tensor, x: Tensor, w: Tensor) -> Any:
         kept = torch.exp(x)
@@ -138,38 +132,3 @@ def test_one_first_stage_serves_several_functions() -> None:
     assert len(runs[0](z)) == 1
     for found, expected in zip(runs[1](z), f(z, x, w), strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_random_graphs() -> None:
-    """Chains of operators drawn at random, of which each takes two of the tensors before."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(most: int) -> int:
-        return int(torch.randint(most, (), generator=generator))
-
-    operators: list[Callable[[Tensor, Tensor], Tensor]] = [
-        lambda a, b: a + 0.5 * b,
-        lambda a, b: a.sin() * b,
-        lambda a, b: torch.where(b > 0, a, b),
-        lambda a, b: a.flip(1),
-        lambda a, b: torch.cat((a[:, 2:], b[:, :2]), 1),
-        lambda a, b: nn.functional.layer_norm(a, (4,)) - b,
-        lambda a, b: a.clone().mul_(b.tanh()),
-        lambda a, b: a.mT.contiguous().mT,
-    ]
-    for _ in range(8):
-        plan = [(draw(len(operators)), draw(n + 2), draw(n + 2)) for n in range(10)]
-        chosen = [draw(12) for _ in range(3)]
-
-        def f(
-            z: Tensor, x: Tensor, w: Tensor, plan: Any = plan, chosen: Any = chosen
-        ) -> list[Tensor]:
-            made = [z, x]
-            for number, left, right in plan:
-                made.append(operators[number](made[left], made[right]))
-            return [made[n] for n in chosen]
-
-        z, x, w = inputs()
-        run = parts(f)[0].at([z, x, w])[0]
-        for found, expected in zip(run(z + 1), f(z + 1, x, w), strict=True):
-            torch.testing.assert_close(found, expected)

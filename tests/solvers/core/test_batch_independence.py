@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from cases.solves import (
-    FEW,
     PLAIN,
     SOLVERS,
     Counter,
@@ -63,18 +62,6 @@ def test_a_safeguarded_sample_alone_and_in_a_batch(solver: str, name: str) -> No
     problem = make(name)
     together = solve(problem, solver, max_steps=40, safeguarded=True)
     same(together, one_by_one(problem, solver, max_steps=40, safeguarded=True))
-
-
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize("solver", [*FEW, "lbfgs"])
-def test_the_order_of_the_batch_is_kept_and_irrelevant(solver: str, compact: bool) -> None:
-    problem = make("energy_quadratic_10")
-    order = torch.tensor([4, 2, 5, 0, 3, 1])
-    straight = solve(problem, solver, compact=compact, max_steps=100)
-    permuted = solve(rows(problem, order), solver, compact=compact, max_steps=100)
-    assert permuted.evaluations.tolist() == straight.evaluations[order].tolist()
-    assert permuted.status.tolist() == straight.status[order].tolist()
-    torch.testing.assert_close(permuted.value, straight.value[order], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", PLAIN)
@@ -142,27 +129,6 @@ def test_finished_samples_leave_a_small_batch_at_once(solver: str) -> None:
     assert sizes[0] == 5
     assert sizes[1] == 3
     assert seen[:2].tolist() == [1, 1]
-
-
-def test_a_mask_and_a_pytree_shrink_with_the_batch() -> None:
-    f, z0, (weight, x) = plain_batch(6)
-    weight = weight * torch.tensor([0.1, 0.1, 0.1, 1.0, 1.0, 1.0])[:, None, None]
-    mask = torch.ones(6, 6, dtype=torch.bool)
-    mask[:, 4:] = False
-
-    def tree(z: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"z": f(z["z"], inputs["weight"], inputs["x"])}
-
-    solution = fixed_point(
-        tree, {"z": z0}, ({"weight": weight, "x": x},), mask=mask, tolerance=1e-10
-    )
-    for i in range(6):
-        alone = fixed_point(
-            f, z0[i : i + 1], (weight[i : i + 1], x[i : i + 1]), mask=mask[i : i + 1],
-            tolerance=1e-10,
-        )  # fmt: skip
-        torch.testing.assert_close(solution.value["z"][i : i + 1], alone.value)
-        assert int(solution.evaluations[i]) == int(alone.evaluations)
 
 
 def test_gradients_do_not_depend_on_the_neighbours() -> None:

@@ -17,16 +17,6 @@ def order(module: nn.Module) -> list[str]:
     return [path.removesuffix(".") for path, _ in parts_of(module)]
 
 
-def test_modules_come_as_torch_has_them() -> None:
-    """Seeds of dropout hang on the order; a module that stands at two places comes once."""
-    shared = nn.Linear(2, 2)
-    first, second = nn.Sequential(nn.ReLU(), shared), nn.ModuleList([nn.Tanh()])
-    inner = nn.ModuleDict({"b": first, "a": second})
-    whole = nn.Sequential(inner, shared, nn.Sequential(nn.Sequential(), second), first)
-    whole.register_module("none", None)
-    assert order(whole) == [path for path, _ in whole.named_modules()]
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["script", "trace"])
 def test_updates_of_torchscript(kind: str) -> None:

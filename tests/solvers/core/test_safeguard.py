@@ -15,7 +15,6 @@ from solvers import (
     EnergyUpdate,
     Forward,
     GradientDescent,
-    Newton,
     Solution,
     Status,
     fixed_point,
@@ -128,30 +127,6 @@ def test_energy_and_gradient_are_computed_in_one_go(solver: str) -> None:
         assert calls <= int(solution.evaluations)
     else:
         assert calls == int(solution.evaluations)
-
-
-@pytest.mark.parametrize("solver", [LBFGS(), Newton(), Anderson(memory=8), GradientDescent("auto")])
-def test_a_bounded_energy_ends_at_a_stationary_point(solver: object) -> None:
-    """Random smooth energies, bounded below, with indefinite Hessians at the start."""
-    generator = torch.Generator().manual_seed(3)
-    matrix = torch.randn(8, 12, 12, generator=generator, dtype=torch.float64)
-    field = torch.randn(8, 12, generator=generator, dtype=torch.float64)
-
-    def energy(z: Tensor, matrix: Tensor, field: Tensor) -> Tensor:
-        inner = torch.einsum("bij,bj->bi", matrix, z)
-        return inner.sin().sum(1) + 0.5 * z.square().sum(1) - (field * z).sum(1)
-
-    solution = fixed_point(
-        Descent(energy, step_size=0.5), field.clone(), (matrix, field), solver=solver,  # type: ignore[arg-type]
-        max_steps=600, tolerance=1e-8, adjoint=None, record=True,
-    )  # fmt: skip
-    assert bool(solution.converged.all())
-    assert_never_rises(solution)
-    z = solution.value.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(energy(z, matrix, field).sum(), z)
-    assert (gradient.norm(dim=1) <= 1e-6 * z.norm(dim=1)).all()
-    assert solution.energy is not None
-    torch.testing.assert_close(solution.energy, energy(z, matrix, field).detach())
 
 
 @pytest.mark.parametrize("fails", [torch.nan, torch.inf])

@@ -14,11 +14,7 @@ from solvers import (
     Anderson,
     Broyden,
     Forward,
-    GradientDescent,
     Implicit,
-    Newton,
-    Solver,
-    Status,
     Tolerance,
     Unrolled,
     fixed_point,
@@ -148,29 +144,6 @@ def test_a_mixed_state_keeps_the_dtype_of_each_leaf() -> None:
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("solver", [Anderson(), GradientDescent("auto")])
-def test_autocast(solver: Solver) -> None:
-    """f runs in bf16 under autocast, the state stays in float32."""
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(8, 8)
-    x = torch.randn(4, 8)
-    dtypes = set()
-
-    def f(z: Tensor, x: Tensor) -> Tensor:
-        inner = layer(z)
-        dtypes.add(inner.dtype)
-        return 0.5 * torch.tanh(inner) + x.to(inner.dtype)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        solution = fixed_point(f, torch.zeros_like(x), (x,), solver=solver, tolerance=1e-2)
-    assert dtypes == {torch.bfloat16}
-    assert solution.value.dtype == torch.float32
-    assert bool(solution.converged.all())
-    solution.value.sum().backward()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.isfinite().all()
-
-
 def tokens(z: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     """Tokens that pull each other through their masked mean: z, x (B, N, d), mask (B, N)."""
     weights = mask.to(z.dtype) / mask.sum(1, keepdim=True)
@@ -248,14 +221,3 @@ def test_masks_that_do_not_fit(change: Any, error: type[Exception], words: str) 
     start = {"a": z0, "b": torch.zeros(3, 2, dtype=torch.float64)}
     with pytest.raises(error, match=words):
         fixed_point(lambda z: z, start, mask=change(mask))
-
-
-def test_a_sample_without_tokens_is_solved_at_once() -> None:
-    z0, x, mask = masked()
-    mask[1] = False
-    solution = fixed_point(
-        lambda z, x: torch.tanh(0.5 * z + x), z0, (x,), solver=Newton(), mask=mask, tolerance=TIGHT
-    )
-    assert solution.status.tolist() == [Status.CONVERGED] * 3
-    assert solution.evaluations[1] == 1
-    assert torch.equal(solution.value[1], z0[1])

@@ -105,16 +105,6 @@ def test_with_the_value_the_fixed_point_moves_along(masked: bool) -> None:
     assert (gradients[0] - gradients[1]).abs().max() > 1e-3
 
 
-def test_pytrees() -> None:
-    def f(z: Any) -> Any:
-        return {"a": z["b"].sum(1) * torch.ones(1, 2).double(), "b": 2 * z["b"]}
-
-    z = {"a": drawn(3, 2), "b": drawn(3, 4, 1)}
-    dense = solvers.jacobian(f, z)
-    found = jacobian_penalty(f, z, samples=None)
-    torch.testing.assert_close(found, dense.square().sum((1, 2)) / 6)
-
-
 def test_the_radius_of_a_layer_with_masked_tokens() -> None:
     """A masked token stays where it is, which is no eigenvalue 1 of what is solved."""
     layer = DEQ.from_update(lambda z, x, mask: torch.where(mask[..., None], 0.5 * z + x, z))

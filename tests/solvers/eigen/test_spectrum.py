@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cases.linear import matrices, multiply, right_sides
-from solvers.core.solution import SolveWarning
 from solvers.eigen.spectrum import (
     Spectrum,
     SpectrumError,
@@ -151,14 +150,6 @@ def test_samples_that_are_not_finite_are_said(method: str) -> None:
     expected = radius(dense_jacobian(z, matrix)[[0, 2]])
     torch.testing.assert_close(found.eigenvalues[[0, 2], 0].abs(), expected)
     spectrum(update, z, (matrix,), method=method, on_failure="ignore")
-
-
-@pytest.mark.parametrize("solve", [spectrum, spectral_radius, extreme_eigenvalues])
-def test_a_warning_points_at_the_caller(solve: Any) -> None:
-    z = torch.full((2, 3), torch.nan)
-    with pytest.warns(SolveWarning, match="2 of 2 samples were not found") as heard:
-        solve(lambda z: (z**4).sum(1), z, kind="energy", on_failure="warn")
-    assert heard[0].filename == __file__
 
 
 def test_what_arpack_does_not_find_is_computed_or_said() -> None:

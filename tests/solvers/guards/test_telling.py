@@ -136,19 +136,6 @@ def test_other_filters_keep_their_meaning() -> None:
     ]
 
 
-@pytest.mark.defect("D8")
-def test_another_cause_at_the_same_line_is_told_too() -> None:
-    def solve(x: Tensor) -> Any:
-        factor = 0.5 if x.shape[0] % 2 else 3.0
-        steps = 2 if x.shape[0] % 2 else 60
-        return fixed_point(lambda z: factor * z + 1, x, solver=Forward(), max_steps=steps)
-
-    heard = heard_from(solve, "default")
-    assert len(heard) == 2
-    assert "DIVERGED" in str(heard[0].message)
-    assert "MAX_STEPS" in str(heard[1].message)
-
-
 class Inner(nn.Module):
     """Layers of this kind call theirs from one line."""
 
@@ -163,18 +150,6 @@ class Inner(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
-
-
-@pytest.mark.defect("D8")
-def test_the_adjoint_of_each_layer_is_told_of_once() -> None:
-    network = nn.Sequential(Inner(0.5), Inner(0.6))
-    scale = torch.linspace(0.1, 1.0, 6).reshape(2, 3)
-
-    def backward(x: Tensor) -> None:
-        network(scale * x.requires_grad_()).square().sum().backward()
-
-    heard = heard_from(backward, "default")
-    assert len([w for w in heard if "adjoint solve" in str(w.message)]) == 2
 
 
 def test_a_layer_is_told_of_once_though_filters_change_and_lines_differ() -> None:
@@ -209,24 +184,6 @@ def test_a_layer_is_named_as_in_the_model_that_is_called() -> None:
     assert len(said) == 1 and "; in the layer blocks.1.layer (DEQ) of Model. Shown once" in said[0]
     said = [str(w.message) for w in heard_from(a_layer(), "default")]
     assert len(said) == 1 and "; in a layer DEQ. Shown once" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("action", "shown", "errors"), [("always", 4, 0), ("ignore", 0, 0), ("error", 0, 4)]
-)
-def test_a_filter_for_one_layer_by_its_name_is_kept(action: Any, shown: int, errors: int) -> None:
-    model = Model()
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("default")
-        warnings.filterwarnings(action, message=r".*in the layer blocks\.1\.layer \(DEQ\) of Model")
-        raised = 0
-        for _ in range(4):
-            try:
-                model(torch.ones(2, 2, 3))
-            except SolveWarning:
-                raised += 1
-        a_layer()(torch.ones(2, 2, 3))
-    assert (len(heard), raised) == (shown + 1, errors)  # the other layer is told of by default
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.solves import solve
-from problems.zoo import make
-from solvers import LBFGS, Descent, Solution, Tolerance, fixed_point
+from solvers import Descent, Solution, Tolerance, fixed_point
 
 
 def minimise(
@@ -94,23 +92,3 @@ def test_a_steep_energy_times_a_factor_takes_the_same_steps(
     once, scaled = minimise(energy, *start), minimise(energy, *start, factor=factor)
     assert torch.equal(scaled.value, once.value)
     assert scaled.evaluations.tolist() == once.evaluations.tolist()
-
-
-@pytest.mark.parametrize("memory", [1, 5])
-def test_the_storage_grows_to_the_memory_and_no_further(memory: int) -> None:
-    problem = make("energy_quadratic_100")
-    solution = solve(problem, LBFGS(memory=memory), max_steps=400)
-    assert bool(solution.converged.all())
-    sizes: list[int] = []
-
-    class Watched(LBFGS):
-        def step(self, state, turn):  # type: ignore[no-untyped-def]
-            candidate = super().step(state, turn)
-            sizes.append(state.pairs.shape[1])
-            return candidate
-
-    other = solve(problem, Watched(memory=memory), max_steps=400)
-    assert torch.equal(other.value, solution.value)
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 2 * min(memory, 4)
-    assert sizes[-1] == 2 * memory

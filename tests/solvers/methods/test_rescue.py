@@ -13,9 +13,6 @@ from problems.collections.collected import run, solved
 from problems.collections.systems import SYSTEMS
 from problems.zoo import make
 from solvers import LBFGS, Anderson, Descent, Forward, Progress, Solution, Status, fixed_point
-from solvers.core.layout import Layout
-from solvers.core.problem import Problem
-from solvers.methods.rescue import DifferenceNewton
 
 SYSTEM = {problem.name: problem for problem in SYSTEMS}
 
@@ -168,33 +165,3 @@ def test_what_cannot_be_solved_keeps_its_first_status() -> None:
     named = solve(problem.f, problem.z0, problem.args, max_steps=200, solver=Anderson())
     assert solution.status.tolist() == named.status.tolist()
     assert (solution.residual <= named.residual).all()
-
-
-@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
-@pytest.mark.parametrize(("dtype", "accuracy"), [(torch.float32, 3e-3), (torch.float64, 1e-6)])
-def test_difference_products_are_those_of_the_jacobian(
-    dtype: torch.dtype, accuracy: float, factor: float
-) -> None:
-    problem = make("tanh_0.9", dtype=dtype)
-    posed = Problem(
-        lambda z, *args: factor * problem.f(z / factor, *args),
-        Layout.of(problem.z0), problem.args, None,
-    )  # fmt: skip
-    z = factor * (problem.z0 + 0.3)
-    direction = torch.randn(z.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    direction[0] = 0
-    point = posed.evaluate(z)
-    found = DifferenceNewton()._product(posed, point)(direction)
-    expected = posed.jacobian_product(z)(direction)
-    torch.testing.assert_close(found, expected, rtol=accuracy, atol=accuracy)
-    assert not found[0].any()
-
-
-def test_nothing_is_evaluated_for_no_sample() -> None:
-    """Where the linear solves of all samples have ended: ``f`` may not be able to take none."""
-    asked: list[int] = []
-    z = torch.ones(3, 2)
-    posed = Problem(lambda z: asked.append(len(z)) or z.cos(), Layout.of(z), (), None)  # type: ignore[func-returns-value]
-    product = DifferenceNewton()._product(posed, posed.evaluate(z))
-    assert torch.equal(product(torch.zeros(3, 2)), torch.zeros(3, 2))
-    assert asked == [3]

@@ -178,25 +178,6 @@ def test_samples_do_not_hang_on_their_batch(solver: Any) -> None:
         assert torch.equal(alone.evaluations, whole.evaluations[one])
 
 
-def test_finished_samples_leave_a_large_batch() -> None:
-    sizes: list[int] = []
-
-    def f(z: Tensor, rate: Tensor) -> Tensor:
-        sizes.append(len(z))
-        return rate * z + 1
-
-    rate = torch.linspace(0.1, 0.9, 64)[:, None]
-    for size in (4, 1000):  # samples leave by sixteenths, or quarters of a small batch
-        sizes.clear()
-        start = torch.zeros(64, size)
-        found = fixed_point(f, start, (rate,), solver=Forward(), adjoint=None, max_steps=200)
-        assert found.converged.all() and sizes[0] == 64 > sizes[-1]
-        assert sorted(sizes, reverse=True) == sizes
-        torch.testing.assert_close(
-            found.value, (1 / (1 - rate)).expand(64, size), rtol=2e-3, atol=0
-        )
-
-
 def matrix_of(seed: int, size: int, definite: bool, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     m = torch.randn(5, size, size, generator=generator, dtype=F64) / (3 * size**0.5)

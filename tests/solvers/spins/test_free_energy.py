@@ -161,17 +161,6 @@ def test_a_warm_start_saves_evaluations(name: str, order: str) -> None:
         torch.testing.assert_close(warm.value.mean, cold.value.mean, rtol=0, atol=1e-8)
 
 
-def test_a_start_without_positive_response_is_replaced_sample_by_sample() -> None:
-    blocks, x = model(1, 1.5)
-    start = adaptive_tap(blocks, x, site=IsingSite()).value
-    bad = start.cavity_variance.clone()
-    bad[1] -= 5.0
-    cold = adaptive_tap(blocks, x, site=IsingSite())
-    warm = adaptive_tap(blocks, x, site=IsingSite(), start=SpinState(start.mean, bad))
-    assert warm.converged.all()
-    assert warm.evaluations[0] < cold.evaluations[0] and warm.evaluations[1] == cold.evaluations[1]
-
-
 @ORDERS
 def test_annealing_ends_at_the_last_temperature_and_counts_all(order: str) -> None:
     blocks, x = model(3, 0.5)
@@ -187,19 +176,6 @@ def test_annealing_ends_at_the_last_temperature_and_counts_all(order: str) -> No
     torch.testing.assert_close(slope, 2 * got.value.mean, rtol=0, atol=1e-9)
     assert (got.evaluations > wanted.evaluations).all()
     assert (got.evaluations > hot.evaluations).all()
-
-
-def test_annealing_forgets_its_start_and_follows_the_field() -> None:
-    """A ferromagnet below its critical temperature keeps a start against the field, above it does not."""
-    sites = 6
-    blocks = (torch.ones(sites, sites, dtype=F64) - torch.eye(sites, dtype=F64))[..., None, None]
-    x = torch.full((1, sites, 1), 1e-3, dtype=F64)
-    start = SpinState(-0.9 * torch.ones_like(x), torch.zeros(1, sites, 1, 1, dtype=F64))
-    options: dict[str, Any] = {"site": IsingSite(), "order": "naive", "damping": 0.5}
-    options |= {"start": start, "max_steps": 1000}
-    down = adaptive_tap(0.5 * blocks, x, **options).value.mean
-    up = adaptive_tap(0.5 * blocks, x, inverse_temperature=(0.1, 1.0), **options).value.mean
-    assert (down < -0.9).all() and (up > 0.9).all()
 
 
 @ORDERS
@@ -292,16 +268,6 @@ def test_gradients_with_an_inverse_temperature_and_of_pairs(order: str) -> None:
         products = products + 0.7 * torch.einsum("siac,ijcd,sjdb->ijab", c, blocks, c)
     apart = ~torch.eye(4, dtype=torch.bool)
     torch.testing.assert_close(of_blocks[apart], 0.35 * products[apart], rtol=0, atol=1e-9)
-
-
-def test_all_sites_may_be_clamped() -> None:
-    blocks, x = model(1)
-    values = torch.ones(4, 1, dtype=F64)
-    given = (values, torch.ones(4, dtype=torch.bool))
-    solution = adaptive_tap(blocks, x, site=IsingSite(), given=given, log_partition=True)
-    energy = x.flatten(1).sum(1) + blocks.sum() / 2
-    assert solution.converged.all()
-    torch.testing.assert_close(solution.value.log_partition, energy)
 
 
 def test_a_warning_says_which_theory_failed() -> None:

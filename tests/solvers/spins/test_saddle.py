@@ -132,35 +132,6 @@ def test_each_sample_gets_what_it_gets_alone_and_masked_sites_are_not_there(per_
         assert not together.response[row, ~mask[row]].any()
 
 
-@MODELS
-def test_a_sample_without_sites_has_the_multiplier_one_and_finite_gradients(per_site: bool) -> None:
-    k = scalar_couplings(4, 1.0).requires_grad_()
-    x = fields(2, 4, 3, generator(1), 1.0).requires_grad_()
-    mask = torch.tensor([[True] * 4, [False] * 4])
-    found = spherical_saddle(k, x, mask=mask, per_site=per_site)
-    assert found.converged.all() and found.residual[1] == 0
-    assert (found.multiplier[1] == 1).all() and not found.mean[1].any()
-    assert found.log_partition[1] == 0 and found.log_partition[0] != 0
-    total = found.log_partition.sum() + found.mean.sum() + found.multiplier.sum()
-    of_k, of_x = torch.autograd.grad(total, (k, x))
-    assert of_k.isfinite().all() and of_x[0].any() and not of_x[1].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_precisions(dtype: torch.dtype) -> None:
-    k = scalar_couplings(6, 0.8).to(dtype)
-    x = fields(4, 6, 8, generator(1), 1.0).to(dtype)
-    found = spherical_saddle(k, x)
-    wanted = spherical_saddle(k.double(), x.double())
-    assert found.converged.all()
-    assert found.mean.dtype == dtype and found.log_partition.dtype == torch.float32
-    near = 1e-4 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(found.mean.double(), wanted.mean, rtol=near, atol=near)
-    torch.testing.assert_close(
-        found.log_partition.double(), wanted.log_partition, rtol=near, atol=near
-    )
-
-
 def test_a_budget_is_kept_and_said() -> None:
     k, x = scalar_couplings(6, 2.0), fields(2, 6, 4, generator(1), 1.0)
     found = spherical_saddle(k, x, max_steps=2, on_failure="ignore")

@@ -77,18 +77,6 @@ def test_draws_have_the_moments_of_the_site(site: Site, dim: int, varies: bool) 
             assert_moments(drawn[:, i], mean[0, i], covariance[0, i])
 
 
-@pytest.mark.parametrize("dim", [2, 30])
-@pytest.mark.parametrize("size", [0.0, 1e3, 1e9])
-def test_points_lie_on_the_sphere_in_any_field(dim: int, size: float) -> None:
-    field = torch.full((5, 1, dim), size / math.sqrt(dim), dtype=torch.float32)
-    drawn = SphericalSite(2.0).sample(field, generator(0))
-    torch.testing.assert_close(drawn.norm(dim=-1), torch.full((5, 1), 2.0))
-    if size > 1e6:
-        torch.testing.assert_close(drawn, 2 * field / size, rtol=1e-2, atol=0)
-    else:
-        assert (drawn[0] - drawn[1]).norm() > 1e-3
-
-
 def test_a_state_without_weight_is_never_drawn() -> None:
     field = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).expand(CHAINS, 1, 5)
     counts = PottsSite().sample(field, generator(0)).sum((0, 1))
@@ -163,25 +151,6 @@ def test_clamped_sites_keep_their_values_and_act_on_the_others(site: Site) -> No
     for part, place, colour in clues:
         allowed = states[states[:, 3 * place + colour] == 1]
         assert_moments(spins[part].flatten(1), *enumerate_moments(allowed, blocks, field))
-
-
-def test_gaussian_sites_need_a_law_of_the_free_ones_alone() -> None:
-    """Coupled so strongly that there is no joint law, but one of site 2, or of 0 and 2, given the others."""
-    site, field = GaussianSite(torch.eye(1, dtype=F64)), fields(1, 3, 1, generator(1))[0]
-    blocks = torch.zeros(3, 3, 1, 1, dtype=F64)
-    blocks[0, 1] = blocks[1, 0] = 2.0
-    blocks[0, 2] = blocks[2, 0] = 0.5
-    values = torch.full((3, 1), 0.7, dtype=F64)
-    clamped = torch.tensor([[True, True, False], [False, True, False]]).repeat(CHAINS // 2, 1)
-    spins = sample(blocks, field, site, given=(values, clamped))
-    alone = field[2] + 0.5 * 0.7
-    assert_moments(spins[::2, 2], alone, torch.eye(1, dtype=F64))
-    covariance = torch.linalg.inv(torch.tensor([[1.0, -0.5], [-0.5, 1.0]], dtype=F64))
-    pulled = field[[0, 2], 0] + torch.tensor([2.0 * 0.7, 0.0])
-    assert_moments(spins[1::2][:, [0, 2], 0], covariance @ pulled, covariance)
-    clamped[5] = torch.tensor([False, False, True])  # a single chain without a law
-    with pytest.raises(ValueError, match="couplings are too strong"):
-        sample(blocks, field, site, given=(values, clamped))
 
 
 DOMAINS: list[tuple[Site, list[float], list[float], str]] = [

@@ -17,7 +17,6 @@ from solvers import (
     PottsSite,
     Site,
     SphericalSite,
-    Unrolled,
     adaptive_tap,
 )
 
@@ -115,18 +114,6 @@ def test_gradient_of_couplings_keeps_their_symmetries() -> None:
     with torch.no_grad():
         blocks -= 0.1 * gradient
     assert adaptive_tap(blocks, x, site=PottsSite()).converged.all()
-
-
-def test_unrolling_agrees_at_the_solution() -> None:
-    random = generator(4)
-    blocks = couplings(3, 3, 0.3, random).requires_grad_()
-    x = fields(2, 3, 3, random)
-    options: dict[str, Any] = {"site": PottsSite(), "tolerance": 1e-10}
-    found = []
-    for adjoint in (Implicit(), Unrolled()):
-        value = adaptive_tap(blocks, x, adjoint=adjoint, **options).value
-        found.append(torch.autograd.grad(value.mean.square().sum(), blocks)[0])
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-8)
 
 
 RESPONSES: list[tuple[Site, dict[str, Any], bool]] = [

@@ -15,7 +15,6 @@ from solvers import (
     Anderson,
     Beliefs,
     Implicit,
-    Solution,
     SolveError,
     SolveWarning,
     Status,
@@ -59,19 +58,6 @@ def _of_model(pairs: torch.Tensor, mean: torch.Tensor, couplings: torch.Tensor) 
     apart = mean[:, :, None, :, None] * mean[:, None, :, None, :]
     coupled = (couplings != 0).any(3).any(2) | torch.eye(len(couplings), dtype=torch.bool)
     return torch.where(coupled[:, :, None, None], pairs, apart)
-
-
-def test_pairs_without_couplings_change_nothing() -> None:
-    """With a gradient all pairs are edges; messages are the same, and fit as a start of the other."""
-    random = generator(1)
-    listed, blocks = pair_list(TREE, 3, 1.0, random)
-    field, whole = fields(2, 5, 3, random), dense(listed, blocks, 5)
-    plain = belief_propagation(whole, field, **ALL)
-    tracked = belief_propagation(whole.clone().requires_grad_(), field, **ALL)
-    for first, second in zip(plain.value, tracked.value, strict=True):
-        close(second.detach(), first)
-    again = belief_propagation(whole, field, start=tracked.value, tolerance=1e-12)
-    assert int(again.evaluations.max()) == 1
 
 
 def test_one_loop_is_near_and_weak_loops_nearer() -> None:
@@ -155,21 +141,6 @@ def test_strong_couplings_and_low_precision() -> None:
     close(half.value.log_partition.double(), exact.log_partition, 2.0)
 
 
-def test_sites_without_edges() -> None:
-    field = fields(2, 3, 4, generator(9)).requires_grad_()
-    none = torch.zeros(0, 2, dtype=torch.int64)
-    for blocks, edges in (
-        (torch.zeros(3, 3, 4, 4, dtype=F64), None),
-        (field.new_zeros(0, 4, 4), none),
-    ):
-        solution: Solution = belief_propagation(blocks, field, edges=edges, **ALL)
-        assert bool((solution.status == Status.CONVERGED).all())
-        close(solution.value.mean, field.softmax(2))
-        close(solution.value.log_partition, field.logsumexp(2).sum(1))
-        (gradient,) = torch.autograd.grad(solution.value.log_partition.sum(), field)
-        close(gradient, field.softmax(2))
-
-
 INF = torch.inf
 
 
@@ -226,21 +197,6 @@ def test_contradictions_are_a_status_and_leave_the_others_alone() -> None:
         belief_propagation(blocks, field, edges=listed, given=(values, clamped), on_failure="raise")
     with pytest.warns(SolveWarning, match="exclude each other"):
         belief_propagation(blocks, field, edges=listed, given=(values, clamped))
-
-
-def test_one_contradiction_in_a_batch() -> None:
-    listed, blocks = colouring(TREE, 2)
-    field = fields(2, 5, 2, generator(3))
-    values = torch.eye(2, dtype=F64)[torch.zeros(2, 5, dtype=torch.long)]
-    clamped = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]).bool()
-    found = belief_propagation(
-        blocks, field, edges=listed, given=(values, clamped), on_failure="ignore", **ALL
-    )
-    assert found.status.tolist() == [Status.CONVERGED, Status.CONTRADICTORY]
-    states = torch.tensor([0, 1, 0, 0, 1])  # the only colouring with the first at 0
-    assert torch.equal(found.value.mean[0], torch.eye(2, dtype=F64)[states])
-    weight = field[0, torch.arange(5), states].sum()
-    torch.testing.assert_close(found.value.log_partition[0], weight)
 
 
 def test_messages_that_run_away_are_bounded() -> None:

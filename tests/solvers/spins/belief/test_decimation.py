@@ -67,25 +67,6 @@ def test_on_a_tree_every_step_conditions_exactly() -> None:
     assert torch.equal(found.mean.argmax(2), found.states)
 
 
-def test_several_sites_at_once_and_sure_ones_together() -> None:
-    field = torch.zeros(2, 6, 3, dtype=F64)
-    field[0, :4, 1], field[1, 2, 0] = 60.0, 60.0  # certain, without any coupling
-    rounds: list[list[int]] = []
-
-    def solve(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
-        rounds.append(given[1].sum(1).tolist())
-        none = torch.zeros(0, 2, dtype=torch.int64)
-        return belief_propagation(
-            field.new_zeros(0, 3, 3), field[rows], edges=none, given=given, start=start
-        )
-
-    decimate(solve, no_one_given(2, 6, 3), at_once=2)
-    assert rounds == [[0, 0], [2, 2], [4, 4], [6, 6]]
-    rounds.clear()
-    decimate(solve, no_one_given(2, 6, 3), certain=0.99)
-    assert rounds[:3] == [[0, 0], [4, 1], [5, 2]]
-
-
 def test_a_colouring_is_found_where_marginals_say_nothing() -> None:
     """Without a field all colours are alike; accepted as soon as the colouring is one."""
     found = decimate(
@@ -129,30 +110,6 @@ def test_restarts_draw_other_states_and_are_counted() -> None:
     before = torch.random.get_rng_state()
     run(2, 1)
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_masked_sites_are_fixed_last_and_there_is_an_end() -> None:
-    """They have no probabilities; restarts, which draw states, must not wait for some."""
-    random = generator(0)
-    listed, blocks = pair_list(TREE, 3, 1.0, random)
-    field = fields(2, 5, 3, random)
-    mask = torch.tensor([True, True, True, False, False]).expand(2, 5)
-    solves = 0
-
-    def solve(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Solution:
-        nonlocal solves
-        solves += 1
-        assert solves <= 3 * 6, "no end"
-        return belief_propagation(
-            blocks, field[rows], edges=listed, given=given, mask=mask[rows], start=start
-        )
-
-    found = decimate(
-        solve, no_one_given(2, 5, 3), accept=lambda rows, states: rows < 0, restarts=2, noise=1.0,
-        generator=generator(0),
-    )  # fmt: skip
-    assert solves == 3 * 6 and found.fixed.tolist() == [5, 5]
-    assert bool((found.states[:, 3:] == 0).all()) and not bool(found.accepted.any())
 
 
 @pytest.mark.parametrize("answer", [True, torch.ones(3), torch.ones(2, dtype=torch.bool)])

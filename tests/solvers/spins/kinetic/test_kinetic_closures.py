@@ -142,17 +142,6 @@ def test_the_gaussian_average_in_strong_noise(noise: float) -> None:
         torch.testing.assert_close(value[..., 0], table @ weights, rtol=1e-9, atol=1e-12)
 
 
-def test_weak_and_strong_noise_in_one_call() -> None:
-    """The rule that is not chosen leaves no NaN in the gradients."""
-    field = torch.tensor([0.3, -0.4, 2.0, 5.0], dtype=F64).view(1, 4, 1).requires_grad_()
-    noise = torch.tensor([0.0, 1.0, 50.0, 1e12], dtype=F64).view(1, 4, 1).requires_grad_()
-    found = law_of(IsingSite(), 1).averaged(field, noise)
-    for one in range(4):
-        alone = law_of(IsingSite(), 1).averaged(field[:, one : one + 1], noise[:, one : one + 1])
-        torch.testing.assert_close(alone, found[:, one : one + 1], rtol=1e-12, atol=1e-14)
-    assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), (field, noise)))
-
-
 @pytest.mark.parametrize("dim", [2, 8])
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 def test_spheres_in_strong_fields(dtype: torch.dtype, dim: int) -> None:
@@ -218,24 +207,6 @@ def test_orders_of_the_error(closure: str) -> None:
     assert ratio == pytest.approx(4 if closure == "naive" else 8, rel=0.1)
 
 
-@pytest.mark.parametrize(("closure", "ratio"), [("naive", 4), ("gaussian", 4), ("tap", 8)])
-def test_orders_of_the_error_on_the_circle(closure: str, ratio: int) -> None:
-    """One neighbour, its angles enumerated: only "tap" is right to second order in J."""
-    angles = torch.arange(400, dtype=F64) * (torch.pi / 200)
-    points = 1.4 * torch.stack([angles.cos(), angles.sin()], dim=-1)
-    before, field = torch.tensor([[0.7, 0.2], [0.5, -0.9]], dtype=F64)
-    weights = torch.softmax(points @ before, dim=0)
-    mean, none = (weights @ points).view(1, 1, 2), torch.zeros(1, 400, 2, 2, dtype=F64)
-
-    def error(scale: float) -> float:
-        exact = weights @ SPHERE.mean((field + scale * points)[None], none)[0]
-        j = torch.full((1, 1), scale, dtype=F64)
-        found = kinetic_step(mean, field.view(1, 1, 2), j, site=SPHERE, closure=closure)
-        return (found[0, 0] - exact).norm().item()
-
-    assert error(0.04) / error(0.02) == pytest.approx(ratio, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("site", "dim", "closure"),
     [
@@ -261,26 +232,6 @@ def test_no_noise_has_a_gradient() -> None:
     j = torch.full((2, 2), 0.5)
     kinetic_step(spins, field, j, site=IsingSite()).sum().backward()
     assert spins.grad is not None and bool(spins.grad.isfinite().all())
-
-
-def test_a_mean_outside_the_sphere_stays_finite() -> None:
-    """Solvers extrapolate; the closures must not answer with NaN."""
-    outside = torch.full((1, 3, 2), 2.0)
-    j = torch.full((3, 3), 0.3)
-    for closure in ("naive", "gaussian", "plefka"):
-        found = kinetic_map(outside, outside, j, site=LARGE, closure=closure)
-        assert bool(found.isfinite().all()) and bool((found.norm(dim=-1) <= 1.4 + 1e-6).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype) -> None:
-    mean, field = means_and_fields(LARGE, 3)
-    j = couplings(3, "numbers")
-    exact = kinetic_step(mean, field, j, site=LARGE)
-    found = kinetic_step(mean.to(dtype), field.to(dtype), j.to(dtype), site=LARGE)
-    assert found.dtype == dtype
-    tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 class Other(Site):
