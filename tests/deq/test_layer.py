@@ -179,18 +179,14 @@ BAD_INPUTS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("infinite", lambda: tokens() / 0, ValueError, r"NaN or infinity in samples \[0, 1\]"),
     ("empty", lambda: tokens(batch=0), ValueError, "at least one sample, got shape"),
     ("scalar", lambda: torch.tensor(1.0), ValueError, "must have a batch dimension"),
-    (
-        "integers",
-        lambda: torch.ones(2, 3, DIM).long(),
-        TypeError,
-        "floating dtype, got torch.int64",
-    ),
+    ("integers", lambda: torch.ones(2, 3, DIM).long(), TypeError,
+        "floating dtype, got torch.int64"),
     ("features", lambda: tokens(dim=DIM + 1), ValueError, rf"{DIM} features.*\(2, 3, {DIM + 1}\)"),
     ("no-tokens", lambda: tokens()[:, 0], ValueError, r"\(B, N, d\), got \(2, 4\)"),
     ("list", lambda: [1.0, 2.0], TypeError, "x must be a tensor"),
     ("none", lambda: None, TypeError, "x must be a tensor"),
     ("dict", lambda: {"x": tokens()}, TypeError, "x must be a tensor.*give init a function"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

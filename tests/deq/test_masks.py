@@ -140,17 +140,13 @@ def test_functions_without_a_mask_refuse_it() -> None:
             layer(padded(), MASK)
 
 
-@pytest.mark.parametrize(
-    ("mask", "error", "message"),
-    [
-        (MASK.float(), TypeError, "mask must be a bool tensor"),
-        (MASK[:2], ValueError, r"mask must be batched.*\(2, 5\)"),
-        (MASK[:, :3], ValueError, "mask has 3 tokens"),
-        (MASK[0], TypeError, r"mask must be a bool tensor \(B, N\)"),
-        ([[True]], TypeError, "mask must be a bool tensor"),
-    ],
-    ids=["float", "batch", "tokens", "one-dimension", "list"],
-)
+@pytest.mark.parametrize(("mask", "error", "message"), [
+    (MASK.float(), TypeError, "mask must be a bool tensor"),
+    (MASK[:2], ValueError, r"mask must be batched.*\(2, 5\)"),
+    (MASK[:, :3], ValueError, "mask has 3 tokens"),
+    (MASK[0], TypeError, r"mask must be a bool tensor \(B, N\)"),
+    ([[True]], TypeError, "mask must be a bool tensor"),
+], ids=["float", "batch", "tokens", "one-dimension", "list"])  # fmt: skip
 def test_bad_masks(mask: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make("gradient")(padded(), mask)

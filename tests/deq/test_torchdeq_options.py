@@ -137,20 +137,16 @@ def test_spectral_radius() -> None:
     torch.testing.assert_close(layer.spectral_radius(state, X), info["sradius"], rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "module", "shared"),
-    [
-        ((3, 4, 5), VariationalDropout(), ()),
-        ((3, 4, 5), VariationalDropout1d(), 1),
-        ((3, 5, 4), VariationalDropout1d(token_first=False), 2),
-        ((3, 4, 4, 5), VariationalDropout2d(), (1, 2)),
-        ((3, 5, 4, 4), VariationalDropout2d(token_first=False), (2, 3)),
-        ((3, 4, 5), VariationalDropToken1d(), -1),
-        ((3, 4, 4, 5), VariationalDropToken2d(), -1),
-        ((3, 5, 4, 4), VariationalDropToken2d(token_first=False), 1),
-    ],
-    ids=lambda given: type(given).__name__ if isinstance(given, nn.Module) else str(given),
-)
+@pytest.mark.parametrize(("shape", "module", "shared"), [
+    ((3, 4, 5), VariationalDropout(), ()),
+    ((3, 4, 5), VariationalDropout1d(), 1),
+    ((3, 5, 4), VariationalDropout1d(token_first=False), 2),
+    ((3, 4, 4, 5), VariationalDropout2d(), (1, 2)),
+    ((3, 5, 4, 4), VariationalDropout2d(token_first=False), (2, 3)),
+    ((3, 4, 5), VariationalDropToken1d(), -1),
+    ((3, 4, 4, 5), VariationalDropToken2d(), -1),
+    ((3, 5, 4, 4), VariationalDropToken2d(token_first=False), 1),
+], ids=lambda given: type(given).__name__ if isinstance(given, nn.Module) else str(given))  # fmt: skip
 def test_what_dropout_shares(shape: tuple[int, ...], module: Any, shared: Any) -> None:
     module(torch.ones(shape))
     mask = ours.VariationalDropout(shared=shared).mask(torch.ones(shape), ours.dropout_seeds(3), 0)

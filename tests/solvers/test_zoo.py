@@ -44,40 +44,20 @@ _VALLEYS = {"energy_rosenbrock_100": WANDERS}
 # Without the energy.
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "forward": _REPELLING | _PLAIN_SLOW | {"energy_rosenbrock_10": FLAT},
-    "anderson": _VALLEYS
-    | {
-        "tanh_gain_1.75": WANDERS,
-        "energy_quadratic_1e4": SLOW,
-        "energy_double_wells": FLAT,
-        "energy_helical_valley": EITHER,
-        "energy_log_sum_exp": EITHER,
-        "energy_rosenbrock_10": EITHER,
-    },
-    "broyden": {
-        "energy_quadratic_1e4": SHORT,
-        "energy_double_wells": FLAT,
-        "energy_powell_singular": EITHER,
-        "energy_rosenbrock_100": EITHER,
-        "energy_log_sum_exp": EITHER,
-    },
-    "gradient_auto": {
-        "linear_saddle": REPELS,
-        "tanh_gain_1.75": WANDERS,
-        "energy_quadratic_1e4": SLOW,
-        "energy_rosenbrock_100": WANDERS,
-        "energy_double_wells": FLAT,
-    },
-    "newton": {
-        "linear_saddle": MINIMUM,
-        "two_fixed_points": MINIMUM,
-        "soft_threshold": KINKS,
-        "tanh_gain_1.75": MINIMUM,
-        "mgh_trigonometric": MINIMUM,
-        "energy_rosenbrock_100": FLAT,
-        "energy_double_wells": MINIMUM,
-    },
+    "anderson": _VALLEYS | {"tanh_gain_1.75": WANDERS, "energy_quadratic_1e4": SLOW,
+        "energy_double_wells": FLAT, "energy_helical_valley": EITHER, "energy_log_sum_exp": EITHER,
+        "energy_rosenbrock_10": EITHER},
+    "broyden": {"energy_quadratic_1e4": SHORT, "energy_double_wells": FLAT,
+        "energy_powell_singular": EITHER, "energy_rosenbrock_100": EITHER,
+        "energy_log_sum_exp": EITHER},
+    "gradient_auto": {"linear_saddle": REPELS, "tanh_gain_1.75": WANDERS,
+        "energy_quadratic_1e4": SLOW, "energy_rosenbrock_100": WANDERS,
+        "energy_double_wells": FLAT},
+    "newton": {"linear_saddle": MINIMUM, "two_fixed_points": MINIMUM, "soft_threshold": KINKS,
+        "tanh_gain_1.75": MINIMUM, "mgh_trigonometric": MINIMUM, "energy_rosenbrock_100": FLAT,
+        "energy_double_wells": MINIMUM},
     "lbfgs": {},
-}
+}  # fmt: skip
 
 # With the energy safeguard, on problems that have an energy. A method of first order is slow on
 # ill-conditioned ones, and nothing else is an excuse.

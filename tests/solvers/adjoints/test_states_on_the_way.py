@@ -47,18 +47,14 @@ def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> Solution:
 
 
 @pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize(
-    ("f", "solver"),
-    [
-        (step, None),
-        (step, Forward(0.7)),
-        (step, Broyden()),
-        (Descent(energy), None),
-        (Descent(energy), LBFGS()),
-        (Descent(energy), Anderson(memory=3)),
-    ],
-    ids=["map", "map-Forward", "map-Broyden", "energy", "energy-LBFGS", "energy-Anderson"],
-)
+@pytest.mark.parametrize(("f", "solver"), [
+    (step, None),
+    (step, Forward(0.7)),
+    (step, Broyden()),
+    (Descent(energy), None),
+    (Descent(energy), LBFGS()),
+    (Descent(energy), Anderson(memory=3)),
+], ids=["map", "map-Forward", "map-Broyden", "energy", "energy-LBFGS", "energy-Anderson"])  # fmt: skip
 def test_a_state_is_what_the_smaller_budget_returns(f: Any, solver: Any, compact: bool) -> None:
     x = torch.cat([sample(20), 0 * sample(2)])
     at = [1, 5, 6, 30]
@@ -142,17 +138,14 @@ def test_the_others_iterate_from_the_state(adjoint: Any, number: int, damping: f
         torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("states_at", "error", "match"),
-    [
-        ([0], ValueError, r"states_at\[0\] must be >= 1"),
-        ([2, 2], ValueError, r"states_at must increase, got \[2, 2\]"),
-        ([2, 31], ValueError, "states_at must be at most max_steps=30"),
-        ([2.0], TypeError, r"states_at\[0\] must be an integer"),
-        (5, TypeError, "states_at must be a sequence of integers, got 5"),
-        ("5", TypeError, "states_at must be a sequence"),
-    ],
-)
+@pytest.mark.parametrize(("states_at", "error", "match"), [
+    ([0], ValueError, r"states_at\[0\] must be >= 1"),
+    ([2, 2], ValueError, r"states_at must increase, got \[2, 2\]"),
+    ([2, 31], ValueError, "states_at must be at most max_steps=30"),
+    ([2.0], TypeError, r"states_at\[0\] must be an integer"),
+    (5, TypeError, "states_at must be a sequence of integers, got 5"),
+    ("5", TypeError, "states_at must be a sequence"),
+])  # fmt: skip
 def test_wrong_numbers(states_at: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         solve(states_at=states_at)

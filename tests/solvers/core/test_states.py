@@ -205,17 +205,14 @@ def test_a_mask_spares_features_of_which_there_are_as_many_as_tokens() -> None:
 
 
 @pytest.mark.defect("A19")
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda mask: {"a": mask, "c": None}, TypeError, "pytree structured like z0"),
-        (lambda mask: {"a": None, "b": None}, TypeError, "pytree structured like z0"),
-        (lambda mask: {"a": mask.float(), "b": None}, TypeError, "bool tensor"),
-        (lambda mask: {"a": mask[:2], "b": None}, ValueError, "batched"),
-        (lambda mask: {"a": mask, "b": mask}, ValueError, r"5 tokens for a leaf .* \(3, 2\)"),
-        (lambda mask: mask[:, :4], ValueError, "which no leaf of z0 has"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    (lambda mask: {"a": mask, "c": None}, TypeError, "pytree structured like z0"),
+    (lambda mask: {"a": None, "b": None}, TypeError, "pytree structured like z0"),
+    (lambda mask: {"a": mask.float(), "b": None}, TypeError, "bool tensor"),
+    (lambda mask: {"a": mask[:2], "b": None}, ValueError, "batched"),
+    (lambda mask: {"a": mask, "b": mask}, ValueError, r"5 tokens for a leaf .* \(3, 2\)"),
+    (lambda mask: mask[:, :4], ValueError, "which no leaf of z0 has"),
+])  # fmt: skip
 def test_masks_that_do_not_fit(change: Any, error: type[Exception], words: str) -> None:
     z0, _, mask = masked()
     start = {"a": z0, "b": torch.zeros(3, 2, dtype=torch.float64)}

@@ -117,20 +117,17 @@ def test_the_radius_of_a_layer_with_masked_tokens() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"samples": 0}, ValueError, "samples must be >= 1"),
-        ({"samples": 1.5}, TypeError, "samples must be an integer"),
-        ({"generator": 3}, TypeError, "generator must be a torch.Generator or None"),
-        ({"mask": torch.ones(2, 5).bool()}, ValueError, "mask has 5 tokens"),
-        ({"args": (torch.ones(3, 1),)}, ValueError, r"args\[0\] must be batched"),
-        ({"z": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "z must be of a floating dtype"),
-        ({"f": lambda z, x: z.detach()}, ValueError, r"f\(z\) must depend on z through autograd"),
-        ({"f": lambda z, x: z[:, :2]}, ValueError, "f must return a state like z"),
-        ({"f": 3}, TypeError, "f must be callable"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "match"), [
+    ({"samples": 0}, ValueError, "samples must be >= 1"),
+    ({"samples": 1.5}, TypeError, "samples must be an integer"),
+    ({"generator": 3}, TypeError, "generator must be a torch.Generator or None"),
+    ({"mask": torch.ones(2, 5).bool()}, ValueError, "mask has 5 tokens"),
+    ({"args": (torch.ones(3, 1),)}, ValueError, r"args\[0\] must be batched"),
+    ({"z": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "z must be of a floating dtype"),
+    ({"f": lambda z, x: z.detach()}, ValueError, r"f\(z\) must depend on z through autograd"),
+    ({"f": lambda z, x: z[:, :2]}, ValueError, "f must return a state like z"),
+    ({"f": 3}, TypeError, "f must be callable"),
+])  # fmt: skip
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     given: dict[str, Any] = {"f": step, "z": drawn(2, 4, 3), "args": (drawn(2, 4, 3),)} | arguments
     with pytest.raises(error, match=match):

@@ -176,26 +176,19 @@ def test_samples_are_independent_and_repeatable() -> None:
     assert torch.equal(spectrum(update, z, (matrix,)).eigenvalues, whole.eigenvalues)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"f": 1}, TypeError, "f must be callable, got <class 'int'>"),
-        ({"what": "all"}, ValueError, "what must be one of .* got 'all'"),
-        (
-            {"kind": "energy"},
-            ValueError,
-            r"one number per sample, shape \(3,\), got shape \(3, 12\)",
-        ),
-        ({"count": 13}, ValueError, "needs at least 13 unknowns per sample, got 12"),
-        ({"count": 5, "method": "arpack"}, ValueError, "at least 13 unknowns per sample, got 12"),
-        ({"tolerance": -1.0}, ValueError, "tolerance must be in"),
-        ({"args": (torch.ones(4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,\)"),
-        ({"z": torch.ones(0, 3)}, ValueError, "z must hold at least one sample"),
-        ({"what": "extremes"}, ValueError, "must be symmetric .* got a relative asymmetry"),
-        ({"f": lambda z: z.detach()}, ValueError, "f.z. must depend on z through autograd"),
-        ({"f": lambda z: z[:, :3]}, ValueError, "f must return leaves of shape"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"f": 1}, TypeError, "f must be callable, got <class 'int'>"),
+    ({"what": "all"}, ValueError, "what must be one of .* got 'all'"),
+    ({"kind": "energy"}, ValueError, r"one number per sample, shape \(3,\), got shape \(3, 12\)"),
+    ({"count": 13}, ValueError, "needs at least 13 unknowns per sample, got 12"),
+    ({"count": 5, "method": "arpack"}, ValueError, "at least 13 unknowns per sample, got 12"),
+    ({"tolerance": -1.0}, ValueError, "tolerance must be in"),
+    ({"args": (torch.ones(4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,\)"),
+    ({"z": torch.ones(0, 3)}, ValueError, "z must hold at least one sample"),
+    ({"what": "extremes"}, ValueError, "must be symmetric .* got a relative asymmetry"),
+    ({"f": lambda z: z.detach()}, ValueError, "f.z. must depend on z through autograd"),
+    ({"f": lambda z: z[:, :3]}, ValueError, "f must return leaves of shape"),
+])  # fmt: skip
 def test_errors_say_what_came_and_what_was_expected(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:

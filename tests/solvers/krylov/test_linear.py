@@ -51,16 +51,13 @@ def test_matches_a_dense_solution(
 
 
 @pytest.mark.parametrize("rtol", [1e-2, 1e-9])
-@pytest.mark.parametrize(
-    ("kind", "solver"),
-    [
-        ("definite", CG()),
-        ("indefinite", MINRES()),
-        ("definite", MINRES()),
-        ("nonsymmetric", GMRES(restart=60)),
-        ("contraction", GMRES(restart=7)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "solver"), [
+    ("definite", CG()),
+    ("indefinite", MINRES()),
+    ("definite", MINRES()),
+    ("nonsymmetric", GMRES(restart=60)),
+    ("contraction", GMRES(restart=7)),
+])  # fmt: skip
 def test_steps_are_those_of_scipy(kind: str, solver: LinearSolver, rtol: float) -> None:
     matrix, right = matrices(kind, 3, 60, condition=3.0), right_sides(3, 60)
     solution = solve_linear(

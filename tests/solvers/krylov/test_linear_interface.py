@@ -180,34 +180,27 @@ def wrong(name: str) -> Any:
     }[name]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"matvec": 3}, TypeError, "matvec must be callable, got <class 'int'>"),
-        ({"b": wrong("empty")}, ValueError, "b must hold at least one sample, got batch size 0"),
-        ({"b": wrong("integers")}, TypeError, "b must be of a floating dtype, got torch.int64"),
-        ({"b": wrong("not a tensor")}, TypeError, "b must be a tensor or a pytree"),
-        ({"b": wrong("sizes")}, ValueError, r"leaves of b must share the batch size, got \[3, 2\]"),
-        ({"solver": "cgs"}, ValueError, "solver must be one of cg, gmres, minres .* got 'cgs'"),
-        ({"solver": 3}, TypeError, r"solver must be a solvers.LinearSolver such as CG\(\)"),
-        ({"tolerance": "1e-3"}, TypeError, "tolerance must be a number .* got '1e-3'"),
-        ({"max_steps": 0}, ValueError, "max_steps must be >= 1, got 0"),
-        ({"on_failure": "shout"}, ValueError, "on_failure must be one of .* got 'shout'"),
-        ({"args": [torch.ones(3)]}, TypeError, "args must be a tuple of inputs, got <class 'list'"),
-        ({"args": (torch.ones(4, 4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,"),
-        ({"x0": torch.ones(3, 5)}, ValueError, r"x0 .* shape of b, .*\[3, 4\].*, got .*\[3, 5\]"),
-        ({"x0": torch.ones(3, 4).double()}, TypeError, "x0 .* the dtype of b, .*32, got .*64"),
-        ({"x0": (torch.ones(3, 4),)}, TypeError, "x0 must have the structure of b"),
-        (
-            {"x0": torch.ones(3, 4, device="meta")},
-            ValueError,
-            "x0 .* the device of b, cpu, got meta",
-        ),
-        ({"matvec": lambda v: v[:, :2]}, ValueError, "matvec.v. must have the shape of v"),
-        ({"matvec": lambda v: v.double()}, TypeError, "matvec.v. must have the dtype of v"),
-        ({"matvec": lambda v: (v,)}, TypeError, "matvec.v. must have the structure of v"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"matvec": 3}, TypeError, "matvec must be callable, got <class 'int'>"),
+    ({"b": wrong("empty")}, ValueError, "b must hold at least one sample, got batch size 0"),
+    ({"b": wrong("integers")}, TypeError, "b must be of a floating dtype, got torch.int64"),
+    ({"b": wrong("not a tensor")}, TypeError, "b must be a tensor or a pytree"),
+    ({"b": wrong("sizes")}, ValueError, r"leaves of b must share the batch size, got \[3, 2\]"),
+    ({"solver": "cgs"}, ValueError, "solver must be one of cg, gmres, minres .* got 'cgs'"),
+    ({"solver": 3}, TypeError, r"solver must be a solvers.LinearSolver such as CG\(\)"),
+    ({"tolerance": "1e-3"}, TypeError, "tolerance must be a number .* got '1e-3'"),
+    ({"max_steps": 0}, ValueError, "max_steps must be >= 1, got 0"),
+    ({"on_failure": "shout"}, ValueError, "on_failure must be one of .* got 'shout'"),
+    ({"args": [torch.ones(3)]}, TypeError, "args must be a tuple of inputs, got <class 'list'"),
+    ({"args": (torch.ones(4, 4),)}, ValueError, r"args\[0\] must be batched .* got shape \(4,"),
+    ({"x0": torch.ones(3, 5)}, ValueError, r"x0 .* shape of b, .*\[3, 4\].*, got .*\[3, 5\]"),
+    ({"x0": torch.ones(3, 4).double()}, TypeError, "x0 .* the dtype of b, .*32, got .*64"),
+    ({"x0": (torch.ones(3, 4),)}, TypeError, "x0 must have the structure of b"),
+    ({"x0": torch.ones(3, 4, device="meta")}, ValueError, "x0 .* the device of b, cpu, got meta"),
+    ({"matvec": lambda v: v[:, :2]}, ValueError, "matvec.v. must have the shape of v"),
+    ({"matvec": lambda v: v.double()}, TypeError, "matvec.v. must have the dtype of v"),
+    ({"matvec": lambda v: (v,)}, TypeError, "matvec.v. must have the structure of v"),
+])  # fmt: skip
 def test_errors_say_what_came_and_what_was_expected(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:

@@ -293,11 +293,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"field": X / 0}, ValueError, r"field must be finite.*\[0, 1\]"),
     ({"site": 3}, TypeError, "site must be a solvers.Site"),
     ({"mask": torch.ones(2, 3)}, TypeError, r"mask must be a bool tensor .*torch.float32$"),
-    (
-        {"mask": torch.ones(2, 2, dtype=torch.bool)},
-        ValueError,
-        r"mask must have the shape \(2, 3\)",
-    ),
+    ({"mask": torch.ones(2, 2, dtype=torch.bool)}, ValueError,
+        r"mask must have the shape \(2, 3\)"),
     ({"damping": 0.0}, ValueError, "damping"),
     ({"damping": "auto"}, TypeError, "damping"),
     ({"order": "third"}, ValueError, "order must be one of"),
@@ -306,7 +303,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inverse_temperature": torch.tensor([0.1, 1.0])}, TypeError, r"of a tensor .*tolist\(\)"),
     ({"start": torch.zeros(2, 3, 2)}, TypeError, "start must be a SpinState"),
     ({"response": 1}, TypeError, "response"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "error", "words"), BAD)

@@ -307,35 +307,26 @@ def changed(tensor: torch.Tensor, value: float) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"couplings": BLOCKS[:3]}, ValueError, r"couplings must have the shape \(4, 2, 2\)"),
-        ({"couplings": changed(BLOCKS, torch.inf)}, ValueError, "couplings must be finite or -inf"),
-        ({"field": changed(FIELD, torch.nan)}, ValueError, "field must be finite or -inf"),
-        ({"edges": PAIRS.float()}, TypeError, "edges must be an int64 tensor"),
-        ({"edges": PAIRS + 1}, ValueError, r"edges must hold sites 0 .. 4, got 1 .. 5"),
-        ({"edges": PAIRS * 0}, ValueError, "edges must join two different sites"),
-        ({"edges": PAIRS[[0, 1, 2, 2]].flip(1)}, ValueError, "edges must hold every pair once"),
-        (
-            {"couplings": WHOLE, "edges": None, "field": FIELD[:, :4]},
-            ValueError,
-            r"shape \(4, 4, 2, 2\)",
-        ),
-        ({"couplings": WHOLE + 1, "edges": None}, ValueError, "zero diagonal blocks"),
-        ({"couplings": WHOLE.triu(), "edges": None}, ValueError, "couplings must be symmetric"),
-        ({"given": (2 * FIELD, ~NONE)}, ValueError, "given must hold probabilities"),
-        ({"damping": 0.5, "solver": Anderson()}, ValueError, "damping is of the steps"),
-        ({"solver": "andersen"}, ValueError, "solver must be one of anderson"),
-        ({"bound": -1.0}, ValueError, "bound must be finite and > 0"),
-        ({"start": 3}, TypeError, "start must be a solvers.Beliefs"),
-        (
-            {"start": Beliefs(FIELD, torch.zeros(2, 5, 5, 2))},
-            ValueError,
-            r"start.messages must have the shape \(2, 4, 2, 2\)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "kind", "message"), [
+    ({"couplings": BLOCKS[:3]}, ValueError, r"couplings must have the shape \(4, 2, 2\)"),
+    ({"couplings": changed(BLOCKS, torch.inf)}, ValueError, "couplings must be finite or -inf"),
+    ({"field": changed(FIELD, torch.nan)}, ValueError, "field must be finite or -inf"),
+    ({"edges": PAIRS.float()}, TypeError, "edges must be an int64 tensor"),
+    ({"edges": PAIRS + 1}, ValueError, r"edges must hold sites 0 .. 4, got 1 .. 5"),
+    ({"edges": PAIRS * 0}, ValueError, "edges must join two different sites"),
+    ({"edges": PAIRS[[0, 1, 2, 2]].flip(1)}, ValueError, "edges must hold every pair once"),
+    ({"couplings": WHOLE, "edges": None, "field": FIELD[:, :4]}, ValueError,
+        r"shape \(4, 4, 2, 2\)"),
+    ({"couplings": WHOLE + 1, "edges": None}, ValueError, "zero diagonal blocks"),
+    ({"couplings": WHOLE.triu(), "edges": None}, ValueError, "couplings must be symmetric"),
+    ({"given": (2 * FIELD, ~NONE)}, ValueError, "given must hold probabilities"),
+    ({"damping": 0.5, "solver": Anderson()}, ValueError, "damping is of the steps"),
+    ({"solver": "andersen"}, ValueError, "solver must be one of anderson"),
+    ({"bound": -1.0}, ValueError, "bound must be finite and > 0"),
+    ({"start": 3}, TypeError, "start must be a solvers.Beliefs"),
+    ({"start": Beliefs(FIELD, torch.zeros(2, 5, 5, 2))}, ValueError,
+        r"start.messages must have the shape \(2, 4, 2, 2\)"),
+])  # fmt: skip
 def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], message: str) -> None:
     usual: dict[str, Any] = {"couplings": BLOCKS, "field": FIELD, "edges": PAIRS}
     belief_propagation(**usual)

@@ -126,17 +126,14 @@ def solve_nothing(rows: Tensor, given: tuple[Tensor, Tensor], start: Any) -> Sol
     raise AssertionError("not called")
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"solve": 3}, TypeError, "solve must be callable"),
-        ({"at_once": 0}, ValueError, "at_once must be >= 1, got 0"),
-        ({"certain": 1.5}, ValueError, r"certain must be in \[0.0, 1.0\], got 1.5"),
-        ({"restarts": 2}, ValueError, "noise must be > 0 for restarts"),
-        ({"given": None}, TypeError, "given must be a pair"),
-        ({"given": (3, 4)}, ValueError, r"given must hold values of the shape \(B, N, d\)"),
-    ],
-)
+@pytest.mark.parametrize(("options", "kind", "message"), [
+    ({"solve": 3}, TypeError, "solve must be callable"),
+    ({"at_once": 0}, ValueError, "at_once must be >= 1, got 0"),
+    ({"certain": 1.5}, ValueError, r"certain must be in \[0.0, 1.0\], got 1.5"),
+    ({"restarts": 2}, ValueError, "noise must be > 0 for restarts"),
+    ({"given": None}, TypeError, "given must be a pair"),
+    ({"given": (3, 4)}, ValueError, r"given must hold values of the shape \(B, N, d\)"),
+])  # fmt: skip
 def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], message: str) -> None:
     usual: dict[str, Any] = {"solve": solve_nothing, "given": no_one_given(1, 2, 2)}
     with pytest.raises(kind, match=message):

@@ -265,25 +265,17 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mean": torch.zeros(2, 4)}, ValueError, r"mean must have the shape \(2, 4, 3\)"),
     ({"field": torch.zeros(4, 3)}, ValueError, r"field must have the shape \(B, N, d\)"),
     ({"couplings": torch.zeros(3, 3)}, ValueError, r"couplings must have one of .*got \(3, 3\)"),
-    (
-        {"mask": torch.ones(2, 3, dtype=torch.bool)},
-        ValueError,
-        r"mask must have the shape \(2, 4\)",
-    ),
+    ({"mask": torch.ones(2, 3, dtype=torch.bool)}, ValueError,
+        r"mask must have the shape \(2, 4\)"),
     ({"site": "ising"}, TypeError, "site must be a solvers.Site"),
     ({"site": PottsSite()}, ValueError, "closure must be 'tap' for PottsSite"),
     ({"site": SPHERE, "closure": "plefka"}, ValueError, "'plefka' is for .*use closure 'tap'"),
     ({"max_steps": -5}, ValueError, "max_steps must be >= 1, got -5"),
     ({"site": IsingSite()}, ValueError, "IsingSite takes spins of one component, d = 1, got d = 3"),
-    *(
-        (
-            {"closure": "tap", name: torch.full(shape, math.nan)},
-            ValueError,
-            f"{name} must be finite",
-        )
-        for name, shape in (("mean", (2, 4, 3)), ("field", (2, 4, 3)), ("couplings", (4, 4)))
-    ),
-]
+    *(({"closure": "tap", name: torch.full(shape, math.nan)}, ValueError,
+        f"{name} must be finite") for name, shape in (("mean", (2, 4, 3)), ("field", (2, 4, 3)),
+        ("couplings", (4, 4)))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), WRONG)
