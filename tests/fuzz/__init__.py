@@ -1,3 +1,3 @@
-"""Random cases of every part of the packages, checked by invariants; ``run.py`` is the command."""
+"""Random solves, energies and kernels, checked by invariants; ``run.py`` is the command."""
 
 from __future__ import annotations
