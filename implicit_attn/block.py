@@ -17,7 +17,7 @@ from implicit_attn.energies.heads import AttentionInput, allowed_pairs, counted_
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.gradient_step import GradientStep
 from solvers.core.checks import require_choice, require_count, require_flag, require_number
-from solvers.methods.arguments import read_solver
+from solvers.fixed_points import read_solver
 
 EPSILON = 1e-5  # of the norm of the input
 MASKS = ("src_mask", "src_key_padding_mask", "is_causal", "memory", "memory_key_padding_mask")

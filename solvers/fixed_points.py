@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,11 @@ from solvers.core.checks import (
     require_finite,
     require_flag,
     require_increasing,
+    require_kind,
 )
 from solvers.core.guards.reading import read_anew
 from solvers.core.layout import Layout, check_args, check_mask, leaves_of
+from solvers.core.loop import Loop
 from solvers.core.modes import (
     constant_weights,
     eager,
@@ -31,15 +33,19 @@ from solvers.core.modes import (
     without_autocast,
 )
 from solvers.core.problem import EnergyUpdate, Problem
-from solvers.core.rows import Progress
+from solvers.core.rows import Point, Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
 from solvers.core.tolerance import Goal, Tolerance, read_tolerance
 from solvers.methods.anderson import Anderson
-from solvers.methods.arguments import read_solver
+from solvers.methods.broyden import Broyden
 from solvers.methods.forward import Forward
+from solvers.methods.gradient import GradientDescent
 from solvers.methods.lbfgs import LBFGS
-from solvers.methods.solving import Solving
+from solvers.methods.newton import Newton
+from solvers.methods.rescue import rescue
+from solvers.native.library import serves
+from solvers.native.turns import MOST, solve_in_turns
 
 _DEFAULT_ADJOINT, _ANDERSON, _LBFGS = Implicit(), Anderson(), LBFGS()
 
@@ -290,3 +296,60 @@ def _check_inputs(z0: Any, layout: Layout, args: tuple[Any, ...], mask: Any) -> 
                 require_finite(name, leaf)
     if mask is not None:
         check_mask(mask, layout, batch, device)
+
+
+@dataclass(frozen=True)
+class Solving:
+    """How :func:`solvers.fixed_point` solves a problem, with its options.
+
+    ``automatic``: nobody has named the solver, so that samples which it gives up are tried again.
+    """
+
+    solver: Solver
+    automatic: bool
+    goal: Goal
+    max_steps: int
+    record: bool
+    callback: Callable[[Progress], object] | None
+    states_at: Sequence[int]
+
+    def __call__(self, problem: Problem, start: Tensor) -> Solution:
+        """The solution from ``start`` (B, D)."""
+        with self.goal.watching():
+            first = problem.evaluate_first(start)
+        tolerance = self.goal.tolerance
+        solution = self._in_engine(problem, first, tolerance)
+        options = (self.max_steps, self.record, self.callback, self.states_at)
+        if solution is None:
+            loop = Loop(problem, first, self.solver, tolerance, *options)
+            del first  # the loop frees it when it has moved on
+            solution = loop.run()
+        if self.automatic:
+            rescue(problem, solution, tolerance, *options)
+        problem.check_last(solution.value)
+        return solution
+
+    def _in_engine(self, problem: Problem, first: Point, tolerance: Tolerance) -> Solution | None:
+        """Anderson's method and plain steps in float32 and float64 on a CPU; None: by the loop.
+
+        So it is with an energy, and where somebody looks at single evaluations or autograd records them.
+        """
+        watched = self.record or self.callback is not None or bool(self.states_at)
+        if watched or problem.has_energy or not serves(first.z):
+            return None
+        solver, start = self.solver, first.z
+        if type(solver) is Anderson and solver.memory <= MOST:
+            memory, numbers = solver.memory, (solver.damping, *solver.ridge(start.dtype))
+        elif type(solver) is Forward:
+            memory, numbers = 0, (solver.damping, 1.0, 0.0)
+        else:
+            return None
+        return solve_in_turns(problem, first, memory, numbers, tolerance, self.max_steps)
+
+
+KINDS = (Anderson, Broyden, Forward, GradientDescent, LBFGS, Newton)
+
+
+def read_solver(value: Any, *, name: str = "solver") -> Solver | None:
+    """A :class:`solvers.Solver` with its defaults where its class or name is given; None stays None."""
+    return require_kind(name, value, Solver, KINDS, optional=True)

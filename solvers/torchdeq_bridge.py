@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import small_dtype
 from solvers.core.checks import require_increasing, require_instance
+from solvers.core.device import small_dtype
 from solvers.core.problem import Problem
 from solvers.core.rows import RUNNING, Best, Snapshots, row_norm
 from solvers.core.solution import Solution, Status

@@ -28,12 +28,12 @@ from implicit_attn.updates.update import FunctionUpdate, Update
 from solvers.adjoints.kinds import read_adjoint
 from solvers.compiled.programs import Programs
 from solvers.core.checks import require_count, require_flag
-from solvers.core.guards.randomness import refuse_drawing_modules
+from solvers.core.guards.purity import refuse_drawing_modules
 from solvers.core.guards.reading import read_once
 from solvers.core.modes import eager, in_transform, refuse_export
 from solvers.core.solution import check_on_failure
 from solvers.core.tolerance import read_tolerance
-from solvers.methods.arguments import read_solver
+from solvers.fixed_points import read_solver
 
 OPTIONS = ("solver", "tolerance", "max_steps", "adjoint", "on_failure", "compact")
 EVALUATION_OPTIONS = ("eval_max_steps", "eval_tolerance")  # of the layer, not of a solve

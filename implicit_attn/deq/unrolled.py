@@ -17,7 +17,7 @@ from implicit_attn.deq.maps import Map, flat, prepares
 from implicit_attn.dropout import SolveMasks, dropout_seeds
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_count, require_number
-from solvers.core.guards.randomness import refuse_drawing_modules
+from solvers.core.guards.purity import refuse_drawing_modules
 from solvers.core.layout import Layout, check_mask
 from solvers.core.modes import constant_weights
 

@@ -8,6 +8,7 @@ differentiation needs. No list of parameters is needed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,40 +74,38 @@ class _Substitution(TorchFunctionMode):
         self.recorder = recorder
         self.start = sequence_number()
         # Leaves that belong to the evaluation: the state, the aliases, leaves made by f itself.
-        known = [point, *(alias for _, alias in recorder.pairs.values())]
-        self.inside = {id(tensor): tensor for tensor in known}
+        self.inside = {id(tensor): tensor for tensor in (point, *recorder.aliases)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.is_grad_enabled():
-            args = [self._replace(value) for value in args]
-            kwargs = {name: self._replace(value) for name, value in kwargs.items()}
         # A leaf that a function returns was made by f, unless the same tensor went in as a leaf (as
         # with a .to() that changes nothing). Asked before: .requires_grad_() makes leaves in place.
-        given = {id(t) for t in (*args, *kwargs.values()) if _requires_grad(t)}
-        result = func(*args, **kwargs)
-        if _requires_grad(result) and result.is_leaf and id(result) not in given:
-            self.inside[id(result)] = result
+        given: set[int] = set()
+        own = self._replaced(args, given)
+        named = (
+            dict(zip(kwargs, self._replaced(kwargs.values(), given), strict=True)) if kwargs else {}
+        )
+        result = func(*own, **named)
+        if isinstance(result, Tensor) and result.requires_grad and result.is_leaf:
+            self.inside.update({} if id(result) in given else {id(result): result})
         return result
 
-    def _replace(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if value.requires_grad and self._outside(value):
-                alias = self.recorder.alias(value)
-                self.inside[id(alias)] = alias
-                return alias
-            return value
-        if type(value) in (list, tuple):
-            return type(value)(self._replace(item) for item in value)
-        return value
-
-    def _outside(self, value: Tensor) -> bool:
-        if id(value) in self.recorder.pairs:
-            return True
-        if id(value) in self.inside:
-            return False
-        node = value.grad_fn
-        return node is None or node._sequence_nr() < self.start
+    def _replaced(self, values: Iterable[Any], given: set[int]) -> list[Any]:
+        """The values with aliases for tensors from outside; ``given`` gets those that require a gradient."""
+        found, inside, pairs = [], self.inside, self.recorder.pairs
+        recorded = torch.is_grad_enabled()
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.requires_grad:
+                    if recorded and id(value) not in inside:
+                        node = value.grad_fn
+                        if id(value) in pairs or node is None or node._sequence_nr() < self.start:
+                            value = self.recorder.alias(value)
+                            inside[id(value)] = value
+                    given.add(id(value))
+            elif recorded and type(value) in (list, tuple):
+                value = type(value)(self._replaced(value, set()))
+            found.append(value)
+        return found
 
 
 def _requires_grad(value: Any) -> bool:
@@ -126,7 +125,8 @@ def other_leaves(output: Tensor, inside: dict[int, Tensor]) -> list[Tensor]:
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in inside:
             found.append(variable)
-        stack.extend(edge[0] for edge in node.next_functions)
+        for edge in node.next_functions:
+            stack.append(edge[0])
     return found
 
 

@@ -22,6 +22,8 @@ from solvers.core.tolerance import Tolerance
 from solvers.krylov.product import OneMinus
 from solvers.krylov.solve import CG, GMRES, MINRES, LinearSolver, solve_linear
 
+_CG, _GMRES = CG(), GMRES()
+
 
 @dataclass(frozen=True)
 class AdjointSystem:
@@ -45,7 +47,7 @@ class AdjointSystem:
             compact=False,
             on_failure="ignore",
         )
-        solver = self.solver or (CG() if symmetric else GMRES())
+        solver = self.solver or (_CG if symmetric else _GMRES)
         solution = run(right, solver=solver, max_steps=self.max_steps)
         if self.solver is None and symmetric:
             solution = self._retry_saddles(run, solution, right)

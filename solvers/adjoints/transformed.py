@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.adjoints.implicit import Record, record_at
-from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom
-from solvers.adjoints.left_out import lost, without_derivative
+from solvers.adjoints.kinds import Adjoint, Implicit, OneStep, Phantom, lost, without_derivative
 from solvers.adjoints.substitution import captured_by
 from solvers.adjoints.transforms import Operation, refuse_forward_transforms, transformed_value
 from solvers.core.layout import Layout

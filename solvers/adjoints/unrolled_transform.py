@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.kinds import Unrolled
-from solvers.core.arrays import small_dtype
+from solvers.core.device import small_dtype
 from solvers.core.layout import Layout
 from solvers.core.problem import Problem
 from solvers.core.solution import Solution, Status

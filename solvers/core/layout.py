@@ -55,7 +55,7 @@ class Layout:
         """Read the layout of ``state``; raises TypeError/ValueError that speak of ``name``."""
         leaves, spec = ([state], _LEAF) if isinstance(state, Tensor) else pytree.tree_flatten(state)
         _check_leaves(leaves, name)
-        return cls(spec, tuple(t.shape[1:] for t in leaves), tuple(t.dtype for t in leaves))
+        return cls(spec, tuple([t.shape[1:] for t in leaves]), tuple([t.dtype for t in leaves]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,7 +192,7 @@ def _check_leaves(leaves: list[Any], name: str) -> None:
             raise ValueError(f"the leaves of {name} must be on one device, got {devices}")
     if first.shape[0] == 0:
         raise ValueError(f"{name} must hold at least one sample, got batch size 0")
-    if all(leaf.numel() == 0 for leaf in leaves):
+    if not sum(map(Tensor.numel, leaves)):
         raise ValueError(f"{name} must hold at least one number per sample, got none")
 
 

@@ -13,13 +13,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
-from solvers.core.guards.norms import NormsRefused
-from solvers.core.guards.outputs import check_energy, check_output
-from solvers.core.guards.purity import OVERWRITES, Witness, call_outside_inference
-from solvers.core.guards.randomness import Draws, refuse_random
+from solvers.core.guards.purity import (
+    OVERWRITES,
+    Draws,
+    NormsRefused,
+    Witness,
+    call_outside_inference,
+    check_energy,
+    check_output,
+    refuse_random,
+)
 from solvers.core.jacobian import JacobianProduct, gradient_of_energy, pullback, pushforward
 from solvers.core.layout import Layout, leaves_of, take
-from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled, with_autocast
+from solvers.core.modes import autocast_dtype, ordinary, recording, uncompiled
 from solvers.core.rows import MODERATE_ABOVE, Point, norms_fit, row_norm, scaled_norm
 from solvers.core.tolerance import Goal
 
@@ -210,7 +216,9 @@ class Problem:
 
     def _run(self, function: Callable[[Tensor], Any], z: Tensor) -> Any:
         try:
-            with with_autocast(z.device.type, self.autocast):
+            with (
+                _AS_IT_IS if self.autocast is None else torch.autocast(z.device.type, self.autocast)
+            ):
                 if self.recorder is not None and torch.is_grad_enabled():
                     return self.recorder(function, z)
                 if torch.is_inference_mode_enabled():
@@ -238,7 +246,13 @@ class Problem:
     def _value(self, z: Tensor) -> Tensor:
         tree = self.layout.tree(z)
         output = self.f(tree, *self.args)
-        if not _alike(output, tree):
+        if not (  # nothing more need be asked of a tensor like the state
+            isinstance(output, Tensor)
+            and isinstance(tree, Tensor)
+            and output.shape == tree.shape
+            and output.dtype == tree.dtype
+            and output.is_cpu == tree.is_cpu
+        ):
             check_output(output, None, z, self.layout, self.autocast)
         return self.layout.vector(output).to(z.dtype)
 
@@ -293,17 +307,7 @@ class Problem:
             return pullback(output, point) if self.symmetric else pushforward(output, point)
 
 
-def _alike(output: Any, state: Any) -> bool:
-    """Whether a tensor is like the state, so that nothing more need be asked of it."""
-    if not (isinstance(output, Tensor) and isinstance(state, Tensor)):
-        return False
-    return (
-        output.shape == state.shape
-        and output.dtype == state.dtype
-        and output.is_cpu == state.is_cpu
-    )
-
-
+_AS_IT_IS = nullcontext()
 _SHRUNK = (
     "f was called with the {} samples that are still being solved. If it closes over a tensor of "
     "the whole batch, pass that tensor in args=(...), or give compact=False."

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import small_dtype
-from solvers.core.device import maybe_any, readable
+from solvers.core.device import maybe_any, readable, small_dtype
 from solvers.core.solution import Status, Trace
 
 RUNNING = -1  # status of a sample that is still being solved

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import small_dtype
+from solvers.core.device import small_dtype
 from solvers.core.rows import Point
 
 ARMIJO = 1e-4  # share of the predicted decrease that a step must deliver

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_choice
-from solvers.core.guards.outputs import check_energy
+from solvers.core.guards.purity import check_energy
 from solvers.core.jacobian import JacobianProduct, gradients, pullback
 from solvers.core.layout import Layout, check_args, take
 from solvers.core.modes import constant_weights, ordinary, recording, uncompiled

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import vjp
 from torch.utils import _pytree as pytree
 
-from solvers.core.arrays import small_dtype
 from solvers.core.checks import require_callable, require_count, require_instance
+from solvers.core.device import small_dtype
 from solvers.core.jacobian import gradients
 from solvers.core.layout import Layout, check_args, check_mask
 from solvers.core.modes import (

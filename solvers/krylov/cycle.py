@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import true_rows
+from solvers.core.device import true_rows
 from solvers.core.solution import Status
 from solvers.krylov.method import KrylovRun
 from solvers.krylov.product import System

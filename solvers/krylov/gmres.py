@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.core.arrays import surely_all
 from solvers.core.checks import require_count
-from solvers.core.device import maybe_any
+from solvers.core.device import maybe_any, surely_all
 from solvers.core.solution import Status
 from solvers.krylov.method import KrylovRun, LinearSolver, norm
 from solvers.native.systems import FLOOR

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import choose, true_rows
-from solvers.core.device import Watch, readable
+from solvers.core.device import Watch, choose, readable, true_rows
 from solvers.core.rows import SHRINK, Progress
 from solvers.core.solution import Solution, Status, Trace
 from solvers.krylov.cycle import Cycle, Results

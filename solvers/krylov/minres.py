@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import choose, ratio
+from solvers.core.device import choose, ratio
 from solvers.core.solution import Status
 from solvers.krylov.method import KrylovRun, LinearSolver, dot, norm
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from solvers.core.arrays import ratio, surely_all
+from solvers.core.device import ratio, surely_all
 from solvers.core.layout import Layout, take
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.method import norm

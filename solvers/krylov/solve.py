@@ -20,7 +20,7 @@ from solvers.krylov.loop import LinearLoop
 from solvers.krylov.method import LinearSolver
 from solvers.krylov.minres import MINRES
 from solvers.krylov.product import OneMinus, Product, System, check_like
-from solvers.native.records import serves
+from solvers.native.library import serves
 from solvers.native.systems import fits, solve_systems
 
 __all__ = ["CG", "GMRES", "LINEAR", "MINRES", "LinearSolver", "solve_linear"]

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from solvers.core.arrays import small_dtype
 from solvers.core.checks import require_count, require_number
-from solvers.core.device import maybe_any
+from solvers.core.device import maybe_any, small_dtype
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, where_rows, write_slot
 from solvers.core.solver import Solver, Turn

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import small_dtype
 from solvers.core.checks import require_number
+from solvers.core.device import small_dtype
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows
 from solvers.core.solver import Solver, Turn

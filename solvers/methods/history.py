@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from solvers.core.arrays import small_dtype
+from solvers.core.device import small_dtype
 
 
 def inner_products(basis: Tensor, vector: Tensor) -> Tensor:

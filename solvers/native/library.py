@@ -1,4 +1,4 @@
-"""The native engine: the library that was built with the package for the instructions of this processor."""
+"""The native engine: the library for the instructions of this processor, and the records that it reads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import ctypes
 import hashlib
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 FOLDER = Path(__file__).parent / "lib"  # no package: what is in it is no module
 # By what torch says of the processor, which its variable ATEN_CPU_CAPABILITY can lower; best first.
@@ -97,3 +100,46 @@ def _openmp() -> int | None:
 
 
 THREADS = Threads()
+
+
+NAMES = {torch.float32: "float", torch.float64: "double"}
+
+
+def fields(pointers: str, integers: str, numbers: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a structure, in the order of the header."""
+    kinds = (pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (numbers, ctypes.c_double)
+    return tuple((name, kind) for names, kind in kinds for name in names.split())
+
+
+def serves(like: Tensor) -> bool:
+    """Whether the engine computes with such tensors now: outside of autograd's recordings."""
+    known = like.dtype in NAMES and like.device.type == "cpu" and not torch.is_grad_enabled()
+    return known and engine() is not None
+
+
+@cache
+def function(of: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[[int], int]:
+    """A function of the engine, of a record's address."""
+    found = getattr(of, f"{name}_{NAMES[dtype]}")
+    found.argtypes, found.restype = (ctypes.c_void_p,), ctypes.c_int64
+    return found
+
+
+def pieces(like: Tensor, dtype: torch.dtype, sizes: list[int]) -> tuple[Tensor, list[int]]:
+    """Memory for so many numbers each, not set to anything, and where each piece begins."""
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // 16) * 16  # on cache lines
+    memory = like.new_empty(total, dtype=dtype)
+    first, width = memory.data_ptr(), memory.element_size()
+    return memory, [first + width * start for start in starts]
+
+
+def alike(image: Tensor, vector: Tensor, name: str, of: str) -> Tensor:
+    """``image`` as the engine reads it: contiguous, no sign yet to be flipped, like ``vector``."""
+    image = image.detach().contiguous().resolve_neg()
+    if image.shape != vector.shape or image.dtype != vector.dtype:  # C++ would not ask
+        wanted, got = (f"{tuple(t.shape)} {t.dtype}" for t in (vector, image))
+        raise ValueError(f"{name} must be like {of}, {wanted}, got {got}")
+    return image

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from solvers.core.solution import Solution
 from solvers.core.tolerance import Tolerance
-from solvers.native.library import THREADS
-from solvers.native.records import alike, fields, function, pieces
+from solvers.native.library import THREADS, alike, engine, fields, function, pieces
 from solvers.native.turns import MOST
 
 # Right-hand sides of norms between 1 / MODERATE and MODERATE are taken: the square of a residual that is
@@ -88,14 +87,13 @@ def solve_systems(
     record = _Record(
         right.data_ptr(), None, direction.data_ptr(), u.data_ptr(), residual, correction,
         reference.data_ptr(), norm.data_ptr(), target, left, matrix_norm, *method,
-        *(row.data_ptr() for row in (*counts, *flags)), THREADS.fork,
+        *map(Tensor.data_ptr, (*counts, *flags)), THREADS.fork,
         THREADS.number, rows, size, capacity, 0, max_steps, one_minus,
         tolerance.rtol, tolerance.atol, MODERATE[dtype], GAP * eps, HALVED, 1 - eps**0.5, RESERVE,
         FLOOR * eps, tiny,
     )  # fmt: skip
-    begin, advance, settle, verify = (
-        function(name, dtype) for name in ("begin", "advance", "settle", "verify")
-    )
+    of, names = engine(), ("begin", "advance", "settle", "verify")
+    begin, advance, settle, verify = [function(of, name, dtype) for name in names]
     at = ctypes.addressof(record)
 
     def multiply() -> Tensor:

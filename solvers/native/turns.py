@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch import Tensor
 
 from solvers.core.loop import DIVERGENCE, PATIENCE
 from solvers.core.problem import Problem
 from solvers.core.rows import MODERATE_ABOVE, RUNNING, Point, shrinks
 from solvers.core.solution import Solution
 from solvers.core.tolerance import Tolerance
-from solvers.native.library import THREADS
-from solvers.native.records import alike, fields, function, pieces
+from solvers.native.library import THREADS, alike, engine, fields, function, pieces
 
 MOST = 64  # differences that are kept of a sample, as ``turns.h`` knows
 
@@ -61,11 +61,11 @@ def solve_in_turns(
     record = _Record(
         None, None, None, index.data_ptr(), None if mask is None else mask.data_ptr(),
         z, residual, steps, changes, gram, best.data_ptr(), relative.data_ptr(), norm.data_ptr(),
-        limit, milestone, scale, *(row.data_ptr() for row in counts), THREADS.fork,
+        limit, milestone, scale, *map(Tensor.data_ptr, counts), THREADS.fork,
         THREADS.number, batch, size, kept, 0, max_steps, PATIENCE, tolerance.rtol, tolerance.atol,
         *numbers, DIVERGENCE, MODERATE_ABOVE[dtype],
     )  # fmt: skip
-    turn, at, part = function("turn", dtype), ctypes.addressof(record), problem
+    turn, at, part = function(engine(), "turn", dtype), ctypes.addressof(record), problem
     while True:
         value, following = alike(value, trial, "f(z)", "z"), torch.empty_like(trial)
         record.trial, record.value, record.next = (

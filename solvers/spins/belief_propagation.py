@@ -33,8 +33,7 @@ from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.solver import Solver
 from solvers.core.tolerance import Tolerance
-from solvers.fixed_points import fixed_point
-from solvers.methods.arguments import read_solver
+from solvers.fixed_points import fixed_point, read_solver
 from solvers.methods.forward import Forward
 from solvers.spins.belief_messages import (
     Clamped,

@@ -6,14 +6,20 @@ import copy
 import gc
 import pickle
 import re
+import sys
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import implicit_attn
 import solvers
 from cases.deq import DIM, LAYERS, gradients, make, relative_error, tokens
 from implicit_attn import DEQ, Energy, EquilibriumBlock, GradientStep
@@ -485,6 +491,33 @@ def test_last_solution() -> None:
     assert last.adjoint.solves == 2
     layer(x)
     assert layer.last is not last
+
+
+FOLDERS = tuple(str(Path(str(package.__file__)).parent) for package in (solvers, implicit_attn))
+
+
+def test_the_path_of_one_call_is_short() -> None:
+    """Forward and backward through our own Python, whose calls cost more than small tensors do."""
+    layer = make("update", solver=Anderson(), tolerance=1e-4)
+    x = tokens(batch=4).requires_grad_()
+    calls: Counter[CodeType] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        ours = frame.f_code.co_filename.startswith(FOLDERS)
+        calls[frame.f_code] += event == "call" and ours
+
+    for profile in (None, note):  # after a first call
+        threading.setprofile(profile)  # type: ignore[arg-type]
+        sys.setprofile(profile)
+        try:
+            layer(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+    ours = +calls
+    assert layer.last is not None and int(layer.last.evaluations.max()) == 6
+    assert len({code.co_filename for code in ours}) <= 30
+    assert len(ours) <= 180 and sum(ours.values()) <= 450
 
 
 def test_last_solution_keeps_no_graph() -> None:

@@ -1,15 +1,79 @@
-"""Functions that overwrite their input."""
+"""What is asked of ``f`` in a solve: a state like its own, and the same at every evaluation.
+
+In this order: what it returns, functions that overwrite their input, functions that draw random numbers,
+norms that couple the samples of a batch or learn from it.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
 
-from solvers.core.guards.randomness import same_numbers
-from solvers.core.layout import leaves_of
+from solvers.core.guards.reading import parts_of
+from solvers.core.layout import Layout, leaves_of
+from solvers.core.modes import eager
+
+
+def check_output(
+    output: Any, energy: Tensor | None, z: Tensor, layout: Layout, autocast: torch.dtype | None
+) -> None:
+    """Raise TypeError or ValueError unless ``output`` is like the state z (B, D) of this ``layout``.
+
+    An ``energy`` must be one number per sample. Under ``autocast`` the output may be of another dtype.
+    """
+    refuse_forward_mode(output)
+    leaves, spec = [output], layout.spec
+    if not (isinstance(output, Tensor) and spec.is_leaf()):
+        leaves, spec = pytree.tree_flatten(layout.ordered(output))
+    if spec != layout.spec:
+        raise TypeError(f"f must return a state structured like z0, got {spec}")
+    for leaf, shape, dtype in zip(leaves, layout.shapes, layout.dtypes, strict=True):
+        expected = (z.shape[0], *shape)
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"f must return tensors, got {type(leaf)}")
+        if tuple(leaf.shape) != expected:
+            raise ValueError(f"f must return shape {expected} like z0, got {tuple(leaf.shape)}")
+        if leaf.device != z.device:
+            raise ValueError(f"f must return tensors on {z.device} like z0, got {leaf.device}")
+        if leaf.dtype != dtype and (autocast is None or not leaf.is_floating_point()):
+            raise TypeError(f"f must return dtype {dtype} like z0, got {leaf.dtype}")
+    if energy is not None:
+        check_energy(energy, z.shape[0])
+
+
+def refuse_forward_mode(output: Any) -> None:
+    """Raise NotImplementedError for a forward-mode tangent, which the solve would drop."""
+    if getattr(forward_ad, "_current_level", -1) < 0:
+        return
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None:
+            raise NotImplementedError(
+                "forward-mode differentiation through a fixed point is not implemented; use "
+                "reverse mode (backward, torch.autograd.grad)"
+            )
+
+
+def check_energy(energy: Any, batch: int) -> None:
+    """Raise TypeError or ValueError unless ``energy`` is a tensor of one number per sample."""
+    if not isinstance(energy, Tensor):
+        raise TypeError(f"energy must return a tensor of shape ({batch},), got {type(energy)}")
+    if tuple(energy.shape) != (batch,):
+        raise ValueError(
+            f"energy must return one number per sample, shape ({batch},), got shape "
+            f"{tuple(energy.shape)}; do not reduce over the batch"
+        )
+
 
 _INFERENCE = "Inplace update to inference tensor"  # torch's words
 OVERWRITES = (
@@ -41,11 +105,10 @@ class Witness:
     """
 
     def __init__(self, z: Tensor, args: tuple[Any, ...]) -> None:
-        parts = [leaf for argument in args for leaf in leaves_of(argument)]
-        leaves = [z, *(leaf for leaf in parts if isinstance(leaf, Tensor))]
-        self.tensors = [leaf for leaf in leaves if not _expanded(leaf)]
-        self.versions = [version_of(leaf) for leaf in self.tensors]
-        self.copies = [leaf.detach().clone() for leaf in self.tensors]
+        self.known: list[tuple[Tensor, int, Tensor]] = []  # tensor, version, copy
+        for leaf in (z, *leaves_of(args)):
+            if isinstance(leaf, Tensor) and not _expanded(leaf):
+                self.known.append((leaf, version_of(leaf), leaf.detach().clone()))
 
     def restore(self) -> bool:
         """Give overwritten tensors their numbers back; True where there were any.
@@ -54,7 +117,7 @@ class Witness:
         inference mode count no changes. Elsewhere the host would have to wait for the answer.
         """
         changed = False
-        for leaf, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):
+        for leaf, version, copy in self.known:
             if version_of(leaf) != version or _differs(leaf, copy):
                 changed = True
                 with torch.inference_mode():
@@ -75,6 +138,241 @@ def _differs(tensor: Tensor, copy: Tensor) -> bool:
 
 def _expanded(tensor: Tensor) -> bool:
     """Whether entries share their memory: torch itself refuses to write to such a tensor."""
+    if 0 not in tensor.stride():
+        return False
     return any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
+
+
+RANDOM = (
+    "f returns another value when it is evaluated at the same point again (dropout, RReLU, noise?), so "
+    "it has no fixed point: call eval(), or draw the random numbers once, before the solve"
+)
+
+
+class Draws:
+    """The states of torch's random generators at one moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.states = device, _random_state(device)
+
+    def any(self) -> bool:
+        """Whether random numbers have been drawn since."""
+        now = _random_state(self.device)
+        return not all(map(_same, self.states, now))
+
+
+class Evaluated(Protocol):
+    """What is compared of an evaluation at z (B, D)."""
+
+    @property
+    def z(self) -> Tensor: ...
+
+    @property
+    def residual(self) -> Tensor: ...
+
+    @property
+    def energy(self) -> Tensor | None: ...
+
+
+@torch.no_grad()
+def refuse_random(
+    evaluate: Callable[[Tensor], Evaluated], first: Evaluated, mask: Tensor | None
+) -> None:
+    """Raise ValueError where f or the energy gives two answers at one point: that of ``first``, or others.
+
+    For functions that have drawn random numbers; it is harmless where a seed is set first, or the
+    numbers are not used.
+    """
+    start = first.z.detach()
+    if _differ(first, evaluate(start)):
+        raise ValueError(RANDOM)
+    for point in _probes(start, start + first.residual.detach()):
+        if mask is not None:
+            point = torch.where(mask, point, start)
+        try:
+            pair = evaluate(point), evaluate(point)
+        except Exception:  # the point is ours: f need not be defined there
+            continue
+        if _differ(*pair):
+            raise ValueError(RANDOM)
+
+
+def _differ(first: Evaluated, second: Evaluated) -> bool:
+    same = same_numbers(first.residual, second.residual)
+    return not (same and same_numbers(first.energy, second.energy))
+
+
+def _probes(z: Tensor, value: Tensor) -> list[Tensor]:
+    """Two points (B, D) where a draw shows that ``z`` and ``value`` hide: a dropped 0 is still 0.
+
+    No coordinate is 0, both signs occur at each, and neighbours differ in sign.
+    """
+    number = torch.arange(z.numel(), device=z.device).reshape(z.shape)
+    size = 1 + torch.nan_to_num(z + value, posinf=1, neginf=1).abs()
+    point = torch.where(number % 2 == 0, size, -size).to(z.dtype)
+    return [point, -point]
+
+
+def same_numbers(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether all numbers are equal, NaN to NaN."""
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first.detach().nan_to_num(), second.detach().nan_to_num())
+
+
+def refuse_drawing_modules(module: nn.Module, name: str) -> None:
+    """Raise ValueError for modules in training mode that draw random numbers when they are called."""
+    for place, part in parts_of(module):
+        if part.training and _draws(part):
+            path = place.removesuffix(".")
+            raise ValueError(
+                f"{name} holds {part} ({path!r}) in training mode, which changes the map at every "
+                "evaluation; call eval() on it, or drop out the layer's input or output instead"
+            )
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout > 0
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    if isinstance(module, nn.RReLU):
+        return module.lower != module.upper
+    return False
+
+
+def _random_state(device: torch.device) -> list[Any]:
+    """States of torch's own generators, known to the host."""
+    states: list[Any] = [torch.default_generator.get_state()]
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        generator = torch.cuda.default_generators[device.index or 0]
+        states += [generator.initial_seed(), generator.get_offset()]
+    return states
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    return first == second
+
+
+LEARNING = (
+    "f updates the running statistics of {} at every evaluation{}: call eval(), or use a norm of each "
+    "sample (LayerNorm, GroupNorm)"
+)
+COUPLING = (
+    "f normalises over the batch by {} in training mode, so that its samples are not solved on their "
+    "own: call eval(), or use a norm of each sample (LayerNorm, GroupNorm)"
+)
+
+_BATCH_NORM: Callable[..., Tensor] = functional.batch_norm
+_INSTANCE_NORM: Callable[..., Tensor] = functional.instance_norm
+
+
+class _Watch(threading.local):
+    """Whether this thread makes a first evaluation, and what was refused in it."""
+
+    on: bool = False
+    refused: ValueError | None = None
+
+
+_THIS_THREAD = _Watch()
+_LOCK = threading.Lock()
+_number = 0  # of first evaluations under way, in all threads
+
+
+class NormsRefused:
+    """Within, batch norms in training mode and norms that learn raise ValueError in this thread.
+
+    torch's two functions are replaced for the time of one evaluation. A ``TorchFunctionMode`` would
+    double the time of this evaluation, and make ``torch.compile`` compile every f twice; looking for
+    modules would miss those that f reaches in other ways than by its own attributes.
+    """
+
+    def __enter__(self) -> None:
+        global _number
+        self.outer, _THIS_THREAD.on = _THIS_THREAD.on, True
+        _THIS_THREAD.refused = None
+        with _LOCK:
+            _number += 1
+            if _number == 1:
+                functional.batch_norm, functional.instance_norm = _batch_norm, _instance_norm
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        global _number
+        _THIS_THREAD.on = self.outer
+        refused, _THIS_THREAD.refused = _THIS_THREAD.refused, None
+        with _LOCK:
+            _number -= 1
+            if _number == 0:
+                functional.batch_norm, functional.instance_norm = _BATCH_NORM, _INSTANCE_NORM
+        if refused is not None and error is not None and error is not refused:
+            raise refused from error  # which a compiler that traces f has wrapped in one of its own
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training:
+        _refuse("batch_norm", running_mean, coupled=True)
+    return _BATCH_NORM(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if use_input_stats and running_mean is not None:
+        _refuse("instance_norm", running_mean, coupled=False)
+    return _INSTANCE_NORM(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
+
+
+@eager  # it reads a thread's variables, which cannot be compiled
+def _refuse(name: str, running_mean: Tensor | None, coupled: bool) -> None:
+    """Raise ValueError in a thread that watches; a module's count of its batches is taken back."""
+    if not _THIS_THREAD.on:
+        return
+    module = _calling_module(sys._getframe())
+    what: Any = name if module is None else module
+    if running_mean is None:
+        raise _noted(COUPLING.format(what))
+    if coupled and module is not None and module.num_batches_tracked is not None:
+        with torch.no_grad():
+            module.num_batches_tracked.sub_(1)  # counted before the norm is called
+    raise _noted(
+        LEARNING.format(what, ", and its samples are not solved on their own" if coupled else "")
+    )
+
+
+def _noted(message: str) -> ValueError:
+    _THIS_THREAD.refused = ValueError(message)
+    return _THIS_THREAD.refused
+
+
+def _calling_module(frame: FrameType | None) -> _NormBase | None:
+    """The module in whose ``forward`` the norm is called."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            return module if isinstance(module, _NormBase) else None
+        frame = frame.f_back
+    return None

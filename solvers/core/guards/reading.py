@@ -66,6 +66,7 @@ def _walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
         seen.add(id(part))
         found.append((prefix, part))
         # By ``items``, which TorchScript's modules have too, without the other methods of a dict.
-        children = [(f"{prefix}{n}.", m) for n, m in part._modules.items() if m is not None]
-        open_places += reversed(children)
+        for name, child in reversed(list(part._modules.items())):
+            if child is not None:
+                open_places.append((f"{prefix}{name}.", child))
     return found

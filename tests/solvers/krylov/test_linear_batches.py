@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.linear import Counting, matrices, mixed, multiply, right_sides, true_residual
-from solvers.core import arrays, device
+from solvers.core import device
 from solvers.core.solution import Solution, Status
 from solvers.core.tolerance import Tolerance
 from solvers.krylov import loop
@@ -214,7 +214,7 @@ def test_products_that_are_not_finite(
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code paths of an accelerator on the CPU: nothing is read at once, masks arrive late."""
-    for module in (arrays, loop):
+    for module in (device, loop):
         monkeypatch.setattr(module, "readable", lambda device: False)
     monkeypatch.setattr(device, "lag_of", lambda device: 2)
 
