@@ -12,7 +12,6 @@ from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit, Unrolled, read_adjoint
 from solvers.adjoints.transformed import Transformed, refuse_in_transform
-from solvers.adjoints.unrolled_transform import refuse_unrolled, unrolled_solution
 from solvers.compiled.evaluations import Evaluation
 from solvers.core.checks import (
     require_callable,
@@ -36,7 +35,7 @@ from solvers.core.problem import EnergyUpdate, Problem
 from solvers.core.rows import Point, Progress
 from solvers.core.solution import Solution, apply_policy, check_on_failure
 from solvers.core.solver import ExternalSolver, Solver
-from solvers.core.tolerance import Goal, Tolerance, read_tolerance
+from solvers.core.tolerance import Goal, Tolerance, criterion, read_tolerance
 from solvers.methods.anderson import Anderson
 from solvers.methods.broyden import Broyden
 from solvers.methods.forward import Forward
@@ -130,8 +129,9 @@ def fixed_point(
         (tensor([True, True]), tensor([0.4502, 1.1872]), tensor([0.8213, 0.6832]))
 
     ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` may surround it, except with ``record``; ``jvp``
-    only with ``Unrolled()``. That needs ``solver=Forward(...)`` there, makes ``max_steps`` evaluations for
-    every sample, of which those that have converged stand still, and has no energy safeguard.
+    only with ``Unrolled()``. That needs ``solver=Forward(...)`` or ``Anderson(...)`` there, makes
+    ``max_steps`` evaluations for every sample, of which those that have converged stand still, and has no
+    energy safeguard.
     """
     refuse_export("layer.unrolled(k) of a DEQ, or a loop of evaluations of f")
     solver, tolerance = read_solver(solver), read_tolerance("tolerance", tolerance)
@@ -162,7 +162,9 @@ def fixed_point(
     else:
         with torch.no_grad():
             solution = solve(problem, start.detach())
-    _as_trees(solution, layout, start)
+    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
+        solution.value = solution.value.clone()
+    _as_trees(solution, layout)
     apply_policy(solution, on_failure, goal.what + layout.scalars(len(start)), f)
     return solution
 
@@ -180,15 +182,41 @@ def _transformed(
     """The solution inside of a transform of ``torch.func``; ``options`` are the others of the call."""
     tolerance, compact = options["tolerance"], options["compact"]
     if isinstance(adjoint, Unrolled) and not (record or options["callback"]):
-        problem, solver = Problem.of(f, energy, z0, args, mask, compact), options["solver"]
-        if not isinstance(solver, Forward) or adjoint.checkpoint:
-            refuse_unrolled(solver, adjoint)
-        limits: dict[str, Any] = {name: options[name] for name in ("max_steps", "states_at")}
-        return unrolled_solution(problem, z0, solver.damping, tolerance, **limits)
+        solver = options["solver"]
+        if type(solver) not in (Forward, Anderson) or adjoint.checkpoint:
+            raise RuntimeError(
+                "inside of torch.func's transforms adjoint=Unrolled() needs solver=solvers.Forward(...) "
+                "or solvers.Anderson(...), whose steps look at no numbers, and checkpoint=False; got "
+                f"solver={solver}, {adjoint}; or use Implicit(), Phantom() or OneStep()"
+            )
+        problem = Problem.of(f, energy, z0, args, mask, compact)
+        return _unrolled(problem, z0, solver, tolerance, options["max_steps"], options["states_at"])
     refuse_in_transform(adjoint, record=record)
     # The same call, made where the tensors are ordinary ones.
     plain = partial(fixed_point, adjoint=None, **options)
     return Transformed(plain, adjoint, tolerance, compact)(f, energy, z0, args, mask)
+
+
+def _unrolled(
+    problem: Problem,
+    z0: Any,
+    solver: Solver,
+    tolerance: Tolerance | None,
+    max_steps: int,
+    states_at: Sequence[int],
+) -> Solution:
+    """The loop's solution inside of a transform, which is at work on its every operation.
+
+    Its trials are not judged by an energy.
+    """
+    start, image = problem.layout.vector(z0), problem.masked_map
+    plain = replace(problem, f=image, compiled=image, energy=None, compact=False)
+    limit = criterion(tolerance, start.dtype, problem.autocast)[0]
+    with without_autocast(start.device.type):
+        first = plain.evaluate(start)
+        solution = Loop(plain, first, solver, limit, max_steps, states_at=states_at).run()
+    _as_trees(solution, problem.layout)
+    return solution
 
 
 def _default(f: object, energy: object) -> Solver:
@@ -240,10 +268,8 @@ def _look_once(problem: Problem, start: Tensor, goal: Goal) -> None:
     goal.used = programs.known[key]
 
 
-def _as_trees(solution: Solution, layout: Layout, start: Tensor) -> None:
+def _as_trees(solution: Solution, layout: Layout) -> None:
     """Give the value and the states (B, D) of a solution the structure of the initial state."""
-    if _shares_memory(solution.value, start):  # the start was the solution; z0 stays the caller's
-        solution.value = solution.value.clone()
     solution.value = layout.tree(solution.value)
     if solution.states is not None:  # several may be one state, or the value
         solution.states = tuple(layout.tree(each.value.clone()) for each in solution.states)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from solvers.core.modes import in_transform
+
 CUDA_LAG = 2  # steps that the host may run ahead: enough to keep the queue of kernels filled
 
 
@@ -38,8 +40,8 @@ def traced() -> bool:
 
 
 def readable(device: torch.device) -> bool:
-    """Whether the host may read tensors of the device without waiting, for decisions or in NumPy."""
-    return device.type == "cpu" and not _OF_THIS_THREAD.tracing
+    """Whether the host may decide by tensors of the device: they show their numbers, without waiting."""
+    return device.type == "cpu" and not _OF_THIS_THREAD.tracing and not in_transform()
 
 
 def leaves_alone(compact: bool, device: torch.device) -> bool:
@@ -55,9 +57,9 @@ def lag_of(device: torch.device) -> int:
 class Watch:
     """The host's view of a mask of running samples.
 
-    On the CPU the view is the mask itself. On CUDA each call queues an asynchronous copy and returns
-    the mask of ``lag`` calls ago, so that the host neither waits for a kernel that it has just
-    launched nor runs far ahead. A stopped sample never resumes, so an old mask is safe. The loop
+    On the CPU the view is the mask itself; in transforms nothing is known. On CUDA each call queues an
+    asynchronous copy and returns the mask of ``lag`` calls ago, so that the host neither waits for a kernel
+    that it has just launched nor runs far ahead. A stopped sample never resumes, so an old mask is safe. The loop
     must freeze stopped samples itself.
     """
 
@@ -69,7 +71,7 @@ class Watch:
     def __call__(self, running: Tensor) -> Tensor | None:
         """Queue ``running`` (n,) bool; return a host mask, or None while nothing is known yet."""
         if self._lag == 0:
-            return running.cpu()
+            return running.cpu() if readable(running.device) else None
         self._queue.append(self._copy(running))
         if len(self._queue) <= self._lag:
             return None
@@ -94,7 +96,7 @@ class Watch:
 
 def maybe_any(mask: Tensor) -> bool:
     """Whether any entry holds; always True on a GPU, where the answer would have to be awaited,
-    and while a program is traced.
+    in transforms, and while a program is traced.
 
     The code behind it must also be right when no entry holds.
     """

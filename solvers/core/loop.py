@@ -13,6 +13,7 @@ from torch import Tensor
 
 from solvers.core.device import Watch, maybe_any, readable
 from solvers.core.guards.growth import Growth
+from solvers.core.modes import in_transform
 from solvers.core.problem import Problem
 from solvers.core.rows import (
     RUNNING,
@@ -40,13 +41,15 @@ PATIENCE = 100  # evaluations without a better residual after which a sample has
 def keeps_failures_out(device: torch.device) -> bool:
     """Whether a recorded solve takes samples out whose first evaluation is not finite.
 
-    Not on a GPU, where asking for them would wait for the device.
+    Not on a GPU, where asking for them would wait for the device, and not in transforms.
     """
-    return device.type == "cpu" and torch.is_grad_enabled()
+    return readable(device) and torch.is_grad_enabled()
 
 
 class Loop:
     """One solve, from its first evaluation ``start``; the :class:`Solution` has a value (B, D).
+
+    Within a transform of ``torch.func`` it decides nothing by numbers: it goes on to its last evaluation.
 
     The solver proposes a trial point for every row of the working batch. A row whose trial is
     accepted moves there; a rejected row stays at its current point.
@@ -202,9 +205,12 @@ class Loop:
         if products is not None:
             running = self.rows.status == RUNNING
             self.rows.products = torch.where(running, products, self.rows.products)
-        if accepted is None or self.solver.searches:
-            return candidate
-        return where_rows(accepted, candidate, self.backtracking.step(self.current, self.trial))
+        if accepted is not None and not self.solver.searches:
+            shorter = self.backtracking.step(self.current, self.trial)
+            candidate = where_rows(accepted, candidate, shorter)
+        if in_transform():  # no sample leaves the batch: those that have ended stand still
+            candidate = where_rows(self.rows.status == RUNNING, candidate, self.current.z)
+        return candidate
 
     def _all_ended(self) -> bool:
         seen = self.watch(self.rows.status == RUNNING)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from solvers.core.checks import require_instance, require_positive
+from solvers.core.device import readable
 from solvers.core.guards.purity import (
     OVERWRITES,
     Draws,
@@ -191,7 +192,7 @@ class Problem:
 
     def exact(self, point: Point) -> Point:
         """``point`` with exact norms where squares over- or underflowed, so that 0 means zero."""
-        if point.z.device.type != "cpu" or norms_fit(point.norm, point.reference):
+        if not readable(point.z.device) or norms_fit(point.norm, point.reference):
             return point
         low, norm, reference = MODERATE_ABOVE[point.norm.dtype], point.norm, point.reference
         fit = (reference > low) & (reference < torch.inf) & (norm < torch.inf)

@@ -303,7 +303,7 @@ def row_norm(vector: Tensor) -> Tensor:
 
     On the CPU a norm whose squares over- or underflow is wrong; see :meth:`Problem.exact`.
     """
-    if not readable(vector.device):  # whether it is would have to be awaited there
+    if vector.device.type != "cpu":  # whether it is would have to be awaited there
         return scaled_norm(vector)
     return torch.linalg.vector_norm(vector, dim=1, dtype=small_dtype(vector.dtype))
 

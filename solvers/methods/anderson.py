@@ -9,6 +9,7 @@ from torch import Tensor
 
 from solvers.core.checks import require_count, require_number
 from solvers.core.device import small_dtype
+from solvers.core.modes import in_transform
 from solvers.core.problem import Problem
 from solvers.core.rows import Point, clear_rows, where_rows
 from solvers.core.solver import Solver, Turn
@@ -61,7 +62,8 @@ class Anderson(Solver):
 
     def init(self, point: Point, problem: Problem) -> Ring | Lists:
         kept = min(self.memory, point.z.shape[1])  # more differences than dimensions are dependent
-        return (Lists if torch.is_grad_enabled() else Ring).empty(kept, point.z)
+        recorded = torch.is_grad_enabled() or in_transform()
+        return (Lists if recorded else Ring).empty(kept, point.residual)
 
     def step(self, state: Ring | Lists, turn: Turn) -> Tensor:
         """Remember the newest difference and mix all that are kept."""

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from solvers import (
+    Anderson,
+    Broyden,
     Descent,
     Forward,
     Implicit,
@@ -126,7 +128,10 @@ def test_what_is_not_possible_is_said() -> None:
         RuntimeError, match=r"torch.func's transforms .* needs solver=solvers.Forward"
     ):
         grad(lambda x: unrolled(x).sum())(x)
-    plain, call = Map(), {"adjoint": Unrolled(), "solver": Forward()}
+    plain, call = Map(), {"adjoint": Unrolled(), "solver": Broyden()}
+    with pytest.raises(RuntimeError, match=r"got solver=Broyden"):
+        grad(lambda x: fixed_point(plain, x, (x,), **call).value.sum())(x)
+    call["solver"] = Forward()
     with pytest.raises(RuntimeError, match=r"needs adjoint=Implicit\(\).* without callback"):
         grad(lambda x: fixed_point(plain, x, (x,), callback=print, **call).value.sum())(x)
     call["adjoint"] = Unrolled(checkpoint=True)
@@ -137,10 +142,11 @@ def test_what_is_not_possible_is_said() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_unrolled_plain_iteration_is_that_outside() -> None:
+@pytest.mark.parametrize("solver", [Forward(0.8), Anderson(memory=2)], ids=str)
+def test_an_unrolled_loop_is_that_outside(solver: Any) -> None:
     """Values and gradients of the same evaluations, as no sample moves when it has converged."""
     plain, x = Map(), sample(3, 4)
-    call: dict[str, Any] = {"adjoint": Unrolled(), "solver": Forward(0.8), "max_steps": 40}
+    call: dict[str, Any] = {"adjoint": Unrolled(), "solver": solver, "max_steps": 40}
     call |= {"tolerance": 1e-5, "on_failure": "ignore"}
 
     def value(x: Tensor) -> Tensor:
