@@ -59,8 +59,8 @@ class Watch:
 
     On the CPU the view is the mask itself; in transforms nothing is known. On CUDA each call queues an
     asynchronous copy and returns the mask of ``lag`` calls ago, so that the host neither waits for a kernel
-    that it has just launched nor runs far ahead. A stopped sample never resumes, so an old mask is safe. The loop
-    must freeze stopped samples itself.
+    that it has just launched nor runs far ahead. A stopped sample never resumes, so an old mask is safe. The
+    loop must freeze stopped samples itself.
     """
 
     def __init__(self, device: torch.device) -> None:
