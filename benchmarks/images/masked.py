@@ -4,23 +4,24 @@ python benchmarks/images/masked.py [--data digits] [--rows hyperset transformer 
     [--epochs N] [--limit N] [--workers 2] [--out runs/masked] [--table]
 
 Every run is ``implicit-attn train masked-images`` with the words of a row, in a folder of its own; a command
-that was interrupted goes on where it stopped. Table and figure (``comparison.csv`` and ``.png`` in the folder
-of the data) have the error of hidden patches with 1/4 to 4 times the iterations of training, beside
+that was interrupted goes on where it stopped. Table and figure, of ``examples/attention/masked_images.py``,
+have the error of hidden patches with 1/4 to 4 times the iterations of training, beside
 fillings that learn nothing.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+
 from benchmarks.trainings.runs import Run, add_run_options, run_command
-from implicit_attn.command_line import Parser, count, mistakes, repeats
+from implicit_attn.command_line import Parser, count, repeats
 from implicit_attn.data import LOADERS
-from implicit_attn.studies.masked.reconstruction import compare_runs
 
 EXAMPLE = "masked-images"
 ROWS = ("hyperset", "transformer", "energy-transformer", "hyperset-equilibrium")
@@ -52,9 +53,13 @@ def plan(options: Any) -> list[Run]:
 
 
 def show(options: Any, runs: list[Run]) -> None:
-    with mistakes("--out"):
-        folders = [options.out / run.folder for run in runs]
-        compare_runs(folders, options.out / f"{options.data}-compared")
+    folders = [str(options.out / run.folder) for run in runs]
+    program = str(
+        Path(__file__).resolve().parents[2] / "examples" / "attention" / "masked_images.py"
+    )
+    subprocess.run(
+        [sys.executable, program, "--runs", *folders, "--out", str(options.out)], check=False
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import solvers
-from implicit_attn.studies.spins.models import exact_moments, random_ising
+from implicit_attn.studies import exact_moments, random_ising
 
 model = random_ising(10, strength=1.0, generator=torch.Generator().manual_seed(0))
 print("couplings", tuple(model.couplings.shape), " fields", tuple(model.field.shape))

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from implicit_attn.data import solve_by_singles
 from implicit_attn.data.sudoku_boards import solved
+from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import SudokuPotts, sudoku_pairs
-from implicit_attn.studies.spins.measures import contact_scores
 from solvers import Solution, Tolerance, belief_propagation, decimate
 
 ALONE, BETWEEN = 100, 15  # steps of belief propagation alone, and before each cell is fixed
@@ -50,7 +50,8 @@ class Pairs(NamedTuple):
     def of_couplings(cls, couplings: Tensor, beta: float | None) -> Pairs:
         """The 810 strongest pairs of couplings (81, 81, 9, 9), times beta; None: as hard constraints."""
         rows, columns = torch.triu_indices(81, 81, 1)
-        strongest = contact_scores(couplings)[rows, columns].topk(810).indices.sort().values
+        scores = torch.linalg.matrix_norm(zero_sum(couplings))[rows, columns]
+        strongest = scores.topk(810).indices.sort().values
         edges = torch.stack([rows[strongest], columns[strongest]], 1)
         found = couplings[edges[:, 0], edges[:, 1]].detach()
         if beta is None:

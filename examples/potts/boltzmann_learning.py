@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from couplings import coupling_error
 from likelihood import contrastive_divergence, fit_exact_likelihood
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -24,7 +25,6 @@ from torch.nn import functional as F
 
 from implicit_attn.models import PottsModel, fit_pseudolikelihood
 from implicit_attn.studies import SpinModel, random_potts
-from implicit_attn.studies.spins.measures import coupling_error
 
 EXACT, PSEUDO, CD, PCD = RULES = ("exact likelihood", "pseudo-likelihood", "CD-1", "PCD-1")
 SCALE = 0.8  # of the couplings of all pairs, N(0, SCALE^2); there are no fields

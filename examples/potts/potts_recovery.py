@@ -21,6 +21,17 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
+from couplings import (
+    GRAPHS,
+    bayes_npl,
+    categorical_jacobian,
+    contact_precision,
+    contact_scores,
+    coupling_error,
+    graph_potts,
+    neighbours,
+    roc_curve,
+)
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,15 +43,7 @@ from implicit_attn.models import (
     PottsModel,
     fit_pseudolikelihood,
 )
-from implicit_attn.studies import SpinModel, graph_potts
-from implicit_attn.studies.spins.graphs import GRAPHS, bayes_npl, neighbours
-from implicit_attn.studies.spins.measures import (
-    contact_precision,
-    contact_scores,
-    coupling_error,
-    roc_curve,
-)
-from implicit_attn.studies.spins.predictors import categorical_jacobian
+from implicit_attn.studies import SpinModel
 from implicit_attn.training import Recipe
 
 FACTORED = re.compile(r"(linear|softmax|sink)(-(\d+))?(-long)?")

@@ -13,14 +13,15 @@ from implicit_attn.command_line import mistakes
 from implicit_attn.data import ImageData, load
 from implicit_attn.models import PatchClassifier, build_model
 from implicit_attn.programs.backbones import Data, take
-from implicit_attn.studies import Subject, compare, report
-from implicit_attn.studies.comparison import (
+from implicit_attn.programs.comparison import (
     ENCODER,
     IDENTITY,
     LOGISTIC,
     build_rival,
+    compare,
     logistic_regression,
 )
+from implicit_attn.studies import Subject, report
 from implicit_attn.training import NonFiniteLoss, Training, accuracy
 from implicit_attn.training.script import (
     Job,

@@ -7,14 +7,11 @@ equilibrium, and a linear readout gives the logits of the classes, or the pixels
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from implicit_attn.command_line import mistakes
 from implicit_attn.data import Compose, RandomAffine, RandomCrop, RandomFlip, load
 from implicit_attn.programs.backbones import SOLVED, SOLVES, BackboneProgram, Data, take
-from implicit_attn.studies.masked.reconstruction import compare_runs, report_run
-from implicit_attn.training import MaskedImages, Training, accuracy
+from implicit_attn.training import MaskedImages, Training, accuracy, describe
 from implicit_attn.training.script import Job, Values, save_weights, take_recipe
 
 PAPER: Values = {
@@ -133,11 +130,11 @@ class MaskedPatches(BackboneProgram):
     """Train a recurrent attention model to fill in hidden patches of images: Hyper-SET, or a baseline.
 
     implicit-attn train masked-images: embedded 8x8 digits, a minute or two. With --data mnist some ten
-    minutes; --model transformer: about as many parameters; --compare runs/masked-digits-*: draw and
-    tabulate earlier runs, and train nothing.
+    minutes; --model transformer: about as many parameters. Pictures of several runs, beside guesses that
+    learn nothing: examples/attention/masked_images.py.
 
-    A learned token stands for each hidden patch. The loss is the squared error of hidden pixels. At the
-    end stand the error by the number of iterations, that of fillings which learn nothing, and pictures.
+    A learned token stands for each hidden patch. The loss is the squared error of hidden pixels; its
+    values at other numbers of iterations are printed.
     --preset paper takes shares, widths and optimiser from Hyper-SET (Hu, Zou, Xu,
     https://arxiv.org/abs/2502.11646), which predicts codes of a pretrained quantiser, not pixels.
     """
@@ -151,18 +148,9 @@ class MaskedPatches(BackboneProgram):
     """hide the largest share in training, too (--options masked=0.4)"""
     normalise: bool = False
     """predict pixels standardised within each patch"""
-    compare: tuple[Path, ...] = ()
-    """folders of earlier runs to draw and tabulate; trains nothing"""
 
     def folder(self) -> str:
         return f"masked-{self.data}-{self.model}"
-
-    def run(self) -> None:
-        if not self.compare:
-            super().run()
-            return
-        with mistakes():
-            compare_runs(self.compare, self.out or Path("runs"))
 
     def job(self, first: bool) -> Job:
         data = load(self.data).first(self.limit)
@@ -191,12 +179,14 @@ class MaskedPatches(BackboneProgram):
         return Job(model, task, recipe, {**kept, "model": specification})
 
     def report(self, training: Training) -> None:
-        """The weights alone, tables and pictures."""
+        """The weights alone, and the error at other numbers of iterations than in training."""
         if training.fabric.global_rank != 0:
             return
         save_weights(training)
         print(f"\n{training.summary()}")
-        numbers = {"iterations": self.trained, "seed": self.seed}
-        task: Any = training.task
-        report_run(training.model, task, name=self.model, **numbers, out=self.place)
-        print(f"tables, pictures, checkpoint and weights: {self.place}")
+        print("measures of the test images by iterations:")
+        for number in sorted({max(1, self.trained // 2), self.trained, 2 * self.trained}):
+            sums = training.task.evaluate(training.model, iterations=number)
+            shown = [describe(name, total / terms) for name, (total, terms) in sums.items()]
+            print(f"  {number:3d}  {', '.join(shown)}")
+        print(f"tables, checkpoint and weights: {self.place}")

@@ -6,12 +6,17 @@ calls one, or a name of shipped weights. The command ``implicit-attn study`` run
 
 from __future__ import annotations
 
-from implicit_attn.studies.comparison import Comparison, compare
 from implicit_attn.studies.converging import (
     Convergence,
     convergence,
     jacobian_eigenvalues,
     solver_choices,
+)
+from implicit_attn.studies.enumeration import (
+    SpinModel,
+    exact_moments,
+    random_ising,
+    random_potts,
 )
 from implicit_attn.studies.extrapolating import (
     Extrapolation,
@@ -23,13 +28,6 @@ from implicit_attn.studies.extrapolating import (
 )
 from implicit_attn.studies.path_ends import Paths, paths
 from implicit_attn.studies.reports import Report, report, solve_history
-from implicit_attn.studies.spins.graphs import graph_potts
-from implicit_attn.studies.spins.models import (
-    SpinModel,
-    exact_moments,
-    random_ising,
-    random_potts,
-)
 from implicit_attn.studies.subjects import HeldStep, Subject, open_subject
 from implicit_attn.studies.tables import Study, format_table, write_table
 from implicit_attn.studies.token_geometry import (
@@ -46,7 +44,6 @@ from implicit_attn.studies.trade_off import (
 )
 
 __all__ = [
-    "Comparison",
     "Convergence",
     "Extrapolation",
     "Geometry",
@@ -61,7 +58,6 @@ __all__ = [
     "accuracy_by_iterations",
     "adaptive_stopping",
     "average_angle",
-    "compare",
     "convergence",
     "effective_rank",
     "evaluations_to_reach",
@@ -69,7 +65,6 @@ __all__ = [
     "extrapolation",
     "format_table",
     "geometry",
-    "graph_potts",
     "jacobian_eigenvalues",
     "layers_of_depth",
     "open_subject",

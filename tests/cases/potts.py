@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from implicit_attn.energies.spins import zero_sum
+
 
 def all_colours(sites: int, colours: int) -> Tensor:
     """(d^N, N) int64: every configuration."""
@@ -35,3 +37,9 @@ def samples_of(
     states = all_colours(sites, colours)
     generator = torch.Generator().manual_seed(seed)
     return states[draw_exactly(-energy(states), samples, generator)]
+
+
+def coupling_error(couplings: Tensor, truth: Tensor) -> float:
+    """``|J^ - J^_true| / |J^_true|`` in the zero-sum gauge."""
+    true = zero_sum(truth.detach().double())
+    return float((zero_sum(couplings.detach().double()) - true).norm() / true.norm())

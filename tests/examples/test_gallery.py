@@ -201,7 +201,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], None]]] = {
         "--models 5 --ising 5 --potts 3 --strengths 0.25",
         corrections_improve_on_naive_mean_field,
     ),
-    "spins/gibbs_mixing": ("--sites 9 --colours 3 --chains 200 --sweeps 4", energies_fall),
+    "potts/gibbs_mixing": ("--sites 9 --colours 3 --chains 200 --sweeps 4", energies_fall),
     "spins/kinetic_ising": (
         "--spins 16 --steps 4 --chains 8 --starts 3 --betas 3 --draws 2 --sweep-spins 16",
         turns_where_the_formula_says,
@@ -252,9 +252,8 @@ def gallery() -> list[Path]:
 
 
 def test_every_experiment_is_listed() -> None:
-    assert {path.relative_to(EXAMPLES).with_suffix("").as_posix() for path in gallery()} == {
-        *EXPERIMENTS
-    }
+    found = {path.relative_to(EXAMPLES).with_suffix("").as_posix() for path in gallery()}
+    assert found == {*EXPERIMENTS, "attention/masked_images"}  # which needs trained models
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.potts import all_colours, random_couplings, samples_of
+from cases.potts import all_colours, coupling_error, random_couplings, samples_of
+from implicit_attn.energies.spins import zero_sum
 from implicit_attn.models import PottsModel, fit_pseudolikelihood
-from implicit_attn.studies.spins.measures import coupling_error, zero_sum
 
 SITES, COLOURS = 4, 3
 

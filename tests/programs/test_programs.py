@@ -84,7 +84,6 @@ RUNS = {
 PICTURES = {
     "train classify": {"report.png", "comparison.png", "report-convergence.csv", "comparison-confidence.csv"},
     "demo": {"report.png", "comparison.png"},
-    "train masked-images": {"errors.csv"},
     "train mnist-spins": {"report.png", "report-extrapolation.csv"},
 }  # fmt: skip
 
@@ -170,7 +169,6 @@ def test_an_earlier_run_is_kept_resumed_or_replaced(
         ),
         ("train language-model --generate 3 --prompt Tübingen", "alphabet"),
         ("train language-model --generate 3 --weights mnist-hyperset", "is no language model"),
-        ("train masked-images --compare /nowhere", "/nowhere"),
     ],
 )
 def test_what_is_refused_before_the_work(

@@ -162,20 +162,20 @@ G = torch.Generator()
 UNIT = torch.zeros(2, 2, 1, 1)
 BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: random_ising(0, 1.0, G), "sites must be >= 1, got 0"),
-    (lambda: random_ising(3, -1.0, G), "strength must be >= 0 and finite, got -1.0"),
-    (lambda: random_ising(3, math.nan, G), "strength must be >= 0 and finite, got nan"),
+    (lambda: random_ising(3, -1.0, G), "strength must be"),
+    (lambda: random_ising(3, math.nan, G), "strength must be"),
     (lambda: random_ising(3, 1.0, G, samples=0), "samples must be >= 1, got 0"),
-    (lambda: random_ising(3, 1.0, G, field_scale=-1.0), "field_scale must be >= 0"),
+    (lambda: random_ising(3, 1.0, G, field_scale=-1.0), "field_scale must be"),
     (lambda: random_potts(3, 1, 1.0, G), "states must be >= 2, got 1"),
     (lambda: exact_moments(random_ising(21, 1.0, G)), r"at most 1048576 .* got 2\^21"),
     (lambda: SpinModel(UNIT, torch.zeros(2, 1), torch.ones(2, 1), solvers.IsingSite()), "field"),
     (
         lambda: SpinModel(UNIT, torch.zeros(1, 3, 1), torch.ones(2, 1), solvers.IsingSite()),
-        "couplings must have the shape",
+        "couplings must be",
     ),
     (
         lambda: SpinModel(UNIT, torch.zeros(1, 2, 1), torch.ones(2, 3), solvers.IsingSite()),
-        r"values must have the shape \(K, d\) with d = 1",
+        r"values must be \(K, 1\)",
     ),
 ]
 

@@ -13,7 +13,7 @@ from cases.studies import specification
 from implicit_attn import DEQ
 from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
-from implicit_attn.studies.comparison import (
+from implicit_attn.programs.comparison import (
     ENCODER,
     IDENTITY,
     EncoderBackbone,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import solvers
-from solvers.core.checks import require_count
+from solvers.core.checks import require_count, require_nonnegative
 
 MOST_CONFIGURATIONS = 2**20
 
@@ -35,20 +35,15 @@ class SpinModel:
     site: solvers.Site
 
     def __post_init__(self) -> None:
-        if self.field.dim() != 3 or 0 in self.field.shape:
-            raise ValueError(
-                f"field must have the shape (B, N, d), none of them 0, got {tuple(self.field.shape)}"
-            )
-        _, sites, dim = self.field.shape
-        if tuple(self.couplings.shape) != (sites, sites, dim, dim):
-            raise ValueError(
-                f"couplings must have the shape (N, N, d, d) = {(sites, sites, dim, dim)}, got "
-                f"{tuple(self.couplings.shape)}"
-            )
+        shape = tuple(self.field.shape)
+        if len(shape) != 3 or 0 in shape:
+            raise ValueError(f"field must have the shape (B, N, d), none of them 0, got {shape}")
+        _, sites, dim = shape
+        wanted = (sites, sites, dim, dim)
+        if tuple(self.couplings.shape) != wanted:
+            raise ValueError(f"couplings must be (N, N, d, d) = {wanted}, got another shape")
         if self.values.dim() != 2 or len(self.values) == 0 or self.values.shape[1] != dim:
-            raise ValueError(
-                f"values must have the shape (K, d) with d = {dim}, got {tuple(self.values.shape)}"
-            )
+            raise ValueError(f"values must be (K, {dim}), got {tuple(self.values.shape)}")
 
 
 class ExactMoments(NamedTuple):
@@ -79,8 +74,7 @@ def random_ising(
         field_scale: standard deviation of the fields, >= 0.
 
     Raises:
-        ValueError: for a number below its bound.
-        TypeError: ``sites`` or ``samples`` is not an integer.
+        TypeError, ValueError: a number below its bound, or one that is no integer and must be.
     """
     values = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     drawn = _draw((samples, sites, 1), strength, field_scale, generator)
@@ -101,8 +95,7 @@ def random_potts(
     Couplings ``J_ij^{ab} ~ N(0, strength^2 / N)``, fields ``N(0, field_scale^2)``, float64. The
     other arguments are those of :func:`random_ising`.
     """
-    require_count("states", states, low=2)
-    values = torch.eye(states, dtype=torch.float64)
+    values = torch.eye(require_count("states", states, low=2), dtype=torch.float64)
     drawn = _draw((samples, sites, states), strength, field_scale, generator)
     return SpinModel(*drawn, values, solvers.PottsSite())
 
@@ -117,7 +110,15 @@ def exact_moments(model: SpinModel) -> ExactMoments:
         ValueError: if there are more than 2^20 configurations.
     """
     batch, sites, dim = model.field.shape
-    spins = _configurations(model.values.double(), sites)
+    number = len(model.values) ** sites
+    if number > MOST_CONFIGURATIONS:
+        raise ValueError(
+            f"model must have at most {MOST_CONFIGURATIONS} configurations, got "
+            f"{len(model.values)}^{sites} = {number}"
+        )
+    digits = len(model.values) ** torch.arange(sites)
+    choices = torch.arange(number)[:, None] // digits % len(model.values)
+    spins = model.values.double()[choices].flatten(1)  # (K^N, N d)
     couplings = model.couplings.double().transpose(1, 2).reshape(sites * dim, sites * dim)
     interaction = 0.5 * ((spins @ couplings) * spins).sum(1)
     means, covariances, partitions = [], [], []
@@ -137,19 +138,6 @@ def exact_moments(model: SpinModel) -> ExactMoments:
     )
 
 
-def _configurations(values: Tensor, sites: int) -> Tensor:
-    """(K^N, N d), every choice of a value on every site."""
-    number = len(values) ** sites
-    if number > MOST_CONFIGURATIONS:
-        raise ValueError(
-            f"the model must have at most {MOST_CONFIGURATIONS} configurations to be enumerated, got "
-            f"{len(values)}^{sites} = {number}"
-        )
-    digits = len(values) ** torch.arange(sites)
-    choices = torch.arange(number)[:, None] // digits % len(values)
-    return values[choices].flatten(1)
-
-
 def _draw(
     shape: tuple[int, int, int], strength: float, field_scale: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
@@ -157,9 +145,8 @@ def _draw(
     samples, sites, dim = shape
     require_count("samples", samples)
     require_count("sites", sites)
-    for name, scale in (("strength", strength), ("field_scale", field_scale)):
-        if not 0 <= scale < math.inf:
-            raise ValueError(f"{name} must be >= 0 and finite, got {scale}")
+    require_nonnegative("strength", strength)
+    require_nonnegative("field_scale", field_scale)
     options = {"generator": generator, "dtype": torch.float64}
     normal = torch.randn(sites, sites, dim, dim, **options)
     upper = torch.ones(sites, sites, dtype=torch.float64).triu(1)[..., None, None] * normal

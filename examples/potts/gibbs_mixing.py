@@ -11,9 +11,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from couplings import graph_potts
 
 import solvers
-from implicit_attn.studies import graph_potts
 
 GRAPHS = {"er-kron": "C3", "er-general": "C1", "tree": "C2", "ring4": "C0"}
 ALLOWED, FLOOR = 3.0, 0.1  # standard errors: between mixed chains, and drawn in place of less

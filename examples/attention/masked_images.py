@@ -1,0 +1,196 @@
+"""Hidden patches of images, filled in by trained models and by guesses that learn little or nothing.
+
+    implicit-attn train masked-images --model transformer                        # a minute or two each
+    implicit-attn train masked-images --model hyperset
+    python examples/attention/masked_images.py --runs runs/masked-digits-*
+
+Runs must be of the same data and hidden patches; those of one model may differ in the seed. Drawn: the error
+of hidden pixels with 1/4 to 4 times the iterations of training, and images of the first run that fill in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from implicit_attn.data import load
+from implicit_attn.models import load_model
+from implicit_attn.training import MaskedImages
+
+Table = list[dict[str, Any]]
+MULTIPLES = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)  # of the iterations of training
+SHOWN = (1, 2, 4, 8, 12, 24)  # iterations of the pictures
+HIDDEN = (0.62, 0.74, 0.90)  # a colour that no grey image holds
+GAUSSIAN = "Gaussian, linear"
+KEPT = (
+    "data",
+    "masked",
+    "vary",
+    "normalise",
+    "limit",
+    "test",
+)  # settings that tell what is measured
+
+
+def fill_nearest_visible(train: Tensor, images: Tensor) -> Tensor:
+    """A hidden pixel is the mean of the visible pixels that are nearest to it in the image."""
+    places = torch.cartesian_prod(*map(torch.arange, images.shape[2:])).double()
+    distances = torch.cdist(places, places)
+    filled = images.flatten(2).clone()
+    for pixels in filled:  # (C, S^2) of an image; a pixel is hidden in all channels
+        hidden = pixels.isnan().any(0)
+        apart = distances[hidden][:, ~hidden]
+        nearest = (apart <= apart.amin(1, keepdim=True) + 1e-9).to(pixels.dtype)
+        pixels[:, hidden] = pixels[:, ~hidden] @ (nearest / nearest.sum(1, keepdim=True)).T
+    return filled.view_as(images)
+
+
+def fill_nearest_image(train: Tensor, images: Tensor) -> Tensor:
+    """Hidden pixels are those of the training image whose visible pixels are nearest."""
+    known, guesses = train.flatten(1), []
+    for part in images.flatten(1).split(256):
+        visible, seen = (~part.isnan()).to(part.dtype), part.nan_to_num(0.0)
+        apart = visible @ known.square().T - 2 * seen @ known.T
+        guesses.append(known[apart.argmin(1)])
+    return torch.cat(guesses).view_as(images)
+
+
+def fill_gaussian(train: Tensor, images: Tensor, ridge: float = 0.01) -> Tensor:
+    r"""Hidden pixels h are ``E[h | visible]`` of a Gaussian with the training images' moments ::
+
+        mean_h - K_hh^-1 K_hv (x_v - mean_v),    K = (covariance + ridge v I)^-1
+
+    v the mean variance of a pixel. It is the best linear reconstruction, of every mask at once.
+    """
+    flat = train.flatten(1).double()
+    mean, covariance = flat.mean(0), torch.cov(flat.T)
+    # A constant training set has no variance; any shift then gives its mean.
+    shift = (ridge * covariance.diagonal().mean()).clamp_min(1e-12)
+    precision = torch.linalg.inv(covariance + shift * torch.eye(len(mean)).double())
+    filled = images.flatten(1).double()
+    for pixels in filled:
+        hidden = pixels.isnan()
+        rows = precision[hidden]
+        field = rows[:, ~hidden] @ (pixels[~hidden] - mean[~hidden])
+        pixels[hidden] = mean[hidden] - torch.linalg.solve(rows[:, hidden], field)
+    return filled.to(images.dtype).view_as(images)
+
+
+# Training images (M, C, S, S) and images (B, C, S, S) with NaN in hidden patches -> images.
+FILLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean of the visible pixels": lambda train, images: images.nanmean((2, 3), keepdim=True),
+    "mean training image": lambda train, images: train.mean(0),
+    "nearest visible pixel": fill_nearest_visible,
+    "nearest training image": fill_nearest_image,
+    GAUSSIAN: fill_gaussian,
+}
+
+
+def fill(name: str, train: Tensor, images: Tensor) -> Tensor:
+    """``images`` with their hidden pixels guessed by a row of ``FILLINGS``."""
+    return torch.where(images.isnan(), FILLINGS[name](train, images), images)
+
+
+def means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: total / number for name, (total, number) in sums.items()}
+
+
+def masked_images(runs: tuple[Path, ...], images: int = 8) -> tuple[dict[str, Table], Figure]:
+    """Errors of hidden patches against iterations, and images that fill in.
+
+    Args:
+        runs: folders of ``implicit-attn train masked-images``.
+        images: drawn.
+    """
+    found = [load_model(folder / "weights.safetensors") for folder in runs]
+    settings = [progress["settings"] for _, progress in found]
+    kept = [{name: each[name] for name in KEPT} for each in settings]
+    if any(each != kept[0] for each in kept):
+        raise ValueError(f"runs must be of the same hidden patches, got {kept}")
+    known, patch = kept[0], settings[0]["model"]["patch"]
+    options: Any = {name: known[name] for name in ("masked", "vary", "normalise", "test")}
+    task = MaskedImages(load(known["data"]).first(known["limit"]), patch, **options)
+    errors: Table = []
+    for (model, _), each in zip(found, settings, strict=True):
+        trained = each["model"]["backbone"]["iterations"]
+        shared = {"model": each["model"]["backbone"]["name"], "seed": each["seed"]}
+        shared["parameters"] = sum(p.numel() for p in model.parameters())
+        for multiple in MULTIPLES:
+            number = max(1, round(multiple * trained))
+            row = means(task.evaluate(model, iterations=number))
+            errors.append({**shared, "multiple": multiple, "iterations": number, **row})
+    inputs, targets = task.test_images()
+    train = task.data.train_images
+    fillings: Table = [
+        {"filling": name, **means(task.measures(fill(name, train, inputs), inputs, targets))}
+        for name in ([] if task.normalise else FILLINGS)
+    ]
+    inputs, targets = inputs[:images], targets[:images]
+    rows = {"image": targets, "visible": inputs}
+    for number in SHOWN:
+        with torch.no_grad():
+            pixels = task.to_pixels(found[0][0](inputs, iterations=number), targets)
+        error = means(task.evaluate(found[0][0], iterations=number))["test_loss"]
+        rows[f"after {number}\nerror {error:.4f}"] = torch.where(inputs.isnan(), pixels, inputs)
+    if fillings:
+        rows[f"{GAUSSIAN}\nerror {fillings[-1]['test_loss']:.4f}"] = fill(GAUSSIAN, train, inputs)
+    figure = plt.figure(figsize=(14, 0.8 * len(rows) + 0.6))
+    figure.suptitle(f"{task.data.name}: {task.most} of {task.patches} patches hidden")
+    parts: Any = figure.subfigures(1, 2, width_ratios=(1, 1.2))
+    draw_filling(parts[0].subplots(), rows)
+    draw_errors(parts[1].subplots(), errors, fillings)
+    return {"errors": errors, "fillings": fillings} if fillings else {"errors": errors}, figure
+
+
+def draw_errors(axes: Any, errors: Table, fillings: Table) -> None:
+    """Mean and range over the runs of a model, and the fillings that are in reach."""
+    top = 0.0
+    for name in dict.fromkeys(row["model"] for row in errors):
+        every = [
+            [r["test_loss"] for r in errors if (r["model"], r["multiple"]) == (name, multiple)]
+            for multiple in MULTIPLES
+        ]
+        axes.plot(MULTIPLES, [sum(each) / len(each) for each in every], "o-", label=name)
+        axes.fill_between(MULTIPLES, [*map(min, every)], [*map(max, every)], alpha=0.2)
+        top = max(top, *(max(each) for each in every[1:]))
+    for row, style in zip(fillings, (":", "-.", "--", (0, (1, 3)), (0, (5, 1))), strict=True):
+        if row["test_loss"] < 1.6 * top:
+            axes.axhline(row["test_loss"], color="C4", linestyle=style, label=row["filling"])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(MULTIPLES, [f"{each:g}" for each in MULTIPLES])
+    axes.minorticks_off()
+    axes.set(xlabel="iterations at test time, as a multiple of those in training")
+    axes.set(ylabel="mean squared error of hidden pixels", ylim=(None, 1.7 * top))
+    axes.legend(frameon=False)
+
+
+def draw_filling(axes: Any, rows: dict[str, Tensor]) -> None:
+    """Images (n, C, S, S) in [0, 1] in rows, hidden patches blue."""
+    side = next(iter(rows.values())).shape[-1]
+    gap = max(1, side // 8)
+    lines = []
+    for images in rows.values():
+        colours = images.expand(-1, 3, -1, -1).clamp(0, 1)
+        hidden = images.isnan().any(1, keepdim=True)
+        painted = torch.where(hidden, torch.tensor(HIDDEN).view(3, 1, 1), colours)
+        lines.append(torch.nn.functional.pad(painted, (0, gap, 0, gap), value=1.0))
+    sheet = torch.cat([torch.cat([*line], 2) for line in lines], 1)
+    axes.imshow(sheet.permute(1, 2, 0).numpy(), interpolation="nearest")
+    axes.set_yticks([k * (side + gap) + side / 2 for k in range(len(rows))], list(rows))
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    from runner import run
+
+    run(masked_images)

@@ -1,1 +1,0 @@
-"""Reconstruction of hidden patches by the number of iterations, beside fillings that learn nothing."""
