@@ -90,8 +90,8 @@ from implicit_attn.updates import MeanFieldAttention
 
 torch.manual_seed(0)
 layer = DEQ(MeanFieldAttention(6, 8))
-m = layer(torch.randn(4, 6, 8))
-print(tuple(m.shape), layer.last.status.tolist(), layer.last.evaluations.tolist())
+found = layer.solve(torch.randn(4, 6, 8))
+print(tuple(found.value.shape), found.status.tolist(), found.evaluations.tolist())
 
 # %% [markdown]
 # [Spins](../theory/spins.md) has the theories, the solvers and the models that use them.
