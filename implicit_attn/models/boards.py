@@ -16,6 +16,7 @@ from implicit_attn.models.potts import FactoredAttention, fit_pseudolikelihood
 from implicit_attn.updates import Update
 from solvers import Solution, Status, Tolerance
 from solvers.core.checks import require_choice, require_count, require_instance
+from solvers.core.solution import apply_policy, check_on_failure
 from solvers.methods.forward import Forward
 
 RATE, BATCH, L2 = 0.1, 128, 1e-4
@@ -283,10 +284,12 @@ class BoardSolution(Solution):
         value: logits (B, N, q).
         digits: the likeliest colours 1 .. q, the givens as they are, int64, shaped like the puzzles.
         consistent: (B,) bool, no group of the board has a colour twice.
+        guesses: (B,) int64, made for the board.
     """
 
     digits: Tensor
     consistent: Tensor
+    guesses: Tensor
 
 
 class BoardSolver(nn.Module):
@@ -339,23 +342,30 @@ class BoardSolver(nn.Module):
         """The :class:`BoardUpdate`."""
         return self.layer.update
 
-    def forward(self, puzzles: Tensor, iterations: int | None = None) -> Tensor:
-        """Logits after ``iterations`` of the update, in training at least ``window``; see above."""
+    def forward(
+        self, puzzles: Tensor, iterations: int | None = None, state: Tensor | None = None
+    ) -> Any:
+        """Logits after ``iterations`` of the update, in training at least ``window``; see above.
+
+        With a ``state`` (C, N, q, m), C <= B, the last C boards go on from it, the others begin at zero,
+        and the answer is a pair: the logits, and the states (B, N, q, m) at the end without gradient.
+        """
         count = self.iterations if iterations is None else require_count("iterations", iterations)
         window = self.window if self.training else 0
         if count < window:
             raise ValueError(f"iterations must be >= the window, {window}, got {iterations}")
-        prepared, state = self._begin(puzzles)
+        prepared, last = self._begin(puzzles)
+        if state is not None:
+            last = torch.cat([last[: len(last) - len(state)], state])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.training):
             for _ in range(count - window):
-                state = self.update.advance(state, prepared)
-        if not self.training:
-            return self.classify(state)
+                last = self.update.advance(last, prepared)
         kept = []
         for _ in range(window):
-            state = self.update.advance(state, prepared)
-            kept.append(self.classify(state))
-        return torch.stack(kept)
+            last = self.update.advance(last, prepared)
+            kept.append(self.classify(last))
+        logits = torch.stack(kept) if self.training else self.classify(last)
+        return logits if state is None else (logits, last.detach())
 
     def trajectory(self, puzzles: Tensor, iterations: int) -> Iterator[Tensor]:
         """Logits (B, N, q) after each of so many iterations, one after the other."""
@@ -365,7 +375,12 @@ class BoardSolver(nn.Module):
             yield self.classify(state)
 
     def solve(
-        self, puzzles: Tensor | str | Sequence[str], *, stop: str = "converged", **options: Any
+        self,
+        puzzles: Tensor | str | Sequence[str],
+        *,
+        stop: str = "converged",
+        guesses: int = 0,
+        **options: Any,
     ) -> BoardSolution:
         """Every board until it rests, or until its answer agrees with the groups.
 
@@ -375,22 +390,64 @@ class BoardSolver(nn.Module):
             stop: "converged", by ``layer.solve``; or "consistent", each board by plain iteration until
                 no group has a colour twice, without gradients. A consistent board is a solution, the
                 only one where a puzzle has one; if the groups are all the rules.
+            guesses: at most, for a board whose answer does not agree with the groups. The k-th is a copy
+                with its k-th most uncertain cell (by the entropy of its logits) set to its likeliest
+                colour, solved in the same way; it is taken if it agrees.
             options: of :meth:`DEQ.solve`; with "consistent" ``max_steps`` alone.
 
         Returns:
-            :class:`BoardSolution`, CONVERGED where the board has met ``stop``; residuals are those of
-            the last states, for "consistent" at the cost of an evaluation more.
+            :class:`BoardSolution`, CONVERGED where the board, or the guess that was taken, has met
+            ``stop``; residuals are those of the last states, for "consistent" at the cost of an
+            evaluation more. Evaluations count those of all guesses.
         """
         boards, shape = self._read(puzzles)
-        if require_choice("stop", stop, STOPS) == "converged":
+        require_choice("stop", stop, STOPS)
+        if require_count("guesses", guesses, low=0) == 0:
+            found = self._solve(boards, stop, options)
+        elif stop == "consistent":
+            found = self._guess(boards, guesses, stop, options)
+        else:
+            policy = options.get("on_failure", self.layer.on_failure)
+            check_on_failure(policy)
+            found = self._guess(boards, guesses, stop, options | {"on_failure": "ignore"})
+            apply_policy(found, policy, f"boards with up to {guesses} guesses", self.layer)
+        found.digits = found.digits.view(shape)
+        return found
+
+    def _guess(
+        self, boards: Tensor, guesses: int, stop: str, options: dict[str, Any]
+    ) -> BoardSolution:
+        found = self._solve(boards, stop, options)
+        first = found.value.detach()
+        entropy = torch.special.entr(first.softmax(-1)).sum(-1).masked_fill(boards > 0, -1.0)
+        order, favourites = entropy.argsort(1, descending=True), first.argmax(-1) + 1
+        for number in range(guesses):
+            unknown = (boards == 0).sum(1) > number
+            left = (~found.consistent & unknown).nonzero().squeeze(1)
+            if len(left) == 0:
+                break
+            cells = order[left, number].unsqueeze(1)
+            chosen = favourites[left].gather(1, cells).to(boards.dtype)
+            copies = self._solve(boards[left].scatter(1, cells, chosen), stop, options)
+            found.guesses[left] += 1
+            found.evaluations[left] += copies.evaluations
+            agree, parts = copies.consistent, ("value", "status", "residual", "residual_norm")
+            for name in (*parts, "steps", "digits", "consistent"):
+                old, new = getattr(found, name), getattr(copies, name)
+                setattr(found, name, old.index_put((left[agree],), new[agree]))
+        return found
+
+    def _solve(self, boards: Tensor, stop: str, options: dict[str, Any]) -> BoardSolution:
+        """Boards (B, N), without guesses."""
+        if stop == "converged":
             found = self.layer.solve(self.marks(boards), **options)
         else:
             found = self._solve_consistent(boards, **options)
         logits = self.classify(found.value)
         digits, consistent = self._digits(logits, boards)
-        parts = {name: getattr(found, name) for name in (each.name for each in fields(found))}
-        parts |= {"value": logits, "digits": digits.view(shape), "consistent": consistent}
-        return BoardSolution(**parts)
+        parts = {each.name: getattr(found, each.name) for each in fields(found)}
+        parts |= {"value": logits, "digits": digits, "consistent": consistent}
+        return BoardSolution(**parts, guesses=torch.zeros_like(found.steps))
 
     @torch.no_grad()
     def _solve_consistent(self, puzzles: Tensor, max_steps: int | None = None) -> Solution:

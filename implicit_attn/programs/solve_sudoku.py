@@ -23,7 +23,7 @@ from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
 from implicit_attn.optional import require
 from implicit_attn.studies.figures.boards import filling_animation, filling_figure, frames_of
-from implicit_attn.training import SudokuCompletion, Training
+from implicit_attn.training import CarriedStates, SudokuCompletion, Training
 from implicit_attn.training.script import (
     Job,
     Program,
@@ -49,7 +49,9 @@ class SolveSudoku(Program):
     """Learn to solve Sudoku at equilibrium: from boards, without being told a rule.
 
     implicit-attn train solve-sudoku: an hour on two cores. With --weights sudoku-solver no training,
-    only the table; --givens 26 34 --iterations 12 --window 12 --epochs 3: easy boards only.
+    only the table; --givens 26 34 --iterations 12 --window 12 --epochs 3: easy boards only. --carried 48
+    --batch 16 --start NAME trains weights on with states that earlier steps left, so that what is found
+    stays.
 
     Which cells constrain each other is learned first, in seconds: a head of factored attention
     predicts every cell of complete boards from the other 80. Its strong pairs form a graph, whose
@@ -74,6 +76,10 @@ class SolveSudoku(Program):
     """of the update, at most, in training"""
     window: int = 10
     """last iterations that are trained"""
+    carried: int = 0
+    """boards of the pool of carried states, of which a batch has as many as of fresh ones; 0: none"""
+    start: str | None = None
+    """file, or name of shipped weights: train these on"""
     weights: str | None = None
     """file, or name of shipped weights: only test them"""
     figure: Path | None = None
@@ -91,9 +97,7 @@ class SolveSudoku(Program):
             super().run()
             return
         with mistakes():
-            model, _ = load_model(weights_file(self.weights))
-            if not isinstance(model, BoardSolver):
-                raise ValueError(f"weights must be of a board solver, got a {type(model).__name__}")
+            model = _load("weights", self.weights)
             few, mixed = self._puzzles()
         choose_threads(model)
         show(model, few, mixed, self)
@@ -124,22 +128,37 @@ class SolveSudoku(Program):
             sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
             print(f"learned from their solutions: {len(groups)} groups of {sizes} cells")
         values = self.values(PRESET) | {"random_iterations": (self.window, self.iterations)}
+        start = None if self.start is None else _load("start", self.start)
+        if start is not None:
+            values |= {"features": start.update.features, "width": start.update.width}
         recipe = take_recipe(values, self.seed)
         built = {"kind": "board-solver", "groups": groups, "cells": CELLS, "colours": DIGITS}
         built |= {"iterations": self.iterations, "window": self.window, **values}
         torch.manual_seed(self.seed)
         model = build_model(built, layer={"on_failure": "ignore"})
+        if start is not None:
+            model.load_state_dict(start.state_dict())
         task = SudokuCompletion(
-            replace(self.mixed, train_puzzles=self.few.train_puzzles), givens=self.givens
-        )
+            replace(self.mixed, train_puzzles=self.few.train_puzzles), givens=self.givens,
+            carried=CarriedStates(self.carried) if self.carried else None,
+        )  # fmt: skip
         kept = {"data": self.mixed.name, "train": self.train, "test": self.test, "model": built}
-        return Job(model, task, recipe, {**kept, "givens": self.givens})
+        kept |= {"givens": self.givens, "carried": self.carried, "start": self.start}
+        return Job(model, task, recipe, kept)
 
     def report(self, training: Training) -> None:
         if training.fabric.global_rank == 0:
             save_weights(training)
             print(f"{training.summary()}; tables, checkpoint and weights: {self.place}")
             show(training.model.eval(), self.few, self.mixed, self)
+
+
+def _load(option: str, name: str) -> BoardSolver:
+    """A board solver by a file or by the name of shipped weights."""
+    model, _ = load_model(weights_file(name))
+    if not isinstance(model, BoardSolver):
+        raise ValueError(f"{option} must be of a board solver, got a {type(model).__name__}")
+    return model
 
 
 def show(model: BoardSolver, few: SudokuData, mixed: SudokuData, options: SolveSudoku) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from implicit_attn.training.carried import CarriedStates
 from implicit_attn.training.loop import (
     ACCELERATORS,
     PRECISIONS,
@@ -25,6 +26,7 @@ from implicit_attn.training.tasks import (
 __all__ = [
     "ACCELERATORS",
     "PRECISIONS",
+    "CarriedStates",
     "Classification",
     "MaskedImages",
     "NextToken",

@@ -193,6 +193,7 @@ class Training:
         bar = tqdm(desc=title, total=self.batches, leave=False, disable=None if first else True)
         total, terms, start = 0.0, 0, time.perf_counter()
         self.solves.reset()
+        self.task.begin()
         with bar:
             for batch, index in enumerate(order.split(self.recipe.batch)):
                 inputs, targets = self.task.inputs[index], self.task.targets[index]
@@ -222,7 +223,6 @@ class Training:
         iterations = recipe.draw_iterations(generator)
         options = {} if iterations is None else {"iterations": iterations}
         inputs, targets = self.task.augmented(inputs, targets, generator)
-        terms = self.task.terms(inputs, targets)
         rank, world = self.fabric.global_rank, self.fabric.world_size
         part, own = share(len(inputs), rank, world)
         inputs, targets = inputs[part], targets[part]
@@ -232,12 +232,13 @@ class Training:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer, for all devices
         if self.fabric.device.type == "cuda":
             torch.cuda.manual_seed_all(seed)
-        total = self.task.loss(self.forward(inputs, **options), inputs, targets) * own
-        value = self._reduce(total.detach().double().reshape(1), "sum").item()
+        total, number = self.task.run(self.forward, inputs, targets, generator, **options)
+        sums = torch.stack([total.detach().double(), total.new_tensor(number, dtype=torch.float64)])
+        value, terms = self._reduce(sums * own, "sum").tolist()
         _check_finite("loss", value / terms, place)
         self.optimizer.zero_grad()
         # The processes' gradients are averaged, so each counts its terms world times.
-        self.fabric.backward(total * (world / terms))
+        self.fabric.backward(total * (own * world / terms))
         most = math.inf if recipe.clip is None else recipe.clip
         norm = self.fabric.clip_gradients(
             self.forward, self.stepper, max_norm=most, error_if_nonfinite=False
@@ -245,7 +246,7 @@ class Training:
         _check_finite("gradient's norm", norm.item(), place)
         self.stepper.step()
         self.solves.add(self._reduce, own)
-        return value, terms
+        return value, int(terms)
 
     def evaluate(self, iterations: int | None = None) -> dict[str, float]:
         """The task's measures of the model on the test samples, each a mean.

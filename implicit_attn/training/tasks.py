@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from implicit_attn.data import ImageData, SudokuData, SudokuSymmetries, TextData, board_counts
 from implicit_attn.data.patches import hidden_patches, hide_patches, join_patches, split_patches
 from implicit_attn.data.sudoku import reveal_up_to
+from implicit_attn.training.carried import CarriedStates
 from solvers.core.checks import require_count
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -63,6 +64,20 @@ class Task(ABC):
     def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         """A batch with random augmentations, drawn from ``generator`` alone."""
         return inputs, targets
+
+    def begin(self) -> None:  # noqa: B027
+        """Called before every epoch, which must not depend on the one before."""
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        inputs: Tensor,
+        targets: Tensor,
+        generator: torch.Generator,
+        **options: Any,
+    ) -> tuple[Tensor, int]:
+        """Sum of the terms of the loss of an augmented batch, and their number."""
+        return self.loss(forward(inputs, **options), inputs, targets), self.terms(inputs, targets)
 
     def to(self, device: torch.device) -> Any:
         """The same task with its tensors on ``device``."""
@@ -132,6 +147,8 @@ class SudokuCompletion(Task):
         givens: fewest and most, the most below 81. Each time a puzzle is seen, further cells of its
             solution are revealed up to a number drawn uniformly between them; a puzzle with more keeps
             its own. None: puzzles stay as they are.
+        carried: a pool of boards with their states, of which every batch has as many as of fresh ones,
+            for a model that takes ``state``; None: fresh boards alone.
         batch: puzzles at once in the evaluation.
 
     Raises:
@@ -141,6 +158,7 @@ class SudokuCompletion(Task):
     data: SudokuData
     symmetries: SudokuSymmetries | None = None
     givens: tuple[int, int] | None = None
+    carried: CarriedStates | None = None
     batch: int = 100
     names = ("test_loss", "cell_accuracy", "solved_boards")
 
@@ -166,6 +184,25 @@ class SudokuCompletion(Task):
         if self.symmetries is None:
             return inputs, targets
         return self.symmetries(inputs, targets, generator)
+
+    def begin(self) -> None:
+        if self.carried is not None:
+            self.carried.clear()
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        inputs: Tensor,
+        targets: Tensor,
+        generator: torch.Generator,
+        **options: Any,
+    ) -> tuple[Tensor, int]:
+        if self.carried is None:
+            return super().run(forward, inputs, targets, generator, **options)
+        index, inputs, targets, states = self.carried.join(inputs, targets, generator)
+        outputs, states = forward(inputs, **options, state=states)
+        self.carried.put(index, inputs, targets, states, options["iterations"], generator)
+        return self.loss(outputs, inputs, targets), self.terms(inputs, targets)
 
     def terms(self, inputs: Tensor, targets: Tensor) -> int:
         return int((inputs == 0).sum())

@@ -153,36 +153,91 @@ def latin_squares(number: int, generator: torch.Generator) -> Tensor:
     return orders[2].gather(1, squares.flatten(1)) + 1
 
 
-def test_it_learns_to_complete_boards_that_it_has_not_seen() -> None:
-    """Latin squares: whole boards right, more of them after four iterations than after one."""
+def latin_puzzles(number: int, unknown: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    boards = latin_squares(number, generator)
+    hidden = torch.rand(boards.shape, generator=generator).argsort(1) < unknown
+    return boards.masked_fill(hidden, 0), boards
+
+
+LINES = [list(range(4 * k, 4 * k + 4)) for k in range(4)] + [
+    list(range(k, 16, 4)) for k in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """A solver of Latin squares of side 4 after 100 steps on seven unknown cells."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    lines = [list(range(4 * k, 4 * k + 4)) for k in range(4)] + [
-        list(range(k, 16, 4)) for k in range(4)
-    ]
-    model = BoardSolver(lines, 16, 4, features=12, width=24, iterations=4)
+    model = BoardSolver(LINES, 16, 4, features=12, width=24, iterations=4)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-
-    def puzzles(number: int, unknown: int) -> tuple[Tensor, Tensor]:
-        boards = latin_squares(number, generator)
-        hidden = torch.rand(boards.shape, generator=generator).argsort(1) < unknown
-        return boards.masked_fill(hidden, 0), boards
-
     for _ in range(100):
-        given, wanted = puzzles(32, 7)
+        given, wanted = latin_puzzles(32, 7, generator)
         unknown = given == 0
         answers = model(given)[:, unknown].flatten(0, 1)
         targets = (wanted[unknown] - 1).repeat(4)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(answers, targets).backward()
         optimizer.step()
-    model.eval()
-    given, wanted = puzzles(300, 7)
+    return model.eval()
+
+
+def test_it_learns_to_complete_boards_that_it_has_not_seen(trained: Any) -> None:
+    """Latin squares: whole boards right, more of them after four iterations than after one."""
+    given, wanted = latin_puzzles(300, 7, torch.Generator().manual_seed(1))
     shares = [
-        ((model(given, iterations=n).argmax(-1) + 1 == wanted) | (given > 0)).all(1).double().mean()
+        ((trained(given, iterations=n).argmax(-1) + 1 == wanted) | (given > 0))
+        .all(1)
+        .double()
+        .mean()
         for n in (1, 4)
     ]
     assert shares[0] < 0.5 and shares[1] > 0.7, shares
+
+
+@pytest.mark.parametrize("stop", ["consistent", "converged"])
+def test_guesses_are_taken_only_where_they_agree_with_the_groups(trained: Any, stop: str) -> None:
+    given, _ = latin_puzzles(60, 11, torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {} if stop == "consistent" else {"on_failure": "ignore"}
+    with torch.no_grad():
+        plain = trained.solve(given, stop=stop, max_steps=8, **options)
+        found = trained.solve(given, stop=stop, max_steps=8, guesses=4, **options)
+    assert not plain.guesses.any() and not plain.consistent.all()
+    assert found.consistent.sum() > plain.consistent.sum()
+    assert torch.equal(found.guesses == 0, plain.consistent) and found.guesses.max() == 4
+    assert (found.guesses[~found.consistent] == 4).all()
+    assert (found.evaluations > plain.evaluations)[found.guesses > 0].all()
+    assert ((found.digits == given) | (given == 0)).all()
+    whole = found.digits[:, LINES].sort(-1).values == torch.arange(1, 5)
+    assert torch.equal(whole.flatten(1).all(1), found.consistent)
+    kept = found.guesses.bool() & ~found.consistent  # no guess agreed: the first answer stays
+    for name in ("digits", "value", "status", "residual", "steps"):
+        for same in (kept, plain.consistent):
+            assert torch.equal(getattr(found, name)[same], getattr(plain, name)[same]), name
+
+
+def test_unsolved_boards_are_told_after_the_guesses(trained: Any) -> None:
+    with pytest.warns(solvers.SolveWarning, match="boards with up to 2 guesses"):
+        trained.solve(latin_puzzles(1, 4, torch.Generator())[0], guesses=2, max_steps=1)
+    full = torch.full((1, 16), 1)  # contradicts itself, and has no cell to guess
+    assert trained.solve(full, stop="consistent", guesses=2).guesses.item() == 0
+    for wrong, error in (
+        ({"guesses": -1}, ValueError),
+        ({"guesses": 1, "on_failure": 3}, ValueError),
+    ):
+        with pytest.raises(error):
+            trained.solve(full, **wrong)
+
+
+def test_boards_go_on_from_carried_states() -> None:
+    """The last boards of a batch from given states, the others from zero."""
+    model = solver(window=2).train()
+    _, half = model(PUZZLES[1:], 3, torch.empty(0))
+    logits, states = model(PUZZLES, 3, half)
+    assert logits.shape == (2, 2, 9, 3) and not states.requires_grad
+    torch.testing.assert_close(logits[:, :1], model(PUZZLES[:1], 3), rtol=0, atol=1e-12)
+    torch.testing.assert_close(logits[:, 1:], model(PUZZLES[1:], 6), rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.classify(states), logits[-1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from implicit_attn.data.text import split_text
 from implicit_attn.models import BoardSolver, HyperSET, MaskedImageModel
 from implicit_attn.programs.solve_sudoku import RTOL, solved_after, solved_when_converged
 from implicit_attn.training import (
+    CarriedStates,
     MaskedImages,
     NextToken,
     Recipe,
@@ -280,3 +281,60 @@ def test_descriptions() -> None:
     values = {"test_accuracy": 0.98333, "test_loss": 0.5, "test_psnr": 20.0}
     texts = ["test accuracy 98.33 %", "test loss 0.5000", "test PSNR 20.00 dB"]
     assert [describe(*each) for each in values.items()] == texts
+
+
+def pool_step(pool: CarriedStates, number: int, seed: int = 0) -> Tensor:
+    """A step of ``number`` iterations on two fresh boards, whose states count the iterations."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = BOARDS.train_puzzles[:2], BOARDS.train_solutions[:2]
+    index, inputs, targets, states = pool.join(inputs, targets, generator)
+    before = (
+        torch.cat([torch.zeros(2, 81, 9, 1), states]) if len(states) else torch.zeros(2, 81, 9, 1)
+    )
+    pool.put(index, inputs, targets, before + number, number, generator)
+    return index
+
+
+def test_carried_boards_age_and_retire() -> None:
+    """A state that counts its iterations says how old its board is."""
+    pool = CarriedStates(4, lives=(30, 60), noise=0.0)
+    assert len(pool_step(pool, 10)) == 0 and len(pool) == 2
+    retired = 0
+    for seed in range(1, 40):
+        before = None if len(pool) == 0 else pool.ages.clone()
+        index = pool_step(pool, 10, seed)
+        assert len(index) == 2 and len(pool) == 4
+        assert torch.equal(pool._rows[2][:, 0, 0, 0], pool.ages.float())
+        assert int(pool.ages.max()) < 60 and int(pool.ages.min()) >= 10
+        if before is not None and len(before) == 4:
+            retired += int((pool.ages < before).sum())
+    assert (
+        39 * 2 * 10 / 70 <= retired <= 39 * 2 * 10 / 20
+    )  # a life is 30 to 60 iterations, 10 a visit
+    for options in ({"size": 0}, {"lives": (9, 3)}, {"noise": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            CarriedStates(**options)  # type: ignore[arg-type]
+
+
+def test_a_training_with_carried_states_resumes_to_the_bit(tmp_path: Path) -> None:
+    def training(name: str) -> Training:
+        torch.manual_seed(0)
+        model = BoardSolver(units().tolist(), features=4, width=4, iterations=5, window=2)
+        task = SudokuCompletion(BOARDS, givens=(30, 34), carried=CarriedStates(3, (6, 12)))
+        return Training(model, task, Recipe(2, 2, 1e-2, iterations=(2, 5)), tmp_path / name)
+
+    whole, part = training("a.safetensors"), training("b.safetensors")
+    whole.run()
+    part.run()
+    first = tmp_path / "b.safetensors"
+    half = training("c.safetensors")
+    half._run_epoch()
+    half.save()
+    rest = training("c.safetensors")
+    rest.resume()
+    rest.run()
+    assert first.exists() and rest.epoch == 2
+    for ours in (part, rest):
+        for name, value in ours.model.state_dict().items():
+            assert torch.equal(value, whole.model.state_dict()[name]), name
+    assert len(whole.task.carried) == 3  # type: ignore[attr-defined]
