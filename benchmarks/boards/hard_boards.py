@@ -191,8 +191,8 @@ def main(arguments: list[str] | None = None) -> None:
     with command(reader):
         options = reader.parse_args(arguments)
         puzzles, solutions, guesses = hard_boards(options.boards, options.rounds, options.seed)
-        arrays = {"puzzle": puzzles.byte(), "solution": solutions.byte(), "guesses": guesses}
-        np.savez_compressed(options.out, **{name: each.numpy() for name, each in arrays.items()})
+        parts = (puzzles.byte().numpy(), solutions.byte().numpy(), guesses.numpy())
+        np.savez_compressed(options.out, puzzle=parts[0], solution=parts[1], guesses=parts[2])
         print(f"{len(puzzles)} boards, {int((puzzles > 0).sum()) / len(puzzles):.1f} givens")
         print("  ".join(f"{name}: {int(each.sum())}" for name, each in bins(guesses).items()))
 
