@@ -32,10 +32,10 @@ NUMBERS = (12, 24, 48)
 SIZE = ("dim=64", "length=64", "dropout=0", "betas=[0.9,0.95]", "--batch", "16")
 DRAWN = ("--model", "equilibrium")
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learning rates
-    "one block": (("layers=1",), ("6e-3", "1e-2", "2e-2")),
-    "one pass": ((*DRAWN, "iterations=1"), ("6e-3", "1e-2", "2e-2")),
-    "three blocks": (("layers=3",), ("6e-3", "1e-2", "2e-2")),
-    "six blocks": (("layers=6",), ("6e-3", "1e-2")),
+    "one block": (("layers=1",), ("1e-2", "2e-2")),
+    "one pass": ((*DRAWN, "iterations=1"), ("1e-2", "2e-2")),
+    "three blocks": (("layers=3", "initial=torch"), ("6e-3", "1e-2")),
+    "six blocks": (("layers=6", "initial=torch"), ("6e-3", "1e-2")),
     "drawn": (DRAWN, ("6e-3", "1e-2", "2e-2")),
     "fixed": ((*DRAWN, "iterations=12"), ("1e-2",)),
     "drawn, last 4": ((*DRAWN, "gradient=4"), ("1e-2",)),

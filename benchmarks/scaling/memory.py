@@ -18,16 +18,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import solvers
 from benchmarks.measure import peak_bytes, table
-from implicit_attn import EquilibriumBlock
+from implicit_attn import DEQTransformer, EquilibriumBlock
 from implicit_attn.command_line import Parser, command, count, place
 from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, drawing
 
 ITERATIONS = (1, 2, 4, 8, 16, 32)
-COLORS = {
-    "implicit": BLUE,
-    "unrolled": ORANGE,
-    "unrolled, checkpointed": GREEN,
-    "transformer layers": GREY,
+STYLES = {
+    "implicit": (BLUE, "o-"),
+    "unrolled": (ORANGE, "o-"),
+    "unrolled, checkpointed": (GREEN, "o-"),
+    "transformer layers": (GREY, "o-"),
+    "DEQ transformer, implicit": (BLUE, "s:"),
+    "DEQ transformer, all": (ORANGE, "s:"),
+    "DEQ transformer, last 4": (GREEN, "s:"),
 }
 Row = dict[str, Any]
 Way = tuple[Callable[[Tensor], Tensor], nn.Module]
@@ -77,12 +80,19 @@ def models(iterations: int, dim: int, heads: int) -> dict[str, Way]:
 
     stack = nn.Sequential(*layers)
     ignore = solvers.Implicit(on_failure="ignore", max_steps=iterations)
-    return {
+    found: dict[str, Way] = {
         "implicit": by(ignore),
         "unrolled": by(solvers.Unrolled()),
         "unrolled, checkpointed": by(solvers.Unrolled(checkpoint=True)),
         "transformer layers": (stack, stack),
     }
+    for gradient, name in (("implicit", "implicit"), ("all", "all"), (4, "last 4")):
+        adjoint = {"adjoint": ignore} if gradient == "implicit" else None
+        made = DEQTransformer(
+            dim, heads, 2 * dim, iterations=iterations, gradient=gradient, layer=adjoint
+        )
+        found[f"DEQ transformer, {name}"] = (made, made)
+    return found
 
 
 def measure(batch: int, tokens: int, dim: int, heads: int) -> list[Row]:
@@ -116,9 +126,9 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
         labels = ("saved MB", "peak MB")
         titles = ("kept for the backward pass", "peak of forward and backward")
         for axes, key, what in zip(panels, labels, titles, strict=True):
-            for name, color in COLORS.items():
+            for name, (color, style) in STYLES.items():
                 own = [row for row in rows if row["way"] == name]
-                axes.plot([r["iterations"] for r in own], [r[key] for r in own], "o-", color=color,
+                axes.plot([r["iterations"] for r in own], [r[key] for r in own], style, color=color,
                           label=name, markersize=4)  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -126,7 +136,7 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
             axes.set(xlabel="iterations (transformer: layers)", ylabel="MB", title=what)
             axes.grid(alpha=0.3)
         handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -76,8 +76,7 @@ class UnrolledLayer(nn.Module):
         """``z_k`` for the input ``x``, of the structure of the initial state."""
         x = check_inputs(x, mask, self.update, z0)
         dropped = SolveMasks.of(self.update)
-        # Dynamo traces no variables of a thread: it computes weights anew, and merges them later.
-        with nullcontext() if torch.compiler.is_dynamo_compiling() else constant_weights():
+        with _weights():
             if dropped is None:
                 prepared, seeds = self.update.prepare(x, mask=mask), None
             else:
@@ -90,10 +89,15 @@ class UnrolledLayer(nn.Module):
             if not prepares(self.update):  # else the module may serve there, once
                 refuse_drawing_modules(self.update, "the update")
             given, spec = flat(prepared)
-            return self._iterate(Map(self.update, self, spec, dropped), start, given, mask, seeds)
+            f, rest = Map(self.update, self, spec, dropped), (given, mask, seeds)
+            early = self.evaluations - min(self.window, self.evaluations)
+            if early:
+                with torch.no_grad(), _weights():  # of their own: those of the others have a graph
+                    start = self._iterate(early, f, start, *rest)
+            return self._iterate(self.evaluations - early, f, start, *rest)
 
     def _iterate(
-        self, f: Map, start: Any, x: Any, mask: Tensor | None, seeds: Tensor | None
+        self, count: int, f: Map, start: Any, x: Any, mask: Tensor | None, seeds: Tensor | None
     ) -> Any:
         layout = Layout.of(start)
         z = layout.vector(start)
@@ -101,9 +105,7 @@ class UnrolledLayer(nn.Module):
         if mask is not None:
             check_mask(mask, layout, z.shape[0], z.device)
             keep = layout.mask_vector(mask)
-        for number in range(self.evaluations):
-            if number <= self.evaluations - self.window and self.window < self.evaluations:
-                z = z.detach()  # at each of them, so that no graph of the earlier ones is kept
+        for _ in range(count):
             value = layout.vector(f(layout.tree(z), x, mask, seeds))
             if value.shape != z.shape:  # which might be broadcast
                 raise ValueError(
@@ -126,6 +128,11 @@ class UnrolledLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"evaluations={self.evaluations}, damping={self.damping}"
+
+
+def _weights() -> AbstractContextManager[None]:
+    """Within, weights are computed once; but Dynamo traces no variables of a thread, and merges them."""
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else constant_weights()
 
 
 def bake(module: Module) -> Module:

@@ -14,9 +14,10 @@ from implicit_attn.data.text import decode, encode
 from implicit_attn.deq_transformer import DEQTransformer, Iterations
 from implicit_attn.models.attention import AttentionForm, build_attention_form
 from implicit_attn.updates.momentum import DescentStep
-from solvers.core.checks import require_count, require_nonnegative, require_number
+from solvers.core.checks import require_choice, require_count, require_nonnegative, require_number
 
 SCALE = 0.02  # standard deviation of weights at the start, as in GPT-2
+INITIAL = ("gpt2", "torch")
 
 
 class AttentionBranch(nn.Module):
@@ -168,6 +169,8 @@ class LanguageModel(SymbolModel):
         hidden: hidden units of the feed-forward part; None: 4 d.
         iterations: passes through all blocks with the same weights; more than one make a looped
             transformer.
+        initial: how weights are drawn: "gpt2", all from N(0, 0.02^2), or "torch", embeddings from
+            N(0, 1/d) and layers as torch draws them, which trains faster at small widths.
         form: further arguments of the attention form.
 
     Shapes: symbols (B, N) -> logits (B, N, V), causal.
@@ -191,6 +194,7 @@ class LanguageModel(SymbolModel):
         dropout: float = 0.1,
         hidden: int | None = None,
         iterations: int = 1,
+        initial: str = "gpt2",
         form: dict[str, object] | None = None,
     ) -> None:
         super().__init__(vocabulary, dim, length, dropout)
@@ -205,7 +209,10 @@ class LanguageModel(SymbolModel):
             ):
                 steps.append(DescentStep(branch, descent, lookahead=lookahead))
         self.steps: nn.ModuleList = nn.ModuleList(steps)
-        draw_weights(self, output_layers(self), len(steps))
+        if require_choice("initial", initial, INITIAL) == "gpt2":
+            draw_weights(self, output_layers(self), len(steps))
+        else:
+            nn.init.normal_(self.embedding.weight, std=dim**-0.5)
 
     def mix(self, tokens: Tensor, iterations: int | None) -> Tensor:
         z, p = tokens, None

@@ -65,6 +65,24 @@ def test_weights_and_gradients_are_shared() -> None:
     assert torch.equal(layer.unrolled(1)(x, z0=start), layer.update(start, x))
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_window_has_the_gradient_of_the_last_evaluations(name: str) -> None:
+    layer, x = make(name), tokens()
+    parameters = [each for each in layer.parameters() if each.requires_grad]
+    whole, windowed = layer.unrolled(5), layer.unrolled(5, window=2)
+    assert torch.equal(windowed(x), whole(x))
+    assert torch.equal(layer.unrolled(5, window=9)(x), whole(x))
+    last = layer.unrolled(2)(x, z0=layer.unrolled(3)(x).detach())
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+    expected = torch.autograd.grad(last.square().sum(), parameters, **options)
+    found = torch.autograd.grad(windowed(x).square().sum(), parameters, **options)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+    assert any(each.abs().max() > 0 for each in found)
+    with pytest.raises(ValueError, match="window must be >= 1"):
+        layer.unrolled(5, window=0)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["gradient", "kinetic", "by autograd"])
 def test_every_transform(name: str) -> None:
