@@ -1,0 +1,10 @@
+from implicit_attn.dropout import VariationalDropout as VariationalDropout
+from implicit_attn.dropout import dropout_seeds as dropout_seeds
+from implicit_attn.regularization.correction import correction_weights as correction_weights
+from implicit_attn.regularization.correction import fixed_point_correction as fixed_point_correction
+from implicit_attn.regularization.correction import states_at as states_at
+from implicit_attn.regularization.radii import SpectralRadii as SpectralRadii
+from implicit_attn.regularization.weight_norms import SpectralNorm as SpectralNorm
+from implicit_attn.regularization.weight_norms import WeightNorm as WeightNorm
+from implicit_attn.regularization.weight_norms import apply_norm as apply_norm
+from implicit_attn.regularization.weight_norms import remove_norm as remove_norm
