@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,27 @@ MACHINES = {"normal": 0.35, "poisson": 0.25, "one-hot": 0.6}  # hidden law, stre
 Table = list[dict[str, Any]]
 
 
-def cumulants(name: str, prior: ScalarPrior) -> Table:
+def cumulants(prior: ScalarPrior, count: int) -> list[float]:
+    """The derivatives of K at 0, of the orders 1 to ``count``."""
+    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    derivative, found = prior.cumulant_function(t), list[float]()
+    for _ in range(count):
+        if derivative.requires_grad:
+            (derivative,) = torch.autograd.grad(derivative, t, create_graph=True)
+        else:
+            derivative = torch.zeros(())
+        found.append(derivative.item())
+    return found
+
+
+def taylor_sums(name: str, prior: ScalarPrior) -> Table:
     """``K(t)`` and its Taylor sums on an interval around 0."""
     low, high = max(-3.0, prior.lower), min(3.0, prior.upper)
     inset = 2e-3 * (high - low)
     t = torch.linspace(low + inset, high - inset, 121, dtype=torch.float64)
     columns = {"t": t, "K": prior.cumulant_function(t)}
-    columns |= {f"order {order}": prior.taylor(t, order) for order in ORDERS}
+    terms = [k * t**n / math.factorial(n) for n, k in enumerate(cumulants(prior, max(ORDERS)), 1)]
+    columns |= {f"order {order}": torch.stack(terms[:order]).sum(0) for order in ORDERS}
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [{"hidden": name} | dict(zip(columns, row, strict=True)) for row in rows]
 
@@ -84,7 +99,7 @@ def effective_rbm(
     if units < 2:
         raise ValueError(f"units must be at least 2, got {units}")
     laws = {name: prior for name, prior in PRIORS.items() if isinstance(prior, ScalarPrior)}
-    curves = {name: cumulants(name, prior) for name, prior in laws.items()}
+    curves = {name: taylor_sums(name, prior) for name, prior in laws.items()}
     histograms = [gibbs_histogram(name, spins, units, chains, sweeps, seed) for name in MACHINES]
 
     figure = plt.figure(figsize=(13, 9))

@@ -16,10 +16,11 @@ from implicit_attn.energies.heads import (
     Beta,
     HasTemperatures,
     HeadsContext,
-    PairPattern,
     by_head,
     check_added,
+    check_exclude_self,
     check_parts,
+    fit_pairs,
     project_input,
     read_pairs,
 )
@@ -92,7 +93,7 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
         self.set_heads(dim, heads, head_dim, beta, learned_beta)
         rows = heads * self.width
         self.projection = Projection(dim, rows, bound)
-        self.pattern: PairPattern | None = None  # of an energy that knows pairs
+        self.exclude_self: bool | None = None  # None: an energy that knows no pairs
         self.context: Projection | None = None
         if context_dim is not None:
             self.context = Projection(require_count("context_dim", context_dim), rows)
@@ -112,9 +113,8 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
             added, pairs = context.query, context.pairs()
             check_added(added, z, type(self).__name__)
             added = self.bias if added is None else added
-        if self.pattern is not None and (pairs is not None or self.pattern.own):
-            shape = z.shape[0], self.heads, z.shape[1], z.shape[1]
-            pairs = self.pattern(shape, z.device, pairs)
+        shape = z.shape[0], self.heads, z.shape[1], z.shape[1]
+        pairs = fit_pairs(pairs, shape, z.device, bool(self.exclude_self))
         return added, Given(mask, pairs=pairs)
 
     def _ignores(self, x: Any) -> bool:
@@ -123,7 +123,7 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, query = type(self).__name__, None
         allowed, bias = read_pairs(x, mask, z)
-        if self.pattern is None and (allowed is not None or bias is not None):
+        if self.exclude_self is None and (allowed is not None or bias is not None):
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
         check_parts(x, mask, z, name)
         x = x.tokens if isinstance(x, AttentionInput) else x
@@ -159,7 +159,7 @@ class BiSoftmaxAttention(HeadsEnergy):
     Args:
         causal: restrict the energy of token i to ``j <= i``. The column term of the gradient still
             carries information from later to earlier tokens, so the layer is not autoregressive.
-        exclude_self, pairs, pair_bias: as for :class:`implicit_attn.energies.SoftmaxAttention`.
+        exclude_self: no token attends to itself.
         backend: what computes gradient and Hessian-vector product: "reference" (dense), "blocks"
             (memory linear in N), "cpp", "triton" or "auto"; ``implicit_attn.kernels.explain`` says
             which one "auto" takes. Pairs, their biases and ``exclude_self`` are dense.
@@ -182,16 +182,13 @@ class BiSoftmaxAttention(HeadsEnergy):
         *,
         causal: bool = False,
         exclude_self: bool = False,
-        pairs: Tensor | None = None,
-        pair_bias: Tensor | None = None,
         backend: str = "auto",
         **shared: Unpack[HeadOptions],
     ) -> None:
         super().__init__(dim, heads, **shared)
         self.causal = causal
         self.backend = check_backend(backend)
-        self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
-        self.pattern.check_backend(backend)
+        self.exclude_self = check_exclude_self(exclude_self, backend)
 
     def potential(self, y: Tensor, given: Given) -> Tensor:
         return self.potential_and_force(y, given)[0]

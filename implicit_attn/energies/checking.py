@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -512,23 +511,10 @@ def check_energy(
 ) -> EnergyReport:
     r"""Whether an energy keeps what layers and solvers rely on, at the state ``z``.
 
-    A deep copy is evaluated in float64, in the mode (training or evaluation) that the energy is in::
-
-        value          (B,), one finite floating number per sample
-        deterministic  two calls give the same
-        inputs         z, x, parameters and buffers are left as they were
-        samples        no sample influences another
-        slope          autograd's gradient of forward equals its central difference
-        gradient       grad and value_and_grad equal forward and autograd's gradient of it
-        no_grad        the same under torch.no_grad(), as in a solve
-        hessian        hvp equals autograd's and the central difference of grad, and is symmetric
-        second order   the derivatives of grad by parameters and x equal those of autograd's gradient
-        concave        no positive curvature along random directions, where ``concave`` is True
-        prepare        prepare(x) in place of x gives the same
-        mask of ones   is no mask
-        masked tokens  no value, gradient or product there, and no influence of what stands in z there, NaN
-                       included
-        dtype          gradient and product have the dtype and the device of z, before and in float64
+    A deep copy is evaluated in float64, in the mode (training or evaluation) that the energy is in. Each
+    finding of the report says what was checked: values, derivatives of first and second order against
+    autograd and central differences, that samples and masked tokens influence nothing, ``prepare``,
+    ``concave`` and dtypes. Tensors that a plain function reads from around it stay as they are.
 
     It looks at one state, and at random directions; try a few states, among them those of a solve. What
     depends on an input that was not given is not checked, and the report says so.
@@ -601,28 +587,8 @@ def _made(name: str, probe: Probe, tolerance: float) -> Finding:
     except Broken as broken:
         return Finding(name, False, str(broken), broken.error)
     except Exception as error:  # somebody's code, which may raise anything: this is the finding
-        text = f"{type(error).__name__} was raised: {error}"
-        return Finding(name, False, text + _left_behind(probe.energy))
+        return Finding(name, False, f"{type(error).__name__} was raised: {error}")
     return Finding(name, True, said, worst)
-
-
-def _left_behind(energy: Energy) -> str:
-    """Tensors that a plain function reads from around it: they have not become float64 with z."""
-    function = getattr(energy, "function", None)
-    if not inspect.isfunction(function):
-        return ""
-    read = inspect.getclosurevars(function)
-    kept = [
-        f"{name} ({value.dtype})"
-        for name, value in {**read.globals, **read.nonlocals}.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-    ]
-    if not kept:
-        return ""
-    return (
-        f"; the check is in float64, and the function reads {', '.join(kept)} from around it: make an "
-        "nn.Module or an Energy with such tensors as its parameters or buffers"
-    )
 
 
 def _copy(energy: Energy) -> Energy:

@@ -15,10 +15,11 @@ from implicit_attn.energies.heads import (
     AttentionInput,
     Beta,
     HasTemperatures,
-    PairPattern,
     check_added,
+    check_exclude_self,
     check_kind,
     check_parts,
+    fit_pairs,
     masked_key,
     project_input,
     read_memory,
@@ -114,7 +115,6 @@ class ConditionalAttention(HasTemperatures, Energy):
             ``beta p``, so that no head falls for a single token early in training.
         causal: token i attends to ``j <= i``; self-attention only.
         exclude_self: no token attends to itself; self-attention only.
-        pairs, pair_bias: as for :class:`implicit_attn.energies.SoftmaxAttention`.
         backend: "reference" (dense), "flash" (no N x M matrix; on the CPU, without pairs) or "auto", as
             for :func:`implicit_attn.kernels.frozen_key_attention`.
 
@@ -142,12 +142,10 @@ class ConditionalAttention(HasTemperatures, Energy):
         score_norm: RMSNorm | None = SOFT_NORM,
         causal: bool = False,
         exclude_self: bool = False,
-        pairs: Tensor | None = None,
-        pair_bias: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_kind(memory_dim is not None, causal, exclude_self, None, "auto")
+        check_kind(memory_dim is not None, causal, exclude_self)
         self.backend = check_backend(backend, "frozen keys")
         self.set_heads(dim, heads, head_dim, beta, learned_beta)
         self.cross, self.causal = memory_dim is not None, causal
@@ -165,8 +163,7 @@ class ConditionalAttention(HasTemperatures, Energy):
         self.key_bias = nn.Parameter(torch.zeros(rows))
         self.value_bias = nn.Parameter(torch.zeros(rows))
         self.state = Projection(dim, rows, bound=1.0)
-        self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
-        self.pattern.check_backend(backend)
+        self.exclude_self = check_exclude_self(exclude_self, backend)
         if causal and backend == "flash":
             raise ValueError('causal=True needs backend="auto" or "reference", got "flash"')
 
@@ -208,7 +205,7 @@ class ConditionalAttention(HasTemperatures, Energy):
         tokens = query.shape[2]
         shape = (query.shape[0], self.heads, tokens, key.shape[2])
         own = None if given == (None, None) else Pairs(*given)
-        pairs = self.pattern(shape, query.device, own)
+        pairs = fit_pairs(own, shape, query.device, self.exclude_self)
         options: dict[str, Any] = {"mask": seen, "backend": self.backend}
         if pairs is not None:
             options |= {"pairs": pairs.allowed, "bias": pairs.bias}

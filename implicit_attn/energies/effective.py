@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ class ScalarPrior(HiddenPrior):
         name: in ``PRIORS``.
         function, mean, variance: K, K' and K'' of each entry of a tensor, inside the domain.
         draw: one draw in each field, in float32 or wider.
-        series: count -> ``kappa_1`` to ``kappa_count``.
         lower, upper: ends of the open interval on which ``E[exp(t h)]`` is finite. Outside, K is
             infinite and its derivatives are NaN, so that solvers reject such a step.
     """
@@ -55,13 +53,8 @@ class ScalarPrior(HiddenPrior):
     mean: Callable[[Tensor], Tensor]
     variance: Callable[[Tensor], Tensor]
     draw: Callable[[Tensor, torch.Generator | None], Tensor]
-    series: Callable[[int], Iterable[float]]
     lower: float = -math.inf
     upper: float = math.inf
-
-    def cumulants(self, count: int) -> list[float]:
-        """``kappa_1`` to ``kappa_count``."""
-        return [float(kappa) for kappa in self.series(require_count("count", count))]
 
     def cumulant_function(self, t: Tensor) -> Tensor:
         """``K(t)`` of each entry, like ``t``."""
@@ -71,14 +64,6 @@ class ScalarPrior(HiddenPrior):
         # An infinite slope as well; each branch sees only its own points, or 0 * inf would be NaN.
         outside = math.inf * torch.where(inside, 1.0, t).square()
         return torch.where(inside, self.function(torch.where(inside, t, 0.0)), outside)
-
-    def taylor(self, t: Tensor, order: int) -> Tensor:
-        """``sum_n kappa_n t^n / n!`` up to n = ``order``, like ``t``."""
-        total, term = torch.zeros_like(t), torch.ones_like(t)
-        for number, cumulant in enumerate(self.cumulants(order), 1):
-            term = term * t / number
-            total = total + cumulant * term
-        return total
 
     def token_value(self, z: Tensor) -> Tensor:
         return self.cumulant_function(z).sum(-1)
@@ -170,20 +155,6 @@ def _log_cosh(t: Tensor) -> Tensor:
     return both - math.log(2.0)
 
 
-def _of_slope(count: int, slope: tuple[int, int, int], at_zero: Fraction) -> list[float]:
-    """Cumulants where the mean m(t) solves ``m' = a + b m + c m^2``, ``m(0) = at_zero``: each further
-    derivative is a polynomial of m, exact in fractions."""
-    found, polynomial = [], [Fraction(0), Fraction(1)]  # coefficients of 1, m, m^2, ...
-    for _ in range(count):
-        found.append(float(sum(c * at_zero**power for power, c in enumerate(polynomial))))
-        derived = [power * c for power, c in enumerate(polynomial)][1:] or [Fraction(0)]
-        polynomial = [Fraction(0)] * (len(derived) + 2)
-        for power, c in enumerate(derived):
-            for shift, factor in enumerate(slope):
-                polynomial[power + shift] += c * factor
-    return found
-
-
 LAWS = (
     ScalarPrior(
         "normal",  # h ~ N(0, 1)
@@ -191,7 +162,6 @@ LAWS = (
         mean=lambda t: t,
         variance=torch.ones_like,
         draw=lambda t, generator: t + _normal(t, generator),
-        series=lambda count: (n == 2 for n in range(1, count + 1)),
     ),
     ScalarPrior(
         "poisson",  # of mean 1
@@ -199,7 +169,6 @@ LAWS = (
         mean=torch.exp,
         variance=torch.exp,
         draw=_draw_poisson,
-        series=lambda count: [1.0] * count,
     ),
     ScalarPrior(
         "ising",  # +1 or -1 with equal weight
@@ -209,7 +178,6 @@ LAWS = (
         draw=lambda t, generator: torch.where(
             _uniform(t, generator) < torch.sigmoid(2 * t), 1.0, -1.0
         ),
-        series=lambda count: _of_slope(count, (1, 0, -1), Fraction(0)),  # (tanh t)' = 1 - tanh^2 t
     ),
     ScalarPrior(
         "binary",  # 0 or 1 with equal weight
@@ -217,7 +185,6 @@ LAWS = (
         mean=torch.sigmoid,
         variance=lambda t: torch.sigmoid(t) * torch.sigmoid(-t),
         draw=lambda t, generator: (_uniform(t, generator) < torch.sigmoid(t)).to(t.dtype),
-        series=lambda count: _of_slope(count, (0, 1, -1), Fraction(1, 2)),  # s' = s - s^2
     ),
     ScalarPrior(
         "exponential",  # h >= 0 with density exp(-h)
@@ -225,7 +192,6 @@ LAWS = (
         mean=lambda t: 1 / (1 - t),
         variance=lambda t: (1 - t).square().reciprocal(),
         draw=lambda t, generator: -torch.log1p(-_uniform(t, generator)) / (1 - t),
-        series=lambda count: map(math.factorial, range(count)),
         upper=1.0,
     ),
     ScalarPrior(
@@ -234,7 +200,6 @@ LAWS = (
         mean=lambda t: 2 * t / ((1 - t) * (1 + t)),
         variance=lambda t: (1 - t).square().reciprocal() + (1 + t).square().reciprocal(),
         draw=_draw_laplace,
-        series=lambda count: (2 * (n % 2) * math.factorial(n) for n in range(count)),
         lower=-1.0,
         upper=1.0,
     ),
@@ -244,7 +209,6 @@ LAWS = (
         mean=torch.ones_like,
         variance=torch.zeros_like,
         draw=lambda t, generator: torch.ones_like(t),
-        series=lambda count: (n == 1 for n in range(1, count + 1)),
     ),
 )
 PRIORS: dict[str, HiddenPrior] = {**{law.name: law for law in LAWS}, "one-hot": OneHotPrior()}

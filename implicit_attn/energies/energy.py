@@ -9,6 +9,7 @@ influence nothing: start from ``hide(z, mask)``. ``check_energy`` verifies it.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -25,7 +26,6 @@ from implicit_attn.energies.differentiation import (
     scale_tree,
     value_and_gradient,
 )
-from implicit_attn.energies.signatures import FunctionCall, check_methods
 from implicit_attn.energies.tokens import (
     Pair,
     check_input,
@@ -52,8 +52,63 @@ class Prepared(NamedTuple):
     start: Any = None
 
 
+class FunctionCall(NamedTuple):
+    """How a function ``(z)`` or ``(z, x)``, with or without ``mask=``, is called with all three."""
+
+    name: str
+    takes_x: bool
+    takes_mask: bool
+    needs_mask: bool = False  # one without a default
+
+    @classmethod
+    def read(cls, function: Any, name: str | None = None) -> FunctionCall:
+        """From the signature of a function, of a module's ``forward``, or of one without ``self``."""
+        if not callable(function):
+            raise TypeError(f"function must be callable, got {function!r}")
+        name = name or getattr(function, "__qualname__", type(function).__name__)
+        # The signature of a module's __call__ takes anything.
+        called = function.forward if isinstance(function, nn.Module) else function
+        try:
+            signature = inspect.signature(called)
+        except ValueError as error:
+            raise TypeError(f"the signature of {name} cannot be read; wrap it") from error
+        for takes_x, takes_mask in ((True, True), (False, True), (True, False), (False, False)):
+            try:
+                signature.bind(*[None] * (1 + takes_x), **{"mask": None} if takes_mask else {})
+            except TypeError:
+                continue
+            parameters = signature.parameters
+            # An x by name alone would be left out, but for one that functools.partial has bound.
+            lost = not takes_x and "x" in parameters and parameters["x"].default is None
+            if parameters and not lost and (takes_mask or "mask" not in parameters):
+                needs = (
+                    "mask" in parameters and parameters["mask"].default is inspect.Parameter.empty
+                )
+                return cls(name, takes_x, takes_mask, needs)
+            break
+        raise TypeError(
+            f"{name} must be callable as f(z) or f(z, x), with mask= after them if it takes one, got "
+            f"{name}{signature}"
+        )
+
+    def __call__(self, function: Callable[..., Any], z: Any, x: Any, mask: Tensor | None) -> Any:
+        arguments = (z, x) if self.takes_x else (z,)
+        if mask is None:
+            return function(*arguments, mask=None) if self.needs_mask else function(*arguments)
+        if not self.takes_mask:
+            raise ValueError(
+                f"{self.name} takes no mask, so masked tokens would influence it; give it a parameter "
+                f"mask=None and hide them, or pass no mask, got one of shape {tuple(mask.shape)}"
+            )
+        return function(*arguments, mask=mask)
+
+    @classmethod
+    def of_class(cls, module: type[nn.Module]) -> FunctionCall:
+        """From the ``forward`` of a class."""
+        return cls.read(functools.partial(module.forward, None), f"{module.__name__}.forward")
+
+
 Evaluation = tuple[Tensor, Any]  # the energy (B,) and its gradient, like z
-METHODS = {"value_and_grad": "z x", "grad": "z x", "hvp": "z v x", "prepare": "x"}
 
 
 class Energy(nn.Module):
@@ -76,11 +131,10 @@ class Energy(nn.Module):
 
     concave: bool = False
 
-    _call = FunctionCall("Energy.forward", True, True, True)  # of a subclass its own
+    _call = FunctionCall("Energy.forward", True, True)  # of a subclass its own
 
     def __init_subclass__(cls) -> None:
-        check_methods(cls, METHODS)
-        cls._call = FunctionCall.of_forward(cls)
+        cls._call = FunctionCall.of_class(cls)
         own = vars(cls)
         if "value_and_grad" in own and "grad" not in own and cls.grad is not Energy.grad:
             raise TypeError(

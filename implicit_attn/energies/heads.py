@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -43,34 +42,17 @@ class Temperatures(nn.Module):
 
     def __init__(self, heads: int, beta: Beta, width: int, learned: bool = False) -> None:
         super().__init__()
-        self.heads, self.learned = heads, require_flag("learned_beta", learned)
-        self.width = width
-        # A learned one may grow during training.
-        self.largest: float | None = None
-        if self.learned:
-            self.raw = nn.Parameter(torch.zeros(heads))
-        self.set(beta, torch.zeros(()))
-
-    def set(self, beta: Beta, like: Tensor) -> None:
-        """Another ``beta``, as for the constructor, for weights of the dtype and device of ``like``.
-
-        Of learned ones, which keep their parameter, it is the value from which training goes on.
-        """
-        initial = _numbers(self.heads, self.width**-0.5 if beta is None else beta)
-        numbers = initial if isinstance(initial, list) else [initial] * self.heads
-        self.number = None if self.learned or isinstance(initial, list) else initial
-        if self.learned:
-            raw = [number + math.log(-math.expm1(-number)) for number in numbers]
-            with torch.no_grad():
-                self.raw.copy_(torch.tensor(raw, dtype=torch.float64))
-            return
-        self.largest, self.numbers = max(numbers), numbers
-        self._buffers.pop("values", None)
-        if self.number is None:
+        found = _numbers(heads, width**-0.5 if beta is None else beta)
+        self.numbers = found if isinstance(found, list) else [found] * heads
+        self.learned = require_flag("learned_beta", learned)
+        self.number = None if learned or isinstance(found, list) else found
+        self.largest = None if learned else max(self.numbers)  # a learned one may grow
+        if learned:
+            raw = [number + math.log(-math.expm1(-number)) for number in self.numbers]
+            self.raw = nn.Parameter(torch.tensor(raw))
+        elif self.number is None:
             # Not part of the state: like a single number it is an argument of the constructor.
-            dtype = accumulation_dtype(like.dtype)
-            values = torch.tensor(numbers, dtype=dtype, device=like.device)
-            self.register_buffer("values", values, persistent=False)
+            self.register_buffer("values", torch.tensor(self.numbers), persistent=False)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As every module, but constants keep their digits in whatever precision comes next."""
@@ -101,16 +83,9 @@ class HasTemperatures(nn.Module):
 
     @property
     def beta(self) -> float | Tensor:
-        """The inverse temperature, or one a head, (heads,). It may be set, as in the constructor.
-
-        What is set takes effect at the next evaluation; learned ones are trained from there.
-        """
+        """The inverse temperature, or one a head, (heads,)."""
         number = self.temperatures.number
         return self.temperatures() if number is None else number
-
-    @beta.setter
-    def beta(self, beta: Beta) -> None:
-        self.temperatures.set(beta, next(chain(self.parameters(), self.buffers()), torch.zeros(())))
 
     def score_beta(self, like: Tensor) -> float | Tensor:
         """What products of features (B, H, N, p) are multiplied by: beta, (H, 1, 1) if each has its own."""
@@ -178,8 +153,7 @@ class AttentionInput(NamedTuple):
     tokens by their name, as in ``attention + Quadratic().select("tokens")``.
 
     Attributes:
-        tokens: (B, N, context_dim), what features of the state's tokens see; with ``cross`` of width
-            ``query_context_dim``.
+        tokens: (B, N, context_dim), what features of the state's tokens see.
         pairs: bool (N, M), (B, N, M) or (B, H, N, M), True where token i may attend to key j; M is N
             in self-attention.
         pair_bias: floating and finite, of such a shape, added to the scores: ``beta q_i.k_j + bias_ij``.
@@ -215,75 +189,27 @@ class HeadsContext(NamedTuple):
         )
 
 
-class PairPattern(nn.Module):
-    """The pairs that may attend and their biases, as the constructor of an energy fixes them.
+def check_exclude_self(exclude_self: bool, backend: str) -> bool:
+    """A flag; only the dense formulas, which "auto" then takes, know pairs."""
+    if require_flag("exclude_self", exclude_self) and backend not in ("auto", "reference"):
+        raise ValueError(f'exclude_self needs backend="auto" or "reference", got {backend!r}')
+    return exclude_self
 
-    Args:
-        heads: of the energy, H.
-        pairs: bool (N, M) or (H, N, M), True where token i may attend to key j, or None.
-        pair_bias: floating and finite, of such a shape; an ``nn.Parameter`` is trained. Or None.
-        exclude_self: no token attends to itself.
-    """
 
-    allowed: Tensor | None
-
-    def __init__(
-        self, heads: int, pairs: Any = None, pair_bias: Any = None, exclude_self: bool = False
-    ) -> None:
-        super().__init__()
-        self.exclude_self = require_flag("exclude_self", exclude_self)
-        if pairs is not None and (not isinstance(pairs, Tensor) or pairs.dtype != torch.bool):
-            got = pairs.dtype if isinstance(pairs, Tensor) else type(pairs).__name__
-            raise TypeError(f"pairs must be a bool tensor (N, M) or (H, N, M), got {got}")
-        _check_pattern("pairs", pairs, heads)
-        # Like other arguments of the constructor, constants are no part of the state.
-        self.register_buffer("allowed", pairs, persistent=False)
-        if pair_bias is not None:
-            if not isinstance(pair_bias, Tensor) or not pair_bias.is_floating_point():
-                got = pair_bias.dtype if isinstance(pair_bias, Tensor) else type(pair_bias).__name__
-                raise TypeError(
-                    f"pair_bias must be a floating tensor (N, M) or (H, N, M), got {got}"
-                )
-            _check_pattern("pair_bias", pair_bias, heads)
-            if not bool(torch.isfinite(pair_bias.detach()).all()):
-                raise ValueError(
-                    "pair_bias must be finite (exclude pairs by pairs), got NaN or inf"
-                )
-        if isinstance(pair_bias, nn.Parameter):
-            self.bias: Tensor | None = pair_bias
-        else:
-            self.register_buffer("bias", pair_bias, persistent=False)
-        self.own = self.exclude_self or pairs is not None or pair_bias is not None
-
-    def forward(
-        self, shape: tuple[int, int, int, int], device: torch.device, given: Pairs | None = None
-    ) -> Pairs | None:
-        """All conditions on the pairs together, for (B, H, N, M); None where there are none."""
-        if given is not None:
-            named = (("pairs", given.allowed), ("pair_bias", given.bias))
-            given = Pairs(*(None if t is None else four_dimensional(n, t, shape) for n, t in named))
-        if not self.own:
-            return given
-        queries, keys = shape[2:]
-        parts = []
-        for name, part in (("pairs", self.allowed), ("pair_bias", self.bias)):
-            part = part if part is None or part.dim() == 2 else part[None]
-            parts.append(None if part is None else four_dimensional(name, part, shape))
-        pairs = Pairs(*parts)
-        if self.exclude_self:
-            pairs = pairs.intersect(~torch.eye(queries, keys, dtype=torch.bool, device=device))
-        return pairs if given is None else pairs.merge(given)
-
-    def check_backend(self, backend: str) -> None:
-        """Only the dense formulas, which "auto" then takes, know pairs."""
-        if self.own and backend not in ("auto", "reference"):
-            raise ValueError(
-                'pairs, pair_bias and exclude_self need backend="auto" or "reference", got '
-                f"{backend!r}"
-            )
-
-    def extra_repr(self) -> str:
-        return f"exclude_self={self.exclude_self}"
+def fit_pairs(
+    given: Pairs | None,
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    exclude_self: bool = False,
+) -> Pairs | None:
+    """The pairs of an input for (B, H, N, M), without those of a token and itself; None: all."""
+    if given is not None:
+        named = (("pairs", given.allowed), ("pair_bias", given.bias))
+        given = Pairs(*(None if t is None else four_dimensional(n, t, shape) for n, t in named))
+    if not exclude_self:
+        return given
+    others = ~torch.eye(shape[2], dtype=torch.bool, device=device)
+    return (given or Pairs()).intersect(others)
 
 
 def project_input(
@@ -339,7 +265,7 @@ def read_pairs(
             if not batched:
                 raise ValueError(
                     f"{name} must be (B, N, M) or (B, H, N, M) where x holds no tokens, got "
-                    f"{tuple(tensor.shape)}; a constant matrix may be given to the energy"
+                    f"{tuple(tensor.shape)}"
                 )
             tensor = tensor.expand(batched[0].shape[0], *tensor.shape)
         found.append(tensor[:, None] if tensor.dim() == 3 else tensor)
@@ -437,26 +363,11 @@ def check_added(added: Tensor | None, z: Tensor, name: str) -> None:
         raise ValueError(f"{name}: x must have the samples and tokens of z, {wanted}, got {got}")
 
 
-def _check_pattern(name: str, pattern: Tensor | None, heads: int) -> None:
-    if pattern is None or pattern.dim() == 2 or (pattern.dim() == 3 and len(pattern) in (1, heads)):
-        return
-    raise ValueError(
-        f"{name} must have the shape (N, M) or ({heads}, N, M), got {tuple(pattern.shape)}; what "
-        "differs between samples belongs to the input, AttentionInput"
-    )
-
-
-def check_kind(
-    cross: bool, causal: bool, exclude_self: bool, query_context_dim: int | None, backend: str
-) -> None:
-    """Options of self-attention and of cross-attention that exclude each other."""
+def check_kind(cross: bool, causal: bool, exclude_self: bool) -> None:
+    """Options of self-attention exclude cross-attention."""
     for name, given in (("causal", causal), ("exclude_self", exclude_self)):
         if given and cross:
             raise ValueError(f"{name} needs self-attention, got {name}=True with cross=True")
-    if query_context_dim is not None and not cross:
-        raise ValueError(f"query_context_dim needs cross=True, got {query_context_dim!r}")
-    if backend == "flash" and not cross:
-        raise ValueError("backend='flash' needs cross=True, got cross=False")
 
 
 def counted_tokens(name: str, padding: Any, tokens: Tensor) -> Tensor | None:

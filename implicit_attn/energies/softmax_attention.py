@@ -13,11 +13,12 @@ from implicit_attn.energies.heads import (
     Beta,
     HasTemperatures,
     HeadsContext,
-    PairPattern,
     check_added,
+    check_exclude_self,
     check_held,
     check_kind,
     check_parts,
+    fit_pairs,
     masked_key,
     project_input,
     read_memory,
@@ -76,9 +77,8 @@ class SoftmaxAttention(HasTemperatures, Energy):
     ``q = norm(W_q z)``. In self-attention ``k = norm(W_k z)``: the gradient has a term of the keys. In
     cross-attention ``k = norm(W_k x)`` stays; the inner E is then concave in z without norm, for any x.
 
-    The features may see the input, too. Self-attention with ``context_dim``:
-    ``q = norm(W_q z + Q x + b_q)``, ``k = norm(W_k z + K x + b_k)``. Cross-attention with
-    ``query_context_dim``: ``q = norm(W_q z + Q t + b_q)`` for the tokens t of the input.
+    The features of self-attention may see the input, too, with ``context_dim``:
+    ``q = norm(W_q z + Q x + b_q)``, ``k = norm(W_k z + K x + b_k)``.
 
     Shapes: ``z`` (B, N, d), ``mask`` (B, N). Self: ``x`` is ignored without ``context_dim``, else
     (B, N, context_dim). Cross: ``x`` (B, M, context_dim), or a pair of it and a mask (B, M) bool, False
@@ -92,7 +92,6 @@ class SoftmaxAttention(HasTemperatures, Energy):
         cross: cross-attention: keys from ``x`` in place of ``z``.
         context_dim: cross: features of x, default ``dim``. Self: features of the x that queries and
             keys see; None: they see none.
-        query_context_dim: cross: features of the tokens that the queries see, or None.
         head_dim, beta, learned_beta: as for
             :class:`implicit_attn.energies.attention.HeadsEnergy`.
         bias: learn ``b_q`` and ``b_k``, zero at first; what sees a context has its bias anyway.
@@ -101,9 +100,6 @@ class SoftmaxAttention(HasTemperatures, Energy):
         causal: for self-attention, restrict the energy of token i to ``j <= i``. The key term of the
             gradient still carries information from later to earlier tokens.
         exclude_self: for self-attention, no token attends to itself.
-        pairs: bool (N, M) or (heads, N, M), True where token i may attend to key j; None: everywhere.
-        pair_bias: floating, of such a shape, added to the scores after beta, ``beta q_i.k_j + bias_ij``;
-            an ``nn.Parameter`` is trained.
         backend: what computes cross-attention: "reference" (dense), "flash" (torch's fused attention
             on the CPU, which forms no N x M matrix) or "auto";
             ``implicit_attn.kernels.explain_frozen_keys`` says which one "auto" takes.
@@ -121,7 +117,6 @@ class SoftmaxAttention(HasTemperatures, Energy):
         energy: str = "inner",
         cross: bool = False,
         context_dim: int | None = None,
-        query_context_dim: int | None = None,
         head_dim: int | None = None,
         beta: Beta = None,
         learned_beta: bool = False,
@@ -130,14 +125,14 @@ class SoftmaxAttention(HasTemperatures, Energy):
         bound: float | None = None,
         causal: bool = False,
         exclude_self: bool = False,
-        pairs: Tensor | None = None,
-        pair_bias: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         require_choice("energy", energy, ("inner", "elastic"))
         check_backend(backend, "frozen keys")
-        check_kind(cross, causal, exclude_self, query_context_dim, backend)
+        check_kind(cross, causal, exclude_self)
+        if backend == "flash" and not cross:
+            raise ValueError("backend='flash' needs cross=True, got cross=False")
         self.set_heads(dim, heads, head_dim, beta, learned_beta)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
         self.norm, self._elastic = check_norm(norm), energy == "elastic"
@@ -147,14 +142,13 @@ class SoftmaxAttention(HasTemperatures, Energy):
         rows, source = heads * self.width, self.context_dim if cross else dim
         self.query = Projection(dim, rows, bound)
         self.key = Projection(dim if source is None else source, rows, bound)
-        seen, has_bias = query_context_dim if cross else context_dim, require_flag("bias", bias)
+        seen, has_bias = None if cross else context_dim, require_flag("bias", bias)
         self.query_context = None if seen is None else Projection(seen, rows)
-        self.key_context = None if cross or seen is None else Projection(seen, rows)
-        biased = has_bias or seen is not None, has_bias or self.key_context is not None
-        self.query_bias = nn.Parameter(torch.zeros(rows)) if biased[0] else None
-        self.key_bias = nn.Parameter(torch.zeros(rows)) if biased[1] else None
-        self.pattern = PairPattern(heads, pairs, pair_bias, exclude_self)
-        self.pattern.check_backend(backend)
+        self.key_context = None if seen is None else Projection(seen, rows)
+        biased = has_bias or seen is not None
+        self.query_bias = nn.Parameter(torch.zeros(rows)) if biased else None
+        self.key_bias = nn.Parameter(torch.zeros(rows)) if biased else None
+        self.exclude_self = check_exclude_self(exclude_self, backend)
         self.concave = cross and energy == "inner" and norm is None
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
@@ -222,9 +216,8 @@ class SoftmaxAttention(HasTemperatures, Energy):
         else:
             key = self._features(z, self.key.weight, self.key_bias, mask, context.key)
         shape = z.shape[0], heads, z.shape[1], key.unit.shape[2]
-        pairs, seen = context.pairs(), context.mask
-        if pairs is not None or self.pattern.own:
-            pairs = self.pattern(shape, z.device, pairs)
+        seen = context.mask
+        pairs = fit_pairs(context.pairs(), shape, z.device, self.exclude_self)
         if self.cross and not shape[3]:
             (unit, seen), pairs = masked_key(key.unit), None
             key = Features(unit, None, None, heads)
@@ -247,19 +240,13 @@ class SoftmaxAttention(HasTemperatures, Energy):
         allowed, bias = read_pairs(x, mask, z)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = key = memory_mask = None
-        if self.query_context is not None:
-            if self.cross and not isinstance(x, AttentionInput):
-                raise TypeError(
-                    f"{name}: x must be an AttentionInput with tokens and memory where "
-                    f"query_context_dim is given, got {type(x).__name__}"
-                )
-            query = project_input(tokens, self.query_context, self.query_bias, heads, mask, name)
         if self.cross:
             width = self.key.weight.shape[1]
             memory, memory_mask = read_memory(x, width, z, name)
             check_dtype(memory, self.key.weight, name)
             key = self._features(memory, self.key.weight, self.key_bias, memory_mask).unit
-        elif self.key_context is not None:
+        elif self.query_context is not None and self.key_context is not None:
+            query = project_input(tokens, self.query_context, self.query_bias, heads, mask, name)
             key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
         return HeadsContext(query, key, memory_mask, allowed, bias)
 

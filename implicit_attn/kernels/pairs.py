@@ -31,13 +31,6 @@ class Pairs(NamedTuple):
         both = allowed if self.allowed is None else self.allowed & allowed
         return Pairs(both, self.bias)
 
-    def merge(self, other: Pairs) -> Pairs:
-        """The pairs that both allow, with the sum of both biases."""
-        bias = self.bias if other.bias is None else other.bias
-        if self.bias is not None and other.bias is not None:
-            bias = self.bias + other.bias
-        return Pairs(self.intersect(other.allowed).allowed, bias)
-
 
 def check_pairs(
     pairs: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]

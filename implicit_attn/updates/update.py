@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from implicit_attn.energies.signatures import FunctionCall, check_methods
+from implicit_attn.energies.energy import FunctionCall
 
 
 class Update(nn.Module):
@@ -27,11 +27,10 @@ class Update(nn.Module):
     symmetric: bool = False
     monitored: bool = False
 
-    _call = FunctionCall("Update.forward", True, True, True)  # of a subclass its own
+    _call = FunctionCall("Update.forward", True, True)  # of a subclass its own
 
     def __init_subclass__(cls) -> None:
-        check_methods(cls, {"joint": "z x", "prepare": "x"})
-        cls._call = FunctionCall.of_forward(cls)
+        cls._call = FunctionCall.of_class(cls)
 
     def __call__(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         """``forward``, which is given what it takes of ``x`` and ``mask``."""

@@ -45,7 +45,6 @@ from implicit_attn.energies import (
     VectorSpin,
 )
 from implicit_attn.energies.feedforward import MemoryEnergy
-from implicit_attn.energies.heads import PairPattern
 from solvers import SphericalSite
 
 
@@ -75,15 +74,6 @@ def _heads(cls: Callable[..., Energy], dim: int, context: bool = False, **option
         if parameter.dim() == 1:
             nn.init.normal_(parameter)
     return energy
-
-
-def _pattern(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
-    """Half of the pairs, among them a token without any key, and a trained bias."""
-    generator = torch.Generator().manual_seed(11)
-    pairs = torch.rand(2, COUNT, COUNT, generator=generator) < 0.5
-    pairs[:, 2] = False
-    bias = nn.Parameter(torch.randn(COUNT, COUNT))
-    return _heads(cls, dim, pairs=pairs, pair_bias=bias, **options)
 
 
 def _feedforward(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
@@ -317,14 +307,6 @@ def _heads_cases() -> list[EnergyCase]:
         EnergyCase(name, partial(_heads, cls, **options), "context" in name or "cross" in name)
         for name, cls, options in rows
     ]
-    patterns: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
-        ("bisoftmax-pairs", BiSoftmaxAttention, {"context": True}),
-        ("softmax-pairs", SoftmaxAttention, {"context": True, "exclude_self": True}),
-        ("softmax-elastic-pairs", SoftmaxAttention, {"learned_beta": True, **elastic}),
-    ]
-    for name, cls, options in patterns:
-        factory = partial(_pattern, cls, **options)
-        cases.append(EnergyCase(name, factory, "context" in options, placed=True))
     return cases
 
 
@@ -337,7 +319,7 @@ each_energy = pytest.mark.parametrize("case", ENERGIES, ids=[case.id for case in
 FAMILIES = """
 quadratic-input field function composition hyperset-context hopfield-learnable dense-2 classical headwise
 queries-cross spins bare spins-ising rbm-ising rbm-one-hot bisoftmax-soft-4 bisoftmax-causal-soft-4
-bisoftmax-pairs sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1
+bisoftmax-others sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1
 softmax-elastic-trained softmax-cross-trained conditional equilibrium-relu gated-causal
 gated-cross-normalised bisoftmax-context relu-soft-gates gelu-none softmax-ff-soft gated-gelu-none
 """.split()  # noqa: SIM905
@@ -371,12 +353,6 @@ def tokens(
 def keep_places(energy: Energy, keep: Tensor) -> Energy:
     """A copy of a ``placed`` energy that has only the places in ``keep`` (N,)."""
     energy = copy.deepcopy(energy)
-    pattern = getattr(energy, "pattern", None)
-    if isinstance(pattern, PairPattern):
-        assert pattern.allowed is not None and pattern.bias is not None
-        pattern.allowed = pattern.allowed[:, keep][:, :, keep]
-        pattern.bias = nn.Parameter(pattern.bias.detach()[keep][:, keep])
-        return energy
     couplings = energy.couplings
     assert isinstance(couplings, Couplings)
     weight = couplings.weight.detach()[keep][:, keep]

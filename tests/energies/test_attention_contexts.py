@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from cases.deq import EXACT
 from cases.energies import relative_error
@@ -102,13 +101,13 @@ def layer_of(attention: Energy) -> DEQ:
 
 def problem(kind: str) -> tuple[DEQ, dict[str, Any]]:
     # With the other seed an elastic energy is a difference of equal parts, whose rounding ends the solve.
-    z, x, memory = state(3 if kind == "elastic" else 2)
+    z, x, _ = state(3 if kind == "elastic" else 2)
     pairs = torch.tensor([[True, True, False], [True, True, True], [False, True, True]])
     if kind == "cross":
         attention = SoftmaxAttention(
-            DIM, HEADS, cross=True, query_context_dim=WIDTH, bound=1.0, bias=True
+            DIM, HEADS, cross=True, context_dim=WIDTH, bound=1.0, bias=True
         ).double()
-        given = AttentionInput(tokens=x, memory=memory)
+        given = AttentionInput(memory=x)
     else:
         attention = make(kind, bound=1.0)
         given = AttentionInput(tokens=x)
@@ -123,7 +122,7 @@ def test_implicit_gradients_are_those_of_dense_algebra(kind: str, masked: bool) 
     """``u = H^-1 g`` of the dense Hessian, then ``-u^T d(grad)/d(input, weights)``."""
     layer, x = problem(kind)
     mask = torch.tensor([[True, False, True], [True] * N]) if masked else None
-    context = x["attention"].tokens
+    context = x["attention"].tokens if kind != "cross" else x["attention"].memory
     assert isinstance(context, Tensor)
     context.requires_grad_()
     z = layer(x, mask)
@@ -167,24 +166,6 @@ def test_a_solve_prepares_once_and_takes_the_rows_along() -> None:
     torch.testing.assert_close(layer({"attention": many, "pull": parts[0]}), solution.value)
 
 
-def test_queries_of_cross_attention_see_their_tokens() -> None:
-    torch.manual_seed(0)
-    energy = SoftmaxAttention(
-        DIM, HEADS, cross=True, context_dim=DIM, query_context_dim=WIDTH, norm=None
-    ).double()
-    z, x, memory = state()
-    assert energy.concave and energy.query_context is not None
-    heads = lambda t: t.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
-    query = heads(z @ energy.query.weight.T + x @ energy.query_context.weight.T)
-    key = heads(memory @ energy.key.weight.T)
-    beta = (DIM / HEADS) ** -0.5
-    expected = -(beta * query @ key.mT).logsumexp(-1).sum((1, 2)) / beta
-    given = AttentionInput(tokens=x, memory=memory)
-    torch.testing.assert_close(energy(z, given), expected)
-    with pytest.raises(TypeError, match="x must be an AttentionInput with tokens and memory"):
-        energy.grad(z, memory)
-
-
 ERRORS: list[tuple[Any, type[Exception], str]] = [
     (None, TypeError, r"x must hold tokens \(B, N, 3\), got NoneType"),
     ({"a": torch.zeros(B, N, WIDTH)}, TypeError, r"\.select\(key\)"),
@@ -192,6 +173,8 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (torch.zeros(B, N + 1, WIDTH).double(), ValueError, r"tokens of z, \(2, 3\), got \(2, 4\)"),
     (torch.zeros(B, N, WIDTH, device="meta"), ValueError, r"x must be on cpu like the weights, go"),
     (AttentionInput(), TypeError, r"x must hold tokens \(B, N, 3\), got NoneType"),
+    (torch.zeros(B, N, WIDTH), TypeError, "x must have the dtype of the weights, torch.float64"),
+    (AttentionInput(memory=torch.zeros(B, M, DIM)), ValueError, r"x\.memory needs cross-attention"),
 ]
 
 
@@ -244,16 +227,6 @@ def test_an_empty_memory_has_energy_zero(name: str, masked: bool) -> None:
         energy.grad(z, AttentionInput(memory=empty, pairs=torch.ones(N, M) > 0))
 
 
-@pytest.mark.parametrize("elastic", ["inner", "elastic"])
-def test_the_hessian_of_cross_attention_does_nothing_for_the_keys(elastic: str) -> None:
-    """Scores, force, tangent and its product: four passes over the pairs, three over the weights."""
-    energy, (z, _, memory) = CROSS[f"{elastic}-reference"](), state()
-    made = energy.prepare(memory)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        energy.hvp(z, torch.flip(z, (0,)), made)
-    assert counter.get_total_flops() == 2 * B * N * (4 * M * DIM + 3 * DIM * DIM)
-
-
 UNSEEN: list[tuple[Any, type[Exception], str]] = [
     ({"tokens": torch.zeros(N)}, ValueError, r"x.tokens must have the shape .*, got \(3,\)"),
     ({"tokens": torch.zeros(B, N + 2, 7)}, ValueError, r"x.tokens must have the shape \(2, 3,"),
@@ -278,29 +251,3 @@ def test_tokens_that_no_feature_sees_are_checked_all_the_same(
     assert energy.grad(z, fitting).isfinite().all()
     with pytest.raises(ValueError, match=r"mask"):
         energy.prepare(fitting, mask=torch.ones(B, N + 1) > 0)
-
-
-@pytest.mark.parametrize("part", ["memory", "memory_mask"])
-@each_self
-def test_self_attention_has_no_memory_and_no_mask_of_it(kind: str, part: str) -> None:
-    z, x, memory = state()
-    given = AttentionInput(tokens=x, **{part: memory if part == "memory" else torch.ones(B, M) > 0})
-    for width in (None, WIDTH):
-        with pytest.raises(ValueError, match=rf"x\.{part} needs cross-attention"):
-            make(kind, context_dim=width).grad(z, given)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-@pytest.mark.parametrize("kind", [*SELF, "cross", "cross queries"])
-def test_an_input_of_another_dtype_is_named(kind: str, dtype: torch.dtype) -> None:
-    z, x, memory = state()
-    if "cross" in kind:
-        energy = CROSS["inner-auto"](query_context_dim=WIDTH)
-        narrow = ("memory",) if kind == "cross" else ("tokens",)
-        given: Any = AttentionInput(tokens=x, memory=memory)
-        given = given._replace(**{name: getattr(given, name).to(dtype) for name in narrow})
-    else:
-        energy, given = make(kind), x.to(dtype)
-    message = rf"x must have the dtype of the weights, torch.float64, got {dtype}"
-    with pytest.raises(TypeError, match=message):
-        energy.grad(z, given)

@@ -385,18 +385,3 @@ def test_a_mask_of_a_pytree_is_of_its_tokens() -> None:
         check_energy(Mixed(), state, mask=mask[:, :4])
 
 
-def test_a_weight_outside_of_the_modules_is_named() -> None:
-    """It stays float32 in a check in float64; as a parameter of a module it is checked too."""
-    weight = torch.randn(4, 4)
-
-    def closure(z: Tensor, x: Tensor) -> Tensor:
-        return 0.5 * (z - x @ weight).square().sum((1, 2))
-
-    finding = check_energy(closure, STATE, INPUT).failures[0]
-    assert "reads weight (torch.float32) from around it" in finding.text
-
-    class Module(nn.Linear):
-        def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-            return 0.5 * (z - super().forward(x)).square().sum((1, 2))
-
-    assert check_energy(Module(4, 4), STATE, INPUT).ok

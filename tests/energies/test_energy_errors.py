@@ -66,7 +66,6 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ScoreAttention(8, 2, bound=-1.0), ValueError, r"bound must be finite and > 0"),
     (lambda: LinearAttention(8, 2, feature_map="exp"), ValueError, r"feature_map .* got 'exp'"),
     (lambda: SoftmaxAttention(8, 2, energy="dot"), ValueError, r"energy must be .* got 'dot'"),
-    (lambda: SoftmaxAttention(8, 2, query_context_dim=4), ValueError, r"query_context_dim needs c"),
     (lambda: SoftmaxAttention(8, 2, cross=True, causal=True), ValueError, r"causal needs self"),
     (lambda: ReLUFeedForward(8, 0), ValueError, r"rows must be >= 1, got 0"),
     (lambda: GatedFeedForward(8, 4, activation="cosine"), ValueError, r"activation .* got 'cosine"),
@@ -92,8 +91,8 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Quadratic().weighted(0.0), ValueError, r"initial must be finite and > 0, got 0"),
     (lambda: Quadratic().weighted(2.0, maximum=1.0), ValueError, r"initial must be below max"),
     (lambda: FunctionEnergy(3), TypeError, r"function must be callable, got 3"),  # type: ignore[arg-type]
-    (lambda: FunctionEnergy(needs_two_more), TypeError, r"callable as function\(z\) or"),
-    (lambda: FunctionEnergy(lambda: Z), TypeError, r"callable as function\(z\) or"),
+    (lambda: FunctionEnergy(needs_two_more), TypeError, r"callable as f\(z\) or"),
+    (lambda: FunctionEnergy(lambda: Z), TypeError, r"callable as f\(z\) or"),
 ]
 
 

@@ -57,30 +57,6 @@ def test_k_mean_and_variance_are_those_of_the_law(name: str) -> None:
     torch.testing.assert_close(prior.token_value(FIELDS), total.log().sum(), **close)
 
 
-def test_cumulants() -> None:
-    expected = {
-        "normal": [0, 1, 0, 0, 0, 0],
-        "poisson": [1, 1, 1, 1, 1, 1],
-        "ising": [0, 1, 0, -2, 0, 16],
-        "binary": [1 / 2, 1 / 4, 0, -1 / 8, 0, 1 / 4],
-        "exponential": [1, 1, 2, 6, 24, 120],
-        "laplace": [0, 2, 0, 12, 0, 240],
-        "constant": [1, 0, 0, 0, 0, 0],
-    }
-    assert {name: SCALAR[name].cumulants(6) for name in SCALAR} == expected
-
-
-@each_law
-def test_taylor_sums_converge_inside_the_domain(name: str) -> None:
-    t = torch.linspace(-0.5, 0.5, 11, dtype=torch.float64)
-    exact = SCALAR[name].cumulant_function(t)
-    errors = [(SCALAR[name].taylor(t, order) - exact).abs().max().item() for order in (2, 8, 50)]
-    assert errors[2] < 1e-12
-    exact_early = {"normal", "constant"}
-    assert (errors[0] < 1e-15) == (name in exact_early)
-    assert name in exact_early or errors[2] < errors[1] < errors[0]
-
-
 @pytest.mark.parametrize(
     ("name", "outside"), [("exponential", [1.0, 3.0]), ("laplace", [-1, 1, 7])]
 )

@@ -78,40 +78,6 @@ def test_learned_temperatures_begin_as_given_and_stay_positive(kind: str) -> Non
     assert (learned.beta > 0).all() and learned.grad(z, x).isfinite().all()
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("start", [None, BETAS])
-@pytest.mark.parametrize("beta", [None, 40, 0.3, (2.0, 0.2), torch.tensor([0.2, 0.7])])
-@each_class
-def test_temperatures_that_are_set_are_those_of_a_new_energy(
-    kind: str, beta: Any, start: Any, learned: bool
-) -> None:
-    """Also the bound on the scores, from which follows whether their exponentials are finite."""
-    z, x = state()
-    energy = make(kind, beta=start, learned_beta=learned)
-    keys, parameters = set(energy.state_dict()), [*energy.parameters()]
-    energy.beta = beta
-    new = make(kind, beta=beta)
-    assert relative_error(energy.grad(z, x), new.grad(z, x)) <= (1e-6 if learned else 1e-12)
-    assert relative_error(energy(z, x), new(z, x)) <= (1e-6 if learned else 1e-12)
-    assert energy.temperatures.largest == (None if learned else new.temperatures.largest)
-    if hasattr(energy, "_limit"):
-        assert energy._limit == (None if learned else new._limit)
-    assert set(energy.state_dict()) == keys
-    assert all(a is b for a, b in zip(parameters, energy.parameters(), strict=True))
-    half = energy.to(torch.bfloat16)
-    if not learned and not isinstance(beta, (int, float, type(None))):
-        assert half.double().beta.tolist() == pytest.approx([float(number) for number in beta])
-
-
-@each_class
-def test_what_is_no_temperature_changes_nothing(kind: str) -> None:
-    energy = make(kind, beta=BETAS)
-    for wrong, error in ((-1.0, ValueError), ((0.3,), ValueError), ("cold", TypeError)):
-        with pytest.raises(error, match="beta must"):
-            setattr(energy, "beta", wrong)  # noqa: B010 (its type is what is tested)
-    assert torch.as_tensor(energy.beta).tolist() == pytest.approx(BETAS)
-
-
 @pytest.mark.parametrize("kind", ["bisoftmax", "sigmoid"])
 @pytest.mark.parametrize("backend", ["reference", "blocks"])
 def test_kernels_are_used_through_rescaled_features(kind: str, backend: str) -> None:
