@@ -30,8 +30,7 @@ class Couplings(nn.Module):
     """Couplings ``J`` (N, N, d, d) between N sites with d components; no site couples to itself.
 
     ``J_ii = 0``; with ``symmetric_sites`` ``J_ij^{ab} = J_ji^{ba}``, so that ``J`` as a matrix
-    (Nd, Nd) is symmetric; with ``symmetric_internal`` also ``J_ij^{ab} = J_ij^{ba}``. The only
-    parameters are the entries that the symmetries leave free (``torch.nn.utils.parametrize``), so
+    (Nd, Nd) is symmetric. The only parameters are the free entries (``torch.nn.utils.parametrize``), so
     optimisers and weight decay see each once. They are drawn from ``N(0, scale^2 / (N d^2))``, which
     gives the matrix a spectral norm of about ``2 scale / sqrt d``.
 
@@ -42,7 +41,6 @@ class Couplings(nn.Module):
         sites: N.
         dim: d.
         symmetric_sites: tie ``J_ij`` to the transpose of ``J_ji``.
-        symmetric_internal: make every block ``J_ij`` symmetric.
         scale: of the initial entries, > 0.
         bound: bound on the spectral norm of the matrix, or None. A larger ``J`` is scaled down to
             it, at the cost of an eigenvalue (or singular value) decomposition a solve.
@@ -64,18 +62,16 @@ class Couplings(nn.Module):
         dim: int,
         *,
         symmetric_sites: bool = True,
-        symmetric_internal: bool = False,
         scale: float = 1.0,
         bound: float | None = None,
     ) -> None:
         super().__init__()
         self.sites, self.dim = require_count("sites", sites), require_count("dim", dim)
         self.symmetric_sites = require_flag("symmetric_sites", symmetric_sites)
-        self.symmetric_internal = require_flag("symmetric_internal", symmetric_internal)
         self.scale = require_positive("scale", scale)
         self.bound = None if bound is None else require_positive("bound", bound)
         self.weight = nn.Parameter(torch.zeros(sites, sites, dim, dim))
-        expansion = _FreeEntries(sites, dim, symmetric_sites, symmetric_internal)
+        expansion = _FreeEntries(sites, dim, symmetric_sites)
         parametrise(self, "weight", expansion)
         if self.bound is not None:
             bounding = _BoundedMatrix(self.bound, symmetric_sites)
@@ -90,7 +86,7 @@ class Couplings(nn.Module):
     def free(self) -> nn.Parameter:
         """The entries that the symmetries leave free, the only parameter.
 
-        (K, d, d), or (K, d(d+1)/2) with ``symmetric_internal``; K is N(N-1)/2 or N(N-1) pairs.
+        (K, d, d), for K = N(N-1)/2 or N(N-1) pairs.
         """
         return self.parametrizations["weight"].original  # type: ignore[index,union-attr,return-value]
 
@@ -99,11 +95,6 @@ class Couplings(nn.Module):
         """``J`` as a matrix (Nd, Nd), rows ``(i, a)``, columns ``(j, b)``."""
         size = self.sites * self.dim
         return self.weight.transpose(1, 2).reshape(size, size)
-
-    @property
-    def parameter_count(self) -> int:
-        """Number of free entries."""
-        return self.free.numel()
 
     def forward(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """The field ``sum_j J_ij z_j`` at every site, (B, N, d), one matrix product.
@@ -129,7 +120,7 @@ class Couplings(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"sites={self.sites}, dim={self.dim}, symmetric_sites={self.symmetric_sites}, "
-            f"symmetric_internal={self.symmetric_internal}, bound={self.bound}"
+            f"bound={self.bound}"
         )
 
 
@@ -138,27 +129,20 @@ class _FreeEntries(nn.Module):
 
     rows: Tensor
     columns: Tensor
-    entries: Tensor
 
-    def __init__(self, sites: int, dim: int, tied: bool, internal: bool) -> None:
+    def __init__(self, sites: int, dim: int, tied: bool) -> None:
         super().__init__()
-        self.sites, self.dim, self.tied, self.internal = sites, dim, tied, internal
+        self.sites, self.dim, self.tied = sites, dim, tied
         rows, columns = torch.triu_indices(sites, sites, 1)
         if not tied:
             rows, columns = torch.cat([rows, columns]), torch.cat([columns, rows])
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("columns", columns, persistent=False)
-        # The index of entry (a, b) of a symmetric block among the entries with a <= b.
-        first, second = torch.triu_indices(dim, dim)
-        entries = torch.zeros(dim, dim, dtype=torch.long)
-        entries[first, second] = entries[second, first] = torch.arange(len(first))
-        self.register_buffer("entries", entries.flatten(), persistent=False)
 
     def forward(self, free: Tensor) -> Tensor:
         n, d = self.sites, self.dim
-        blocks = free.index_select(1, self.entries).view(-1, d, d) if self.internal else free
         upper = free.new_zeros(n, d, n, d).transpose(1, 2)
-        upper = upper.index_put((self.rows, self.columns), blocks)
+        upper = upper.index_put((self.rows, self.columns), free)
         return upper + upper.permute(1, 0, 3, 2) if self.tied else upper
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -166,19 +150,13 @@ class _FreeEntries(nn.Module):
         check_tensor("weight", weight, "N N d d", N=n, d=d)
         if not weight.is_meta:  # which has no values
             self._check_symmetries(weight.detach())
-        blocks = weight[self.rows, self.columns]
-        if not self.internal:
-            return blocks
-        first, second = torch.triu_indices(d, d, device=weight.device)
-        return blocks[:, first, second]
+        return weight[self.rows, self.columns]
 
     def _check_symmetries(self, weight: Tensor) -> None:
         allowed = 32 * torch.finfo(weight.dtype).eps * weight.abs().max()
         offences = {"have zero blocks J_ii": weight.diagonal().abs().max()}
         if self.tied:
             offences["have J_ij^ab = J_ji^ba"] = (weight - weight.permute(1, 0, 3, 2)).abs().max()
-        if self.internal:
-            offences["have J_ij^ab = J_ij^ba"] = (weight - weight.mT).abs().max()
         for wanted, worst in offences.items():
             if not bool(worst <= allowed):
                 raise ValueError(f"weight must {wanted}, got deviations up to {float(worst):.3g}")

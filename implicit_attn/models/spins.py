@@ -185,11 +185,6 @@ class SpinClassifier(TokenClassifier):
         assert isinstance(update, MeanFieldAttention)  # made in __init__
         return update
 
-    @property
-    def parameter_count(self) -> int:
-        """Trained parameters; of the couplings those that their symmetries leave free."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def tokens(self, images: Tensor) -> Tensor:
         """Images -> the fields x of the sites, (B, 17, d), the class token first."""
         return self.with_class_token(

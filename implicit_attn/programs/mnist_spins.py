@@ -60,7 +60,7 @@ class MnistSpins(Script):
         right = 100 * accuracy(model, data.test_images, data.test_labels)
         title = (
             f"{self.data}, spins of dimension {model.attention.couplings.dim}: test accuracy "
-            f"{right:.2f} %, {model.parameter_count} parameters"
+            f"{right:.2f} %, {sum(p.numel() for p in model.parameters())} parameters"
         )
         rtol, spent = training.settings["rtol"], max(1, int(history[-1]["evaluations"]))
         subject = Subject(

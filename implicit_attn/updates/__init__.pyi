@@ -15,9 +15,8 @@ from implicit_attn.updates.kinetic_attention import KineticAttention as KineticA
 from implicit_attn.updates.mean_field import AdaptiveTAPAttention as AdaptiveTAPAttention
 from implicit_attn.updates.mean_field import MeanFieldAttention as MeanFieldAttention
 from implicit_attn.updates.mean_field import MixerAttention as MixerAttention
-from implicit_attn.updates.mean_field import OnsagerNetwork as OnsagerNetwork
+from implicit_attn.updates.mean_field import NormedMLP as NormedMLP
 from implicit_attn.updates.mean_field import SoftmaxCouplingAttention as SoftmaxCouplingAttention
-from implicit_attn.updates.mean_field import TokenMixer as TokenMixer
 from implicit_attn.updates.momentum import DescentStep as DescentStep
 from implicit_attn.updates.momentum import MomentumStep as MomentumStep
 from implicit_attn.updates.saddle_attention import SaddleAttention as SaddleAttention

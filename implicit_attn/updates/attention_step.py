@@ -46,8 +46,6 @@ class AttentionStep(Update):
         causal: token i attends to ``j <= i``.
         cross: h is the input x.
         step_size: eta, > 0.
-        learned_step: train it.
-        tied_keys: ``W_k = W_q``.
         context_dim: with ``cross``, features of x, default ``dim``.
         head_dim, beta, learned_beta, norm, bound: as for ``SoftmaxAttention``; no norm by default.
 
@@ -64,8 +62,6 @@ class AttentionStep(Update):
         causal: bool = False,
         cross: bool = False,
         step_size: float = 1.0,
-        learned_step: bool = False,
-        tied_keys: bool = False,
         context_dim: int | None = None,
         head_dim: int | None = None,
         beta: Beta = None,
@@ -81,11 +77,7 @@ class AttentionStep(Update):
             dim, heads, energy=energy, cross=True, context_dim=context_dim, head_dim=head_dim,
             beta=beta, learned_beta=learned_beta, norm=norm, bound=bound,
         )  # fmt: skip
-        if require_flag("tied_keys", tied_keys):
-            if self.energy.context_dim != dim:
-                raise ValueError(f"tied_keys needs context_dim={dim}, got {context_dim!r}")
-            self.energy.key = self.energy.query
-        self.step_size = StepSize(step_size, learned=learned_step)
+        self.step_size = StepSize(step_size)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """With ``cross`` the keys."""
@@ -95,34 +87,6 @@ class AttentionStep(Update):
         """One step of all tokens at once."""
         given = self._held(z, x if self.cross else (hide(z, mask), mask), mask)
         return move(z, self.energy.grad(z, given, mask=mask), self.step_size())
-
-    def own_energies(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        """``F_i`` of every token among the held tokens, (B, N), zero at masked tokens.
-
-        With ``cross`` x is as in ``forward``. In self-attention, where ``forward`` takes z for h and
-        passes x over, h may be given here, to see what a step does among tokens that stay: x is then
-        all that h may be with ``cross``; None: z itself. For studies: it holds the keys once for each
-        token of z.
-        """
-        given = (hide(z, mask), mask) if x is None and not self.cross else x
-        keys = self.energy.prepare(self._held(z, given, mask), mask=mask).parts
-        batch, count, held = *z.shape[:2], keys.key.shape[2]
-
-        def each(part: Tensor | None) -> Tensor | None:
-            """Pairs (B, 1 or H, N, M) -> (B N, 1 or H, 1, M)."""
-            if part is None:
-                return None
-            part = part.expand(batch, -1, count, held)
-            return part.transpose(1, 2).flatten(0, 1).unsqueeze(2)
-
-        keys = keys._replace(
-            key=keys.key.repeat_interleave(count, 0),
-            mask=None if keys.mask is None else keys.mask.repeat_interleave(count, 0),
-            allowed=each(keys.allowed),
-            bias=each(keys.bias),
-        )
-        found = self.energy(hide(z, mask).flatten(0, 1).unsqueeze(1), Prepared(keys))
-        return hide(found.view(batch, count), mask)
 
     def _held(self, z: Tensor, x: Any, mask: Tensor | None) -> Any:
         """What the energy is given for h: x with the pairs of causal attention, or what was prepared."""

@@ -186,12 +186,12 @@ class ActivationStep(EnergyStep):
 
 
 def move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:
-    """``z - step * gradient`` in the dtype of ``z``; ``step`` a number, (), or (d,) for z (..., d)."""
-    if isinstance(step, Tensor) and step.dim() and step.shape[0] != z.shape[-1]:
+    """``z - step * gradient`` in the dtype of ``z``; ``step`` a number, (), (d,), or like ``z``."""
+    if not isinstance(step, Tensor):
+        return torch.sub(z, gradient, alpha=step)
+    if step.dim() == 1 and step.shape[0] != z.shape[-1]:
         raise ValueError(
             f"channels={step.shape[0]} does not fit a state with {z.shape[-1]} channels, got shape "
             f"{tuple(z.shape)}"
         )
-    if not isinstance(step, Tensor):
-        return torch.sub(z, gradient, alpha=step)
-    return z - step.to(z.dtype) * gradient
+    return torch.addcmul(z, step.to(z.dtype), gradient, value=-1.0)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from implicit_attn.energies.hyperset import build_attention, build_feedforward
 from implicit_attn.energies.projected import Given, ProjectedEnergy, RMSNorm
 from implicit_attn.energies.tokens import check_input, hide
-from implicit_attn.updates.gradient_step import StepSize
+from implicit_attn.updates.gradient_step import StepSize, move
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_positive
 
@@ -374,10 +374,3 @@ def descend(
 ) -> Tensor:
     """``z - step * straight_gradient``; the step a number, (d,) or like ``z``."""
     return move(z, energy.straight_gradient(z, mask=mask, weight=weight), step)
-
-
-def move(z: Tensor, direction: Tensor, step: Step) -> Tensor:
-    """``z - step * direction``."""
-    if not isinstance(step, Tensor):
-        return torch.sub(z, direction, alpha=step)
-    return torch.addcmul(z, step.to(z.dtype), direction, value=-1.0)

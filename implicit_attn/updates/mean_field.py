@@ -33,15 +33,17 @@ from solvers.core.checks import require_count, require_flag, require_instance, r
 
 
 class NormedMLP(nn.Module):
-    """``W2 gelu(W1 norm(z) + b1) + b2``, with LayerNorm without gain and offset (W1 and b1 hold them).
+    """``W2 gelu(W1 norm(z) + b1) + b2`` over the features of each token, or over the tokens.
 
-    The epsilon of the norm is of order 1: with a tiny one the map has a kink where all components
-    agree, and no solver converges fast across it.
+    ``norm`` is LayerNorm over the features without gain and offset (W1 and b1 hold them). Its epsilon is
+    of order 1: with a tiny one the map has a kink where all components agree, and no solver converges
+    fast across it. It maps a zero token to zero, so that masked tokens add nothing to a sum over tokens.
 
     Args:
-        dim: d, over which the norm is taken.
-        width: features of ``W1`` and of the result.
-        hidden: hidden units; None: ``4 width``.
+        dim: features d.
+        hidden: hidden units; None: four times the inputs.
+        tokens: None: the map of each token stands for the Onsager term. N: W1 and W2 act on the N tokens
+            of each feature, as in MLP-Mixer.
         epsilon: of the norm, finite, > 0.
         bound: bound on the spectral norms of W1 and W2, or None; the Lipschitz constant of the map is
             then at most ``1.13 bound^2 / sqrt(epsilon)``.
@@ -50,9 +52,17 @@ class NormedMLP(nn.Module):
     """
 
     def __init__(
-        self, dim: int, width: int, hidden: int | None, epsilon: float, bound: float | None
+        self,
+        dim: int,
+        hidden: int | None = None,
+        *,
+        tokens: int | None = None,
+        epsilon: float = 1.0,
+        bound: float | None = None,
     ) -> None:
         super().__init__()
+        self.mixes = tokens is not None
+        width = require_count("dim", dim) if tokens is None else require_count("tokens", tokens)
         hidden = 4 * width if hidden is None else require_count("hidden", hidden)
         epsilon = require_positive("epsilon", epsilon)
         self.norm = nn.LayerNorm(dim, eps=epsilon, elementwise_affine=False)
@@ -61,25 +71,10 @@ class NormedMLP(nn.Module):
             for linear in (self.first, self.second):
                 parametrise(linear, "weight", SpectralBound(bound))
 
-
-class OnsagerNetwork(NormedMLP):
-    """A network of each site that stands for the Onsager term: ``W2 gelu(W1 norm(z) + b1) + b2``.
-
-    Shapes and arguments as for ``NormedMLP``, of width d.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        hidden: int | None = None,
-        *,
-        epsilon: float = 1.0,
-        bound: float | None = None,
-    ) -> None:
-        super().__init__(require_count("dim", dim), dim, hidden, epsilon, bound)
-
     def forward(self, z: Tensor) -> Tensor:
-        return self.second(F.gelu(self.first(self.norm(z))))
+        y = self.norm(z)
+        y = self.second(F.gelu(self.first(y.mT if self.mixes else y)))
+        return y.mT if self.mixes else y
 
 
 class CorrectedUpdate(Update):
@@ -89,18 +84,13 @@ class CorrectedUpdate(Update):
     a token's own influence from the field that acts on it.
 
     Args (of the subclasses):
-        correction: "network" for an ``OnsagerNetwork``, None for none, or a module
+        correction: "network" for an ``NormedMLP``, None for none, or a module
             (B, N, d) -> (B, N, d) that acts on each token separately.
         hidden: hidden units of the network; None: 4 d.
         correction_bound: bound on the spectral norms of the network's two weights, or None.
     """
 
     correction: nn.Module | None
-
-    @property
-    def parameter_count(self) -> int:
-        """Number of parameters; entries that a symmetry ties count once."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def corrected(self, field: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
         """``field - correction(z)``, or z at masked tokens; all (B, N, d)."""
@@ -129,7 +119,7 @@ class MeanFieldAttention(CorrectedUpdate):
         dim: d.
         correction, hidden, correction_bound: as for ``CorrectedUpdate``; without a correction this is
             the naive mean field, which is linear.
-        symmetric_sites, symmetric_internal, scale, bound: of the ``Couplings``.
+        symmetric_sites, scale, bound: of the ``Couplings``.
 
     Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked sites act on no
     other site and keep their state.
@@ -147,7 +137,6 @@ class MeanFieldAttention(CorrectedUpdate):
         hidden: int | None = None,
         correction_bound: float | None = None,
         symmetric_sites: bool = True,
-        symmetric_internal: bool = False,
         scale: float = 1.0,
         bound: float | None = None,
     ) -> None:
@@ -156,7 +145,6 @@ class MeanFieldAttention(CorrectedUpdate):
             sites,
             dim,
             symmetric_sites=symmetric_sites,
-            symmetric_internal=symmetric_internal,
             scale=scale,
             bound=bound,
         )
@@ -199,7 +187,7 @@ class AdaptiveTAPAttention(Update):
         sites: N.
         dim: d.
         site: a ``solvers.Site``; None: ``SphericalSite()``, unit vectors times ``sqrt d``.
-        symmetric_internal, scale, bound: of the ``Couplings``.
+        scale, bound: of the ``Couplings``.
 
     Shapes: ``x`` (B, N, d), None for zero; the state's ``mean`` (B, N, d), ``cavity_variance``
     (B, N, d, d). ``mask`` (B, N) bool: masked sites act on no other site and keep their state.
@@ -215,21 +203,13 @@ class AdaptiveTAPAttention(Update):
         dim: int,
         *,
         site: Site | None = None,
-        symmetric_internal: bool = False,
         scale: float = 1.0,
         bound: float | None = None,
     ) -> None:
         super().__init__()
         require_instance("site", site, Site, "a solvers.Site", optional=True)
-        self.couplings = Couplings(
-            sites, dim, symmetric_internal=symmetric_internal, scale=scale, bound=bound
-        )
+        self.couplings = Couplings(sites, dim, scale=scale, bound=bound)
         self.site = SphericalSite() if site is None else site
-
-    @property
-    def parameter_count(self) -> int:
-        """Number of parameters, the site's included; entries that a symmetry ties count once."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def initial(self, x: Tensor) -> SpinState:
         """Means 0, and cavity variances for which ``Lambda - J`` is positive definite."""
@@ -278,7 +258,7 @@ def make_correction(
     if isinstance(correction, str) and correction == "network":
         hidden = None if hidden is None else require_count(hidden_name, hidden)
         bound = None if bound is None else require_positive("correction_bound", bound)
-        return OnsagerNetwork(dim, hidden, bound=bound)
+        return NormedMLP(dim, hidden, bound=bound)
     if correction is not None and not isinstance(correction, nn.Module):
         raise TypeError(f'correction must be "network", a module or None, got {correction!r}')
     for name, value in ((hidden_name, hidden), ("correction_bound", bound)):
@@ -401,35 +381,10 @@ def row_softmax(scores: Tensor, pairs: Tensor | None) -> Tensor:
     return weights.masked_fill(~pairs, 0.0)
 
 
-class TokenMixer(NormedMLP):
-    """An MLP over the tokens, the same for every component: ``W2 gelu(W1 norm(z) + b1) + b2``.
-
-    The norm is a LayerNorm over the components of each token. It maps a zero token to zero, so masked
-    tokens contribute nothing to ``W1``.
-
-    Shapes and arguments as for ``NormedMLP``, of width N, the number of tokens.
-    """
-
-    def __init__(
-        self,
-        tokens: int,
-        dim: int,
-        hidden: int | None = None,
-        *,
-        epsilon: float = 1.0,
-        bound: float | None = None,
-    ) -> None:
-        tokens, dim = require_count("tokens", tokens), require_count("dim", dim)
-        super().__init__(dim, tokens, hidden, epsilon, bound)
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.second(F.gelu(self.first(self.norm(z).mT))).mT
-
-
 class MixerAttention(CorrectedUpdate):
     r"""``f(z, x)_i = g({z_j})_i - correction(z_i) + x_i`` with a token-mixing MLP ``g``.
 
-    A :class:`TokenMixer` replaces the explicit couplings of :class:`MeanFieldAttention`. Its parameters
+    A :class:`NormedMLP` over the tokens replaces the explicit couplings. Its parameters
     belong to the N positions, so the layer takes exactly N tokens. f is a contraction where the
     Lipschitz constants of g and of the correction sum to less than 1, which ``bound`` and
     ``correction_bound`` can enforce.
@@ -462,7 +417,7 @@ class MixerAttention(CorrectedUpdate):
     ) -> None:
         super().__init__()
         self.tokens, self.dim = tokens, dim
-        self.mixer = TokenMixer(tokens, dim, hidden, bound=bound)
+        self.mixer = NormedMLP(dim, hidden, tokens=tokens, bound=bound)
         self.correction = make_correction(
             correction, dim, correction_hidden, correction_bound, hidden_name="correction_hidden"
         )

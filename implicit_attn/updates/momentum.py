@@ -26,7 +26,7 @@ class _Momentum(nn.Module):
     """The numbers beta and eta of a step with momentum: parameters where they are learned, else floats.
 
     Floats keep their digits in every precision. They are arguments of the constructor, no part of the
-    state; files from when they were are still read.
+    state.
     """
 
     beta: Any
@@ -42,18 +42,6 @@ class _Momentum(nn.Module):
             else:
                 setattr(self, name, number)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        if not self.learned:
-            for name in ("beta", "eta"):
-                stored = state_dict.pop(prefix + name, None)
-                own = getattr(self, name)
-                # The rounded number of the constructor brings nothing new, another one counts.
-                if stored is not None and own is not None and bool(stored != _rounded(own, stored)):
-                    setattr(self, name, stored.item())
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
     def extra_repr(self) -> str:
         parts = [
             f"{name}={float(number):.4g}"
@@ -61,11 +49,6 @@ class _Momentum(nn.Module):
             if (number := getattr(self, name)) is not None
         ]
         return ", ".join([*parts, f"learned={self.learned}"])
-
-
-def _rounded(number: float, like: Tensor) -> Tensor:
-    """``number`` as a tensor like another."""
-    return torch.tensor(number, dtype=like.dtype, device=like.device)
 
 
 class DescentStep(nn.Module):

@@ -23,13 +23,13 @@ from implicit_attn.energies.feedforward import MemoryEnergy
 from implicit_attn.energies.projected import Given, merge_heads, split_heads
 from implicit_attn.energies.tokens import hide
 from implicit_attn.kernels import bisoftmax
+from implicit_attn.updates.gradient_step import move
 from implicit_attn.updates.hyperset import (
     TINY_NORM,
     ConditionedStepSizes,
     HyperSETLayer,
     StepSizes,
     build_step_sizes,
-    move,
     sinusoids,
 )
 from solvers.core.checks import require_choice, require_count

@@ -158,7 +158,7 @@ def _cases() -> list[EnergyCase]:
     sites: list[tuple[str, Lagrangian, dict[str, Any]]] = [
         ("ising", IsingLagrangian(), {}),
         ("ising-bound", IsingLagrangian(), {"scale": 3.0, "bound": 0.7}),
-        ("sphere", SphericalLagrangian(), {"symmetric_internal": True}),
+        ("sphere", SphericalLagrangian(), {}),
         ("potts", SoftmaxLagrangian(), {}),
     ]
     for name, site, options in sites:
@@ -360,7 +360,6 @@ def keep_places(energy: Energy, keep: Tensor) -> Energy:
         len(weight),
         couplings.dim,
         symmetric_sites=couplings.symmetric_sites,
-        symmetric_internal=couplings.symmetric_internal,
     ).to(weight.dtype)
     fewer.weight = weight
     energy.couplings = fewer

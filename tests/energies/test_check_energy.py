@@ -383,5 +383,3 @@ def test_a_mask_of_a_pytree_is_of_its_tokens() -> None:
     assert [f.check for f in check_energy(Seen(), state, mask=mask).failures] == ["masked tokens"]
     with pytest.raises(ValueError, match="mask must have the shape"):
         check_energy(Mixed(), state, mask=mask[:, :4])
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from typing import Any
 
@@ -15,15 +14,13 @@ from implicit_attn import DEQ
 from implicit_attn.updates import Couplings, MeanFieldAttention
 
 SITES, DIM = 5, 3
-SYMMETRIES = list(itertools.product([True, False], repeat=2))
 BOUNDS = [None, 0.4]
-each_symmetry = pytest.mark.parametrize(("tied", "internal"), SYMMETRIES)
+each_symmetry = pytest.mark.parametrize("tied", [True, False])
 
 
-def make(tied: bool = True, internal: bool = False, **options: Any) -> Couplings:
+def make(tied: bool = True, **options: Any) -> Couplings:
     torch.manual_seed(0)
-    flags: dict[str, Any] = {"symmetric_sites": tied, "symmetric_internal": internal}
-    return Couplings(SITES, DIM, **flags, **options).double()
+    return Couplings(SITES, DIM, symmetric_sites=tied, **options).double()
 
 
 def state(batch: int = 4, seed: int = 1) -> Tensor:
@@ -31,37 +28,34 @@ def state(batch: int = 4, seed: int = 1) -> Tensor:
     return torch.randn(batch, SITES, DIM, generator=generator, dtype=torch.float64)
 
 
-def has_symmetries(weight: Tensor, tied: bool, internal: bool) -> bool:
+def has_symmetries(weight: Tensor, tied: bool) -> bool:
     """Zero diagonal blocks, and exactly the symmetries asked for."""
     empty = all(bool((weight[i, i] == 0).all()) for i in range(len(weight)))
     sites = torch.equal(weight, weight.permute(1, 0, 3, 2))
-    inner = torch.equal(weight, weight.permute(0, 1, 3, 2))
-    return empty and sites == tied and inner == internal
+    return empty and sites == tied
 
 
 @each_symmetry
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_symmetries_are_exact_also_after_training(
-    tied: bool, internal: bool, bound: float | None
-) -> None:
-    couplings = make(tied, internal, bound=bound)
-    assert has_symmetries(couplings.weight, tied, internal)
+def test_symmetries_are_exact_also_after_training(tied: bool, bound: float | None) -> None:
+    couplings = make(tied, bound=bound)
+    assert has_symmetries(couplings.weight, tied)
     optimizer = torch.optim.Adam(couplings.parameters(), lr=0.1)
     for seed in range(3):
         optimizer.zero_grad()
         (couplings(state(seed=seed)) - 1.0).square().sum().backward()
         optimizer.step()
-    assert has_symmetries(couplings.weight, tied, internal)
+    assert has_symmetries(couplings.weight, tied)
 
 
 @each_symmetry
-def test_only_free_entries_are_parameters(tied: bool, internal: bool) -> None:
-    couplings = make(tied, internal)
+def test_only_free_entries_are_parameters(tied: bool) -> None:
+    couplings = make(tied)
     pairs = SITES * (SITES - 1) // (2 if tied else 1)
-    count = pairs * (DIM * (DIM + 1) // 2 if internal else DIM * DIM)
+    count = pairs * DIM * DIM
     (parameter,) = couplings.parameters()
     assert parameter is couplings.free
-    assert couplings.parameter_count == parameter.numel() == count
+    assert parameter.numel() == count
     # Every free entry moves J in a direction of its own.
     jacobian = torch.autograd.functional.jacobian(
         couplings.parametrizations["weight"][0],  # type: ignore[index]
@@ -73,10 +67,8 @@ def test_only_free_entries_are_parameters(tied: bool, internal: bool) -> None:
 
 @each_symmetry
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_field_is_the_sum_over_the_other_sites(
-    tied: bool, internal: bool, bound: float | None
-) -> None:
-    couplings, z = make(tied, internal, bound=bound), state()
+def test_field_is_the_sum_over_the_other_sites(tied: bool, bound: float | None) -> None:
+    couplings, z = make(tied, bound=bound), state()
     expected = torch.einsum("ijab,njb->nia", couplings.weight, z)
     torch.testing.assert_close(couplings(z), expected, rtol=1e-13, atol=1e-13)
     matrix = couplings.weight.permute(0, 2, 1, 3).reshape(SITES * DIM, SITES * DIM)
@@ -99,8 +91,8 @@ def test_masked_sites_neither_pull_nor_feel() -> None:
 
 
 @each_symmetry
-def test_weights_can_be_set_and_copied(tied: bool, internal: bool) -> None:
-    source, target = make(tied, internal), make(tied, internal)
+def test_weights_can_be_set_and_copied(tied: bool) -> None:
+    source, target = make(tied), make(tied)
     with torch.no_grad():
         source.free.normal_()
     before = target.free
@@ -137,7 +129,7 @@ def test_bound_caps_the_spectral_norm_and_nothing_else(tied: bool) -> None:
 
 def test_one_site_couples_to_nobody() -> None:
     couplings = Couplings(1, 4, bound=1.0)
-    assert couplings.parameter_count == 0
+    assert couplings.free.numel() == 0
     assert (couplings(torch.ones(2, 1, 4)) == 0).all()
 
 
@@ -158,14 +150,11 @@ def test_a_solve_forms_the_matrix_once(bound: float | None) -> None:
 
 
 def _weight(change: str) -> Tensor:
-    weight = make(internal=True).weight.detach().clone()
+    weight = make().weight.detach().clone()
     if change == "diagonal":
         weight[1, 1, 0, 0] = 1.0
     elif change == "sites":
         weight[0, 1, 0, 0] += 1.0
-    elif change == "internal":
-        weight[0, 1, 0, 1] += 1.0
-        weight[1, 0, 1, 0] += 1.0
     elif change == "nan":
         weight[0, 1] = float("nan")
     return weight
@@ -176,12 +165,11 @@ def _weight(change: str) -> Tensor:
     [
         ("diagonal", "weight must have zero blocks J_ii, got deviations up to 1"),
         ("sites", "weight must have J_ij^ab = J_ji^ba, got deviations up to 1"),
-        ("internal", "weight must have J_ij^ab = J_ij^ba, got deviations up to 1"),
         ("nan", "weight must be finite, got NaN or infinity"),
     ],
 )
 def test_set_weights_must_have_the_symmetries(change: str, message: str) -> None:
-    couplings = make(internal=True)
+    couplings = make()
     before = couplings.weight.detach().clone()
     with pytest.raises(ValueError, match=re.escape(message)):
         couplings.weight = _weight(change)
@@ -196,7 +184,6 @@ def test_set_weights_must_have_the_symmetries(change: str, message: str) -> None
         ({"sites": 2.0}, TypeError, "sites must be an integer, got 2.0"),
         ({"dim": -1}, ValueError, "dim must be >= 1, got -1"),
         ({"symmetric_sites": 1}, TypeError, "symmetric_sites must be True or False, got 1"),
-        ({"symmetric_internal": "x"}, TypeError, "symmetric_internal must be True or False"),
         ({"scale": 0.0}, ValueError, "scale must be finite and > 0, got 0.0"),
         ({"bound": float("inf")}, ValueError, "bound must be finite and > 0, got inf"),
     ],

@@ -53,7 +53,6 @@ def test_it_descends_every_tokens_own_energy_and_not_their_sum(kind: str, causal
     each = torch.stack([own_energy(step, at, held, i) for i in range(TOKENS)], 1)
     (gradient,) = torch.autograd.grad(each.sum(), at)
     assert relative_error(step(z), z - 0.4 * gradient) <= 1e-10
-    assert relative_error(step.own_energies(z).detach(), each.detach()) <= 1e-12
     together = SoftmaxAttention(DIM, HEADS, energy=kind, causal=causal, norm=None, beta=0.8)
     together = together.double()
     together.load_state_dict(step.energy.state_dict())
@@ -66,10 +65,6 @@ def test_cross_attention_is_the_gradient_step_of_its_energy() -> None:
     expected = z - 0.4 * step.energy.grad(z, x)
     assert relative_error(step(z, x).detach(), expected.detach()) <= 1e-14
     assert relative_error(step(z, step.prepare(x)).detach(), expected.detach()) <= 1e-14
-    each = step.own_energies(z, x)
-    assert torch.equal(step.own_energies(z, step.prepare(x)), each)
-    assert torch.equal(step.own_energies(z, AttentionInput(memory=x)), each)
-    assert relative_error(each.sum(1).detach(), step.energy(z, x).detach()) <= 1e-13
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +80,6 @@ def test_causal_steps_among_held_tokens(kind: str) -> None:
     with torch.no_grad():
         for given in (held, (held, None), AttentionInput(memory=held), step.prepare(held)):
             assert relative_error(step(z, given), z - 0.4 * gradient) <= 1e-10
-            assert relative_error(step.own_energies(z, given), each) <= 1e-12
         assert torch.equal(step(z, z), alone(z))
         found = step(z, (held, mask))
         assert relative_error(found[:, :2], step(z, held)[:, :2]) <= 1e-12
@@ -124,15 +118,6 @@ def test_masked_tokens_stay_and_reach_nobody(causal: bool) -> None:
     assert relative_error(found[:1, mask[0]], expected) <= 1e-13
     other = step(z.masked_fill(~mask[..., None], torch.nan), mask=mask)
     assert torch.equal(other[mask], found[mask])
-    assert (step.own_energies(z, mask=mask)[~mask] == 0).all()
-
-
-def test_tied_keys_and_learned_numbers() -> None:
-    step = make(tied_keys=True, learned_step=True, learned_beta=True)
-    assert step.energy.key is step.energy.query
-    assert len(list(step.parameters())) == 3
-    step(draw()).sum().backward()
-    assert all(p.grad is not None for p in step.parameters())
 
 
 def test_a_layer_of_it_solves_for_the_mean_shift() -> None:
@@ -153,15 +138,10 @@ def test_a_layer_of_it_solves_for_the_mean_shift() -> None:
 def test_mistakes() -> None:
     step, z = make(cross=True), draw()
     mask = torch.ones(2, 4, dtype=torch.bool)
-    for call in (step, step.own_energies):
-        with pytest.raises(ValueError, match=r"mask must have the shape \(B, N\) = \(2, 5\)"):
-            call(z, (z, mask))
-        with pytest.raises(ValueError, match=r"x must have the shape \(2, M, 6\), got \(1, 5, 6\)"):
-            call(z, z[:1])
-        with pytest.raises(ValueError, match="x must hold 2 samples like z, got 1"):
-            call(z, step.prepare(z[:1]))
-        with pytest.raises(TypeError, match="x must be a tensor"):
-            call(z)
+    with pytest.raises(ValueError, match=r"mask must have the shape \(B, N\) = \(2, 5\)"):
+        step(z, (z, mask))
+    with pytest.raises(ValueError, match="x must hold 2 samples like z, got 1"):
+        step(z, step.prepare(z[:1]))
     causal = make(cross=True, causal=True)
     for given in (z[:, :3], causal.prepare(z[:, :3])):
         with pytest.raises(
@@ -170,7 +150,5 @@ def test_mistakes() -> None:
             causal(z, given)
     with pytest.raises(ValueError, match="context_dim needs cross=True"):
         make(context_dim=3)
-    with pytest.raises(ValueError, match="tied_keys needs context_dim=6"):
-        make(cross=True, context_dim=3, tied_keys=True)
     with pytest.raises(ValueError, match="z must have 6 features"):
         make()(draw(width=5))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_attn import DEQ
-from implicit_attn.updates import MeanFieldAttention, OnsagerNetwork
+from implicit_attn.updates import MeanFieldAttention, NormedMLP
 from solvers import Forward, Implicit, Tolerance
 
 SITES, DIM = 5, 3
@@ -62,7 +62,7 @@ def test_formula(correction: Any) -> None:
 
 def test_network_formula() -> None:
     torch.manual_seed(0)
-    network = OnsagerNetwork(DIM, 7, epsilon=0.5).double()
+    network = NormedMLP(DIM, 7, epsilon=0.5).double()
     z, _ = pair()
     norm = (z - z.mean(-1, keepdim=True)) / (z.var(-1, keepdim=True, correction=0) + 0.5).sqrt()
     hidden = nn.functional.gelu(norm @ network.first.weight.T + network.first.bias)

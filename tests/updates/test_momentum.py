@@ -156,19 +156,6 @@ def test_the_momentum_is_as_precise_as_the_state_under_autocast(method: str) -> 
     assert errors[method] <= 1.6 * errors["plain"]
 
 
-def test_constants_keep_their_digits_and_come_from_older_files() -> None:
-    """Constants were once part of the state, rounded to its dtype."""
-    step = DescentStep(torch.tanh, "momentum", beta=0.9, eta=0.3, learned=False)
-    assert not step.state_dict()
-    step = step.half().double()
-    assert (step.numbers.beta, step.numbers.eta) == (0.9, 0.3)
-    older = {"numbers.beta": torch.tensor(0.9), "numbers.eta": torch.tensor(0.3)}
-    assert step.load_state_dict(older)
-    assert (step.numbers.beta, step.numbers.eta) == (0.9, 0.3)
-    step.load_state_dict(older | {"numbers.eta": torch.tensor(0.5)})
-    assert (step.numbers.beta, step.numbers.eta) == (0.9, 0.5)
-
-
 def test_the_lookahead_of_queries_alone() -> None:
     _, z, _ = problem()
     seen: list[tuple[Tensor, Tensor]] = []

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from implicit_attn import DEQ
-from implicit_attn.updates import MixerAttention, SoftmaxCouplingAttention, TokenMixer
+from implicit_attn.updates import MixerAttention, NormedMLP, SoftmaxCouplingAttention
 from solvers import Forward, Implicit, SolveWarning, Tolerance
 
 TOKENS, DIM = 5, 6
@@ -183,7 +183,7 @@ def test_bounded_mixer_contracts_whatever_the_weights() -> None:
         (lambda: MixerAttention(0, 6), ValueError, "tokens must be >= 1, got 0"),
         (lambda: MixerAttention(5, 6, 0), ValueError, "hidden must be >= 1, got 0"),
         (lambda: MixerAttention(5, 6, bound=-1.0), ValueError, "bound must be finite and > 0"),
-        (lambda: TokenMixer(5, 6, epsilon=0.0), ValueError, "epsilon must be finite and > 0"),
+        (lambda: NormedMLP(6, tokens=5, epsilon=0.0), ValueError, "epsilon must be finite and > 0"),
         (
             lambda: MixerAttention(5, 6, correction=None, correction_hidden=3),
             ValueError,
