@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from implicit_attn.energies.projected import RMSNorm
 from implicit_attn.energies.tokens import accumulation_dtype, check_tokens, hide, sum_samples
@@ -154,8 +152,8 @@ class LearnedLayerNormLagrangian(Lagrangian, nn.Module):
     """``Lag = d gamma sqrt(var(z) + epsilon) + delta.z``: LayerNorm with a learned gain and offset.
 
     ``g = gamma (z - mean(z)) / sqrt(var(z) + epsilon) + delta``. ``gamma``, one number, stays > 0 during
-    training, so that the Lagrangian is convex; ``delta`` is (d,). Numbers or tensors may be assigned to
-    both, which then go on being trained. A module: an ``ActivationStep`` trains it with its energy.
+    training, so that the Lagrangian is convex (a tensor > 0 may be assigned to it); ``delta`` is (d,).
+    A module: an ``ActivationStep`` trains it with its energy.
 
     Args:
         dim: d.
@@ -173,28 +171,6 @@ class LearnedLayerNormLagrangian(Lagrangian, nn.Module):
         self.gamma = nn.Parameter(torch.ones(()))
         parametrise(self, "gamma", _Positive())
         self.delta = nn.Parameter(torch.zeros(require_count("dim", dim)))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Numbers and tensors for ``gamma`` and ``delta`` are copied into the parameters."""
-        if name == "gamma" and parametrize.is_parametrized(self, "gamma"):
-            value = self._checked("gamma", value, self.gamma)
-        elif name == "delta" and "delta" in self._parameters:
-            checked = self._checked("delta", value, self.delta)
-            if not isinstance(value, nn.Parameter):  # one takes the place of the other
-                with torch.no_grad():
-                    self.delta.copy_(checked)
-                return
-        super().__setattr__(name, value)
-
-    @staticmethod
-    def _checked(name: str, value: Any, like: Tensor) -> Tensor:
-        if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
-        found = torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()
-        if isinstance(value, Tensor) and found.shape != like.shape:
-            wanted, got = tuple(like.shape), tuple(found.shape)
-            raise ValueError(f"{name} must have the shape {wanted}, got {got}")
-        return found
 
     def token_value(self, z: Tensor) -> Tensor:
         gain, offset = self.gamma.to(z.dtype), self.delta.to(z.dtype)

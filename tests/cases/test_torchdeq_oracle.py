@@ -105,33 +105,6 @@ def test_an_answer_found_without_f_counts_by_its_evaluations_only_if_it_is_one()
     assert list(result.reasons) == [1]
 
 
-def test_the_energy_ignores_the_sample_numbers() -> None:
-    problem = make("linear_symmetric_0.5")
-    recorder = oracle.Recorder(problem, 1e-6)
-    assert problem.energy is not None
-    expected = problem.energy(problem.z0, *problem.args)
-    assert torch.equal(recorder.energy(problem.z0, *recorder.args), expected)
-    with pytest.raises(ValueError, match="'bellman' has no energy"):
-        oracle.Recorder(make("bellman"), 1e-6).energy(problem.z0, problem.z0)
-
-
-def test_failures_keep_their_reason() -> None:
-    result = oracle.outcome(make("nan_from_start"), 1e-6, "fixed_point_iter")
-    assert result.evaluations[2].isinf()
-    assert result.evaluations[[0, 1, 3, 4]].isfinite().all()
-    assert list(result.reasons) == [2]
-    assert "inf after 500 evaluations" in result.reasons[2]
-
-
-def test_an_exception_of_torchdeq_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(oracle.SOLVERS, "memory_1", ("anderson", {"m": 1}, False))
-    problem = make("cos")
-    result = oracle.outcome(problem, 1e-6, "memory_1")
-    assert result.evaluations.isinf().all()
-    assert set(result.reasons) == set(range(problem.batch))
-    assert all(reason.startswith("IndexError: ") for reason in result.reasons.values())
-
-
 def test_an_overflowing_norm_is_no_small_residual() -> None:
     z = torch.full((1, 2), 1e200, dtype=torch.float64)
     assert oracle.true_residual(z, z + 1e190).isinf().all()
@@ -145,16 +118,3 @@ def test_best_is_the_smallest_median_among_the_complete() -> None:
     medians = {name: oracle.outcome(problem, 1e-6, name).order for name in oracle.SOLVERS}
     assert medians[winner] == min(medians.values())
     assert torch.equal(evaluations, oracle.evaluations_to(1e-6, problem, winner))
-
-
-def test_unknown_solvers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"solver_name must be one of .*'newton'"):
-        oracle.evaluations_to(1e-6, make("cos"), "newton")
-
-
-def test_the_table_names_each_failure() -> None:
-    lines = oracle.table(["runaway"], 1e-6, 30)
-    assert lines[2].startswith("| runaway |")
-    assert lines[2].endswith("| none |")
-    samples = make("runaway").batch * len(oracle.SOLVERS)
-    assert f"{samples} samples not solved:" in lines

@@ -4,17 +4,12 @@ The count of a sample is the number of calls of f up to the first one at a point
 relative residual ``|f(z) - z| / |f(z)|`` is within the tolerance; infinite if there is none. It is
 taken inside f, so it means the same for every solver: no solver's own bookkeeping enters, stopping
 late costs nothing and neither does a bad choice of the iterate to return.
-
-Run as a script it prints the table:
-
-    PYTHONPATH=tests python -m cases.torchdeq_oracle [--tolerance 1e-6] [--max-evaluations 500] [name ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,47 +247,3 @@ def _median(values: Tensor) -> float:
     if values.numel() % 2:
         return float(ordered[middle])
     return 0.5 * float(ordered[middle - 1] + ordered[middle])
-
-
-def _cell(result: Outcome) -> str:
-    def number(value: float) -> str:
-        return f"{value:g}" if math.isfinite(value) else "-"
-
-    _, median, largest = result.order
-    return f"{number(median)} / {number(largest)}"
-
-
-def table(names: Sequence[str], tolerance: float, max_evaluations: int) -> list[str]:
-    """Rows ``problem | median / max per solver | best``, and the reasons of all failures below."""
-    header = "| problem | " + " | ".join(SOLVERS) + " | best |"
-    lines, failures = [header, "|---" * (len(SOLVERS) + 2) + "|"], []
-    for name in names:
-        problem = zoo.make(name)
-        results = {key: outcome(problem, tolerance, key, max_evaluations) for key in SOLVERS}
-        winner = min(results, key=lambda key: results[key].order)
-        solved = math.isfinite(results[winner].evaluations.min().item())
-        cells = " | ".join(_cell(result) for result in results.values())
-        champion = f"{winner} {_cell(results[winner])}" if solved else "none"
-        lines.append(f"| {name} | {cells} | {champion} |")
-        for key, result in results.items():
-            for sample, reason in result.reasons.items():
-                failures.append(f"{name}, {key}, sample {sample}: {reason}")
-    return [*lines, "", f"{len(failures)} samples not solved:", *failures]
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description="torchdeq on the zoo")
-    parser.add_argument("names", nargs="*", help="problems; all of them by default")
-    parser.add_argument("--tolerance", type=float, default=1e-6)
-    parser.add_argument("--max-evaluations", type=int, default=500)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"Evaluations of f to a relative residual of {options.tolerance:g}: median / largest")
-    print(f"over the samples of each problem; - : not within {options.max_evaluations}.\n")
-    names = options.names or list(zoo.PROBLEMS)
-    print("\n".join(table(names, options.tolerance, options.max_evaluations)))
-
-
-if __name__ == "__main__":
-    main()

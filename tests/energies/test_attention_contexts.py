@@ -225,29 +225,3 @@ def test_an_empty_memory_has_energy_zero(name: str, masked: bool) -> None:
         assert all(g is None or (g == 0).all() for g in given)
     with pytest.raises(ValueError, match=r"pairs must have the shape \(3, 0\)"):
         energy.grad(z, AttentionInput(memory=empty, pairs=torch.ones(N, M) > 0))
-
-
-UNSEEN: list[tuple[Any, type[Exception], str]] = [
-    ({"tokens": torch.zeros(N)}, ValueError, r"x.tokens must have the shape .*, got \(3,\)"),
-    ({"tokens": torch.zeros(B, N + 2, 7)}, ValueError, r"x.tokens must have the shape \(2, 3,"),
-    ({"tokens": "three"}, TypeError, r"x.tokens must be a tensor \(B, N, ...\), got str"),
-]
-
-
-@pytest.mark.parametrize(("parts", "error", "message"), UNSEEN)
-@pytest.mark.parametrize("kind", [*SELF, "cross"])
-def test_tokens_that_no_feature_sees_are_checked_all_the_same(
-    kind: str, parts: Any, error: Any, message: str
-) -> None:
-    z, _, memory = state()
-    if kind == "cross":
-        energy: Any = CROSS["inner-auto"]()
-        parts = parts | {"memory": memory}
-    else:
-        energy = make(kind, context_dim=None)
-    with pytest.raises(error, match=message):
-        energy.grad(z, AttentionInput(**parts))
-    fitting = AttentionInput(**parts | {"tokens": torch.zeros(B, N, 7)})
-    assert energy.grad(z, fitting).isfinite().all()
-    with pytest.raises(ValueError, match=r"mask"):
-        energy.prepare(fitting, mask=torch.ones(B, N + 1) > 0)

@@ -194,20 +194,6 @@ def test_laws_of_huge_couplings_are_finite_in_single_precision(size: float) -> N
     torch.testing.assert_close(pairs, torch.ones_like(pairs), rtol=0, atol=1e-3)
 
 
-def test_features_of_another_dtype_than_the_couplings() -> None:
-    wide = torch.randn(3, 4, generator=seeded(5), dtype=F64)
-    energy = BareAttention(4, 3, features=wide, site=TorusSite())
-    z = on_circles(2, 4, 4).float()
-    attention = energy.attention(z)
-    whole = energy.effective_couplings()
-    assert whole.dtype == torch.float32
-    scores = torch.einsum("nia,ijab,njb->nij", z, whole, z)
-    own = torch.eye(4, dtype=torch.bool)
-    torch.testing.assert_close(attention, scores.masked_fill(own, -torch.inf).softmax(-1))
-    with pytest.raises(ValueError, match="features must be finite"):
-        BareAttention(4, 3, features=wide * torch.nan)
-
-
 # --- errors ----------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from cases.energies import masks
 from implicit_attn.energies import Energy, EnergyReport, Prepared, Quadratic, check_energy
 from implicit_attn.energies.checking import CHECKS
 from implicit_attn.energies.tokens import hide, sum_samples
-from implicit_attn.regularization import VariationalDropout
 
 STATE = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
 INPUT = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(2))
@@ -326,19 +325,6 @@ def test_the_energy_and_its_inputs_stay_as_they_are() -> None:
         assert check_energy(Right(), STATE.clone(), INPUT.clone(), mask=MASK).ok
 
 
-def test_dropout_of_a_solve_is_checked_in_evaluation() -> None:
-    class Thinned(Right):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout = VariationalDropout(0.5)
-
-        def density(self, z: Tensor, x: Tensor) -> Tensor:
-            return self.dropout(super().density(z, x))
-
-    assert r"call eval()" in str(check_energy(Thinned(), STATE, INPUT))
-    assert check_energy(Thinned().eval(), STATE, INPUT).ok
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -355,13 +341,6 @@ def test_arguments_are_checked(options: dict[str, Any], error: Any, words: str) 
     given = {"energy": Quadratic(), "z": STATE} | options
     with pytest.raises(error, match=words):
         check_energy(**given)
-
-
-def test_an_energy_that_cannot_be_copied_is_named() -> None:
-    energy = Quadratic()
-    energy.kept = STATE.clone().requires_grad_() * 2  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=r"Quadratic could not be copied .* parameters or buffers"):
-        check_energy(energy, STATE)
 
 
 def test_a_mask_of_a_pytree_is_of_its_tokens() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn import DEQ
-from implicit_attn.updates import Couplings, MeanFieldAttention
+from implicit_attn.updates import Couplings
 
 SITES, DIM = 5, 3
 BOUNDS = [None, 0.4]
@@ -131,22 +130,6 @@ def test_one_site_couples_to_nobody() -> None:
     couplings = Couplings(1, 4, bound=1.0)
     assert couplings.free.numel() == 0
     assert (couplings(torch.ones(2, 1, 4)) == 0).all()
-
-
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_a_solve_forms_the_matrix_once(bound: float | None) -> None:
-    """Once for the solve and once for the recording of its gradient, however many evaluations."""
-    update = MeanFieldAttention(SITES, DIM, bound=bound)
-    formed = []
-    expansion: Any = update.couplings.parametrizations["weight"][0]  # type: ignore[index]
-    expansion.register_forward_hook(lambda *_: formed.append(1))
-    layer = DEQ(update)
-    with torch.no_grad():
-        layer(state().float())
-    assert len(formed) == 1
-    assert layer.last is not None and (layer.last.evaluations > 2).all()
-    layer(state().float()).sum().backward()
-    assert len(formed) == 3
 
 
 def _weight(change: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,12 +12,9 @@ from implicit_attn import DEQ
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,
-    Field,
     FunctionEnergy,
     Quadratic,
     ReLUFeedForward,
-    Scaled,
-    Select,
     SoftmaxAttention,
     Sum,
     Weighted,
@@ -132,20 +128,6 @@ def test_select_from_dict_and_tuple(z: Tensor, x: Tensor) -> None:
         torch.testing.assert_close(product, x + cross.hvp(z, x, context))
 
 
-def test_composition_copies_and_restores(z: Tensor, x: Tensor, parts: list[Energy]) -> None:
-    energy = (parts[0].weighted(0.2, maximum=1.0) + 0.5 * parts[1] + parts[2]).double()
-    clone = copy.deepcopy(energy)
-    assert torch.equal(clone.grad(z, x), energy.grad(z, x))
-    with torch.no_grad():
-        for parameter in clone.parameters():
-            parameter.add_(0.3)
-    assert not torch.allclose(clone.grad(z, x), energy.grad(z, x))
-    clone.load_state_dict(energy.state_dict())
-    assert torch.equal(clone.grad(z, x), energy.grad(z, x))
-    assert len(list(energy.parameters())) == 3
-    assert "weight=0.5" in repr(energy) and "Quadratic" in repr(energy)
-
-
 class QuarticWell(Energy):
     """What a user writes: the forward pass alone."""
 
@@ -247,18 +229,6 @@ def test_pytree_states(z: Tensor, x: Tensor) -> None:
         torch.testing.assert_close(gradient["b"], 1.5 * (z + 4 * x**3))
         torch.testing.assert_close(product["a"], 1.5 * (first + second))
         torch.testing.assert_close(product["b"], 1.5 * (first + 12 * x**2 * second))
-
-
-def test_types_of_combinations(parts: list[Energy]) -> None:
-    assert type(0.5 * parts[0]) is Scaled
-    assert type(parts[0].select("a")) is Select
-    assert type(parts[0].weighted()) is Weighted
-    with pytest.raises(TypeError):
-        parts[0] + 1.0  # type: ignore[operator]
-    with pytest.raises(TypeError):
-        parts[0] * Field()  # type: ignore[operator]
-    with pytest.raises(TypeError):
-        parts[0] * True  # type: ignore[operator]
 
 
 def test_an_inherited_gradient_of_another_energy_is_refused() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils import parametrize
 
-from cases.energies import relative_error
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,
@@ -63,28 +59,6 @@ def test_weights_stay_within_the_bound(name: str, dtype: torch.dtype) -> None:
     grow(energy, 0.0)
     assert spectral_norms(energy) == [0.0] * len(norms)
     assert torch.isfinite(energy.grad(STATE.to(dtype))).all()
-
-
-@each_bounded
-def test_a_bounded_energy_copies_converts_restores_and_caches(name: str) -> None:
-    energy = build(name)
-    expected = energy.grad(STATE)
-    assert torch.equal(energy.eval().grad(STATE), expected)
-    with parametrize.cached():
-        assert torch.equal(energy.grad(STATE), expected)
-        assert torch.equal(energy.grad(STATE), expected)
-    clone = copy.deepcopy(energy)
-    grow(clone, 0.2)
-    assert not torch.allclose(clone.grad(STATE), expected)
-    assert torch.equal(energy.grad(STATE), expected)
-    file = io.BytesIO()
-    torch.save(energy.state_dict(), file)
-    file.seek(0)
-    clone.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(clone.grad(STATE), expected)
-    assert relative_error(clone.float().grad(STATE.float()), expected) < 1e-4
-    half = clone.bfloat16()
-    assert half.grad(STATE.bfloat16()).dtype == torch.bfloat16 and max(spectral_norms(half)) < 0.71
 
 
 def test_assigned_and_small_weights_are_stored_as_they_are() -> None:

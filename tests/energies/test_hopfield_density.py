@@ -121,17 +121,6 @@ def test_float32_does_not_cancel_large_norms(cooling: int) -> None:
     assert Hopfield(patterns).log_prob(z.double()).dtype == torch.float64
 
 
-def test_half_precision_counts_in_float32() -> None:
-    memory = Hopfield(draw(4, 2), beta=BETA)
-    half = Hopfield(memory.patterns.bfloat16(), beta=BETA)
-    z = draw(6, 2, seed=1).bfloat16()
-    found = half.log_prob(z)
-    assert found.dtype == torch.float32
-    exact = Hopfield(half.patterns.double(), beta=BETA).log_prob(z.double())
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
-    assert half.sample(3).dtype == torch.bfloat16
-
-
 def test_mistakes() -> None:
     memory = Hopfield(draw(40, 2))
     assert math.comb(40 + 5, 6) > LARGEST_MIXTURE

@@ -95,14 +95,3 @@ def test_wrong_samples_and_gradients_are_named() -> None:
         energy.assign_gradient(gradient[:3])
     with pytest.raises(ValueError, match="gradient must be finite"):
         energy.assign_gradient(gradient * torch.nan)
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_capped_norms(symmetric: bool) -> None:
-    energy = made(symmetric_sites=symmetric)
-    before = energy.couplings.site_norms()
-    maximum = before.max().item() / 2
-    energy.cap_norms(maximum)
-    after = energy.couplings.site_norms()
-    torch.testing.assert_close(after, before.clamp(max=maximum))
-    assert (after < before).any() and (after == before).any()

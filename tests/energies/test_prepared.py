@@ -203,20 +203,6 @@ def test_samples_that_leave_the_batch_take_their_prepared_rows_along() -> None:
     torch.testing.assert_close(both.value[:3], layer.solve(hard).value)
 
 
-@each_composition
-def test_repeated_evaluations_of_automatic_gradients_are_the_recorded_ones(name: str) -> None:
-    """Gradients taken by autograd within f, whose parameters a checkpoint must recognise."""
-    found = []
-    for adjoint in ("unrolled", "checkpointed"):
-        layer = DEQ(make(name), adjoint=ADJOINTS[adjoint], max_steps=4, on_failure="ignore")
-        x = tokens(1).requires_grad_()
-        layer(x).pow(3).sum().backward()
-        found.append([x.grad, *(p.grad for p in layer.parameters())])
-    for gradient, reference in zip(*found, strict=True):
-        assert gradient is not None and reference is not None
-        torch.testing.assert_close(gradient, reference, rtol=1e-12, atol=1e-14)
-
-
 def test_dropout_is_refused_where_nothing_is_prepared() -> None:
     """A module that draws may serve in ``prepare``, once a solve, but never in the evaluations."""
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import gradcheck
 
 from cases.energies import relative_error
 from implicit_attn.models import (
@@ -252,19 +251,6 @@ def test_later_tokens_reach_no_earlier_one(name: str) -> None:
 
 
 @each_form
-@pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_shapes_and_precisions(name: str, tokens: int) -> None:
-    form, z = make(name), draw(tokens)
-    assert form(z).shape == z.shape
-    wide = form(z)
-    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)):
-        found = make(name).to(dtype)(z.to(dtype))
-        assert found.dtype == dtype
-        assert found.isfinite().all()
-        assert relative_error(found, wide) <= bound
-
-
-@each_form
 def test_masked_tokens_are_absent(name: str) -> None:
     form, z = make(name), draw()
     mask = torch.tensor([[True, False, True, True, False], [False] * 5])
@@ -289,34 +275,6 @@ def test_transforms_of_functions(name: str) -> None:
     product = torch.func.jvp(gradient, (z,), (v,))[1]
     expected = (gradient(z + step * v) - gradient(z - step * v)) / (2.0 * step)
     assert relative_error(product.detach(), expected.detach()) <= 1e-6
-
-
-@pytest.mark.parametrize("name", ["newton", "newton-taylor"])
-def test_dependent_rows_of_the_queries_have_no_return(name: str) -> None:
-    form = make(name)
-    with torch.no_grad():
-        form.query.weight[1].zero_()
-    with pytest.raises(RuntimeError, match="singular"):
-        form(draw())
-
-
-@each_form
-def test_gradients(name: str) -> None:
-    form, z = make(name), draw(3)[:1]
-    parameters = [p for p in form.parameters() if p.dim() == 1]
-    with torch.no_grad():
-        for p in parameters:
-            p.add_(0.1)
-    assert gradcheck(lambda z, *_: form(z), (z.requires_grad_(), *parameters))
-
-
-@each_form
-def test_queries_may_look_at_another_state(name: str) -> None:
-    """``form(at, memory)``: keys and values of ``memory``, as a lookahead of the queries alone."""
-    form, z, other = make(name), draw(), draw(seed=2)
-    assert torch.equal(form(z, z), form(z))
-    assert not torch.allclose(form(z, other), form(z))
-    assert not torch.allclose(form(z, other), form(other))
 
 
 def test_mistakes() -> None:

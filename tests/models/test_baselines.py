@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.models import CRATE, EnergyTransformer, RecurrentBackbone, SharedTransformer
+from implicit_attn.models import CRATE, EnergyTransformer, SharedTransformer
 
 DIM, HEADS, WIDTH, TOKENS = 12, 3, 4, 6
 MODELS: dict[str, Callable[..., Any]] = {
@@ -159,21 +159,6 @@ def _new(model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if name not in known}
 
 
-@each_model
-def test_iterations(name: str) -> None:
-    model = build(name, layers=2)
-    assert isinstance(model, RecurrentBackbone)
-    x = tokens()
-    z, states = x, [x]
-    for layer in model.layers:
-        for _ in range(5):
-            z = layer.advance(z, None, 0)
-            states.append(z)
-    assert torch.equal(model.states(x, iterations=5), torch.stack(states))
-    assert torch.equal(model(x, iterations=5), z)
-    assert torch.equal(model(x), model(x, iterations=3))
-
-
 def test_the_energy_transformer_descends() -> None:
     """The step leaves the norm's derivative out and descends, for it is positive semidefinite."""
     model = build("energy-transformer", step_size=0.02)
@@ -185,14 +170,6 @@ def test_the_energy_transformer_descends() -> None:
             value = energy_of_activation(layer, activation(layer, sample))
             assert torch.allclose(energies[4, index], value)
     assert (energies.diff(dim=0) < 0).all()
-
-
-def test_initial_weights_of_the_energy_transformer() -> None:
-    torch.manual_seed(0)
-    for deviation, expected in ((None, 0.125), (0.02, 0.02)):
-        layer: Any = EnergyTransformer(64, 4, deviation=deviation).layers[0]
-        for part in (layer.attention.query, layer.attention.key, layer.feedforward.projection):
-            assert part.weight.std().item() == pytest.approx(expected, rel=0.03)
 
 
 def test_the_transformer_is_pytorchs() -> None:

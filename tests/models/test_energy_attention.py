@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from implicit_attn.energies import FunctionEnergy, Hopfield, SoftmaxAttention
 from implicit_attn.models import EnergyAttention, QueryTrajectory
-from solvers import Implicit, Status, Tolerance
+from solvers import Implicit, Tolerance
 
 TIGHT: dict[str, Any] = {
     "tolerance": Tolerance(rtol=1e-12),
@@ -197,16 +197,6 @@ def test_floating_masks_exclude_by_minus_infinity_alone(wrong: float) -> None:
         model(x, mask=bias)
     bias[0, 1, 2] = -torch.inf
     assert model(x, mask=bias).isfinite().all()
-
-
-def test_equilibrium_reports_each_sample() -> None:
-    model = build(8, heads=2, steps=None, tolerance=Tolerance(rtol=1e-10))
-    x = draw(3, 5, 8)
-    y = model(x)
-    assert model.equilibrium is not None and model.equilibrium.last is not None
-    assert (model.equilibrium.last.status == Status.CONVERGED).all()
-    limit = build(8, heads=2, steps=400)
-    torch.testing.assert_close(y, limit(x), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["pairs", "heads", "floating"])

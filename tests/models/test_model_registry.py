@@ -13,7 +13,6 @@ from cases.studies import specification
 from implicit_attn.checkpoint import save_checkpoint
 from implicit_attn.models import (
     BACKBONES,
-    HyperSETEquilibrium,
     ImageClassifier,
     build_model,
     load_model,
@@ -38,34 +37,6 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(model.eval()(images), again(images))
-
-
-def test_random_state_is_left_alone(tmp_path: Path) -> None:
-    wanted = specification("crate")
-    path = tmp_path / "weights.safetensors"
-    save_checkpoint(path, build_model(wanted), progress={"settings": {"model": wanted}})
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    load_model(path)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_options_of_the_solve() -> None:
-    wanted = specification("hyperset-equilibrium")
-    model: Any = build_model(wanted, layer={"on_failure": "ignore", "max_steps": 7})
-    assert isinstance(model.backbone, HyperSETEquilibrium)
-    assert model.backbone.layer.on_failure == "ignore" and model.backbone.layer.max_steps == 7
-    blocks: Any = build_model(
-        specification("equilibrium", layers=2), layer={"on_failure": "ignore", "max_steps": 7}
-    )
-    assert [block.deq.max_steps for block in blocks.backbone.blocks] == [7, 7]
-    assert {block.deq.on_failure for block in blocks.backbone.blocks} == {"ignore"}
-    spins: Any = build_model(
-        specification("spin-transformer", layers=2), layer={"on_failure": "ignore", "max_steps": 7}
-    )
-    assert [layer.max_steps for layer in spins.backbone.steady] == [7, 7]
-    with pytest.raises(ValueError, match="layer must be None"):
-        build_model(specification("crate"), layer={"max_steps": 3})
 
 
 BACKBONE = {"name": "crate", "dim": 8, "heads": 2}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn.models import FactoredAttention, PottsModel, fit_pseudolikelihood
+from implicit_attn.models import PottsModel, fit_pseudolikelihood
 
 
 def data(samples: int = 60) -> Tensor:
@@ -105,16 +105,6 @@ def test_the_line_search_steps_back_from_what_is_not_finite(value: float) -> Non
     assert float(objective.detach()) == pytest.approx(min(finite), rel=1e-5)
 
 
-def test_a_fit_inside_no_grad_and_with_a_part_frozen() -> None:
-    model, same = PottsModel(4, 3), PottsModel(4, 3)
-    for each in (model, same):
-        each.field.requires_grad_(False)
-    with torch.no_grad():
-        inside = fit_pseudolikelihood(model, data(), 0.01)
-    assert inside == fit_pseudolikelihood(same, data(), 0.01) and inside.status == "converged"
-    assert not bool(model.field.any())
-
-
 @pytest.mark.parametrize("solver", ["lbfgs", "adam"])
 def test_a_model_without_free_parameters_is_refused(solver: str) -> None:
     with pytest.raises(ValueError, match="model must have a parameter"):
@@ -129,15 +119,6 @@ def test_batches_are_seeded_and_leave_the_random_state() -> None:
         found.append(fit_pseudolikelihood(model, data(), solver="adam", **options).losses)
     assert found[0] == found[1] != found[2]
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_every_batch_is_augmented() -> None:
-    def all_alike(batch: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.zeros_like(batch)
-
-    model = FactoredAttention(4, 3)
-    fit_pseudolikelihood(model, data(), solver="adam", steps=100, augment=all_alike)
-    assert bool((model.logits(data()).argmax(-1) == 0).all())
 
 
 @pytest.mark.parametrize(

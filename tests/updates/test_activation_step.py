@@ -22,7 +22,6 @@ from implicit_attn.energies import (
     RMSNorm,
     RMSNormLagrangian,
     SoftmaxAttention,
-    SoftmaxFeedForward,
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
@@ -152,40 +151,6 @@ def test_unit_step_never_raises_the_energy_of_concave_interactions(
         assert rise <= 1e-12, (seed, strength)
         if name in BOUNDED and case.id != "dense-exp":
             assert rise > -torch.inf  # some step was really compared
-
-
-def test_retrieval_through_a_norm() -> None:
-    """Patterns behind an RMS norm: the layer's activation lands on the nearest one."""
-    torch.manual_seed(0)
-    patterns = torch.sign(torch.randn(5, 16)).double()
-    noisy = patterns.clone()
-    noisy[:, :3] *= -1
-    memory = SoftmaxFeedForward(16, 5, norm=None).double()
-    with torch.no_grad():
-        memory.projection.weight.copy_(patterns)
-    update = ActivationStep(4.0 * memory, RMSNormLagrangian(1e-6))
-    layer = DEQ(update, tolerance=Tolerance(rtol=1e-8), max_steps=300)
-    with torch.no_grad():
-        found = update.activation(layer(noisy.unsqueeze(1))).squeeze(1)
-    assert torch.equal(torch.sign(found), patterns)
-
-
-@each_lagrangian
-@pytest.mark.parametrize("options", [{}, {"channels": DIM}], ids=["scalar", "channels"])
-def test_symmetric_flag_is_never_a_false_promise(name: str, options: dict[str, Any]) -> None:
-    torch.manual_seed(2)
-    energy = ReLUFeedForward(DIM, 10, norm=None).double()
-    update = ActivationStep(energy, LAGRANGIANS[name], 0.5, **options).double()
-    if options:
-        update.step_size.constant.mul_(torch.linspace(0.5, 1.5, DIM))  # type: ignore[operator]
-    z, x = torch.randn(2, 1, 3, DIM, dtype=torch.float64)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda flat: update(flat.view_as(z), x).flatten(), z.flatten()
-    )
-    asymmetry = relative_error(jacobian, jacobian.mT)  # type: ignore[union-attr,arg-type]
-    assert not update.symmetric or asymmetry < 1e-12
-    if name != "identity":
-        assert asymmetry > 1e-3
 
 
 @each_lagrangian

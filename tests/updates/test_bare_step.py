@@ -154,23 +154,6 @@ def test_gradients_pass_by_nan_at_masked_tokens() -> None:
         assert slope.isfinite().all() and (slope[0, 2] == 0).all()
 
 
-def test_trajectories_take_a_mask() -> None:
-    step, z = BareAttentionStep(made(4, 3)), start(2, 4, 3)
-    mask = torch.tensor([[True, True, False, True], [True] * 4])
-    states = step.trajectory(z, 2, mask=mask)
-    torch.testing.assert_close(states[2], step(step(z, mask=mask), mask=mask))
-    assert torch.equal(states[2][0, 2], z[0, 2])
-
-
-def test_half_precision_stays_on_the_sphere() -> None:
-    energy = made(5, 8).to(torch.bfloat16)
-    moved = BareAttentionStep(energy, radius=3.0)(start(2, 5, 8).to(torch.bfloat16))
-    assert moved.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        moved.float().norm(dim=-1), torch.full((2, 5), 3.0), rtol=1e-2, atol=0
-    )
-
-
 def test_errors_name_what_is_wrong() -> None:
     energy = made(3, 4)
     with pytest.raises(TypeError, match="energy must be a BareAttention"):

@@ -18,8 +18,7 @@ from implicit_attn.energies import (
     Quadratic,
     ReLUFeedForward,
 )
-from implicit_attn.updates import StepSize
-from solvers import Status, Tolerance, Unrolled
+from solvers import Tolerance
 
 DIM = 6
 STEPS: dict[str, dict[str, Any]] = {
@@ -92,12 +91,6 @@ def test_channels_have_steps_of_their_own() -> None:
     torch.testing.assert_close(update(z), z * factors, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("initial", [1e-6, 1e-3, 1.0, 30.0, 1e4])
-def test_learned_step_starts_where_it_is_told(initial: float) -> None:
-    step = torch.as_tensor(StepSize(initial, learned=True)()).detach()
-    assert step.item() == pytest.approx(initial, rel=1e-5)
-
-
 @each_step
 def test_fixed_point_does_not_depend_on_the_step(options: dict[str, Any]) -> None:
     energy, x = convex(), inputs()
@@ -126,16 +119,6 @@ def test_fixed_point_gives_the_step_no_gradient(channels: int | None) -> None:
     assert size[1e-12] <= 1e-9
     assert size[1e-3] <= 0.1
     assert size[1e-3] > size[1e-12]
-
-
-def test_unrolled_adjoint_does_give_the_step_a_gradient() -> None:
-    update = GradientStep(convex(), 0.5, learned=True).double()
-    layer = DEQ(update, adjoint=Unrolled(), max_steps=2, on_failure="ignore")
-    layer(inputs()).square().sum().backward()
-    assert update.step_size.raw.grad is not None
-    assert update.step_size.raw.grad.abs() > 1e-3
-    assert layer.last is not None
-    assert int(layer.last.status[0]) == Status.MAX_STEPS
 
 
 @each_step
@@ -189,9 +172,3 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_steps(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         GradientStep(Quadratic(), **options)
-
-
-def test_channels_that_do_not_fit_the_state() -> None:
-    update = GradientStep(Quadratic(), channels=DIM + 1)
-    with pytest.raises(ValueError, match=rf"channels.*{DIM + 1}"):
-        update(torch.zeros(2, 3, DIM))

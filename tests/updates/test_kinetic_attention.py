@@ -150,13 +150,6 @@ def test_a_token_of_zeros() -> None:
     assert bool(z.isfinite().all()) and x.grad is not None and bool(x.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("shape", [(0, TOKENS, DIM), (2, 0, DIM)])
-@pytest.mark.parametrize("closure", CLOSURES)
-def test_no_samples_or_no_tokens(shape: tuple[int, ...], closure: str) -> None:
-    x = torch.zeros(shape, dtype=torch.float64)
-    assert attention(closure=closure)(x, x).shape == shape
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"heads": 5}, "heads"),
     ({"heads": 12}, "heads must leave each head at least 2 features"),

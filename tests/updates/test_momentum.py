@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +14,6 @@ from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import FunctionEnergy, Quadratic, RMSNorm, SoftmaxAttention
 from implicit_attn.updates import DescentStep, MomentumStep
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 
 
@@ -123,37 +118,6 @@ def test_the_numbers_of_every_sublayer_are_learned() -> None:
         assert all(p.grad is not None for p in scalars)
         # The first beta multiplies a momentum of zero.
         assert sum(p.grad == 0 for p in scalars) == (1 if number == 10 else 0)
-
-
-def test_data_parallel_training_finds_every_number_used(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "tests/workers/momentum_ddp.py"), str(tmp_path / "meeting")],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split("\n")[:3] == [
-        f"{m} trained" for m in ("gain", "momentum", "nesterov")
-    ]
-
-
-@pytest.mark.parametrize("method", ["momentum", "nesterov"])
-def test_the_momentum_is_as_precise_as_the_state_under_autocast(method: str) -> None:
-    """The error is about that of the plain step, whose branches round in the same way."""
-    torch.manual_seed(3)
-    branches = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(12)]
-    errors = {}
-    for name in ("plain", method):
-        steps, z = [DescentStep(branch, name) for branch in branches], torch.randn(8, 4, 16)
-        exact, p = run(steps, z)
-        with torch.autocast("cpu", torch.bfloat16):
-            found, p = run(steps, z)
-        assert p is None or p.dtype == torch.float32
-        errors[name] = relative_error(found[-1].detach(), exact[-1].detach())
-    assert errors[method] <= 1.6 * errors["plain"]
 
 
 def test_the_lookahead_of_queries_alone() -> None:

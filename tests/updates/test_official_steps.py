@@ -16,10 +16,7 @@ from implicit_attn.models import HyperSET
 from implicit_attn.studies import HeldStep
 from implicit_attn.updates.official import (
     DESCENTS,
-    STEP_NETWORKS,
-    Descent,
     OfficialHyperSETLayer,
-    OfficialStepSizes,
 )
 
 DIM, HEADS, MEMORIES, TOKENS = 8, 2, 10, 6
@@ -78,34 +75,6 @@ def test_masks(attention: str, options: dict[str, Any]) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gains": "separate", "step_network": "normed"},
-        {"gains": "shared", "step_network": "raw", "descent": "momentum"},
-        {"attention": "linear-tanh", "gains": "separate", "step_network": "twice-normed"},
-        {"attention": "sigmoid-squared", "gains": "separate", "descent": "rmsprop"},
-        {"gains": "shared", "step_network": "sinusoids", "descent": "rmsprop-momentum"},
-        {"feedforward": "gated-silu", "gains": "separate", "descent": "adam"},
-    ],
-    ids=str,
-)
-def test_derivatives_are_right(options: dict[str, Any]) -> None:
-    model = build(iterations=2, epsilon=None, **options)
-    x = tokens(batch=1)[:, :3].requires_grad_()
-    weights = dict(model.named_parameters())
-    names = [name for name in weights if "gains" in name]
-
-    def run(x: Tensor, *gains: Tensor) -> Tensor:
-        changed = weights | dict(zip(names, gains, strict=True))
-        return torch.func.functional_call(model, changed, (x,))
-
-    assert torch.autograd.gradcheck(run, (x, *(weights[name] for name in names)))
-    model(x).square().sum().backward()
-    for name, parameter in weights.items():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-
-
 def test_the_step_with_gains_is_no_gradient() -> None:
     """Its Jacobian is not symmetric, so no energy has it as a gradient; what is monitored has no gains."""
     model = build(gains="separate", step_size="fixed", attention="linear", iterations=1)
@@ -144,66 +113,6 @@ def test_what_has_no_energy_or_fixed_point() -> None:
         HeldStep(remembering)
 
 
-@pytest.mark.parametrize("kind", DESCENTS)
-def test_descents_of_a_constant_gradient(kind: str) -> None:
-    """Closed forms for the same g again and again: geometric sums."""
-    g, descent = torch.tensor([2.0, -0.5, 0.0], dtype=torch.float64), Descent(kind)
-    moments = descent.start()
-    for t in range(1, 6):
-        step = descent(moments, g)
-        grown = (1 - 0.9**t) / (1 - 0.9)
-        scaled = [g / (g.abs() * (1 - 0.8**n) ** 0.5 + 1e-6) for n in range(1, t + 1)]
-        expected = {
-            "plain": g,
-            "momentum": grown * g,
-            "rmsprop": scaled[-1],
-            "rmsprop-momentum": sum((0.9**n * s for n, s in enumerate(reversed(scaled))), 0 * g),
-            "adam": g / (g.abs() + 1e-6),
-        }
-        assert torch.allclose(step, expected[kind], atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["rmsprop", "adam"])
-def test_a_gradient_of_zero_has_finite_derivatives(kind: str) -> None:
-    g = torch.tensor([0.0, 1e-30, 1.0], requires_grad=True)
-    descent = Descent(kind)
-    moments = descent.start()
-    (slope,) = torch.autograd.grad((descent(moments, g) + descent(moments, g)).sum(), g)
-    assert slope.isfinite().all()
-
-
-@pytest.mark.parametrize("network", STEP_NETWORKS[1:])
-def test_step_networks_depend_on_time_and_condition(network: str) -> None:
-    torch.manual_seed(0)
-    sizes = OfficialStepSizes(DIM, network, "input", time_dim=DIM).double()
-    nn.init.normal_(sizes.last.weight, std=0.3)
-    context = sizes.prepare(tokens(), torch.tensor([1, 2]))
-    first, second = (sizes(tokens(3), context, index)[0] for index in (0, 1))
-    assert first.shape == tokens().shape
-    assert (first - second).abs().max() > 1e-2
-    other = sizes.prepare(tokens(1), torch.tensor([1, 2]))
-    assert (sizes(tokens(3), other, 0)[0] - first).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("network", ["normed", "raw"])
-def test_the_official_start_leaves_the_time_without_effect(network: str) -> None:
-    """Zero weights in both parts of the embedding never get a gradient; ours start at random."""
-    for official in (True, False):
-        torch.manual_seed(0)
-        sizes = OfficialStepSizes(DIM, network, time_dim=DIM).double()
-        nn.init.normal_(sizes.last.weight, std=0.3)
-        linears = [part for part in sizes.embedding if isinstance(part, nn.Linear)]
-        for part in linears if official else ():
-            nn.init.zeros_(part.weight)
-            nn.init.zeros_(part.bias)
-        alpha, _ = sizes(tokens(), sizes.prepare(tokens(), torch.tensor([3])), 0)
-        alpha.square().sum().backward()
-        got = [
-            part.weight.grad is not None and part.weight.grad.abs().max() > 0 for part in linears
-        ]
-        assert [bool(each) for each in got] == [not official] * 2
-
-
 def test_layers_share_one_network() -> None:
     options: dict[str, Any] = {"layers": 3, "time_dim": 8}
     apart, shared = build(**options), build(share_steps=True, **options)
@@ -223,14 +132,6 @@ def test_layers_share_one_network() -> None:
     assert torch.equal(apart(tokens()), shared(tokens()))
     copied = copy.deepcopy(shared)
     assert copied.layers[1].steps is copied.step_sizes is not shared.step_sizes
-
-
-def test_a_compiler_sees_one_graph() -> None:
-    torch._dynamo.reset()
-    options = {"gains": "separate", "descent": "adam", "step_network": "normed"}
-    model = build(iterations=2, layers=2, share_steps=True, **options).float()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(tokens().float()), model(tokens().float()))
 
 
 BAD: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
