@@ -11,7 +11,7 @@ from torch import nn
 
 from implicit_attn.command_line import mistakes
 from implicit_attn.data import ImageData, load
-from implicit_attn.models import PatchClassifier, build_model
+from implicit_attn.models import build_model
 from implicit_attn.programs.backbones import Data, take
 from implicit_attn.programs.comparison import (
     ENCODER,
@@ -84,14 +84,11 @@ class Classify(Program):
         rtol, steps = values.pop("rtol"), values.pop("max_steps")
         layer = layer_options(rtol, max_steps=steps)
         self.sizes = {name: values[name] for name in ("dim", "heads", "width")}
-        if self.model == "hyperset":
-            sizes = {"memories": values.pop("width"), **values}
-            torch.manual_seed(self.seed)
-            model: nn.Module = PatchClassifier(**self.around, **sizes, layer=layer)
-            return Job(model, data, self.recipe, {**kept, **self.around, **sizes})
         self.around |= {"positions": "learned", "embedding_norm": False}
-        self.sizes |= {name: values[name] for name in ("layers", "dropout")}
-        backbone = {"name": "equilibrium", "iterations": steps, **values}
+        if self.model == "equilibrium":
+            self.sizes |= {name: values[name] for name in ("layers", "dropout")}
+        name = {"hyperset": "hyperset-equilibrium"}.get(self.model, self.model)
+        backbone = {"name": name, "iterations": steps, **values}
         specification = {"kind": "image-classifier", **self.around, "backbone": backbone}
         model = self._seeded(lambda: build_model(specification, layer=layer))
         return Job(model, data, self.recipe, {**kept, "model": specification})

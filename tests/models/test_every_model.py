@@ -36,10 +36,6 @@ def hyperset() -> HyperSET:
 ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int | None, tuple[int, ...]]] = {
     **{name: (lambda name=name: backbone(name), TOKENS, None, TOKENS) for name in BACKBONES},
     "images": (lambda: models.ImageClassifier(hyperset(), 8, 1, 5, patch=4), IMAGES, None, (4, 5)),
-    "patches": (
-        lambda: models.PatchClassifier(8, 1, 5, patch=4, dim=8, heads=2, memories=8, layer=LAYER),
-        IMAGES, None, (4, 5),
-    ),
     "spins": (
         lambda: models.SpinClassifier(dim=4, hidden=8, widths=(4, 4, 4), layer=LAYER),
         (4, 1, 28, 28), None, (4, 10),
@@ -94,7 +90,7 @@ def test_shapes_gradients_copies_and_samples(name: str) -> None:
         torch.testing.assert_close(model(x[1:3]), found[1:3], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [*BACKBONES, "patches"])
+@pytest.mark.parametrize("name", BACKBONES)
 def test_a_classifier_learns_two_patterns(name: str) -> None:
     """Bars left or right, in a few steps; what solves converges on the way, or it would warn."""
     generator = torch.Generator().manual_seed(0)
@@ -103,11 +99,8 @@ def test_a_classifier_learns_two_patterns(name: str) -> None:
     x[labels == 0, :, :, :3] += 0.5
     x[labels == 1, :, :, 5:] += 0.5
     torch.manual_seed(0)
-    if name == "patches":
-        model: nn.Module = models.PatchClassifier(8, 1, 2, patch=4, dim=16, heads=2, memories=16)
-    else:
-        few = {} if BACKBONES[name].solves else {"iterations": 3}
-        model = models.ImageClassifier(build_backbone(name, 16, 2, **few), 8, 1, 2)
+    few = {} if BACKBONES[name].solves else {"iterations": 3}
+    model = models.ImageClassifier(build_backbone(name, 16, 2, **few), 8, 1, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(30):
         loss = F.cross_entropy(model(x), labels)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.data import ImageData, RandomAffine, load
-from implicit_attn.models import HyperSET, ImageClassifier, PatchClassifier
+from implicit_attn.models import HyperSET, HyperSETEquilibrium, ImageClassifier
 from implicit_attn.training import NonFiniteLoss, Recipe, Training, start_processes
 
 # 50 + 50 + 1 images: parts of different lengths, and a batch with fewer samples than processes.
@@ -66,7 +66,7 @@ def unrolled(folder: Path, fabric: Any = None, kill_at: int | None = None) -> Wa
 def equilibrium(folder: Path, fabric: Any = None) -> Training:
     """A classifier around a DEQ, two epochs, not yet trained."""
     torch.manual_seed(4)
-    model = PatchClassifier(8, 1, 10, patch=4, stem="patch", dim=8, heads=2, memories=8)
+    model = ImageClassifier(HyperSETEquilibrium(8, 2, 8), 8, 1, 10, patch=4)
     recipe = Recipe(2, BATCH, 1e-2)
     return Training(model, digits(), recipe, folder / "deq.safetensors", fabric=fabric)
 
