@@ -82,7 +82,7 @@ def energy_of_activation(layer: Any, g: Tensor) -> Tensor:
     attention = layer.attention
     betas = [attention.beta] * HEADS if isinstance(attention.beta, float) else attention.beta
     others = torch.ones(len(g), len(g), dtype=g.dtype)
-    if attention.pattern.exclude_self:
+    if attention.exclude_self:
         others = others - torch.eye(len(g), dtype=g.dtype)
     value = torch.zeros((), dtype=g.dtype)
     for head, beta in enumerate(betas):
