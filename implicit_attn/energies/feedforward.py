@@ -17,7 +17,7 @@ from implicit_attn.energies.feature_maps import (
     normal_density,
 )
 from implicit_attn.energies.projected import SOFT_NORM, Given, ProjectedEnergy, Projection, RMSNorm
-from implicit_attn.energies.tokens import accumulation_dtype, check_mask, hide
+from implicit_attn.energies.tokens import accumulation_dtype, visible_input
 from solvers.core.checks import require_choice, require_count, require_flag
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class MemoryEnergy(ProjectedEnergy):
         """``Prepared((U x + c, gates or None))``, tensors (B, ..., M); None without a context."""
         if self.context is None or isinstance(x, Prepared):
             return None if self.context is None else x
-        x = self._visible_context(x, mask, self.context.weight)
+        x = visible_input(x, self.context.weight, mask, type(self).__name__)
         return Prepared((self.context(x, self.bias), None if self.gate is None else self.gate(x)))
 
     def seen(self, x: Any, mask: Tensor | None, z: Tensor) -> tuple[Tensor | None, Given]:
@@ -130,32 +130,6 @@ class MemoryEnergy(ProjectedEnergy):
                 f"{(*z.shape[:-1], self.context_dim)}, got {(*shift.shape[:-1], self.context_dim)}"
             )
         return shift, Given(mask, gates)
-
-    def _visible_context(self, x: Any, mask: Tensor | None, weight: Tensor) -> Tensor:
-        """``x`` (B, ..., k) with zeros at masked tokens."""
-        name, width = type(self).__name__, weight.shape[1]
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name}: x must be a tensor (B, ..., {width}), the context, got {type(x).__name__}; "
-                "where x is a dict or a tuple, choose its part with .select(key)"
-            )
-        if not x.is_floating_point():
-            raise TypeError(f"{name}: x must be of a floating dtype, got {x.dtype}")
-        if x.dim() < 2 or x.shape[-1] != width:
-            raise ValueError(
-                f"{name}: x must have {width} features (context_dim), got shape {tuple(x.shape)}"
-            )
-        if x.device != weight.device:
-            raise ValueError(
-                f"{name}: x must be on {weight.device} like the parameters, got {x.device}"
-            )
-        if isinstance(mask, Tensor) and x.shape[:2] != mask.shape:
-            raise ValueError(
-                f"{name}: x must have the tokens of mask, (B, N) = {tuple(mask.shape)}, got shape "
-                f"{tuple(x.shape)}"
-            )
-        check_mask(mask, x, name, features=1)
-        return hide(x, mask)
 
 
 class ReLUFeedForward(MemoryEnergy):

@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from implicit_attn.energies.projected import Projection, project
 from implicit_attn.energies.tokens import (
     accumulation_dtype,
-    check_dtype,
     check_mask,
     hide,
     sum_samples,
+    visible_input,
 )
 from implicit_attn.kernels.pairs import Pairs, four_dimensional
 from solvers.core.checks import require_count, require_flag, require_positive
@@ -222,19 +222,7 @@ def project_input(
 ) -> Tensor:
     """``x P^T + bias`` of an input (B, N, k), (B, H, N, p), zero at masked tokens."""
     weight = projection.weight
-    width = weight.shape[1]
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name}: x must hold tokens (B, N, {width}), got {type(x).__name__}; where x is a dict "
-            "or a tuple, choose its part with .select(key)"
-        )
-    if x.dim() != 3 or x.shape[2] != width:
-        raise ValueError(f"{name}: x must have the shape (B, N, {width}), got {tuple(x.shape)}")
-    if x.device != weight.device:
-        raise ValueError(f"{name}: x must be on {weight.device} like the weights, got {x.device}")
-    check_dtype(x, weight, name)
-    check_mask(mask, x, f"{name}, x", features=1)
-    return project(hide(x, mask), weight, bias, heads, mask)
+    return project(visible_input(x, weight, mask, name, tokens=True), weight, bias, heads, mask)
 
 
 def read_pairs(

@@ -156,6 +156,26 @@ def check_dtype(x: Tensor, weight: Tensor, name: str) -> None:
         )
 
 
+def visible_input(
+    x: Any, weight: Tensor, mask: Tensor | None, name: str, *, tokens: bool = False
+) -> Tensor:
+    """``x`` (B, ..., k), or (B, N, k) where ``tokens``, for a weight (rows, k); zero at masked tokens."""
+    width = weight.shape[1]
+    shape = f"(B, {'N' if tokens else '...'}, {width})"
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: x must hold tokens {shape}, got {type(x).__name__}; where x is a dict or a tuple, "
+            "choose its part with .select(key)"
+        )
+    if x.dim() < 2 or (tokens and x.dim() != 3) or x.shape[-1] != width:
+        raise ValueError(f"{name}: x must have the shape {shape}, got {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(f"{name}: x must be on {weight.device} like the weights, got {x.device}")
+    check_dtype(x, weight, name)
+    check_mask(mask, x, f"{name}, x", features=1)
+    return hide(x, mask)
+
+
 def check_vector(v: Any, z: Tensor) -> None:
     """``v`` must be like ``z``."""
     if not isinstance(v, Tensor) or v.shape != z.shape:

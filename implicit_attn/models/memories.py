@@ -13,7 +13,7 @@ from scipy.special import wrightomega
 from torch import Tensor, nn
 
 from implicit_attn.energies import ClassicalHopfield, DenseAssociative, Energy, Hopfield
-from implicit_attn.energies.tokens import accumulation_dtype
+from implicit_attn.energies.tokens import accumulation_dtype, check_tensor
 from solvers.core.checks import (
     require_choice,
     require_count,
@@ -410,7 +410,11 @@ def fit_patterns(
     Source: Dempster, Laird, Rubin (1977), https://doi.org/10.1111/j.2517-6161.1977.tb01600.x; Varadhan
     and Roland (2008), https://doi.org/10.1111/j.1467-9469.2007.00585.x, for the jumps.
     """
-    _check(data, count, start)
+    check_tensor("data", data, "n d")
+    if require_count("count", count) > len(data):
+        raise ValueError(f"count must be at most the {len(data)} rows of data, got {count}")
+    if start is not None:
+        check_tensor("start", start, "M d", M=count, d=data.shape[1])
     require_positive("beta", beta)
     require_count("steps", steps)
     require_nonnegative("tolerance", tolerance)
@@ -477,23 +481,3 @@ def _jump(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
     length = -change.norm() / bend.norm().clamp_min(1e-300)
     length = length.clamp(-1e3, -1.0)
     return first - 2 * length * change + length**2 * bend
-
-
-def _check(data: object, count: int, start: object) -> None:
-    if not isinstance(data, Tensor) or not data.is_floating_point():
-        kind = data.dtype if isinstance(data, Tensor) else type(data).__name__
-        raise TypeError(f"data must be a floating tensor (n, d), got {kind}")
-    if data.dim() != 2 or data.numel() == 0:
-        raise ValueError(f"data must have the shape (n, d), got {tuple(data.shape)}")
-    if not bool(data.isfinite().all()):
-        raise ValueError("data must be finite, got NaN or infinity")
-    if require_count("count", count) > len(data):
-        raise ValueError(f"count must be at most the {len(data)} rows of data, got {count}")
-    if start is None:
-        return
-    shape = (count, data.shape[1])
-    if not isinstance(start, Tensor) or tuple(start.shape) != shape:
-        got = tuple(start.shape) if isinstance(start, Tensor) else type(start).__name__
-        raise ValueError(f"start must be a tensor of shape {shape}, got {got}")
-    if not bool(start.isfinite().all()):
-        raise ValueError("start must be finite, got NaN or infinity")

@@ -119,7 +119,7 @@ def test_mistakes() -> None:
         (lambda: fit_patterns(data / 0, 2, 1.0), ValueError, "data must be finite"),
         (lambda: fit_patterns(data, 6, 1.0), ValueError, "count must be at most the 5 rows"),
         (lambda: fit_patterns(data, 2, 0.0), ValueError, "beta must be finite and > 0"),
-        (lambda: fit_patterns(data, 2, 1.0, start=data), ValueError, "start must be a tensor"),
+        (lambda: fit_patterns(data, 2, 1.0, start=data), ValueError, "start must have the shape"),
         (lambda: fit_patterns(data, 2, 1.0, tolerance=-1.0), ValueError, "tolerance must be"),
     ):
         with pytest.raises(error, match=message):
