@@ -19,7 +19,6 @@ from implicit_attn.models.hyperset import HyperSET as HyperSET
 from implicit_attn.models.hyperset import HyperSETEquilibrium as HyperSETEquilibrium
 from implicit_attn.models.hyperset import Trajectory as Trajectory
 from implicit_attn.models.images import ImageClassifier as ImageClassifier
-
 from implicit_attn.models.language import EquilibriumLanguageModel as EquilibriumLanguageModel
 from implicit_attn.models.language import LanguageModel as LanguageModel
 from implicit_attn.models.language import generate as generate
