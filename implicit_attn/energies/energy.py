@@ -61,7 +61,7 @@ class FunctionCall(NamedTuple):
     needs_mask: bool = False  # one without a default
 
     @classmethod
-    def read(cls, function: Any, name: str | None = None) -> FunctionCall:
+    def read(cls, function: Any, name: str = "") -> FunctionCall:
         """From the signature of a function, of a module's ``forward``, or of one without ``self``."""
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
