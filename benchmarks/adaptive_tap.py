@@ -6,15 +6,15 @@ around the same map, each at the loosest tolerances that reach the same true res
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import tyro
 from torch import Tensor
 from torchdeq.core import get_deq
 
@@ -24,7 +24,6 @@ sys.path[:0] = [str(ROOT)]
 import solvers
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ
-from implicit_attn.command_line import Parser, command, count, positive, threads
 from implicit_attn.updates import AdaptiveTAPAttention
 from solvers import SpinState, Tolerance
 
@@ -267,30 +266,30 @@ def _runner(
     return lambda: setting.gradients(solve(found[0], found[1]))
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=count, default=5, help="timed rounds")
-    parser.add_argument("--site", choices=list(SITES), default="sphere")
-    parser.add_argument(
-        "--scales", type=positive, nargs="+", default=[1.0, 3.0], help="of the couplings"
-    )
-    parser.add_argument("--threads", type=threads, default=2)
-    parser.add_argument("--memory", action="store_true", help="peak of live tensors too (slow)")
-    with command(parser):
-        run(parser.parse_args())
+def main(
+    rounds: int = 5,
+    site: Literal["sphere", "sphere, large d", "potts"] = "sphere",
+    scales: tuple[float, ...] = (1.0, 3.0),
+    threads: int = 2,
+    memory: bool = False,
+) -> None:
+    """Forward and backward of an adaptive-TAP layer, at equal residual and gradient error.
 
-
-def run(options: argparse.Namespace) -> None:
-    torch.set_num_threads(options.threads)
+    Args:
+        rounds: timed rounds.
+        scales: of the couplings.
+        memory: peak of live tensors too (slow).
+    """
+    torch.set_num_threads(threads)
     warnings.simplefilter("ignore", solvers.SolveWarning)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for scale in options.scales:
+    for scale in scales:
         print(
-            f"\nadaptive TAP, {options.site}, B {B}, N {N}, d {D}, couplings x {scale:g}; residual <= "
+            f"\nadaptive TAP, {site}, B {B}, N {N}, d {D}, couplings x {scale:g}; residual <= "
             f"{RESIDUAL:g}, gradient error <= {GRADIENT:g}\n"
         )
-        print(table(race(options.site, scale, options.rounds, options.memory)))
+        print(table(race(site, scale, rounds, memory)))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.device.device_time import interleaved_on_device
+from benchmarks.device_time import interleaved_on_device
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
@@ -193,7 +193,7 @@ def rates(
     if device.type == "cuda":
         seconds = interleaved_on_device({"product": lambda: a @ a}, 9)["product"][1]
         # A long exp over a tensor would measure the memory.
-        exp_rate = require("benchmarks.device.exp_rate", extra="gpu").exp_rate
+        exp_rate = require("benchmarks.exp_rate", extra="gpu").exp_rate
         return 2.0 * side**3 / seconds, exp_rate(device)
     work = torch.zeros(2**18)
     runs: Runs = {"product": lambda: a @ a, "exp": lambda: torch.exp(work, out=work).zero_()}

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from implicit_attn.command_line import Parser, command
 from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, ReLUFeedForward
 
 B, N, D = 64, 17, 10
@@ -89,14 +88,3 @@ def hyper_energy(a: float, b: float, seed: int = 0) -> tuple[Energy, Tensor]:
     torch.manual_seed(seed)
     energy = a * BiSoftmaxAttention(64, heads=4) + b * ReLUFeedForward(64, 128) + Quadratic()
     return energy, torch.randn(B, 16, 64)
-
-
-def main() -> None:
-    parser = Parser(description=__doc__)
-    with command(parser):
-        parser.parse_args()
-        parser.error("this file is no program: vs_torchdeq.py and step.py solve its layers")
-
-
-if __name__ == "__main__":
-    main()

@@ -24,10 +24,11 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import tyro
 from scipy.optimize import minimize, root
 from torch import Tensor
 from torchdeq.solver import get_solver
@@ -37,7 +38,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the problems live with the te
 
 import solvers
 from benchmarks.measure import table
-from implicit_attn.command_line import Parser, command
 from problems.collections.collected import BUDGET, ROUNDING, TOLERANCE, Collected, run, solved
 from problems.collections.maps import MAPS
 from problems.collections.minimisers import MINIMISERS
@@ -216,16 +216,11 @@ def compare(kind: str, rows: bool) -> None:
     print(f"not solved by our default: {', '.join(missed) or 'none'}")
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], help="default: all")
-    parser.add_argument("--rows", action="store_true", help="print the counts of every problem")
-    with command(parser):
-        options = parser.parse_args()
-        run_all(options.kinds or list(KINDS), options.rows)
-
-
-def run_all(kinds: list[str], rows: bool) -> None:
+def main(
+    kinds: tuple[Literal["maps", "systems", "minimisers"], ...] = ("maps", "systems", "minimisers"),
+    rows: bool = False,
+) -> None:
+    """Ours, torchdeq's and scipy's solvers on other people's problems; ``rows`` prints every problem."""
     torch.set_num_threads(2)
     warnings.simplefilter("ignore")
     start = time.perf_counter()
@@ -237,4 +232,4 @@ def run_all(kinds: list[str], rows: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

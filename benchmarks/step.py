@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor
 from torchdeq.core import get_deq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
-from benchmarks.compiled.solves import MeanFieldUpdate
+from benchmarks.compiled import MeanFieldUpdate
 from benchmarks.layers import MeanField
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ
-from implicit_attn.command_line import Parser, command, count
 
 TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
 # What every contestant of the training step must reach: true residual, gradient error.
@@ -211,17 +211,12 @@ def account(
     return calls[0] // repeats, calls[1] // repeats, statistics.median(shares)
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=count, default=40, help="timed rounds")
-    parser.add_argument("--threads", type=count, default=2, help="threads of torch")
-    parser.add_argument("--compiled", action="store_true", help="also a compiled layer")
-    with command(parser):
-        options = parser.parse_args()
-        torch.set_num_threads(options.threads)
-        warnings.simplefilter("ignore", solvers.SolveWarning)
-        part_step(options.rounds, options.compiled)
+def main(rounds: int = 40, threads: int = 2, compiled: bool = False) -> None:
+    """The training step of a mean-field layer; ``compiled`` adds a compiled layer."""
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore", solvers.SolveWarning)
+    part_step(rounds, compiled)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

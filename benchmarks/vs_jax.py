@@ -14,23 +14,21 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.jax_peers.protocol import ROOT, Arrays, Worker, WorkerError
+from benchmarks.jax_peers.protocol import ROOT, Arrays, Worker
 from benchmarks.layers import MeanField
 from benchmarks.measure import table
 from benchmarks.step import TARGETS, TOLERANCES, Pair, errors
-from implicit_attn.command_line import Parser, command, count, mistakes, place, positive, threads
 
 PROGRAMS = "benchmarks.jax_peers.ours", "benchmarks.jax_peers.theirs"
 VARIABLE = "IMPLICIT_ATTN_JAX_PYTHON"
@@ -58,24 +56,17 @@ class Entry:
 
 
 class Problem:
-    """A mean-field layer in a file, its exact solution, and the errors of what a worker found."""
+    """A mean-field layer as arrays, its exact solution, and the errors of what a worker found."""
 
-    def __init__(self, layer: MeanField, exact: Any, folder: Path) -> None:
+    def __init__(self, layer: MeanField, exact: Any) -> None:
         self.layer, self.exact = layer, exact
-        self.file, self.answer = folder / "problem.npz", folder / "answer.npz"
-        arrays = {name: each.detach().numpy() for name, each in layer.named_parameters()}
+        self.arrays = {name: each.detach().numpy() for name, each in layer.named_parameters()}
         others = {"x": layer.x, "cotangent": layer.cotangent, "blocks": layer.blocks}
-        arrays |= {name: each.numpy() for name, each in others.items()}
-        np.savez(self.file, allow_pickle=False, **arrays)
+        self.arrays |= {name: each.numpy() for name, each in others.items()}
 
     def errors(self, worker: Worker, name: str, tolerances: Pair) -> tuple[float, float]:
         """Worst true residual of a sample, and the error of the gradient: the same measure for all."""
-        forward, backward = tolerances
-        worker.ask(
-            "step", contestant=name, forward=forward, backward=backward, file=str(self.answer)
-        )
-        with np.load(self.answer, allow_pickle=False) as arrays:
-            found: Arrays = dict(arrays)
+        found: Arrays = worker.ask("step", name, *tolerances)
         for key, parameter in self.layer.named_parameters():
             parameter.grad = torch.from_numpy(found[key])
         return errors(self.layer, torch.from_numpy(found["z"]), self.exact)
@@ -94,8 +85,8 @@ def loosest(
     backward = next((each for each in ladder if met((forward, each), 1)), tight)
     reached = problem.errors(worker, name, (forward, backward))
     meets = all(got <= wanted for got, wanted in zip(reached, target, strict=True))
-    calls = worker.ask("count", contestant=name, forward=forward, backward=backward)
-    return Entry(name, worker, (forward, backward), reached, meets, tuple(calls))
+    calls = worker.ask("count", name, forward, backward)
+    return Entry(name, worker, (forward, backward), reached, meets, calls)
 
 
 def race(entries: Sequence[Entry], rounds: int, pause: float) -> None:
@@ -109,15 +100,7 @@ def race(entries: Sequence[Entry], rounds: int, pause: float) -> None:
         order.shuffle(turns)
         for each in turns:
             time.sleep(pause)
-            forward, backward = each.tolerances
-            each.seconds += each.worker.ask(
-                "time",
-                contestant=each.name,
-                forward=forward,
-                backward=backward,
-                steps=STEPS,
-                before=BEFORE,
-            )
+            each.seconds += each.worker.ask("time", each.name, *each.tolerances, STEPS, BEFORE)
 
 
 def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -147,33 +130,28 @@ def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 def compare(workers: Sequence[Worker], scale: float, rounds: int, pause: float) -> None:
     """The tables of one layer."""
     layer = MeanField(scale)
-    with tempfile.TemporaryDirectory() as folder:
-        problem = Problem(layer, layer.exact(), Path(folder))
-        for worker in workers:
-            worker.ask("load", file=str(problem.file))
-        for target in TARGETS:
-            entries = [
-                loosest(problem, worker, name, target, TOLERANCES)
-                for worker in workers
-                for name in worker.contestants
-            ]
-            race(entries, rounds, pause)
-            print(
-                f"\nTraining step, mean-field layer, couplings x {scale:g}; "
-                f"residual <= {target[0]:g}, gradient error <= {target[1]:g}\n"
-            )
-            print(table(rows(entries)), flush=True)
+    problem = Problem(layer, layer.exact())
+    for worker in workers:
+        worker.ask("load", problem.arrays)
+    for target in TARGETS:
+        entries = [
+            loosest(problem, worker, name, target, TOLERANCES)
+            for worker in workers
+            for name in worker.contestants
+        ]
+        race(entries, rounds, pause)
+        print(
+            f"\nTraining step, mean-field layer, couplings x {scale:g}; "
+            f"residual <= {target[0]:g}, gradient error <= {target[1]:g}\n"
+        )
+        print(table(rows(entries)), flush=True)
 
 
-def jax_python(given: Path | None) -> Path:
-    """The Python of the environment with JAX.
-
-    Raises:
-        OSError: there is none; the message names the command that makes it.
-    """
+def python_with_jax(given: Path | None) -> Path:
+    """The Python of the environment with JAX; SystemExit where there is none."""
     path = given or Path(os.environ.get(VARIABLE) or ROOT / ".venv-jax" / "bin" / "python")
     if not path.is_file():
-        raise OSError(f"jax_python: no Python with JAX at {path}; `make bench-jax` makes .venv-jax")
+        raise SystemExit(f"no Python with JAX at {path}; `make bench-jax` makes .venv-jax")
     return path
 
 
@@ -182,55 +160,39 @@ def load_of_machine() -> str:
     return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
 
 
-def parser() -> Parser:
-    found = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    found.add_argument("--rounds", type=count, default=30, help=f"turns of {STEPS} timed steps")
-    found.add_argument(
-        "--couplings", type=positive, nargs="+", default=[1.0, 2.0], help="scales of the couplings"
-    )
-    found.add_argument("--threads", type=threads, default=2, help="of each process")
-    found.add_argument(
-        "--pause", type=positive, default=0.02, help="seconds between two contestants' turns"
-    )
-    found.add_argument(
-        "--jax-python",
-        type=place,
-        help=f"Python of an environment with JAX; default: ${VARIABLE}, else .venv-jax/bin/python",
-    )
-    return found
+def main(
+    rounds: int = 30,
+    couplings: tuple[float, ...] = (1.0, 2.0),
+    threads: int = 2,
+    pause: float = 0.02,
+    jax_python: Path | None = None,
+) -> None:
+    """Start both workers and print all tables.
 
-
-def main() -> None:
-    found = parser()
-    with command(found):
-        options = found.parse_args()
-        with mistakes():
-            python = jax_python(options.jax_python)
-        torch.set_num_threads(options.threads)
-        try:
-            run(python, options)
-        except WorkerError as error:
-            raise SystemExit(str(error)) from error
-
-
-def run(python: Path, options: Any) -> None:
-    """Start both workers and print all tables."""
+    Args:
+        rounds: turns of 4 timed steps.
+        couplings: scales of the couplings.
+        threads: of each process.
+        pause: seconds between two contestants' turns.
+        jax_python: of an environment with JAX; default: $IMPLICIT_ATTN_JAX_PYTHON, else .venv-jax.
+    """
+    python = python_with_jax(jax_python)
+    torch.set_num_threads(threads)
     ours_command, theirs_command = (
         [str(each), "-m", program]
         for each, program in zip((sys.executable, python), PROGRAMS, strict=True)
     )
-    number = options.threads
     with (
-        Worker(ours_command, threads=number) as ours,
-        Worker(theirs_command, threads=number, environment=JAX_ENVIRONMENT) as theirs,
+        Worker(ours_command, threads=threads) as ours,
+        Worker(theirs_command, threads=threads, environment=JAX_ENVIRONMENT) as theirs,
     ):
         versions = ours.versions | theirs.versions
         print(", ".join(f"{name} {each}" for name, each in versions.items()))
-        print(f"{number} threads each; load before: {load_of_machine()}")
-        for scale in options.couplings:
-            compare((ours, theirs), scale, options.rounds, options.pause)
+        print(f"{threads} threads each; load before: {load_of_machine()}")
+        for scale in couplings:
+            compare((ours, theirs), scale, rounds, pause)
     print(f"\nload after: {load_of_machine()}")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -1,4 +1,4 @@
-"""Our solvers against torchdeq's, in one run: python benchmarks/vs_torchdeq.py [--rounds 40] [part ...]
+"""Our solvers against torchdeq's, in one run: python benchmarks/vs_torchdeq.py [--rounds 40] [--parts step]
 
 Parts: step (training step, VJPs, overhead, memory), energy, batch, zoo. Ratios are ours / torchdeq.
 """
@@ -9,9 +9,10 @@ import math
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import tyro
 from torch import Tensor
 from torchdeq.solver import get_solver
 
@@ -24,7 +25,6 @@ from benchmarks.layers import hyper_energy
 from benchmarks.measure import table
 from benchmarks.step import part_step
 from implicit_attn import DEQ, GradientStep
-from implicit_attn.command_line import Parser, command, count
 
 # --- (b) the exact energy ------------------------------------------------------------------------
 
@@ -155,18 +155,16 @@ def part_zoo(rounds: int) -> None:
 PARTS = {"step": part_step, "energy": part_energy, "batch": part_batch, "zoo": part_zoo}
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
-    parser.add_argument(
-        "--rounds", type=count, default=40, help="timed rounds of the training step (part step)"
-    )
-    with command(parser):
-        options = parser.parse_args()
-        run(options.parts or list(PARTS), options.rounds)
-
-
-def run(parts: list[str], rounds: int) -> None:
+def main(
+    parts: tuple[Literal["step", "energy", "batch", "zoo"], ...] = (
+        "step",
+        "energy",
+        "batch",
+        "zoo",
+    ),
+    rounds: int = 40,
+) -> None:
+    """Ratios ours / torchdeq; ``rounds`` of the training step are timed."""
     torch.set_num_threads(2)
     warnings.simplefilter("ignore", solvers.SolveWarning)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
@@ -175,4 +173,4 @@ def run(parts: list[str], rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import solvers
 from benchmarks.measure import table
 from cases.torchdeq_oracle import best, count
-from implicit_attn.command_line import Parser, command
 from problems import zoo
 from problems.zoo import ZooProblem
 
@@ -130,14 +129,7 @@ def show() -> None:
     print(f"\n{summary(rows)}")
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    with command(parser):
-        parser.parse_args()
-        torch.set_num_threads(2)
-        warnings.simplefilter("ignore", solvers.SolveWarning)
-        show()
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(2)
+    warnings.simplefilter("ignore", solvers.SolveWarning)
+    show()

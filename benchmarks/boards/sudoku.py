@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,26 +35,12 @@ from sudoku_potts import LEARNED, SINGLES, Solve, compare, load_boards
 
 import solvers
 from benchmarks.measure import table
-from implicit_attn.command_line import Parser, command, mistakes, seed_number, whole
 from implicit_attn.models import BoardSolver, SudokuPotts, load_model
-from implicit_attn.weights import weights_file, weights_path
+from implicit_attn.weights import weights_file
 
 GIVENS = (17, 20, 25, 30, 34)
 TIMES = (0.25, 1, 4, 16)  # the iterations of training
 RTOL = 1e-3
-WEIGHTS = weights_path("sudoku-solver")
-
-
-def parser() -> Parser:
-    made = Parser(description="Sudoku by every method, by the number of givens.")
-    add = made.add_argument
-    add("--weights", type=weights_file, default=WEIGHTS, help="of a board solver")
-    add("--boards", type=whole(1, 10_000), default=200, help="of each number, for slow methods")
-    add("--test", type=whole(1, 10_000), default=1000, help="of each number, for the others")
-    add("--train", type=whole(1, 40_000), default=9000, help="boards that are not for the test")
-    add("--fit-steps", type=whole(1, 100_000), default=300, help="of the fit of couplings to them")
-    add("--seed", type=seed_number, default=0, help="of the boards")
-    return made
 
 
 def learned_methods(model: BoardSolver) -> dict[str, Solve]:
@@ -86,37 +73,43 @@ def filled(model: BoardSolver, puzzles: Tensor, most: int) -> Tensor:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    reader = parser()
-    with command(reader):
-        options = reader.parse_args(arguments)
-        with mistakes("--weights"):
-            model, _ = load_model(options.weights)
-            if not isinstance(model, BoardSolver):
-                raise ValueError(f"must be of a board solver, got a {type(model).__name__}")
-        run(model.eval(), options)
+def main(
+    weights: str = "sudoku-solver",
+    boards: int = 200,
+    test: int = 1000,
+    train: int = 9000,
+    fit_steps: int = 300,
+    seed: int = 0,
+) -> None:
+    """Sudoku by every method, by the number of givens.
 
-
-def run(model: BoardSolver, options: Any) -> None:
-    boards = load_boards(options.train, options.test, GIVENS, "auto", options.seed)
-    few = {
-        name: (puzzles[: options.boards], solutions[: options.boards])
-        for name, (puzzles, solutions) in boards.test.items()
-    }
-    head = fitted(HEAD, boards.train, options.fit_steps, options.seed, 1e-4)
+    Args:
+        weights: of a board solver; a name of shipped weights, or a file.
+        boards: of each number, for slow methods.
+        test: of each number, for the others.
+        train: boards that are not for the test.
+        fit_steps: of the fit of couplings to them.
+        seed: of the boards.
+    """
+    model, _ = load_model(weights_file(weights))
+    if not isinstance(model, BoardSolver):
+        raise SystemExit(f"--weights must be of a board solver, got a {type(model).__name__}")
+    drawn = load_boards(train, test, GIVENS, "auto", seed)
+    few = {name: (each[0][:boards], each[1][:boards]) for name, each in drawn.test.items()}
+    head = fitted(HEAD, drawn.train, fit_steps, seed, 1e-4)
     learned = SudokuPotts.from_model(head)
     slow = belief_methods({"true graph": Pairs.of_rules()})
     logic = {SINGLES: slow.pop(SINGLES)}
     slow[f"{LEARNED}, annealed"] = lambda puzzles: learned.solve(puzzles).boards
-    found = compare(boards.test, logic | learned_methods(model))
+    found = compare(drawn.test, logic | learned_methods(model.eval()))
     found += compare(few, slow)
     rows: dict[str, dict[str, Any]] = {}
     for each in found:
         row = rows.setdefault(each["method"], {"method": each["method"], "boards": each["boards"]})
         row[each["clues"]] = f"{100 * each['solved']:.1f}"
-    print(f"{boards.name}, {sum(each.numel() for each in model.parameters()):,} parameters")
+    print(f"{drawn.name}, {sum(each.numel() for each in model.parameters()):,} parameters")
     print(table(list(rows.values())))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -38,7 +38,7 @@ OWN: dict[str, Values] = {
     },
 }  # fmt: skip
 KINDS = {"decoder": "language-model", "equilibrium": "equilibrium-language-model"}
-# Trained by the row "momentum" of benchmarks/language/forms.py --size small, seed 0.
+# Trained by the row "momentum" of benchmarks/language.py forms --size small, seed 0.
 SHIPPED = "austen-language"
 WRITING = (
     "generate",

@@ -27,8 +27,7 @@ def test_every_method_has_a_row(
     path = tmp_path / "solver.safetensors"
     model = build_model(specification)
     save_checkpoint(path, model, progress={"settings": {"model": specification}})
-    words = ["--test", "3", "--boards", "2", "--train", "9", "--fit-steps", "2"]
-    sudoku.main(["--weights", str(path), *words])
+    sudoku.main(str(path), test=3, boards=2, train=9, fit_steps=2)
     lines = capsys.readouterr().out.splitlines()
     head, *rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line
@@ -45,9 +44,6 @@ def test_every_method_has_a_row(
     assert shares["board solver, 64 iterations (16x)"] == [0] * len(head[2:])  # untrained
 
 
-def test_weights_of_another_model_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        sudoku.main(["--weights", "digits-hyperset"])
-    assert "argument --weights: must be of a board solver, got a" in capsys.readouterr().err
+def test_weights_of_another_model_are_refused() -> None:
+    with pytest.raises(SystemExit, match="must be of a board solver, got a"):
+        sudoku.main("digits-hyperset")

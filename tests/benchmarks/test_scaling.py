@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.scaling import curves, memory, ring
-from benchmarks.scaling.network import Network, gather, places, scatter
+from benchmarks import curves, memory, ring
+from benchmarks.ring import Network, gather, places, scatter
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What the attention forms learn in 400 steps: the order of their losses on the characters of novels.
 
-The settings are those of ``benchmarks/language/forms.py --size tiny``, on shorter windows and fewer of them.
+The settings are those of ``benchmarks/language.py forms --size tiny``, on shorter windows and fewer of them.
 """
 
 from __future__ import annotations

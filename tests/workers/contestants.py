@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.jax_peers.protocol import Arrays, Contestant, serve
 
-NAME, LOG = sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None
+NAME, LOG = sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 3 else None  # then the pipe
 
 
 class Good:

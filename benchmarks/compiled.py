@@ -1,4 +1,4 @@
-"""Compiled layers against the same layers without: python benchmarks/compiled/solves.py [--rounds 20]
+"""Compiled layers against the same layers without: python benchmarks/compiled.py [--rounds 20]
 
 The training step of the mean-field layer of ``benchmarks/step.py`` at its four targets, and of an equilibrium
 block. The two take turns; times are lower thirds, as other processes only ever add to them.
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
 from benchmarks.layers import MeanField
 from benchmarks.measure import table
 from implicit_attn import DEQ, EquilibriumBlock, Update, compile_layers
-from implicit_attn.command_line import Parser, command, count
 
 CASES = [(scale, goal) for scale in (1.0, 2.0) for goal in ((1e-4, 1e-3), (1e-6, 1e-5))]
 
@@ -92,20 +92,16 @@ def clock(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=count, default=20, help="timed steps, four times each")
-    parser.add_argument("--threads", type=count, default=2)
-    with command(parser):
-        options = parser.parse_args()
-        torch.set_num_threads(options.threads)
-        rows = []
-        for scale, goal in CASES:
-            name = f"couplings x {scale:g}, residual {goal[0]:g}"
-            rows.append(compare(name, mean_field(scale, goal), options.rounds))
-        rows.append(compare("equilibrium block (32, 16, 64)", block(), options.rounds))
-        print(table(rows))
+def main(rounds: int = 20, threads: int = 2) -> None:
+    """Compiled layers against the same layers without; ``rounds`` timed steps, four times each."""
+    torch.set_num_threads(threads)
+    rows = []
+    for scale, goal in CASES:
+        name = f"couplings x {scale:g}, residual {goal[0]:g}"
+        rows.append(compare(name, mean_field(scale, goal), rounds))
+    rows.append(compare("equilibrium block (32, 16, 64)", block(), rounds))
+    print(table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -1,6 +1,6 @@
 """Time, memory and evaluations of a training step of one layer, against batch, tokens and width.
 
-python benchmarks/scaling/curves.py [--repeats 5] [--out docs/gallery/scaling-curves.png]
+python benchmarks/curves.py [--repeats 5] [--out docs/gallery/scaling-curves.png]
 
 Seconds are those of the process on one thread, so that other programs disturb them little.
 """
@@ -10,19 +10,19 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import solvers
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ, EquilibriumBlock
-from implicit_attn.command_line import Parser, command, count, place
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
 from implicit_attn.studies.figures.canvas import BLUE, GREY, ORANGE, drawing
 
@@ -131,20 +131,21 @@ def draw(path: Path, rows: list[Row]) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=count, default=5, help="timed steps of each layer")
-    parser.add_argument("--few", action="store_true", help="the two smallest sizes of each axis")
-    parser.add_argument("--out", type=place, help="a PNG file")
-    with command(parser):
-        options = parser.parse_args(words)
-        torch.set_num_threads(1)
-        chosen = {k: v[:2] for k, v in SWEEPS.items()} if options.few else SWEEPS
-        rows = measure(options.repeats, chosen)
-        print(table(rows))
-        if options.out is not None:
-            draw(options.out, rows)
+def main(repeats: int = 5, few: bool = False, out: Path | None = None) -> None:
+    """Time, memory and evaluations of a training step of one layer.
+
+    Args:
+        repeats: timed steps of each layer.
+        few: the two smallest sizes of each axis.
+        out: a PNG file.
+    """
+    torch.set_num_threads(1)
+    chosen = {k: v[:2] for k, v in SWEEPS.items()} if few else SWEEPS
+    rows = measure(repeats, chosen)
+    print(table(rows))
+    if out is not None:
+        draw(out, rows)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

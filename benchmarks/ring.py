@@ -1,6 +1,6 @@
 """Bi-softmax attention over tokens that are sharded on the devices of a ring: exactness, traffic, time.
 
-python benchmarks/scaling/ring.py [--tokens 65536] [--devices 2 4 8 16] [--gigabytes 50] [--teraflops 200]
+python benchmarks/ring.py [--tokens 65536] [--devices 2 4 8 16] [--gigabytes 50] [--teraflops 200]
 
 The devices are simulated in one process: tensors are split over tokens, and every message is passed and
 counted. docs/guide/devices.md has the formulas.
@@ -8,23 +8,78 @@ counted. docs/guide/devices.md has the formulas.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import tyro
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import table
-from benchmarks.scaling.network import Message, Network, gather, places, scatter
-from implicit_attn.command_line import Parser, command, count, number
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
 
 Parts = list[Tensor]  # one a device
-POSITIVE = number(0.0, above=True)
+Message = tuple[Tensor, ...]
+
+
+@dataclass
+class Network:
+    """``devices`` in a ring; a message is a tuple of tensors, and costs the bytes that they hold."""
+
+    devices: int
+    sent: list[int] = field(init=False)  # bytes by each device
+    rounds: int = field(init=False, default=0)  # messages that each device waited for in turn
+
+    def __post_init__(self) -> None:
+        self.sent = [0] * self.devices
+
+    def shift(self, messages: Sequence[Message]) -> list[Message]:
+        """Each device sends its message to the next one of the ring, all at once."""
+        for device, message in enumerate(messages):
+            self.sent[device] += sum(part.numel() * part.element_size() for part in message)
+        self.rounds += 1
+        return [messages[device - 1] for device in range(self.devices)]
+
+    def add(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over devices, known to all (an all-reduce by a ring of scattered pieces)."""
+        size = parts[0].numel() * parts[0].element_size()
+        for device in range(self.devices):
+            self.sent[device] += math.ceil(2 * (self.devices - 1) / self.devices * size)
+        self.rounds += 2 * (self.devices - 1)
+        return torch.stack(list(parts)).sum(0)
+
+
+def places(tokens: int, devices: int, zigzag: bool) -> list[Tensor]:
+    """Which tokens (n,) each device holds: neighbours, or one piece from each end of the sequence.
+
+    With ``zigzag`` every device has early and late tokens, so that causal rounds cost all the same.
+
+    Raises:
+        ValueError: the tokens do not fall into equal pieces.
+    """
+    pieces = 2 * devices if zigzag else devices
+    if tokens % pieces:
+        raise ValueError(f"tokens must be a multiple of {pieces} here, got {tokens}")
+    cut = torch.arange(tokens).chunk(pieces)
+    if not zigzag:
+        return list(cut)
+    return [torch.cat((cut[k], cut[pieces - 1 - k])) for k in range(devices)]
+
+
+def scatter(whole: Tensor, where: Sequence[Tensor], dim: int = 2) -> list[Tensor]:
+    """The parts of ``whole`` that the devices hold."""
+    return [whole.index_select(dim, index) for index in where]
+
+
+def gather(parts: Sequence[Tensor], where: Sequence[Tensor], dim: int = 2) -> Tensor:
+    """The whole of which the devices hold parts, in its own order."""
+    order = torch.cat(list(where)).argsort()
+    return torch.cat(list(parts), dim).index_select(dim, order)
 
 
 @dataclass
@@ -241,31 +296,35 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--batch", type=count, default=1)
-    parser.add_argument("--heads", type=count, default=8)
-    parser.add_argument("--tokens", type=count, default=65536)
-    parser.add_argument("--width", type=count, default=64, help="of a head")
-    parser.add_argument("--size", type=count, default=2, help="bytes a number")
-    parser.add_argument("--devices", type=count, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--gigabytes", type=POSITIVE, default=50.0, help="of a link, a second")
-    parser.add_argument("--teraflops", type=POSITIVE, default=200.0, help="of a device")
-    parser.add_argument("--microseconds", type=POSITIVE, default=10.0, help="of a message")
-    with command(parser):
-        options = parser.parse_args(words)
-        if min(options.devices) < 2:
-            parser.error("argument --devices: must be 2 or more")
-        cases = [(causal, masked) for causal in (False, True) for masked in (False, True)]
-        print("Simulated against dense, float64:\n")
-        print(table([exactness(devices, *case) for devices in (2, 3, 4) for case in cases]))
-        plan = Plan(
-            options.batch, options.heads, options.tokens, options.width, options.size,
-            1e9 * options.gigabytes, 1e12 * options.teraflops, 1e-6 * options.microseconds,
-        )  # fmt: skip
-        print(f"\nPredicted for one gradient, {plan}:\n")
-        print(table([plan.row(devices) for devices in options.devices]))
+def main(
+    batch: int = 1,
+    heads: int = 8,
+    tokens: int = 65536,
+    width: int = 64,
+    size: int = 2,
+    devices: tuple[int, ...] = (2, 4, 8, 16),
+    gigabytes: float = 50.0,
+    teraflops: float = 200.0,
+    microseconds: float = 10.0,
+) -> None:
+    """Attention on a simulated ring of devices: exactness, and the time that its messages would take.
+
+    Args:
+        width: of a head.
+        size: bytes a number.
+        devices: each 2 or more.
+        gigabytes: of a link, a second.
+        teraflops: of a device.
+        microseconds: of a message.
+    """
+    cases = [(causal, masked) for causal in (False, True) for masked in (False, True)]
+    print("Simulated against dense, float64:\n")
+    print(table([exactness(number, *case) for number in (2, 3, 4) for case in cases]))
+    rates = (1e9 * gigabytes, 1e12 * teraflops, 1e-6 * microseconds)
+    plan = Plan(batch, heads, tokens, width, size, *rates)
+    print(f"\nPredicted for one gradient, {plan}:\n")
+    print(table([plan.row(number) for number in devices]))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

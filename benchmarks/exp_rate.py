@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.device.device_time import interleaved_on_device
+from benchmarks.device_time import interleaved_on_device
 
 STEPS, BLOCK, NUMBERS = 512, 1024, 2**22
 

@@ -1,6 +1,6 @@
 """What a layer keeps for its backward pass, against the number of iterations.
 
-python benchmarks/scaling/memory.py [--out docs/gallery/activation-memory.png]
+python benchmarks/memory.py [--out docs/gallery/activation-memory.png]
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import solvers
 from benchmarks.measure import peak_bytes, table
 from implicit_attn import DEQTransformer, EquilibriumBlock
-from implicit_attn.command_line import Parser, command, count, place
 from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, drawing
 
 ITERATIONS = (1, 2, 4, 8, 16, 32)
@@ -139,22 +139,17 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--batch", type=count, default=8)
-    parser.add_argument("--tokens", type=count, default=128)
-    parser.add_argument("--dim", type=count, default=64)
-    parser.add_argument("--heads", type=count, default=4)
-    parser.add_argument("--out", type=place, help="a PNG file")
-    with command(parser):
-        options = parser.parse_args(words)
-        torch.set_num_threads(1)
-        rows = measure(options.batch, options.tokens, options.dim, options.heads)
-        print(table(rows))
-        if options.out is not None:
-            size = f"batch {options.batch}, {options.tokens} tokens of {options.dim}, float32"
-            draw(options.out, rows, f"Memory of an equilibrium block, {size}")
+def main(
+    batch: int = 8, tokens: int = 128, dim: int = 64, heads: int = 4, out: Path | None = None
+) -> None:
+    """Bytes kept for the backward pass, of an equilibrium block and of what it stands for; ``out`` a PNG."""
+    torch.set_num_threads(1)
+    rows = measure(batch, tokens, dim, heads)
+    print(table(rows))
+    if out is not None:
+        size = f"batch {batch}, {tokens} tokens of {dim}, float32"
+        draw(out, rows, f"Memory of an equilibrium block, {size}")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

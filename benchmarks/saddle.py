@@ -1,4 +1,4 @@
-"""O(d) spins: the saddle point against adaptive TAP: python benchmarks/spins/saddle.py [--rounds 5]
+"""O(d) spins: the saddle point against adaptive TAP: python benchmarks/saddle.py [--rounds 5]
 
 Both find the means of N spins of d components with couplings ``K_ij I``, with gradients recorded;
 adaptive TAP with the large-d site, so that both solve for the same limit.
@@ -7,19 +7,17 @@ adaptive TAP with the large-d site, so that both solve for the same limit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import solvers
 from benchmarks.measure import interleaved, table
-from implicit_attn.command_line import Parser, command, count, threads
 
 STRENGTH = 0.5  # couplings N(0, STRENGTH^2 / N), fields N(0, 1)
 
@@ -48,16 +46,12 @@ def compare(sites: int, dim: int, batch: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--threads", type=threads, default=2)
-    with command(parser):
-        options = parser.parse_args(arguments)
-        torch.set_num_threads(options.threads)
-        cases = ((6, 40, 1), (16, 32, 1), (16, 32, 8))
-        print(table([compare(*case, options.rounds) for case in cases]))
+def main(rounds: int = 5, threads: int = 2) -> None:
+    """Free energy and gradient of O(d) spins: steepest descent beside adaptive TAP."""
+    torch.set_num_threads(threads)
+    cases = ((6, 40, 1), (16, 32, 1), (16, 32, 8))
+    print(table([compare(*case, rounds) for case in cases]))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)
