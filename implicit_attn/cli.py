@@ -25,8 +25,11 @@ from implicit_attn.weights import pretrained_models, weights_path
 PROGRAM = "implicit-attn"
 PROGRAMS, STUDIES = "implicit_attn.programs", "implicit_attn.studies.command"
 COMMANDS: dict[str, tuple[str, str]] = {  # where it is, and what it does
-    "demo": (f"{PROGRAMS}.classify:Demo", "a classifier of digits beside simpler models, a minute"),
-    "train classify": (f"{PROGRAMS}.classify:Classify", "the same on digits or MNIST"),
+    "demo": (f"{PROGRAMS}.demo:Demo", "what fixed points buy: boards, text, digits; two minutes"),
+    "train classify": (
+        f"{PROGRAMS}.classify:Classify",
+        "a classifier of digits or MNIST beside simpler models",
+    ),
     "train vit-images": (
         f"{PROGRAMS}.images:VitImages",
         "Hyper-SET or a baseline classifies images",

@@ -148,15 +148,3 @@ class Classify(Program):
             beside = compare(self.model, model, seconds, rivals, data)
             beside.save(self.place / "comparison", title)
             print(f"\n{beside}\ncomparison: {self.place / 'comparison.png'}")
-
-
-@dataclass(kw_only=True)
-class Demo(Classify):
-    """Train a classifier of handwritten digits beside simpler models, and report on it (a minute).
-
-    The same as implicit-attn train classify, over the report of the last time.
-    """
-
-    def run(self) -> None:
-        self.overwrite = not self.resume
-        super().run()

@@ -1,0 +1,156 @@
+"""What fixed points buy, and where they buy nothing: ``implicit-attn demo``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_attn.data import HELP, load_sudoku, load_text, solve_by_singles
+from implicit_attn.models import EquilibriumLanguageModel, LanguageModel
+from implicit_attn.programs.classify import Classify
+from implicit_attn.studies.figures.boards import Frame, draw_frame, frames_of
+from implicit_attn.studies.figures.canvas import BLUE, GREY, ORANGE, drawing
+from implicit_attn.studies.tables import Table, format_table, write_table
+from implicit_attn.training import NextToken, Recipe, Training
+from implicit_attn.weights import load_pretrained
+
+BOARD_MARKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of iterations
+TEXT_MARKS = (1, 2, 3, 4, 6, 8, 12, 24, 48)
+FRAMES = (1, 4, 8, 16, 32)
+DRAWN = (4, 20)  # iterations of the language model in training
+
+
+@dataclass(kw_only=True)
+class Demo(Classify):
+    """Boards filled in by a shipped solver, one transformer block at its fixed point, digits (two minutes).
+
+    A solver of Sudoku boards, which has learned without any rule, is repeated for up to 256 iterations. A
+    transformer block learns the characters of Python's help texts, once as a usual layer and once repeated
+    to its fixed point, with the same parameters. Then digits as implicit-attn train classify reads them, a
+    task on which an equilibrium is no more accurate than simpler layers. Results of the last time are
+    replaced.
+    """
+
+    boards: int = 100
+    """puzzles that the shipped solver fills in"""
+    steps: int = 300
+    """of the training of each language model"""
+
+    def run(self) -> None:
+        self.overwrite = not self.resume
+        folder = (self.out or Path("runs")) / "fixed-points"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.set_num_threads(1)  # small models: a second thread would wait more than it computes
+        fixed_points(folder, self.boards, self.steps, self.seed)
+        print("\nDigits, where simpler layers are as accurate:\n")
+        super().run()
+
+
+def fixed_points(folder: Path, boards: int, steps: int, seed: int) -> dict[str, Table]:
+    """Both tables as CSV and text, and the picture ``fixed-points.png``, written to ``folder``."""
+    print(f"Sudoku: {boards} puzzles by the shipped solver ...", flush=True)
+    board_table, singles, puzzle, solution, frames = fill_boards(boards)
+    print(f"\n{format_table(board_table)}\nnaked and hidden singles alone solve {singles:.1f} %")
+    text_table = learn_text(folder, steps, seed)
+    print(f"\n{format_table(text_table)}\n(validation loss in nats a character)")
+    tables = {"boards": board_table, "text": text_table}
+    for name, table in tables.items():
+        write_table(folder / f"{name}.csv", table)
+    path = folder / "fixed-points.png"
+    title = "What iterating to a fixed point buys"
+    with drawing(path, title, (13.0, 6.8)) as figure:
+        above, below = figure.subfigures(2, 1, height_ratios=[1, 1.15])
+        for axes, frame in zip(above.subplots(1, len(frames)), frames, strict=True):
+            draw_frame(axes, puzzle, solution, frame)
+        left, right = below.subplots(1, 2)
+        _draw_boards(left, board_table, singles)
+        _draw_text(right, text_table)
+    print(f"picture: {path}", flush=True)
+    return tables
+
+
+@torch.no_grad()
+def fill_boards(number: int) -> tuple[Table, float, Tensor, Tensor, list[Frame]]:
+    """The share of puzzles solved (%) after each of BOARD_MARKS iterations, that of singles, and a board."""
+    data = load_sudoku(1, number, source="generated", seed=17)
+    puzzles, solutions = data.test_puzzles, data.test_solutions
+    model = load_pretrained("sudoku-solver")
+    table: Table = []
+    for count, logits in enumerate(model.trajectory(puzzles, max(BOARD_MARKS)), start=1):
+        if count in BOARD_MARKS:
+            digits = torch.where(puzzles > 0, puzzles, logits.argmax(-1) + 1)
+            solved = 100 * (digits == solutions).all(1).float().mean().item()
+            table.append({"iterations": count, "boards solved (%)": solved})
+    singles = 100 * (solve_by_singles(puzzles) == solutions).all(1).float().mean().item()
+    hardest = int((puzzles > 0).sum(1).argmin())
+    frames = frames_of(model, puzzles[hardest], FRAMES)
+    return table, singles, puzzles[hardest], solutions[hardest], frames
+
+
+def learn_text(folder: Path, steps: int, seed: int) -> Table:
+    """Validation losses after TEXT_MARKS iterations of one block that was trained to be repeated, beside
+    those of the same block as a usual layer, and of three such layers."""
+    data = load_text(HELP)
+    sizes: dict[str, Any] = {"dim": 64, "heads": 4, "length": 64, "dropout": 0.0}
+    task = NextToken(data, sizes["length"], 128, samples=16 * steps)
+    words = len(data.alphabet)
+    losses: dict[str, dict[int, float]] = {}
+    for name, rate in (("one block, once", 2e-2), ("one block, repeated", 1e-2)):
+        torch.manual_seed(seed)
+        model: Any
+        if name.endswith("once"):
+            model = LanguageModel(words, layers=1, initial="torch", **sizes)
+        else:
+            model = EquilibriumLanguageModel(words, iterations=DRAWN, gradient=4, **sizes)
+        parameters = sum(each.numel() for each in model.parameters())
+        print(f"\n{name}, {parameters:,} parameters, {steps} steps on {data.name}:", flush=True)
+        recipe = Recipe(
+            epochs=1, batch=16, rate=rate, warmup=0.1, floor=0.0, betas=(0.9, 0.95), seed=seed,
+            decay="linear", decayed="matrices",
+        )  # fmt: skip
+        path = folder / f"{name.replace(', ', '-').replace(' ', '-')}.safetensors"
+        training = Training(model, task, recipe, path, {})
+        training.run(overwrite=True)
+        marks = (1,) if name.endswith("once") else TEXT_MARKS
+        losses[name] = {mark: training.evaluate(mark)["validation_loss"] for mark in marks}
+    once, repeated = losses.values()
+    return [
+        {"iterations": mark, "one block, repeated": loss, "one block, once": once[1]}
+        for mark, loss in repeated.items()
+    ]
+
+
+def _draw_boards(axes: Any, table: Table, singles: float) -> None:
+    marks = [row["iterations"] for row in table]
+    solved = [row["boards solved (%)"] for row in table]
+    axes.plot(
+        marks, solved, color=BLUE, marker="o", label="learned update, 10,729 weights, repeated"
+    )
+    axes.axhline(singles, color=GREY, linestyle="--", label="naked and hidden singles, by rule")
+    axes.axvline(32, color="black", linewidth=0.8, linestyle=":")
+    axes.text(32, 2, " most in training", fontsize=8)
+    axes.set(ylabel="boards solved (%)", ylim=(-3, 103), title="Sudoku, generated puzzles")
+    _finish(axes, BOARD_MARKS, "upper left")
+
+
+def _draw_text(axes: Any, table: Table) -> None:
+    marks = [row["iterations"] for row in table]
+    repeated, once = ([row[f"one block, {how}"] for row in table] for how in ("repeated", "once"))
+    axes.plot(marks, repeated, color=BLUE, marker="o", label="one block, repeated")
+    axes.axhline(once[0], color=ORANGE, linestyle="--", label="the same block as a usual layer")
+    axes.axvspan(*DRAWN, color=GREY, alpha=0.15, linewidth=0, label="drawn in training")
+    axes.set(ylabel="validation loss, nats a character", title="Characters of Python's help texts")
+    _finish(axes, TEXT_MARKS, "upper right")
+
+
+def _finish(axes: Any, marks: tuple[int, ...], place: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(marks), [str(mark) for mark in marks])
+    axes.minorticks_off()
+    axes.set_xlabel("iterations")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc=place)
