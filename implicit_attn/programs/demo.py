@@ -22,17 +22,19 @@ BOARD_MARKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of iterations
 TEXT_MARKS = (1, 2, 3, 4, 6, 8, 12, 24, 48)
 FRAMES = (1, 4, 8, 16, 32)
 DRAWN = (4, 20)  # iterations of the language model in training
+REPEATED = "one block, repeated"
+LANGUAGE = {"one block, once": 1, "three blocks": 3, REPEATED: 0}  # layers of each
 
 
 @dataclass(kw_only=True)
 class Demo(Classify):
     """Boards filled in by a shipped solver, one transformer block at its fixed point, digits (two minutes).
 
-    A solver of Sudoku boards, which has learned without any rule, is repeated for up to 256 iterations. A
-    transformer block learns the characters of Python's help texts, once as a usual layer and once repeated
-    to its fixed point, with the same parameters. Then digits as implicit-attn train classify reads them, a
-    task on which an equilibrium is no more accurate than simpler layers. Results of the last time are
-    replaced.
+    A solver of Sudoku boards, which was told no rule, is repeated for up to 256 iterations. A transformer
+    block learns the characters of Python's help texts, once as a usual layer and once repeated to its
+    fixed point, with equal parameters; three usual layers stand beside them. Then digits as implicit-attn
+    train classify reads them, a task on which an equilibrium is no more accurate than simpler layers.
+    Results of the last time are replaced.
     """
 
     boards: int = 100
@@ -93,35 +95,33 @@ def fill_boards(number: int) -> tuple[Table, float, Tensor, Tensor, list[Frame]]
 
 def learn_text(folder: Path, steps: int, seed: int) -> Table:
     """Validation losses after TEXT_MARKS iterations of one block that was trained to be repeated, beside
-    those of the same block as a usual layer, and of three such layers."""
+    those of the same block as a usual layer and of three such layers, all at the best rate of four."""
     data = load_text(HELP)
     sizes: dict[str, Any] = {"dim": 64, "heads": 4, "length": 64, "dropout": 0.0}
     task = NextToken(data, sizes["length"], 128, samples=16 * steps)
     words = len(data.alphabet)
+    recipe = Recipe(
+        epochs=1, batch=16, rate=1e-2, warmup=0.1, floor=0.0, betas=(0.9, 0.95), seed=seed,
+        decay="linear", decayed="matrices",
+    )  # fmt: skip
     losses: dict[str, dict[int, float]] = {}
-    for name, rate in (("one block, once", 2e-2), ("one block, repeated", 1e-2)):
+    for name, layers in LANGUAGE.items():
         torch.manual_seed(seed)
         model: Any
-        if name.endswith("once"):
-            model = LanguageModel(words, layers=1, initial="torch", **sizes)
+        if layers:
+            model = LanguageModel(words, layers=layers, initial="torch", **sizes)
         else:
             model = EquilibriumLanguageModel(words, iterations=DRAWN, gradient=4, **sizes)
         parameters = sum(each.numel() for each in model.parameters())
         print(f"\n{name}, {parameters:,} parameters, {steps} steps on {data.name}:", flush=True)
-        recipe = Recipe(
-            epochs=1, batch=16, rate=rate, warmup=0.1, floor=0.0, betas=(0.9, 0.95), seed=seed,
-            decay="linear", decayed="matrices",
-        )  # fmt: skip
         path = folder / f"{name.replace(', ', '-').replace(' ', '-')}.safetensors"
         training = Training(model, task, recipe, path, {})
         training.run(overwrite=True)
-        marks = (1,) if name.endswith("once") else TEXT_MARKS
+        marks = (1,) if layers else TEXT_MARKS
         losses[name] = {mark: training.evaluate(mark)["validation_loss"] for mark in marks}
-    once, repeated = losses.values()
-    return [
-        {"iterations": mark, "one block, repeated": loss, "one block, once": once[1]}
-        for mark, loss in repeated.items()
-    ]
+    repeated = losses.pop(REPEATED)
+    others = {name: found[1] for name, found in losses.items()}
+    return [{"iterations": mark, REPEATED: loss, **others} for mark, loss in repeated.items()]
 
 
 def _draw_boards(axes: Any, table: Table, singles: float) -> None:
@@ -139,9 +139,9 @@ def _draw_boards(axes: Any, table: Table, singles: float) -> None:
 
 def _draw_text(axes: Any, table: Table) -> None:
     marks = [row["iterations"] for row in table]
-    repeated, once = ([row[f"one block, {how}"] for row in table] for how in ("repeated", "once"))
-    axes.plot(marks, repeated, color=BLUE, marker="o", label="one block, repeated")
-    axes.axhline(once[0], color=ORANGE, linestyle="--", label="the same block as a usual layer")
+    axes.plot(marks, [row[REPEATED] for row in table], color=BLUE, marker="o", label=REPEATED)
+    for name, color in zip(list(table[0])[2:], (ORANGE, GREY), strict=True):
+        axes.axhline(table[0][name], color=color, linestyle="--", label=name)
     axes.axvspan(*DRAWN, color=GREY, alpha=0.15, linewidth=0, label="drawn in training")
     axes.set(ylabel="validation loss, nats a character", title="Characters of Python's help texts")
     _finish(axes, TEXT_MARKS, "upper right")
