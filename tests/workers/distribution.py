@@ -137,9 +137,14 @@ def main(dist: Path) -> None:
         (work / "where.py").write_text(WHERE)
         run("python", "where.py", str(ROOT))
         run("implicit-attn", "info")
-        run("implicit-attn", "demo", "--epochs", "1", "--limit", "256", "--baselines", "none")
+        small = "--boards 9 --steps 9 --epochs 1 --limit 256 --baselines none"
+        run("implicit-attn", "demo", *small.split())
         run("implicit-attn", "study", "geometry", "--samples", "32")
-        made = ("runs/digits-tokens/report.png", "runs/studies/geometry-digits-hyperset.png")
+        made = (
+            "runs/fixed-points/fixed-points.png",
+            "runs/digits-tokens/report.png",
+            "runs/studies/geometry-digits-hyperset.png",
+        )
         for file in made:
             assert (work / file).read_bytes().startswith(b"\x89PNG"), file
         # The tests alone, without the packages beside them.
