@@ -80,7 +80,7 @@ def fill_boards(number: int) -> tuple[Table, float, Tensor, Tensor, list[Frame]]
     """The share of puzzles solved (%) after each of BOARD_MARKS iterations, that of singles, and a board."""
     data = load_sudoku(1, number, source="generated", seed=17)
     puzzles, solutions = data.test_puzzles, data.test_solutions
-    model = load_pretrained("sudoku-solver")
+    model: Any = load_pretrained("sudoku-solver")
     table: Table = []
     for count, logits in enumerate(model.trajectory(puzzles, max(BOARD_MARKS)), start=1):
         if count in BOARD_MARKS:
