@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,17 @@ from implicit_attn.energies.energy import Prepared
 from implicit_attn.energies.feature_maps import Mapped, check_feature_map, map_features
 from implicit_attn.energies.heads import (
     AttentionInput,
-    Beta,
     HasTemperatures,
+    HeadOptions,
     HeadsContext,
     by_head,
     check_added,
     check_exclude_self,
-    check_parts,
     fit_pairs,
     project_input,
     read_pairs,
 )
-from implicit_attn.energies.projected import SOFT_NORM, Given, ProjectedEnergy, Projection, RMSNorm
+from implicit_attn.energies.projected import Given, ProjectedEnergy, Projection
 from implicit_attn.energies.tokens import Pair, accumulation_dtype, hide, sum_samples
 from implicit_attn.kernels import (
     bisoftmax,
@@ -36,22 +35,10 @@ from implicit_attn.kernels import (
 )
 from implicit_attn.kernels.arguments import rescaled
 from implicit_attn.kernels.pairs import Pairs
-from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.checks import require_choice
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class HeadOptions(TypedDict, total=False):
-    """The options that all :class:`HeadsEnergy` share, which documents them."""
-
-    head_dim: int | None
-    beta: Beta
-    learned_beta: bool
-    context_dim: int | None
-    bias: bool
-    norm: RMSNorm | None
-    bound: float | None
 
 
 class HeadsEnergy(HasTemperatures, ProjectedEnergy):
@@ -76,28 +63,15 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
         bound: bound on the spectral norm of the weight of z, or None.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        head_dim: int | None = None,
-        beta: Beta = None,
-        learned_beta: bool = False,
-        context_dim: int | None = None,
-        bias: bool = False,
-        norm: RMSNorm | None = SOFT_NORM,
-        bound: float | None = None,
-    ) -> None:
-        super().__init__(dim, heads=heads, norm=norm)
-        self.set_heads(dim, heads, head_dim, beta, learned_beta)
-        rows = heads * self.width
-        self.projection = Projection(dim, rows, bound)
+    def __init__(self, dim: int, heads: int, **shared: Unpack[HeadOptions]) -> None:
+        super().__init__(dim, heads=heads)
+        options = self.set_heads(dim, heads, **shared)
+        self.norm = options.norm
+        rows, seen = heads * self.width, options.context_dim
+        self.projection = Projection(dim, rows, options.bound)
         self.exclude_self: bool | None = None  # None: an energy that knows no pairs
-        self.context: Projection | None = None
-        if context_dim is not None:
-            self.context = Projection(require_count("context_dim", context_dim), rows)
-        has_bias = require_flag("bias", bias) or context_dim is not None
+        self.context = None if seen is None else Projection(seen, rows)
+        has_bias = options.bias or seen is not None
         self.bias = nn.Parameter(torch.zeros(rows)) if has_bias else None
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
@@ -110,7 +84,7 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
         added, pairs = self.bias, None
         if isinstance(x, Prepared) or not self._ignores(x):
             context = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
-            added, pairs = context.query, context.pairs()
+            added, pairs = context.query, context.pairs
             check_added(added, z, type(self).__name__)
             added = self.bias if added is None else added
         shape = z.shape[0], self.heads, z.shape[1], z.shape[1]
@@ -122,14 +96,13 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, query = type(self).__name__, None
-        allowed, bias = read_pairs(x, mask, z)
-        if self.exclude_self is None and (allowed is not None or bias is not None):
+        pairs = read_pairs(x, mask, z, name)
+        if self.exclude_self is None and pairs is not None:
             raise ValueError(f"{name} takes no pairs, got them in x; BiSoftmaxAttention does")
-        check_parts(x, mask, z, name)
         x = x.tokens if isinstance(x, AttentionInput) else x
         if self.context is not None:
             query = project_input(x, self.context, self.bias, self.heads, mask, name)
-        return HeadsContext(query=query, allowed=allowed, bias=bias)
+        return HeadsContext(query=query, pairs=pairs)
 
     def _roots(self, y: Tensor) -> tuple[Tensor, float, Tensor | None]:
         """Features and a number for beta that give the scores, and ``beta^1/2`` where heads differ.

@@ -18,7 +18,6 @@ from implicit_attn.energies.heads import (
     check_added,
     check_exclude_self,
     check_kind,
-    check_parts,
     fit_pairs,
     masked_key,
     project_input,
@@ -147,7 +146,7 @@ class ConditionalAttention(HasTemperatures, Energy):
         super().__init__()
         check_kind(memory_dim is not None, causal, exclude_self)
         self.backend = check_backend(backend, "frozen keys")
-        self.set_heads(dim, heads, head_dim, beta, learned_beta)
+        self.set_heads(dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta)
         self.cross, self.causal = memory_dim is not None, causal
         self.norm = require_instance("norm", norm, RMSNorm, "RMSNorm(epsilon=...)")
         self.score_norm = check_norm(score_norm)
@@ -172,7 +171,7 @@ class ConditionalAttention(HasTemperatures, Energy):
         if isinstance(x, Prepared):
             return x
         name, heads = type(self).__name__, self.heads
-        check_parts(x, mask, None, name, self.cross)
+        pairs = read_pairs(x, mask, None, name, cross=self.cross)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = project_input(tokens, self.query, self.query_bias, heads, mask, name)
         if self.cross:
@@ -191,21 +190,19 @@ class ConditionalAttention(HasTemperatures, Energy):
         query = query * torch.as_tensor(self.score_beta(query), dtype=query.dtype)
         if key.shape[2] == 0:
             (key, seen), value = masked_key(key), masked_key(value)[0]
-        return Prepared(self._freeze(query, key, value, read_pairs(x, mask), mask, seen))
+        return Prepared(self._freeze(query, key, value, pairs, seen))
 
     def _freeze(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        given: tuple[Tensor | None, Tensor | None],
-        mask: Tensor | None,
+        given: Pairs | None,
         seen: Tensor | None,
     ) -> FrozenAttention:
         tokens = query.shape[2]
         shape = (query.shape[0], self.heads, tokens, key.shape[2])
-        own = None if given == (None, None) else Pairs(*given)
-        pairs = fit_pairs(own, shape, query.device, self.exclude_self)
+        pairs = fit_pairs(given, shape, query.device, self.exclude_self)
         options: dict[str, Any] = {"mask": seen, "backend": self.backend}
         if pairs is not None:
             options |= {"pairs": pairs.allowed, "bias": pairs.bias}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from implicit_attn.energies.projected import Projection, project
+from implicit_attn.energies.projected import SOFT_NORM, Projection, RMSNorm, check_norm, project
 from implicit_attn.energies.tokens import (
     accumulation_dtype,
     check_mask,
+    check_state,
     hide,
     sum_samples,
     visible_input,
@@ -22,6 +24,9 @@ from implicit_attn.energies.tokens import (
 from implicit_attn.kernels.pairs import Pairs, four_dimensional
 from solvers.core.checks import require_count, require_flag, require_positive
 from solvers.core.modes import in_transform
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Beta: TypeAlias = float | Sequence[float] | Tensor | None
 
@@ -69,17 +74,48 @@ class Temperatures(nn.Module):
         return F.softplus(self.raw) if self.learned else self.values
 
 
+class HeadOptions(TypedDict, total=False):
+    """The options that attention energies share, which ``HeadsEnergy`` documents."""
+
+    head_dim: int | None
+    beta: Beta
+    learned_beta: bool
+    context_dim: int | None
+    bias: bool
+    norm: RMSNorm | None
+    bound: float | None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The same with their defaults, checked."""
+
+    head_dim: int | None = None
+    beta: Beta = None
+    learned_beta: bool = False
+    context_dim: int | None = None
+    bias: bool = False
+    norm: RMSNorm | None = SOFT_NORM
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        check_norm(self.norm)
+        require_flag("bias", self.bias)
+        if self.context_dim is not None:
+            require_count("context_dim", self.context_dim)
+
+
 class HasTemperatures(nn.Module):
     """A module with heads, whose inverse temperatures ``beta`` may be read and set."""
 
     temperatures: Temperatures
 
-    def set_heads(
-        self, dim: int, heads: int, head_dim: int | None, beta: Beta, learned_beta: bool
-    ) -> None:
+    def set_heads(self, dim: int, heads: int, **shared: Unpack[HeadOptions]) -> Heads:
         """``dim``, ``heads``, their ``width`` and ``temperatures``, of a constructor's arguments."""
-        self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, head_dim)
-        self.temperatures = Temperatures(heads, beta, self.width, learned_beta)
+        options = Heads(**shared)
+        self.dim, self.heads, self.width = dim, heads, head_width(dim, heads, options.head_dim)
+        self.temperatures = Temperatures(heads, options.beta, self.width, options.learned_beta)
+        return options
 
     @property
     def beta(self) -> float | Tensor:
@@ -170,23 +206,18 @@ class AttentionInput(NamedTuple):
 
 class HeadsContext(NamedTuple):
     """What attention energies prepare: a pytree of tensors (B or 1, ...) and None.
+
     Attributes:
         query: (B, H, N, p), added to the features of z, or of its queries, before the norm.
         key: (B, H, N, p), added to those of the keys; with ``cross`` the keys (B, H, M, p) themselves.
         mask: (B, M) bool, of the keys in cross-attention.
-        allowed, bias: as in ``kernels.pairs.Pairs``.
+        pairs: those that may attend, and biases of their scores.
     """
 
     query: Tensor | None = None
     key: Tensor | None = None
     mask: Tensor | None = None
-    allowed: Tensor | None = None
-    bias: Tensor | None = None
-
-    def pairs(self) -> Pairs | None:
-        return (
-            None if self.allowed is None and self.bias is None else Pairs(self.allowed, self.bias)
-        )
+    pairs: Pairs | None = None
 
 
 def check_exclude_self(exclude_self: bool, backend: str) -> bool:
@@ -226,38 +257,52 @@ def project_input(
 
 
 def read_pairs(
-    x: Any, mask: Tensor | None, z: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """``pairs`` and ``pair_bias`` of an ``AttentionInput``, (B, 1 or H, N, M); None of other inputs.
+    x: Any, mask: Tensor | None, z: Tensor | None, name: str, *, cross: bool = False
+) -> Pairs | None:
+    """The pairs of an ``AttentionInput``, each part (B, 1 or H, N, M); None of other inputs.
 
-    Solvers take tensors (B, ...) alone, so a matrix for all samples is expanded, which copies nothing.
+    Its other parts must make sense, also where the energy does not look at them. Solvers take tensors
+    (B, ...) alone, so a matrix for all samples is expanded, which copies nothing.
     """
     if not isinstance(x, AttentionInput):
-        return None, None
+        return None
+    for part in ("memory", "memory_mask"):
+        if getattr(x, part) is not None and not cross:
+            raise ValueError(f"{name}: x.{part} needs cross-attention, got it in self-attention")
+    if x.tokens is not None:
+        check_state(x.tokens, f"{name}, x.tokens", tokens=True)
+        if z is not None and x.tokens.shape[:2] != z.shape[:2]:
+            wanted, got = tuple(z.shape[:2]), tuple(x.tokens.shape)
+            raise ValueError(f"{name}: x.tokens must have the tokens of z, {wanted}, got {got}")
+        check_mask(mask, x.tokens, f"{name}, x.tokens", features=1)
     batched = [t for t in (z, x.tokens, x.memory, mask) if isinstance(t, Tensor)]
     found = []
-    for name, tensor in (("pairs", x.pairs), ("pair_bias", x.pair_bias)):
+    for part, kind in (("pairs", "bool"), ("pair_bias", "floating")):
+        tensor = getattr(x, part)
         if tensor is None:
             found.append(None)
             continue
-        right = isinstance(tensor, Tensor) and (
-            tensor.dtype == torch.bool if name == "pairs" else tensor.is_floating_point()
-        )
-        if not right or not 2 <= tensor.dim() <= 4:
-            kind = "bool" if name == "pairs" else "floating"
-            got = tuple(tensor.shape) if right else getattr(tensor, "dtype", type(tensor).__name__)
+        right = isinstance(tensor, Tensor) and 2 <= tensor.dim() <= 4
+        if not right or (
+            tensor.dtype != torch.bool if kind == "bool" else not tensor.is_floating_point()
+        ):
+            got = (
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else type(tensor)
+            )
             raise TypeError(
-                f"{name} must be a {kind} tensor (N, M), (B, N, M) or (B, H, N, M), got {got}"
+                f"{part} must be a {kind} tensor (N, M), (B, N, M) or (B, H, N, M), got {got}"
             )
         if tensor.dim() == 2:
             if not batched:
                 raise ValueError(
-                    f"{name} must be (B, N, M) or (B, H, N, M) where x holds no tokens, got "
+                    f"{part} must be (B, N, M) or (B, H, N, M) where x holds no tokens, got "
                     f"{tuple(tensor.shape)}"
                 )
             tensor = tensor.expand(batched[0].shape[0], *tensor.shape)
         found.append(tensor[:, None] if tensor.dim() == 3 else tensor)
-    return found[0], found[1]
+    return None if found == [None, None] else Pairs(*found)
 
 
 def expand_pairs(x: Any, batch: int) -> Any:
@@ -310,28 +355,6 @@ def masked_key(key: Tensor) -> tuple[Tensor, Tensor]:
     """A key (B, H, 1, p) with its mask (B, 1) in place of no key at all, from which nothing comes."""
     unit = key.new_zeros(*key.shape[:2], 1, key.shape[3])
     return unit, torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
-
-
-def check_parts(
-    x: Any, mask: Tensor | None, z: Tensor | None, name: str, cross: bool = False
-) -> None:
-    """Parts of an ``AttentionInput`` that the energy does not look at must make sense, too."""
-    if not isinstance(x, AttentionInput):
-        return
-    for part in ("memory", "memory_mask"):
-        if getattr(x, part) is not None and not cross:
-            raise ValueError(f"{name}: x.{part} needs cross-attention, got it in self-attention")
-    if x.tokens is None:
-        return
-    if not isinstance(x.tokens, Tensor):
-        raise TypeError(
-            f"{name}: x.tokens must be a tensor (B, N, ...), got {type(x.tokens).__name__}"
-        )
-    got = tuple(x.tokens.shape)
-    if x.tokens.dim() != 3 or (z is not None and got[:2] != tuple(z.shape[:2])):
-        shape = "(B, N, ...)" if z is None else f"({z.shape[0]}, {z.shape[1]}, ...)"
-        raise ValueError(f"{name}: x.tokens must have the shape {shape}, got {got}")
-    check_mask(mask, x.tokens, f"{name}, x.tokens", features=1)
 
 
 def check_held(held: Tensor, z: Tensor, name: str, tokens: int | None = None) -> None:

@@ -18,7 +18,6 @@ from implicit_attn.energies.heads import (
     HeadsContext,
     by_head,
     check_held,
-    check_parts,
     masked_key,
     read_memory,
     read_pairs,
@@ -34,6 +33,7 @@ from implicit_attn.energies.tokens import (
     sum_squares,
 )
 from implicit_attn.kernels import check_backend, frozen_key_attention
+from implicit_attn.kernels.pairs import Pairs
 from solvers.core.checks import require_count, require_instance, require_number, require_positive
 
 LARGEST_MIXTURE = 2_000_000  # members of all multisets of a density at a lower temperature
@@ -366,7 +366,7 @@ class QueryEnergy(HasTemperatures, Energy):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.set_heads(dim, heads, None, beta, learned_beta)
+        self.set_heads(dim, heads, beta=beta, learned_beta=learned_beta)
         self.backend = check_backend(backend, "frozen keys")
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
@@ -393,27 +393,31 @@ class QueryEnergy(HasTemperatures, Energy):
         """The queries, their mean keys (B, H, N, p), and the log-sum-exp of their scores."""
         check_tokens(z, mask, "QueryEnergy", dim=self.dim, tokens=True)
         given = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
-        key, seen, pairs = given.key, given.mask, {"pairs": given.allowed, "bias": given.bias}
+        key, seen, pairs = given.key, given.mask, given.pairs or Pairs()
         assert key is not None  # made of the memory
         check_held(key, z, "QueryEnergy")
         if not key.shape[2]:
-            (key, seen), pairs = masked_key(key), {}
+            (key, seen), pairs = masked_key(key), Pairs()
         query = split_heads(hide(z, mask), self.heads)
         mean, lse = frozen_key_attention(
-            *self.at_one(query, key), mask=seen, **pairs, backend=self.backend
+            *self.at_one(query, key),
+            mask=seen,
+            pairs=pairs.allowed,
+            bias=pairs.bias,
+            backend=self.backend,
         )
         return query, mean.to(query.dtype), lse
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name = "QueryEnergy"
-        check_parts(x, mask, z, name, cross=True)
+        pairs = read_pairs(x, mask, z, name, cross=True)
         memory, seen = read_memory(x, self.dim, z, name)
         if z is not None and memory.dtype != z.dtype:
             raise TypeError(
                 f"{name}: x must have the dtype of z, {z.dtype}, got {memory.dtype}; convert one of "
                 "them with .to()"
             )
-        return HeadsContext(None, split_heads(memory, self.heads), seen, *read_pairs(x, mask, z))
+        return HeadsContext(None, split_heads(memory, self.heads), seen, pairs)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, {self.described()}"
@@ -479,8 +483,8 @@ class HeadwiseEnergy(Energy):
             x = AttentionInput(memory=x)
         if not isinstance(x, AttentionInput):
             return self._fold(z), x
-        check_parts(x, mask, z, "HeadwiseEnergy", cross=True)
-        pairs, bias = (self._spread(t) for t in read_pairs(x, mask, z))
+        found = read_pairs(x, mask, z, "HeadwiseEnergy", cross=True) or Pairs()
+        pairs, bias = (self._spread(t) for t in found)
         tokens, memory = (None if t is None else self._fold(t) for t in (x.tokens, x.memory))
         given = AttentionInput(tokens, pairs, bias, memory, self._rows(x.memory_mask))
         return self._fold(z), given

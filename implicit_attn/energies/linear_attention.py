@@ -15,7 +15,6 @@ from implicit_attn.energies.heads import (
     Beta,
     HasTemperatures,
     check_held,
-    check_parts,
     read_memory,
     read_pairs,
 )
@@ -121,7 +120,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
         bound: float | None = None,
     ) -> None:
         super().__init__()
-        self.set_heads(dim, heads, head_dim, beta, learned_beta)
+        self.set_heads(dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta)
         self.causal = require_flag("causal", causal)
         self.normalised = require_flag("normalised", normalised)
         self.feature_map = check_feature_map(feature_map, positive=self.normalised)
@@ -188,8 +187,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
 
     def _freeze(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> FrozenKeys:
         name = type(self).__name__
-        check_parts(x, mask, z, name, cross=True)
-        if any(part is not None for part in read_pairs(x, mask, z)):
+        if read_pairs(x, mask, z, name, cross=True) is not None:
             raise ValueError(f"{name} takes no pairs, got them in x; SoftmaxAttention does")
         weight = self.key.weight
         tokens, seen = self._memory(x, mask, z, weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.heads import (
     AttentionInput,
-    Beta,
     HasTemperatures,
+    HeadOptions,
     HeadsContext,
     check_added,
     check_exclude_self,
     check_held,
     check_kind,
-    check_parts,
     fit_pairs,
     masked_key,
     project_input,
@@ -25,11 +24,8 @@ from implicit_attn.energies.heads import (
     read_pairs,
 )
 from implicit_attn.energies.projected import (
-    SOFT_NORM,
     Features,
     Projection,
-    RMSNorm,
-    check_norm,
     like_state,
     project,
 )
@@ -49,7 +45,10 @@ from implicit_attn.kernels import (
 )
 from implicit_attn.kernels.free_energy import Attended
 from implicit_attn.kernels.pairs import Pairs, token_pairs
-from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.checks import require_choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _NOTHING = HeadsContext()
 
@@ -92,11 +91,8 @@ class SoftmaxAttention(HasTemperatures, Energy):
         cross: cross-attention: keys from ``x`` in place of ``z``.
         context_dim: cross: features of x, default ``dim``. Self: features of the x that queries and
             keys see; None: they see none.
-        head_dim, beta, learned_beta: as for
-            :class:`implicit_attn.energies.attention.HeadsEnergy`.
-        bias: learn ``b_q`` and ``b_k``, zero at first; what sees a context has its bias anyway.
-        norm: norm of each head's queries and keys, ``RMSNorm(epsilon)`` or None.
-        bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
+        shared: head_dim, beta, learned_beta, bias (of ``b_q`` and ``b_k``), norm (of queries and keys) and
+            bound (of ``W_q`` and ``W_k``), as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
         causal: for self-attention, restrict the energy of token i to ``j <= i``. The key term of the
             gradient still carries information from later to earlier tokens.
         exclude_self: for self-attention, no token attends to itself.
@@ -116,16 +112,10 @@ class SoftmaxAttention(HasTemperatures, Energy):
         *,
         energy: str = "inner",
         cross: bool = False,
-        context_dim: int | None = None,
-        head_dim: int | None = None,
-        beta: Beta = None,
-        learned_beta: bool = False,
-        bias: bool = False,
-        norm: RMSNorm | None = SOFT_NORM,
-        bound: float | None = None,
         causal: bool = False,
         exclude_self: bool = False,
         backend: str = "auto",
+        **shared: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
         require_choice("energy", energy, ("inner", "elastic"))
@@ -133,23 +123,25 @@ class SoftmaxAttention(HasTemperatures, Energy):
         check_kind(cross, causal, exclude_self)
         if backend == "flash" and not cross:
             raise ValueError("backend='flash' needs cross=True, got cross=False")
-        self.set_heads(dim, heads, head_dim, beta, learned_beta)
+        options = self.set_heads(dim, heads, **shared)
         self.energy, self.cross, self.causal, self.backend = energy, cross, causal, backend
-        self.norm, self._elastic = check_norm(norm), energy == "elastic"
-        if context_dim is not None:
-            require_count("context_dim", context_dim)
-        self.context_dim = dim if cross and context_dim is None else context_dim
-        rows, source = heads * self.width, self.context_dim if cross else dim
-        self.query = Projection(dim, rows, bound)
-        self.key = Projection(dim if source is None else source, rows, bound)
-        seen, has_bias = None if cross else context_dim, require_flag("bias", bias)
+        self.norm, self._elastic, self.context_dim = (
+            options.norm,
+            energy == "elastic",
+            options.context_dim,
+        )
+        if cross and options.context_dim is None:
+            self.context_dim = dim
+        rows, seen = heads * self.width, None if cross else self.context_dim
+        self.query = Projection(dim, rows, options.bound)
+        self.key = Projection((self.context_dim if cross else None) or dim, rows, options.bound)
         self.query_context = None if seen is None else Projection(seen, rows)
         self.key_context = None if seen is None else Projection(seen, rows)
-        biased = has_bias or seen is not None
+        biased = options.bias or seen is not None
         self.query_bias = nn.Parameter(torch.zeros(rows)) if biased else None
         self.key_bias = nn.Parameter(torch.zeros(rows)) if biased else None
         self.exclude_self = check_exclude_self(exclude_self, backend)
-        self.concave = cross and energy == "inner" and norm is None
+        self.concave = cross and energy == "inner" and options.norm is None
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """Keys of cross-attention and what features see of ``x``, as a ``Prepared``; None without either."""
@@ -217,7 +209,7 @@ class SoftmaxAttention(HasTemperatures, Energy):
             key = self._features(z, self.key.weight, self.key_bias, mask, context.key)
         shape = z.shape[0], heads, z.shape[1], key.unit.shape[2]
         seen = context.mask
-        pairs = fit_pairs(context.pairs(), shape, z.device, self.exclude_self)
+        pairs = fit_pairs(context.pairs, shape, z.device, self.exclude_self)
         if self.cross and not shape[3]:
             (unit, seen), pairs = masked_key(key.unit), None
             key = Features(unit, None, None, heads)
@@ -236,8 +228,7 @@ class SoftmaxAttention(HasTemperatures, Energy):
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
         name, heads = self._name(), self.heads
-        check_parts(x, mask, z, name, self.cross)
-        allowed, bias = read_pairs(x, mask, z)
+        pairs = read_pairs(x, mask, z, name, cross=self.cross)
         tokens = x.tokens if isinstance(x, AttentionInput) else x
         query = key = memory_mask = None
         if self.cross:
@@ -248,7 +239,7 @@ class SoftmaxAttention(HasTemperatures, Energy):
         elif self.query_context is not None and self.key_context is not None:
             query = project_input(tokens, self.query_context, self.query_bias, heads, mask, name)
             key = project_input(tokens, self.key_context, self.key_bias, heads, mask, name)
-        return HeadsContext(query, key, memory_mask, allowed, bias)
+        return HeadsContext(query, key, memory_mask, pairs)
 
     def _all_pairs(self, at: _Evaluation, mask: Tensor | None) -> Pairs | None:
         """The pairs of ``at`` among the tokens that are not masked."""

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from implicit_attn.energies.energy import Energy, Prepared
-from implicit_attn.energies.heads import AttentionInput, Beta, check_held, read_memory
+from implicit_attn.energies.heads import (
+    AttentionInput,
+    Beta,
+    HeadOptions,
+    check_held,
+    read_memory,
+)
 from implicit_attn.energies.hopfield import HeadwiseEnergy, QueryEnergy
-from implicit_attn.energies.projected import RMSNorm
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
 from implicit_attn.energies.tokens import check_tokens, hide
 from implicit_attn.updates.gradient_step import GradientStep, StepSize, move
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_flag, require_instance
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AttentionStep(Update):
@@ -47,7 +55,7 @@ class AttentionStep(Update):
         cross: h is the input x.
         step_size: eta, > 0.
         context_dim: with ``cross``, features of x, default ``dim``.
-        head_dim, beta, learned_beta, norm, bound: as for ``SoftmaxAttention``; no norm by default.
+        shared: as for ``SoftmaxAttention``; no norm by default.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, theorems 1 and 3 and the loop transformer of the appendix.
@@ -62,21 +70,14 @@ class AttentionStep(Update):
         causal: bool = False,
         cross: bool = False,
         step_size: float = 1.0,
-        context_dim: int | None = None,
-        head_dim: int | None = None,
-        beta: Beta = None,
-        learned_beta: bool = False,
-        norm: RMSNorm | None = None,
-        bound: float | None = None,
+        **shared: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
         self.causal, self.cross = require_flag("causal", causal), require_flag("cross", cross)
-        if context_dim is not None and not cross:
-            raise ValueError(f"context_dim needs cross=True, got {context_dim!r}")
-        self.energy = SoftmaxAttention(
-            dim, heads, energy=energy, cross=True, context_dim=context_dim, head_dim=head_dim,
-            beta=beta, learned_beta=learned_beta, norm=norm, bound=bound,
-        )  # fmt: skip
+        if "context_dim" in shared and not cross:
+            raise ValueError(f"context_dim needs cross=True, got {shared['context_dim']!r}")
+        options: HeadOptions = {"norm": None, **shared}
+        self.energy = SoftmaxAttention(dim, heads, energy=energy, cross=True, **options)
         self.step_size = StepSize(step_size)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:

@@ -226,7 +226,7 @@ def test_one_matrix_without_anything_that_tells_the_samples() -> None:
     assert torch.equal(energy.grad(z, x), energy.grad(z))
     with pytest.raises(ValueError, match=r"\(B, N, M\) .* where x holds no tokens, got \(4, 4\)"):
         energy.prepare(x)
-    assert energy.prepare(x, mask=torch.ones(B, N) > 0).parts.allowed.shape == (B, 1, N, N)
+    assert energy.prepare(x, mask=torch.ones(B, N) > 0).parts.pairs.allowed.shape == (B, 1, N, N)
 
 
 @pytest.mark.parametrize("cls", [ScoreAttention, LinearAttention])
