@@ -208,7 +208,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ({"pairs": torch.ones(N, N + 1) > 0}, ValueError, r"pairs must have the shape \(4, 4\), .*4,"),
     ({"pairs": torch.ones(2, N, N) > 0}, ValueError, r"pairs must have .*\(3, 4, 4\).* got \(2, 1"),
     ({"pair_bias": torch.ones(N, N) > 0}, TypeError, r"pair_bias must be a floating tensor"),
-    ({"pair_bias": torch.ones(N)}, TypeError, r"pair_bias must be a floating tensor .* got \(4,\)"),
+    ({"pair_bias": torch.ones(N)}, TypeError, r"pair_bias must be a floating tensor .* \(4,\)"),
     ({"memory": torch.ones(B, M, DIM)}, ValueError, r"memory"),
 ]
 

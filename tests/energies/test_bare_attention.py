@@ -136,22 +136,6 @@ def test_draws_have_the_means_of_the_law(site: Any, dim: int) -> None:
         torch.testing.assert_close(drawn.square().sum(-1), torch.full((draws, 3), 2.0, dtype=F64))
 
 
-def test_the_conditionals_come_from_no_joint_distribution() -> None:
-    """The mixed derivatives of two tokens' energies differ, though not in the pair model."""
-    differences = {}
-    for lam in (1e-4, 1.0):
-        energy = made(4, 3, lam=lam, symmetric_sites=True)
-        z = torch.randn(1, 4, 3, generator=seeded(7), dtype=F64)
-        hessian = [
-            torch.autograd.functional.hessian(lambda s, i=i, e=energy: e.token_energies(s)[0, i], z)
-            for i in (0, 1)
-        ]
-        first, second = (h[0, 0, :, 0, 1] for h in hessian)  # type: ignore[index]
-        differences[lam] = ((first - second).norm() / first.norm()).item()
-    assert differences[1e-4] < 1e-2
-    assert differences[1.0] > 0.3
-
-
 # --- masks -----------------------------------------------------------------------------------------
 
 

@@ -104,11 +104,7 @@ def test_construction(build_it: Callable[[], object], error: type[Exception], me
 
 CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: FunctionEnergy(scalar).grad(Z), ValueError, r"scalar returned a scalar; .* one numbe"),
-    (lambda: FunctionEnergy(scalar).value_and_grad(Z[:1]), ValueError, r"returned a scalar"),
-    (lambda: (FunctionEnergy(scalar) + Quadratic())(Z), ValueError, r"returned a scalar"),
     (lambda: (Quadratic() + FunctionEnergy(scalar))(Z), ValueError, r"returned a scalar"),
-    (lambda: (2.0 * FunctionEnergy(scalar))(Z), ValueError, r"returned a scalar"),
-    (lambda: FunctionEnergy(scalar).hvp(Z, Z), ValueError, r"returned a scalar"),
     (lambda: FunctionEnergy(per_token).grad(Z), ValueError, r"\(3,\), got shape \(3, 4\)"),
     (
         lambda: FunctionEnergy(lambda z: 0.0).grad(Z),  # type: ignore[arg-type, return-value]
@@ -134,14 +130,9 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Quadratic().hvp(Z, Z[0]), ValueError, r"v must be like z"),
     (lambda: Field().grad(Z), TypeError, r"Field: x must be a tensor like z.* got NoneType"),
     (lambda: ReLUFeedForward(7, 3).grad(Z), ValueError, r"7 features \(d\), got shape"),
-    (lambda: ReLUFeedForward(8, 3).hvp(Z, Z[:1]), ValueError, r"v must be like z"),
     (lambda: ReLUFeedForward(8, 3).grad(Z[0], mask=MASK[0]), ValueError, r"mask needs a state"),
     (lambda: BiSoftmaxAttention(8, 2).grad(Z[0]), ValueError, r"shape \(B, N, d\), got \(4, 8\)"),
-    (lambda: BiSoftmaxAttention(8, 2).grad([Z]), TypeError, r"z must be a tensor"),  # type: ignore[arg-type]
-    (lambda: Hopfield(torch.ones(3, 2)).grad(Z), ValueError, r"2 features \(d\)"),
-    (lambda: self_attention().grad(Z[0]), ValueError, r"shape \(B, N, d\)"),
     (lambda: cross_attention().grad(Z), TypeError, r"x must be a tensor \(3, M, 5\).* NoneType"),
-    (lambda: cross_attention().grad(Z, {"context": Z}), TypeError, r"\.select\(key\)"),
     (lambda: cross_attention().grad(Z, Z), ValueError, r"\(3, M, 5\), got \(3, 4, 8\)"),
     (
         lambda: cross_attention().grad(Z, (torch.zeros(3, 6, 5), MASK)),
@@ -150,7 +141,6 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     ),
     (lambda: Quadratic().select("a").grad(Z, {"b": Z}), ValueError, r"x must hold 'a', .*'b'"),
     (lambda: Quadratic().select(2).grad(Z, (Z, Z)), ValueError, r"x must hold 2, it holds 2 parts"),
-    (lambda: Quadratic().select("a").grad(Z), TypeError, r"a dict or a tuple .* got NoneType"),
     (lambda: IdentityLagrangian().value(Z.int()), TypeError, r"z must be of a floating dtype"),
 ]
 

@@ -16,7 +16,6 @@ from implicit_attn.energies import (
     BiSoftmaxAttention,
     Energy,
     Field,
-    FunctionEnergy,
     Quadratic,
     RMSNormLagrangian,
     Sum,
@@ -201,31 +200,3 @@ def test_samples_that_leave_the_batch_take_their_prepared_rows_along() -> None:
     assert both.evaluations[3:].max() < both.evaluations[:3].min()  # the second half left early
     torch.testing.assert_close(both.value[3:], alone.value)
     torch.testing.assert_close(both.value[:3], layer.solve(hard).value)
-
-
-def test_dropout_is_refused_where_nothing_is_prepared() -> None:
-    """A module that draws may serve in ``prepare``, once a solve, but never in the evaluations."""
-
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, z: Tensor) -> Tensor:
-            return self.dropout(z).square().sum((1, 2))
-
-    class Dropped(Steered):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout = nn.Dropout(0.5)
-
-        def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
-            return super().prepare(self.dropout(x), mask=mask)
-
-    torch.manual_seed(0)
-    x = tokens()
-    with pytest.raises(ValueError, match="training mode"):
-        DEQ(FunctionEnergy(Noisy()) + attention() + Quadratic())(x)
-    with pytest.raises(ValueError, match="no fixed point"):
-        DEQ(0.1 * FunctionEnergy(Noisy()) + 0.1 * Steered() + Quadratic())(x)
-    assert bool(DEQ(0.1 * Dropped() + Quadratic()).solve(x).converged.all())

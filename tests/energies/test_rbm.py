@@ -166,25 +166,11 @@ def test_mistakes_of_samples() -> None:
     ising = EffectiveRBM(weights, visible="ising")
     for bad, error, message in (
         (lambda: ising.gibbs(spins * math.nan, 1), ValueError, r"v must have the entries -1 and 1"),
-        (lambda: ising.gibbs(0.5 * spins, 1), ValueError, "entries -1 and 1 only, as visible='isi"),
-        (lambda: ising.sample_hidden(0 * spins), ValueError, "entries -1 and 1 only"),
-        (
-            lambda: EffectiveRBM(weights, visible="binary").gibbs(-spins, 1),
-            ValueError,
-            "entries 0 and 1 only",
-        ),
-        (
-            lambda: EffectiveRBM(weights, visible="normal").gibbs(spins / 0, 1),
-            ValueError,
-            "v must be finite",
-        ),
         (lambda: ising.gibbs(spins[:, :3], 1), ValueError, r"v must have the shape \(\.\.\., 4\)"),
         (lambda: ising.gibbs(spins.float(), 1), TypeError, "v must be of the dtype of the weights"),
-        (lambda: ising.gibbs([1.0], 1), TypeError, r"v must be a tensor \(\.\.\., 4\), got list"),  # type: ignore[arg-type]
         (lambda: ising.gibbs(spins, 1, 3), TypeError, "generator must be a torch.Generator"),  # type: ignore[arg-type]
         (lambda: ising.sample_visible(h[:, :2]), ValueError, r"h must have the shape \(\.\.\., 3"),
         (lambda: ising.sample_visible(h * math.nan), ValueError, "h must be finite"),
-        (lambda: ising.sample_visible(h.half()), TypeError, "h must be of the dtype"),
         (
             lambda: EffectiveRBM(vector, "one-hot", visible="ising").sample_visible(spins),
             ValueError,
@@ -208,10 +194,8 @@ def test_mistakes() -> None:
     for bad, error, message in (
         (lambda: EffectiveRBM(weights, "gamma"), ValueError, "hidden must be one of .* 'gamma'"),
         (lambda: EffectiveRBM(weights, 3), TypeError, "hidden must be one of .* got 3"),  # type: ignore[arg-type]
-        (lambda: EffectiveRBM(weights, SphericalSite), TypeError, "hidden must be"),  # type: ignore[arg-type]
         (lambda: EffectiveRBM(weights, SphericalSite()), ValueError, "d >= 2"),
         (lambda: EffectiveRBM(weights, "one-hot"), ValueError, "needs weights .units, components,"),
-        (lambda: EffectiveRBM(weights[0]), ValueError, "weights must have the shape"),
         (lambda: EffectiveRBM(weights, visible="poisson"), ValueError, "visible must be one of"),
         (lambda: EffectiveRBM(weights, bias=torch.ones(3)), ValueError, "bias must have the shape"),
         (lambda: EffectiveRBM(weights).gibbs(torch.ones(1, 4).double(), 1), ValueError, "visible"),

@@ -4,8 +4,6 @@
 # pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
-import copy
-import pickle
 from functools import partial
 from typing import Any
 
@@ -67,20 +65,6 @@ def test_they_are_sound_alone_and_in_sums(factory: type[Energy]) -> None:
     check_energy(weighted, X, X.flip(0), strict=True)
     check_energy(factory().select("x"), X, {"x": X.flip(0)}, strict=True)
     assert check_energy(Names(), X, X.flip(0), mask=MASK, strict=True).ok
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_by_name_copied_and_inherited(copied: Any) -> None:
-    class Child(Well):
-        def forward(self, z: Tensor, x: Tensor) -> Tensor:
-            return 2 * super().forward(z, x)
-
-    energy = copied(Well())
-    torch.testing.assert_close(energy(z=X, x=X, mask=None), energy(X, X))
-    torch.testing.assert_close(Child()(X, X), 2 * energy(X, X))
-    torch.testing.assert_close(Alone()(X, x=X), Alone()(X))
-    with pytest.raises(TypeError, match="positional argument"):
-        Alone()(X, X, X)  # pyright: ignore[reportCallIssue]
 
 
 def test_in_layers_of_every_mode() -> None:

@@ -23,11 +23,9 @@ from implicit_attn.energies import (
     SphericalLagrangian,
     SpinInteraction,
     VectorSpin,
-    check_energy,
 )
 from implicit_attn.studies.reports import carry_forward
 from solvers import Implicit, Tolerance
-from solvers.spins.sites import GaussianSite, IsingSite, PottsSite, SphericalSite
 
 SITES, DIM = 4, 3
 SITE: dict[str, Lagrangian] = {
@@ -196,34 +194,6 @@ def test_any_site_of_the_solvers_is_a_lagrangian() -> None:
     torch.testing.assert_close(
         found, torch.autograd.grad(reference, parameters), rtol=1e-8, atol=1e-9
     )
-
-
-SOLVER_SITES: dict[str, tuple[int, Any, Lagrangian | None]] = {
-    "ising": (1, IsingSite(), IsingLagrangian()),
-    "potts": (3, PottsSite(), SoftmaxLagrangian()),
-    "gaussian": (3, GaussianSite(torch.eye(3, dtype=torch.float64)), IdentityLagrangian()),
-    "sphere": (3, SphericalSite(), None),  # exact, where the Lagrangian is for large d
-}
-
-
-@pytest.mark.parametrize("name", SOLVER_SITES)
-def test_sites_of_the_solvers(name: str) -> None:
-    dim, site, ours = SOLVER_SITES[name]
-    spin = VectorSpin(couplings(dim=dim), site)
-    h, x = pair(dim=dim)
-    v = h.flip(0)
-    value, gradient = spin.value_and_grad(h, x)
-    if ours is not None:
-        same = VectorSpin(spin.couplings, ours)
-        torch.testing.assert_close(gradient, same.grad(h, x))
-        torch.testing.assert_close(spin.hvp(h, v, x), same.hvp(h, v, x))
-        moved = value - spin(-h, x) - (same(h, x) - same(-h, x))  # up to a constant
-        torch.testing.assert_close(moved, torch.zeros_like(moved), rtol=0.0, atol=1e-12)
-    check_energy(spin, h, x, strict=True)
-    layer = DEQ(ActivationStep(spin.interaction, spin.lagrangian), **EXACT)
-    with torch.no_grad():
-        z = layer(x)
-        torch.testing.assert_close(z, x + spin.couplings(spin.mean(z)), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -98,17 +98,6 @@ def test_the_energy_of_real_states_agrees_at_the_corners(rule: str | int) -> Non
     assert isinstance(getattr(energy, "energy", energy), kind)
 
 
-def test_the_exponential_of_real_states_does_not_overflow() -> None:
-    for dtype, sites in ((torch.float32, 100), (torch.float64, 800)):
-        patterns = spins(3, sites).to(dtype)
-        memory = BinaryMemory(patterns, "exp")
-        energy, offset = memory.continuous()
-        found = energy(patterns) + offset
-        torch.testing.assert_close(found.double(), memory.energy(patterns), rtol=1e-5, atol=1e-12)
-        assert found.tolist() == pytest.approx([-1, -1, -1])
-        assert energy.grad(patterns).isfinite().all()
-
-
 def test_pair_rules_against_their_formulas() -> None:
     patterns = spins(5, 12)
     sums = sum(torch.outer(x, x) for x in patterns) / 12

@@ -164,30 +164,6 @@ def test_trajectory_and_its_energies() -> None:
     torch.testing.assert_close(model(x), last, rtol=0.0, atol=1e-14)
 
 
-def test_masked_tokens_influence_nothing() -> None:
-    mask = torch.tensor([[True, True, False, True, False]])
-    for steps in (2, None):
-        settings: Any = {} if steps else TIGHT
-        model = build(8, heads=2, steps=steps, beta=0.3, **settings)
-        x = draw(1, 5, 8)
-        expected = model(x[:, mask[0]])
-        spoiled = x.masked_fill(~mask.unsqueeze(-1), torch.nan)
-        found = model(spoiled, mask=mask)
-        torch.testing.assert_close(found[:, mask[0]], expected, rtol=1e-10, atol=1e-10)
-
-
-def test_at_equilibrium_the_first_queries_get_zero_gradients() -> None:
-    """Not none at all, which data parallel training takes for an error."""
-    model = build(8, 4, heads=2, steps=None)
-    x, context = draw(2, 5, 8).requires_grad_(), draw(2, 3, 4, seed=1).requires_grad_()
-    model(x, context).square().sum().backward()
-    for zero in (model.query.weight.grad, x.grad):
-        assert zero is not None and not zero.any()
-    assert model.key is not None
-    for other in (model.key.weight.grad, model.output.weight.grad, context.grad):
-        assert other is not None and other.any()
-
-
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
 def test_floating_masks_exclude_by_minus_infinity_alone(wrong: float) -> None:
     model, x = build(8, heads=2), draw(1, 3, 8)

@@ -144,18 +144,6 @@ def test_ours_becomes_official_and_comes_back() -> None:
     assert torch.equal(model(x), again(x))
 
 
-def test_one_layer_may_own_its_network() -> None:
-    options: dict[str, Any] = {"gains": "shared", "epsilon": None, "step_network": "raw"}
-    backbone = HyperSET(
-        8, 2, 32, iterations=3, time_dim=6, step_size="conditioned-input", **options
-    )
-    model = SudokuModel(backbone, final_norm="rms").eval()
-    nn.init.normal_(backbone.layers[0].step_sizes.last.weight, std=0.3)
-    state = to_official(model)
-    puzzles = integers(10, 2, 81)
-    assert torch.equal(load_official(state, iterations=3)(puzzles), model(puzzles))
-
-
 @pytest.mark.parametrize("wrapper", ["model_state_dict", "state_dict"])
 @pytest.mark.parametrize("prefix", ["model.", "module.model.", ""])
 def test_checkpoints_are_unwrapped(wrapper: str, prefix: str) -> None:
@@ -183,7 +171,6 @@ def drop(*keys: str) -> Callable[[State], None]:
 IMAGE: dict[str, Any] = {"image_size": 6}
 BAD: list[tuple[Callable[[State], None], dict[str, Any], str]] = [
     (drop("enc.0.ln2.weight", "fc.0.bias"), IMAGE, "'enc.0.ln2.weight', 'fc.0.bias' missing"),
-    (drop("emb.1.weight"), IMAGE, "must have the key 'emb.1.weight', which is missing"),
     (change("pos_emb", torch.zeros(1).double()), IMAGE, "'pos_emb' superfluous"),
     (
         change("fc.1.bias", torch.zeros(4).double()),
@@ -195,18 +182,12 @@ BAD: list[tuple[Callable[[State], None], dict[str, Any], str]] = [
         IMAGE,
         "'enc.0.attn.qkv.weight' of shape (8, 9), expected (8, 8)",
     ),
-    (change("fc.1.bias", torch.zeros(5)), IMAGE, "'fc.1.bias' of torch.float32, expected torch.fl"),
-    (change("enc.0.attn.ln1_1.weight", torch.zeros(3)), IMAGE, "a size that divides dim=8, got 3"),
     (
         change("emb.1.weight", torch.zeros(8)),
         IMAGE,
         "state['emb.1.weight'] must have more than 1 dim",
     ),
-    (change("enc.0.x", torch.zeros(1).double()), IMAGE, "'enc.0.x' superfluous"),
     (drop(), {}, "image_size must be given"),
-    (drop(), {"image_size": 7}, "patch must divide image_size=7, got 2"),
-    (drop(), IMAGE | {"attention": "elup1"}, "attention must be one of ('bisoftmax', "),
-    (drop(), IMAGE | {"condition": "x0"}, "condition must be one of ('state', 'input'), got 'x0'"),
     (drop(), IMAGE | {"descent": "sgd"}, "descent must be one of ('plain', 'momentum', "),
     (drop(*image_shapes()), {}, "state must be of an official Hyper-SET, with keys that"),
 ]
@@ -231,21 +212,8 @@ def test_what_weights_do_not_tell_must_be_given() -> None:
     refuse("step must be given", {"network": "none"})
     refuse("lora_scale must be given", {"rank": 2})
     refuse("iterations must be 3", {"rank": 2}, lora_scale=2.0, iterations=4)
-    # 0 is an answer that is refused, never the default; what has no meaning is refused as well.
-    refuse("step must be finite and > 0, got 0.0", {"network": "none"}, step=0.0)
-    refuse("iterations must be", {}, iterations=0)
-    refuse("attention must be one of", {}, attention="")
-    refuse("channels must be", {}, channels=0)
+    refuse("step must be finite and > 0, got 0.0", {"network": "none"}, step=0.0)  # no default
     refuse("step must be None where the weights have a network", {}, step=0.5)
-    refuse("lora_scale must be None where the weights have no low-rank", {}, lora_scale=2.0)
-    with pytest.raises(
-        ValueError, match="image_size must be None for the weights of codes, got 32"
-    ):
-        load_official(random_state(code_shapes()), image_size=32)
-    with pytest.raises(ValueError, match="descent must be 'plain' or 'momentum' for task='codes'"):
-        load_official(random_state(code_shapes()), descent="adam")
-    with pytest.raises(TypeError, match="state must be a dict of tensors, got list"):
-        load_official([])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"state\['epoch'\] must be a tensor, got int"):
         load_official({"epoch": 3})
     mask = random_state(sudoku_shapes()) | {"blocks.0.attn.mask": torch.ones(1, 1, 81, 81).double()}

@@ -76,25 +76,6 @@ class Breaks(PottsModel):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_adam_comes_back_from_where_the_loss_is_not_finite(value: float) -> None:
-    model = Breaks(value)
-    fit = fit_pseudolikelihood(model, data(), 1e-3, "adam", steps=100)
-    assert fit.status == "nonfinite" and 1 < fit.steps < 100
-    assert not math.isfinite(fit.losses[-1])
-    # The parameters are those of the last loss that was finite: with all data in a batch, exactly.
-    objective = model.pseudo_likelihood(data()) + 1e-3 * model.penalty()
-    assert float(objective.detach()) == pytest.approx(fit.losses[-2], rel=1e-6)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_last_step_of_adam_is_looked_at() -> None:
-    model = PottsModel(4, 3)
-    fit = fit_pseudolikelihood(model, data(), 0.1, "adam", steps=1, rate=1e35, schedule="constant")
-    assert (fit.status, fit.steps) == ("nonfinite", 1)
-    assert not bool(model.couplings.free.any()) and not bool(model.field.any())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_line_search_steps_back_from_what_is_not_finite(value: float) -> None:
     model = Breaks(value)
     fit = fit_pseudolikelihood(model, data(), 1e-3, steps=20)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import solvers
 from cases.energies import relative_error
 from implicit_attn import DEQ, GradientStep
-from implicit_attn.energies import FunctionEnergy, Quadratic, RMSNorm, SoftmaxAttention
+from implicit_attn.energies import Quadratic, RMSNorm, SoftmaxAttention
 from implicit_attn.updates import DescentStep, MomentumStep
 
 STEPS = 8
@@ -88,16 +88,6 @@ def sublayers(method: str, **options: Any) -> list[DescentStep]:
     return [DescentStep(branch, method, **options).double() for branch in branches]
 
 
-def test_momentum_is_a_sum_over_the_sublayers_before() -> None:
-    """``p_k = -sum_(j<=k) beta^(k-j) u_j``."""
-    steps, (_, z, _) = sublayers("momentum", beta=0.6, eta=0.7, learned=False), problem()
-    states, p = run(steps, z)
-    outputs = [step.branch(state) for step, state in zip(steps, states, strict=False)]
-    expected = -sum(0.6 ** (4 - j) * u for j, u in enumerate(outputs))
-    assert p is not None
-    assert relative_error(p.detach(), torch.as_tensor(expected).detach()) <= 1e-12
-
-
 @pytest.mark.parametrize("method", ["gain", "momentum", "nesterov"])
 def test_without_momentum_it_is_the_plain_step_bit_by_bit(method: str) -> None:
     _, z, _ = problem()
@@ -157,26 +147,6 @@ def test_an_equilibrium_layer_with_momentum_ends_where_the_update_does(nesterov:
     assert relative_error(gradients[1][0], gradients[0][0]) <= 1e-10
     assert relative_error(gradients[1][1], gradients[0][1]) <= 1e-9
     assert moving(x)[1].abs().max() <= 1e-10  # at rest
-
-
-def test_momentum_saves_steps_on_an_ill_conditioned_energy() -> None:
-    """On curvatures from 0.01 to 1 heavy ball at its best numbers takes about a tenth of the steps."""
-    curvature = torch.logspace(-2, 0, 8, dtype=torch.float64)
-    step = GradientStep(
-        FunctionEnergy(lambda z, x: 0.5 * (curvature * (z - x).square()).sum(1))
-    ).double()
-    x = torch.arange(1.0, 9.0, dtype=torch.float64)[None]
-    options: dict[str, Any] = {
-        "solver": solvers.Forward(), "tolerance": solvers.Tolerance(1e-8), "max_steps": 5000,
-        "init": torch.zeros_like,
-    }  # fmt: skip
-    plain = DEQ(step, **options)
-    beta = ((1 - 0.1) / (1 + 0.1)) ** 2
-    options["init"] = lambda x: (torch.zeros_like(x), torch.zeros_like(x))
-    moving = DEQ(MomentumStep(step, beta=beta, eta=4 / (1 + 0.1) ** 2), **options)
-    slow, fast = plain.solve(x), moving.solve(x)
-    assert slow.converged.all() and fast.converged.all()
-    assert fast.evaluations.item() < 0.25 * slow.evaluations.item()
 
 
 def test_mistakes() -> None:

@@ -161,17 +161,6 @@ def test_masked_mixer_is_the_mixer_without_those_rows() -> None:
     assert moved[~MASK].isnan().all()
 
 
-def test_bounded_mixer_contracts_whatever_the_weights() -> None:
-    update = mixer(bound=0.65, correction_bound=0.6)  # 1.13 (0.65^2 + 0.6^2) = 0.88
-    with torch.no_grad():
-        for parameter in update.parameters():
-            parameter.mul_(30.0)
-    _, x = pair()
-    layer = DEQ(update, solver=Forward(), tolerance=Tolerance(rtol=1e-9), max_steps=250)
-    with torch.no_grad():
-        assert bool(layer.solve(x).converged.all())
-
-
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas, PlainStepSizes
+from implicit_attn.updates import ConditionedStepSizes, HyperSETLayer, LowRankDeltas
 from implicit_attn.updates.hyperset import build_step_sizes, sinusoids
 
 DIM = 6
@@ -78,29 +78,6 @@ def test_what_the_network_looks_at(source: str) -> None:
         tensor[:, 0] += 1.0
     assert torch.equal(steps(*one)[:, 1:], base[:, 1:])
     assert not torch.equal(steps(*one)[:, 0], base[:, 0])
-
-
-def test_any_time_can_be_asked_for() -> None:
-    torch.manual_seed(0)
-    sizes = ConditionedStepSizes(DIM)
-    torch.nn.init.normal_(sizes.last.weight, std=0.1)
-    context = sizes.prepare(tokens(), torch.tensor([1, 12, 48, 1000]))
-    alphas = [sizes(tokens(), context, index)[0] for index in range(4)]
-    assert all(alpha.isfinite().all() for alpha in alphas)
-    assert max(alpha.abs().max() for alpha in alphas) < 10 * alphas[0].abs().max()
-
-
-def test_plain_steps() -> None:
-    fixed = build_step_sizes("fixed", DIM, initial=0.5)
-    assert isinstance(fixed, PlainStepSizes)
-    assert fixed(tokens(), fixed.prepare(tokens(), torch.arange(3)), 1) == (0.5, 0.5)
-    assert not list(fixed.parameters())
-    learned = build_step_sizes("learned", DIM)
-    alpha, gamma = learned(tokens(), None, 0)
-    assert isinstance(alpha, Tensor) and isinstance(gamma, Tensor)
-    assert alpha.shape == gamma.shape == (DIM,)
-    assert torch.allclose(alpha, torch.full((DIM,), 0.1))
-    assert sum(p.numel() for p in learned.parameters()) == 2 * DIM
 
 
 def test_low_rank_deltas() -> None:

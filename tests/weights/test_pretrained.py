@@ -12,7 +12,6 @@ import torch
 import implicit_attn
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.data import load, load_digits, load_sudoku, load_text
-from implicit_attn.models import SpinClassifier
 from implicit_attn.models.language import SymbolModel
 from implicit_attn.training import NextToken, accuracy
 from implicit_attn.weights import (
@@ -134,19 +133,6 @@ def test_the_language_model_reads_and_knows_its_alphabet() -> None:
     task = NextToken(data, 128, windows=8)
     total, number = task.evaluate(load_pretrained(row.name), 0, 1)["validation_loss"]
     assert abs(total / number - row.share) < 0.15  # counts of triples: 1.90
-
-
-def test_solver_options() -> None:
-    layer: Any = load_pretrained("mnist-spins", layer={"max_steps": 7}).layer
-    assert isinstance(load_pretrained("mnist-spins"), SpinClassifier)
-    assert layer.max_steps == 7 and layer.tolerance.rtol == 1e-4
-    equilibrium = load_pretrained("digits-hyperset-equilibrium")
-    layers: list[Any] = [
-        part for part in equilibrium.modules() if isinstance(part, implicit_attn.DEQ)
-    ]
-    assert [part.tolerance.rtol for part in layers] == [1e-3]
-    with pytest.raises(ValueError, match="layer must be None for the backbone 'hyperset'"):
-        load_pretrained("digits-hyperset", layer={"max_steps": 7})
 
 
 @pytest.mark.parametrize(
