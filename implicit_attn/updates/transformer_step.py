@@ -101,14 +101,12 @@ class TransformerStep(Update):
         """The pairs that attend, and with ``cross`` keys and values."""
         name, tokens = type(self).__name__, self.initial(x)
         check_tokens(tokens, mask, f"{name}, x", dim=self.dim, tokens=True)
-        allowed, bias = read_pairs(x, mask, tokens)
+        allowed, bias = read_pairs(x, mask, tokens, name, cross=self.cross) or (None, None)
         key = value = None
         if self.cross:
             memory, seen = read_memory(x, self.source, tokens, name)
             key, value = self._split(self.key_value(memory), 2)
         else:
-            if isinstance(x, AttentionInput) and x.memory is not None:
-                raise ValueError(f"{name}: x.memory needs cross=True, got it in self-attention")
             seen = mask
         if seen is not None:
             keys = seen[:, None, None, :]
