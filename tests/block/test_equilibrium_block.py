@@ -316,15 +316,6 @@ def test_cross_attention_needs_its_memory() -> None:
         EquilibriumBlock(8, 2, attention="cross")(torch.zeros(2, 5, 8))
 
 
-def test_solve_takes_each_mask_once() -> None:
-    block, x = EquilibriumBlock(8, 2), inputs().float()
-    with pytest.raises(TypeError, match="given by position and by name"):
-        block.solve(x, None, src_mask=None)
-    assert block.solve(x, None, None, False, None, None).value.shape == x.shape
-    with pytest.raises(TypeError, match="got 7 arguments"):
-        block.solve(x, None, None, False, None, None, None)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_solved_to_what_it_can_hold(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -148,7 +148,6 @@ def _weight(change: str) -> Tensor:
     [
         ("diagonal", "weight must have zero blocks J_ii, got deviations up to 1"),
         ("sites", "weight must have J_ij^ab = J_ji^ba, got deviations up to 1"),
-        ("nan", "weight must be finite, got NaN or infinity"),
     ],
 )
 def test_set_weights_must_have_the_symmetries(change: str, message: str) -> None:

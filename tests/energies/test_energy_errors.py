@@ -23,7 +23,6 @@ from implicit_attn.energies import (
     Quadratic,
     ReLUFeedForward,
     RMSNorm,
-    RMSNormLagrangian,
     Scaled,
     ScoreAttention,
     SoftmaxAttention,
@@ -57,26 +56,16 @@ def cross_attention() -> SoftmaxAttention:
 
 
 CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: BiSoftmaxAttention(8, 3), ValueError, r"heads must divide dim=8 .* got 3"),
-    (lambda: BiSoftmaxAttention(8, 0), ValueError, r"heads must be >= 1, got 0"),
-    (lambda: BiSoftmaxAttention(8.0, 2), TypeError, r"dim must be an integer, got 8\.0"),  # type: ignore[arg-type]
-    (lambda: BiSoftmaxAttention(8, 2, head_dim=-1), ValueError, r"head_dim must be >= 1, got -1"),
-    (lambda: BiSoftmaxAttention(8, 2, beta=0.0), ValueError, r"beta must be finite and > 0, got 0"),
     (lambda: ScoreAttention(8, 2, norm=1e-6), TypeError, r"norm must be RMSNorm.* got 1e-06"),  # type: ignore[arg-type]
-    (lambda: ScoreAttention(8, 2, bound=-1.0), ValueError, r"bound must be finite and > 0"),
     (lambda: LinearAttention(8, 2, feature_map="exp"), ValueError, r"feature_map .* got 'exp'"),
     (lambda: SoftmaxAttention(8, 2, energy="dot"), ValueError, r"energy must be .* got 'dot'"),
     (lambda: SoftmaxAttention(8, 2, cross=True, causal=True), ValueError, r"causal needs self"),
-    (lambda: ReLUFeedForward(8, 0), ValueError, r"rows must be >= 1, got 0"),
     (lambda: GatedFeedForward(8, 4, activation="cosine"), ValueError, r"activation .* got 'cosine"),
     (lambda: SoftmaxFeedForward(8, 4, temperature=2), TypeError, r"temperature"),  # type: ignore[call-arg]
-    (lambda: RMSNorm(epsilon=0.0), ValueError, r"epsilon must be finite and > 0, got 0\.0"),
     (lambda: RMSNorm(epsilon=float("nan")), ValueError, r"epsilon must be finite .* got nan"),
-    (lambda: RMSNormLagrangian(-1.0), ValueError, r"epsilon must be finite and > 0, got -1\.0"),
     (lambda: SpectralBound("1"), TypeError, r"bound must be a number, got '1'"),  # type: ignore[arg-type]
     (lambda: Hopfield(torch.ones(3)), ValueError, r"patterns must have the shape \(M, d\)"),
     (lambda: Hopfield(torch.ones(3, 2).int()), TypeError, r"patterns must be a floating tensor"),
-    (lambda: Hopfield(torch.ones(3, 2), beta=-1), ValueError, r"beta must be finite and > 0"),
     (lambda: DenseAssociative(torch.ones(3, 2), power=1), ValueError, r"power .* got 1"),
     (lambda: DenseAssociative(torch.ones(3, 2), shift=1.0), ValueError, r"shift needs power='exp'"),
     (
@@ -88,7 +77,6 @@ CONSTRUCTION: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Sum([scalar]), TypeError, r"an Energy is expected"),  # type: ignore[list-item]
     (lambda: float("inf") * Quadratic(), ValueError, r"weight must be finite, got inf"),
     (lambda: Scaled(Quadratic(), nn.Parameter(torch.ones(2))), ValueError, r"no dimensions"),
-    (lambda: Quadratic().weighted(0.0), ValueError, r"initial must be finite and > 0, got 0"),
     (lambda: Quadratic().weighted(2.0, maximum=1.0), ValueError, r"initial must be below max"),
     (lambda: FunctionEnergy(3), TypeError, r"function must be callable, got 3"),  # type: ignore[arg-type]
     (lambda: FunctionEnergy(needs_two_more), TypeError, r"callable as f\(z\) or"),

@@ -240,16 +240,6 @@ def test_inference_mode_and_function_transforms(case: EnergyCase) -> None:
     assert relative_error(pulled.detach(), product) <= 1e-9
 
 
-@few_energies("composition", "hyperset-context")
-def test_compiled_without_graph_breaks(case: EnergyCase) -> None:
-    energy, (z, x) = build(case), tokens(case)
-    compiled = torch.compile(energy.value_and_grad, fullgraph=True, backend="aot_eager")
-    for mask in masks().values():
-        torch.testing.assert_close(
-            compiled(z, x, mask=mask), energy.value_and_grad(z, x, mask=mask)
-        )
-
-
 @pytest.mark.parametrize("beta", [None, 500.0])
 @pytest.mark.parametrize("cls", [BiSoftmaxAttention, SoftmaxAttention])
 def test_large_scores_do_not_overflow(cls: Any, beta: float | None) -> None:

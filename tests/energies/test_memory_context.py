@@ -16,12 +16,10 @@ from implicit_attn import DEQ
 from implicit_attn.energies import (
     GatedFeedForward,
     GELUFeedForward,
-    HyperSETEnergy,
     Quadratic,
     ReLUFeedForward,
     SoftmaxFeedForward,
 )
-from implicit_attn.energies.energy import Prepared
 from implicit_attn.energies.feedforward import MemoryEnergy
 from implicit_attn.models import HyperSETEquilibrium
 from solvers import Implicit, Tolerance
@@ -122,18 +120,6 @@ def test_without_options_nothing_is_added(name: str) -> None:
     assert torch.equal(biased(z), energy(z))
 
 
-@each_kind
-def test_states_of_other_ranks(name: str, gates: bool) -> None:
-    """(B, d) and (B, N, K, d): every row is a token."""
-    energy = make(name, context_dim=WIDTH, gates=gates)
-    z, x = pair()
-    value, gradient = energy.value_and_grad(z.flatten(0, 1), x.flatten(0, 1))
-    torch.testing.assert_close(value.view(2, 3).sum(1), energy(z, x))
-    torch.testing.assert_close(gradient.view_as(z), energy.grad(z, x))
-    deep = energy(z[:, :, None].expand(2, 3, 2, DIM), x[:, :, None].expand(2, 3, 2, WIDTH))
-    torch.testing.assert_close(deep, 2 * energy(z, x))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @each_kind
 def test_sums_over_many_units_are_taken_in_float32(
@@ -161,7 +147,6 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: make("relu", bias="yes"), TypeError, r"bias must be .*got 'yes'"),
     (lambda: make("relu", context_dim=0), ValueError, r"context_dim must be >= 1, got 0"),
     (lambda: make("gelu", context_dim=2.5), TypeError, r"context_dim must be an integer, got 2\.5"),
-    (lambda: HyperSETEnergy(4, 2, 6, context=4), TypeError, r"context must be .*got 4"),  # type: ignore[arg-type]
 ]
 
 
@@ -223,22 +208,3 @@ def test_only_with_a_context_the_equilibrium_is_no_proximal_operator(context: bo
         lambda flat: energy.grad(flat.view_as(x), energy.prepare(x)).flatten(), x.flatten()
     )
     torch.testing.assert_close(hessian, hessian.mT)
-
-
-@pytest.mark.parametrize("feedforward", ["relu", "softmax", "gated", "gelu"])
-def test_hyperset_energy_with_a_context(feedforward: str) -> None:
-    torch.manual_seed(0)
-    energy = HyperSETEnergy(4, 2, 6, feedforward=feedforward, context=True).double()
-    z, x = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 4).double()
-    prepared = energy.prepare(x)
-    assert isinstance(prepared, Prepared)
-    expected = 0.5 * (z - x).square().sum((1, 2))
-    expected = expected + energy.attention(z, x) + energy.feedforward(z, x)
-    torch.testing.assert_close(energy(z, prepared), expected)
-    torch.testing.assert_close(energy(z, x), expected)
-    plain = HyperSETEnergy(4, 2, 6, feedforward=feedforward)
-    added = set(energy.state_dict()) - set(plain.state_dict())
-    parts = ("attention", "feedforward")
-    assert added == {
-        f"{part}.energy.{name}" for part in parts for name in ("context.weight", "bias")
-    }

@@ -124,13 +124,6 @@ def test_a_temperature_for_each_head_is_that_head_alone() -> None:
     torch.testing.assert_close(energy.each(z, keys), torch.cat(parts, 1), **EXACT)
 
 
-def test_no_key_at_all_leaves_half_the_square() -> None:
-    z, keys = state_and_keys()
-    value, gradient = QueryEnergy(DIM, HEADS).value_and_grad(z, keys[:, :0])
-    torch.testing.assert_close(value, 0.5 * z.square().sum((1, 2)), **EXACT)
-    torch.testing.assert_close(gradient, z, **EXACT)
-
-
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
@@ -156,8 +149,6 @@ def test_errors_of_arguments() -> None:
     z, keys = state_and_keys()
     with pytest.raises(ValueError, match="heads"):
         QueryEnergy(DIM, 4)
-    with pytest.raises(ValueError, match="beta must be"):
-        QueryEnergy(DIM, beta=-1.0)
     with pytest.raises(ValueError, match=r"a multiple of 4 features, .* got shape \(2, 4, 6\)"):
         HeadwiseEnergy(Quadratic(), 4)(z, keys)
     with pytest.raises(TypeError, match="energy must be an Energy"):

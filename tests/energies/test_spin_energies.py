@@ -87,14 +87,6 @@ def test_it_is_energy_minus_entropy(name: str) -> None:
     torch.testing.assert_close(spin(h, x), quadratic_part(spin, m, x) - entropy)
 
 
-def test_gaussian_is_the_quadratic_form() -> None:
-    spin = VectorSpin(couplings(), IdentityLagrangian())
-    h, x = pair()
-    expected = 0.5 * h.square().sum((1, 2)) + quadratic_part(spin, h, x)
-    torch.testing.assert_close(spin(h, x), expected)
-    torch.testing.assert_close(spin.grad(h, x), h - x - spin.couplings(h))
-
-
 @pytest.mark.parametrize("name", ["ising", "potts"])
 def test_never_below_the_exact_free_energy(name: str) -> None:
     """Gibbs and Bogoliubov: ``E(h) >= -log Z`` of the interacting spins, by enumeration, at any h,

@@ -13,7 +13,6 @@ from cases.energies import relative_error
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     LinearAttention,
-    RowSoftmaxAttention,
     ScoreAttention,
     SoftmaxAttention,
 )
@@ -93,17 +92,6 @@ def test_kernels_are_used_through_rescaled_features(kind: str, backend: str) -> 
             (energy.hvp(*single), exact.hvp(z, x)),
         ):
             assert ours.dtype == torch.float32 and relative_error(ours, theirs) <= 2e-5
-
-
-def test_rows_of_different_temperature() -> None:
-    torch.manual_seed(0)
-    energy = RowSoftmaxAttention(DIM, 2, beta=BETAS, norm=None).double()
-    z = state()[0]
-    y = energy.features(z)
-    betas = torch.tensor(BETAS, dtype=torch.float64).view(2, 1, 1)
-    weights = (betas * (y @ y.mT)).softmax(-1)
-    expected = (weights @ y).transpose(1, 2).flatten(2) @ energy.weight
-    assert relative_error(energy.straight_gradient(z), expected) <= 1e-12
 
 
 @pytest.mark.parametrize(

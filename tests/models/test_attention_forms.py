@@ -253,16 +253,10 @@ def test_transforms_of_functions(name: str) -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="name must be one of"):
-        make("nesterov")
     with pytest.raises(TypeError, match="order"):
         make("softmax", order=2)
-    with pytest.raises(ValueError, match="order must be >= 1"):
-        make("light-newton-taylor", order=0)
     with pytest.raises(ValueError, match="damping needs order=None"):
         make("newton-taylor", damping=0.1)
-    with pytest.raises(ValueError, match="temperature must be finite and > 0"):
-        make("newton", temperature=-1.0)
     for order in (None, 0):
         with pytest.raises(ValueError, match=f"tau needs an order >= 1, got tau=5.0 .*={order}"):
             make(NewtonAttention, order=order, tau=5.0)
@@ -273,8 +267,6 @@ def test_mistakes() -> None:
         with pytest.raises(ValueError, match=f"{option} must be .* for the form '{form}'"):
             make(form, **{option: value})
     assert make("newton-taylor", order=3).order == 3
-    with pytest.raises(ValueError, match="heads must divide"):
-        CausalAttention(6, 4)
     with pytest.raises(ValueError, match="memory must have the shape of z"):
         make()(draw(), draw(3))
     with pytest.raises(ValueError, match="z must have 6 features"):

@@ -161,12 +161,6 @@ def test_mistakes() -> None:
         (lambda: BinaryMemory(0.5 * patterns), ValueError, r"patterns must have .* \+1 and -1"),
         (lambda: memory.retrieve(patterns[:, :4]), ValueError, "s must have 8 spins"),
         (lambda: memory.retrieve(patterns.float()), TypeError, "s must be of dtype"),
-        (lambda: memory.retrieve(patterns, 0), ValueError, "sweeps must be >= 1"),
-        (
-            lambda: memory.retrieve(patterns, generator=3),  # type: ignore[arg-type]
-            TypeError,
-            "generator must be a torch.Gen",
-        ),
         (lambda: memory.retrieve(patterns[0]), ValueError, "s must have the shape"),
         (lambda: BinaryMemory(patterns[:0]), ValueError, "patterns must have the shape"),
         (lambda: memory.retrieve(patterns, order="parallel"), ValueError, "order must be one of"),

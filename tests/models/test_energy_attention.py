@@ -253,17 +253,3 @@ X = torch.zeros(2, 5, 8)
 def test_errors_of_inputs(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         EnergyAttention(8, heads=2)(*arguments)
-
-
-def test_errors_of_contexts() -> None:
-    model = EnergyAttention(8, 4)
-    with pytest.raises(ValueError, match="context must be given with a context_dim"):
-        model(X)
-    with pytest.raises(
-        ValueError, match=r"context must have the shape \(2, N, 4\), got \(2, 5, 8\)"
-    ):
-        model(X, X)
-    with pytest.raises(ValueError, match=r"context must be a tensor \(2, N, 4\), got \(2, 4\)"):
-        model(X, torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="return_trajectory needs a number of steps"):
-        EnergyAttention(8, steps=None)(X, return_trajectory=True)

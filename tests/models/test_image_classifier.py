@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.models import HyperSET, ImageClassifier
@@ -139,12 +139,3 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         build(**options)
-
-
-def test_bad_backbones() -> None:
-    with pytest.raises(TypeError, match="backbone must be a module"):
-        ImageClassifier(torch.relu, 8, 1, 5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="with an integer attribute dim"):
-        ImageClassifier(nn.Identity(), 8, 1, 5)
-    with pytest.raises(ValueError, match="dim must be even for sinusoidal positions, got 9"):
-        ImageClassifier(HyperSET(9, 3, 9), 8, 1, 5)

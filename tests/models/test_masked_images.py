@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -73,26 +72,6 @@ def test_positions_say_row_and_column() -> None:
     assert torch.equal(constant.get_buffer("position"), grid_positions(3, 8))
     learned = MaskedImageModel(Echo(), 6, 2, patch=2)
     assert learned.get_parameter("position").shape == (9, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"image_size": 7}, ValueError, "patch must divide image_size=7, got 2"),
-        ({"channels": 0}, ValueError, "channels must be >= 1, got 0"),
-        ({"positions": "none"}, ValueError, "positions must be"),
-        ({"backbone": nn.Identity()}, TypeError, "backbone must be a module"),
-        (
-            {"backbone": Echo(6), "positions": "sinusoidal"},
-            ValueError,
-            "dim must be a multiple of 4 .* got 6",
-        ),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], kind: Any, message: str) -> None:
-    given = {"backbone": Echo(), "image_size": 6, "channels": 2, "patch": 2} | options
-    with pytest.raises(kind, match=message):
-        MaskedImageModel(**given)
 
 
 def specification(name: str) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 import solvers
 from implicit_attn import DEQ
-from implicit_attn.models import ImageClassifier, SpinTransformer
-from implicit_attn.studies import Subject
+from implicit_attn.models import SpinTransformer
 
 DIM, HEADS, TOKENS = 12, 3, 6
 EXACT = {"tolerance": solvers.Tolerance(rtol=1e-11), "max_steps": 200}
@@ -50,25 +49,6 @@ def test_iterations_limit_every_module() -> None:
     assert SpinTransformer(DIM, HEADS, iterations=7).steady[0].max_steps == 7
     limited = SpinTransformer(DIM, HEADS, iterations=50, layer={"max_steps": 7})
     assert limited.iterations == 7 and limited.steady[1].max_steps == 7
-
-
-def test_one_module_is_a_layer_for_the_studies() -> None:
-    """From elsewhere the only solve ends at the same means; several modules have no one state."""
-    torch.manual_seed(0)
-    model = ImageClassifier(SpinTransformer(DIM, HEADS, layers=1), 8, 1, 10, patch=4).eval()
-    generator = torch.Generator().manual_seed(1)
-    images = torch.rand(4, 1, 8, 8, generator=generator)
-    subject = Subject(model, images, torch.zeros(4, dtype=torch.int64), 10)
-    exact = subject.exact()
-    assert isinstance(exact.layer, DEQ)
-    x, _ = exact.given(exact.inputs)
-    first = exact.layer.solve(x).value
-    second = exact.layer.solve(x, z0=torch.zeros_like(x)).value
-    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-3)
-    several: list[dict[str, Any]] = [{"layers": 2}, {"layers": 1, "residual": True}]
-    for options in several:
-        with pytest.raises(TypeError, match=r"one spin module without residual.*--layers 1"):
-            _ = SpinTransformer(DIM, HEADS, **options).layer
 
 
 def test_mistakes() -> None:

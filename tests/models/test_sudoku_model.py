@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -44,26 +42,3 @@ def test_positions_and_norm_of_the_official_code() -> None:
     assert set(learned.state_dict()) - set(model.state_dict()) == {"position", "norm.bias"}
     places = model.tokens(torch.zeros(1, 81, dtype=torch.int64))[0] - model.digits.weight[0]
     assert torch.allclose(places, grid_positions(9, 8), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("error", "arguments", "message"),
-    [
-        (TypeError, {"backbone": torch.nn.Linear(2, 2)}, "backbone must be a module"),
-        (TypeError, {"backbone": None}, "backbone must be a module"),
-        (ValueError, {"scale": 0}, "scale must be > 0, got 0"),
-        (ValueError, {"dropout": 1}, r"dropout must lie in \[0, 1\), got 1"),
-        (ValueError, {"start": "zero"}, "start must be one of .* got 'zero'"),
-        (ValueError, {"positions": "none"}, "positions must be one of .* got 'none'"),
-        (ValueError, {"final_norm": "batch"}, "final_norm must be one of .* got 'batch'"),
-        (
-            ValueError,
-            {"positions": "sincos", "start": "units"},
-            "start must be 'random' where positions are 'sincos', got 'units'",
-        ),
-    ],
-)
-def test_bad_arguments(error: type[Exception], arguments: dict[str, Any], message: str) -> None:
-    backbone: dict[str, Any] = {"backbone": HyperSET(8, 2, 8)}
-    with pytest.raises(error, match=message):
-        SudokuModel(**(backbone | arguments))

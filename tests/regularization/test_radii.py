@@ -46,20 +46,6 @@ def test_radii_of_a_model_for_the_record() -> None:
     assert model.training and model.first.training and not model.second.training
 
 
-@torch.inference_mode()
-def test_a_model_that_draws_random_numbers() -> None:
-    """Noise in evaluation mode, too, leaves the training's random numbers as they were."""
-
-    class Noisy(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x + torch.randn_like(x))
-
-    state = torch.get_rng_state()
-    record = SpectralRadii(torch.ones(2, 2, 3))(Noisy())
-    assert record["second"]["largest"] == pytest.approx(0.75, rel=1e-5)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_radii_above_one_and_failing_models() -> None:
     layer = DEQ.from_update(
         lambda z, x: x - 2 * z, solver=Anderson(), adjoint=Implicit(), on_failure="ignore"

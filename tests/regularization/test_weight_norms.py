@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from torchdeq.norm import apply_norm as their_apply_norm
 
 from implicit_attn import DEQ
 from implicit_attn.energies import Projection
@@ -94,16 +93,6 @@ def test_the_weight_norm_is_torchs(name: str) -> None:
             torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_same_weights_as_torchdeq() -> None:
-    ours, theirs = Cell(), Cell()
-    apply_norm(ours, "weight", skip="skip*")
-    their_apply_norm(theirs, "weight_norm", filter_out=["skip"])
-    for name in ("inner", "outer"):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        torch.testing.assert_close(mine.weight, other.weight, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(mine.parametrizations.weight.original0, other.weight_g)
-
-
 @pytest.mark.parametrize(
     ("norm", "count"), [(WeightNorm(), 2), (SpectralNorm(None), 2), (SpectralNorm(0.9), 1)], ids=str
 )
@@ -175,19 +164,6 @@ def test_a_layer_that_contracts_and_its_gradients(norm: str) -> None:
         return DEQ.from_update(call, max_steps=200, **options)(x)
 
     assert torch.autograd.gradcheck(value, (original.detach().clone().requires_grad_(),))
-
-
-def test_a_solve_computes_a_weight_once() -> None:
-    cell, x = Cell(), drawn(2, 3, 4)
-    for linear in (cell.inner, cell.outer):
-        parametrize.register_parametrization(linear, "weight", Counted(0.9))
-    layer = DEQ.from_update(cell, tolerance=Tolerance(1e-10), max_steps=100)
-    Counted.calls = 0
-    with torch.no_grad():
-        solution = layer.solve(x)
-    assert Counted.calls == 2 and int(solution.evaluations.min()) > 5
-    layer(x).sum().backward()  # once more for the solve, once for what is differentiated
-    assert Counted.calls == 6
 
 
 @pytest.mark.parametrize(

@@ -141,15 +141,6 @@ def test_gradients(closure: str) -> None:
     assert gradient is not None and bool(gradient.abs().sum() > 0)
 
 
-def test_a_token_of_zeros() -> None:
-    layer, x = DEQ(attention(), **EXACT), tokens()
-    x[0, 1] = 0
-    x.requires_grad_()
-    z = layer(x)
-    z.sum().backward()
-    assert bool(z.isfinite().all()) and x.grad is not None and bool(x.grad.isfinite().all())
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"heads": 5}, "heads"),
     ({"heads": 12}, "heads must leave each head at least 2 features"),

@@ -113,27 +113,6 @@ def test_what_has_no_energy_or_fixed_point() -> None:
         HeldStep(remembering)
 
 
-def test_layers_share_one_network() -> None:
-    options: dict[str, Any] = {"layers": 3, "time_dim": 8}
-    apart, shared = build(**options), build(share_steps=True, **options)
-    network = sum(parameter.numel() for parameter in apart.layers[0].step_sizes.parameters())
-    count = [sum(each.numel() for each in model.parameters()) for model in (apart, shared)]
-    assert count[0] - count[1] == 2 * network
-    assert all(layer.steps is shared.step_sizes for layer in shared.layers)
-    assert not any(key.startswith("layers.") and "step_sizes" in key for key in shared.state_dict())
-    assert shared.step_sizes is not None
-    for layer in apart.layers:
-        layer.step_sizes.load_state_dict(shared.step_sizes.state_dict())
-        layer.attention.load_state_dict(shared.layers[0].attention.state_dict())
-        layer.feedforward.load_state_dict(shared.layers[0].feedforward.state_dict())
-    for layer in shared.layers:
-        layer.attention.load_state_dict(shared.layers[0].attention.state_dict())
-        layer.feedforward.load_state_dict(shared.layers[0].feedforward.state_dict())
-    assert torch.equal(apart(tokens()), shared(tokens()))
-    copied = copy.deepcopy(shared)
-    assert copied.layers[1].steps is copied.step_sizes is not shared.step_sizes
-
-
 BAD: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
     (
         OfficialHyperSETLayer,

@@ -145,5 +145,3 @@ def test_errors_of_inputs() -> None:
         QueryDescent(DIM, context="live")(z, AttentionInput(memory=z))
     with pytest.raises(ValueError, match=r"live.*got Tensor"):
         QueryDescent(DIM, context="live")(z, z)
-    with pytest.raises(ValueError, match="steps must be"):
-        QueryDescent(DIM).trajectory(z, z, 0)
