@@ -29,6 +29,19 @@ COLOURS = ("C0", "C1", "C2", "C3")
 Table = list[dict[str, Any]]
 
 
+@torch.no_grad()
+def trajectory(
+    step: BareAttentionStep, z: Tensor, steps: int, clamped: Tensor | None = None
+) -> list[Tensor]:
+    """The states after 0, 1, ..., ``steps`` steps; ``clamped`` tokens (B, N) keep their state."""
+    states = [z]
+    with parametrize.cached():
+        for _ in range(steps):
+            moved = step(states[-1])
+            states.append(moved if clamped is None else torch.where(clamped[..., None], z, moved))
+    return states
+
+
 class Run(NamedTuple):
     """The states of a set of images along the steps."""
 
@@ -45,10 +58,10 @@ def move(setup: Images, model: Any, originals: Tensor, noise: float, masked: int
     if not masked:
         free = torch.ones(originals.shape[:2], dtype=torch.bool)
         start = codec.noisy(originals, noise, generator)
-        return Run(originals, step.trajectory(start, steps), free)
+        return Run(originals, trajectory(step, start, steps), free)
     free = torch.rand(originals.shape[:2], generator=generator).argsort(1) < masked
     start = torch.where(free.unsqueeze(-1), codec.random(len(originals), generator), originals)
-    return Run(originals, step.trajectory(start, steps, clamped=~free), free)
+    return Run(originals, trajectory(step, start, steps, clamped=~free), free)
 
 
 def measure(setup: Images, model: Any, found: Run, steps: Any) -> Table:

@@ -112,7 +112,10 @@ def learn(
         model.assign_gradient(model.local_gradient(tokens[chosen], recipe.rule))
         optimizer.step()
         if recipe.cap is not None:
-            model.cap_norms(recipe.cap)
+            with torch.no_grad():
+                free = model.couplings.free
+                norms = torch.linalg.matrix_norm(free, keepdim=True)
+                free.mul_((recipe.cap / norms).clamp(max=1.0))
     if not bool(model.couplings.weight.isfinite().all()):
         raise FloatingPointError("the couplings are not finite: lower the learning rate")
 

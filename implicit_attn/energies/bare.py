@@ -239,7 +239,7 @@ class BareAttention(Energy):
             "hebb"    -z_i z_j^T / (N - 1)                                  of E for lam -> 0
 
         "exact" is data minus model, contrastive divergence with its exact answer. The other two
-        losses are unbounded below: bound the couplings (:meth:`cap_norms`). At J = 0 all three are
+        losses are unbounded below: bound the couplings. At J = 0 all three are
         Hebb's rule (for laws rho of mean 0, and up to the factor lam).
 
         Args:
@@ -287,13 +287,6 @@ class BareAttention(Energy):
         with torch.no_grad():
             expansion: Any = self.couplings.parametrizations["weight"][0]  # type: ignore[index]
             free.grad = expansion.right_inverse(gradient)
-
-    @torch.no_grad()
-    def cap_norms(self, maximum: float) -> None:
-        """Scale every block with ``|J_ij|_F > maximum`` down to ``maximum``, finite, > 0."""
-        free = self.couplings.free
-        norms = torch.linalg.matrix_norm(free, keepdim=True)
-        free.mul_((require_positive("maximum", maximum) / norms).clamp(max=1.0))
 
     def _pairs(self, z: Tensor, mask: Tensor | None) -> _Pairs:
         name = type(self).__name__

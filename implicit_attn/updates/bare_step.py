@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parametrize
 
 from implicit_attn.energies.bare import BareAttention
-from implicit_attn.energies.tokens import accumulation_dtype, check_tokens, hide
+from implicit_attn.energies.tokens import accumulation_dtype, hide
 from implicit_attn.updates.update import Update
 from solvers.core.checks import require_count, require_instance, require_number, require_positive
 
@@ -68,47 +67,6 @@ class BareAttentionStep(Update):
             return moved if z.shape[1] > 1 else z.clone()
         hears = mask & (mask.sum(-1, keepdim=True) > 1)
         return torch.where(hears.unsqueeze(-1), moved, z)
-
-    def trajectory(
-        self,
-        z: Tensor,
-        steps: int,
-        *,
-        clamped: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> list[Tensor]:
-        """The states after 0, 1, ..., ``steps`` steps; no gradients.
-
-        Args:
-            z: start (B, N, D).
-            steps: >= 1.
-            clamped: (B, N) bool, tokens that act on the others and keep their state.
-            mask: (B, N) bool, as for a step: masked tokens act on none and keep their state.
-
-        Raises:
-            TypeError, ValueError: an argument of another type, shape or dtype, ``steps`` below 1.
-        """
-        name = f"{type(self).__name__}.trajectory"
-        check_tokens(z, mask, name, dim=self.energy.width, tokens=True)
-        if clamped is not None and (
-            not isinstance(clamped, Tensor)
-            or clamped.dtype != torch.bool
-            or clamped.shape != z.shape[:2]
-        ):
-            kind = type(clamped).__name__
-            if isinstance(clamped, Tensor):
-                kind = f"{clamped.dtype} {tuple(clamped.shape)}"
-            raise ValueError(
-                f"clamped must be a bool tensor (B, N) = {tuple(z.shape[:2])}, got {kind}"
-            )
-        states = [z.detach()]
-        with torch.no_grad(), parametrize.cached():
-            for _ in range(require_count("steps", steps)):
-                moved = self(states[-1], mask=mask)
-                if clamped is not None:
-                    moved = torch.where(clamped.unsqueeze(-1), states[0], moved)
-                states.append(moved)
-        return states
 
     def _normalised(self, moved: Tensor, z: Tensor) -> Tensor:
         """Each part of ``moved`` at its radius; a part of norm 0 is that of ``z``."""

@@ -29,6 +29,14 @@ def start(batch: int, sites: int, dim: int, seed: int = 1) -> Tensor:
     return z / z.norm(dim=-1, keepdim=True)
 
 
+@torch.no_grad()
+def trajectory(step: BareAttentionStep, z: Tensor, steps: int) -> list[Tensor]:
+    states = [z]
+    for _ in range(steps):
+        states.append(step(states[-1]))
+    return states
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.5])
 def test_the_step_is_attention_and_a_normalisation(gamma: float) -> None:
     energy, z = made(5, 4), start(3, 5, 4)
@@ -46,7 +54,7 @@ def test_the_step_is_attention_and_a_normalisation(gamma: float) -> None:
 def test_symmetric_couplings_reach_a_fixed_point(gamma: float) -> None:
     """N = 5, d = 3: a residual below 1e-13, and the derivative there says how fast."""
     step = BareAttentionStep(made(5, 3, symmetric_sites=True), gamma=gamma)
-    states = step.trajectory(start(4, 5, 3), 1000)
+    states = trajectory(step, start(4, 5, 3), 1000)
     residual = (step(states[-1]) - states[-1]).flatten(1).norm(dim=1)
     assert residual.max() < 1e-13
     radius = solvers.spectral_radius(step, states[-1])
@@ -56,7 +64,7 @@ def test_symmetric_couplings_reach_a_fixed_point(gamma: float) -> None:
 def test_the_energy_rises_in_many_steps() -> None:
     energy = made(5, 3)
     step = BareAttentionStep(energy, gamma=0.5)
-    states = step.trajectory(start(20, 5, 3), 40)
+    states = trajectory(step, start(20, 5, 3), 40)
     with torch.no_grad():
         energies = torch.stack([energy(z) for z in states])
     rises = (energies[1:] > energies[:-1] + 1e-9).float().mean().item()
@@ -74,17 +82,12 @@ def test_masked_lonely_and_clamped_tokens_keep_their_state() -> None:
     assert moved[~mask].isnan().all()
     torch.testing.assert_close(moved[1, 1], z[1, 1])  # without neighbours
     assert not torch.allclose(moved[0, 0], z[0, 0])
-    clamped = torch.tensor([[True, False, False, False]] * 2)
-    states = step.trajectory(z, 3, clamped=clamped)
-    assert len(states) == 4 and torch.equal(states[0], z)
-    assert all(torch.equal(state[:, 0], z[:, 0]) for state in states)
-    assert not torch.allclose(states[1][:, 1:], z[:, 1:])
 
 
 def test_as_a_layer_with_implicit_gradients() -> None:
     """From a state near a fixed point; gradients reach the couplings."""
     energy = made(5, 3, symmetric_sites=True)
-    near = BareAttentionStep(energy, gamma=0.5).trajectory(start(2, 5, 3), 100)[-1]
+    near = trajectory(BareAttentionStep(energy, gamma=0.5), start(2, 5, 3), 100)[-1]
     weights = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(3), dtype=F64)
 
     def value(energy: BareAttention) -> Tensor:
@@ -151,8 +154,3 @@ def test_errors_name_what_is_wrong() -> None:
         BareAttentionStep(energy, gamma=1.0)
     with pytest.raises(ValueError, match="circles must divide the 4 components, got 3"):
         BareAttentionStep(energy, circles=3)
-    with pytest.raises(TypeError, match="z must be a tensor"):
-        BareAttentionStep(energy).trajectory([1.0], 1)  # type: ignore[arg-type]
-    for wrong in (torch.ones(1, 3), torch.ones(1, 4, dtype=torch.bool), [True] * 3):
-        with pytest.raises(ValueError, match=r"clamped must be a bool tensor \(B, N\) = \(1, 3\)"):
-            BareAttentionStep(energy).trajectory(start(1, 3, 4), 1, clamped=wrong)  # type: ignore[arg-type]
