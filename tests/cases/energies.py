@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from implicit_attn.energies import (
     BareAttention,
@@ -59,42 +59,25 @@ class EnergyCase(NamedTuple):
 
 NORMS = {"soft": RMSNorm(epsilon=1.0), "tiny": RMSNorm(epsilon=1e-6), "none": None}
 MEMORIES, COUNT = 12, 5
+Row = tuple[str, Callable[..., Energy], dict[str, Any]]
 
 
-def _attention(cls: Callable[..., Energy], dim: int, heads: int, **options: Any) -> Energy:
-    return cls(dim, heads=heads, **options)
-
-
-def _heads(cls: Callable[..., Energy], dim: int, context: bool = False, **options: Any) -> Energy:
-    """Two heads, an input of the state's width, and parameters that start at zero away from there."""
-    if context:
+def _made(cls: Callable[..., Energy], second: Any, options: dict[str, Any], dim: int) -> Energy:
+    """``cls(dim, second, **options)``, away from parameters that are equal or zero at first."""
+    options = dict(options)
+    if options.pop("context", False):
         options["context_dim"] = dim
-    energy = cls(dim, heads=2, **options)
-    for parameter in energy.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter)
-    return energy
-
-
-def _feedforward(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
-    return cls(dim, MEMORIES, **options)
-
-
-def _contextual(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
-    """Hidden biases, gates of x and the memories' own biases, which are zero at first, drawn."""
-    energy = cls(dim, MEMORIES, **options)
+    energy = cls(dim, options.pop("heads", second), **options)
     with torch.no_grad():
         for name, parameter in energy.named_parameters():
-            if not name.startswith("projection"):
+            if parameter.dim() == 1 or "gate" in name:
                 parameter.copy_(0.5 * torch.randn(parameter.shape))
+            if isinstance(energy, ConditionalAttention) and name == "query.weight":
+                parameter.mul_(10.0)  # away from the uniform attention at the start
     return energy
 
 
-def _with_context(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
-    return _contextual(cls, dim, context_dim=dim, **options)
-
-
-def _patterns(cls: Callable[..., Energy], dim: int, **options: Any) -> Energy:
+def _patterns(cls: Callable[..., Energy], options: dict[str, Any], dim: int) -> Energy:
     return cls(torch.randn(5, dim) / dim**0.25, **options)
 
 
@@ -102,13 +85,13 @@ def _classical(dim: int) -> Energy:
     return ClassicalHopfield(torch.randn(5, dim) / dim**0.5, bias=torch.randn(dim), learnable=True)
 
 
-def _machine(hidden: Any, dim: int, units: tuple[int, ...] = (6,), **options: Any) -> Energy:
+def _machine(hidden: Any, units: tuple[int, ...], options: dict[str, Any], dim: int) -> Energy:
     """Weights so small that the fields of random tokens stay where every law has its moments."""
     bias = torch.randn(dim) if options.get("learnable") else None
     return EffectiveRBM(0.05 * torch.randn(*units, dim), hidden, bias=bias, **options)
 
 
-def _spins(site: Lagrangian, dim: int, **options: Any) -> Energy:
+def _spins(site: Lagrangian, options: dict[str, Any], dim: int) -> Energy:
     return VectorSpin(Couplings(COUNT, dim, **options), site)
 
 
@@ -127,187 +110,171 @@ def _composition(dim: int) -> Energy:
     return attention + 0.3 * ReLUFeedForward(dim, MEMORIES) + Quadratic()
 
 
-def _hyperset(dim: int, **options: Any) -> Energy:
+def _hyperset(options: dict[str, Any], dim: int) -> Energy:
     return HyperSETEnergy(dim, 2, MEMORIES, feedforward="gelu", **options)
 
 
-def _cases() -> list[EnergyCase]:
-    cases = [
-        EnergyCase("quadratic", lambda dim: Quadratic(), False),
-        EnergyCase("quadratic-input", lambda dim: Quadratic(), True),
-        EnergyCase("field", lambda dim: Field(), True),
-        EnergyCase("function", lambda dim: FunctionEnergy(_double_well), False),
-        EnergyCase("composition", _composition, True),
-        EnergyCase("hyperset", _hyperset, True),
-        EnergyCase("hyperset-linear", partial(_hyperset, attention="linear"), True),
-        EnergyCase("hopfield", partial(_patterns, Hopfield), False),
-        EnergyCase("hopfield-learnable", partial(_patterns, Hopfield, learnable=True), False),
-        EnergyCase("hopfield-cold", partial(_patterns, Hopfield, beta=3.0), False),
-        EnergyCase("dense-2", partial(_patterns, DenseAssociative, power=2), False),
-        EnergyCase("dense-3", partial(_patterns, DenseAssociative), False),
-        EnergyCase("dense-exp", partial(_patterns, DenseAssociative, power="exp"), False),
-        EnergyCase("classical", _classical, False),
-        EnergyCase("headwise", lambda dim: HeadwiseEnergy(_patterns(Hopfield, dim // 2), 2), False),
-        EnergyCase("queries-cross", partial(_attention, QueryEnergy, heads=2, beta=(0.4, 2)), True),
-        EnergyCase("spins", lambda dim: SpinInteraction(Couplings(COUNT, dim)), False, True),
-    ]
-    cases += [
-        EnergyCase("bare", lambda dim: BareAttention(COUNT, dim, lam=1.5), False, True),
-        EnergyCase("bare-features", _bare_features, False, True),
-    ]
-    sites: list[tuple[str, Lagrangian, dict[str, Any]]] = [
-        ("ising", IsingLagrangian(), {}),
-        ("ising-bound", IsingLagrangian(), {"scale": 3.0, "bound": 0.7}),
-        ("sphere", SphericalLagrangian(), {}),
-        ("potts", SoftmaxLagrangian(), {}),
-    ]
-    for name, site, options in sites:
-        cases.append(EnergyCase(f"spins-{name}", partial(_spins, site, **options), True, True))
-    laws: list[tuple[str, Any, dict[str, Any]]] = [
-        ("normal", "normal", {"learnable": True, "visible": "normal"}),
-        ("poisson", "poisson", {}),
-        ("ising", "ising", {"learnable": True, "visible": "ising"}),
-        ("binary", "binary", {"visible": "normal"}),
-        ("exponential", "exponential", {"learnable": True, "visible": "normal"}),
-        ("laplace", "laplace", {"visible": "normal"}),
-        ("one-hot", "one-hot", {"units": (2, 3), "visible": "normal"}),
-        ("constant", "constant", {}),
-        ("sphere", SphericalSite(), {"units": (2, 3), "visible": "normal"}),
-    ]
-    for name, law, options in laws:
-        cases.append(EnergyCase(f"rbm-{name}", partial(_machine, law, **options), False))
-    attentions: list[tuple[str, Callable[..., Energy], dict[str, Any], bool]] = [
-        ("bisoftmax", BiSoftmaxAttention, {}, False),
-        ("bisoftmax-causal", BiSoftmaxAttention, {"causal": True}, False),
-        ("sigmoid", ScoreAttention, {}, False),
-        ("linear", LinearAttention, {}, False),
-        ("linear-relu", LinearAttention, {"feature_map": "relu"}, False),
-        ("linear-elu", LinearAttention, {"feature_map": "elu"}, False),
-        ("softmax-inner", SoftmaxAttention, {}, False),
-        ("softmax-elastic", SoftmaxAttention, {"energy": "elastic"}, False),
-        ("softmax-causal", SoftmaxAttention, {"causal": True}, False),
-        ("softmax-cross", SoftmaxAttention, {"cross": True}, True),
-        ("softmax-cross-elastic", SoftmaxAttention, {"cross": True, "energy": "elastic"}, True),
-    ]
-    feedforwards: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
-        ("relu", ReLUFeedForward, {}),
-        ("gelu", GELUFeedForward, {}),
-        ("softmax-ff", SoftmaxFeedForward, {}),
-        ("gated-gelu", GatedFeedForward, {}),
-        ("gated-relu", GatedFeedForward, {"activation": "relu"}),
-    ]
-    cases += _heads_cases()
-    for label, cls, options, needs_x in attentions:
-        for name, heads in (("soft", 4), ("none", 1)):
-            factory = partial(_attention, cls, heads=heads, norm=NORMS[name], **options)
-            cases.append(EnergyCase(f"{label}-{name}-{heads}", factory, needs_x))
-        if label in ("bisoftmax", "softmax-elastic", "softmax-cross"):
-            hard = {"beta": 0.8, "norm": NORMS["tiny"], "head_dim": 3, "bound": 0.7, **options}
-            factory = partial(_attention, cls, heads=2, **hard)
-            cases.append(EnergyCase(f"{label}-tiny-bound", factory, needs_x))
-    for label, cls, options in feedforwards:
-        for name in ("soft", "none"):
-            factory = partial(_feedforward, cls, norm=NORMS[name], **options)
-            cases.append(EnergyCase(f"{label}-{name}", factory, False))
-    return cases + _inside() + _linear() + _memories_that_see_the_input()
-
-
-def _conditional(dim: int, heads: int = 2, **options: Any) -> Energy:
-    energy = ConditionalAttention(dim, heads, **options)
-    with torch.no_grad():  # away from the uniform attention at the start, and from zero biases
-        energy.query.weight *= 10.0
-        for bias in (energy.query_bias, energy.key_bias, energy.value_bias):
-            bias.normal_()
-    return energy
-
-
-def _equilibrium(dim: int, memory: Callable[..., MemoryEnergy], **options: Any) -> Energy:
+def _equilibrium(memory: Callable[..., MemoryEnergy], causal: bool, dim: int) -> Energy:
     hidden = memory(dim, MEMORIES, context_dim=dim, norm=None, bound=0.6)
-    return EquilibriumEnergy(ConditionalAttention(dim, 2, **options), hidden)
+    return EquilibriumEnergy(ConditionalAttention(dim, 2, causal=causal), hidden)
 
 
-def _inside() -> list[EnergyCase]:
-    """Energies that see the input inside attention and hidden units."""
-    rows: list[tuple[str, dict[str, Any]]] = [
-        ("conditional", {}),
-        ("conditional-causal", {"causal": True}),
-        ("conditional-others", {"exclude_self": True, "beta": (0.3, 1.2)}),
-        ("conditional-trained", {"learned_beta": True, "score_norm": None, "curvature": 0.9}),
-        ("conditional-head", {"heads": 1, "norm": NORMS["tiny"], "head_dim": 3}),
+ELASTIC, CROSS, UNEQUAL = {"energy": "elastic"}, {"cross": True}, {"beta": (0.3, 1.2)}
+TRAINED: dict[str, Any] = {"learned_beta": True, "bias": True}
+HARD: dict[str, Any] = {"beta": 0.8, "norm": NORMS["tiny"], "head_dim": 3, "bound": 0.7}
+BARE: dict[str, Any] = {"norm": None}
+ELU: dict[str, Any] = {"feature_map": "elu"}
+# Each with the soft norm and four heads, and without norm and one head.
+ATTENTIONS: list[Row] = [
+    ("bisoftmax", BiSoftmaxAttention, {}),
+    ("bisoftmax-causal", BiSoftmaxAttention, {"causal": True}),
+    ("sigmoid", ScoreAttention, {}),
+    ("linear", LinearAttention, {}),
+    ("linear-relu", LinearAttention, {"feature_map": "relu"}),
+    ("linear-elu", LinearAttention, ELU),
+    ("softmax-inner", SoftmaxAttention, {}),
+    ("softmax-elastic", SoftmaxAttention, ELASTIC),
+    ("softmax-causal", SoftmaxAttention, {"causal": True}),
+    ("softmax-cross", SoftmaxAttention, CROSS),
+    ("softmax-cross-elastic", SoftmaxAttention, {**CROSS, **ELASTIC}),
+]
+# With two heads; the derivatives of all feature maps: tests/energies/test_feature_maps.py.
+HEADS: list[Row] = [
+    ("bisoftmax-tiny-bound", BiSoftmaxAttention, HARD),
+    ("softmax-elastic-tiny-bound", SoftmaxAttention, {**HARD, **ELASTIC}),
+    ("softmax-cross-tiny-bound", SoftmaxAttention, {**HARD, **CROSS}),
+    ("bisoftmax-context", BiSoftmaxAttention, {"context": True}),
+    ("sigmoid-context", ScoreAttention, {"context": True, **UNEQUAL}),
+    ("linear-context", LinearAttention, {"context": True, **BARE, **UNEQUAL}),
+    ("linear-elu-trained", LinearAttention, {**ELU, **TRAINED}),
+    ("linear-tanh", LinearAttention, {"feature_map": "tanh"}),
+    ("score-relu-context", ScoreAttention, {"score": "relu", "context": True, **UNEQUAL}),
+    ("score-squared", ScoreAttention, {"score": "sigmoid-squared", **BARE, **TRAINED}),
+    ("softmax-context", SoftmaxAttention, {"context": True}),
+    ("softmax-elastic-context", SoftmaxAttention, {"context": True, **ELASTIC, **UNEQUAL}),
+    ("bisoftmax-others", BiSoftmaxAttention, {"exclude_self": True, **UNEQUAL}),
+    ("bisoftmax-trained", BiSoftmaxAttention, {**BARE, **TRAINED}),
+    ("sigmoid-trained", ScoreAttention, TRAINED),
+    ("softmax-others", SoftmaxAttention, {"exclude_self": True, "bias": True}),
+    ("softmax-elastic-trained", SoftmaxAttention, {**BARE, **ELASTIC, **TRAINED}),
+    ("softmax-cross-trained", SoftmaxAttention, {**CROSS, **BARE, **TRAINED}),
+    ("softmax-cross-elastic-trained", SoftmaxAttention, {**CROSS, **ELASTIC, **TRAINED}),
+    ("queries-cross", QueryEnergy, {"beta": (0.4, 2)}),
+    ("conditional", ConditionalAttention, {}),
+    ("conditional-causal", ConditionalAttention, {"causal": True}),
+    ("conditional-others", ConditionalAttention, {"exclude_self": True, **UNEQUAL}),
+    (
+        "conditional-trained",
+        ConditionalAttention,
+        {"learned_beta": True, "score_norm": None, "curvature": 0.9},
+    ),
+    (
+        "conditional-head",
+        ConditionalAttention,
+        {"heads": 1, "norm": NORMS["tiny"], "head_dim": 3},
+    ),
+    ("gated-cross-none", GatedLinearAttention, BARE),
+    (
+        "gated-cross-keys",
+        GatedLinearAttention,
+        {"gate": "keys", "feature_map": "relu", "learned_beta": True},
+    ),
+    ("gated-cross-normalised", GatedLinearAttention, {"normalised": True, "gate": "keys", **ELU}),
+    ("gated-causal", GatedLinearAttention, {"causal": True, "gate": "decay", **UNEQUAL, **ELU}),
+    (
+        "gated-causal-normalised",
+        GatedLinearAttention,
+        {"causal": True, "normalised": True, "gate": "decay", **ELU},
+    ),
+]
+FEEDFORWARDS: list[Row] = [
+    ("relu-soft", ReLUFeedForward, {}),
+    ("relu-none", ReLUFeedForward, BARE),
+    ("relu-tiny", ReLUFeedForward, {"bound": 0.7, "norm": NORMS["tiny"]}),
+    ("gelu-soft", GELUFeedForward, {}),
+    ("gelu-none", GELUFeedForward, BARE),
+    ("gelu-none-bias", GELUFeedForward, {"bias": True, **BARE}),
+    ("softmax-ff-soft", SoftmaxFeedForward, {}),
+    ("softmax-ff-none", SoftmaxFeedForward, BARE),
+    ("gated-gelu-soft", GatedFeedForward, {}),
+    ("gated-gelu-none", GatedFeedForward, BARE),
+    ("gated-relu-soft", GatedFeedForward, {"activation": "relu"}),
+    ("gated-relu-none", GatedFeedForward, {"activation": "relu", **BARE}),
+    ("gated-sigmoid", GatedFeedForward, {"activation": "sigmoid"}),
+    (
+        "relu-tiny-context",
+        ReLUFeedForward,
+        {"context": True, "bound": 0.7, "norm": NORMS["tiny"]},
+    ),
+    ("relu-none-context", ReLUFeedForward, {"context": True, **BARE}),
+    ("relu-soft-gates", ReLUFeedForward, {"context": True, "gates": True}),
+    ("gelu-soft-gates", GELUFeedForward, {"context": True, "gates": True}),
+    ("softmax-ff-none-context", SoftmaxFeedForward, {"context": True, **BARE}),
+    ("gated-gelu-none-gates", GatedFeedForward, {"context": True, "gates": True, **BARE}),
+]
+MEMORY: list[Row] = [
+    ("hopfield", Hopfield, {}),
+    ("hopfield-learnable", Hopfield, {"learnable": True}),
+    ("hopfield-cold", Hopfield, {"beta": 3.0}),
+    ("dense-2", DenseAssociative, {"power": 2}),
+    ("dense-3", DenseAssociative, {}),
+    ("dense-exp", DenseAssociative, {"power": "exp"}),
+]
+LAWS: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = [
+    ("normal", (6,), {"learnable": True, "visible": "normal"}),
+    ("poisson", (6,), {}),
+    ("ising", (6,), {"learnable": True, "visible": "ising"}),
+    ("binary", (6,), {"visible": "normal"}),
+    ("exponential", (6,), {"learnable": True, "visible": "normal"}),
+    ("laplace", (6,), {"visible": "normal"}),
+    ("one-hot", (2, 3), {"visible": "normal"}),
+    ("constant", (6,), {}),
+]
+SITES: list[tuple[str, Lagrangian, dict[str, Any]]] = [
+    ("ising", IsingLagrangian(), {}),
+    ("ising-bound", IsingLagrangian(), {"scale": 3.0, "bound": 0.7}),
+    ("sphere", SphericalLagrangian(), {}),
+    ("potts", SoftmaxLagrangian(), {}),
+]
+SEEING = ("context", "cross", "gates", "conditional", "equilibrium", "gated-causal")
+
+
+def _cases() -> list[EnergyCase]:
+    made: dict[str, Callable[[int], Energy]] = {
+        "composition": _composition,
+        "hyperset-context": partial(_hyperset, {"context": True}),
+        "hyperset-linear-context": partial(_hyperset, {"attention": "linear", "context": True}),
+        "classical": _classical,
+        "headwise": lambda dim: HeadwiseEnergy(_patterns(Hopfield, {}, dim // 2), 2),
+        "equilibrium-relu": partial(_equilibrium, ReLUFeedForward, False),
+        "equilibrium-gelu": partial(_equilibrium, GELUFeedForward, False),
+        "equilibrium-causal": partial(_equilibrium, ReLUFeedForward, True),
+        "rbm-sphere": partial(_machine, SphericalSite(), (2, 3), {"visible": "normal"}),
+    }
+    for name, cls, options in ATTENTIONS:
+        for norm, heads in (("soft", 4), ("none", 1)):
+            made[f"{name}-{norm}-{heads}"] = partial(
+                _made, cls, heads, {"norm": NORMS[norm], **options}
+            )
+    made |= {name: partial(_made, cls, 2, options) for name, cls, options in HEADS}
+    made |= {name: partial(_made, cls, MEMORIES, options) for name, cls, options in FEEDFORWARDS}
+    made |= {name: partial(_patterns, cls, options) for name, cls, options in MEMORY}
+    made |= {f"rbm-{law}": partial(_machine, law, units, options) for law, units, options in LAWS}
+    simple: list[tuple[str, Callable[[int], Energy], bool, bool]] = [
+        ("quadratic", lambda dim: Quadratic(), False, False),
+        ("quadratic-input", lambda dim: Quadratic(), True, False),
+        ("field", lambda dim: Field(), True, False),
+        ("function", lambda dim: FunctionEnergy(_double_well), False, False),
+        ("spins", lambda dim: SpinInteraction(Couplings(COUNT, dim)), False, True),
+        ("bare", lambda dim: BareAttention(COUNT, dim, lam=1.5), False, True),
+        ("bare-features", _bare_features, False, True),
     ]
-    cases = [EnergyCase(name, partial(_conditional, **options), True) for name, options in rows]
-    for name, memory in (("relu", ReLUFeedForward), ("gelu", GELUFeedForward)):
-        cases.append(EnergyCase(f"equilibrium-{name}", partial(_equilibrium, memory=memory), True))
-    causal = partial(_equilibrium, memory=ReLUFeedForward, causal=True)
-    return [*cases, EnergyCase("equilibrium-causal", causal, True)]
-
-
-def _linear() -> list[EnergyCase]:
-    """Linear attention among frozen keys; causal keys are tokens of the same places."""
-    elu = {"feature_map": "elu"}
-    rows: list[tuple[str, dict[str, Any]]] = [
-        ("gated-cross-none", {"norm": NORMS["none"]}),
-        ("gated-cross-keys", {"gate": "keys", "feature_map": "relu", "learned_beta": True}),
-        ("gated-cross-normalised", {"normalised": True, "gate": "keys", **elu}),
-        ("gated-causal", {"causal": True, "gate": "decay", "beta": (0.3, 1.2), **elu}),
-        ("gated-causal-normalised", {"causal": True, "normalised": True, "gate": "decay", **elu}),
-    ]
-    each = partial(_attention, GatedLinearAttention, heads=2)
-    return [EnergyCase(name, partial(each, **options), True) for name, options in rows]
-
-
-def _memories_that_see_the_input() -> list[EnergyCase]:
-    tiny, none = {"norm": NORMS["tiny"]}, {"norm": None}
-    rows: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
-        ("relu-tiny-context", ReLUFeedForward, {"bound": 0.7, **tiny}),
-        ("relu-none-context", ReLUFeedForward, none),
-        ("relu-soft-gates", ReLUFeedForward, {"gates": True}),
-        ("gelu-soft-gates", GELUFeedForward, {"gates": True}),
-        ("softmax-ff-none-context", SoftmaxFeedForward, none),
-        ("gated-gelu-none-gates", GatedFeedForward, {"gates": True, **none}),
-    ]
-    alone: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
-        ("relu-tiny", ReLUFeedForward, {"bound": 0.7, **tiny}),
-        ("gated-sigmoid", GatedFeedForward, {"activation": "sigmoid"}),
-        ("gelu-none-bias", GELUFeedForward, {"bias": True, **none}),
-    ]
+    simple += [(f"spins-{n}", partial(_spins, site, o), True, True) for n, site, o in SITES]
+    seeing = {name for name in made if any(part in name for part in SEEING)} | {"composition"}
     return [
-        EnergyCase("hyperset-context", partial(_hyperset, context=True), True),
-        *(EnergyCase(n, partial(_contextual, cls, **o), False) for n, cls, o in alone),
-        *(EnergyCase(n, partial(_with_context, cls, **o), True) for n, cls, o in rows),
+        *(EnergyCase(*row) for row in simple),
+        *(EnergyCase(name, factory, name in seeing) for name, factory in made.items()),
     ]
-
-
-def _heads_cases() -> list[EnergyCase]:
-    """What attention energies may have besides tokens: an input, biases, temperatures, pairs."""
-    elastic, unequal = {"energy": "elastic"}, {"beta": (0.3, 1.2)}
-    trained = {"learned_beta": True, "bias": True}
-    rows: list[tuple[str, Callable[..., Energy], dict[str, Any]]] = [
-        ("bisoftmax-context", BiSoftmaxAttention, {"context": True}),
-        ("sigmoid-context", ScoreAttention, {"context": True, **unequal}),
-        ("linear-context", LinearAttention, {"context": True, "norm": None, **unequal}),
-        ("linear-elu-trained", LinearAttention, {"feature_map": "elu", **trained}),
-        ("score-relu-context", ScoreAttention, {"score": "relu", "context": True, **unequal}),
-        ("score-squared", ScoreAttention, {"score": "sigmoid-squared", "norm": None, **trained}),
-        ("softmax-context", SoftmaxAttention, {"context": True}),
-        ("softmax-elastic-context", SoftmaxAttention, {"context": True, **elastic, **unequal}),
-        ("bisoftmax-others", BiSoftmaxAttention, {"exclude_self": True, **unequal}),
-        ("bisoftmax-trained", BiSoftmaxAttention, {"norm": None, **trained}),
-        ("sigmoid-trained", ScoreAttention, trained),
-        ("softmax-others", SoftmaxAttention, {"exclude_self": True, "bias": True}),
-        ("softmax-elastic-trained", SoftmaxAttention, {"norm": None, **elastic, **trained}),
-        ("softmax-cross-trained", SoftmaxAttention, {"cross": True, "norm": None, **trained}),
-        ("softmax-cross-elastic-trained", SoftmaxAttention, {"cross": True, **elastic, **trained}),
-    ]
-    # The derivatives of all feature maps: tests/energies/test_feature_maps.py.
-    rows += [
-        (f"linear-{name}", LinearAttention, {"feature_map": name}) for name in ("tanh", "silu")
-    ]
-    cases = [
-        EnergyCase(name, partial(_heads, cls, **options), "context" in name or "cross" in name)
-        for name, cls, options in rows
-    ]
-    return cases
 
 
 ENERGIES = _cases()
