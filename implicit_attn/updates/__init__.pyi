@@ -7,7 +7,6 @@ from implicit_attn.updates.gradient_step import GradientStep as GradientStep
 from implicit_attn.updates.gradient_step import StepSize as StepSize
 from implicit_attn.updates.hyperset import ConditionedStepSizes as ConditionedStepSizes
 from implicit_attn.updates.hyperset import HyperSETLayer as HyperSETLayer
-from implicit_attn.updates.hyperset import HyperSETStep as HyperSETStep
 from implicit_attn.updates.hyperset import LowRankDeltas as LowRankDeltas
 from implicit_attn.updates.hyperset import PlainStepSizes as PlainStepSizes
 from implicit_attn.updates.hyperset import StepSizes as StepSizes

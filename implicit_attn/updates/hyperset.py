@@ -1,4 +1,4 @@
-"""Hyper-SET: its step, the layer that it repeats, its step sizes, low-rank differences of its weights."""
+"""Hyper-SET: the layer that it repeats, its step sizes, low-rank differences of its weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.hyperset import build_attention, build_feedforward
-from implicit_attn.energies.projected import Given, ProjectedEnergy, RMSNorm
-from implicit_attn.energies.tokens import check_input, hide
+from implicit_attn.energies.projected import Given, RMSNorm
+from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.gradient_step import StepSize, move
-from implicit_attn.updates.update import Update
 from solvers.core.checks import require_choice, require_count, require_positive
 
 TINY_NORM = 1e-6
@@ -131,61 +130,6 @@ def _check_time_dim(count: Any) -> int:
     return count
 
 
-class HyperSETStep(Update):
-    r"""One iteration of Hyper-SET with constant steps ::
-
-        X <- X - alpha sum_h W_h (P + P^T) Y_h,   Y_h = RMSNorm(W_h^T X),  P = softmax(beta Y_h Y_h^T)
-        X <- X + gamma D relu(RMSNorm(D^T X))
-
-    after ``X <- X + injection (x - X)`` where ``injection > 0``; else the input is only the initial
-    state. The norms have no gain and a tiny epsilon. Their derivative is dropped, so this is the
-    gradient step of no function of X, and its Jacobian is not symmetric. ``HyperSETEnergy`` is the
-    energy for equilibrium layers.
-
-    Args:
-        dim, heads, memories, feedforward, head_dim, bound: as for ``HyperSETEnergy``.
-        step_size: alpha = gamma, > 0, or the pair (alpha, gamma).
-        injection: fraction of the step towards the input, 0 <= injection <= 1.
-        attention: "bisoftmax", "sigmoid", "linear" or "softmax" (rows only).
-        epsilon: of the norms.
-
-    Shapes: ``z`` and ``x`` (B, N, d), ``mask`` (B, N) bool; masked tokens keep their state.
-
-    Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, equations 9 and 11.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        memories: int,
-        *,
-        step_size: float | tuple[float, float] = 0.1,
-        injection: float = 0.0,
-        attention: str = "bisoftmax",
-        feedforward: str = "relu",
-        head_dim: int | None = None,
-        epsilon: float = TINY_NORM,
-        bound: float | None = None,
-    ) -> None:
-        super().__init__()
-        alpha, gamma = step_size if isinstance(step_size, tuple) else (step_size, step_size)
-        if isinstance(injection, bool) or not 0.0 <= injection <= 1.0:
-            raise ValueError(f"injection must be a number from 0 to 1, got {injection!r}")
-        options: dict[str, Any] = {"norm": RMSNorm(epsilon), "bound": bound}
-        self.attention = build_attention(attention, dim, heads, head_dim=head_dim, **options)
-        self.feedforward = build_feedforward(feedforward, dim, memories, **options)
-        self.attention_step, self.feedforward_step = StepSize(alpha), StepSize(gamma)
-        self.injection = float(injection)
-
-    def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
-        if self.injection and x is not None:
-            pull = hide(check_input(x, z, type(self).__name__) - z, mask)
-            z = torch.add(z, pull, alpha=self.injection)
-        z = descend(z, self.attention, self.attention_step(), mask, None)
-        return descend(z, self.feedforward, self.feedforward_step(), mask, None)
-
-
 class HyperSETLayer(nn.Module):
     r"""The layer that an unrolled Hyper-SET repeats for t = 1, 2, ... ::
 
@@ -193,7 +137,10 @@ class HyperSETLayer(nn.Module):
         X_t+1   = X_t+1/2 + gamma_t D relu(RMSNorm(D^T X_t+1/2))
 
     Args:
-        dim, heads, memories, attention, feedforward, head_dim, epsilon: as for ``HyperSETStep``.
+        dim, heads, memories, feedforward, head_dim: as for ``HyperSETEnergy``.
+        attention: "bisoftmax", "sigmoid", "linear", "softmax" (rows only), or another of ``ATTENTIONS``.
+        epsilon: of the norms, which have no gain. Their derivative is dropped, so that a step follows the
+            gradient of no function; ``HyperSETEnergy`` is the energy for equilibrium layers.
         step_size: where ``alpha_t, gamma_t`` come from. "conditioned-state", "conditioned-input":
             per token and channel from a network of time and of ``X_t`` or ``X_0``
             (``ConditionedStepSizes``); "learned": a positive number per channel; "fixed". Or
@@ -367,10 +314,3 @@ class LowRankDeltas(nn.Module):
         iterations, rows, rank = self.left.shape
         dim = self.right.shape[-1]
         return f"rows={rows}, dim={dim}, rank={rank}, iterations={iterations}, scale={self.scale}"
-
-
-def descend(
-    z: Tensor, energy: ProjectedEnergy, step: Step, mask: Tensor | None, weight: Tensor | None
-) -> Tensor:
-    """``z - step * straight_gradient``; the step a number, (d,) or like ``z``."""
-    return move(z, energy.straight_gradient(z, mask=mask, weight=weight), step)

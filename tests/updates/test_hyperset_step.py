@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn import DEQ
 from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
-from implicit_attn.updates import HyperSETLayer, HyperSETStep
-from solvers import Status, Tolerance
+from implicit_attn.updates import HyperSETLayer
 
 DIM, HEADS, WIDTH, MEMORIES, TOKENS = 12, 3, 4, 20, 7
 EPSILON = 1e-6
@@ -25,9 +22,9 @@ def tokens(seed: int = 0, batch: int = 2) -> Tensor:
     return torch.randn(batch, TOKENS, DIM, generator=generator, dtype=torch.float64)
 
 
-def build(cls: Callable[..., Any] = HyperSETStep, **options: Any) -> Any:
+def build(**options: Any) -> Any:
     torch.manual_seed(3)
-    return cls(DIM, HEADS, MEMORIES, **options).double()
+    return HyperSETLayer(DIM, HEADS, MEMORIES, **options).double()
 
 
 def rms(y: Tensor) -> Tensor:
@@ -67,17 +64,17 @@ def paper_weights(layer: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.1, 0.1), (0.7, 0.2), (1.0, 1.5)])
 def test_the_step_is_the_papers(alpha: float, gamma: float) -> None:
-    step = build(step_size=(alpha, gamma))
-    z = tokens()
+    step, z = build(step_size="fixed"), tokens()
+    step.step_sizes.attention.initial, step.step_sizes.feedforward.initial = alpha, gamma
     expected = torch.stack([transcription(x, *paper_weights(step), alpha, gamma) for x in z])
-    assert (step(z) - expected).abs().max() <= 1e-10
+    assert (step(z, z, 1) - expected).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("source", ["state", "input"])
 @pytest.mark.parametrize("t", [1, 2, 9])
 def test_the_conditioned_step_is_the_papers(source: str, t: int) -> None:
     """The network of time and tokens is transcribed here too, token by token."""
-    layer = build(HyperSETLayer, step_size=f"conditioned-{source}", time_dim=16)
+    layer = build(step_size=f"conditioned-{source}", time_dim=16)
     network = layer.step_sizes
     torch.manual_seed(5)
     for parameter in network.last.parameters():
@@ -120,12 +117,9 @@ def test_masks(attention: str, conditioned: bool) -> None:
     """Masked tokens keep their state and change nothing for the others, whatever they hold."""
     mask = torch.ones(3, TOKENS, dtype=torch.bool)
     mask[0, 2:4], mask[1, 5:], mask[2] = False, False, False
-    if conditioned:
-        step = build(HyperSETLayer, attention=attention, initial_step=0.2, time_dim=8)
-        run = lambda z, mask=None: step(z, z, 3, mask=mask)  # noqa: E731
-    else:
-        step = build(attention=attention, injection=0.3)
-        run = lambda z, mask=None: step(z, 0.5 * z, mask=mask)  # noqa: E731
+    kind = "conditioned-state" if conditioned else "fixed"
+    step = build(attention=attention, step_size=kind, initial_step=0.2, time_dim=8)
+    run = lambda z, mask=None: step(z, z, 3, mask=mask)  # noqa: E731
     z = tokens(batch=3)
     full = run(z, mask=mask)
     assert torch.equal(full[~mask], z[~mask])
@@ -138,45 +132,15 @@ def test_masks(attention: str, conditioned: bool) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_an_injection_makes_an_equilibrium() -> None:
-    """The autonomous step with an injection can be solved; the norm's derivative is not needed."""
-    step = build(step_size=0.02, injection=0.5, epsilon=1.0)
-    x = tokens()
-    layer = DEQ(step, tolerance=Tolerance(rtol=1e-10), max_steps=300)
-    solution = layer.solve(x)
-    assert (solution.status == Status.CONVERGED).all(), solution.summary()
-    z = x
-    for _ in range(400):
-        z = step(z, x)
-    assert torch.allclose(solution.value, z, atol=1e-7)
-    assert not torch.allclose(z, x, atol=1e-2)
-
-
-BAD: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
-    (HyperSETStep, {"attention": "cosine"}, ValueError, "attention must be one of ('bisoftmax', "),
-    (HyperSETStep, {"feedforward": "mlp"}, ValueError, "feedforward must be one of ('relu', "),
-    (HyperSETStep, {"step_size": 0.0}, ValueError, "step_size must be finite and > 0, got 0.0"),
-    (HyperSETStep, {"injection": 1.5}, ValueError, "injection must be a number from 0 to 1, got"),
-    (HyperSETStep, {"epsilon": 0.0}, ValueError, "epsilon must be finite and > 0, got 0.0"),
-    (HyperSETLayer, {"step_size": "adam"}, ValueError, "step_size must be one of ("),
-    (HyperSETLayer, {"time_dim": 7}, ValueError, "time_dim must be even and >= 4, got 7"),
-    (HyperSETLayer, {"lora_rank": -1}, ValueError, "lora_rank must be >= 0, got -1"),
-    (HyperSETLayer, {"lora_rank": 2, "iterations": 0}, ValueError, "iterations must be >= 1"),
-    (HyperSETLayer, {"head_dim": 0}, ValueError, "head_dim must be >= 1, got 0"),
-    (HyperSETLayer, {"initial_step": math.inf}, ValueError, "initial must be finite, got inf"),
-]
-
-
-@pytest.mark.parametrize(("cls", "options", "error", "message"), BAD, ids=[str(b[1]) for b in BAD])
-def test_bad_arguments(
-    cls: Callable[..., Any], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        cls(DIM, HEADS, MEMORIES, **options)
-
-
-def test_bad_states() -> None:
-    with pytest.raises(ValueError, match=r"z must have 12 features"):
-        build()(torch.zeros(2, 3, 5, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"x must have the shape of z"):
-        build(injection=0.1)(tokens(), tokens()[:, 1:])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "cosine"}, "attention must be one of ('bisoftmax', "),
+        ({"step_size": "adam"}, "step_size must be one of ("),
+        ({"time_dim": 7}, "time_dim must be even and >= 4, got 7"),
+        ({"lora_rank": 2, "iterations": 0}, "iterations must be >= 1"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        HyperSETLayer(DIM, HEADS, MEMORIES, **options)
