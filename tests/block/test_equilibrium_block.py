@@ -266,13 +266,9 @@ def test_dropout_is_drawn_outside_the_solve() -> None:
     [
         ({"curvature": (0.6, 0.4)}, "curvature must sum to less than 1"),
         ({"curvature": 0.5}, "curvature must be two numbers"),
-        ({"curvature": (0.0, 0.5)}, "curvature must be in"),
-        ({"attention": "both"}, "attention must be one of"),
         ({"memory_dim": 3}, 'memory_dim needs attention="cross"'),
         ({"attention": None, "causal": True}, 'causal=True needs attention="self"'),
         ({"attention": None, "hidden": 0}, "must not both be None"),
-        ({"activation": "tanh"}, "activation must be one of"),
-        ({"heads": 3}, "heads must divide dim=8"),
         ({"layer": {"steps": 3}}, "layer must hold options of DEQ, .* got .'steps'"),
         ({"layer": {"init": "zeros"}}, "layer must hold options of DEQ, .* got .'init'"),
         ({"layer": [3]}, "layer must be a dict"),
@@ -295,7 +291,6 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
             {"src_key_padding_mask": torch.zeros(2, 4, dtype=torch.bool)},
             r"must have the shape \(2, 5\)",
         ),
-        ({"src_mask": torch.full((5, 5), torch.nan)}, "src_mask must be finite or -infinity"),
         (
             {"src_mask": torch.zeros(3, 5, 5)},
             r"src_mask must have the shape \(5, 5\) or \(4, 5, 5\)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -68,48 +68,6 @@ def shrinking_forward(f: Any, z0: Tensor, args: tuple[Any, ...]) -> Answer:
         value[active[running]] = fz[running]
         active = active[running]
     return Answer(value, evaluations)
-
-
-def test_a_shrinking_batch_is_followed() -> None:
-    problem = make("linear_one_hard_sample")
-    result = oracle.count(problem, 1e-6, 1000, shrinking_forward)
-    assert result.evaluations.tolist() == plain_count(problem.name, 1e-6, 1000)
-    assert not result.reasons
-
-
-def test_hidden_evaluations_are_billed() -> None:
-    problem = make("linear_one_hard_sample")
-
-    def run(f: Any, z0: Tensor, args: tuple[Any, ...]) -> Answer:
-        answer = shrinking_forward(f, z0, args)
-        return replace(answer, evaluations=answer.evaluations + 100)
-
-    honest = oracle.count(problem, 1e-6, 1000, shrinking_forward).evaluations
-    assert torch.equal(oracle.count(problem, 1e-6, 1000, run).evaluations, honest + 100)
-    assert oracle.count(problem, 1e-6, 105, run).evaluations.isinf().all()
-
-
-def test_an_answer_found_without_f_counts_by_its_evaluations_only_if_it_is_one() -> None:
-    problem = make("linear_symmetric_0.5")
-    solution = problem.solution
-    assert solution is not None
-    value = solution.clone()
-    value[1] += 1.0
-
-    def run(f: Any, z0: Tensor, args: tuple[Any, ...]) -> Answer:
-        return Answer(value, torch.full((problem.batch,), 7))
-
-    result = oracle.count(problem, 1e-6, 100, run)
-    expected = [7.0, math.inf, *[7.0] * (problem.batch - 2)]
-    assert result.evaluations.tolist() == expected
-    assert list(result.reasons) == [1]
-
-
-def test_an_overflowing_norm_is_no_small_residual() -> None:
-    z = torch.full((1, 2), 1e200, dtype=torch.float64)
-    assert oracle.true_residual(z, z + 1e190).isinf().all()
-    assert oracle.true_residual(z, z * torch.nan).isinf().all()
-    assert oracle.true_residual(0 * z, 0 * z).tolist() == [0.0]
 
 
 def test_best_is_the_smallest_median_among_the_complete() -> None:

@@ -333,7 +333,6 @@ def test_the_energy_and_its_inputs_stay_as_they_are() -> None:
         ({"seed": -1}, ValueError, "seed"),
         ({"strict": 1}, TypeError, "strict"),
         ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must have the shape"),
-        ({"energy": 3}, TypeError, "function must be callable"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], error: Any, words: str) -> None:

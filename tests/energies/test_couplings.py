@@ -162,10 +162,6 @@ def test_set_weights_must_have_the_symmetries(change: str, message: str) -> None
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"sites": 0}, ValueError, "sites must be >= 1, got 0"),
-        ({"sites": 2.0}, TypeError, "sites must be an integer, got 2.0"),
-        ({"dim": -1}, ValueError, "dim must be >= 1, got -1"),
-        ({"symmetric_sites": 1}, TypeError, "symmetric_sites must be True or False, got 1"),
         ({"scale": 0.0}, ValueError, "scale must be finite and > 0, got 0.0"),
         ({"bound": float("inf")}, ValueError, "bound must be finite and > 0, got inf"),
     ],

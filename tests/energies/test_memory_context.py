@@ -143,10 +143,6 @@ def test_sums_over_many_units_are_taken_in_float32(
 ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: make("relu", gates=True), ValueError, r"gates=True needs a context.*context_dim=None"),
     (lambda: make("softmax", gates=True, context_dim=3), ValueError, r"gates must be False for a"),
-    (lambda: make("relu", gates=1), TypeError, r"gates must be .*got 1"),
-    (lambda: make("relu", bias="yes"), TypeError, r"bias must be .*got 'yes'"),
-    (lambda: make("relu", context_dim=0), ValueError, r"context_dim must be >= 1, got 0"),
-    (lambda: make("gelu", context_dim=2.5), TypeError, r"context_dim must be an integer, got 2\.5"),
 ]
 
 

@@ -190,10 +190,8 @@ def test_strong_fields_of_poisson_units_keep_their_spins() -> None:
 def test_mistakes() -> None:
     weights = draw(3, 4)
     for bad, error, message in (
-        (lambda: EffectiveRBM(weights, "gamma"), ValueError, "hidden must be one of .* 'gamma'"),
         (lambda: EffectiveRBM(weights, SphericalSite()), ValueError, "d >= 2"),
         (lambda: EffectiveRBM(weights, "one-hot"), ValueError, "needs weights .units, components,"),
-        (lambda: EffectiveRBM(weights, visible="poisson"), ValueError, "visible must be one of"),
         (lambda: EffectiveRBM(weights, bias=torch.ones(3)), ValueError, "bias must have the shape"),
         (lambda: EffectiveRBM(weights).gibbs(torch.ones(1, 4).double(), 1), ValueError, "visible"),
         (

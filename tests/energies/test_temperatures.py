@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import gradcheck
 
 from cases.energies import relative_error
@@ -92,22 +92,3 @@ def test_kernels_are_used_through_rescaled_features(kind: str, backend: str) -> 
             (energy.hvp(*single), exact.hvp(z, x)),
         ):
             assert ours.dtype == torch.float32 and relative_error(ours, theirs) <= 2e-5
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"beta": (0.3,)}, ValueError, r"beta must hold a number for each of 2 heads, got \(0.3,"),
-        ({"beta": (0.3, -1.0)}, ValueError, r"beta must be finite and > 0, got -1"),
-        ({"beta": "cold"}, TypeError, r"beta must be a number, got 'cold'"),
-        ({"beta": nn.Parameter(torch.tensor(BETAS))}, TypeError, r"beta must be numbers, .* got a"),
-        ({"learned_beta": 1}, TypeError, r"learned_beta must be True or False, got 1"),
-        ({"bias": None}, TypeError, r"bias must be True or False, got None"),
-        ({"context_dim": 0, "cross": False}, ValueError, r"context_dim must be >= 1, got 0"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["bisoftmax", "sigmoid", "linear", "inner"])
-def test_bad_options(kind: str, options: dict[str, Any], error: Any, message: str) -> None:
-    options = {k: v for k, v in options.items() if k != "cross"}
-    with pytest.raises(error, match=message):
-        make(kind, **options)

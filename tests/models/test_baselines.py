@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from implicit_attn.models import CRATE, EnergyTransformer, SharedTransformer
 
@@ -172,33 +171,9 @@ def test_the_energy_transformer_descends() -> None:
     assert (energies.diff(dim=0) < 0).all()
 
 
-def test_the_transformer_is_pytorchs() -> None:
-    """``nn.TransformerEncoderLayer`` with the same weights, where its biases are zero."""
-    model = build("transformer", hidden=20)
-    layer = model.layers[0]
-    peer = nn.TransformerEncoderLayer(
-        DIM, HEADS, 20, dropout=0.0, activation=F.relu, batch_first=True, norm_first=True
-    ).double()
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.zero_()
-        peer.self_attn.in_proj_weight.copy_(layer.queries_keys_values.weight)
-        peer.self_attn.out_proj.weight.copy_(layer.output.weight)
-        peer.linear1.weight.copy_(layer.widen.weight)
-        peer.linear2.weight.copy_(layer.narrow.weight)
-        peer.norm1.load_state_dict(layer.attention_norm.state_dict())
-        peer.norm2.load_state_dict(layer.feedforward_norm.state_dict())
-    x = tokens()
-    assert torch.allclose(model(x, iterations=2), peer(peer(x)), atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("transformer", {"hidden": 0}, "hidden must be >= 1, got 0"),
-        ("transformer", {"layers": 0}, "layers must be >= 1, got 0"),
-        ("energy-transformer", {"step_size": 0.0}, "step_size must be finite and > 0, got 0.0"),
-        ("energy-transformer", {"deviation": -1.0}, "deviation must be finite and > 0"),
         ("crate", {"sparsity": 0.0}, "sparsity must be finite and > 0, got 0.0"),
         ("crate", {"order": "none"}, "order must be one of"),
     ],

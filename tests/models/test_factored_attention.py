@@ -54,15 +54,6 @@ def test_the_error_of_the_best_heads_is_the_tail_of_the_singular_values(heads: i
     assert heads == 9 or float(error.detach()) > 0.1  # 9 = min(N^2, d^2) is exact
 
 
-def test_one_head_is_a_generalised_potts_model() -> None:
-    generator = torch.Generator().manual_seed(3)
-    sites = random_couplings(6, 1, generator)
-    colour = torch.randn(4, 4, generator=generator, dtype=torch.float64)
-    couplings = sites * (colour + colour.T)
-    model = FactoredAttention.from_couplings(couplings, 1)
-    torch.testing.assert_close(model.couplings(), couplings)
-
-
 @pytest.mark.parametrize("heads", [1, 7])
 def test_softmax_rows_give_every_site_the_same_sum_of_couplings(heads: int) -> None:
     sums = drawn(5, 3, heads, "softmax").couplings().sum(1)
@@ -109,30 +100,6 @@ def test_squared_values_learn_three_sites_where_pairs_cannot() -> None:
         losses[power] = float(model.pseudo_likelihood(data).detach())
     assert losses[2] < bayes + 0.02
     assert losses[1] > math.log(2) - 0.01
-
-
-@pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize("rows", ROWS)
-def test_gradients(rows: str, power: int) -> None:
-    model = drawn(3, 2, 2, rows, power)
-    s = colours(model)
-    names = [name for name, _ in model.named_parameters()]
-
-    def losses(*values: Tensor) -> tuple[Tensor, Tensor]:
-        parameters = dict(zip(names, values, strict=True))
-
-        class Both(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model
-
-            def forward(self) -> tuple[Tensor, Tensor]:
-                return self.model.pseudo_likelihood(s), self.model.penalty()
-
-        named = {f"model.{name}": value for name, value in parameters.items()}
-        return torch.func.functional_call(Both(), named, ())
-
-    assert torch.autograd.gradcheck(losses, tuple(model.parameters()))
 
 
 def test_mistakes() -> None:

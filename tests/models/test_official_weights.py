@@ -188,7 +188,6 @@ BAD: list[tuple[Callable[[State], None], dict[str, Any], str]] = [
         "state['emb.1.weight'] must have more than 1 dim",
     ),
     (drop(), {}, "image_size must be given"),
-    (drop(), IMAGE | {"descent": "sgd"}, "descent must be one of ('plain', 'momentum', "),
     (drop(*image_shapes()), {}, "state must be of an official Hyper-SET, with keys that"),
 ]
 

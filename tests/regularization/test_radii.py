@@ -68,7 +68,6 @@ def test_radii_above_one_and_failing_models() -> None:
     [
         ([1.0], {}, TypeError, "inputs must be a tensor"),
         (torch.ones(0, 2), {}, ValueError, "inputs must hold at least one sample"),
-        (torch.ones(3, 2), {"samples": 0}, ValueError, "samples must be >= 1"),
     ],
 )
 def test_wrong_records(inputs: Any, options: Any, error: type[Exception], match: str) -> None:

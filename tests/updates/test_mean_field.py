@@ -141,7 +141,6 @@ def test_bounded_layer_contracts_whatever_the_weights() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"sites": 0}, ValueError, "sites must be >= 1, got 0"),
         ({"correction": "net"}, TypeError, 'correction must be "network", a module or None'),
         ({"correction": torch.tanh}, TypeError, 'correction must be "network", a module or None'),
         ({"correction": None, "hidden": 8}, ValueError, "hidden belongs to correction="),
@@ -150,9 +149,6 @@ def test_bounded_layer_contracts_whatever_the_weights() -> None:
             ValueError,
             "correction_bound belongs to correction=",
         ),
-        ({"hidden": 0}, ValueError, "hidden must be >= 1, got 0"),
-        ({"correction_bound": -1.0}, ValueError, "correction_bound must be finite and > 0"),
-        ({"bound": 0}, ValueError, "bound must be finite and > 0, got 0"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], kind: type[Exception], message: str) -> None:

@@ -116,19 +116,6 @@ def test_what_has_no_energy_or_fixed_point() -> None:
 BAD: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
     (
         OfficialHyperSETLayer,
-        {"gains": "all"},
-        ValueError,
-        "gains must be one of ('none', 'shared', ",
-    ),
-    (OfficialHyperSETLayer, {"descent": "sgd"}, ValueError, "descent must be one of ('plain', "),
-    (
-        OfficialHyperSETLayer,
-        {"step_network": "big"},
-        ValueError,
-        "step_network must be one of ('paper', ",
-    ),
-    (
-        OfficialHyperSETLayer,
         {"step_network": "raw", "step_size": "fixed"},
         ValueError,
         "step_network must be 'paper' where step_size='fixed' has no network, got 'raw'",
@@ -139,9 +126,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
         ValueError,
         "time_dim must be dim=8 for step_network='sinusoids', got 512",
     ),
-    (OfficialHyperSETLayer, {"step_size": 0.1}, ValueError, "step_size must be one of"),
     (OfficialHyperSETLayer, {"epsilon": None}, TypeError, "epsilon must be"),
-    (HyperSET, {"share_steps": 1}, TypeError, "share_steps must be"),
 ]
 
 

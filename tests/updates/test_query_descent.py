@@ -129,9 +129,7 @@ def test_a_layer_finds_the_limit_of_the_steps_with_its_gradients(given: bool) ->
     [
         ({"energy": torch.nn.Identity()}, TypeError, "energy must be an Energy or None"),
         ({"energy": Quadratic(), "beta": 1.0}, ValueError, "beta belongs to the default energy"),
-        ({"context": "dead"}, ValueError, r"context must be one of \('frozen', 'live'\)"),
         ({"step_size": 0.0}, ValueError, "step_size must be"),
-        ({"heads": 5}, ValueError, "heads must divide dim=6"),
     ],
 )
 def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:

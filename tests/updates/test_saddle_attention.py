@@ -104,7 +104,6 @@ def test_fields_as_they_are_and_other_lengths() -> None:
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"couplings": "softmax"}, ValueError, "couplings must be one of"),
     ({"beta": 0.0}, ValueError, "beta"),
     ({"sites": 0}, ValueError, "sites"),
     ({"per_site": 1}, TypeError, "per_site"),
