@@ -190,16 +190,16 @@ def made(**options: int) -> MaskedTransformer:
     return MaskedTransformer(6, 4, 8, 2, **options).double().eval()
 
 
-TOKENS = torch.randint(0, 5, (3, 6), generator=torch.Generator().manual_seed(0))
+MASKED = torch.randint(0, 5, (3, 6), generator=torch.Generator().manual_seed(0))
 
 
 def test_recycling_applies_the_layer_again() -> None:
     model = made(iterations=3)
-    x = model.embedding(TOKENS) + model.positions
+    x = model.embedding(MASKED) + model.positions
     for _ in range(3):
         x = model.backbone(x, iterations=1)
-    torch.testing.assert_close(model(TOKENS), model.readout(model.norm(x)))
-    assert not torch.allclose(model(TOKENS, iterations=2), model(TOKENS))
+    torch.testing.assert_close(model(MASKED), model.readout(model.norm(x)))
+    assert not torch.allclose(model(MASKED, iterations=2), model(MASKED))
 
 
 def test_a_position_and_the_tokens_of_others_matter() -> None:
@@ -215,6 +215,6 @@ def test_a_position_and_the_tokens_of_others_matter() -> None:
 def test_mistakes() -> None:
     model = made()
     with pytest.raises(ValueError, match=r"tokens must be \(B, 6\)"):
-        model(TOKENS[:, :5])
+        model(MASKED[:, :5])
     with pytest.raises(TypeError, match="tokens must be integers"):
-        model(TOKENS.double())
+        model(MASKED.double())
