@@ -12,17 +12,17 @@ from __future__ import annotations
 import contextlib
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import tyro
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from implicit_attn import EquilibriumBlock
-from implicit_attn.command_line import Parser, command, count
 from implicit_attn.models import EquilibriumTransformer, ImageClassifier
 
 ENGINES = ("ddp", "fsdp")
@@ -113,25 +113,20 @@ def train(engine: str | None, steps: int, parts: int) -> None:
             print(f"step {step:3d}  loss {loss.item():.6f}", flush=True)
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--engine", choices=ENGINES, default="ddp", help="under torchrun")
-    parser.add_argument("--steps", type=count, default=20, help="training steps")
-    parser.add_argument("--accumulate", type=count, default=1, help="parts of a batch, at most 8")
-    with command(parser):
-        options = parser.parse_args(words)
-        if options.accumulate > 8:
-            parser.error(f"argument --accumulate: must be at most 8, got {options.accumulate}")
-        if "RANK" not in os.environ:  # not under torchrun
-            train(None, options.steps, options.accumulate)
-            return
-        # On CPUs. Whoever waits for a process that has died gives up after this time.
-        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-        try:
-            train(options.engine, options.steps, options.accumulate)
-        finally:
-            dist.destroy_process_group()
+def main(engine: Literal["ddp", "fsdp"] = "ddp", steps: int = 20, accumulate: int = 1) -> None:
+    """Train a small model; the engine is that under torchrun, ``accumulate`` parts of a batch at most 8."""
+    if not 1 <= accumulate <= 8:
+        raise SystemExit(f"--accumulate must be 1 to 8, got {accumulate}")
+    if "RANK" not in os.environ:  # not under torchrun
+        train(None, steps, accumulate)
+        return
+    # On CPUs. Whoever waits for a process that has died gives up after this time.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    try:
+        train(engine, steps, accumulate)
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

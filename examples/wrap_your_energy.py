@@ -12,11 +12,11 @@ found out by itself that differences of neighbours are what to penalise (total v
 from __future__ import annotations
 
 import torch
+import tyro
 from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn import DEQ
-from implicit_attn.command_line import Parser, command, whole
 
 torch.manual_seed(0)
 filters = torch.nn.Parameter(0.3 * torch.randn(3, 1, 3))
@@ -34,7 +34,7 @@ def signals(count: int) -> tuple[Tensor, Tensor]:
     return clean, clean + 0.3 * torch.randn_like(clean)
 
 
-def train(steps: int) -> None:
+def train(steps: int = 150) -> None:
     layer = DEQ.from_energy(energy, max_steps=100)
     optimizer = torch.optim.Adam([filters], lr=0.02)
     for step in range(steps + 1):
@@ -56,7 +56,4 @@ def train(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=whole(0), default=150, help="training steps")
-    with command(parser):
-        train(parser.parse_args().steps)
+    tyro.cli(train)

@@ -12,17 +12,20 @@ import importlib
 import io
 import itertools
 import math
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from implicit_attn import __version__
-from implicit_attn.command_line import Parser, command, mistakes
 from implicit_attn.optional import require
+from implicit_attn.training.script import INTERRUPTED, mistakes
 from implicit_attn.weights import pretrained_models, weights_path
 
-PROGRAM = "implicit-attn"
+PROGRAM, LONGEST = "implicit-attn", 1000  # characters of a message
 PROGRAMS, STUDIES = "implicit_attn.programs", "implicit_attn.studies.command"
 COMMANDS: dict[str, tuple[str, str]] = {  # where it is, and what it does
     "demo": (f"{PROGRAMS}.demo:Demo", "what fixed points buy: boards, text, digits; two minutes"),
@@ -79,8 +82,8 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"{PROGRAM} {__version__}")
         return
     name = next((" ".join(given[:k]) for k in (2, 1) if " ".join(given[:k]) in COMMANDS), None)
-    parser = Parser(prog=f"{PROGRAM} {name or ''}".strip())
-    with command(parser):
+    options: set[str] = set()
+    with one_line(f"{PROGRAM} {name or ''}".strip(), options):
         if name is None:
             begins = {key.split()[0] for key in COMMANDS if " " in key}
             group = given[0] if given[:1] and given[0] in begins else ""
@@ -94,20 +97,56 @@ def main(words: Sequence[str] | None = None) -> None:
             said = f"got {rest[0]!r}" if rest else "got none"
             listed = ", ".join(dict.fromkeys(known))
             raise SystemExit(f"{group or 'command'} must be followed by one of {listed}; {said}")
-        start(parser, name, given[len(name.split()) :])
+        module, _, member = COMMANDS[name][0].partition(":")
+        kind: Any = getattr(importlib.import_module(module), member)
+        words = given[len(name.split()) :]
+        if not dataclasses.is_dataclass(kind):  # a function of the words
+            kind(words)
+            return
+        options.update(field.name for field in dataclasses.fields(kind))
+        with mistakes():
+            program: Any = read(kind, words, f"{PROGRAM} {name}")
+        program.run()
 
 
-def start(parser: Parser, name: str, words: Sequence[str]) -> None:
-    """Run a sub-command: a function of the words, or a dataclass that they fill in."""
-    module, _, member = COMMANDS[name][0].partition(":")
-    kind: Any = getattr(importlib.import_module(module), member)
-    if not dataclasses.is_dataclass(kind):
-        kind(words)
+@contextlib.contextmanager
+def one_line(prog: str, options: Collection[str] = ()) -> Iterator[None]:
+    """The whole of a program: what ends it ends it in one line, ``PROG: error: ...``, exit code 2.
+
+    ``SystemExit`` with a text (of ``mistakes``), an ``OSError`` (a full disk, no permission) and want of
+    memory end so, Ctrl-C with 130. Any other error is a fault of the program and keeps its traceback. A
+    message that begins with the name of an argument names the option.
+    """
+    try:
+        yield
+        if sys.stdout is not None:  # a process may be started with its output closed
+            sys.stdout.flush()
         return
-    parser.dests = frozenset(field.name for field in dataclasses.fields(kind))
-    with mistakes():
-        options = read(kind, words, parser.prog)
-    options.run()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        message = end.code
+    except BrokenPipeError:  # the reader has gone (``| head``): nothing is left to flush into it
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(1) from None
+    except OSError as error:
+        message = str(error)
+    except (MemoryError, RuntimeError) as error:
+        # Of PyTorch's CPU allocator the message alone tells.
+        lacks = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not lacks and "DefaultCPUAllocator" not in str(error):
+            raise
+        message = f"out of memory: choose smaller sizes ({str(error)[:200]})"
+    line, first = " ".join(message.split()), re.match(r"\w+", message)
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    if first is not None and first[0] in options:
+        line = f"argument --{first[0].replace('_', '-')}: {line}"
+    print(f"{prog}: error: {line}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def overview(group: str = "") -> str:

@@ -22,7 +22,7 @@ solvers.adjoints solvers.eigen
 solvers.fixed_points
 solvers.spins solvers.torchdeq_bridge
 solvers
-implicit_attn.optional implicit_attn.parametrised implicit_attn.shadow implicit_attn.command_line
+implicit_attn.optional implicit_attn.parametrised implicit_attn.shadow
 implicit_attn.kernels
 implicit_attn.energies implicit_attn.dropout
 implicit_attn.updates

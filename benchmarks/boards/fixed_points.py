@@ -19,10 +19,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,29 +34,35 @@ import numpy as np
 
 from benchmarks.boards.hard_boards import bins
 from benchmarks.measure import table
-from implicit_attn.command_line import Parser, command, mistakes, seed_number, whole
 from implicit_attn.data import load_sudoku
 from implicit_attn.data.sudoku import read_list
 from implicit_attn.models import BoardSolver, load_model
 from implicit_attn.training import compile_step
-from implicit_attn.weights import weights_file, weights_path
+from implicit_attn.weights import weights_file
 
 Boards = tuple[Tensor, Tensor]  # puzzles and solutions
 CHUNK = 40  # boards at once
 GUESSES = (0, 1, 2, 4, 8)
 
 
-def parser() -> Parser:
-    made = Parser(description="A board solver at its fixed points.")
-    add = made.add_argument
-    add("--weights", type=weights_file, default=weights_path("sudoku-solver"), help="of the solver")
-    add("--hard", type=Path, help="boards of hard_boards.py")
-    add("--boards", type=whole(1, 10_000), default=200, help="of 17, and of 17 to 34 givens")
-    add("--answers", type=whole(1, 40_000), default=2000, help="boards that solve is to answer")
-    add("--longest", type=whole(4, 10_000), default=64, help="times the iterations of training")
-    add("--seed", type=seed_number, default=0, help="of the boards")
-    add("--compile", action="store_true", help="the update, for the tables without times")
-    return made
+@dataclass(kw_only=True)
+class Options:
+    """A board solver at its fixed points."""
+
+    weights: str = "sudoku-solver"
+    """of the solver"""
+    hard: Path | None = None
+    """boards of hard_boards.py"""
+    boards: int = 200
+    """of 17, and of 17 to 34 givens"""
+    answers: int = 2000
+    """boards that solve is to answer"""
+    longest: int = 64
+    """times the iterations of training"""
+    seed: int = 0
+    """of the boards"""
+    compile: bool = False
+    """the update, for the tables without times"""
 
 
 def chunks(call: Callable[[Tensor], Any], puzzles: Tensor) -> list[Any]:
@@ -175,7 +183,7 @@ def adaptive(name: str, model: BoardSolver, boards: Boards, solved: Tensor) -> l
 
 
 @torch.no_grad()
-def run(model: BoardSolver, options: Any) -> None:
+def run(model: BoardSolver, options: Options) -> None:
     few, mixed = (
         load_sudoku(9000, max(options.boards, options.answers), more=more, seed=options.seed)
         for more in (0, None)
@@ -218,16 +226,12 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(flush=True)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    reader = parser()
-    with command(reader):
-        options = reader.parse_args(arguments)
-        with mistakes("--weights"):
-            model, _ = load_model(options.weights)
-            if not isinstance(model, BoardSolver):
-                raise ValueError(f"must be of a board solver, got a {type(model).__name__}")
-        run(model.eval(), options)
+def main(options: tyro.conf.OmitArgPrefixes[Options]) -> None:
+    model, _ = load_model(weights_file(options.weights))
+    if not isinstance(model, BoardSolver):
+        raise SystemExit(f"--weights must be of a board solver, got a {type(model).__name__}")
+    run(model.eval(), options)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

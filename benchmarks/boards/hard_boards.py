@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import torch
+import tyro
 
-from implicit_attn.command_line import Parser, command, seed_number, whole
 from implicit_attn.data.sudoku_boards import CELLS, SIDE, sudoku_pairs, unique_puzzles, units
 
 BINS = {"0": 0, "1-2": 1, "3-10": 3, "11-50": 11, "51+": 51}  # least number of guesses of each
@@ -176,26 +176,23 @@ def bins(guesses: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def parser() -> Parser:
-    made = Parser(description="Sudoku boards that are hard for a search.")
-    add = made.add_argument
-    add("--boards", type=whole(1, 100_000), default=200, help="of the pool")
-    add("--rounds", type=whole(0, 10_000_000), default=2000, help="of breeding")
-    add("--seed", type=seed_number, default=0, help="of all that is drawn")
-    add("--out", type=Path, default=Path("hard.npz"), help="file to write")
-    return made
+def main(
+    boards: int = 200, rounds: int = 2000, seed: int = 0, out: Path = Path("hard.npz")
+) -> None:
+    """Sudoku boards that are hard for a search.
 
-
-def main(arguments: list[str] | None = None) -> None:
-    reader = parser()
-    with command(reader):
-        options = reader.parse_args(arguments)
-        puzzles, solutions, guesses = hard_boards(options.boards, options.rounds, options.seed)
-        parts = (puzzles.byte().numpy(), solutions.byte().numpy(), guesses.numpy())
-        np.savez_compressed(options.out, puzzle=parts[0], solution=parts[1], guesses=parts[2])
-        print(f"{len(puzzles)} boards, {int((puzzles > 0).sum()) / len(puzzles):.1f} givens")
-        print("  ".join(f"{name}: {int(each.sum())}" for name, each in bins(guesses).items()))
+    Args:
+        boards: of the pool.
+        rounds: of breeding.
+        seed: of all that is drawn.
+        out: file to write.
+    """
+    puzzles, solutions, guesses = hard_boards(boards, rounds, seed)
+    parts = (puzzles.byte().numpy(), solutions.byte().numpy(), guesses.numpy())
+    np.savez_compressed(out, puzzle=parts[0], solution=parts[1], guesses=parts[2])
+    print(f"{len(puzzles)} boards, {int((puzzles > 0).sum()) / len(puzzles):.1f} givens")
+    print("  ".join(f"{name}: {int(each.sum())}" for name, each in bins(guesses).items()))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -12,12 +12,12 @@ many layers, heads and parameters of the blocks.
 from __future__ import annotations
 
 import torch
+import tyro
 from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from implicit_attn.command_line import Parser, command, whole
 from implicit_attn.data import load_digits
 from implicit_attn.models import EquilibriumTransformer, ImageClassifier, SharedTransformer
 
@@ -43,7 +43,9 @@ def train(
     return model
 
 
-def main(epochs: int, limit: int | None, precision: str, accumulate: int) -> dict[str, nn.Module]:
+def main(
+    epochs: int = 5, limit: int | None = None, precision: str = "bf16", accumulate: int = 2
+) -> dict[str, nn.Module]:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=precision,
@@ -68,10 +70,4 @@ def main(epochs: int, limit: int | None, precision: str, accumulate: int) -> dic
 
 
 if __name__ == "__main__":
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--epochs", type=whole(1), default=5, help="passes over the images")
-    parser.add_argument("--limit", type=whole(1), default=None, help="images")
-    parser.add_argument("--precision", choices=["no", "bf16", "fp16"], default="bf16")
-    parser.add_argument("--accumulate", type=whole(1), default=2, help="batches per step")
-    with command(parser):
-        main(**vars(parser.parse_args()))
+    tyro.cli(main)

@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import tyro
 from sklearn.neighbors import kneighbors_graph
 from torch import Tensor, nn
 
 from implicit_attn import EquilibriumBlock
-from implicit_attn.command_line import Parser, command, whole
 from implicit_attn.data import load_digits
 
 
@@ -58,7 +58,7 @@ def train(model: nn.Module, graph: Any, y: Tensor, known: Tensor, steps: int) ->
     return right[~known].double().mean().item()
 
 
-def main(nodes: int, labels: int = 4, steps: int = 60) -> dict[str, float]:
+def main(nodes: int = 400, labels: int = 4, steps: int = 60) -> dict[str, float]:
     torch.manual_seed(0)
     x, y, excluded = digits_graph(nodes)
     kind = nn.functional.one_hot(y, 10)
@@ -74,7 +74,4 @@ def main(nodes: int, labels: int = 4, steps: int = 60) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--nodes", type=whole(50, 1437), default=400)
-    with command(parser):
-        main(**vars(parser.parse_args()))
+    tyro.cli(main)

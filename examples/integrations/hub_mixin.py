@@ -12,11 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import tyro
 from huggingface_hub import PyTorchModelHubMixin  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
 from implicit_attn import EquilibriumBlock
-from implicit_attn.command_line import Parser, command, folder
 
 
 class DigitHead(nn.Module, PyTorchModelHubMixin):
@@ -30,7 +30,7 @@ class DigitHead(nn.Module, PyTorchModelHubMixin):
         return self.head(self.block(images.squeeze(1)).flatten(1))
 
 
-def main(out: Path, push_to: str | None) -> DigitHead:
+def main(out: Path = Path("runs/hub-mixin"), push_to: str | None = None) -> DigitHead:
     torch.manual_seed(0)
     model = DigitHead(classes=4).eval()
     model.save_pretrained(out)
@@ -43,8 +43,4 @@ def main(out: Path, push_to: str | None) -> DigitHead:
 
 
 if __name__ == "__main__":
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=folder, default=Path("runs/hub-mixin"), help="folder")
-    parser.add_argument("--push-to", default=None, help="repository on the hub, USER/NAME")
-    with command(parser):
-        main(**vars(parser.parse_args()))
+    tyro.cli(main)

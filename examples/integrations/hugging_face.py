@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import transformers as hf  # pyright: ignore[reportMissingImports]
+import tyro
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 from implicit_attn.checkpoint import restore_constants
-from implicit_attn.command_line import Parser, command, folder
 from implicit_attn.data import load_digits
 from implicit_attn.models import EquilibriumTransformer, ImageClassifier
 
@@ -54,7 +54,7 @@ class EquilibriumForImages(hf.PreTrainedModel):
         return hf.modeling_outputs.ImageClassifierOutput(loss=loss, logits=logits)
 
 
-def main(out: Path, epochs: int = 5, limit: int | None = None) -> Any:
+def main(out: Path = Path("runs/hugging-face"), epochs: int = 5, limit: int | None = None) -> Any:
     data = load_digits().first(limit)
     pairs = zip(data.train_images, data.train_labels, strict=True)
     samples = [{"pixel_values": image, "labels": label} for image, label in pairs]
@@ -74,7 +74,4 @@ def main(out: Path, epochs: int = 5, limit: int | None = None) -> Any:
 
 
 if __name__ == "__main__":
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=folder, default=Path("runs/hugging-face"), help="folder")
-    with command(parser):
-        main(**vars(parser.parse_args()))
+    tyro.cli(main)

@@ -13,13 +13,13 @@ from typing import Any
 
 import lightning  # pyright: ignore[reportMissingImports]
 import torch
+import tyro
 from lightning.pytorch.callbacks import ModelCheckpoint  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.loggers import CSVLogger  # pyright: ignore[reportMissingImports]
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from implicit_attn.command_line import Parser, command, folder, whole
 from implicit_attn.data import load_digits
 from implicit_attn.models import EquilibriumTransformer, ImageClassifier
 
@@ -52,7 +52,12 @@ class Digits(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.rate)
 
 
-def main(out: Path, epochs: int, resume: bool, limit: int | None = None) -> lightning.Trainer:
+def main(
+    out: Path = Path("runs/lightning"),
+    epochs: int = 5,
+    resume: bool = False,
+    limit: int | None = None,
+) -> lightning.Trainer:
     lightning.seed_everything(0, verbose=False)
     data = load_digits().first(limit)
     keep = ModelCheckpoint(out, filename="{epoch}", save_last=True, enable_version_counter=False)
@@ -72,9 +77,4 @@ def main(out: Path, epochs: int, resume: bool, limit: int | None = None) -> ligh
 
 
 if __name__ == "__main__":
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=folder, default=Path("runs/lightning"), help="folder")
-    parser.add_argument("--epochs", type=whole(1), default=5, help="in all")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    with command(parser):
-        main(**vars(parser.parse_args()))
+    tyro.cli(main)

@@ -15,11 +15,11 @@ from typing import Any
 
 import timm  # pyright: ignore[reportMissingImports]
 import torch
+import tyro
 from torch import nn
 from torch.nn import functional as F
 
 from implicit_attn import EquilibriumBlock
-from implicit_attn.command_line import Parser, command, whole
 from implicit_attn.data import ImageData, batches, epoch_generator, load_digits
 
 
@@ -54,7 +54,7 @@ def train(model: nn.Module, data: ImageData, epochs: int) -> float:
     return (found == data.test_labels).double().mean().item()
 
 
-def main(epochs: int, blocks: int, limit: int | None) -> dict[str, Any]:
+def main(epochs: int = 15, blocks: int = 2, limit: int | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     data = load_digits().first(limit)
     options: dict[str, Any] = {"embed_dim": 48, "depth": 4, "num_heads": 4, "num_classes": 10}
@@ -69,9 +69,4 @@ def main(epochs: int, blocks: int, limit: int | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--epochs", type=whole(1), default=15, help="of each training")
-    parser.add_argument("--blocks", type=whole(1), default=2, help="to replace, of 4")
-    parser.add_argument("--limit", type=whole(1), default=None, help="images")
-    with command(parser):
-        main(**vars(parser.parse_args()))
+    tyro.cli(main)

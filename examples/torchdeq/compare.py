@@ -12,6 +12,7 @@ layer for the residual that torchdeq has reached.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from statistics import median
 from types import ModuleType
@@ -20,8 +21,6 @@ import language_model
 import multiscale_digits
 import torch
 from engines import BACKWARD, ENGINES, Record
-
-from implicit_attn.command_line import Parser, command, count, learning_rate, positive
 
 EXAMPLES: dict[str, ModuleType] = {
     "language": language_model,
@@ -68,28 +67,27 @@ def runs(example: ModuleType, seeds: int, words: list[str]) -> list[Record]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--example", choices=EXAMPLES, nargs="+", default=list(EXAMPLES))
-    parser.add_argument("--seeds", type=count, default=3)
-    parser.add_argument("--steps", type=count, default=50)
-    parser.add_argument("--tol", type=positive, default=1e-3)
-    parser.add_argument("--rate", type=learning_rate, default=1e-3)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--tol", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument(
         "--backward", choices=BACKWARD, default="broyden", help="torchdeq's b_solver"
     )
-    with command(parser):
-        options = parser.parse_args(words)
-        given = ["--steps", str(options.steps), "--rate", str(options.rate)]
-        given += ["--backward", options.backward]
-        for title in options.example:
-            print(f"{title}\n{COLUMNS}", flush=True)
-            reference: list[Record] = []
-            for name in (*ENGINES, "ours, as exact"):
-                tol = residual(reference) if "exact" in name else options.tol
-                words = [*given, "--engine", name.split(",")[0], "--tol", str(tol)]
-                found = runs(EXAMPLES[title], options.seeds, words)
-                reference = reference or found
-                print(row(name, found, reference), flush=True)
+    options = parser.parse_args(words)
+    given = ["--steps", str(options.steps), "--rate", str(options.rate)]
+    given += ["--backward", options.backward]
+    for title in options.example:
+        print(f"{title}\n{COLUMNS}", flush=True)
+        reference: list[Record] = []
+        for name in (*ENGINES, "ours, as exact"):
+            tol = residual(reference) if "exact" in name else options.tol
+            words = [*given, "--engine", name.split(",")[0], "--tol", str(tol)]
+            found = runs(EXAMPLES[title], options.seeds, words)
+            reference = reference or found
+            print(row(name, found, reference), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from torchdeq.loss import jac_reg
 from torchdeq.norm import apply_norm as their_apply_norm
 
 from implicit_attn import DEQ
-from implicit_attn.command_line import Parser, count, learning_rate, positive, seed_number
 from implicit_attn.regularization import VariationalDropout, apply_norm, dropout_seeds
 from solvers import Implicit, Tolerance
 from solvers.torchdeq_bridge import TorchDEQ
@@ -150,16 +149,16 @@ def engine(
     return ByOurs(cell, start, tol, most, bridge=options.engine == "bridge")
 
 
-def add_options(parser: Parser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that both examples have."""
     add = parser.add_argument
     add("--engine", choices=ENGINES, default="ours")
     add("--backward", choices=BACKWARD, default="broyden", help="torchdeq's b_solver")
-    add("--tol", type=positive, default=1e-3, help="relative residual that a solve is asked for")
-    add("--max-steps", type=count, default=60, help="evaluations of a solve, forward and backward")
-    add("--steps", type=count, default=50, help="of training")
-    add("--rate", type=learning_rate, default=1e-3)
-    add("--seed", type=seed_number, default=0)
+    add("--tol", type=float, default=1e-3, help="relative residual that a solve is asked for")
+    add("--max-steps", type=int, default=60, help="evaluations of a solve, forward and backward")
+    add("--steps", type=int, default=50, help="of training")
+    add("--rate", type=float, default=1e-3)
+    add("--seed", type=int, default=0)
 
 
 class Equilibrium(nn.Module):

@@ -23,7 +23,6 @@ from engines import Equilibrium, Metered, Record, add_options, engine, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.command_line import Parser, command, count, mistakes, share, size
 from implicit_attn.data import HELP, TextData, load_text
 from implicit_attn.regularization import VariationalDropout
 
@@ -78,17 +77,17 @@ class LanguageModel(Equilibrium):
         return loss, self.weight * self.solved.penalty(z, u.detach())
 
 
-def command_line() -> Parser:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add_options(parser)
     add("--text", default=HELP, help=f"name or path of the text (default {HELP})")
-    add("--dim", type=size, default=64)
-    add("--heads", type=size, default=4)
-    add("--length", type=size, default=48, help="characters that the model sees")
-    add("--batch", type=count, default=16)
-    add("--dropout", type=share, default=0.1)
-    add("--penalty", type=share, default=0.1, help="weight of the penalty of the Jacobian")
+    add("--dim", type=int, default=64)
+    add("--heads", type=int, default=4)
+    add("--length", type=int, default=48, help="characters that the model sees")
+    add("--batch", type=int, default=16)
+    add("--dropout", type=float, default=0.1)
+    add("--penalty", type=float, default=0.1, help="weight of the penalty of the Jacobian")
     return parser
 
 
@@ -109,11 +108,7 @@ def run(options: argparse.Namespace, report: int = 10) -> Record:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = command_line()
-    with command(parser):
-        options = parser.parse_args(words)
-        with mistakes():
-            run(options)
+    run(command_line().parse_args(words))
 
 
 if __name__ == "__main__":

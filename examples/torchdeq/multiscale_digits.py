@@ -21,7 +21,6 @@ from engines import Equilibrium, Metered, Record, add_options, engine, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.command_line import Parser, command, count, mistakes, size
 from implicit_attn.data import load_digits
 
 Pair = tuple[Tensor, Tensor]
@@ -100,12 +99,12 @@ class Classifier(Equilibrium):
         return F.cross_entropy(self.head(features), targets), 0.0
 
 
-def command_line() -> Parser:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add_options(parser)
-    add("--channels", type=size, default=12, help="of the fine resolution, an even number")
-    add("--batch", type=count, default=32)
+    add("--channels", type=int, default=12, help="of the fine resolution, an even number")
+    add("--batch", type=int, default=32)
     return parser
 
 
@@ -124,11 +123,7 @@ def run(options: argparse.Namespace, report: int = 10) -> Record:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = command_line()
-    with command(parser):
-        options = parser.parse_args(words)
-        with mistakes():
-            run(options)
+    run(command_line().parse_args(words))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from implicit_attn.command_line import mistakes
 from implicit_attn.data import ImageData, load
 from implicit_attn.models import build_model
 from implicit_attn.programs.backbones import Data, take
@@ -28,6 +27,7 @@ from implicit_attn.training.script import (
     Program,
     Values,
     layer_options,
+    mistakes,
     save_weights,
     take_recipe,
 )

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 import solvers
-from implicit_attn.command_line import mistakes
 from implicit_attn.data import HELP, load_text, ngram_loss
 from implicit_attn.models import EquilibriumLanguageModel, build_model, load_model
 from implicit_attn.models.language import SymbolModel
@@ -19,6 +18,7 @@ from implicit_attn.training.script import (
     Program,
     Values,
     choose_threads,
+    mistakes,
     save_weights,
     take_recipe,
 )

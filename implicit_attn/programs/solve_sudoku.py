@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import solvers
-from implicit_attn.command_line import make_folder, mistakes
 from implicit_attn.data import (
     SudokuData,
     board_counts,
@@ -29,6 +28,8 @@ from implicit_attn.training.script import (
     Program,
     Values,
     choose_threads,
+    make_folder,
+    mistakes,
     save_weights,
     take_recipe,
 )

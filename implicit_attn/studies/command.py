@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from implicit_attn import studies
-from implicit_attn.command_line import make_folder, mistakes
 from implicit_attn.data import load
 from implicit_attn.models import build_model
 from implicit_attn.studies.progress import Advance, progress
 from implicit_attn.studies.subjects import Subject, open_subject
 from implicit_attn.studies.trade_off import small_classifier
 from implicit_attn.training import NonFiniteLoss, Recipe
-from implicit_attn.training.script import choose_threads
+from implicit_attn.training.script import (
+    choose_threads,
+    make_folder,
+    mistakes,
+)
 
 UNROLLED, SOLVED, SPINS = "digits-hyperset", "digits-hyperset-equilibrium", "mnist-spins"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,6 @@ from torch import nn
 
 import solvers
 from implicit_attn.checkpoint import read_progress, save_checkpoint
-from implicit_attn.command_line import INTERRUPTED, mistakes
 from implicit_attn.data import ImageData
 from implicit_attn.optional import require
 from implicit_attn.training.loop import NonFiniteLoss, Training, alone, in_first, start_processes
@@ -25,8 +25,35 @@ from implicit_attn.training.tasks import Augment, Task
 SMALL = (
     1_000_000  # parameters up to which one thread is as fast as two, and not disturbed by others
 )
+INTERRUPTED = 130  # exit code of Ctrl-C, as in a shell
+# What a wrong argument, a wrong file or a missing package raises.
+MISTAKES = (ValueError, TypeError, OverflowError, ImportError, OSError)
 RECIPE = frozenset(field.name for field in fields(Recipe)) - {"iterations"}
 Values = dict[str, Any]
+
+
+@contextlib.contextmanager
+def mistakes(
+    *, first: bool = True, kinds: tuple[type[Exception], ...] = MISTAKES
+) -> Iterator[None]:
+    """The part of a program whose errors are those of what the user gave: options, files, packages.
+
+    Raises:
+        SystemExit: with the message, which the command prints as one line. In the further processes of
+            a training, where the ``first`` one says the same, with 0: one that fails would have the
+            first killed.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise SystemExit((str(error) or type(error).__name__) if first else 0) from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and see that a file can be written there, before work begins; OSError if not."""
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):  # permissions alone do not tell: think of /proc
+        pass
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from implicit_attn.checkpoint import read_progress
-from implicit_attn.command_line import place
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -151,6 +150,6 @@ def weights_path(name: str) -> Path:
 
 
 def weights_file(text: str) -> Path:
-    """``type=`` of an option: a file, or the name of shipped weights where no such file is."""
-    path = place(text)
+    """A file, or the name of shipped weights where no such file is."""
+    path = Path(text)
     return weights_path(text) if text in _BY_NAME and not path.is_file() else path

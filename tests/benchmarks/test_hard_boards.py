@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def test_bred_boards_are_minimal_and_have_one_solution(tmp_path: Path) -> None:
             fewer = [*puzzle[:cell], 0, *puzzle[cell + 1 :]]
             assert len(hard_boards.search(fewer, 2, chooser)[0]) == 2
     out = tmp_path / "hard.npz"
-    hard_boards.main(["--boards", "3", "--rounds", "3", "--seed", "1", "--out", str(out)])
+    hard_boards.main(boards=3, rounds=3, seed=1, out=out)
     assert torch.equal(read_list(out)[0], puzzles)
 
 
@@ -58,9 +59,9 @@ def test_tables_of_a_solver_at_its_fixed_points(
     path, hard = tmp_path / "solver.safetensors", tmp_path / "hard.npz"
     progress = {"settings": {"model": specification}}
     save_checkpoint(path, build_model(specification), progress=progress)
-    hard_boards.main(["--boards", "2", "--rounds", "0", "--out", str(hard)])
-    words = ["--boards", "2", "--answers", "2", "--longest", "8"]
-    fixed_points.main(["--weights", str(path), "--hard", str(hard), *words])
+    hard_boards.main(boards=2, rounds=0, out=hard)
+    sizes: Any = {"boards": 2, "answers": 2, "longest": 8}
+    fixed_points.main(fixed_points.Options(weights=str(path), hard=hard, **sizes))
     text = capsys.readouterr().out
     assert "| extreme-like | 2 | 0.0 | 0.0 |" in text and "| complete | 2 |" in text
     assert "8 guesses" in text and "largest softmax > 0.99" in text and "fixed number" in text

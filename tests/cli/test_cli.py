@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("tyro", reason="options are read by tyro")
 
-from implicit_attn.cli import COMMANDS, main, read
-from implicit_attn.command_line import Parser, command, mistakes
+from implicit_attn.cli import COMMANDS, main, one_line, read
+from implicit_attn.training.script import mistakes
 from implicit_attn.weights import pretrained_models, weights_path
 
 
@@ -147,10 +147,7 @@ def test_info_and_weights_need_none_of_the_extras() -> None:
 
 
 def run_under(error: BaseException) -> None:
-    parser = Parser(prog="p")
-    parser.add_argument("--heads", type=int)
-    with command(parser):
-        parser.parse_args(["--heads", "2"])
+    with one_line("p", {"heads"}):
         raise error
 
 

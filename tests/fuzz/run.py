@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import groupby
@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from fuzz import adjoints, energies, fixed_points, kernels, linear
 from fuzz.cases import Failure, Family, run_case
-from implicit_attn.command_line import Parser, command, count, place, whole
 
 FAMILIES: dict[str, Family] = {
     "fixed_points": fixed_points.check,
@@ -78,22 +77,25 @@ def summary(name: str, cases: int, seconds: float, failures: list[Failure]) -> s
     return "\n".join(lines)
 
 
-def parser() -> Parser:
-    top = Parser(prog="make fuzz", description=(__doc__ or "").split("\n")[0])
-    add = top.add_argument
-    add("--cases", type=count, default=300, help="of each family")
-    add("--first", type=whole(0), default=0, help="number of the first case")
-    add("--families", "--family", nargs="+", choices=sorted(FAMILIES), help="default: all")
-    add("--case", type=whole(0), help="run this one case only, in this process")
-    add("--workers", type=whole(1, 256), default=1, help="processes")
-    add("--out", type=place, default=Path("runs") / "fuzz.txt", help="file of all failures")
-    return top
+def at_least(low: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if int(text) < low:
+            raise ValueError
+        return int(text)
+
+    return whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    top = parser()
-    with command(top):
-        return run_families(top.parse_args(arguments))
+    top = ArgumentParser(prog="make fuzz", description=(__doc__ or "").split("\n")[0])
+    add = top.add_argument
+    add("--cases", type=at_least(1), default=300, help="of each family")
+    add("--first", type=at_least(0), default=0, help="number of the first case")
+    add("--families", "--family", nargs="+", choices=sorted(FAMILIES), help="default: all")
+    add("--case", type=at_least(0), help="run this one case only, in this process")
+    add("--workers", type=at_least(1), default=1, help="processes")
+    add("--out", type=Path, default=Path("runs") / "fuzz.txt", help="file of all failures")
+    return run_families(top.parse_args(arguments))
 
 
 def run_families(options: Namespace) -> int:
