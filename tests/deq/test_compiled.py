@@ -417,93 +417,11 @@ def test_a_layer_that_is_used_twice_is_unrolled_twice() -> None:
     assert type(children[0]) is type(children[2]) is not DEQ
 
 
-EXACT: Any = {"tolerance": Tolerance(1e-12), "adjoint": Implicit(tolerance=Tolerance(1e-12))}
-
-
-class Projected(Update):
-    """``z -> tanh(W z) / 2 + p``, where ``p`` is prepared: ``sin(V x)``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.w = nn.Parameter(0.3 * torch.randn(3, 3, dtype=torch.float64))
-        self.v = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
-        self.scale, self.noise = 1.0, 0.0
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        made = torch.sin(x @ self.v.mT) * self.scale + self.frozen
-        if self.noise:
-            made = made + self.noise * torch.randn_like(made)
-        return made, x, made.detach()
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        made, given, _ = x if isinstance(x, tuple) else self.prepare(x)
-        return 0.5 * torch.tanh(z @ self.w.mT) + made + 0.1 * given
-
-
-def prepared(layer: Any) -> tuple[Any, Any]:
-    other = copy.deepcopy(layer)
-    for module in (other, *other.modules()):
-        if isinstance(module, DEQ):
-            module.compile(backend="eager")
-    return layer, other
-
-
-def row(batch: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 3, generator=generator, dtype=torch.float64)
-
-
-def made(layer: Any) -> list[str]:
-    """Names of the programs that prepare."""
-    names = [key[0][0] for key in (*layer._programs.made, *layer._programs.staged)]
-    return sorted(name for name in names if name in ("_outputs", "_gradients", "linearized"))
-
-
-def all_results(layer: Any, x: Tensor) -> list[Tensor]:
-    leaf = x.clone().requires_grad_()
-    value = layer(leaf)
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    return [value, *torch.autograd.grad(value.cos().sum(), [leaf, *parameters])]
-
-
-def test_values_and_gradients() -> None:
-    first, second = prepared(DEQ(Projected(), **EXACT))
-    for batch in (4, 3, 4):  # the second is padded
-        for one, other in zip(
-            all_results(first, row(batch)), all_results(second, row(batch)), strict=True
-        ):
-            torch.testing.assert_close(other, one)
-    assert made(second) == ["linearized"]
-    for layer in (first, second):
-        with torch.no_grad():
-            layer.update.v.mul_(0.5)
-    torch.testing.assert_close(all_results(second, row(4)), all_results(first, row(4)))
-    assert made(second) == ["linearized"]
-    for layer in (first, second):
-        layer.update.scale = 2.0
-    with torch.no_grad():
-        torch.testing.assert_close(second(row(4)), first(row(4)))
-
-
-def test_second_derivatives() -> None:
-    layer = prepared(DEQ(Projected(), **EXACT))[1]
-    x = row(1).requires_grad_()
-    assert torch.autograd.gradcheck(layer, x)
-    assert torch.autograd.gradgradcheck(layer, x)
-    v = layer.update.v
-    found = []
-    for each in (layer, DEQ(layer.update, **EXACT)):
-        slope = torch.autograd.grad(each(x).square().sum(), v, create_graph=True)[0]
-        found.append(torch.autograd.grad(slope.square().sum(), [v, x]))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_a_block_with_masks() -> None:
     torch.manual_seed(0)
-    first, second = prepared(EquilibriumBlock(8, 2, layer={"tolerance": Tolerance(1e-8)}).double())
+    first = EquilibriumBlock(8, 2, layer={"tolerance": Tolerance(1e-8)}).double()
+    second = copy.deepcopy(first)
+    compile_layers(second, backend="eager")
     x = torch.randn(3, 4, 8, dtype=torch.float64)
     padding = torch.zeros(3, 4, dtype=torch.bool)
     padding[0, 3] = True

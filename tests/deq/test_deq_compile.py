@@ -68,23 +68,3 @@ def test_compiled_model_equals_eager(name: str, backend: str) -> None:
     layer = model.layer
     assert layer.last is not None and bool(layer.last.converged.all())
     assert layer.last.adjoint.solution is not None
-
-
-def test_compiled_evaluation_and_training_steps() -> None:
-    """A loop as people write it: steps, evaluation under no_grad, steps again."""
-    losses = []
-    for backend in (None, "aot_eager"):
-        model = Model("gradient")
-        function = model if backend is None else torch.compile(model, backend=backend)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        history = []
-        for step in range(3):
-            loss = function(tokens(batch=4, dim=3, seed=step)).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                held_out = function(tokens(batch=2, dim=3, seed=9)).square().sum()
-            history += [loss.item(), held_out.item()]
-        losses.append(history)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-7)

@@ -218,22 +218,3 @@ def test_a_matrix_of_pairs_is_one_for_each_sample(name: str, biased: bool, batch
     each = x._replace(**{name: t.expand(batch, N, N) for name, t in part.items()})
     torch.testing.assert_close(again.value, layer(each))
     torch.testing.assert_close(energy.grad(found, x if name != "a user's" else each), 0 * found)
-
-
-def test_the_mask_has_the_samples_of_the_memory() -> None:
-    """The first tensor of the input is a matrix (N, M), whose rows are no samples."""
-    torch.manual_seed(0)
-    attention = 0.2 * SoftmaxAttention(DIM, 2, cross=True).double()
-    pull, memory = row_tokens(2), row_tokens(2, M)
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    pairs = torch.rand(N, M, generator=torch.Generator().manual_seed(0)) < 0.7
-    layer = DEQ(attention + Quadratic().select("tokens"), init=zeros, **EXACT)
-    x = AttentionInput(pull, pairs=pairs, memory=memory)
-    found = layer(x, mask)
-    each = x._replace(pairs=pairs.expand(2, N, M))
-    torch.testing.assert_close(found, layer(each, mask))
-    without = DEQ(attention, init=lambda x: x.memory[:, :N], max_steps=2, on_failure="ignore")
-    x = AttentionInput(pairs=pairs, memory=memory)
-    assert torch.equal(without(x, mask), without(x._replace(pairs=each.pairs), mask))
-    with pytest.raises(ValueError, match=r"mask must be batched like x, 2 samples, got .*\(3, 3\)"):
-        without(x, torch.ones(3, N) > 0)

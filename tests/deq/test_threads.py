@@ -89,30 +89,6 @@ def test_a_solve_that_ends_within_another_leaves_no_weights_behind() -> None:
             assert bool(mine.any())
 
 
-def test_a_cache_of_another_thread_is_not_read() -> None:
-    """torch's own cache is one for all threads: a solve neither reads it nor writes to it."""
-    layer, x = bounded(), sample()
-    entered, done = threading.Event(), threading.Event()
-
-    def caching() -> None:
-        with parametrize.cached():
-            entered.set()
-            assert done.wait(30)
-
-    def training() -> list[Tensor]:
-        assert entered.wait(30)
-        try:
-            layer.solve(x)
-            move(layer)
-            return gradients(layer, x)
-        finally:
-            done.set()
-
-    _, mine = together(caching, training)
-    for one, other in zip(mine, gradients(layer, x), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_a_weight_is_computed_once_a_solve() -> None:
     calls = []
 

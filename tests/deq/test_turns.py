@@ -122,6 +122,17 @@ def test_adjoints(solver: Any, symmetric: bool) -> None:
         assert_same(first, second, sample(batch), twice=True)
 
 
+def test_second_derivatives() -> None:
+    first, second = pair(DEQ(Cell(), **EXACT))
+    x, v = sample(1).requires_grad_(), second.update.v
+    assert torch.autograd.gradgradcheck(second, x)
+    found = []
+    for layer, weight in ((second, v), (first, first.update.v)):
+        slope = torch.autograd.grad(layer(x).square().sum(), weight, create_graph=True)[0]
+        found.append(torch.autograd.grad(slope.square().sum(), [weight, x]))
+    torch.testing.assert_close(*found)
+
+
 def test_no_sample_is_told_more_products_than_it_may_have() -> None:
     """In float32 near its rounding the last of them verifies."""
     for most in (1, 2, 3, 6):

@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 import solvers
 from fuzz.cases import Draw
 
-PACKAGES = ("/solvers/", "/implicit_attn/")
-
 
 def world() -> tuple[Any, ...]:
     """The global state that no call may change."""
@@ -100,24 +98,6 @@ def valid(
         told = f"{type(call.error).__name__} at {_place(call.error)}: {call.error}"
         draw.expect(False, "exceptions", told[:400])
     return call
-
-
-def refused(draw: Draw, function: Callable[[], Any], name: str, inputs: Any = ()) -> None:
-    """A call with a bad argument: TypeError or ValueError of the package that names the argument."""
-    error = Call(draw, function, inputs).error
-    if error is None:
-        draw.expect(False, "refusal", f"a bad {name} was accepted")
-        return
-    kind = type(error).__name__
-    own = any(package in _file(error) for package in PACKAGES)
-    told = f"{kind} at {_place(error)}: {error}"[:300]
-    draw.expect(isinstance(error, (TypeError, ValueError)), "refusal", f"for a bad {name} {told}")
-    named = name in str(error)
-    draw.expect(own and named, "refusal", f"not of the package or without the name {name}: {told}")
-
-
-def _file(error: Exception) -> str:
-    return traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def _place(error: Exception) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cases.linear import exact, matrices, mixed, multiply, right_sides, true_residual
 from solvers.core.rows import Progress
-from solvers.core.solution import SolveError, SolveWarning, Status
+from solvers.core.solution import Status
 from solvers.core.tolerance import Tolerance
 from solvers.krylov.method import LinearSolver
 from solvers.krylov.solve import CG, GMRES, MINRES, solve_linear
@@ -147,24 +147,6 @@ def test_trace_and_callback(solver: LinearSolver) -> None:
     silent = solve_linear(multiply, right, solver=solver, args=(matrix,), max_steps=300)
     assert silent.trace is None
     assert torch.equal(silent.value, solution.value)
-
-
-def test_what_happens_on_failure() -> None:
-    matrix, right = mixed(4)
-    options: dict[str, Any] = {"args": (matrix,), "max_steps": 3}
-    with pytest.warns(
-        SolveWarning, match=r"CG\(\) left samples .* MAX_STEPS 4 of 4.*max_steps"
-    ) as heard:
-        solve_linear(multiply, right, **options)
-    assert heard[0].filename == __file__
-    with pytest.raises(SolveError, match="MAX_STEPS 4 of 4") as caught:
-        solve_linear(multiply, right, on_failure="raise", **options)
-    assert caught.value.solution.value.shape == right.shape
-    assert solve_linear(multiply, right, on_failure="ignore", **options).counts() == {
-        "MAX_STEPS": 4
-    }
-    for policy in ("warn", "raise", "ignore"):  # nothing to say
-        assert solve_linear(multiply, right, args=(matrix,), on_failure=policy).converged.all()
 
 
 def wrong(name: str) -> Any:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.kernels import needs_engine, without_engine
-from solvers import CG, GMRES, Anderson, Forward, Implicit, Solution, Status, Tolerance, fixed_point
+from solvers import CG, GMRES, Anderson, Forward, Solution, Status, Tolerance, fixed_point
 from solvers.krylov.product import OneMinus
 from solvers.krylov.solve import solve_linear
 from solvers.native import library, turns
@@ -268,23 +268,6 @@ def test_difficult_systems(kind: str, solver: Any) -> None:
     assert one.status.tolist() == other.status.tolist()
     assert one.converged[1:].all() and torch.isfinite(one.value).all()
     assert (one.evaluations - other.evaluations).abs().max() <= 1
-
-
-def test_gradients_are_the_loop_s() -> None:
-    matrix, shift = contraction(5, 12, 0.8, F64)
-
-    def run() -> Tensor:
-        x = shift.clone().requires_grad_()
-        exact = Tolerance(1e-12)
-        solution = fixed_point(
-            lambda z, x: torch.sin(z) @ matrix.mT + x, torch.zeros_like(x), (x,), tolerance=exact,
-            adjoint=Implicit(tolerance=exact), max_steps=200,
-        )  # fmt: skip
-        (gradient,) = torch.autograd.grad(solution.value.square().sum(), x)
-        assert solution.adjoint.solution is not None and solution.adjoint.solution.converged.all()
-        return gradient
-
-    torch.testing.assert_close(*both(run), rtol=1e-9, atol=1e-9)
 
 
 def test_the_engine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,18 +369,6 @@ def small_model(dim: int) -> tuple[Tensor, Tensor]:
 
 
 @KINDS
-def test_autocast_leaves_every_result_in_single_precision(site: Site, dim: int, order: str) -> None:
-    blocks, x = small_model(dim)
-    wanted = adaptive_tap(blocks, x, site=site, order=order, **EVERY).value
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        solution = adaptive_tap(blocks.float(), x.float(), site=site, order=order, **EVERY)
-    assert solution.converged.all()
-    for got, exact in zip(solution.value, wanted, strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
-
-
-@KINDS
 def test_no_adjoint_means_no_gradient_of_anything(site: Site, dim: int, order: str) -> None:
     """The covariance at a fixed state would have a gradient, but half of the true one."""
     blocks, x = (tensor.requires_grad_() for tensor in small_model(dim))

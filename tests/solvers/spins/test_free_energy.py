@@ -20,7 +20,6 @@ from solvers import (
     SphericalSite,
     SpinState,
     adaptive_tap,
-    tap_log_partition,
 )
 
 F64 = torch.float64
@@ -117,32 +116,6 @@ def test_second_order_is_plefkas_expansion() -> None:
     torch.testing.assert_close(value.log_partition, own.sum(1) + pairs, rtol=0, atol=1e-9)
 
 
-def test_the_gradient_takes_a_state_without_gradients_and_its_curvature_the_state() -> None:
-    blocks, x = model(3)
-    blocks.requires_grad_()
-    x.requires_grad_()
-    value = adaptive_tap(blocks, x, site=PottsSite(), log_partition=True, **TIGHT).value
-    state = SpinState(value.mean, value.cavity_variance)
-    other = tap_log_partition(state, x, blocks, PottsSite())
-    torch.testing.assert_close(other, value.log_partition)
-    for first, second in (
-        (value.log_partition, other),
-        (
-            value.log_partition,
-            tap_log_partition(SpinState(*(t.detach() for t in state)), x, blocks, PottsSite()),
-        ),
-    ):
-        wanted = torch.autograd.grad(first.sum(), (x, blocks), retain_graph=True)
-        got = torch.autograd.grad(second.sum(), (x, blocks), retain_graph=True)
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
-    # d^2 log Z / dx dx = dm / dx
-    (slope,) = torch.autograd.grad(other.sum(), x, create_graph=True)
-    along = torch.randn(slope.shape, generator=generator(0), dtype=F64)
-    (curvature,) = torch.autograd.grad((slope * along).sum(), x, retain_graph=True)
-    (wanted,) = torch.autograd.grad((value.mean * along).sum(), x)
-    torch.testing.assert_close(curvature, wanted, rtol=0, atol=1e-9)
-
-
 # --- warm starts, clamped sites, annealing ---------------------------------------------------------
 
 
@@ -222,30 +195,6 @@ def test_gradients_of_clamped_models() -> None:
 
     assert torch.autograd.gradcheck(solve, (raw, x, values), fast_mode=True)
     assert torch.autograd.gradgradcheck(solve, (raw, x, values), fast_mode=True, atol=1e-4)
-
-
-def test_log_z_is_nan_where_its_determinant_has_no_logarithm() -> None:
-    """One sample at its fixed point, one far from any, where the uncoupled covariances are too large."""
-    blocks, x = model(1, 2.0)
-    x = torch.stack([4 * x[0].abs() + 4, 0 * x[0]])
-    found = adaptive_tap(blocks, x, site=IsingSite(), log_partition=True, on_failure="ignore")
-    state = [found.value.mean.clone(), found.value.cavity_variance.clone()]
-    for part in state:
-        part[1] = 0
-    leaves = blocks.clone().requires_grad_(), x.clone().requires_grad_()
-    value = tap_log_partition(SpinState(*state), leaves[1], leaves[0], IsingSite())
-    assert found.converged[0] and value[1].isnan()
-    torch.testing.assert_close(value[0], found.value.log_partition[0])
-    others = {
-        order: tap_log_partition(SpinState(*state), x, blocks, IsingSite(), order=order)
-        for order in ("naive", "second")
-    }
-    assert all(each.isfinite().all() for each in others.values())
-    of_all = torch.autograd.grad(value.mean(), leaves, retain_graph=True)
-    of_one = torch.autograd.grad(value[0] / 2, leaves)
-    for got, wanted in zip(of_all, of_one, strict=True):
-        torch.testing.assert_close(got, wanted)
-    torch.testing.assert_close(of_one[1][0], found.value.mean[0] / 2, rtol=0, atol=1e-8)
 
 
 @ORDERS

@@ -85,24 +85,6 @@ def test_samples_are_apart_and_masks_count() -> None:
     torch.testing.assert_close(found[1:], alone)
 
 
-def test_nan_is_told_by_its_name_unless_masked() -> None:
-    field, j = network(3)
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    nan = torch.where(mask.unsqueeze(-1), 0.0, math.nan)
-    found = steady_state(field + nan, j, site=LARGE, mask=mask, **TIGHT)
-    clean = steady_state(field, j, site=LARGE, mask=mask, **TIGHT)
-    assert bool(found.converged.all())
-    torch.testing.assert_close(found.value[mask], clean.value[mask])
-    for name, value in (
-        ("field", field + nan),
-        ("couplings", j * math.nan),
-        ("start", field + nan),
-    ):
-        given: dict[str, Any] = {"field": field, "couplings": j, "site": LARGE} | {name: value}
-        with pytest.raises(ValueError, match=f"^{name} must be finite"):
-            steady_state(given.pop("field"), given.pop("couplings"), **given)
-
-
 @pytest.mark.parametrize(
     ("site", "dim"), [(IsingSite(), 1), (PottsSite(), 3), (SphericalSite(1.4), 3)]
 )
