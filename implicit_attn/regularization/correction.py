@@ -91,11 +91,7 @@ def states_at(
 
 
 def fixed_point_correction(
-    loss: Callable[[Any], Tensor],
-    states: Sequence[Any],
-    *,
-    weights: str | Sequence[float] = "exponential",
-    gamma: float | None = None,
+    loss: Callable[[Any], Tensor], states: Sequence[Any], weights: Sequence[float] | None = None
 ) -> Tensor:
     """``sum_k w_k loss(z_k)`` over states on the way to the fixed point and the fixed point itself.
 
@@ -106,9 +102,7 @@ def fixed_point_correction(
         loss: of one state, a scalar, or any shape that is the same for all states.
         states: z_1, ..., z_n from the first to the solution, n >= 1: ``[*states_at(layer, x, numbers),
             layer(x)]``.
-        weights: "exponential", "linear" or "constant" (:func:`correction_weights`), or n finite numbers
-            >= 0.
-        gamma: of :func:`correction_weights`; only where ``weights`` is a name.
+        weights: n finite numbers >= 0; None: ``correction_weights(n)``.
 
     Returns:
         The weighted sum, like ``loss``.
@@ -134,28 +128,13 @@ def fixed_point_correction(
             "states must be a sequence of at least one state, such as [*states_at(layer, x, [2, 4]), "
             f"layer(x)], got {type(states)}"
         )
-    if isinstance(weights, str):
-        numbers = correction_weights(len(states), weights, gamma=gamma)
-    else:
-        numbers = _given(weights, len(states), gamma)
-    total: Tensor | None = None
-    for weight, state in zip(numbers, states, strict=True):
+    numbers = correction_weights(len(states)) if weights is None else list(weights)
+    if len(numbers) != len(states):
+        raise ValueError(f"weights must be {len(states)} numbers like states, got {len(numbers)}")
+    terms = []
+    for at, (weight, state) in enumerate(zip(numbers, states, strict=True)):
         term = loss(state)
-        if not isinstance(term, Tensor):
-            raise TypeError(f"loss must return a tensor, got {type(term)}")
-        if total is not None and term.shape != total.shape:
-            shapes = f"{tuple(total.shape)} and {tuple(term.shape)}"
-            raise ValueError(f"loss must return one shape for all states, got {shapes}")
-        total = weight * term if total is None else torch.add(total, term, alpha=weight)
-    assert total is not None
-    return total
-
-
-def _given(weights: Any, count: int, gamma: float | None) -> list[float]:
-    if isinstance(weights, Tensor) or not isinstance(weights, Sequence):
-        raise TypeError(f"weights must be one of {KINDS} or a sequence of numbers, got {weights!r}")
-    if gamma is not None:
-        raise ValueError(f"gamma goes with weights given by name, got {gamma!r} beside numbers")
-    if len(weights) != count:
-        raise ValueError(f"weights must be {count} numbers like states, got {len(weights)}")
-    return [require_nonnegative(f"weights[{at}]", each) for at, each in enumerate(weights)]
+        if not isinstance(term, Tensor) or (terms and term.shape != terms[0].shape):
+            raise TypeError(f"loss must return a tensor of one shape for all states, got {term!r}")
+        terms.append(require_nonnegative(f"weights[{at}]", weight) * term)
+    return torch.stack(terms).sum(0)
