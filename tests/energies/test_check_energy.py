@@ -35,129 +35,66 @@ class Right(Energy):
         return 0.5 * z**2 + self.a * torch.log(torch.cosh(z - x))
 
 
-class TwoNumbers(Right):
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self.density(hide(z, mask), hide(x, mask)).sum((1, 2), keepdim=True)
+Wrong = Callable[..., Any]
 
 
-class OneNumber(Right):
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().forward(z, x, mask=mask).sum()
+def made(**methods: Any) -> type[Right]:
+    return type("Wrong", (Right,), methods)
 
 
-class Infinite(Right):
-    def density(self, z: Tensor, x: Tensor) -> Tensor:
-        return z.log()
+def value(change: Wrong) -> type[Right]:
+    """``forward`` is ``change(energy, z, x, mask)``."""
+    return made(forward=lambda e, z, x=None, *, mask=None: change(e, z, x, mask))
 
 
-class Raises(Right):
-    def density(self, z: Tensor, x: Tensor) -> Tensor:
-        raise KeyError("lost")
+def density(change: Wrong) -> type[Right]:
+    """``change(energy, right density, z, x)``."""
+    return made(density=lambda e, z, x: change(e, Right.density(e, z, x), z, x))
 
 
-class Drops(Right):
-    def density(self, z: Tensor, x: Tensor) -> Tensor:
-        return nn.functional.dropout(super().density(z, x), 0.5, self.training)
+def gradient(change: Wrong) -> type[Right]:
+    """``change(energy, tanh(z - x), z, x)``, where ``z + a tanh(z - x)`` would be right."""
+    return made(
+        grad=lambda e, z, x=None, *, mask=None: hide(change(e, torch.tanh(z - x), z, x), mask)
+    )
 
 
-class Counts(Right):
-    calls: Tensor
+def pair(change: Wrong) -> type[Right]:
+    """``change(value, gradient)`` of the right ones."""
 
-    def density(self, z: Tensor, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().density(z, x)
+    def both(e: Any, z: Any, x: Any = None, *, mask: Any = None) -> Any:
+        return change(e.forward(z, x, mask=mask), hide(z + e.a * torch.tanh(z - x), mask))
 
-
-class Overwrites(Right):
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        x.clamp_(-0.5, 0.5)
-        return super().forward(z, x, mask=mask)
+    return made(value_and_grad=both)
 
 
-class BatchMean(Right):
-    def density(self, z: Tensor, x: Tensor) -> Tensor:
-        return super().density(z, x - x.mean(0))
+def product(change: Wrong) -> type[Right]:
+    """``change(right product, v)``."""
+    return made(
+        hvp=lambda e, z, v, x=None, *, mask=None: change(
+            Energy.hvp(e, z, v, x, mask=mask), hide(v, mask)
+        )
+    )
 
 
-class BatchGradient(Right):
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        gradient = hide(z + self.a * torch.tanh(z - x), mask)
-        return gradient - gradient.mean(0)
+def lost(*_: Any) -> Tensor:
+    raise KeyError("lost")
 
 
-class Detached(Right):
-    def density(self, z: Tensor, x: Tensor) -> Tensor:
-        return super().density(z, x) + z.detach() * z
-
-
-class WrongSign(Right):
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return hide(z - self.a * torch.tanh(z - x), mask)
-
-
-class WrongPair(Right):
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return self.forward(z, x, mask=mask), hide(z + 2 * self.a * torch.tanh(z - x), mask)
-
-
-class WrongValue(Right):
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return 2 * self.forward(z, x, mask=mask), hide(z + self.a * torch.tanh(z - x), mask)
-
-
-class Structure(Right):
-    def value_and_grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return self.forward(z, x, mask=mask), (hide(z + self.a * torch.tanh(z - x), mask),)
-
-
-class NeedsGrad(Right):
+def forgets_no_grad(e: Any, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
     """Differentiates itself, and forgets that solves run under ``no_grad``."""
-
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        point = z.detach().requires_grad_()
-        value = self.forward(point, x, mask=mask).sum()
-        return torch.autograd.grad(value, point, create_graph=True)[0]
+    point = z.detach().requires_grad_()
+    return torch.autograd.grad(e.forward(point, x, mask=mask).sum(), point, create_graph=True)[0]
 
 
-class KeepsGraph(Right):
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        with torch.enable_grad():
-            return hide(z + self.a * torch.tanh(z - x), mask)
+def keeps_graph(e: Any, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
+    with torch.enable_grad():
+        return hide(z + e.a * torch.tanh(z - x), mask)
 
 
-class OtherUnderNoGrad(Right):
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        exact = torch.is_grad_enabled()
-        return hide(z + self.a * (torch.tanh(z - x) if exact else (z - x)), mask)
-
-
-class WrongProduct(Right):
-    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return 2 * super().hvp(z, v, x, mask=mask)
-
-
-class Twisted(Right):
-    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().hvp(z, v, x, mask=mask) + hide(v.cumsum(-1), mask)
-
-
-class CutFromState(Right):
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return hide(z + self.a * torch.tanh(z - x).detach(), mask)
-
-
-class CutFromWeight(Right):
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return hide(z + self.a.detach() * torch.tanh(z - x), mask)
-
-
-class CutFromInput(Right):
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return hide(z + self.a * torch.tanh(z - x.detach()), mask)
-
-
-class NotConcave(Right):
-    concave = True
+def smeared(z: Tensor) -> Tensor:
+    """Masked tokens speak to the others."""
+    return z + 0.1 * z.detach().mean(1, keepdim=True)
 
 
 class WrongPrepared(Right):
@@ -168,48 +105,24 @@ class WrongPrepared(Right):
         return super().forward(z, x.parts if isinstance(x, Prepared) else x, mask=mask)
 
 
-class OnesAreTwos(Right):
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().forward(z, x, mask=mask) * (1 if mask is None else 2)
-
-
-class IgnoresMask(Right):
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().forward(z, x)
-
-
 class SeesMasked(Right):
     """Attends to masked tokens, and hides its gradient there."""
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().forward(z + 0.1 * z.detach().mean(1, keepdim=True), x, mask=mask)
+        return super().forward(smeared(z), x, mask=mask)
 
     def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        z = z + 0.1 * z.detach().mean(1, keepdim=True)
-        return hide(z + self.a * torch.tanh(z - x), mask)
+        return hide(smeared(z) + self.a * torch.tanh(smeared(z) - x), mask)
 
 
-class MultipliesMask(Right):
+def multiplied(e: Any, z: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
     """0 times NaN is NaN."""
-
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        keep = 1.0 if mask is None else mask.unsqueeze(-1).to(z.dtype)
-        return sum_samples(self.density(z, x) * keep)
+    return sum_samples(e.density(z, x) * (1.0 if mask is None else mask.unsqueeze(-1).to(z.dtype)))
 
 
-class ForgetsDouble(Right):
-    def density(self, z: Tensor, x: Tensor) -> Tensor:
-        return super().density(z, x).float()
-
-
-class WideGradient(Right):
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return hide(z + self.a * torch.tanh(z - x), mask).double()
-
-
-class NarrowGradient(Right):
-    def hvp(self, z: Any, v: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return super().hvp(z, v, x, mask=mask).double().float()
+one_number = value(lambda e, z, x, mask: Right.forward(e, z, x, mask=mask).sum())
+wrong_product = product(lambda hv, v: 2 * hv)
+counts = density(lambda e, d, z, x: d + 0 * e.calls.add_(1))
 
 
 def test_a_right_one_passes_every_check() -> None:
@@ -221,45 +134,100 @@ def test_a_right_one_passes_every_check() -> None:
 
 
 # Check -> energies that fail it, with words of the sentence that says so.
-WRONG: list[tuple[str, Callable[[], Energy], str]] = [
-    ("value", TwoNumbers, r"one number per sample, shape \(B,\) = \(3,\), got shape \(3, 1, 1\)"),
-    ("value", OneNumber, "returned a scalar"),
-    ("value", Raises, "KeyError was raised: 'lost'"),
-    ("deterministic", Drops, "two calls differ: it draws random numbers .*VariationalDropout"),
-    ("inputs", Counts, "buffer calls was changed in place: work on a copy"),
-    ("inputs", Overwrites, "x was changed in place"),
-    ("samples", BatchMean, "the energy of sample 0 is another when the other samples are"),
-    ("samples", BatchGradient, "the gradient of sample 0 is another when the other samples are"),
-    ("slope", Detached, "autograd's gradient of forward is not its slope: .*cut from the graph"),
-    ("gradient", WrongSign, "the gradient of value_and_grad is not the gradient of forward"),
-    ("gradient", WrongPair, "the gradient of value_and_grad is not the gradient of forward"),
-    ("gradient", WrongValue, "the value of value_and_grad is not that of forward"),
-    ("gradient", Structure, "another structure than z"),
-    ("no_grad", NeedsGrad, "RuntimeError was raised: .*does not require grad"),
-    ("no_grad", KeepsGraph, "requires grad under torch.no_grad"),
-    ("no_grad", OtherUnderNoGrad, "the gradient is another under torch.no_grad"),
-    ("hessian", WrongProduct, "hvp is not the derivative of grad times v"),
-    ("hessian", Twisted, "hvp is not symmetric"),
-    ("hessian", CutFromState, "autograd's derivative of grad is not its slope"),
-    ("second order", CutFromWeight, "the derivative of grad by parameter a is not that of forward"),
-    ("second order", CutFromInput, "the derivative of grad by x is not that of forward"),
-    ("concave", NotConcave, "concave is True, and the curvature .* is positive, .*concave = False"),
+WRONG: list[tuple[str, type[Energy], str]] = [
+    (
+        "value",
+        value(
+            lambda e, z, x, mask: e.density(hide(z, mask), hide(x, mask)).sum((1, 2), keepdim=True)
+        ),
+        r"one number per sample, shape \(B,\) = \(3,\), got shape \(3, 1, 1\)",
+    ),
+    ("value", one_number, "returned a scalar"),
+    ("value", density(lambda e, d, z, x: z.log()), "the energy of sample 0 is nan: it must be fin"),
+    ("value", made(density=lost), "KeyError was raised: 'lost'"),
+    (
+        "deterministic",
+        density(lambda e, d, z, x: nn.functional.dropout(d, 0.5, e.training)),
+        "two calls differ: it draws random numbers .*VariationalDropout",
+    ),
+    ("inputs", counts, "buffer calls was changed in place: work on a copy"),
+    (
+        "inputs",
+        value(lambda e, z, x, mask: Right.forward(e, z, x.clamp_(-0.5, 0.5), mask=mask)),
+        "x was changed in place",
+    ),
+    (
+        "samples",
+        density(lambda e, d, z, x: Right.density(e, z, x - x.mean(0))),
+        "the energy of sample 0 is another when the other samples are",
+    ),
+    (
+        "samples",
+        gradient(lambda e, t, z, x: z + e.a * t - (z + e.a * t).mean(0)),
+        "the gradient of sample 0 is another when the other samples are",
+    ),
+    (
+        "slope",
+        density(lambda e, d, z, x: d + z.detach() * z),
+        "is not its slope: .*cut from the gr",
+    ),
+    ("gradient", gradient(lambda e, t, z, x: z - e.a * t), "is not the gradient of forward"),
+    ("gradient", pair(lambda e, g: (e, 2 * g)), "value_and_grad is not the gradient of forward"),
+    ("gradient", pair(lambda e, g: (2 * e, g)), "the value of value_and_grad is not that of forw"),
+    ("gradient", pair(lambda e, g: (e, (g,))), "another structure than z"),
+    ("no_grad", made(grad=forgets_no_grad), "RuntimeError was raised: .*does not require grad"),
+    ("no_grad", made(grad=keeps_graph), "requires grad under torch.no_grad"),
+    (
+        "no_grad",
+        gradient(lambda e, t, z, x: z + e.a * (t if torch.is_grad_enabled() else z - x)),
+        "the gradient is another under torch.no_grad",
+    ),
+    ("hessian", wrong_product, "hvp is not the derivative of grad times v"),
+    ("hessian", product(lambda hv, v: hv + v.cumsum(-1)), "hvp is not symmetric"),
+    ("hessian", gradient(lambda e, t, z, x: z + e.a * t.detach()), "derivative of grad is not its"),
+    (
+        "second order",
+        gradient(lambda e, t, z, x: z + e.a.detach() * t),
+        "the derivative of grad by parameter a is not that of forward",
+    ),
+    (
+        "second order",
+        gradient(lambda e, t, z, x: z + e.a * torch.tanh(z - x.detach())),
+        "the derivative of grad by x is not that of forward",
+    ),
+    ("concave", made(concave=True), "and the curvature .* is positive, .*concave = False"),
     ("prepare", WrongPrepared, r"with prepare\(x\) in place of x value is another"),
-    ("mask of ones", OnesAreTwos, "with a mask of ones value is another than without"),
-    ("masked tokens", IgnoresMask, "the gradient at a masked token is .*: it must be 0 there"),
+    (
+        "mask of ones",
+        value(lambda e, z, x, m: Right.forward(e, z, x, mask=m) * (1 if m is None else 2)),
+        "with a mask of ones value is another than without",
+    ),
+    (
+        "masked tokens",
+        value(lambda e, z, x, mask: Right.forward(e, z, x)),
+        "the gradient at a masked token is .*: it must be 0 there",
+    ),
     (
         "masked tokens",
         SeesMasked,
         "the content of masked tokens changes the value: start from hide",
     ),
-    ("masked tokens", MultipliesMask, "NaN in masked tokens changes the value"),
-    ("dtype", ForgetsDouble, "in float64 the energy is of torch.float32"),
-    ("dtype", WideGradient, r"as given the gradient is of .*torch.float64.*: return it like z"),
-    ("dtype", NarrowGradient, r"in float64 the product is of .*torch.float32.*: return it like z"),
+    ("masked tokens", value(multiplied), "NaN in masked tokens changes the value"),
+    ("dtype", density(lambda e, d, z, x: d.float()), "in float64 the energy is of torch.float32"),
+    (
+        "dtype",
+        gradient(lambda e, t, z, x: (z + e.a * t).double()),
+        r"as given the gradient is of .*torch.float64.*: return it like z",
+    ),
+    (
+        "dtype",
+        product(lambda hv, v: hv.double().float()),
+        r"in float64 the product is of .*torch.float32.*: return it like z",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("check", "factory", "words"), WRONG, ids=[w[1].__name__ for w in WRONG])
+@pytest.mark.parametrize(("check", "factory", "words"), WRONG)
 def test_each_mistake_is_named(check: str, factory: Callable[[], Energy], words: str) -> None:
     report = check_energy(factory(), STATE, INPUT, mask=MASK)
     found = {finding.check: finding for finding in report.failures}
@@ -273,15 +241,15 @@ def test_every_check_has_a_mistake() -> None:
 
 
 def test_after_a_broken_value_nothing_else_is_checked() -> None:
-    first, *others = check_energy(OneNumber(), STATE, INPUT).findings
+    first, *others = check_energy(one_number(), STATE, INPUT).findings
     assert first.passed is False
     assert {finding.passed for finding in others} == {None}
     assert others[0].text == 'not checked: "value" must pass before'
 
 
 def test_strict_raises_the_report() -> None:
-    with pytest.raises(ValueError, match=r"(?s)WrongProduct: .*FAIL hessian.*error 1\.0e\+00"):
-        check_energy(WrongProduct(), STATE, INPUT, strict=True)
+    with pytest.raises(ValueError, match=r"(?s)Wrong: .*FAIL hessian.*error 1\.0e\+00"):
+        check_energy(wrong_product(), STATE, INPUT, strict=True)
 
 
 def test_what_was_not_given_is_said() -> None:
@@ -314,7 +282,7 @@ def test_functions_modules_and_pytrees() -> None:
 
 
 def test_the_energy_and_its_inputs_stay_as_they_are() -> None:
-    energy, z, x = Counts(), STATE.clone().requires_grad_(), INPUT.clone()
+    energy, z, x = counts(), STATE.clone().requires_grad_(), INPUT.clone()
     state = torch.random.get_rng_state()
     check_energy(energy, z, x, mask=MASK)
     assert energy.calls == 0 and energy.a.dtype == torch.float32 and energy.a.grad is None
