@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,15 @@ from torch.nn import functional as F
 from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.feature_maps import Mapped, check_feature_map, map_features
 from implicit_attn.energies.heads import (
-    Beta,
     HasTemperatures,
+    HeadOptions,
     check_held,
     read_memory,
     read_pairs,
 )
 from implicit_attn.energies.projected import (
-    SOFT_NORM,
     Features,
     Projection,
-    RMSNorm,
-    check_norm,
     like_state,
     project,
 )
@@ -37,8 +34,11 @@ from implicit_attn.energies.tokens import (
     hide,
 )
 from implicit_attn.kernels.running import running_products, running_states, running_sums
-from solvers.core.checks import require_choice, require_count, require_flag
+from solvers.core.checks import require_choice, require_flag
 from solvers.core.modes import without_autocast
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 GATES = ("none", "keys", "decay")
 
@@ -88,14 +88,13 @@ class GatedLinearAttention(HasTemperatures, Energy):
         dim: features d of the state's tokens.
         heads: number of heads.
         causal: query i sees the tokens ``j <= i`` of x, of which there are N.
-        context_dim: features of x, default ``dim``.
         feature_map: phi, as for :class:`implicit_attn.energies.attention.LinearAttention`; ``normalised``
             needs ``"elu"``, which has no zero; E is infinite where ``exp(y)`` is too small for the dtype.
         gate: one of ``GATES``; ``"decay"`` needs ``causal``.
         normalised: the kernel free energy.
-        head_dim, beta, learned_beta: as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
-        norm: norm of each head's queries and keys, ``RMSNorm(epsilon)`` or None.
-        bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
+        shared: head_dim, beta, learned_beta, context_dim (of x, default ``dim``), norm (of queries and keys)
+            and bound (of ``W_q`` and ``W_k``), as for
+            :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, theorem 2 and its footnote; the gates of Sun et al., "Retentive
@@ -109,34 +108,31 @@ class GatedLinearAttention(HasTemperatures, Energy):
         heads: int,
         *,
         causal: bool = False,
-        context_dim: int | None = None,
         feature_map: str = "identity",
         gate: str = "none",
         normalised: bool = False,
-        head_dim: int | None = None,
-        beta: Beta = None,
-        learned_beta: bool = False,
-        norm: RMSNorm | None = SOFT_NORM,
-        bound: float | None = None,
+        **shared: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
-        self.set_heads(dim, heads, head_dim=head_dim, beta=beta, learned_beta=learned_beta)
+        options = self.set_heads(dim, heads, **shared)
+        if options.bias:
+            raise ValueError("bias must be False for a GatedLinearAttention, got True")
         self.causal = require_flag("causal", causal)
         self.normalised = require_flag("normalised", normalised)
         self.feature_map = check_feature_map(feature_map, positive=self.normalised)
         self.gate = require_choice("gate", gate, GATES)
         if gate == "decay" and not causal:
             raise ValueError('gate="decay" needs causal=True, got causal=False')
-        self.context_dim = dim if context_dim is None else require_count("context_dim", context_dim)
-        self.norm = check_norm(norm)
-        self.query = Projection(dim, heads * self.width, bound)
-        self.key = Projection(self.context_dim, heads * self.width, bound)
+        self.context_dim = dim if options.context_dim is None else options.context_dim
+        self.norm = options.norm
+        self.query = Projection(dim, heads * self.width, options.bound)
+        self.key = Projection(self.context_dim, heads * self.width, options.bound)
         self.gates = None if gate == "none" else Projection(self.context_dim, heads)
         # 1 - 2^(-5-h), the decay of head h in RetNet, has the logit log(2^(5+h) - 1).
         starts = [math.log(2.0 ** (5 + head) - 1.0) for head in range(heads)]
         bias = torch.tensor(starts) if gate == "decay" else torch.zeros(heads)
         self.gate_bias = None if gate == "none" else nn.Parameter(bias)
-        self.concave = feature_map == "identity" and norm is None
+        self.concave = feature_map == "identity" and options.norm is None
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """The sums over the keys, as a ``Prepared``."""
