@@ -138,12 +138,10 @@ class _MonitoredMap:
         if self.problem.mask is not None:  # torchdeq's mixing rounds what should stay as it is
             own = torch.where(self.problem.mask, own, self.start)
         point = self.problem.exact(self.problem.evaluate(own))
-        # Where f(z) = 0 the ratio may overflow; a finite point is better than none all the same.
-        relative = point.relative().clamp_max(torch.finfo(point.norm.dtype).max)
         # An overflowed f(z) would make any residual look small.
         self.finite = point.finite()
         taken = running & self.finite
-        converged = taken & (point.norm <= self.tolerance.threshold(point.reference))
+        relative, converged = point.judged(taken, self.tolerance)
         better = (taken & (relative < self.best.relative)) | converged
         self.best.update(better, point, relative)
         self.evaluations = torch.where(running, self.count, self.evaluations)

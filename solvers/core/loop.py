@@ -125,10 +125,8 @@ class Loop:
         """
         rows, trial, accepted = self.rows, self.trial, self.accepted
         running = rows.status == RUNNING
-        # Where f(z) = 0 the ratio may overflow; a finite point is better than none all the same.
-        relative = trial.relative().clamp_max(torch.finfo(trial.norm.dtype).max)
         taken = running if accepted is None else running & accepted
-        converged = taken & (trial.norm <= self.tolerance.threshold(trial.reference))
+        relative, converged = trial.judged(taken, self.tolerance)
         if self.growth is not None:
             growing = self.growth.note(trial, taken)
             if growing is not None:

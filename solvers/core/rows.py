@@ -12,6 +12,7 @@ from torch import Tensor
 
 from solvers.core.device import maybe_any, readable, small_dtype
 from solvers.core.solution import Status, Trace
+from solvers.core.tolerance import Tolerance
 
 RUNNING = -1  # status of a sample that is still being solved
 # Squares of a norm above these are far from underflow, and so are those of 1e-7 of it.
@@ -63,6 +64,12 @@ class Point:
         """(B,) relative residual ``|f(z) - z| / |f(z)|``."""
         tiny = torch.finfo(self.norm.dtype).tiny  # where f(z) = 0, not where it is subnormal
         return self.norm / self.reference.masked_fill(self.reference == 0, tiny)
+
+    def judged(self, taken: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+        """(B,) relative residuals, and which of the rows ``taken`` (B,) bool have converged."""
+        # Where f(z) = 0 the ratio may overflow; a finite point is better than none all the same.
+        relative = self.relative().clamp_max(torch.finfo(self.norm.dtype).max)
+        return relative, taken & (self.norm <= tolerance.threshold(self.reference))
 
     def finite(self) -> Tensor:
         """(B,) bool. Both norms count: a residual over an overflowed f(z) would look converged."""

@@ -245,3 +245,17 @@ def test_an_energy_without_gradient_is_refused(kind: str) -> None:
     for solver in (None, Newton()):
         with pytest.raises(ValueError, match="energy must depend on z"):
             fixed_point(Descent(energies[kind]), x, (x,), solver=solver)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_newton_solves_a_map_that_does_not_depend_on_the_state(symmetric: bool) -> None:
+    weight = torch.ones(2, 3, requires_grad=True)
+
+    def constant(z: Tensor) -> Tensor:
+        return 2 * weight
+
+    constant.symmetric = symmetric  # type: ignore[attr-defined]
+    solution = fixed_point(constant, torch.zeros(2, 3), solver=Newton(), compact=False)
+    assert (solution.status == Status.CONVERGED).all()
+    (gradient,) = torch.autograd.grad(solution.value.sum(), weight)
+    torch.testing.assert_close(gradient, torch.full((2, 3), 2.0))

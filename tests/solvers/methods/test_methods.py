@@ -18,6 +18,7 @@ from solvers import (
     GradientDescent,
     Newton,
     Solver,
+    Unrolled,
     fixed_point,
 )
 
@@ -176,3 +177,36 @@ def test_newton_is_quadratic() -> None:
     for row in easy:
         falling = row[~row.isnan() & (row > 1e-12)].tolist()
         assert all(b <= 20 * a**1.8 for a, b in pairwise(falling) if a < 0.1)
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.7])
+@pytest.mark.parametrize("memory", [1, 3])
+def test_both_histories_agree(damping: float, memory: int) -> None:
+    """Of a recorded solve, whose differences are kept in lists, and the ring."""
+    torch.manual_seed(0)
+    matrix = torch.randn(6, 6, dtype=torch.float64)
+    matrix *= 0.95 / torch.linalg.matrix_norm(matrix, 2)
+    x = torch.randn(40, 6, dtype=torch.float64) * torch.logspace(-3, 3, 40)[:, None]
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        # Some samples overflow when they are far out: their steps are rejected, their history forgotten.
+        return torch.where(z.abs() > 20 * x.abs().max(), torch.inf, torch.tanh(z @ matrix.T) + x)
+
+    found = []
+    for adjoint in (None, Unrolled()):
+        solution = fixed_point(
+            f,
+            torch.zeros_like(x),
+            (x,),
+            solver=Anderson(memory=memory, damping=damping),
+            tolerance=1e-9,
+            max_steps=200,
+            record=True,
+            adjoint=adjoint,
+        )
+        assert solution.converged.all() and solution.trace is not None
+        found.append(solution)
+    torch.testing.assert_close(found[0].value, found[1].value.detach(), rtol=1e-8, atol=0)
+    assert (found[0].evaluations - found[1].evaluations).abs().max() <= 2
+    first, second = (each.trace.residual[:, :6] for each in found)
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-9, equal_nan=True)
