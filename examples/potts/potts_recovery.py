@@ -39,8 +39,8 @@ from torch.nn import functional as F
 import solvers
 from implicit_attn.models import (
     FactoredAttention,
-    MaskedTransformer,
     PottsModel,
+    SharedTransformer,
     fit_pseudolikelihood,
 )
 from implicit_attn.studies import SpinModel
@@ -56,6 +56,41 @@ TRANSFORMERS = {  # layers, recycles, their label
 RECYCLES = (1, 2, 3, 4, 6, 8)
 COLORS = ("C0", "C1", "C2", "C3", "#7b4fa3", "#8c6d46", "C4")
 Table = list[dict[str, Any]]
+
+
+class MaskedTransformer(nn.Module):
+    """Tokens (B, N) of d colours, d itself for a masked one -> logits of their colours (B, N, d).
+
+    The embeddings of colour and position are summed, pass ``layers`` pre-norm layers, each applied
+    ``iterations`` times, a LayerNorm and an affine readout. More than one iteration recycles the layers.
+
+    Source: the masked-token models of Rende, Gerace, Laio, Goldt (2024),
+    https://arxiv.org/abs/2304.07235; recycling as in Dehghani et al., "Universal Transformers"
+    (2019), https://arxiv.org/abs/1807.03819.
+    """
+
+    def __init__(
+        self,
+        sites: int,
+        colours: int,
+        dim: int,
+        heads: int,
+        hidden: int,
+        *,
+        layers: int,
+        iterations: int,
+    ) -> None:
+        super().__init__()
+        self.colours = colours
+        self.embedding = nn.Embedding(colours + 1, dim)
+        self.positions = nn.Parameter(torch.empty(sites, dim))
+        self.backbone = SharedTransformer(dim, heads, hidden, layers=layers, iterations=iterations)
+        self.norm, self.readout = nn.LayerNorm(dim), nn.Linear(dim, colours)
+        nn.init.normal_(self.positions)
+
+    def forward(self, tokens: Tensor, *, iterations: int | None = None) -> Tensor:
+        x = self.embedding(tokens) + self.positions
+        return self.readout(self.norm(self.backbone(x, iterations=iterations)))
 
 
 class Data(NamedTuple):

@@ -48,5 +48,4 @@ from implicit_attn.models.sudoku_potts import SudokuAnswer as SudokuAnswer
 from implicit_attn.models.sudoku_potts import SudokuPotts as SudokuPotts
 from implicit_attn.models.sudoku_potts import random_symmetries as random_symmetries
 from implicit_attn.models.sudoku_potts import sudoku_pairs as sudoku_pairs
-from implicit_attn.models.transformer import MaskedTransformer as MaskedTransformer
 from implicit_attn.models.transformer import SharedTransformer as SharedTransformer

@@ -54,7 +54,6 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int | None, tupl
         lambda: models.BoardSolver(LINES, 9, 3, features=4, width=6, iterations=4),
         (4, 9), 4, (4, 9, 3),
     ),
-    "masked tokens": (lambda: models.MaskedTransformer(6, 3, 8, 2), (4, 6), 4, (4, 6, 3)),
     "energy attention": (lambda: models.EnergyAttention(8, heads=2, steps=2), TOKENS, None, TOKENS),
 }  # fmt: skip
 
