@@ -24,7 +24,7 @@ import solvers
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ, EquilibriumBlock
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
-from implicit_attn.studies.figures.canvas import BLUE, GREY, ORANGE, drawing
+from implicit_attn.studies.tables import BLUE, GREY, ORANGE, drawing
 
 BASE = {"B": 8, "N": 64, "d": 64}
 SWEEPS = {"B": (1, 2, 4, 8, 16, 32), "N": (16, 32, 64, 128, 256, 512), "d": (16, 32, 64, 128, 256)}

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import solvers
 from benchmarks.measure import peak_bytes, table
 from implicit_attn import DEQTransformer, EquilibriumBlock
-from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, drawing
+from implicit_attn.studies.tables import BLUE, GREEN, GREY, ORANGE, drawing
 
 ITERATIONS = (1, 2, 4, 8, 16, 32)
 STYLES = {

@@ -6,14 +6,16 @@
 # take more repetitions, more than it ever saw in training.
 
 # %%
+from typing import Any
+
 import matplotlib.pyplot as plt
 import torch
 
 from implicit_attn import load_pretrained
 from implicit_attn.data import load_sudoku
-from implicit_attn.studies.figures.boards import draw_frame, frames_of
+from implicit_attn.programs.board_figures import draw_frame, frames_of
 
-model = load_pretrained("sudoku-solver")
+model: Any = load_pretrained("sudoku-solver")
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
 # %% [markdown]

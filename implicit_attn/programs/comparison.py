@@ -18,9 +18,8 @@ from implicit_attn.energies import EquilibriumEnergy
 from implicit_attn.models import ImageClassifier
 from implicit_attn.optional import require
 from implicit_attn.studies.converging import with_energies
-from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED
 from implicit_attn.studies.subjects import Subject, equilibria
-from implicit_attn.studies.tables import Study, Table, format_table
+from implicit_attn.studies.tables import BLUE, GREEN, GREY, ORANGE, RED, Study, Table, format_table
 from implicit_attn.training import accuracy
 from implicit_attn.updates import GradientStep
 

@@ -11,10 +11,17 @@ from torch import Tensor
 
 from implicit_attn.data import HELP, load_sudoku, load_text, solve_by_singles
 from implicit_attn.models import EquilibriumLanguageModel, LanguageModel
+from implicit_attn.programs.board_figures import Frame, draw_frame, frames_of
 from implicit_attn.programs.classify import Classify
-from implicit_attn.studies.figures.boards import Frame, draw_frame, frames_of
-from implicit_attn.studies.figures.canvas import BLUE, GREY, ORANGE, drawing
-from implicit_attn.studies.tables import Table, format_table, write_table
+from implicit_attn.studies.tables import (
+    BLUE,
+    GREY,
+    ORANGE,
+    Table,
+    drawing,
+    format_table,
+    write_table,
+)
 from implicit_attn.training import NextToken, Recipe, Training
 from implicit_attn.weights import load_pretrained
 

@@ -21,7 +21,7 @@ from implicit_attn.data import (
 from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
 from implicit_attn.optional import require
-from implicit_attn.studies.figures.boards import filling_animation, filling_figure, frames_of
+from implicit_attn.programs.board_figures import filling_animation, filling_figure, frames_of
 from implicit_attn.training import CarriedStates, SudokuCompletion, Training
 from implicit_attn.training.script import (
     Job,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from implicit_attn import studies
 from implicit_attn.data import load
 from implicit_attn.models import build_model
-from implicit_attn.studies.progress import Advance, progress
 from implicit_attn.studies.subjects import Subject, open_subject
+from implicit_attn.studies.tables import Advance, progress
 from implicit_attn.studies.trade_off import small_classifier
 from implicit_attn.training import NonFiniteLoss, Recipe
 from implicit_attn.training.script import (
@@ -59,8 +59,11 @@ class OnWeights:
         return subject
 
     def study(self, subject: Subject, advance: Advance) -> studies.Study:
-        """What is found on one model."""
-        raise NotImplementedError
+        """What the function of that name finds on one model, given the options that are its own."""
+        common = {field.name for field in fields(OnWeights)}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
+        find: Any = getattr(studies, type(self).__name__.lower())
+        return find(subject, advance=advance, **own)
 
 
 @dataclass(kw_only=True)
@@ -76,10 +79,6 @@ class Convergence(OnWeights):
     spectra: int = 2
     """samples whose Jacobian is studied"""
 
-    def study(self, subject: Subject, advance: Advance) -> studies.Study:
-        options: Any = {"rtol": self.rtol, "max_steps": self.max_steps, "spectra": self.spectra}
-        return studies.convergence(subject, advance=advance, **options)
-
 
 @dataclass(kw_only=True)
 class Extrapolation(OnWeights):
@@ -87,9 +86,6 @@ class Extrapolation(OnWeights):
 
     factor: int = 4
     """up to so many times training's"""
-
-    def study(self, subject: Subject, advance: Advance) -> studies.Study:
-        return studies.extrapolation(subject, factor=self.factor, advance=advance)
 
 
 @dataclass(kw_only=True)
@@ -100,9 +96,6 @@ class Paths(OnWeights):
     starts: int = 2
     """random starts"""
 
-    def study(self, subject: Subject, advance: Advance) -> studies.Study:
-        return studies.paths(subject, starts=self.starts, advance=advance)
-
 
 @dataclass(kw_only=True)
 class Geometry(OnWeights):
@@ -112,9 +105,6 @@ class Geometry(OnWeights):
     samples: int | None = 256
     iterations: int | None = None
     """how many (default: as in training)"""
-
-    def study(self, subject: Subject, advance: Advance) -> studies.Study:
-        return studies.geometry(subject, iterations=self.iterations, advance=advance)
 
 
 @dataclass(kw_only=True)

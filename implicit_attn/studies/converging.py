@@ -19,23 +19,22 @@ from torch.utils import _pytree as pytree
 import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models.recurrent import HeadsLayer
-from implicit_attn.studies.figures.canvas import (
+from implicit_attn.studies.subjects import Subject, has_energy, subject_of
+from implicit_attn.studies.tables import (
     BLUE,
     GREY,
     NOTE_BOX,
     ORANGE,
-    draw_band,
-    leave_empty,
-    legend_below,
-)
-from implicit_attn.studies.progress import Advance
-from implicit_attn.studies.subjects import Subject, has_energy, subject_of
-from implicit_attn.studies.tables import (
+    Advance,
     Study,
     Table,
+    draw_band,
     histogram,
+    leave_empty,
+    legend_below,
     median_and_band,
     median_and_largest,
+    nothing,
 )
 from implicit_attn.updates import GradientStep, Update
 
@@ -43,10 +42,6 @@ DENSE = 1200  # unknowns up to which all eigenvalues are computed
 EXTREMES = 12  # eigenvalues at each end above that
 FLOOR = 1e-8  # relative residual down to which curves are drawn
 SMALLEST = 1e-12  # smaller energies are drawn here: a logarithmic axis has no zero
-
-
-def nothing(what: str) -> None:
-    """An ``advance`` that tells nobody."""
 
 
 @dataclass(frozen=True)

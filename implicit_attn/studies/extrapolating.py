@@ -14,20 +14,23 @@ from torch import Tensor
 import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.models import RecurrentBackbone
-from implicit_attn.studies.converging import nothing, solver_choices, with_energies
-from implicit_attn.studies.figures.canvas import (
+from implicit_attn.studies.converging import solver_choices, with_energies
+from implicit_attn.studies.subjects import Pool, Subject, subject_of
+from implicit_attn.studies.tables import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
+    Advance,
+    Study,
+    Table,
+    histogram,
     leave_empty,
     legend_below,
+    nothing,
     show_best,
     write_in_corner,
 )
-from implicit_attn.studies.progress import Advance
-from implicit_attn.studies.subjects import Pool, Subject, subject_of
-from implicit_attn.studies.tables import Study, Table, histogram
 from implicit_attn.updates.hyperset import ConditionedStepSizes, HyperSETLayer
 
 ACCELERATED = ("L-BFGS", "Anderson", "Broyden")

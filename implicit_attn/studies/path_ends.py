@@ -11,11 +11,17 @@ from torch import Tensor
 
 import solvers
 from implicit_attn.models import RecurrentBackbone
-from implicit_attn.studies.converging import nothing
-from implicit_attn.studies.figures.canvas import BLUE, GREY, ORANGE
-from implicit_attn.studies.progress import Advance
 from implicit_attn.studies.subjects import Subject, subject_of
-from implicit_attn.studies.tables import Study, Table, median_and_largest
+from implicit_attn.studies.tables import (
+    BLUE,
+    GREY,
+    ORANGE,
+    Advance,
+    Study,
+    Table,
+    median_and_largest,
+    nothing,
+)
 
 SAME = 1e-2  # relative distance up to which two ends count as one
 START = "input"  # the start with whose end the others are compared
@@ -75,10 +81,17 @@ def paths(
     """
     subject = subject_of(layer, x, targets).exact()
     backbone = subject.recurrence
-    runs: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {"equilibrium": _solve(subject)}
-    if backbone is not None:
-        numbers = (subject.trained, 4 * subject.trained)
-        runs = {f"{number} iterations": _iterate(backbone, number) for number in numbers}
+    options: Any = {"tolerance": solvers.Tolerance(rtol=RTOL), "max_steps": MAX_STEPS}
+    options["on_failure"] = "ignore"
+    runs: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {}
+    if backbone is None:
+        layer = subject.layer
+        runs["equilibrium"] = lambda x, mask, z0: layer.solve(x, mask, z0=z0, **options).value
+    else:
+        for number in (subject.trained, 4 * subject.trained):
+            runs[f"{number} iterations"] = lambda x, mask, z0, n=number: run_from(
+                backbone, x, z0, n
+            )
     summary: Table = []
     samples: Table = []
     for name, run in runs.items():
@@ -87,16 +100,6 @@ def paths(
         summary += [{"run": name, **row} for row in rows]
         samples += [{"run": name, **row} for row in distances]
     return Paths(summary, samples)
-
-
-def _solve(subject: Subject) -> Callable[[Any, Any, Tensor], Tensor]:
-    layer = subject.layer
-    options: Any = {"tolerance": solvers.Tolerance(rtol=RTOL), "max_steps": MAX_STEPS}
-    return lambda x, mask, z0: layer.solve(x, mask, z0=z0, on_failure="ignore", **options).value
-
-
-def _iterate(backbone: RecurrentBackbone, number: int) -> Callable[[Any, Any, Tensor], Tensor]:
-    return lambda x, mask, z0: run_from(backbone, x, z0, number)
 
 
 def run_from(backbone: RecurrentBackbone, x: Tensor, z0: Tensor, iterations: int) -> Tensor:

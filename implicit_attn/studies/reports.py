@@ -13,18 +13,20 @@ import solvers
 from implicit_attn.deq import DEQ
 from implicit_attn.studies.converging import with_energies
 from implicit_attn.studies.extrapolating import accuracy_by_evaluations
-from implicit_attn.studies.figures.canvas import (
+from implicit_attn.studies.subjects import Subject
+from implicit_attn.studies.tables import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
+    Study,
+    Table,
     draw_band,
     leave_empty,
+    median_and_band,
     show_best,
     write_in_corner,
 )
-from implicit_attn.studies.subjects import Subject
-from implicit_attn.studies.tables import Study, Table, median_and_band
 
 CONVERGENCE_SAMPLES = 256  # whose convergence is drawn
 

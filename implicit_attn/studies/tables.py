@@ -1,9 +1,11 @@
-"""Plain tables, a list of rows with the same keys each, and what a study gives: tables and a figure."""
+"""What the studies share: tables, which are lists of rows with equal keys, their figure, the progress."""
 
 from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +16,10 @@ from torch import Tensor
 from implicit_attn.optional import require
 
 Table = list[dict[str, Any]]
+Advance = Callable[[str], object]  # called with the name of what is computed next
+WINDOW = 10.0  # percentage points of accuracy that are drawn below the best
+BLUE, ORANGE, GREEN, RED, GREY = "#2f6db3", "#d9772b", "#3a8f5c", "#b5323c", "#777777"
+NOTE_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
 
 
 def write_table(path: str | Path, table: Table) -> None:
@@ -122,3 +128,90 @@ def histogram(evaluations: Tensor, **columns: Any) -> Table:
         {**columns, "evaluations": value, "samples": count}
         for value, count in zip(values.tolist(), counts.tolist(), strict=True)
     ]
+
+
+def nothing(what: str) -> None:
+    """An ``advance`` that tells nobody."""
+
+
+@contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Advance]:
+    """A progress bar; what is yielded is called with the name of what is computed next."""
+    tqdm: Any = require("tqdm", extra="examples").tqdm
+    with tqdm(total=total, desc=title, leave=False, disable=None) as bar:  # None: silent in a log
+
+        def advance(what: str) -> None:
+            if getattr(bar, "postfix", None):
+                bar.update()
+            bar.set_postfix_str(what)
+
+        yield advance
+
+
+# What the figures share.
+
+
+@contextmanager
+def drawing(
+    path: str | Path, title: str, size: tuple[float, float], *, dpi: int = 110
+) -> Iterator[Any]:
+    """A titled figure of ``size`` inches, written to ``path`` as PNG when the block ends."""
+    require("matplotlib", extra="examples").use("Agg")
+    pyplot = require("matplotlib.pyplot", extra="examples")
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=13)
+    try:
+        yield figure
+        figure.savefig(Path(path), dpi=dpi)
+    finally:
+        pyplot.close(figure)
+
+
+def draw_band(
+    axes: Any,
+    rows: Table,
+    step: str,
+    key: str,
+    color: str,
+    label: str | None,
+    *,
+    band_label: str | None = None,
+    alpha: float = 0.2,
+    **line: Any,
+) -> None:
+    """Column ``key`` against column ``step``, with the band from ``key_10`` to ``key_90``."""
+    steps = [row[step] for row in rows]
+    low, high = ([row[f"{key}_{percent}"] for row in rows] for percent in (10, 90))
+    axes.fill_between(steps, low, high, color=color, alpha=alpha, linewidth=0, label=band_label)
+    axes.plot(steps, [row[key] for row in rows], color=color, label=label, **line)
+
+
+def legend_below(figure: Any, axes: Any) -> None:
+    """The legend of one panel, in one row below all panels that it explains."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+
+
+def show_best(axes: Any, values: list[float], needed: list[float] | None = None) -> float | None:
+    """Limit a panel of accuracies (%) to the ``WINDOW`` points below the best of ``values``.
+
+    The values ``needed`` stay visible even where they are further below. Returns the lower limit,
+    or None where everything fits.
+    """
+    top = max(values)
+    height = max(WINDOW, 1.05 * (top - min(needed or [top])))
+    if top - min(values) <= height:
+        return None
+    axes.set_ylim(top - height, top + 0.05 * height)
+    return top - height
+
+
+def write_in_corner(axes: Any, text: str) -> None:
+    """A small note in the lower left corner of a panel."""
+    axes.text(0.02, 0.03, text, fontsize=8, bbox=NOTE_BOX, transform=axes.transAxes, va="bottom")
+
+
+def leave_empty(axes: Any, reason: str) -> None:
+    """A panel that has nothing to show says why."""
+    axes.text(0.5, 0.5, reason, ha="center", transform=axes.transAxes)
+    axes.set(xticks=[], yticks=[], xlabel="")

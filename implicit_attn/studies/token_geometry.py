@@ -13,11 +13,19 @@ from torch.nn import functional as F
 import solvers
 from implicit_attn.energies.hyperset import HyperSETEnergy
 from implicit_attn.models import HyperSET
-from implicit_attn.studies.converging import nothing
-from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, draw_band, leave_empty
-from implicit_attn.studies.progress import Advance
 from implicit_attn.studies.subjects import Subject, subject_of
-from implicit_attn.studies.tables import Study, Table
+from implicit_attn.studies.tables import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    Advance,
+    Study,
+    Table,
+    draw_band,
+    leave_empty,
+    nothing,
+)
 
 COLORS = {"attention": ORANGE, "feedforward": BLUE, "whole": GREEN}
 TITLES = {"attention": "Attention energy", "feedforward": "Feed-forward energy", "whole": "Energy"}

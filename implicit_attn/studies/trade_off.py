@@ -11,11 +11,8 @@ import torch
 
 from implicit_attn.data import ImageData
 from implicit_attn.models import build_model
-from implicit_attn.studies.converging import nothing
-from implicit_attn.studies.figures.canvas import BLUE, GREEN, ORANGE
-from implicit_attn.studies.progress import Advance
 from implicit_attn.studies.subjects import Pool, Subject
-from implicit_attn.studies.tables import Study, Table
+from implicit_attn.studies.tables import BLUE, GREEN, ORANGE, Advance, Study, Table, nothing
 from implicit_attn.training import Recipe, Training
 from solvers.core.checks import require_count
 

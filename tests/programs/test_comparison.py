@@ -17,7 +17,6 @@ from implicit_attn.programs.comparison import (
     ENCODER,
     IDENTITY,
     EncoderBackbone,
-    _differ,
     _on_accuracy,
     _on_confidence,
     _on_robustness,
@@ -256,38 +255,26 @@ def test_the_comparison(tmp_path: Path) -> None:
 # The words.
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "number", "verdict"),
-    [(0.9, 0.8, 1000, "more"), (0.8, 0.9, 1000, "less"), (0.9, 0.8, 50, "as much"),
-     (0.9, 0.9, 1000, "as much")],
-)  # fmt: skip
-def test_a_difference_within_the_error_is_none(
-    first: float, second: float, number: int, verdict: str
-) -> None:
-    assert _differ(first, second, number) == verdict
+def test_words_on_accuracy_and_robustness() -> None:
+    """A difference within the error is none; without the encoder there is nothing to say."""
+    rows = [{"model": "mine", "accuracy": 0.99}, {"model": "line", "accuracy": 0.98}]
+    line = _on_accuracy(rows, "mine", 400)
+    assert "+1.00 points against the line" in line and "400 test images" in line
 
+    def harmed(name: str, *values: float) -> list[dict[str, Any]]:
+        row = {"harm": "noise", "model": name}
+        return [{**row, "strength": 0.1 * k, "accuracy": v} for k, v in enumerate(values)]
 
-def harmed(**accuracies: tuple[float, ...]) -> list[dict[str, Any]]:
-    return [
-        {"harm": "noise", "strength": 0.1 * k, "model": name, "accuracy": value}
-        for name, values in accuracies.items()
-        for k, value in enumerate(values)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("own", "verdict"),
-    [((0.9, 0.9, 0.9), "within the error: it gains nothing"), ((0.9, 0.95, 0.99), ": more robust"),
-     ((0.9, 0.8, 0.7), ": less robust"), ((0.9, 0.99, 0.7), "at some strengths and less")],
-)  # fmt: skip
-def test_words_on_robustness(own: tuple[float, ...], verdict: str) -> None:
-    rows = [
-        {**row, "model": row["model"].replace("_", " ")}
-        for row in harmed(mine=own, encoder_layer=(0.9, 0.9, 0.9))
-    ]
-    (line,) = _on_robustness(rows, "mine", 1000)
-    assert line.startswith("Noise: ") and verdict in line
-    assert _on_robustness(harmed(mine=own), "mine", 1000) == []
+    for own, verdict in (
+        ((0.9, 0.9, 0.9), "within the error: it gains nothing"),
+        ((0.9, 0.95, 0.99), ": more robust"),
+        ((0.9, 0.8, 0.7), ": less robust"),
+        ((0.9, 0.99, 0.7), "at some strengths and less"),
+    ):
+        rows = [*harmed("mine", *own), *harmed(ENCODER, 0.9, 0.9, 0.9)]
+        (line,) = _on_robustness(rows, "mine", 1000)
+        assert line.startswith("Noise: ") and verdict in line
+        assert _on_robustness(harmed("mine", *own), "mine", 1000) == []
 
 
 @pytest.mark.parametrize(
@@ -299,22 +286,8 @@ def test_words_on_confidence(energy: float, verdict: str) -> None:
     scores = {"softmax": 0.6, "energy": energy, "profile": 0.4, "residual": 1.0}
     rows = [{**row, "signal": name, "auroc": score} for name, score in scores.items()]
     rows.append({**row, "model": "other", "signal": "features", "auroc": 0.7})
-    none = [{**each, "task": "none", "auroc": float("nan")} for each in rows]
-    (line,) = _on_confidence([*rows, *none], "mine")
+    (line,) = _on_confidence(rows, "mine")
     said = (
         f"Noise (7 images): its energy (AUROC {energy:.2f}) is {verdict} than the features of the "
     )
     assert line.startswith(said + "other (0.70)") and line.endswith("its own softmax has 0.60.")
-
-
-def test_words_on_energies_that_are_lower() -> None:
-    row = {"task": "noise", "model": "mine", "positives": 7}
-    scores = {"softmax": 0.6, "energy": 0.1, "profile": 0.9}
-    (line,) = _on_confidence([{**row, "signal": k, "auroc": v} for k, v in scores.items()], "mine")
-    assert "its profile (AUROC 0.90) is better" in line and "energy is lower there (0.10)" in line
-
-
-def test_words_on_accuracy() -> None:
-    rows = [{"model": "mine", "accuracy": 0.99}, {"model": "line", "accuracy": 0.98}]
-    line = _on_accuracy(rows, "mine", 400)
-    assert "+1.00 points against the line" in line and "400 test images" in line

@@ -12,7 +12,7 @@ from torch import Tensor
 from implicit_attn.data import board_counts
 from implicit_attn.models import BoardSolver
 from implicit_attn.optional import require
-from implicit_attn.studies.figures.canvas import BLUE, GREEN, GREY, ORANGE, RED, drawing
+from implicit_attn.studies.tables import BLUE, GREEN, GREY, ORANGE, RED, drawing
 
 COLOURS = (RED, ORANGE, BLUE, GREEN, GREY, "black")
 FAINTEST = 0.15  # of a digit that has hardly any probability more than the others

@@ -9,7 +9,7 @@ import torch
 
 from implicit_attn.data.sudoku_boards import unique_puzzles, units
 from implicit_attn.models import BoardSolver
-from implicit_attn.studies.figures.boards import filling_animation, filling_figure, frames_of
+from implicit_attn.programs.board_figures import filling_animation, filling_figure, frames_of
 
 pytest.importorskip("matplotlib", reason="needs the extra [examples]")
 image = pytest.importorskip("PIL.Image", reason="needs the extra [examples]")
