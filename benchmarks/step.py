@@ -1,6 +1,6 @@
 """The training step of a mean-field layer, at equal true residual and gradient error.
 
-python benchmarks/step.py [--rounds 40] [--threads 2]
+python benchmarks/step.py [--rounds 40] [--threads 2] [--samples 1] [--masked]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
 from benchmarks.compiled import MeanFieldUpdate
-from benchmarks.layers import MeanField
+from benchmarks.layers import B, MeanField
 from benchmarks.measure import interleaved, peak_bytes, table
 from implicit_attn import DEQ
 
@@ -41,9 +41,10 @@ class Ours:
     def step(self, tolerances: Pair) -> Tensor:
         couplings, layer = self.layer.couplings(), self.layer
         solution = solvers.fixed_point(
-            lambda z, x: layer.update(z, x, couplings),
+            lambda z, x, *mask: layer.update(z, x, couplings, *mask),
             torch.zeros_like(layer.x),
-            (layer.x,),
+            (layer.x,) if layer.mask is None else (layer.x, layer.mask),
+            mask=layer.mask,
             solver=self.solver,
             tolerance=solvers.Tolerance(tolerances[0]),
             adjoint=solvers.Implicit(tolerance=solvers.Tolerance(tolerances[1])),
@@ -93,7 +94,7 @@ class Theirs:
             )
         couplings, layer = self.layer.couplings(), self.layer
         outputs, _ = self.deq[tolerances](
-            lambda z: layer.update(z, layer.x, couplings), torch.zeros_like(layer.x)
+            lambda z: layer.update(z, layer.x, couplings, layer.mask), torch.zeros_like(layer.x)
         )
         layer.zero_grad()
         outputs[-1].backward(layer.cotangent)
@@ -116,16 +117,16 @@ def loosest(layer: MeanField, contestant: Any, target: Pair, exact: Any) -> tupl
 def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:
     """Worst true relative residual of a sample, and relative error of the parameter gradient."""
     with torch.no_grad():
-        fz = layer.update(z, layer.x, layer.couplings())
+        fz = layer.update(z, layer.x, layer.couplings(), layer.mask)
     residual = ((fz - z).flatten(1).norm(dim=1) / fz.flatten(1).norm(dim=1)).max().item()
     got = torch.cat([p.grad.flatten().double() for p in layer.parameters() if p.grad is not None])
     want = torch.cat([g.flatten() for g in exact[1]])
     return residual, ((got - want).norm() / want.norm()).item()
 
 
-def part_step(rounds: int, compiled: bool = False) -> None:
+def part_step(rounds: int, compiled: bool = False, samples: int = B, masked: bool = False) -> None:
     for scale in (1.0, 2.0):
-        layer = MeanField(scale)
+        layer = MeanField(scale, samples=samples, masked=masked)
         exact = layer.exact()
         contestants: dict[str, Any] = {f"torchdeq {name}": Theirs(layer, name) for name in TORCHDEQ}
         contestants |= {
@@ -211,11 +212,20 @@ def account(
     return calls[0] // repeats, calls[1] // repeats, statistics.median(shares)
 
 
-def main(rounds: int = 40, threads: int = 2, compiled: bool = False) -> None:
-    """The training step of a mean-field layer; ``compiled`` adds a compiled layer."""
+def main(
+    rounds: int = 40,
+    threads: int = 2,
+    compiled: bool = False,
+    samples: int = B,
+    masked: bool = False,
+) -> None:
+    """The training step of a mean-field layer.
+
+    ``compiled`` adds a compiled layer; ``masked`` masks a quarter of the tokens of every sample.
+    """
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore", solvers.SolveWarning)
-    part_step(rounds, compiled)
+    part_step(rounds, compiled, samples, masked)
 
 
 if __name__ == "__main__":
