@@ -302,9 +302,11 @@ def _check_run(
 
 
 def _check_external(solver: Solver, *options: object) -> None:
+    if not isinstance(solver, ExternalSolver):
+        return
     names = ("energy", "record", "callback")
     unknown = [name for name, given in zip(names, options, strict=True) if given]
-    if unknown and isinstance(solver, ExternalSolver):
+    if unknown:
         raise ValueError(
             f"{solver!r} has a loop of its own, which knows no {unknown}: leave them out"
         )

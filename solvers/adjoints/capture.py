@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ class Recorder:
     @property
     def inputs(self) -> list[Tensor]:
         """The outside tensors that ``f`` reads, in the order of ``aliases``."""
-        return [outside for outside, _ in self.pairs.values()] + self.others
+        return [*map(itemgetter(0), self.pairs.values()), *self.others]
 
     @property
     def aliases(self) -> list[Tensor]:
-        return [alias for _, alias in self.pairs.values()] + self.others
+        return [*map(itemgetter(1), self.pairs.values()), *self.others]
 
     def alias(self, outside: Tensor) -> Tensor:
         """The alias of ``outside``, made at the first call."""
@@ -74,7 +75,8 @@ class _Substitution(TorchFunctionMode):
         self.recorder = recorder
         self.start = sequence_number()
         # Leaves that belong to the evaluation: the state, the aliases, leaves made by f itself.
-        self.inside = {id(tensor): tensor for tensor in (point, *recorder.aliases)}
+        known = (point, *recorder.aliases)
+        self.inside = dict(zip(map(id, known), known, strict=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A leaf that a function returns was made by f, unless the same tensor went in as a leaf (as

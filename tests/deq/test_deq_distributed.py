@@ -96,13 +96,13 @@ def test_the_example_alone(
     """Without torchrun it is one process, whose losses do not depend on the parts of a batch."""
     monkeypatch.delenv("RANK", raising=False)
     losses = []
-    for parts in ("1", "2"):
-        example().main(["--steps", "2", "--accumulate", parts])
+    for parts in (1, 2):
+        example().main(steps=2, accumulate=parts)
         losses.append([float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()])
     assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     with pytest.raises(SystemExit):
-        example().main(["--accumulate", "9"])
+        example().main(accumulate=9)
 
 
 def test_unequal_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
