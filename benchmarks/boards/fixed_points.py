@@ -1,12 +1,13 @@
 """A board solver at its fixed points: solved and kept, stopping early, silence, guesses.
 
-python benchmarks/boards/fixed_points.py [--weights sudoku-solver] [--hard hard.npz] [--compile]
+python benchmarks/boards/fixed_points.py [--weights sudoku-solver] [--hard hard.npz]
     [--boards 200] [--answers 2000] [--longest 64] [--seed 0]
 
-Boards are held out ones of ``train solve-sudoku``: ``--boards`` of them with 17 givens and with 17 to 34,
-and those of ``--hard``, which ``hard_boards.py`` makes. Printed are
+Boards are held out ones of ``train solve-sudoku``, with 17 givens and with 17 to 34, and those of
+``--hard``, which ``hard_boards.py`` makes; ``--boards`` of each. Printed are
 
-- solved boards by iterations, at any time, and how many of those solved at 4x are lost at the end;
+- solved boards by iterations, at any time, and how many of those solved at 4x are lost at the end; the
+  same by the guesses that a search needs;
 - boards with one blank cell and complete ones;
 - where ``solve`` stops by itself: who is answered, and how many of the answers are wrong, beside an answer
   that is given where the least certain cell's largest probability is large enough;
@@ -16,6 +17,7 @@ and those of ``--hard``, which ``hard_boards.py`` makes. Printed are
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -30,14 +32,11 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np
-
-from benchmarks.boards.hard_boards import bins
+from benchmarks.boards.hard_boards import bins, score
 from benchmarks.measure import table
 from implicit_attn.data import load_sudoku
 from implicit_attn.data.sudoku import read_list
 from implicit_attn.models import BoardSolver, load_model
-from implicit_attn.training import compile_step
 from implicit_attn.weights import weights_file
 
 Boards = tuple[Tensor, Tensor]  # puzzles and solutions
@@ -54,15 +53,13 @@ class Options:
     hard: Path | None = None
     """boards of hard_boards.py"""
     boards: int = 200
-    """of 17, and of 17 to 34 givens"""
+    """of each kind"""
     answers: int = 2000
     """boards that solve is to answer"""
     longest: int = 64
     """times the iterations of training"""
     seed: int = 0
     """of the boards"""
-    compile: bool = False
-    """the update, for the tables without times"""
 
 
 def chunks(call: Callable[[Tensor], Any], puzzles: Tensor) -> list[Any]:
@@ -141,9 +138,9 @@ def answered(name: str, model: BoardSolver, boards: Boards) -> list[dict[str, An
     return rows
 
 
-def guessed(name: str, model: BoardSolver, boards: Boards, most: int) -> dict[str, Any]:
-    """Solved shares with up to so many guesses, each of at most ``most`` evaluations."""
-    options: dict[str, Any] = {"stop": "consistent", "max_steps": most, "guesses": max(GUESSES)}
+def guessed(name: str, model: BoardSolver, boards: Boards) -> dict[str, Any]:
+    """Solved shares with up to so many guesses, each within the budget of the layer."""
+    options: dict[str, Any] = {"stop": "consistent", "guesses": max(GUESSES)}
     found = chunks(lambda puzzles: model.solve(puzzles, **options), boards[0])
     digits, agree, made, spent = (
         torch.cat([getattr(each, what) for each in found])
@@ -195,27 +192,28 @@ def run(model: BoardSolver, options: Options) -> None:
     number, trained = options.boards, model.iterations
     part = {name: (p[:number], s[:number]) for name, (p, s) in sets.items()}
     if options.hard is not None:
-        part["extreme-like"] = read_list(options.hard)
+        puzzles, solutions = read_list(options.hard)
+        chosen = torch.linspace(0, len(puzzles) - 1, min(number, len(puzzles))).round().long()
+        part["extreme-like"] = puzzles[chosen], solutions[chosen]
     print(f"{few.name}, {sum(each.numel() for each in model.parameters()):,} parameters\n")
-    eager = model.update.advance
-    if options.compile:
-        compile_step(model)
     solved = {
         name: trajectories(model, each, options.longest * trained) for name, each in part.items()
     }
     rows = [curve(name, each, trained) for name, each in solved.items()]
-    if options.hard is not None:
-        guesses = torch.from_numpy(np.load(options.hard)["guesses"].astype(np.int64))
-        for name, chosen in bins(guesses).items():
-            if chosen.any():
-                rows.append(
-                    curve(f"of them {name} guesses", solved["extreme-like"][:, chosen], trained)
-                )
+    hard = [name for name in part if name != "17 to 34"]
+    chooser = random.Random(options.seed)
+    scores = [score(each, chooser) for name in hard for each in part[name][0].tolist()]
+    guesses = torch.tensor(scores).expm1().round()
+    together = torch.cat([solved[name] for name in hard], 1)
+    for name, chosen in bins(guesses).items():
+        if chosen.any():
+            rows.append(
+                curve(f"{' and '.join(hard)}: {name} guesses", together[:, chosen], trained)
+            )
     show(rows)
     show(kept(model, part["17 givens"], 8 * trained))
-    model.update.advance = eager
     show([row for name, each in part.items() for row in adaptive(name, model, each, solved[name])])
-    show([guessed(name, model, each, 4 * trained) for name, each in part.items()])
+    show([guessed(name, model, each) for name, each in part.items()])
     asked = {name: (p[: options.answers], s[: options.answers]) for name, (p, s) in sets.items()}
     asked |= {name: each for name, each in part.items() if name not in asked}
     show([row for name, each in asked.items() for row in answered(name, model, each)])
