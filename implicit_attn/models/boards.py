@@ -306,9 +306,8 @@ class BoardSolver(nn.Module):
         window: iterations with gradients; None: all.
         layer: options of the ``DEQ`` for :meth:`solve`. By default plain iteration, for which the map is
             trained (of 100 boards with 20 givens ``Forward`` solved 94, ``Anderson`` 45, ``Broyden`` 9),
-            to a relative residual of 1e-3 in at most eight times the iterations. At 1e-4 no board of the
-            shipped ``sudoku-solver`` converges, whose solved states go on moving by about 3e-4; those of
-            ``sudoku-solver-easy`` move by more than 1e-3: there ``stop="consistent"`` tells the solved.
+            to a relative residual of 1e-3 in at most eight times the iterations. Solved states of the
+            shipped ``sudoku-solver-easy`` move by more than that: there ``stop="consistent"`` tells them.
 
     Shapes: puzzles (B, N) of integers in 0 .. q, 0 = unknown -> logits (B, N, q) of the colours
     1 .. q. In training (window, B, N, q), after each of the last iterations.
