@@ -38,8 +38,8 @@ OWN: dict[str, Values] = {
     },
 }  # fmt: skip
 KINDS = {"decoder": "language-model", "equilibrium": "equilibrium-language-model"}
-# Trained by the row "momentum" of benchmarks/language.py forms --size small, seed 0.
-SHIPPED = "austen-language"
+# The row "momentum" of benchmarks/language.py forms --size small, and "drawn, 1e-2" of equilibrium; seeds 0.
+SHIPPED = {"decoder": "austen-language", "equilibrium": "austen-equilibrium"}
 WRITING = (
     "generate",
     "prompt",
@@ -167,8 +167,8 @@ class Language(Program):
             path = self.place / "weights.safetensors"
             if self.weights is not None:
                 path = weights_file(self.weights)
-            elif self.out is None and self.model == "decoder" and not path.exists():
-                path = weights_path(SHIPPED)
+            elif self.out is None and not path.exists():
+                path = weights_path(SHIPPED[self.model])
                 print(f"no run in {self.place}: the weights that come along", file=sys.stderr)
             model, _ = load_model(path)
             if not isinstance(model, SymbolModel) or model.alphabet is None:

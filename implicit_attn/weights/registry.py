@@ -50,6 +50,15 @@ class Pretrained:
 
 _ROWS = (
     Pretrained(
+        "austen-equilibrium",
+        "language model of characters, one block at its fixed point",
+        "six novels by Jane Austen (text/austen)",
+        64_320,
+        "1.5769 nats a character of the held-out text",
+        1.5769,
+        "implicit-attn train language-model --text austen --model equilibrium",
+    ),
+    Pretrained(
         "austen-language",
         "language model of characters, 6 layers with momentum",
         "six novels by Jane Austen (text/austen)",

@@ -38,6 +38,7 @@ SHIPPED: dict[str, tuple[Any, str]] = {
     "mnist-hyperset": (VitImages(data="mnist"), "mnist"),
     "mnist-spins": (MnistSpins(), "mnist"),
     "austen-language": (Language(text="austen", descent="momentum"), "text"),
+    "austen-equilibrium": (Language(text="austen", model="equilibrium"), "text"),
 }
 
 
