@@ -138,8 +138,6 @@ def _draw_boards(axes: Any, table: Table, singles: float) -> None:
         marks, solved, color=BLUE, marker="o", label="learned update, 10,729 weights, repeated"
     )
     axes.axhline(singles, color=GREY, linestyle="--", label="naked and hidden singles, by rule")
-    axes.axvline(32, color="black", linewidth=0.8, linestyle=":")
-    axes.text(32, 2, " most in training", fontsize=8)
     axes.set(ylabel="boards solved (%)", ylim=(-3, 103), title="Sudoku, generated puzzles")
     _finish(axes, BOARD_MARKS, "upper left")
 
