@@ -221,12 +221,13 @@ def draw(path: Path, losses: Losses) -> None:
 
 NUMBERS = (12, 24, 48)  # evaluations of the block after which it is judged
 DRAWN = ("--model", "equilibrium")
+RATES = ("3e-3", "6e-3", "1e-2", "2e-2")
 BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # words, learning rates
     "one block": (("layers=1",), ("1e-2", "2e-2")),
-    "one pass": ((*DRAWN, "iterations=1"), ("1e-2", "2e-2")),
-    "three blocks": (("layers=3", "initial=torch"), ("6e-3", "1e-2")),
-    "six blocks": (("layers=6", "initial=torch"), ("6e-3", "1e-2")),
-    "drawn": (DRAWN, ("6e-3", "1e-2", "2e-2")),
+    "one pass": ((*DRAWN, "iterations=1"), RATES),
+    "three blocks": (("layers=3", "initial=torch"), RATES),
+    "six blocks": (("layers=6", "initial=torch"), RATES),
+    "drawn": (DRAWN, RATES),
     "fixed": ((*DRAWN, "iterations=12"), ("1e-2",)),
     "drawn, last 4": ((*DRAWN, "gradient=4"), ("1e-2",)),
     "drawn, implicit": ((*DRAWN, "gradient=implicit"), ("1e-2",)),

@@ -171,12 +171,22 @@ def rivals_have_equal_parameters(tables: Tables) -> None:
     assert parameters["one iteration"] == ours
 
 
+def one_block_has_as_many_parameters_repeated(tables: Tables) -> None:
+    once, repeated, three = (row["parameters"] for row in tables["accuracy"])
+    assert once == repeated < three / 2
+    assert [row["iterations"] for row in tables["iterations"]] == [1, 2, 4, 8, 16, 32]
+
+
 # Options that keep a run within a second or two, and what its tables must show.
 EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], None]]] = {
     "attention/landscapes": ("--states 4 --patterns 6 --points 9", no_state_rises),
     "attention/norm_map": (
         "--dimensions 3 --scales 3 --draws 20",
         norms_vanish_in_high_dimension,
+    ),
+    "attention/repeated_block": (
+        "--data digits --patch 4 --train-images 128 --test-images 40 --epochs 1 --seeds 1",
+        one_block_has_as_many_parameters_repeated,
     ),
     "bare/attractors": (
         "--images 16 --steps 3 --moves 6 --random-moves 100 --models 1 --ends 4",
