@@ -32,7 +32,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 @pytest.mark.parametrize(
     ("show", "program", "number"),
-    [(language.forms, Language, 41), (language.equilibrium, Language, 42),
+    [(language.forms, Language, 41), (language.equilibrium, Language, 63),
      (images.cifar10, VitImages, 5), (images.masked, MaskedPatches, 12)],
 )  # fmt: skip
 def test_the_programs_take_every_command_line(
