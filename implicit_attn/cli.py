@@ -174,10 +174,7 @@ def read(kind: Any, words: Sequence[str], prog: str = PROGRAM) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             found = tyro.cli(
-                kind,
-                args=list(words),
-                prog=prog,
-                config=(tyro.conf.FlagCreatePairsOff,),
+                kind, args=list(words), prog=prog, config=(tyro.conf.FlagCreatePairsOff,)
             )
     except SystemExit as end:
         if not end.code:

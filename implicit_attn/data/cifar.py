@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.checkpoint import checksum, replace_file
-from implicit_attn.data.files import (
-    cache_folder,
-    check_md5,
-    damaged,
-    download,
-    find,
-    read_members,
-)
+from implicit_attn.data.files import cache_folder, check_md5, damaged, download, find, read_members
 from implicit_attn.data.images import ImageData, from_pixels
 from implicit_attn.optional import require
 

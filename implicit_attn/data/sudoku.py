@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.data.files import DATA_VARIABLE, damaged, find, search_folders
-from implicit_attn.data.sudoku_boards import (
-    CELLS,
-    SudokuSymmetries,
-    check_boards,
-    unique_puzzles,
-)
+from implicit_attn.data.sudoku_boards import CELLS, SudokuSymmetries, check_boards, unique_puzzles
 from solvers.core.checks import require_choice, require_count
 
 LIST = Path("sudoku") / "sudoku17.npz"

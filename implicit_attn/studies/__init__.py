@@ -12,12 +12,7 @@ from implicit_attn.studies.converging import (
     jacobian_eigenvalues,
     solver_choices,
 )
-from implicit_attn.studies.enumeration import (
-    SpinModel,
-    exact_moments,
-    random_ising,
-    random_potts,
-)
+from implicit_attn.studies.enumeration import SpinModel, exact_moments, random_ising, random_potts
 from implicit_attn.studies.extrapolating import (
     Extrapolation,
     accuracy_by_evaluations,
@@ -30,12 +25,7 @@ from implicit_attn.studies.path_ends import Paths, paths
 from implicit_attn.studies.reports import Report, report, solve_history
 from implicit_attn.studies.subjects import HeldStep, Subject, open_subject
 from implicit_attn.studies.tables import Study, format_table, write_table
-from implicit_attn.studies.token_geometry import (
-    Geometry,
-    average_angle,
-    effective_rank,
-    geometry,
-)
+from implicit_attn.studies.token_geometry import Geometry, average_angle, effective_rank, geometry
 from implicit_attn.studies.trade_off import (
     TradeOff,
     layers_of_depth,

@@ -14,11 +14,7 @@ from implicit_attn.studies.subjects import Subject, open_subject
 from implicit_attn.studies.tables import Advance, progress
 from implicit_attn.studies.trade_off import small_classifier
 from implicit_attn.training import NonFiniteLoss, Recipe
-from implicit_attn.training.script import (
-    choose_threads,
-    make_folder,
-    mistakes,
-)
+from implicit_attn.training.script import choose_threads, make_folder, mistakes
 
 UNROLLED, SOLVED, SPINS = "digits-hyperset", "digits-hyperset-equilibrium", "mnist-spins"
 

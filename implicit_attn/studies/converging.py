@@ -232,11 +232,7 @@ def best_so_far(trace: Any) -> tuple[Tensor, Tensor]:
 
 
 def _costs(
-    subject: Subject,
-    tolerance: solvers.Tolerance,
-    max_steps: int,
-    repeats: int,
-    advance: Advance,
+    subject: Subject, tolerance: solvers.Tolerance, max_steps: int, repeats: int, advance: Advance
 ) -> tuple[Table, Table]:
     layer, (x, mask) = subject.layer, subject.given(subject.inputs)
     ends: Table = []

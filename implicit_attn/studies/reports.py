@@ -71,10 +71,7 @@ class Report(Study):
 
 
 def report(
-    subject: Subject,
-    couplings: Any = None,
-    *,
-    explicit: tuple[str, float] | None = None,
+    subject: Subject, couplings: Any = None, *, explicit: tuple[str, float] | None = None
 ) -> Report:
     """Training, convergence and accuracy of a trained classifier on its test samples.
 

@@ -144,9 +144,7 @@ def exact() -> tuple[vs_jax.Problem, dict[str, Any]]:
     return problem, step.read(step.run(1e-7, 1e-7))
 
 
-def test_our_contestants_make_the_same_step(
-    exact: tuple[vs_jax.Problem, dict[str, Any]],
-) -> None:
+def test_our_contestants_make_the_same_step(exact: tuple[vs_jax.Problem, dict[str, Any]]) -> None:
     problem, wanted = exact
     layer = problem.layer
     with torch.no_grad():

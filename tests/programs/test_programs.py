@@ -141,10 +141,7 @@ def test_an_earlier_run_is_kept_resumed_or_replaced(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (
-            "train classify --limit 1",
-            "argument --limit: limit must leave training images of two",
-        ),
+        ("train classify --limit 1", "argument --limit: limit must leave training images of two"),
         ("train vit-images --limit 9 --options dim=7", "heads must divide dim=7"),
         ("train vit-images --limit 9 --options foo=3", "unexpected keyword argument 'foo'"),
         (

@@ -51,11 +51,7 @@ VARIANTS: dict[int, list[Variant]] = {
         (128, BRAIN, 2048, {}),
         (256, BRAIN, 2048, BOUNDED),
     ],
-    100: [
-        (64, BRAIN, 2048, {}),
-        (256, BRAIN, 2048, BOUNDED),
-        (16, BRAIN, 16, BOUNDED),
-    ],
+    100: [(64, BRAIN, 2048, {}), (256, BRAIN, 2048, BOUNDED), (16, BRAIN, 16, BOUNDED)],
     # The widest heads need the most memory.
     120: [
         (256, BRAIN, 2048, BOUNDED),
