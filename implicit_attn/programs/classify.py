@@ -104,14 +104,11 @@ class Classify(Program):
     def _rivals(self, data: ImageData, kept: Values) -> dict[str, tuple[nn.Module, float]]:
         """Simpler models by name, trained by the same recipe, each with the seconds of its training."""
         found = {} if self.logistic is None else {LOGISTIC: self.logistic}
-        around = self.around | {"positions": "learned", "embedding_norm": False}
-        sizes = {**self.sizes, "hidden": self.sizes["width"]}
-        del sizes["width"]
         for name in (IDENTITY, ENCODER) if self.baselines == "all" else ():
             print(f"\n{name}, by the same recipe:", flush=True)
 
             def new(name: str = name) -> nn.Module:
-                return build_rival(name, sizes, around)
+                return build_rival(name, self.sizes, self.around)
 
             job = Job(self._seeded(new), data, self.recipe, kept)
             training = self._training(job, None, f"baseline-{name.split()[0]}")
