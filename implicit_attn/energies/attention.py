@@ -361,12 +361,7 @@ class LinearAttention(HeadsEnergy):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        feature_map: str = "identity",
-        **shared: Unpack[HeadOptions],
+        self, dim: int, heads: int, *, feature_map: str = "identity", **shared: Unpack[HeadOptions]
     ) -> None:
         super().__init__(dim, heads, **shared)
         self.feature_map = check_feature_map(feature_map)

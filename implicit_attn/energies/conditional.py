@@ -41,11 +41,7 @@ from implicit_attn.energies.tokens import (
     hide,
     sum_samples,
 )
-from implicit_attn.kernels import (
-    check_backend,
-    explain_frozen_keys,
-    frozen_key_attention,
-)
+from implicit_attn.kernels import check_backend, explain_frozen_keys, frozen_key_attention
 from implicit_attn.kernels.pairs import Pairs, token_pairs
 from solvers.core.checks import require_instance, require_positive
 
@@ -193,12 +189,7 @@ class ConditionalAttention(HasTemperatures, Energy):
         return Prepared(self._freeze(query, key, value, pairs, seen))
 
     def _freeze(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        given: Pairs | None,
-        seen: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, given: Pairs | None, seen: Tensor | None
     ) -> FrozenAttention:
         tokens = query.shape[2]
         shape = (query.shape[0], self.heads, tokens, key.shape[2])

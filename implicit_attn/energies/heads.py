@@ -244,12 +244,7 @@ def fit_pairs(
 
 
 def project_input(
-    x: Any,
-    projection: Projection,
-    bias: Tensor | None,
-    heads: int,
-    mask: Tensor | None,
-    name: str,
+    x: Any, projection: Projection, bias: Tensor | None, heads: int, mask: Tensor | None, name: str
 ) -> Tensor:
     """``x P^T + bias`` of an input (B, N, k), (B, H, N, p), zero at masked tokens."""
     weight = projection.weight

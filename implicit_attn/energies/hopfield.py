@@ -264,12 +264,7 @@ class DenseAssociative(PatternEnergy):
     """
 
     def __init__(
-        self,
-        patterns: Tensor,
-        *,
-        power: int | str = 3,
-        shift: float = 0.0,
-        learnable: bool = False,
+        self, patterns: Tensor, *, power: int | str = 3, shift: float = 0.0, learnable: bool = False
     ) -> None:
         super().__init__(patterns, learnable=learnable)
         number = isinstance(power, int) and not isinstance(power, bool) and power >= 2

@@ -18,12 +18,7 @@ from implicit_attn.energies.heads import (
     read_memory,
     read_pairs,
 )
-from implicit_attn.energies.projected import (
-    Features,
-    Projection,
-    like_state,
-    project,
-)
+from implicit_attn.energies.projected import Features, Projection, like_state, project
 from implicit_attn.energies.tokens import (
     Pair,
     accumulation_dtype,

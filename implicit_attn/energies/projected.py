@@ -309,23 +309,13 @@ class ProjectedEnergy(Energy):
         return self.force(y, given), self.curvature(y, v, given)
 
     def features(
-        self,
-        z: Tensor,
-        x: Any = None,
-        *,
-        mask: Tensor | None = None,
-        weight: Tensor | None = None,
+        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
         """``y``: (B, heads, N, p), or (B, ..., rows) without heads; ``weight`` replaces W."""
         return self._at(z, x, mask, weight)[0].unit
 
     def straight_gradient(
-        self,
-        z: Tensor,
-        x: Any = None,
-        *,
-        mask: Tensor | None = None,
-        weight: Tensor | None = None,
+        self, z: Tensor, x: Any = None, *, mask: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
         """The gradient without the norm's derivative: ``dE/dy W`` at ``y``, like ``z``.
 

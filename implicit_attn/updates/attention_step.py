@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.energies.energy import Energy, Prepared
-from implicit_attn.energies.heads import (
-    AttentionInput,
-    Beta,
-    HeadOptions,
-    check_held,
-    read_memory,
-)
+from implicit_attn.energies.heads import AttentionInput, Beta, HeadOptions, check_held, read_memory
 from implicit_attn.energies.hopfield import HeadwiseEnergy, QueryEnergy
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
 from implicit_attn.energies.tokens import check_tokens, hide

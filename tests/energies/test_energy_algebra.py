@@ -34,11 +34,7 @@ def x() -> Tensor:
 @pytest.fixture
 def parts() -> list[Energy]:
     torch.manual_seed(0)
-    return [
-        BiSoftmaxAttention(8, heads=2).double(),
-        ReLUFeedForward(8, 12).double(),
-        Quadratic(),
-    ]
+    return [BiSoftmaxAttention(8, heads=2).double(), ReLUFeedForward(8, 12).double(), Quadratic()]
 
 
 def assert_combination(

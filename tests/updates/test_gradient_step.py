@@ -11,12 +11,7 @@ from torch import Tensor
 
 from cases.energies import EnergyCase, build, few_energies, masks, relative_error, tokens
 from implicit_attn import DEQ, GradientStep
-from implicit_attn.energies import (
-    BiSoftmaxAttention,
-    Energy,
-    Quadratic,
-    ReLUFeedForward,
-)
+from implicit_attn.energies import BiSoftmaxAttention, Energy, Quadratic, ReLUFeedForward
 from solvers import Tolerance
 
 DIM = 6

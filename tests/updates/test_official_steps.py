@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from implicit_attn.energies.hyperset import ATTENTIONS
 from implicit_attn.models import HyperSET
 from implicit_attn.studies import HeldStep
-from implicit_attn.updates.official import (
-    DESCENTS,
-    OfficialHyperSETLayer,
-)
+from implicit_attn.updates.official import DESCENTS, OfficialHyperSETLayer
 
 DIM, HEADS, MEMORIES, TOKENS = 8, 2, 10, 6
 

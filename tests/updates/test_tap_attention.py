@@ -39,11 +39,7 @@ def make(
     update = AdaptiveTAPAttention(sites, dim, site=site, **options).double()
     adjoint = solvers.Implicit(tolerance=Tolerance(rtol))
     layer = DEQ(
-        update,
-        solver=AdaptiveTAP(),
-        tolerance=Tolerance(rtol),
-        max_steps=100,
-        adjoint=adjoint,
+        update, solver=AdaptiveTAP(), tolerance=Tolerance(rtol), max_steps=100, adjoint=adjoint
     )
     return layer, update, torch.randn(4, sites, dim, dtype=F64)
 
