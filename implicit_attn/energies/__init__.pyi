@@ -34,9 +34,6 @@ from implicit_attn.energies.lagrangians import IdentityLagrangian as IdentityLag
 from implicit_attn.energies.lagrangians import IsingLagrangian as IsingLagrangian
 from implicit_attn.energies.lagrangians import Lagrangian as Lagrangian
 from implicit_attn.energies.lagrangians import LayerNormLagrangian as LayerNormLagrangian
-from implicit_attn.energies.lagrangians import (
-    LearnedLayerNormLagrangian as LearnedLayerNormLagrangian,
-)
 from implicit_attn.energies.lagrangians import ReLULagrangian as ReLULagrangian
 from implicit_attn.energies.lagrangians import RMSNormLagrangian as RMSNormLagrangian
 from implicit_attn.energies.lagrangians import SoftmaxLagrangian as SoftmaxLagrangian

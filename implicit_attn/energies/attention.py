@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import Prepared
-from implicit_attn.energies.feature_maps import Mapped, check_feature_map, map_features
+from implicit_attn.energies.feature_maps import FEATURE_MAPS, Mapped, map_features
 from implicit_attn.energies.heads import (
     AttentionInput,
     HasTemperatures,
@@ -34,7 +34,6 @@ from implicit_attn.kernels import (
     sigmoid_attention_hvp,
 )
 from implicit_attn.kernels.arguments import rescaled
-from implicit_attn.kernels.pairs import Pairs
 from solvers.core.checks import require_choice
 
 if TYPE_CHECKING:
@@ -104,6 +103,15 @@ class HeadsEnergy(HasTemperatures, ProjectedEnergy):
             query = project_input(x, self.context, self.bias, self.heads, mask, name)
         return HeadsContext(query=query, pairs=pairs)
 
+    def potential(self, y: Tensor, given: Given) -> Tensor:
+        return self.potential_and_force(y, given)[0]
+
+    def force(self, y: Tensor, given: Given) -> Tensor:
+        return self.potential_and_force(y, given)[1]
+
+    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
+        return self.force_and_curvature(y, v, given)[1]
+
     def _roots(self, y: Tensor) -> tuple[Tensor, float, Tensor | None]:
         """Features and a number for beta that give the scores, and ``beta^1/2`` where heads differ.
 
@@ -125,8 +133,7 @@ class BiSoftmaxAttention(HeadsEnergy):
     Gradient by y: ``(P + P^T) Y`` with the row softmax ``P = softmax(beta Y Y^T)``. Descent makes
     tokens repel each other in each head's subspace. Neither convex nor concave.
 
-    Shapes and other arguments as for
-    :class:`implicit_attn.energies.attention.HeadsEnergy`.
+    Shapes and other arguments as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
     A token without any key has energy 0.
 
     Args:
@@ -163,18 +170,9 @@ class BiSoftmaxAttention(HeadsEnergy):
         self.backend = check_backend(backend)
         self.exclude_self = check_exclude_self(exclude_self, backend)
 
-    def potential(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_force(y, given)[0]
-
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
         force, lse = self._bisoftmax(y, given)
         return self.over_beta(lse), force
-
-    def force(self, y: Tensor, given: Given) -> Tensor:
-        return self._bisoftmax(y, given)[0]
-
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        return self.force_and_curvature(y, v, given)[1]
 
     def force_and_curvature(self, y: Tensor, v: Tensor, given: Given) -> Pair:
         force, lse = self._bisoftmax(y, given)
@@ -222,9 +220,11 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
             )
 
     def straight_force(self, y: Tensor, given: Given) -> Tensor:
-        if given.pairs is not None:
-            return self._among_pairs(y, given.mask, given.pairs)
         attends, mask = None, given.mask
+        if given.pairs is not None:
+            pairs = {"pairs": given.pairs.allowed, "bias": given.pairs.bias}
+            force = frozen_key_attention(*self.at_one(y, y), mask=mask, **pairs)[0].to(y.dtype)
+            return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
         if mask is not None:
             # A masked token attends to itself alone: its row of zeros stays zero, without NaN.
             attends = (mask[:, :, None] & mask[:, None, :])[:, None]
@@ -233,13 +233,6 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
         if isinstance(beta, Tensor):
             beta, query = 1.0, (y * by_head(beta, 3, y)).to(y.dtype)
         return F.scaled_dot_product_attention(query, y, y, attn_mask=attends, scale=beta)
-
-    def _among_pairs(self, y: Tensor, mask: Tensor | None, pairs: Pairs) -> Tensor:
-        force, _ = frozen_key_attention(
-            *self.at_one(y, y), mask=mask, pairs=pairs.allowed, bias=pairs.bias
-        )
-        force = force.to(y.dtype)
-        return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 class Score(NamedTuple):
@@ -281,8 +274,7 @@ class ScoreAttention(HeadsEnergy):
     - ``"relu"``: ``F(s) = relu(s)^2 / 4``, ``w = relu(s)``;
     - ``"sigmoid-squared"``: ``F(s) = sigma(s)^2 / 4``, ``w = sigma(s)^2 (1 - sigma(s))``.
 
-    Shapes and other arguments as for
-    :class:`implicit_attn.energies.attention.HeadsEnergy`.
+    Shapes and other arguments as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
         score: F, one of those names.
@@ -308,12 +300,6 @@ class ScoreAttention(HeadsEnergy):
         self.backend = check_backend(backend, "sigmoid")
         if score != "sigmoid" and backend == "blocks":
             raise ValueError(f'backend="blocks" needs score="sigmoid", got {score!r}')
-
-    def potential(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_force(y, given)[0]
-
-    def force(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_force(y, given)[1]
 
     def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
         u, beta, root = self._roots(y)
@@ -350,8 +336,7 @@ class LinearAttention(HeadsEnergy):
     Gradient by y: ``phi'(Y) * beta Phi (Phi^T Phi)``. Only the (p, p) matrix ``Phi^T Phi`` is formed,
     so the cost is linear in N. Not concave.
 
-    Shapes and other arguments as for
-    :class:`implicit_attn.energies.attention.HeadsEnergy`.
+    Shapes and other arguments as for :class:`implicit_attn.energies.attention.HeadsEnergy`.
 
     Args:
         feature_map: phi, one of ``"identity"``, ``"relu"``, ``"elu"`` (``elu(y) + 1``),
@@ -364,16 +349,7 @@ class LinearAttention(HeadsEnergy):
         self, dim: int, heads: int, *, feature_map: str = "identity", **shared: Unpack[HeadOptions]
     ) -> None:
         super().__init__(dim, heads, **shared)
-        self.feature_map = check_feature_map(feature_map)
-
-    def potential(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_force(y, given)[0]
-
-    def force(self, y: Tensor, given: Given) -> Tensor:
-        return self.potential_and_force(y, given)[1]
-
-    def curvature(self, y: Tensor, v: Tensor, given: Given) -> Tensor:
-        return self.force_and_curvature(y, v, given)[1]
+        self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
 
     def potential_and_force(self, y: Tensor, given: Given) -> Pair:
         mapped = self._map(y, given.mask, bent=False)

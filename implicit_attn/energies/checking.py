@@ -52,11 +52,6 @@ class EnergyReport:
         """The findings that say what is wrong."""
         return tuple(finding for finding in self.findings if finding.passed is False)
 
-    def raise_failures(self) -> None:
-        """ValueError with the report, if a check failed."""
-        if not self.ok:
-            raise ValueError(str(self))
-
     def __str__(self) -> str:
         done = sum(finding.passed is not None for finding in self.findings)
         head = f"{self.name}: {done - len(self.failures)} of {done} checks passed"
@@ -567,8 +562,8 @@ def check_energy(
             said = f'not checked: "{early[0]}" must pass before' if early else ""
             findings.append(Finding(name, None, said) if early else _made(name, probe, tolerance))
     report = EnergyReport(_name(energy), tuple(findings))
-    if strict:
-        report.raise_failures()
+    if strict and not report.ok:
+        raise ValueError(str(report))
     return report
 
 

@@ -311,34 +311,22 @@ class EffectiveRBM(PatternEnergy):
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """The hidden units given the visible ones (..., d): (..., units), or (..., units, components).
 
-        Raises:
-            TypeError, ValueError: v has another dtype than the weights, another shape, or entries that
-                ``visible`` has not; the law of the hidden units has no ``sample(field, generator)``.
+        TypeError if their law has no ``sample(field, generator)``.
         """
-        self._check_visible(v, generator)
-        return self._sample_hidden(v, generator)
-
-    def _sample_hidden(self, v: Tensor, generator: torch.Generator | None) -> Tensor:
+        source = self.prior.site if isinstance(self.prior, SiteLagrangian) else self.prior
+        sample = getattr(source, "sample", None)
+        if sample is None:
+            name = type(source).__name__
+            raise TypeError(f"hidden must have sample(field, generator), {name} has not")
         fields = (v @ self.patterns.mT).unflatten(-1, (-1, self.components)).detach()
-        h = _sampler(self.prior)(fields, generator)
+        h = sample(fields, generator)
         return h.squeeze(-1) if self.components == 1 else h
 
     def sample_visible(self, h: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """The visible units (..., d), given the hidden ones as :meth:`sample_hidden` makes them.
 
-        Raises:
-            TypeError, ValueError: h has another dtype than the weights, another shape, or entries that
-                are not finite; ``visible`` is None.
+        ValueError if ``visible`` is None.
         """
-        units = len(self.patterns) // self.components
-        shape = (units,) if self.components == 1 else (units, self.components)
-        _check_units("h", h, shape, self.patterns)
-        _check_generator(generator)
-        if not bool(h.isfinite().all()):
-            raise ValueError("h must be finite, got NaN or infinity")
-        return self._sample_visible(h, generator)
-
-    def _sample_visible(self, h: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.visible is None:
             raise ValueError(f"visible must be one of {VISIBLE} for samples, got None")
         h = h if self.components == 1 else h.flatten(-2)
@@ -350,7 +338,7 @@ class EffectiveRBM(PatternEnergy):
         """Block Gibbs sampling: ``sweeps`` times all hidden units, then all visible ones.
 
         Args:
-            v: (..., d), starts of independent chains; entries as ``visible`` has them.
+            v: (..., d), dtype of the weights: starts of independent chains; entries as ``visible`` has them.
             sweeps: >= 1.
             generator: on the device of ``v``; None: PyTorch's own.
 
@@ -358,24 +346,21 @@ class EffectiveRBM(PatternEnergy):
             (..., d), distributed as ``exp(-E)`` after enough sweeps.
 
         Raises:
-            TypeError, ValueError: as for :meth:`sample_hidden`; ``visible`` is None.
+            TypeError, ValueError: v has another dtype, shape or entries; as for the samples.
         """
-        self._check_visible(v, generator)
-        for _ in range(require_count("sweeps", sweeps)):
-            v = self._sample_visible(self._sample_hidden(v, generator), generator)
-        return v
-
-    def _check_visible(self, v: Tensor, generator: object) -> None:
-        """``v`` must be what the visible units can be; once a call, not once a sweep."""
-        _check_units("v", v, (self.dim,), self.patterns)
-        _check_generator(generator)
+        require_instance("v", v, Tensor, f"a tensor (..., {self.dim})")
+        if v.dtype != self.patterns.dtype:
+            raise TypeError(f"v must be of the dtype of the weights, got {v.dtype}")
+        if v.shape[-1:] != (self.dim,):
+            raise ValueError(f"v must have the shape (..., {self.dim}), got {tuple(v.shape)}")
         low = {"ising": -1, "binary": 0}.get(self.visible or "")
         if low is not None and not bool(((v == low) | (v == 1)).all()):
             raise ValueError(
                 f"v must have the entries {low} and 1 only, as visible={self.visible!r}"
             )
-        if not bool(v.isfinite().all()):
-            raise ValueError("v must be finite, got NaN or infinity")
+        for _ in range(require_count("sweeps", sweeps)):
+            v = self.sample_visible(self.sample_hidden(v, generator), generator)
+        return v
 
     def _fields(self, y: Tensor) -> Tensor:
         """(..., rows) -> (..., units, components), in float32 or wider."""
@@ -389,10 +374,8 @@ class EffectiveRBM(PatternEnergy):
 def _prior(hidden: object, components: int, shape: tuple[int, ...]) -> Lagrangian:
     if isinstance(hidden, str):
         if require_choice("hidden", hidden, PRIORS) == "one-hot" and components == 1:
-            raise ValueError(
-                "hidden='one-hot' needs weights (units, components, d) with components >= 2, got "
-                f"{shape}"
-            )
+            wanted = "weights (units, components, d) with components >= 2"
+            raise ValueError(f"hidden='one-hot' needs {wanted}, got {shape}")
         return PRIORS[hidden]
     if isinstance(hidden, Lagrangian):
         return hidden
@@ -402,30 +385,3 @@ def _prior(hidden: object, components: int, shape: tuple[int, ...]) -> Lagrangia
         f"hidden must be one of {tuple(PRIORS)}, a Lagrangian or a site with log_partition, mean and "
         f"covariance, got {hidden!r}"
     )
-
-
-def _check_units(name: str, units: object, shape: tuple[int, ...], weights: Tensor) -> None:
-    """``units`` must be a tensor of the dtype of the weights whose last dimensions are ``shape``."""
-    wanted = ", ".join(str(size) for size in ("...", *shape))
-    if not isinstance(units, Tensor):
-        raise TypeError(f"{name} must be a tensor ({wanted}), got {type(units).__name__}")
-    if units.dtype != weights.dtype:
-        raise TypeError(
-            f"{name} must be of the dtype of the weights, {weights.dtype}, got {units.dtype}"
-        )
-    if tuple(units.shape[-len(shape) :]) != shape:
-        raise ValueError(f"{name} must have the shape ({wanted}), got {tuple(units.shape)}")
-
-
-def _check_generator(generator: object) -> None:
-    require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
-
-
-def _sampler(prior: Lagrangian) -> Any:
-    source = prior.site if isinstance(prior, SiteLagrangian) else prior
-    sample = getattr(source, "sample", None)
-    if sample is None:
-        raise TypeError(
-            f"hidden must have sample(field, generator), {type(source).__name__} has not"
-        )
-    return sample

@@ -10,11 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solvers.core.checks import require_choice
-
-# Without a zero within the range of exp, so that a sum of their features has a logarithm.
-POSITIVE_MAPS = ("elu",)
-
 
 class Mapped(NamedTuple):
     """``phi(y)``, ``phi'(y)`` and ``phi''(y)``, each like y; None stands for a slope of 1 or 0."""
@@ -51,17 +46,15 @@ def _relu(y: Tensor, bent: bool) -> Mapped:
     return Mapped(F.relu(y), (y > 0).to(y.dtype), None)
 
 
-def _plain_elu(y: Tensor, bent: bool) -> Mapped:
-    slope = y.clamp_max(0.0).exp()
-    bend = torch.where(y > 0, torch.zeros_like(y), slope) if bent else None
-    return Mapped(F.elu(y), slope, bend)
-
-
 def _elu(y: Tensor, bent: bool) -> Mapped:
     slope = y.clamp_max(0.0).exp()
     bend = torch.where(y > 0, torch.zeros_like(y), slope) if bent else None
     # max(y, 0) + exp(min(y, 0)): elu(y) + 1 would round to 0 where y is far below 0.
     return Mapped(F.relu(y) + slope, slope, bend)
+
+
+def _plain_elu(y: Tensor, bent: bool) -> Mapped:
+    return _elu(y, bent)._replace(value=F.elu(y))
 
 
 def _sigmoid(y: Tensor, bent: bool) -> Mapped:
@@ -106,11 +99,6 @@ _MAPS: dict[str, Callable[[Tensor, bool], Mapped]] = {
 }
 FEATURE_MAPS = tuple(_MAPS)
 NONLINEAR_MAPS = FEATURE_MAPS[1:]
-
-
-def check_feature_map(name: str, *, positive: bool = False) -> str:
-    """``name`` where it is a feature map, a positive one if that is asked for."""
-    return require_choice("feature_map", name, POSITIVE_MAPS if positive else FEATURE_MAPS)
 
 
 def map_features(name: str, y: Tensor, *, bent: bool = True) -> Mapped:

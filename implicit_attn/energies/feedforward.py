@@ -138,8 +138,7 @@ class ReLUFeedForward(MemoryEnergy):
     Negative gradient by z, without norm, context and gates: ``D relu(D^T z)``, a feed-forward block with
     tied weights. Concave in z without norm, for any x.
 
-    Shapes and arguments as for
-    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
+    Shapes and arguments as for :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Example:
         >>> import torch
@@ -173,8 +172,7 @@ class GELUFeedForward(MemoryEnergy):
     is an integral of the exact GELU, so the negative gradient by z, without norm, context and gates, is
     ``D gelu(D^T z)``. Not concave: GELU decreases below -0.75.
 
-    Shapes and arguments as for
-    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
+    Shapes and arguments as for :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
     """
 
     def token_value(self, y: Tensor, given: Given) -> Tensor:
@@ -197,8 +195,7 @@ class SoftmaxFeedForward(MemoryEnergy):
     Concave in z without norm, for any x. It takes no gates: with the weights ``g_m`` before the
     exponentials these would be hidden biases ``log g_m``.
 
-    Shapes and arguments as for
-    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
+    Shapes and arguments as for :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, table 18.
     """
@@ -224,8 +221,7 @@ class GatedFeedForward(MemoryEnergy):
     every hidden unit is gated by the sum of all. The sum runs over M units, so weights of order 1/M keep
     the curvature of order 1. Concave in z with ReLU and without norm, for any x.
 
-    Shapes and other arguments as for
-    :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
+    Shapes and other arguments as for :class:`implicit_attn.energies.feedforward.MemoryEnergy`.
 
     Args:
         activation: phi, ``"gelu"`` (exact), ``"relu"``, ``"sigmoid"`` (as published), ``"tanh"``,

@@ -68,11 +68,8 @@ class PatternEnergy(ProjectedEnergy):
         self.confined = confined
         self._store("patterns", patterns.detach().clone(), learnable)
         if bias is not None:
-            bias = (
-                check_tensor("bias", bias, "d", finite=False, d=dim)
-                .detach()
-                .to(patterns.dtype, copy=True)
-            )
+            check_tensor("bias", bias, "d", finite=False, d=dim)
+            bias = bias.detach().to(patterns.dtype, copy=True)
         self._store("bias", bias, learnable and bias is not None)
 
     def _store(self, name: str, value: Tensor | None, learnable: bool) -> None:
@@ -212,9 +209,7 @@ class Hopfield(PatternEnergy):
         draws = torch.rand(count, generator=generator, device=logits.device, dtype=torch.float64)
         chosen = torch.searchsorted(shares, draws * shares[-1]).clamp_max(len(shares) - 1)
         centers = centers[chosen]
-        noise = torch.randn(
-            centers.shape, generator=generator, device=centers.device, dtype=centers.dtype
-        )
+        noise = centers.new_empty(centers.shape).normal_(generator=generator)
         return (centers + noise / math.sqrt(cooling * self.beta)).to(self.patterns.dtype)
 
     def _mixture(self, cooling: int) -> Pair:
@@ -369,23 +364,15 @@ class QueryEnergy(HasTemperatures, Energy):
         return x if isinstance(x, Prepared) else Prepared(self._context(x, mask))
 
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        query, mean, lse = self._attend(z, x, mask)
-        value = sum_samples(hide(self._each(query, lse).mT, mask))
-        return value, hide(hide(z, mask) - merge_heads(mean), mask)
+        each, mean = self._attend(z, x, mask)
+        return sum_samples(hide(each.mT, mask)), hide(hide(z, mask) - merge_heads(mean), mask)
 
     def each(self, z: Tensor, x: Any = None) -> Tensor:
         """The energy of each query, (B, H, N), float32 or wider."""
-        query, _, lse = self._attend(z, x, None)
-        return self._each(query, lse)
+        return self._attend(z, x, None)[0]
 
-    def _each(self, query: Tensor, lse: Tensor) -> Tensor:
-        wide = query.to(accumulation_dtype(query.dtype))
-        beta = self.beta
-        over = lse / (by_head(beta, 2, lse) if isinstance(beta, Tensor) else beta)
-        return 0.5 * wide.square().sum(-1) - over
-
-    def _attend(self, z: Tensor, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, their mean keys (B, H, N, p), and the log-sum-exp of their scores."""
+    def _attend(self, z: Tensor, x: Any, mask: Tensor | None) -> Pair:
+        """The energy of each query (B, H, N), and its mean key (B, H, N, p)."""
         check_tokens(z, mask, "QueryEnergy", dim=self.dim, tokens=True)
         given = x.parts if isinstance(x, Prepared) else self._context(x, mask, z)
         key, seen, pairs = given.key, given.mask, given.pairs or Pairs()
@@ -394,24 +381,19 @@ class QueryEnergy(HasTemperatures, Energy):
         if not key.shape[2]:
             (key, seen), pairs = masked_key(key), Pairs()
         query = split_heads(hide(z, mask), self.heads)
+        options: dict[str, Any] = {"pairs": pairs.allowed, "bias": pairs.bias}
         mean, lse = frozen_key_attention(
-            *self.at_one(query, key),
-            mask=seen,
-            pairs=pairs.allowed,
-            bias=pairs.bias,
-            backend=self.backend,
+            *self.at_one(query, key), mask=seen, backend=self.backend, **options
         )
-        return query, mean.to(query.dtype), lse
+        beta, wide = self.beta, query.to(accumulation_dtype(query.dtype))
+        over = lse / (by_head(beta, 2, lse) if isinstance(beta, Tensor) else beta)
+        return 0.5 * wide.square().sum(-1) - over, mean.to(query.dtype)
 
     def _context(self, x: Any, mask: Tensor | None, z: Tensor | None = None) -> HeadsContext:
-        name = "QueryEnergy"
-        pairs = read_pairs(x, mask, z, name, cross=True)
-        memory, seen = read_memory(x, self.dim, z, name)
+        pairs = read_pairs(x, mask, z, "QueryEnergy", cross=True)
+        memory, seen = read_memory(x, self.dim, z, "QueryEnergy")
         if z is not None and memory.dtype != z.dtype:
-            raise TypeError(
-                f"{name}: x must have the dtype of z, {z.dtype}, got {memory.dtype}; convert one of "
-                "them with .to()"
-            )
+            raise TypeError(f"QueryEnergy: x must be of {z.dtype} like z, got {memory.dtype}")
         return HeadsContext(None, split_heads(memory, self.heads), seen, pairs)
 
     def extra_repr(self) -> str:
@@ -479,7 +461,9 @@ class HeadwiseEnergy(Energy):
         if not isinstance(x, AttentionInput):
             return self._fold(z), x
         found = read_pairs(x, mask, z, "HeadwiseEnergy", cross=True) or Pairs()
-        pairs, bias = (self._spread(t) for t in found)
+        pairs, bias = (
+            None if t is None else t.expand(-1, self.heads, -1, -1).flatten(0, 1) for t in found
+        )
         tokens, memory = (None if t is None else self._fold(t) for t in (x.tokens, x.memory))
         given = AttentionInput(tokens, pairs, bias, memory, self._rows(x.memory_mask))
         return self._fold(z), given
@@ -489,12 +473,6 @@ class HeadwiseEnergy(Energy):
 
     def _unfold(self, y: Tensor) -> Tensor:
         return merge_heads(y.unflatten(0, (-1, self.heads)))
-
-    def _spread(self, pairs: Tensor | None) -> Tensor | None:
-        """Pairs (B, 1 or H, N, M) as (B H, N, M)."""
-        if pairs is None:
-            return None
-        return pairs.expand(-1, self.heads, -1, -1).flatten(0, 1)
 
     def _rows(self, mask: Tensor | None) -> Tensor | None:
         return None if mask is None else mask.repeat_interleave(self.heads, 0)

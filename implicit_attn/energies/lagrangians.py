@@ -14,19 +14,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from implicit_attn.energies.projected import RMSNorm
 from implicit_attn.energies.tokens import accumulation_dtype, check_tokens, hide, sum_samples
-from implicit_attn.parametrised import parametrise
-from solvers.core.checks import require_count, require_positive
+from solvers.core.checks import require_positive
 
 
 class Lagrangian(ABC):
     """A convex function of each token, over the last dimension, summed over the tokens."""
 
-    def value(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Lagrangian of each sample, (B, ..., d) -> (B,), in float32 or wider.
 
         ``mask`` (B, N) bool, for ``z`` (B, N, ..., d), is False at masked tokens.
@@ -34,9 +33,6 @@ class Lagrangian(ABC):
         check_tokens(z, mask, type(self).__name__)
         wide = hide(z, mask).to(accumulation_dtype(z.dtype))
         return sum_samples(hide(self.token_value(wide), mask))
-
-    def __call__(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        return self.value(z, mask=mask)
 
     @abstractmethod
     def token_value(self, z: Tensor) -> Tensor:
@@ -127,64 +123,12 @@ class RMSNormLagrangian(Lagrangian):
 class LayerNormLagrangian(RMSNormLagrangian):
     """``Lag = d sqrt(var(z) + epsilon)``, ``g = (z - mean(z)) / sqrt(var(z) + epsilon)``: LayerNorm.
 
-    It is the ``RMSNormLagrangian`` of ``z - mean(z)``, without gain and offset, which
-    ``LearnedLayerNormLagrangian`` has.
+    It is the ``RMSNormLagrangian`` of ``z - mean(z)``, without gain and offset.
     """
 
     @staticmethod
     def project(z: Tensor) -> Tensor:
         return z - z.mean(-1, keepdim=True)
-
-
-class _Positive(nn.Module):
-    """Parametrisation ``log(1 + exp(raw))`` of a number > 0."""
-
-    def forward(self, raw: Tensor) -> Tensor:
-        return F.softplus(raw)
-
-    def right_inverse(self, value: Tensor) -> Tensor:
-        if not bool(((value > 0) & value.isfinite()).all()):
-            raise ValueError(f"gamma must be finite and > 0 in {value.dtype}, got {value.tolist()}")
-        return value + torch.log(-torch.expm1(-value))
-
-
-class LearnedLayerNormLagrangian(Lagrangian, nn.Module):
-    """``Lag = d gamma sqrt(var(z) + epsilon) + delta.z``: LayerNorm with a learned gain and offset.
-
-    ``g = gamma (z - mean(z)) / sqrt(var(z) + epsilon) + delta``. ``gamma``, one number, stays > 0 during
-    training, so that the Lagrangian is convex (a tensor > 0 may be assigned to it); ``delta`` is (d,).
-    A module: an ``ActivationStep`` trains it with its energy.
-
-    Args:
-        dim: d.
-        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
-
-    Source: Hoover et al., "Energy Transformer" (2023), https://arxiv.org/abs/2302.07253, equations 1
-    and 2.
-    """
-
-    gamma: Tensor
-
-    def __init__(self, dim: int, epsilon: float = 1.0) -> None:
-        nn.Module.__init__(self)
-        self.norm = LayerNormLagrangian(epsilon)
-        self.gamma = nn.Parameter(torch.ones(()))
-        parametrise(self, "gamma", _Positive())
-        self.delta = nn.Parameter(torch.zeros(require_count("dim", dim)))
-
-    def token_value(self, z: Tensor) -> Tensor:
-        gain, offset = self.gamma.to(z.dtype), self.delta.to(z.dtype)
-        return gain * self.norm.token_value(z) + (z * offset).sum(-1)
-
-    def activation(self, z: Tensor) -> Tensor:
-        unit = self.norm.activation(z)
-        return torch.addcmul(self.delta.to(z.dtype), self.gamma.to(z.dtype), unit)
-
-    def hessian_product(self, z: Tensor, v: Tensor) -> Tensor:
-        return self.gamma.to(z.dtype) * self.norm.hessian_product(z, v)
-
-    def extra_repr(self) -> str:
-        return f"dim={len(self.delta)}, epsilon={self.norm.epsilon}"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.energies.energy import Energy, Prepared
-from implicit_attn.energies.feature_maps import Mapped, check_feature_map, map_features
+from implicit_attn.energies.feature_maps import FEATURE_MAPS, Mapped, map_features
 from implicit_attn.energies.heads import (
     HasTemperatures,
     HeadOptions,
@@ -28,7 +28,7 @@ from implicit_attn.energies.tokens import (
     check_vector,
     hide,
 )
-from implicit_attn.kernels.running import running_products, running_states, running_sums
+from implicit_attn.kernels.running import running_products, running_states
 from solvers.core.checks import require_choice, require_flag
 from solvers.core.modes import without_autocast
 
@@ -44,16 +44,13 @@ class FrozenKeys(NamedTuple):
     Attributes:
         features: causal: the gated features f (B, H, N, p), else None.
         log_decay: causal: ``log a`` (B, H, N), or None.
-        states: causal: of ``running_states``; else ``sum_j gamma_j f_j f_j^T`` (B, H, p, p). None with
-            ``normalised``.
-        sums: with ``normalised``: ``sum_j gamma_ij f_j``, (B, H, N or 1, p), else None.
+        states: causal: of ``running_states``; else ``sum_j gamma_j f_j f_j^T`` (B, H, p, p).
         attends: which queries have a key, (B, N or 1) bool; None: all.
     """
 
-    features: Tensor | None = None
-    log_decay: Tensor | None = None
-    states: Tensor | None = None
-    sums: Tensor | None = None
+    features: Tensor | None
+    log_decay: Tensor | None
+    states: Tensor
     attends: Tensor | None = None
 
 
@@ -64,14 +61,10 @@ class GatedLinearAttention(HasTemperatures, Energy):
 
         E = -(T/2) sum_h sum_i sum_j gamma_ij (phi(q_i).f_j)^2
 
-    Its gradient by q is ``-T phi'(q_i) * sum_j gamma_ij (phi(q_i).f_j) f_j``. With ``normalised`` it is
-    the kernel free energy, whose gradient is divided by the sum of the weights::
-
-        E = -T sum_h sum_i log sum_j gamma_ij phi(q_i).f_j
-
-    The gates are made of x alone, so no gradient by z flows through them: ``"none"``: 1; ``"keys"``:
-    ``gamma_j = sigmoid(w_h.x_j + b_h)``; ``"decay"``: ``gamma_ij = a_(j+1) ... a_i`` with such
-    ``a_l``. With ``feature_map="identity"`` and no norm E is concave in z, whatever x.
+    Its gradient by q is ``-T phi'(q_i) * sum_j gamma_ij (phi(q_i).f_j) f_j``. The gates are made of x
+    alone, so no gradient by z flows through them: ``"none"``: 1; ``"keys"``:
+    ``gamma_j = sigmoid(w_h.x_j + b_h)``; ``"decay"``: ``gamma_ij = a_(j+1) ... a_i`` with such ``a_l``.
+    With ``feature_map="identity"`` and no norm E is concave in z, whatever x.
 
     The cost is linear in the numbers of queries and keys; causal sums are running ones.
 
@@ -83,10 +76,8 @@ class GatedLinearAttention(HasTemperatures, Energy):
         dim: features d of the state's tokens.
         heads: number of heads.
         causal: query i sees the tokens ``j <= i`` of x, of which there are N.
-        feature_map: phi, as for :class:`implicit_attn.energies.attention.LinearAttention`; ``normalised``
-            needs ``"elu"``, which has no zero; E is infinite where ``exp(y)`` is too small for the dtype.
+        feature_map: phi, as for :class:`implicit_attn.energies.attention.LinearAttention`.
         gate: one of ``GATES``; ``"decay"`` needs ``causal``.
-        normalised: the kernel free energy.
         shared: head_dim, beta, learned_beta, context_dim (of x, default ``dim``), norm (of queries and keys)
             and bound (of ``W_q`` and ``W_k``), as for
             :class:`implicit_attn.energies.attention.HeadsEnergy`.
@@ -105,7 +96,6 @@ class GatedLinearAttention(HasTemperatures, Energy):
         causal: bool = False,
         feature_map: str = "identity",
         gate: str = "none",
-        normalised: bool = False,
         **shared: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
@@ -113,8 +103,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
         if options.bias:
             raise ValueError("bias must be False for a GatedLinearAttention, got True")
         self.causal = require_flag("causal", causal)
-        self.normalised = require_flag("normalised", normalised)
-        self.feature_map = check_feature_map(feature_map, positive=self.normalised)
+        self.feature_map = require_choice("feature_map", feature_map, FEATURE_MAPS)
         self.gate = require_choice("gate", gate, GATES)
         if gate == "decay" and not causal:
             raise ValueError('gate="decay" needs causal=True, got causal=False')
@@ -136,12 +125,8 @@ class GatedLinearAttention(HasTemperatures, Energy):
     def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
         query, mapped, keys = self._evaluate(z, x, mask)
         seen = _seen(keys, mask)
-        if keys.sums is not None:
-            total = _totals(mapped.value, keys.sums, seen)
-            value, force = -total.log(), keys.sums / total.unsqueeze(-1)
-        else:
-            force = self._products(mapped.value, keys)
-            value = -0.5 * (mapped.value.to(accumulation_dtype(force.dtype)) * force).sum(-1)
+        force = self._products(mapped.value, keys)
+        value = -0.5 * (mapped.value.to(accumulation_dtype(force.dtype)) * force).sum(-1)
         value = value if seen is None else value.masked_fill(~seen, 0.0)
         force = _only(-mapped.push(self._over(force)), seen).to(query.unit.dtype)
         return self.over_beta(value), like_state(query.pull_back(force), z, mask)
@@ -151,15 +136,9 @@ class GatedLinearAttention(HasTemperatures, Energy):
         check_vector(v, z)
         raw, moved = query.push(hide(v, mask))
         shift, seen = mapped.push(moved), _seen(keys, mask)
-        if keys.sums is not None:
-            total = _totals(mapped.value, keys.sums, seen).unsqueeze(-1)
-            force = keys.sums / total
-            curved = -force * (force * shift).sum(-1, keepdim=True)
-        else:
-            force, curved = self._products(mapped.value, keys), self._products(shift, keys)
-        curved = mapped.pull_back_curvature(self._over(force), self._over(curved), moved)
-        force = -mapped.push(self._over(force))
-        force, curved = (_only(t, seen).to(raw.dtype) for t in (force, -curved))
+        force, curved = (self._over(self._products(t, keys)) for t in (mapped.value, shift))
+        curved = mapped.pull_back_curvature(force, curved, moved)
+        force, curved = (_only(-t, seen).to(raw.dtype) for t in (mapped.push(force), curved))
         return like_state(query.pull_back_curvature(force, curved, raw), z, mask)
 
     def _evaluate(
@@ -168,9 +147,7 @@ class GatedLinearAttention(HasTemperatures, Energy):
         name = type(self).__name__
         check_tokens(z, mask, name, dim=self.dim, tokens=True)
         keys = x.parts if isinstance(x, Prepared) else self._freeze(x, mask, z)
-        held = keys.states if keys.sums is None else keys.sums
-        assert held is not None  # of normalised energies the sums
-        check_held(held, z, name, None if keys.features is None else keys.features.shape[2])
+        check_held(keys.states, z, name, None if keys.features is None else keys.features.shape[2])
         weight = self.query.weight
         raw = project(hide(z, mask), weight, None, self.heads, mask)
         query = Features.of(raw, self.norm, weight, self.heads)
@@ -186,31 +163,26 @@ class GatedLinearAttention(HasTemperatures, Energy):
         raw = project(tokens, weight, None, self.heads, seen)
         unit = raw if self.norm is None else self.norm.normalise(raw)[0]
         features = map_features(self.feature_map, unit).value
-        wide, logits = accumulation_dtype(features.dtype), None
+        decay = None
         if self.gates is not None:
-            logits = F.linear(tokens, self.gates.weight, self.gate_bias).mT  # (B, H, M)
-        if logits is not None and self.gate == "keys":
+            decay = F.logsigmoid(
+                F.linear(tokens, self.gates.weight, self.gate_bias).mT
+            )  # (B, H, M)
+        if decay is not None and self.gate == "keys":
             # In the product of two features each takes the root of the gate.
-            power = 1.0 if self.normalised else 0.5
-            features = features * (power * F.logsigmoid(logits)).exp().unsqueeze(-1)
+            features = features * (0.5 * decay).exp().unsqueeze(-1)
+            decay = None
         if seen is not None:
             features = features.masked_fill(~seen[:, None, :, None], 0.0)
         if not self.causal:
             attends = None if seen is None else seen.any(1, keepdim=True)
             if not features.shape[2]:
                 attends = features.new_zeros(len(features), 1, dtype=torch.bool)
-            if self.normalised:
-                sums = features.sum(2, keepdim=True, dtype=wide)
-                return FrozenKeys(sums=sums, attends=attends)
-            features = features.to(wide)
+            features = features.to(accumulation_dtype(features.dtype))
             with without_autocast(features.device.type):
-                return FrozenKeys(states=features.mT @ features, attends=attends)
-        decay = None
-        if logits is not None and self.gate == "decay":
-            decay = F.logsigmoid(logits)
-            decay = decay if seen is None else decay.masked_fill(~seen[:, None], 0.0)
-        if self.normalised:
-            return FrozenKeys(features, decay, sums=running_sums(features.to(wide), decay))
+                return FrozenKeys(None, None, features.mT @ features, attends)
+        if decay is not None and seen is not None:
+            decay = decay.masked_fill(~seen[:, None], 0.0)
         return FrozenKeys(features, decay, running_states(features, decay))
 
     def _memory(
@@ -231,7 +203,6 @@ class GatedLinearAttention(HasTemperatures, Energy):
 
     def _products(self, rows: Tensor, keys: FrozenKeys) -> Tensor:
         """``sum_j gamma_ij (r_i.f_j) f_j`` of rows (B, H, N, p)."""
-        assert keys.states is not None
         if keys.features is None:
             with without_autocast(rows.device.type):
                 return rows.to(keys.states.dtype) @ keys.states
@@ -244,14 +215,8 @@ class GatedLinearAttention(HasTemperatures, Energy):
     def extra_repr(self) -> str:
         return (
             f"heads={self.heads}, causal={self.causal}, feature_map={self.feature_map}, "
-            f"gate={self.gate}, normalised={self.normalised}, {self.described()}, norm={self.norm}"
+            f"gate={self.gate}, {self.described()}, norm={self.norm}"
         )
-
-
-def _totals(value: Tensor, sums: Tensor, seen: Tensor | None) -> Tensor:
-    """``sum_j gamma_ij phi(q_i).f_j``, (B, H, N); 1 where nothing is seen."""
-    total = (value.to(sums.dtype) * sums).sum(-1)
-    return total if seen is None else total.masked_fill(~seen, 1.0)
 
 
 def _seen(keys: FrozenKeys, mask: Tensor | None) -> Tensor | None:

@@ -38,15 +38,11 @@ def check_values(energy: Any, batch: int, name: str) -> None:
     """``energy`` must be a tensor (B,): one number per sample."""
     if not isinstance(energy, Tensor):
         raise TypeError(f"{name} must return a tensor of shape (B,), got {type(energy).__name__}")
-    if energy.dim() == 0:
-        raise ValueError(
-            f"{name} returned a scalar; an energy must return one number per sample, shape "
-            f"(B,) = ({batch},): sum over every dimension but the first"
-        )
     if tuple(energy.shape) != (batch,):
+        got = f"shape {tuple(energy.shape)}" if energy.dim() else "a scalar"
         raise ValueError(
-            f"{name} must return one number per sample, shape (B,) = ({batch},), "
-            f"got shape {tuple(energy.shape)}"
+            f"{name} must return one number per sample, shape (B,) = ({batch},), got {got}: sum over "
+            "every dimension but the first"
         )
 
 

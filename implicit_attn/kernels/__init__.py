@@ -16,7 +16,7 @@ from implicit_attn.kernels.dispatch import (
     sigmoid_attention_hvp,
 )
 from implicit_attn.kernels.free_energy import helmholtz_free_energy
-from implicit_attn.kernels.running import running_products, running_states, running_sums
+from implicit_attn.kernels.running import running_products, running_states
 
 __all__ = [
     "Choice",
@@ -31,7 +31,6 @@ __all__ = [
     "helmholtz_free_energy",
     "running_products",
     "running_states",
-    "running_sums",
     "sigmoid_attention",
     "sigmoid_attention_hvp",
 ]

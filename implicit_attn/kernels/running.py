@@ -18,32 +18,6 @@ CHUNK = 64  # tokens; more make larger triangles, fewer more steps of the recurs
 
 
 @without_autocast
-def running_sums(values: Tensor, log_decay: Tensor | None = None, *, chunk: int = CHUNK) -> Tensor:
-    """``s_i = sum_(j<=i) gamma_ij v_j``, (B, H, N, r), differentiable any number of times.
-
-    Args:
-        values: v, (B, H, N, r), floating.
-        log_decay: ``log a``, (B, H, N), all <= 0, minus infinity where a is 0; None: every a is 1.
-        chunk: tokens of a chunk, >= 1; it changes no result but by rounding.
-
-    Raises:
-        TypeError, ValueError: for other shapes or dtypes.
-    """
-    _check(values, log_decay, chunk)
-    if log_decay is None or not values.shape[2]:
-        return values.to(wide_dtype(values)).cumsum(2).to(values.dtype)
-    wide, logs = _chunks(values, chunk), _log_chunks(values, log_decay, chunk)
-    within, decay = _triangle(logs) @ wide, logs.cumsum(-1)
-    last = decay[..., -1:]
-    before, state = [], torch.zeros_like(wide[:, :, 0, :1])
-    for index in range(wide.shape[2]):
-        before.append(state)
-        state = last[:, :, index, :, None].exp() * state + within[:, :, index, -1:]
-    sums = within + decay.exp().unsqueeze(-1) * torch.stack(before, 2)
-    return sums.flatten(2, 3)[:, :, : values.shape[2]].to(values.dtype)
-
-
-@without_autocast
 def running_states(
     features: Tensor, log_decay: Tensor | None = None, *, chunk: int = CHUNK
 ) -> Tensor:

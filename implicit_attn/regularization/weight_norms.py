@@ -41,22 +41,23 @@ class WeightNorm(nn.Module):
         """W from (g, V), or from V alone where ``target`` is given."""
         # In half precision SMALLEST would be 0, and its inverse infinite.
         direction = parts[-1].to(accumulation_dtype(parts[-1].dtype))
-        size = self._norm(direction).clamp_min(SMALLEST)
         length = parts[0] if self.target is None else self.target
-        return (direction * (length / size)).to(parts[-1].dtype)
+        return (direction * (length / self.size(direction))).to(parts[-1].dtype)
 
     def right_inverse(self, weight: Tensor) -> Any:
-        return weight if self.target is not None else (self._norm(weight), weight.clone())
+        return weight if self.target is not None else (self.size(weight), weight.clone())
 
-    def _norm(self, weight: Tensor) -> Tensor:
+    def size(self, weight: Tensor) -> Tensor:
+        """What V is divided by, of a shape that broadcasts to the weight's."""
         others = [dim for dim in range(weight.dim()) if dim != self.dim % weight.dim()]
-        return torch.linalg.vector_norm(weight, dim=others or None, keepdim=True)
+        norm = torch.linalg.vector_norm(weight, dim=others or None, keepdim=True)
+        return norm.clamp_min(SMALLEST)
 
     def extra_repr(self) -> str:
         return f"target={self.target}, dim={self.dim}"
 
 
-class SpectralNorm(nn.Module):
+class SpectralNorm(WeightNorm):
     """Parametrisation ``W = g V / sigma(V)`` with the largest singular value sigma.
 
     sigma is computed exactly, as an eigenvalue of a Gram matrix, not by a power iteration: so W is the same
@@ -72,24 +73,9 @@ class SpectralNorm(nn.Module):
     https://arxiv.org/abs/1802.05957.
     """
 
-    def __init__(self, target: float | None = 1.0, *, dim: int = 0) -> None:
-        super().__init__()
-        self.target = None if target is None else require_positive("target", target)
-        self.dim, self.measure = dim, SpectralBound(SMALLEST)
-
-    def forward(self, *parts: Tensor) -> Tensor:
-        """W from (g, V), or from V alone where ``target`` is given."""
-        length = parts[0] if self.target is None else self.target
-        return parts[-1] * (length / self._sigma(parts[-1]))
-
-    def right_inverse(self, weight: Tensor) -> Any:
-        return weight if self.target is not None else (self._sigma(weight), weight.clone())
-
-    def _sigma(self, weight: Tensor) -> Tensor:
-        return self.measure.norm_or_bound(_matrix(weight, self.dim)).to(weight.dtype)
-
-    def extra_repr(self) -> str:
-        return f"target={self.target}, dim={self.dim}"
+    def size(self, weight: Tensor) -> Tensor:
+        sigma = SpectralBound(SMALLEST).norm_or_bound(_matrix(weight, self.dim))
+        return sigma.to(weight.dtype)
 
 
 class _MatrixBound(SpectralBound):
@@ -188,7 +174,7 @@ def remove_norm(module: nn.Module) -> list[str]:
         if not parametrize.is_parametrized(layer, "weight"):
             continue
         parts = list(layer.parametrizations["weight"])  # type: ignore[index,arg-type]
-        ours = [isinstance(part, (WeightNorm, SpectralNorm, _MatrixBound)) for part in parts]
+        ours = [isinstance(part, (WeightNorm, _MatrixBound)) for part in parts]
         if not any(ours):
             continue
         if not all(ours):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any
 
@@ -14,7 +13,7 @@ from implicit_attn.energies.hyperset import build_attention, build_feedforward
 from implicit_attn.energies.projected import Given, RMSNorm
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.gradient_step import StepSize, move
-from solvers.core.checks import require_choice, require_count, require_positive
+from solvers.core.checks import require_choice, require_count, require_number
 
 TINY_NORM = 1e-6
 STEP_SIZES = ("conditioned-state", "conditioned-input", "learned", "fixed")
@@ -73,11 +72,9 @@ class ConditionedStepSizes(StepSizes):
         self, dim: int, source: str = "state", *, time_dim: int = 512, initial: float = 0.0
     ) -> None:
         super().__init__()
-        if source not in ("state", "input"):
-            raise ValueError(f"source must be 'state' or 'input', got {source!r}")
-        if not math.isfinite(initial):
-            raise ValueError(f"initial must be finite, got {initial!r}")
-        self.source, self.time_dim, self.initial = source, _check_time_dim(time_dim), float(initial)
+        require_choice("source", source, ("state", "input"))
+        self.source, self.time_dim = source, _check_time_dim(time_dim)
+        self.initial = float(require_number("initial", initial))
         self.embedding = nn.Sequential(
             nn.Linear(time_dim, require_count("dim", dim)), nn.GELU(), nn.Linear(dim, dim)
         )
@@ -271,7 +268,7 @@ class HyperSETLayer(nn.Module):
 class LowRankDeltas(nn.Module):
     """``W_t = W + scale A_t B_t``, ``A_t`` (rows, rank) and ``B_t`` (rank, dim), for each iteration t.
 
-    All entries are drawn from N(0, deviation^2), so the iterations differ from the start. Iterations
+    All entries are drawn from N(0, 0.02^2), so the iterations differ from the start. Iterations
     beyond the last delta use the last.
 
     Args:
@@ -279,31 +276,20 @@ class LowRankDeltas(nn.Module):
         rank: of the differences.
         iterations: number of differences.
         scale: their factor.
-        deviation: standard deviation of the initial entries.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, depth-wise LoRA.
     """
 
     def __init__(
-        self,
-        rows: int,
-        dim: int,
-        rank: int,
-        iterations: int,
-        *,
-        scale: float = 4.0,
-        deviation: float = 0.02,
+        self, rows: int, dim: int, rank: int, iterations: int, *, scale: float = 4.0
     ) -> None:
         super().__init__()
         sizes = {"rows": rows, "dim": dim, "rank": rank, "iterations": iterations}
         for name, size in sizes.items():
             require_count(name, size)
-        if isinstance(scale, bool) or not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number, got {scale!r}")
-        deviation = require_positive("deviation", deviation)
-        self.scale = float(scale)
-        self.left = nn.Parameter(deviation * torch.randn(iterations, rows, rank))
-        self.right = nn.Parameter(deviation * torch.randn(iterations, rank, dim))
+        self.scale = float(require_number("scale", scale))
+        self.left = nn.Parameter(0.02 * torch.randn(iterations, rows, rank))
+        self.right = nn.Parameter(0.02 * torch.randn(iterations, rank, dim))
 
     def forward(self, weight: Tensor, index: int) -> Tensor:
         """``W_t`` for the weight W (rows, dim) and t = ``index``, counted from 0."""

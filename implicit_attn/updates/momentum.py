@@ -43,12 +43,7 @@ class _Momentum(nn.Module):
                 setattr(self, name, number)
 
     def extra_repr(self) -> str:
-        parts = [
-            f"{name}={float(number):.4g}"
-            for name in ("beta", "eta")
-            if (number := getattr(self, name)) is not None
-        ]
-        return ", ".join([*parts, f"learned={self.learned}"])
+        return f"beta={self.beta}, eta={self.eta}, learned={self.learned}"
 
 
 class DescentStep(nn.Module):

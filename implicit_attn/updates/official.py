@@ -71,52 +71,30 @@ class Descent:
     def __post_init__(self) -> None:
         require_choice("descent", self.kind, DESCENTS)
 
-    def start(self) -> Moments:
-        """Nothing remembered yet."""
-        return Moments()
-
-    def __call__(self, moments: Moments, gradient: Tensor) -> Tensor:
-        """The step for ``gradient``, like it; ``moments`` are updated."""
+    def __call__(self, kept: dict[str, Any], gradient: Tensor) -> Tensor:
+        """The step for ``gradient``, like it; ``kept``, empty before the first, remembers the others."""
         if self.kind == "plain":
             return gradient
-        moments.steps += 1
+        t = kept["t"] = kept.get("t", 0) + 1
+
+        def add(name: str, decay: float, value: Tensor) -> Tensor:
+            kept[name] = decay * kept[name] + value if name in kept else value
+            return kept[name]
+
         if self.kind == "momentum":
-            return moments.add(gradient, self.momentum)
+            return add("b", self.momentum, gradient)
         if self.kind == "adam":
-            mean = moments.average(gradient, self.first) / (1.0 - self.first**moments.steps)
-            square = moments.average_square(gradient, self.second)
-            return mean / self._root(square / (1.0 - self.second**moments.steps))
-        scaled = gradient / self._root(moments.average_square(gradient, self.decay))
-        return scaled if self.kind == "rmsprop" else moments.add(scaled, self.momentum)
+            mean = add("m", self.first, (1.0 - self.first) * gradient)
+            square = add("v", self.second, (1.0 - self.second) * gradient.square())
+            return mean / (1.0 - self.first**t) / self._root(square / (1.0 - self.second**t))
+        square = add("v", self.decay, (1.0 - self.decay) * gradient.square())
+        scaled = gradient / self._root(square)
+        return scaled if self.kind == "rmsprop" else add("b", self.momentum, scaled)
 
     def _root(self, square: Tensor) -> Tensor:
         # The root of 0 has no derivative, and a masked token's gradient is 0.
         least = torch.finfo(square.dtype).tiny
         return square.clamp_min(least).sqrt() + self.epsilon
-
-
-class Moments:
-    """What a ``Descent`` remembers of the gradients of a solve, from zero."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._first: Tensor | None = None
-        self._second: Tensor | None = None
-
-    def add(self, value: Tensor, decay: float) -> Tensor:
-        """``b <- decay b + value``."""
-        self._first = value if self._first is None else decay * self._first + value
-        return self._first
-
-    def average(self, value: Tensor, decay: float) -> Tensor:
-        """``m <- decay m + (1 - decay) value``."""
-        return self.add((1.0 - decay) * value, decay)
-
-    def average_square(self, value: Tensor, decay: float) -> Tensor:
-        """``v <- decay v + (1 - decay) value^2``."""
-        new = (1.0 - decay) * value.square()
-        self._second = new if self._second is None else decay * self._second + new
-        return self._second
 
 
 GAINS = ("none", "shared", "separate")
@@ -235,9 +213,8 @@ class OfficialStepSizes(ConditionedStepSizes):
     ``sinusoids``     none: ``time_dim`` is ``dim``           none            RMS norm      masked images
     ================  ======================================  ==============  ============  ============
 
-    The official code starts ``embed`` with weights 0, as well as ``last``. Then no gradient ever reaches
-    the weights of ``embed``: its output is 0 before the second Linear and what it hands back is 0 before
-    the first, so that the step sizes learn nothing of the time. Here ``embed`` starts at random.
+    The official code starts ``embed`` with weights 0, as well as ``last``, so that no gradient ever reaches
+    the weights of ``embed``. Here it starts at random.
 
     Args:
         dim: d.
@@ -362,7 +339,7 @@ class OfficialHyperSETLayer(HyperSETLayer):
         return self.gains is None and self.descent.kind == "plain"
 
     def context(self, x0: Tensor, times: Tensor) -> Any:
-        return super().context(x0, times), (self.descent.start(), self.descent.start())
+        return super().context(x0, times), ({}, {})
 
     def advance(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from implicit_attn import EquilibriumBlock, apply_norm
-from implicit_attn.energies import Couplings, LearnedLayerNormLagrangian
+from implicit_attn.energies import Couplings
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -38,10 +38,6 @@ class Tokens(nn.Module):
         return self.use(self.part, x)
 
 
-def norms(part: nn.Module, x: Tensor) -> Tensor:
-    return part.activation(x)  # type: ignore[operator]
-
-
 def couplings(part: nn.Module, x: Tensor) -> Tensor:
     return x.flatten(1) @ part.matrix  # type: ignore[operator]
 
@@ -50,7 +46,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "block": lambda: EquilibriumBlock(8, heads=2),
     "stack": lambda: nn.Sequential(*(EquilibriumBlock(8, heads=2) for _ in range(2))),
     "norm": Normed,
-    "lagrangian": lambda: Tokens(LearnedLayerNormLagrangian(8), norms),
     "couplings": lambda: Tokens(Couplings(5, 8, bound=0.5), couplings),
 }
 

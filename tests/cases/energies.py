@@ -179,13 +179,7 @@ HEADS: list[Row] = [
         GatedLinearAttention,
         {"gate": "keys", "feature_map": "relu", "learned_beta": True},
     ),
-    ("gated-cross-normalised", GatedLinearAttention, {"normalised": True, "gate": "keys", **ELU}),
     ("gated-causal", GatedLinearAttention, {"causal": True, "gate": "decay", **UNEQUAL, **ELU}),
-    (
-        "gated-causal-normalised",
-        GatedLinearAttention,
-        {"causal": True, "normalised": True, "gate": "decay", **ELU},
-    ),
 ]
 FEEDFORWARDS: list[Row] = [
     ("relu-soft", ReLUFeedForward, {}),
@@ -288,7 +282,7 @@ quadratic-input field function composition hyperset-context hopfield-learnable d
 queries-cross spins bare spins-ising rbm-ising rbm-one-hot bisoftmax-soft-4 bisoftmax-causal-soft-4
 bisoftmax-others sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1
 softmax-elastic-trained softmax-cross-trained conditional equilibrium-relu gated-causal
-gated-cross-normalised bisoftmax-context relu-soft-gates gelu-none softmax-ff-soft gated-gelu-none
+gated-cross-keys bisoftmax-context relu-soft-gates gelu-none softmax-ff-soft gated-gelu-none
 """.split()  # noqa: SIM905
 
 

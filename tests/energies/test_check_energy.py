@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cases.energies import masks
-from implicit_attn.energies import Energy, EnergyReport, Prepared, Quadratic, check_energy
+from implicit_attn.energies import Energy, Prepared, Quadratic, check_energy
 from implicit_attn.energies.checking import CHECKS
 from implicit_attn.energies.tokens import hide, sum_samples
 
@@ -142,7 +143,7 @@ WRONG: list[tuple[str, type[Energy], str]] = [
         ),
         r"one number per sample, shape \(B,\) = \(3,\), got shape \(3, 1, 1\)",
     ),
-    ("value", one_number, "returned a scalar"),
+    ("value", one_number, "got a scalar"),
     ("value", density(lambda e, d, z, x: z.log()), "the energy of sample 0 is nan: it must be fin"),
     ("value", made(density=lost), "KeyError was raised: 'lost'"),
     (
@@ -232,8 +233,7 @@ def test_each_mistake_is_named(check: str, factory: Callable[[], Energy], words:
     report = check_energy(factory(), STATE, INPUT, mask=MASK)
     found = {finding.check: finding for finding in report.failures}
     assert check in found, str(report)
-    with pytest.raises(ValueError, match=words):
-        EnergyReport(report.name, (found[check],)).raise_failures()
+    assert re.search(words, str(found[check])), str(report)
 
 
 def test_every_check_has_a_mistake() -> None:

@@ -85,8 +85,12 @@ def test_construction(build_it: Callable[[], object], error: type[Exception], me
 
 
 CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: FunctionEnergy(scalar).grad(Z), ValueError, r"scalar returned a scalar; .* one numbe"),
-    (lambda: (Quadratic() + FunctionEnergy(scalar))(Z), ValueError, r"returned a scalar"),
+    (
+        lambda: FunctionEnergy(scalar).grad(Z),
+        ValueError,
+        r"scalar must return one number .* got a scalar",
+    ),
+    (lambda: (Quadratic() + FunctionEnergy(scalar))(Z), ValueError, r"got a scalar"),
     (lambda: FunctionEnergy(per_token).grad(Z), ValueError, r"\(3,\), got shape \(3, 4\)"),
     (
         lambda: FunctionEnergy(lambda z: 0.0).grad(Z),  # type: ignore[arg-type, return-value]
@@ -123,7 +127,7 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     ),
     (lambda: Quadratic().select("a").grad(Z, {"b": Z}), ValueError, r"x must hold 'a', .*'b'"),
     (lambda: Quadratic().select(2).grad(Z, (Z, Z)), ValueError, r"x must hold 2, it holds 2 parts"),
-    (lambda: IdentityLagrangian().value(Z.int()), TypeError, r"z must be of a floating dtype"),
+    (lambda: IdentityLagrangian()(Z.int()), TypeError, r"z must be of a floating dtype"),
 ]
 
 

@@ -129,7 +129,7 @@ def test_a_temperature_for_each_head_is_that_head_alone() -> None:
     [
         (None, TypeError, r"QueryEnergy: x must be a tensor \(2, M, 6\)"),
         (torch.zeros(2, M, 5).double(), ValueError, r"x must have the shape \(2, M, 6\), got"),
-        (torch.zeros(2, M, DIM), TypeError, r"x must have the dtype of z, torch.float64"),
+        (torch.zeros(2, M, DIM), TypeError, r"x must be of torch.float64 like z"),
         (AttentionInput(), TypeError, r"got NoneType"),
         (
             AttentionInput(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases.energies import relative_error
-from implicit_attn.kernels import running_products, running_states, running_sums
+from implicit_attn.kernels import running_products, running_states
 
 
 def draw(tokens: int, width: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,11 +30,9 @@ def gates(decay: Tensor | None, tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("decayed", [False, True])
 @pytest.mark.parametrize("chunk", [1, 2, 5, 7, 64])
-def test_running_sums_are_the_masked_sums(chunk: int, decayed: bool) -> None:
+def test_running_products_are_the_masked_sums(chunk: int, decayed: bool) -> None:
     query, features, decay = draw(7)
     given, gamma = (decay, gates(decay, 7)) if decayed else (None, gates(None, 7))
-    sums = running_sums(features, given, chunk=chunk)
-    assert relative_error(sums, gamma @ features) <= 1e-14
     expected = (gamma * (query @ features.mT)) @ features
     products = running_products(query, features, given, chunk=chunk)
     assert relative_error(products, expected) <= 1e-14
@@ -45,8 +43,8 @@ def test_running_sums_are_the_masked_sums(chunk: int, decayed: bool) -> None:
 
 def test_a_decay_of_long_sequences_neither_overflows_nor_vanishes() -> None:
     """Products of 1,000 decays of 1/2 are below the least number; their quotients are not used."""
-    values = torch.ones(1, 1, 1000, 1)
-    sums = running_sums(values, torch.full((1, 1, 1000), 0.5).log(), chunk=64)
+    ones = torch.ones(1, 1, 1000, 1)
+    sums = running_products(ones, ones, torch.full((1, 1, 1000), 0.5).log(), chunk=64)
     assert torch.isfinite(sums).all()
     torch.testing.assert_close(sums[0, 0, -1], torch.tensor([2.0]))
 
@@ -58,8 +56,6 @@ def test_nothing_is_lost_after_a_decay_near_zero(reset: float, chunk: int) -> No
     query, features, decay = (t.float() for t in draw(7))
     decay[:, :, 2] = reset
     wide, gamma = features.double(), gates(decay.double(), 7)
-    sums = running_sums(features, decay, chunk=chunk)
-    assert relative_error(sums.double(), gamma @ wide) <= 1e-6
     expected = (gamma * (query.double() @ wide.mT)) @ wide
     decay.requires_grad_()
     products = running_products(query, features, decay, chunk=chunk)
@@ -72,32 +68,27 @@ def test_nothing_is_lost_after_a_decay_near_zero(reset: float, chunk: int) -> No
 def test_derivatives() -> None:
     query, features, decay = (t[:1, :1].requires_grad_() for t in draw(4, 2))
 
-    def both(query: Tensor, features: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-        decay = -decay.square()  # <= 0 wherever it is moved
-        return (
-            running_products(query, features, decay, chunk=3),
-            running_sums(features, decay, chunk=3),
-        )
+    def products(query: Tensor, features: Tensor, decay: Tensor) -> Tensor:
+        return running_products(query, features, -decay.square(), chunk=3)  # <= 0 wherever moved
 
-    assert gradcheck(both, (query, features, decay))
-    assert gradgradcheck(both, (query, features, decay))
+    assert gradcheck(products, (query, features, decay))
+    assert gradgradcheck(products, (query, features, decay))
 
 
 def test_no_tokens_no_sums() -> None:
     query, features, decay = draw(0)
-    assert running_sums(features, decay).shape == query.shape
     assert running_products(query, features, decay).shape == query.shape
 
 
 def test_mistakes() -> None:
     query, features, decay = draw(4)
     with pytest.raises(ValueError, match=r"log_decay must have the shape \(B, H, N\)"):
-        running_sums(features, decay[:, :, :2])
+        running_states(features, decay[:, :, :2])
     with pytest.raises(ValueError, match="query must be like features"):
         running_products(query[:, :, :2], features)
     with pytest.raises(ValueError, match="values must have the shape"):
-        running_sums(features[0])
+        running_states(features[0])
     with pytest.raises(TypeError, match="floating"):
-        running_sums(features.long())
+        running_states(features.long())
     with pytest.raises(ValueError, match="chunk must be >= 1"):
-        running_sums(features, chunk=0)
+        running_states(features, chunk=0)

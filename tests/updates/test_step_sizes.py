@@ -95,7 +95,7 @@ def test_low_rank_deltas() -> None:
 
 
 BAD: list[tuple[Callable[[], object], str]] = [
-    (lambda: ConditionedStepSizes(DIM, "token"), "source must be 'state' or 'input', got 'token'"),
+    (lambda: ConditionedStepSizes(DIM, "token"), "source must be one of .*, got 'token'"),
     (lambda: sinusoids(torch.ones(2), 2), "time_dim must be even and >= 4, got 2"),
 ]
 
