@@ -222,7 +222,7 @@ class RowSoftmaxAttention(BiSoftmaxAttention):
     def straight_force(self, y: Tensor, given: Given) -> Tensor:
         attends, mask = None, given.mask
         if given.pairs is not None:
-            pairs = {"pairs": given.pairs.allowed, "bias": given.pairs.bias}
+            pairs: dict[str, Any] = {"pairs": given.pairs.allowed, "bias": given.pairs.bias}
             force = frozen_key_attention(*self.at_one(y, y), mask=mask, **pairs)[0].to(y.dtype)
             return force if mask is None else force.masked_fill(~mask[:, None, :, None], 0.0)
         if mask is not None:
