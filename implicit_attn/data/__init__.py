@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from implicit_attn.data.augment import Compose, RandomAffine, RandomCrop, RandomFlip
 from implicit_attn.data.cifar import load_cifar10
-from implicit_attn.data.images import (
-    ImageData,
-    batches,
-    epoch_generator,
-    some_samples,
-    stratified_holdout,
-)
+from implicit_attn.data.images import ImageData, epoch_generator, some_samples
 from implicit_attn.data.mnist import load_fashion_mnist, load_mnist, read_idx
 from implicit_attn.data.registry import LOADERS, load, load_digits
 from implicit_attn.data.sudoku import (
@@ -41,7 +35,6 @@ __all__ = [
     "SudokuData",
     "SudokuSymmetries",
     "TextData",
-    "batches",
     "board_counts",
     "epoch_generator",
     "load",
@@ -60,6 +53,5 @@ __all__ = [
     "solve_by_singles",
     "solve_sudoku",
     "some_samples",
-    "stratified_holdout",
     "unique_puzzles",
 ]

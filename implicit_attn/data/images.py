@@ -1,8 +1,7 @@
-"""Labelled images, a stratified hold-out, and batches in a reproducible order."""
+"""Labelled images, and generators that repeat exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -110,36 +109,6 @@ def from_pixels(
     return ImageData(name, 10, *parts[0], *parts[1])
 
 
-def stratified_holdout(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Split indices so that every class gives the same share to the hold-out.
-
-    Of a class with n members, ``round(fraction * n)`` are held out, drawn by ``seed`` alone.
-
-    Returns:
-        Indices of ``labels`` (N,) kept and held out, int64, each in increasing order.
-
-    Raises:
-        ValueError: ``labels`` is not a non-empty vector, ``fraction`` is outside (0, 1), or a class
-            is too small to be in both parts.
-    """
-    if labels.dim() != 1 or labels.numel() == 0:
-        raise ValueError(f"labels has shape {tuple(labels.shape)}, expected (N,) with N >= 1")
-    if not 0 < fraction < 1:
-        raise ValueError(f"fraction is {fraction}, expected a number strictly between 0 and 1")
-    generator = torch.Generator().manual_seed(seed)
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    for label in labels.unique().tolist():
-        members = (labels == label).nonzero().flatten()
-        count = round(fraction * len(members))
-        if not 0 < count < len(members):
-            raise ValueError(
-                f"labels: class {label} has {len(members)} members, too few to hold out a share of "
-                f"{fraction} and keep the rest"
-            )
-        held_out[members[torch.randperm(len(members), generator=generator)[:count]]] = True
-    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
-
-
 def hash_seed(stream: tuple[int, ...], **numbers: int) -> int:
     """A seed below 2^64 from ``numbers``, by numpy's ``SeedSequence``, unrelated to its neighbours'.
 
@@ -161,35 +130,5 @@ def epoch_generator(seed: int, epoch: int, batch: int | None = None) -> torch.Ge
     Raises:
         ValueError: ``seed``, ``epoch`` or ``batch`` is negative.
     """
-    if batch is None:
-        return torch.Generator().manual_seed(hash_seed((), seed=seed, epoch=epoch))
-    return torch.Generator().manual_seed(hash_seed((1,), seed=seed, epoch=epoch, batch=batch))
-
-
-def batches(
-    images: Tensor, labels: Tensor, size: int, generator: torch.Generator | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Go once through the data in batches; the last batch may be smaller.
-
-    Args:
-        images, labels: (N, ...) and (N,), on the same device.
-        size: samples a batch, >= 1.
-        generator: a CPU generator that draws the order when this is called, usually
-            ``epoch_generator(seed, epoch)``; None: the order of the data.
-
-    Returns:
-        An iterator over pairs of images (B, ...) and labels (B,), B <= size.
-
-    Raises:
-        ValueError: ``size`` < 1, no samples, or different numbers of images and labels.
-    """
-    require_count("size", size)
-    if images.dim() == 0 or labels.shape != images.shape[:1] or len(labels) == 0:
-        raise ValueError(
-            f"images {tuple(images.shape)} and labels {tuple(labels.shape)}, "
-            "expected (N, ...) and (N,) with N >= 1"
-        )
-    if generator is None:
-        return zip(images.split(size), labels.split(size), strict=True)
-    order = torch.randperm(len(images), generator=generator).to(images.device)
-    return ((images[index], labels[index]) for index in order.split(size))
+    stream, of_batch = ((), {}) if batch is None else ((1,), {"batch": batch})
+    return torch.Generator().manual_seed(hash_seed(stream, seed=seed, epoch=epoch, **of_batch))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from implicit_attn.data.cifar import load_cifar10
-from implicit_attn.data.images import ImageData, from_pixels, stratified_holdout
+from implicit_attn.data.images import ImageData, from_pixels
 from implicit_attn.data.mnist import load_fashion_mnist, load_mnist
 from implicit_attn.optional import require
 
@@ -31,7 +31,15 @@ def load_digits(*, holdout: float = 0.2, seed: int = 0) -> ImageData:
     """
     digits = require("sklearn.datasets", extra="examples").load_digits()
     pixels, labels = torch.from_numpy(digits.images).unsqueeze(1), torch.from_numpy(digits.target)
-    train, test = ((pixels[i], labels[i]) for i in stratified_holdout(labels, holdout, seed))
+    if not 0 < holdout < 1:
+        raise ValueError(f"holdout must lie strictly between 0 and 1, got {holdout}")
+    generator = torch.Generator().manual_seed(seed)
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(10):
+        members = (labels == label).nonzero().flatten()
+        order = torch.randperm(len(members), generator=generator)
+        held[members[order[: round(holdout * len(members))]]] = True
+    train, test = ((pixels[part], labels[part]) for part in (~held, held))
     return from_pixels("digits", train, test, largest=16)  # inked pixels of 4x4
 
 

@@ -18,11 +18,10 @@ from implicit_attn.studies.extrapolating import (
     accuracy_by_evaluations,
     accuracy_by_iterations,
     adaptive_stopping,
-    evaluations_to_reach,
     extrapolation,
 )
 from implicit_attn.studies.path_ends import Paths, paths
-from implicit_attn.studies.reports import Report, report, solve_history
+from implicit_attn.studies.reports import Report, report
 from implicit_attn.studies.subjects import HeldStep, Subject, open_subject
 from implicit_attn.studies.tables import Study, format_table, write_table
 from implicit_attn.studies.token_geometry import Geometry, average_angle, effective_rank, geometry
@@ -50,7 +49,6 @@ __all__ = [
     "average_angle",
     "convergence",
     "effective_rank",
-    "evaluations_to_reach",
     "exact_moments",
     "extrapolation",
     "format_table",
@@ -63,7 +61,6 @@ __all__ = [
     "random_potts",
     "read_trade_off",
     "report",
-    "solve_history",
     "solver_choices",
     "train_trade_off",
     "write_table",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +74,8 @@ class Convergence(Study):
         colors = {row["solver"]: f"C{number}" for number, row in enumerate(self.costs)}
         goal = f"to {self.rtol:g}, or to the limit"
         axes = figure.subplots(2, 3)
-        _draw_residuals(axes[0, 0], self.curves, colors, self.rtol)
-        _draw_energies(axes[0, 1], self.curves, colors)
+        draw_residuals(axes[0, 0], self.curves, colors, self.rtol)
+        draw_energies(axes[0, 1], self.curves, colors)
         _draw_histograms(axes[0, 2], self.steps, colors)
         axes[0, 2].set_xlabel(f"evaluations {goal}")
         _draw_bars(axes[1, 0], self.costs, colors, "evaluations")
@@ -120,10 +120,10 @@ def convergence(
     rtol = subject.rtol if rtol is None else rtol
     exact = subject.exact()
     with torch.no_grad(), twice_differentiable(subject.model):
-        curves = _curves(exact, max_steps, advance)
+        inner, (given, mask) = exact.layer, exact.given(exact.inputs)
+        curves = solve_curves(solver_choices(inner), given, mask, max_steps, advance)
         costs, steps = _costs(subject, solvers.Tolerance(rtol=rtol), max_steps, repeats, advance)
         advance("eigenvalues")
-        inner, (given, mask) = exact.layer, exact.given(exact.inputs)
         few = pytree.tree_map_only(Tensor, lambda part: part[:spectra], given)
         mask = None if mask is None else mask[:spectra]
         options: Any = {"tolerance": solvers.Tolerance(rtol=FLOOR), "max_steps": 500}
@@ -180,13 +180,19 @@ def with_energies(layer: DEQ) -> Iterator[None]:
         layer.update.monitored = before
 
 
-def _curves(subject: Subject, max_steps: int, advance: Advance) -> Table:
-    layer, (x, mask) = subject.layer, subject.given(subject.inputs)
+def solve_curves(
+    choices: Mapping[str, tuple[DEQ, solvers.Solver | None]],
+    x: Any,
+    mask: Tensor | None,
+    max_steps: int,
+    advance: Advance = nothing,
+) -> Table:
+    """The table ``curves`` of :class:`Convergence`, of layers with their solvers by name."""
     traces: dict[str, tuple[list[int], Tensor, Tensor | None]] = {}
-    for name, (owner, solver) in solver_choices(layer).items():
+    for name, (layer, solver) in choices.items():
         advance(f"{name}, curve")
         with with_energies(layer):
-            traces[name] = _trace(owner, x, mask, solver, max_steps)
+            traces[name] = _trace(layer, x, mask, solver, max_steps)
     energies = [energy.amin(1) for _, _, energy in traces.values() if energy is not None]
     lowest = torch.stack(energies).amin(0) if energies else None
     table: Table = []
@@ -204,7 +210,7 @@ def _curves(subject: Subject, max_steps: int, advance: Advance) -> Table:
 
 
 def _trace(
-    layer: DEQ, x: Any, mask: Tensor | None, solver: solvers.Solver, max_steps: int
+    layer: DEQ, x: Any, mask: Tensor | None, solver: solvers.Solver | None, max_steps: int
 ) -> tuple[list[int], Tensor, Tensor | None]:
     """Numbers of evaluations (T), and residual and energy (B, T) of the best state until then."""
     options: Any = {"solver": solver, "tolerance": solvers.Tolerance(rtol=FLOOR)}
@@ -311,7 +317,7 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
     return table
 
 
-def _draw_residuals(axes: Any, curves: Table, colors: dict[str, str], rtol: float) -> None:
+def draw_residuals(axes: Any, curves: Table, colors: dict[str, str], rtol: float) -> None:
     for name, color in colors.items():
         rows = [row for row in curves if row["solver"] == name]
         draw_band(axes, rows, "evaluation", "residual", color, name, alpha=0.12)
@@ -324,7 +330,7 @@ def _draw_residuals(axes: Any, curves: Table, colors: dict[str, str], rtol: floa
     )
 
 
-def _draw_energies(axes: Any, curves: Table, colors: dict[str, str]) -> None:
+def draw_energies(axes: Any, curves: Table, colors: dict[str, str]) -> None:
     axes.set(xlabel="evaluations per sample", title="Energy")
     seen = [row for row in curves if row.get("energy_above") is not None]
     if not seen:

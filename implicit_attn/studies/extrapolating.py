@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ ACCELERATED = ("L-BFGS", "Anderson", "Broyden")
 RTOLS = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001)
 LOG_FROM = 20.0  # ratio of the largest to the smallest loss above which the axis is logarithmic
 LABEL_GAP = 0.09  # least distance of two labels beside a curve, as a share of the panel's width
+# Of inputs: states in order, each with columns (B,) or None.
+Run = Callable[[Any], Iterable[tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,6 @@ def extrapolation(
     return Extrapolation(curves, reach, adaptive, depths, subject.trained)
 
 
-class Returned(NamedTuple):
-    """The state after so many evaluations, and residual and energy (B,) of it."""
-
-    value: Any
-    residual: Tensor
-    energy: Tensor | None
-
-
 def accuracy_by_evaluations(
     subject: Subject,
     budgets: Sequence[int],
@@ -159,14 +153,14 @@ def accuracy_by_evaluations(
     options: Any = {"tolerance": solvers.Tolerance(rtol=0.0), "on_failure": "ignore"}
     options |= {} if solver is None else {"solver": solver}
 
-    def run(inputs: Any) -> Iterable[Returned]:
+    def run(inputs: Any) -> Iterator[tuple[Any, ...]]:
         x, mask = subject.given(inputs)
         with with_energies(own):
             for budget in budgets:
                 found = own.solve(x, mask, max_steps=budget, **options)
-                yield Returned(found.value, found.residual, found.energy)
+                yield found.value, found.residual, found.energy
 
-    return _pool(subject, budgets, run)
+    return _by_budget(subject, budgets, run)
 
 
 def accuracy_by_iterations(subject: Subject, iterations: Sequence[int]) -> Table:
@@ -184,36 +178,37 @@ def accuracy_by_iterations(subject: Subject, iterations: Sequence[int]) -> Table
     """
     backbone = subject.require_recurrence()
 
-    def run(inputs: Any) -> Iterable[Returned]:
+    def run(inputs: Any) -> Iterator[tuple[Any, ...]]:
         x, _ = subject.given(inputs)
         for z, change in _states_after(backbone, x, iterations):
-            yield Returned(z, change, subject.energy(z, x))
+            yield z, change, subject.energy(z, x)
 
-    return _pool(subject, iterations, run)
+    return _by_budget(subject, iterations, run)
 
 
-def _pool(
-    subject: Subject, numbers: Sequence[int], run: Callable[[Any], Iterable[Returned]]
-) -> Table:
-    """A row for each number of evaluations, pooled over the batches of the subject."""
-    pools = [Pool() for _ in numbers]
-    residuals: list[list[Tensor]] = [[] for _ in numbers]
-    energies: list[list[Tensor]] = [[] for _ in numbers]
-    with torch.no_grad():
-        for inputs, targets in subject.parts():
-            for k, each in enumerate(run(inputs)):
-                pools[k].add(subject.measured(inputs, targets, each.value))
-                residuals[k].append(each.residual)
-                if each.energy is not None:
-                    energies[k].append(each.energy)
+def _by_budget(subject: Subject, budgets: Sequence[int], run: Run) -> Table:
+    """A row for each number of evaluations, of residuals and energies (B,)."""
     table: Table = []
-    for k, number in enumerate(numbers):
-        row: dict[str, Any] = {"evaluations": number, **pools[k].means()}
-        row["residual"] = torch.cat(residuals[k]).median().item()
-        if energies[k]:
-            row["energy"] = torch.cat(energies[k]).mean().item()
-        table.append(row)
+    pooled = _pooled(subject, run)
+    for number, (means, (residual, *energy)) in zip(budgets, pooled, strict=True):
+        row = {"evaluations": number, **means, "residual": residual.median().item()}
+        table.append(row | ({"energy": energy[0].mean().item()} if energy else {}))
     return table
+
+
+@torch.no_grad()
+def _pooled(subject: Subject, run: Run) -> list[tuple[dict[str, float], list[Tensor]]]:
+    """For each state that ``run`` gives, with columns (B,), its measures and whole columns."""
+    pools: dict[int, Pool] = {}
+    columns: dict[int, list[list[Tensor]]] = {}
+    for inputs, targets in subject.parts():
+        for k, (z, *values) in enumerate(run(inputs)):
+            pools.setdefault(k, Pool()).add(subject.measured(inputs, targets, z))
+            columns.setdefault(k, []).append([each for each in values if each is not None])
+    return [
+        (pools[k].means(), [torch.cat(parts) for parts in zip(*columns[k], strict=True)])
+        for k in pools
+    ]
 
 
 def _states_after(
@@ -259,46 +254,35 @@ def adaptive_stopping(
     Returns:
         The tables ``adaptive`` and ``depths`` of :class:`Extrapolation`.
     """
-    taken: list[list[Tensor]] = [[] for _ in rtols]
-    met: list[list[Tensor]] = [[] for _ in rtols]
-    pools = [Pool() for _ in rtols]
-    with torch.no_grad():
-        for inputs, targets in subject.parts():
-            for k, (z, times, stopped) in enumerate(_stops(subject, inputs, most, rtols)):
-                pools[k].add(subject.measured(inputs, targets, z))
-                taken[k].append(times)
-                met[k].append(stopped)
+    pooled = _pooled(subject, lambda inputs: _stops(subject, inputs, most, rtols))
     table: Table = []
     depths: Table = []
-    for k, rtol in enumerate(rtols):
-        times = torch.cat(taken[k])
+    for rtol, (means, (times, met)) in zip(rtols, pooled, strict=True):
         row = {"rtol": rtol, "evaluations": times.double().mean().item()}
         row["evaluations_90"] = times.double().quantile(0.9).item()
-        row["stopped"] = torch.cat(met[k]).double().mean().item()
-        table.append(row | pools[k].means())
+        row["stopped"] = met.double().mean().item()
+        table.append(row | means)
         depths += histogram(times, rtol=rtol)
     return table, depths
 
 
 def _stops(
     subject: Subject, inputs: Any, most: int, rtols: Sequence[float]
-) -> list[tuple[Any, Tensor, Tensor]]:
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """For each tolerance the states at the stop, the evaluations (B,), whether it was met (B,)."""
-    found: list[tuple[Any, Tensor, Tensor]] = []
     x, mask = subject.given(inputs)
     if subject.recurrence is None:
         for rtol in rtols:
             options: Any = {"tolerance": solvers.Tolerance(rtol=rtol), "on_failure": "ignore"}
             end = subject.layer.solve(x, mask, max_steps=most, **options)
-            found.append((end.value, end.evaluations, end.converged))
-        return found
+            yield end.value, end.evaluations, end.converged
+        return
     pairs = _states_after(subject.recurrence, x, range(1, most + 1))
     states, changes = (torch.stack(column) for column in zip(*pairs, strict=True))
     samples = torch.arange(len(x), device=x.device)
     for rtol in rtols:
         times = stopping_times(changes, rtol)
-        found.append((states[times - 1, samples], times, (changes <= rtol).any(dim=0)))
-    return found
+        yield states[times - 1, samples], times, (changes <= rtol).any(dim=0)
 
 
 def budgets_up_to(trained: int, factor: int = 4) -> list[int]:
@@ -326,15 +310,6 @@ def _time_variants(subject: Subject) -> dict[str, Subject]:
     return {names[backbone.beyond]: subject, names[other]: replace(subject, model=model)}
 
 
-def evaluations_to_reach(
-    table: Table, measure: str, level: float, *, at_most: bool = False
-) -> int | None:
-    """The fewest evaluations in a table with ``measure`` at least (or at most) ``level``, or None."""
-    sign = -1 if at_most else 1
-    enough = [row["evaluations"] for row in table if sign * row[measure] >= sign * level]
-    return min(enough, default=None)
-
-
 def _reach(curves: Table, trained: int, factor: int) -> Table:
     methods = dict.fromkeys(row["method"] for row in curves)
     parts = {name: [row for row in curves if row["method"] == name] for name in methods}
@@ -345,9 +320,10 @@ def _reach(curves: Table, trained: int, factor: int) -> Table:
         if "accuracy" in aim:
             for k in sorted({1, min(2, factor), factor}):
                 row[f"accuracy_{k}x"] = _at(rows, k * trained)["accuracy"]
-        for key in (key for key in ("accuracy", "loss", "residual") if key in aim):
-            at_most = key != "accuracy"
-            row[f"to_{key}"] = evaluations_to_reach(rows, key, aim[key], at_most=at_most)
+        for key, sign in (("accuracy", 1), ("loss", -1), ("residual", -1)):
+            if key in aim:
+                enough = [r["evaluations"] for r in rows if sign * r[key] >= sign * aim[key]]
+                row[f"to_{key}"] = min(enough, default=None)
         table.append(row)
     return table
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-import solvers
-from implicit_attn.deq import DEQ
-from implicit_attn.studies.converging import with_energies
+from implicit_attn.studies.converging import (
+    draw_energies,
+    draw_residuals,
+    solve_curves,
+    twice_differentiable,
+)
 from implicit_attn.studies.extrapolating import accuracy_by_evaluations
 from implicit_attn.studies.subjects import Subject
 from implicit_attn.studies.tables import (
@@ -21,13 +23,11 @@ from implicit_attn.studies.tables import (
     ORANGE,
     Study,
     Table,
-    draw_band,
-    leave_empty,
-    median_and_band,
     show_best,
     write_in_corner,
 )
 
+OWN = "the layer's solver"
 CONVERGENCE_SAMPLES = 256  # whose convergence is drawn
 
 
@@ -38,7 +38,7 @@ class Report(Study):
     Attributes:
         epochs: rows with epoch, loss, test_accuracy, converged (share of training samples) and
             evaluations (median).
-        convergence: of :func:`solve_history`, in float64.
+        convergence: the curves of :class:`Convergence` for the layer's own solver, in float64.
         extrapolation: of :func:`accuracy_by_evaluations`.
         rtol, trained: tolerance and median evaluations per sample in training.
         couplings: of a spin classifier: (N, N) norms between its sites, before training and after
@@ -60,13 +60,14 @@ class Report(Study):
         """Four panels; of spins three, and their couplings below."""
         if self.couplings is None:
             panels = list(figure.subplots(2, 2).flat)
-            draw_energy(panels.pop(2), self.convergence)
+            draw_energies(panels.pop(2), self.convergence, {OWN: BLUE})
         else:
             upper, lower = figure.subfigures(2, 1, height_ratios=[1.05, 1.0])
             panels = list(upper.subplots(1, 3))
             draw_couplings(lower, self.couplings)
         draw_training(panels[0], self.epochs)
-        draw_residual(panels[1], self.convergence, self.rtol)
+        draw_residuals(panels[1], self.convergence, {OWN: BLUE}, self.rtol)
+        panels[1].legend(frameon=False)
         draw_accuracy(panels[2], self.extrapolation, self.trained, self.explicit)
 
 
@@ -86,14 +87,9 @@ def report(
         raise ValueError("subject must have the history of its training, got none")
     few = subject.inputs[:CONVERGENCE_SAMPLES]
     exact = replace(subject, inputs=few, targets=None).exact()
-    with torch.no_grad(), with_energies(exact.layer):
-        convergence, _ = solve_history(
-            exact.layer,
-            *exact.given(exact.inputs),
-            tolerance=solvers.Tolerance(rtol=min(1e-6, subject.rtol)),
-            max_steps=100,
-            on_failure="ignore",
-        )
+    with torch.no_grad(), twice_differentiable(exact.model):
+        own = {OWN: (exact.layer, exact.layer.solver)}
+        convergence = solve_curves(own, *exact.given(exact.inputs), max_steps=100)
     budgets = budgets_around(subject.trained)
     return Report(
         subject.history,
@@ -104,56 +100,6 @@ def report(
         None if couplings is None else tuple(couplings),
         explicit,
     )
-
-
-def solve_history(
-    layer: DEQ, x: Any, mask: Tensor | None = None, **options: Any
-) -> tuple[Table, solvers.Solution]:
-    """Residual and energy after every evaluation of one solve, summed up over the samples.
-
-    A sample that has ended keeps its last value, so that every row speaks of all samples.
-
-    Args:
-        layer, x, mask, options: as for ``DEQ.solve``.
-
-    Returns:
-        The table, and the solution with its trace. Rows with evaluation; residual (best so far:
-        median), residual_10 and residual_90 (quantiles); converged (share of samples); and for a
-        monitored layer, of the accepted iterates: energy_drop (energy minus the sample's first,
-        median), energy_above (energy minus the sample's last, median), largest_rise (of any sample
-        since the previous row).
-    """
-    with torch.no_grad():
-        solution = layer.solve(x, mask, record=True, **options)
-    trace = solution.trace
-    assert trace is not None  # record=True
-    best = carry_forward(trace.residual, trace.accepted).cummin(dim=1).values
-    energies = None if trace.energy is None else carry_forward(trace.energy, trace.accepted)
-    taken = torch.isfinite(trace.residual).sum(1)
-    ended = solution.converged[:, None] & (
-        torch.arange(1, best.shape[1] + 1, device=best.device) >= taken[:, None]
-    )
-    table: Table = []
-    for k in range(best.shape[1]):
-        row: dict[str, Any] = {"evaluation": k + 1, **median_and_band("residual", best[:, k])}
-        row["converged"] = ended[:, k].double().mean().item()
-        if energies is not None:
-            now = energies[:, k]
-            row["energy_drop"] = (now - energies[:, 0]).median().item()
-            row["energy_above"] = (now - energies[:, -1]).median().item()
-            row["largest_rise"] = (now - energies[:, max(k - 1, 0)]).max().item()
-        table.append(row)
-    return table, solution
-
-
-def carry_forward(values: Tensor, accepted: Tensor | None) -> Tensor:
-    """(B, T) with NaN and rejected trials replaced by the last accepted value of the row."""
-    valid = torch.isfinite(values)
-    if accepted is not None:
-        valid = valid & accepted
-    columns = torch.arange(values.shape[1], device=values.device).expand_as(values)
-    last = torch.where(valid, columns, 0).cummax(dim=1).values
-    return values.gather(1, last)
 
 
 def budgets_around(trained: int) -> list[int]:
@@ -179,41 +125,6 @@ def draw_training(axes: Any, epochs: Table) -> None:
     right.set_ylim(max(0.0, 5 * ((lowest - 2) // 5)), 100.5)
     # Between the accuracies, which are above, and the loss, which falls below.
     axes.legend(handles=lines, frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.63))
-
-
-def draw_residual(axes: Any, convergence: Table, rtol: float) -> None:
-    """Median and band of the best residual so far."""
-    label = "10 % to 90 % of samples"
-    draw_band(axes, convergence, "evaluation", "residual", BLUE, "median", band_label=label)
-    axes.axhline(rtol, color=GREY, linestyle="--", label="tolerance in training")
-    axes.set(
-        xlabel="evaluations of the update",
-        ylabel="relative residual |f(z) - z| / |f(z)|",
-        yscale="log",
-        title="Convergence to the equilibrium",
-    )
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False)
-
-
-def draw_energy(axes: Any, convergence: Table) -> None:
-    """Median over the samples of the energy above each one's own final value."""
-    axes.set(
-        xlabel="evaluations of energy and gradient",
-        ylabel="energy above its final value (median)",
-        title="Descent of the energy",
-    )
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    rows = [row for row in convergence if "energy_above" in row]
-    if not rows:
-        leave_empty(axes, "this layer has no energy")
-        return
-    rows = [row for row in rows if row["energy_above"] > 0] or rows
-    above = [row["energy_above"] for row in rows]
-    steps = [row["evaluation"] for row in rows]
-    axes.plot(steps, above, color=GREEN, marker="o", markersize=3)
-    if min(above) > 0:
-        axes.set_yscale("log")
 
 
 def draw_accuracy(

@@ -212,7 +212,7 @@ def test_the_digits_are_scikit_learns() -> None:
         images = torch.cat([found.train_images, found.test_images]).flatten(1) * 16
         own = torch.cat([found.train_labels, found.test_labels])
         assert sorted(torch.cat([images, own[:, None]], 1).tolist()) == theirs
-    with pytest.raises(ValueError, match=r"fraction is 1\.0"):
+    with pytest.raises(ValueError, match=r"holdout must lie .* got 1\.0"):
         load_digits(holdout=1.0)
     with pytest.raises(ValueError, match=r"'MNIST'.*'digits', 'mnist', 'fashion-mnist'"):
         load("MNIST")

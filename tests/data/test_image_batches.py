@@ -1,4 +1,4 @@
-"""ImageData's checks, the stratified hold-out, and the order of batches."""
+"""ImageData's checks, and the generators of epochs and batches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from implicit_attn.data import ImageData, batches, epoch_generator, stratified_holdout
+from implicit_attn.data import ImageData, epoch_generator
 
 
 def image_data(**changes: Any) -> ImageData:
@@ -62,83 +60,6 @@ def test_bad_data_are_named(
         image_data(**changes)
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    counts=st.lists(st.integers(5, 40), min_size=1, max_size=5),
-    fraction=st.sampled_from([0.1, 0.2, 0.5, 0.8]),
-    seed=st.integers(0, 2**31),
-)
-def test_holdout_is_a_stratified_partition(counts: list[int], fraction: float, seed: int) -> None:
-    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
-    if any(not 0 < round(fraction * count) < count for count in counts):
-        with pytest.raises(ValueError, match="too few to hold out"):
-            stratified_holdout(labels, fraction, seed)
-        return
-    kept, held_out = stratified_holdout(labels, fraction, seed)
-    assert torch.equal(torch.cat([kept, held_out]).sort().values, torch.arange(len(labels)))
-    assert torch.equal(kept, kept.sort().values)
-    assert torch.equal(held_out, held_out.sort().values)
-    expected = [round(fraction * count) for count in counts]
-    assert labels[held_out].bincount(minlength=len(counts)).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("labels", "fraction", "message"),
-    [
-        (torch.zeros(0, dtype=torch.int64), 0.2, r"labels has shape \(0,\)"),
-        (torch.zeros(4, 2, dtype=torch.int64), 0.2, r"labels has shape \(4, 2\)"),
-        (torch.zeros(10, dtype=torch.int64), 0.0, "fraction is 0.0"),
-        (torch.zeros(10, dtype=torch.int64), 1.0, "fraction is 1.0"),
-        (torch.zeros(10, dtype=torch.int64), float("nan"), "fraction is nan"),
-        (torch.tensor([0] * 10 + [7]), 0.2, "class 7 has 1 members"),
-    ],
-)
-def test_holdout_names_what_is_wrong(labels: Tensor, fraction: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        stratified_holdout(labels, fraction, seed=0)
-
-
-IMAGES = torch.arange(23).float().reshape(23, 1, 1, 1)
-LABELS = torch.arange(23)
-
-
-def order(seed: int, epoch: int, size: int = 5) -> list[int]:
-    pairs = batches(IMAGES, LABELS, size, epoch_generator(seed, epoch))
-    return [label for _, labels in pairs for label in labels.tolist()]
-
-
-@settings(deadline=None, max_examples=50)
-@given(count=st.integers(1, 40), size=st.integers(1, 50), shuffled=st.booleans())
-def test_an_epoch_visits_every_sample_once(count: int, size: int, shuffled: bool) -> None:
-    images, labels = torch.arange(count).float().reshape(count, 1, 1, 1), torch.arange(count)
-    generator = epoch_generator(0, 0) if shuffled else None
-    pairs = list(batches(images, labels, size, generator))
-    assert [len(part) for _, part in pairs[:-1]] == [size] * ((count - 1) // size)
-    assert 1 <= len(pairs[-1][1]) <= size
-    seen = torch.cat([part for _, part in pairs])
-    assert torch.equal(seen.sort().values, labels)
-    assert torch.equal(torch.cat([part for part, _ in pairs]).flatten(), seen.float())
-    if not shuffled:
-        assert torch.equal(seen, labels)
-
-
-def test_the_order_is_a_function_of_seed_and_epoch() -> None:
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    table = {(seed, epoch): order(seed, epoch) for seed in range(4) for epoch in range(4)}
-    stratified_holdout(LABELS % 2, 0.2, seed=1)
-    assert torch.equal(torch.get_rng_state(), state)  # the global generator is left alone
-    torch.rand(100)  # whatever else was drawn in between
-    assert all(order(*key) == drawn for key, drawn in table.items())
-    assert len({tuple(drawn) for drawn in table.values()}) == 16
-    generator, seen = epoch_generator(0, 0), list[int]()
-    for _, labels in batches(IMAGES, LABELS, 5, generator):
-        torch.rand(3, generator=generator)  # nor does it matter what the batches draw
-        seen += labels.tolist()
-    assert seen == table[0, 0]
-
-
 def test_generators_of_batches_are_streams_of_their_own() -> None:
     keys = [(0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
     draws = {key: torch.rand(4, generator=epoch_generator(*key)) for key in keys}
@@ -147,21 +68,3 @@ def test_generators_of_batches_are_streams_of_their_own() -> None:
     for wrong, name in (((-1, 0), "seed"), ((0, -1), "epoch"), ((0, 0, -1), "batch")):
         with pytest.raises(ValueError, match=f"{name} must be >= 0, got -1"):
             epoch_generator(*wrong)
-
-
-@pytest.mark.parametrize(
-    ("error", "images", "labels", "size", "message"),
-    [
-        (ValueError, IMAGES, LABELS, 0, "size must be >= 1, got 0"),
-        (ValueError, IMAGES, LABELS, -1, "size must be >= 1, got -1"),
-        (TypeError, IMAGES, LABELS, 2.5, "size must be an integer, got 2.5"),
-        (TypeError, IMAGES, LABELS, True, "size must be an integer, got True"),
-        (ValueError, IMAGES, LABELS[:-1], 5, r"labels \(22,\)"),
-        (ValueError, IMAGES[:0], LABELS[:0], 5, r"images \(0, 1, 1, 1\)"),
-    ],
-)
-def test_bad_batches_are_refused_at_the_call(
-    error: type[Exception], images: Tensor, labels: Tensor, size: Any, message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        batches(images, labels, size)

@@ -21,7 +21,6 @@ from implicit_attn.energies import FunctionEnergy, Quadratic
 from implicit_attn.models import build_model
 from implicit_attn.studies.extrapolating import relative_changes, stopping_times
 from implicit_attn.studies.path_ends import run_from
-from implicit_attn.studies.reports import carry_forward
 from implicit_attn.studies.subjects import Pool, Subject, measure_boards, subject_of
 
 CURVATURES = torch.tensor([0.2, 0.5, 1.5], dtype=torch.float64)
@@ -243,9 +242,6 @@ def test_when_samples_stop() -> None:
     changes = torch.tensor([[0.5, 0.01], [0.05, 0.2], [0.01, 0.001]])
     assert stopping_times(changes, 0.1).tolist() == [2, 1]
     assert stopping_times(changes, 1e-4).tolist() == [3, 3]
-    table = [{"evaluations": k, "loss": 1 / k} for k in (1, 2, 4)]
-    assert studies.evaluations_to_reach(table, "loss", 0.5, at_most=True) == 2
-    assert studies.evaluations_to_reach(table, "loss", 2.0) is None
 
 
 # Paths.
@@ -355,24 +351,6 @@ def test_depth_and_seeds() -> None:
     one, two = studies.TradeOff(table).seed_means()
     assert (one["layers"], one["seeds"], one["accuracy"]) == (1, 2, 0.375)
     assert (two["layers"], two["seeds"], two["loss"]) == (2, 1, 0.25)
-
-
-def test_history_of_a_solve() -> None:
-    """``z <- z / 2 + x / 2`` from zero: the residual ``|x - z| / |x + z|`` and the energy are known."""
-    layer = DEQ(GradientStep(Quadratic(), 0.5), solver=solvers.Forward(), init="zeros")
-    x = rows(4)
-    options: Any = {"tolerance": solvers.Tolerance(rtol=1e-3), "max_steps": 30}
-    table, solution = studies.solve_history(layer, x, **options)
-    assert solution.converged.all() and table[-1]["converged"] == 1.0
-    for row in table:
-        left = 0.5 ** (row["evaluation"] - 1)  # share of x that is still missing
-        assert row["residual"] == pytest.approx(left / (2 - left), rel=1e-9)
-        assert row["largest_rise"] <= 0 and row["energy_above"] >= 0
-    nan = float("nan")
-    held = carry_forward(
-        torch.tensor([[3.0, nan, 2.0, 5.0]]), torch.tensor([[True, True, True, False]])
-    )
-    assert held.tolist() == [[3.0, 3.0, 2.0, 2.0]]
 
 
 def test_measures_of_boards() -> None:
