@@ -23,10 +23,7 @@ from implicit_attn.models import EquilibriumTransformer, ImageClassifier, Shared
 
 
 def train(
-    model: nn.Module,
-    accelerator: Accelerator,
-    samples: tuple[Tensor, Tensor],
-    epochs: int,
+    model: nn.Module, accelerator: Accelerator, samples: tuple[Tensor, Tensor], epochs: int
 ) -> nn.Module:
     """The trained model; ``samples`` are images and labels."""
     torch.manual_seed(0)

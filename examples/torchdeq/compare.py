@@ -22,10 +22,7 @@ import multiscale_digits
 import torch
 from engines import BACKWARD, ENGINES, Record
 
-EXAMPLES: dict[str, ModuleType] = {
-    "language": language_model,
-    "digits": multiscale_digits,
-}
+EXAMPLES: dict[str, ModuleType] = {"language": language_model, "digits": multiscale_digits}
 COLUMNS = "engine          loss at 1    at 10    last  differs  evaluations  products  residual"
 
 

@@ -46,13 +46,7 @@ class SharedTransformer(RecurrentBackbone):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        hidden: int | None = None,
-        *,
-        layers: int = 1,
-        **recurrence: Any,
+        self, dim: int, heads: int, hidden: int | None = None, *, layers: int = 1, **recurrence: Any
     ) -> None:
         hidden, number = 4 * dim if hidden is None else hidden, require_count("layers", layers)
         made = [TransformerLayer(dim, heads, hidden) for _ in range(number)]

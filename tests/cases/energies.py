@@ -168,11 +168,7 @@ HEADS: list[Row] = [
         ConditionalAttention,
         {"learned_beta": True, "score_norm": None, "curvature": 0.9},
     ),
-    (
-        "conditional-head",
-        ConditionalAttention,
-        {"heads": 1, "norm": NORMS["tiny"], "head_dim": 3},
-    ),
+    ("conditional-head", ConditionalAttention, {"heads": 1, "norm": NORMS["tiny"], "head_dim": 3}),
     ("gated-cross-none", GatedLinearAttention, BARE),
     (
         "gated-cross-keys",
@@ -195,11 +191,7 @@ FEEDFORWARDS: list[Row] = [
     ("gated-relu-soft", GatedFeedForward, {"activation": "relu"}),
     ("gated-relu-none", GatedFeedForward, {"activation": "relu", **BARE}),
     ("gated-sigmoid", GatedFeedForward, {"activation": "sigmoid"}),
-    (
-        "relu-tiny-context",
-        ReLUFeedForward,
-        {"context": True, "bound": 0.7, "norm": NORMS["tiny"]},
-    ),
+    ("relu-tiny-context", ReLUFeedForward, {"context": True, "bound": 0.7, "norm": NORMS["tiny"]}),
     ("relu-none-context", ReLUFeedForward, {"context": True, **BARE}),
     ("relu-soft-gates", ReLUFeedForward, {"context": True, "gates": True}),
     ("gelu-soft-gates", GELUFeedForward, {"context": True, "gates": True}),
@@ -317,11 +309,9 @@ def keep_places(energy: Energy, keep: Tensor) -> Energy:
     couplings = energy.couplings
     assert isinstance(couplings, Couplings)
     weight = couplings.weight.detach()[keep][:, keep]
-    fewer = Couplings(
-        len(weight),
-        couplings.dim,
-        symmetric_sites=couplings.symmetric_sites,
-    ).to(weight.dtype)
+    fewer = Couplings(len(weight), couplings.dim, symmetric_sites=couplings.symmetric_sites).to(
+        weight.dtype
+    )
     fewer.weight = weight
     energy.couplings = fewer
     return energy

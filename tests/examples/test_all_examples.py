@@ -10,13 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # How to run each example in a few seconds; {out} is an empty folder.
-ARGUMENTS: dict[str, list[str]] = {
-    "wrap_your_energy.py": ["--steps", "40"],
-}
-ELSEWHERE = {
-    "scale_out.py",
-    "runner.py",
-}  # run by tests of their own
+ARGUMENTS: dict[str, list[str]] = {"wrap_your_energy.py": ["--steps", "40"]}
+ELSEWHERE = {"scale_out.py", "runner.py"}  # run by tests of their own
 
 
 def words(name: str, out: Path) -> list[str]:

@@ -180,10 +180,7 @@ def one_block_has_as_many_parameters_repeated(tables: Tables) -> None:
 # Options that keep a run within a second or two, and what its tables must show.
 EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], None]]] = {
     "attention/landscapes": ("--states 4 --patterns 6 --points 9", no_state_rises),
-    "attention/norm_map": (
-        "--dimensions 3 --scales 3 --draws 20",
-        norms_vanish_in_high_dimension,
-    ),
+    "attention/norm_map": ("--dimensions 3 --scales 3 --draws 20", norms_vanish_in_high_dimension),
     "attention/repeated_block": (
         "--data digits --patch 4 --train-images 128 --test-images 40 --epochs 1 --seeds 1",
         one_block_has_as_many_parameters_repeated,
@@ -203,10 +200,7 @@ EXPERIMENTS: dict[str, tuple[str, Callable[[Tables], None]]] = {
         from_all_patterns_to_one,
     ),
     "memories/hopfield_digits": ("--noises 0.1 --counts 5", memories_take_noise_off),
-    "memories/memory_density": (
-        "--samples 40 --starts 1 --steps 3",
-        the_density_integrates_to_one,
-    ),
+    "memories/memory_density": ("--samples 40 --starts 1 --steps 3", the_density_integrates_to_one),
     "spins/free_energy": (
         "--models 5 --ising 5 --potts 3 --strengths 0.25",
         corrections_improve_on_naive_mean_field,

@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from implicit_attn.energies import ClassicalHopfield, DenseAssociative
-from implicit_attn.models.memories import (
-    BinaryMemory,
-    hebb,
-    pseudo_inverse,
-    pseudo_likelihood,
-)
+from implicit_attn.models.memories import BinaryMemory, hebb, pseudo_inverse, pseudo_likelihood
 
 RULES: list[str | int] = ["hebb", "pseudo-inverse", "pseudo-likelihood", 2, 3, 4, 7, "exp"]
 each_rule = pytest.mark.parametrize("rule", RULES)

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from implicit_attn.models import (
-    HyperSET,
-    HyperSETEquilibrium,
-    build_backbone,
-)
+from implicit_attn.models import HyperSET, HyperSETEquilibrium, build_backbone
 from implicit_attn.updates import HyperSETLayer
 from solvers import Status, Tolerance
 

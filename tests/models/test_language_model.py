@@ -13,12 +13,7 @@ from torch.nn import functional as F
 import solvers
 from cases.energies import relative_error
 from implicit_attn.data.text import split_text
-from implicit_attn.models import (
-    ATTENTION_FORMS,
-    EquilibriumLanguageModel,
-    LanguageModel,
-    generate,
-)
+from implicit_attn.models import ATTENTION_FORMS, EquilibriumLanguageModel, LanguageModel, generate
 from implicit_attn.training import NextToken
 from implicit_attn.updates.momentum import DESCENTS
 

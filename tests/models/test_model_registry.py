@@ -11,12 +11,7 @@ import torch
 
 from cases.studies import specification
 from implicit_attn.checkpoint import save_checkpoint
-from implicit_attn.models import (
-    BACKBONES,
-    ImageClassifier,
-    build_model,
-    load_model,
-)
+from implicit_attn.models import BACKBONES, ImageClassifier, build_model, load_model
 
 pytest.importorskip("safetensors", reason="checkpoints need it")
 
