@@ -12,8 +12,10 @@ the majority class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ import torch
 from matplotlib.figure import Figure
 from parity import Rings, draw_rings, train
 from ring_models import EquilibriumRing, LayeredRing
-from torch import Tensor, nn
+from torch import Tensor
 
 import solvers
 from implicit_attn.training import Recipe
@@ -41,14 +43,14 @@ Table = list[dict[str, Any]]
 
 
 class Answer(NamedTuple):
-    """Classes (B, N), evaluations (B,), and which instances reached the tolerance, (B,)."""
+    """Classes (B, N), evaluations (B,), and which rings reached the tolerance, (B,)."""
 
     predicted: Tensor
     evaluations: Tensor
     converged: Tensor
 
 
-Method = Callable[[Any, Sequence[int]], list[Answer]]  # (inputs, rising budgets) -> an answer each
+Method = Callable[[Any, Tensor, int], Answer]  # (model, inputs, evaluations at most)
 
 
 def spent(logits: Tensor, evaluations: int) -> Answer:
@@ -56,75 +58,60 @@ def spent(logits: Tensor, evaluations: int) -> Answer:
     return Answer(logits.argmax(2), number, torch.zeros_like(number, dtype=torch.bool))
 
 
-def fixed_depth(model: nn.Module, evaluations: int) -> Method:
-    return lambda inputs, budgets: [spent(model(inputs), evaluations)] * len(budgets)
+def layered(model: LayeredRing, inputs: Tensor, budget: int) -> Answer:
+    return spent(model(inputs), budget)
 
 
-def begin(model: EquilibriumRing, inputs: Any) -> tuple[Any, Any]:
-    """What an evaluation is given in place of x, and the initial state."""
+def states(model: EquilibriumRing, inputs: Tensor, count: int, step: float = 1) -> Iterator[Tensor]:
+    """After each of ``count`` iterations ``z <- z + step (f(z, x) - z)``."""
     x = model.encode(inputs)
-    prepared = model.layer.update.prepare(x)
-    return prepared, model.layer.update.start(x, prepared)
-
-
-def iterate(model: EquilibriumRing, z: Tensor, x: Any, count: int, damping: float = 1.0) -> Tensor:
+    z = model.layer.update.initial(x)
     for _ in range(count):
         new = model.layer.update(z, x)
-        z = new if damping == 1 else torch.lerp(z, new, damping)
-    return z
+        z = new if step == 1 else torch.lerp(z, new, step)
+        yield z
 
 
-def iterated(model: EquilibriumRing, damping: float = 1.0) -> Method:
-    """``z <- z + damping (f(z, x) - z)``, the last state of each budget."""
-
-    def answer(inputs: Any, budgets: Sequence[int]) -> list[Answer]:
-        (x, z), found, made = begin(model, inputs), [], 0
-        for budget in budgets:
-            z, made = iterate(model, z, x, budget - made, damping), budget
-            found.append(spent(model.decode(z), budget))
-        return found
-
-    return answer
+def iterated(model: EquilibriumRing, inputs: Tensor, budget: int, step: float = 1) -> Answer:
+    (end,) = deque(states(model, inputs, budget, step), maxlen=1)
+    return spent(model.decode(end), budget)
 
 
-def annealed(model: EquilibriumRing, noise: float = 0.5, stages: int = 4) -> Method:
+def annealed(
+    model: EquilibriumRing, inputs: Tensor, budget: int, noise: float = 0.5, parts: int = 4
+) -> Answer:
     """Iterations in S equal parts; after the first evaluation of part s the state moves by
     ``noise (1 - s / (S - 1))`` times its root mean square times N(0, 1), if evaluations follow to mend it."""
-
-    def answer(inputs: Any, budgets: Sequence[int]) -> list[Answer]:
-        found = []
-        for budget in budgets:
-            generator = torch.Generator().manual_seed(0)
-            x, z = begin(model, inputs)
-            ends = [round(budget * stage / stages) for stage in range(stages + 1)]
-            for stage in range(stages):
-                level, left = noise * (1 - stage / (stages - 1)), ends[stage + 1] - ends[stage]
-                if level > 0 and left > 1:
-                    z, left = iterate(model, z, x, 1), left - 1
-                    size = z.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (z.dim() - 1))
-                    z = z + level * size * torch.randn(z.shape, generator=generator)
-                z = iterate(model, z, x, left)
-            found.append(spent(model.decode(z), budget))
-        return found
-
-    return answer
+    generator = torch.Generator().manual_seed(0)
+    x = model.encode(inputs)
+    z = model.layer.update.initial(x)
+    ends = pairwise(round(budget * part / parts) for part in range(parts + 1))
+    for part, (start, end) in enumerate(ends):
+        level = noise * (1 - part / (parts - 1))
+        for made in range(start, end):
+            z = model.layer.update(z, x)
+            if made == start and level > 0 and end - start > 1:
+                size = z.square().flatten(1).mean(1).sqrt().view(-1, 1, 1)
+                z = z + level * size * torch.randn(z.shape, generator=generator)
+    return spent(model.decode(z), budget)
 
 
-def solved_by(model: EquilibriumRing, solver: solvers.Solver, rtol: float = 1e-6) -> Method:
-    """A solve for each budget, in which an instance stops at the tolerance; the best iterate answers."""
+def solved_by(
+    model: EquilibriumRing, inputs: Tensor, budget: int, solver: Any, rtol: float = 1e-6
+) -> Answer:
+    """A solve in which a ring stops at the tolerance; the best iterate answers."""
+    end = model.layer.solve(
+        model.encode(inputs), solver=solver, tolerance=solvers.Tolerance(rtol=rtol),
+        max_steps=budget, adjoint=None, on_failure="ignore",
+    )  # fmt: skip
+    return Answer(model.decode(end.value).argmax(2), end.evaluations, end.converged)
 
-    def answer(inputs: Any, budgets: Sequence[int]) -> list[Answer]:
-        x, found = model.encode(inputs), []
-        for budget in budgets:
-            end = model.layer.solve(
-                x, solver=solver, tolerance=solvers.Tolerance(rtol=rtol), max_steps=budget,
-                adjoint=None, on_failure="ignore",
-            )  # fmt: skip
-            predicted = model.decode(end.value).argmax(2)
-            found.append(Answer(predicted, end.evaluations, end.converged))
-        return found
 
-    return answer
+WAYS: dict[str, Method] = {
+    FORWARD: iterated, DAMPED: partial(iterated, step=0.5),
+    ANDERSON: partial(solved_by, solver=solvers.Anderson()), ANNEALED: annealed,
+}  # fmt: skip
+SOLVERS = {FORWARD: solvers.Forward(), ANDERSON: solvers.Anderson()}
 
 
 def shares(right: Tensor) -> dict[str, float]:
@@ -133,67 +120,26 @@ def shares(right: Tensor) -> dict[str, float]:
     return {"solved": solved, "accuracy": accuracy}
 
 
-def curve(method: Method, rings: Rings, budgets: Sequence[int]) -> Table:
-    found = zip(budgets, method(rings.inputs, budgets), strict=True)
-    return [
-        {"iterations": budget, "evaluations": each.evaluations.double().mean().item()}
-        | shares(rings.right(each.predicted))
-        for budget, each in found
-    ]
+def kinds(rings: Rings) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """The difficulties, and which rings have each."""
+    for difficulty in rings.difficulty.unique().tolist():
+        some = rings.difficulty == difficulty
+        yield {"difficulty": difficulty, "samples": int(some.sum())}, some
 
 
-def by_difficulty(rings: Rings, rows: Callable[[Tensor], dict[str, Any]]) -> Table:
-    kinds = rings.difficulty.unique().tolist()
-    return [{"difficulty": kind, **rows(rings.difficulty == kind)} for kind in kinds]
-
-
-def adaptive(model: EquilibriumRing, rings: Rings, solver: Any, most: int) -> tuple[Table, Table]:
-    """Each ring stops where its own residual is small enough: by tolerance, and by difficulty, too."""
-    table: Table = []
-    stops: Table = []
-    for rtol in RTOLS:
-        (end,) = solved_by(model, solver, rtol)(rings.inputs, [most])
-        numbers = end.evaluations.double()
-        row = {"rtol": rtol, "evaluations": numbers.mean().item()}
-        row["evaluations_90"] = numbers.quantile(0.9).item()
-        row["converged"] = end.converged.double().mean().item()
-        table.append(row | shares(rings.right(end.predicted)))
-
-        def mean(some: Tensor, rtol: float = rtol, numbers: Tensor = numbers) -> dict[str, Any]:
-            return {
-                "rtol": rtol,
-                "samples": int(some.sum()),
-                "evaluations": numbers[some].mean().item(),
-            }
-
-        stops += by_difficulty(rings, mean)
-    return table, stops
-
-
-def needed(model: EquilibriumRing, rings: Rings, most: int) -> Table:
-    """By difficulty: iterations after which a ring is solved for good; mean and most of those solved."""
-    answers = iterated(model)(rings.inputs, range(1, most + 1))
-    solved = torch.stack([rings.right(each.predicted).all(1) for each in answers])
-    lasting = solved.flip(0).long().cumprod(0).flip(0)
-    first = torch.where(lasting[-1] > 0, lasting.argmax(0) + 1, 0)
-
-    def row(some: Tensor) -> dict[str, Any]:
-        reached = first[some & (first > 0)]
-        mean, longest = (
-            (reached.double().mean().item(), int(reached.max())) if len(reached) else (None,) * 2
-        )
-        number = int(some.sum())
-        found = {"samples": number, "solved": len(reached) / number}
-        return found | {"iterations": mean, "iterations_most": longest}
-
-    return by_difficulty(rings, row)
+def lasting(model: EquilibriumRing, rings: Rings, most: int) -> Tensor:
+    """(B,): iterations after which a ring is solved for good, 0 where it is not."""
+    ends = states(model, rings.inputs, most)
+    solved = torch.stack([rings.right(model.decode(z).argmax(2)).all(1) for z in ends])
+    ever_after = solved.flip(0).long().cumprod(0).flip(0)
+    return torch.where(ever_after[-1] > 0, ever_after.argmax(0) + 1, 0)
 
 
 def unfolding(model: EquilibriumRing, rings: Rings, most: int) -> Tensor:
     """(most, N) bool: where the hardest ring is right after each iteration, from its longest run on."""
     hardest = rings.select(rings.difficulty.argmax()[None])
-    answers = iterated(model)(hardest.inputs, range(1, most + 1))
-    right = torch.cat([hardest.right(answer.predicted) for answer in answers])
+    ends = states(model, hardest.inputs, most)
+    right = torch.cat([hardest.right(model.decode(z).argmax(2)) for z in ends])
     places = (hardest.inputs[0, :, 1] > 0).nonzero().flatten()
     gaps = (places.roll(-1) - places - 1) % right.shape[1]
     return right.roll(-int(places[gaps.argmax()]), dims=1)
@@ -208,12 +154,9 @@ def over_seeds(table: Table, same: Sequence[str], measures: Sequence[str]) -> Ta
     for key, rows in groups.items():
         new: dict[str, Any] = {**dict(zip(same, key, strict=True)), "seeds": len(rows)}
         for name in measures:
-            values = [row[name] for row in rows if row[name] is not None]
-            new[name] = sum(values) / len(values) if values else None
-            new[f"{name}_least"], new[f"{name}_most"] = (
-                min(values, default=None),
-                max(values, default=None),
-            )
+            values = [row[name] for row in rows]
+            new |= {name: sum(values) / len(values), f"{name}_least": min(values)}
+            new[f"{name}_most"] = max(values)
         merged.append(new)
     return merged
 
@@ -233,23 +176,34 @@ def easy_to_hard(
     if size < 4:
         raise ValueError(f"size must be >= 4, got {size}")
     least, trained, depth = max(2, size // 2 - 2), 2 * size, 3 * size // 2
+    long = LONG * trained
 
     def draw(number: int, generator: torch.Generator) -> Rings:
         positions = int(torch.randint(least, size + 1, (), generator=generator))
         return draw_rings(number, positions, generator)
 
     ring = partial(EquilibriumRing, DIM, HEADS)
-    once, long = trained, LONG * trained
-    contenders: dict[str, tuple[Any, ...]] = {  # model, steps, learning rate, iterations in training
-        EQUILIBRIUM: (partial(ring, iterations=trained), steps, 3e-3, (size, trained)),
+    stop = partial(solved_by, solver=solvers.Forward(), rtol=1e-3)
+    # model, steps, learning rate, iterations in training; how it answers, in how many evaluations
+    contenders: dict[str, tuple[Any, int, float, Any, dict[str, tuple[Method, int]]]] = {
+        EQUILIBRIUM: (partial(ring, iterations=trained), steps, 3e-3, (size, trained), {
+            f"{EQUILIBRIUM}, {trained} iterations as in training": (iterated, trained),
+            f"{EQUILIBRIUM}, {long} iterations": (iterated, long),
+            f"{EQUILIBRIUM}, stops by itself": (stop, LONG * long),
+        }),
         SAME_DEPTH: (
             partial(LayeredRing, DIM, HEADS, depth, local=True), 2 * steps, 2e-3, None,
+            {SAME_DEPTH: (layered, depth)},
         ),
         SAME_PARAMETERS: (
             partial(LayeredRing, DIM // 2, HEADS, LAYERS), 2 * steps * depth // LAYERS, 3e-3, None,
+            {SAME_PARAMETERS: (layered, LAYERS)},
         ),
-        ALWAYS: (partial(ring, iterations=depth), steps, 3e-3, depth),
-        ONCE: (partial(ring, iterations=1), 2 * steps, 3e-3, 1),
+        ALWAYS: (
+            partial(ring, iterations=depth), steps, 3e-3, depth,
+            {f"{ALWAYS}, {number} iterations": (iterated, number) for number in (depth, long)},
+        ),
+        ONCE: (partial(ring, iterations=1), 2 * steps, 3e-3, 1, {ONCE: (layered, 1)}),
     }  # fmt: skip
     rings = {
         factor: draw_rings(tests, number, torch.Generator().manual_seed(TEST_SEED + number))
@@ -260,38 +214,24 @@ def easy_to_hard(
     tables: dict[str, Table] = {name: [] for name in names}
     picture = None
     for now in range(seed, seed + seeds):
-        for name, settings in contenders.items():
+        for name, (build, batches, rate, times, ways) in contenders.items():
             print(f"seed {now}: {name}", flush=True)
-            build, batches, rate, times = settings
             torch.manual_seed(now)
             model = build()
-            recipe = Recipe(batches, 64, rate, warmup=0.1, seed=now, iterations=times)
-            train(model, draw, recipe)
-            ways: list[tuple[str, int, Method]]
-            if name == EQUILIBRIUM:
-                stop = solved_by(model, solvers.Forward(), 1e-3)
-                ways = [
-                    (f"{name}, {once} iterations as in training", once, iterated(model)),
-                    (f"{name}, {long} iterations", long, iterated(model)),
-                    (f"{name}, stops by itself", LONG * long, stop),
-                ]
-            elif name == ALWAYS:
-                ways = [(f"{name}, {n} iterations", n, iterated(model)) for n in (depth, long)]
-            else:
-                number = {SAME_DEPTH: depth, SAME_PARAMETERS: LAYERS, ONCE: 1}[name]
-                ways = [(name, number, fixed_depth(model, number))]
+            train(model, draw, Recipe(batches, 64, rate, warmup=0.1, seed=now, iterations=times))
             parameters = sum(each.numel() for each in model.parameters())
             with torch.no_grad():
-                for label, budget, method in ways:
+                for label, (method, budget) in ways.items():
                     for test in rings.values():
-                        (row,) = curve(method, test, [budget])
-                        del row["iterations"]
-                        known = {"model": label, "seed": now, "size": test.targets.shape[1]}
-                        tables["sizes"].append({**known, "parameters": parameters, **row})
+                        found = method(model, test.inputs, budget)
+                        row = {"model": label, "seed": now, "size": test.targets.shape[1]}
+                        row |= {"parameters": parameters, "evaluations": mean(found.evaluations)}
+                        tables["sizes"].append(row | shares(test.right(found.predicted)))
                 if name == EQUILIBRIUM:
-                    follow(
-                        model, {factor: rings[factor] for factor in FOLLOWED}, trained, now, tables
-                    )
+                    for factor in FOLLOWED:
+                        known = {"size": rings[factor].targets.shape[1], "seed": now}
+                        ways_of = list(WAYS) if factor == FOLLOWED[1] else [FORWARD]
+                        follow(model, rings[factor], ways_of, trained, known, tables)
                     if picture is None:
                         picture = unfolding(model, rings[FOLLOWED[-1]], long)
     common = draw(1000, torch.Generator().manual_seed(0)).targets.flatten().mode().values
@@ -309,29 +249,39 @@ def easy_to_hard(
     return first | tables, draw_all(title, tables, picture, size, least)
 
 
+def mean(numbers: Tensor) -> float:
+    return numbers.double().mean().item()
+
+
 def follow(
-    model: EquilibriumRing,
-    tests: dict[float, Rings],
-    trained: int,
-    seed: int,
+    model: EquilibriumRing, rings: Rings, ways: list[str], trained: int, known: dict[str, Any],
     tables: dict[str, Table],
-) -> None:
-    """The equilibrium against iterations: all methods, fixed and adaptive, and by difficulty."""
-    ways = {
-        FORWARD: iterated(model), DAMPED: iterated(model, 0.5),
-        ANDERSON: solved_by(model, solvers.Anderson()), ANNEALED: annealed(model),
-    }  # fmt: skip
-    for factor, test in tests.items():
-        known = {"size": test.targets.shape[1], "seed": seed}
-        for name, method in ways.items():
-            if name == FORWARD or factor == FOLLOWED[1]:
-                rows = curve(method, test, multiples(trained))
-                tables["curves"] += [{"method": name, **known, **row} for row in rows]
-        tables["needed"] += [known | row for row in needed(model, test, LONG * trained)]
-        for name, solver in ((FORWARD, solvers.Forward()), (ANDERSON, solvers.Anderson())):
-            found = adaptive(model, test, solver, LONG * LONG * trained)
-            for table, rows in zip(("adaptive", "stops"), found, strict=True):
-                tables[table] += [{"method": name, **known, **row} for row in rows]
+) -> None:  # fmt: skip
+    """The equilibrium against iterations, to tolerances, and by difficulty: rows for the tables."""
+    for name in ways:
+        for budget in multiples(trained):
+            found = WAYS[name](model, rings.inputs, budget)
+            row = {"method": name, **known, "iterations": budget}
+            row |= {"evaluations": mean(found.evaluations), **shares(rings.right(found.predicted))}
+            tables["curves"].append(row)
+    first = lasting(model, rings, LONG * trained)
+    for kind, some in kinds(rings):
+        reached = first[some & (first > 0)]
+        row = known | kind | {"solved": len(reached) / kind["samples"]}
+        row["iterations"] = mean(reached) if len(reached) else None
+        row["iterations_most"] = int(reached.max()) if len(reached) else None
+        tables["needed"].append(row)
+    for name, solver in SOLVERS.items():
+        for rtol in RTOLS:
+            found = solved_by(model, rings.inputs, LONG * LONG * trained, solver, rtol)
+            numbers = found.evaluations.double()
+            row = {"method": name, **known, "rtol": rtol, "evaluations": mean(numbers)}
+            row["evaluations_90"] = numbers.quantile(0.9).item()
+            row["converged"] = mean(found.converged)
+            tables["adaptive"].append(row | shares(rings.right(found.predicted)))
+            for kind, some in kinds(rings):
+                row = {"method": name, **known, **kind, "rtol": rtol}
+                tables["stops"].append(row | {"evaluations": mean(numbers[some])})
 
 
 def multiples(trained: int) -> list[int]:
@@ -376,20 +326,17 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
         draw_seeds(larger, rows, "size", color, label, style)
     larger.axvspan(least, size, color="C4", alpha=0.15, linewidth=0)
     larger.set_xticks(sorted({row["size"] for row in tables["sizes"]}))
-    larger.set(
-        xlabel="positions of the ring (grey: in training)", title="larger rings than in training"
-    )
+    larger.set_xlabel("positions of the ring (grey: in training)")
+    larger.set_title("larger rings than in training")
     larger.set(ylim=(-0.03, 1.85), yticks=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0])  # the legend stands above
     larger.legend(fontsize=8, loc="upper right")
 
-    sizes = {number: color for number, color in zip(
-        sorted({row["size"] for row in tables["needed"]}), ("C2", "C0", "C3"), strict=False
-    )}  # fmt: skip
+    followed = sorted({row["size"] for row in tables["needed"]})
+    sizes = dict(zip(followed, ("C2", "C0", "C3"), strict=False))
     for number, color in sizes.items():
         rows = [row for row in curves if row["method"] == FORWARD and row["size"] == number]
-        draw_seeds(
-            iterations, rows, "iterations", color, f"{number} positions ({number / size:g}x)"
-        )
+        label = f"{number} positions ({number / size:g}x)"
+        draw_seeds(iterations, rows, "iterations", color, label)
     iterations.set_xlabel("iterations; multiples of training's most")
     iterations.set_title("equilibrium: more iterations, larger rings")
     iterations.legend(fontsize=9, loc="lower right")
@@ -400,23 +347,20 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
         rows = [row for row in curves if row["method"] == name and row["size"] == middle]
         style = "--" if name == ANNEALED else "-"  # it often lies on the first
         draw_seeds(methods, rows, "iterations", color, name, style)
-    for name in (FORWARD, ANDERSON):
-        rows = [
-            row for row in tables["adaptive"] if row["method"] == name and row["size"] == middle
-        ]
-        merged = over_seeds(rows, ["rtol"], ["evaluations", "solved"])
+    for name in SOLVERS:
+        mine = [r for r in tables["adaptive"] if r["method"] == name and r["size"] == middle]
+        merged = over_seeds(mine, ["rtol"], ["evaluations", "solved"])
         means = [[row[key] for row in merged] for key in ("evaluations", "solved")]
         label = f"{name}, each ring stops by itself"
         methods.plot(*means, "s--", color=colors[name], markerfacecolor="white", label=label)
     methods.set_xlabel("evaluations at most; squares: mean, tolerances 0.1 to 1e-4")
     methods.set_title(f"equilibrium: ways of solving, {middle} positions")
     methods.legend(fontsize=8, loc="lower right")
+    factors = {budget: budget / trained for budget in multiples(trained)}
+    names = [f"{b}\n{f:.3g}x" if f >= 1 else f"{b}\n1/{1 / f:.3g}x" for b, f in factors.items()]
     for panel in (iterations, methods):
         panel.set_xscale("log", base=2)
-        budgets = multiples(trained)
-        factors = [b / trained for b in budgets]
-        names = [f"{f:.3g}x" if f >= 1 else f"1/{1 / f:.3g}x" for f in factors]
-        panel.set_xticks(budgets, [f"{b}\n{name}" for b, name in zip(budgets, names, strict=True)])
+        panel.set_xticks(list(factors), names)
         panel.axvline(trained, color="black", linestyle=":", linewidth=1)
         panel.set_ylim(-0.03, 1.03)
     for panel in axes[0]:
@@ -427,12 +371,10 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
         for number, color in sizes.items():
             some = [row for row in rows if row["size"] == number and row[key] is not None]
             places, taken = ([row[name] for row in some] for name in ("difficulty", key))
-            look: Any = {"color": color, "markersize": 4, "alpha": 0.5}
-            panel.plot(places, taken, "o", label=f"{number} positions", **look)
-        end = max(row["difficulty"] for row in rows)
-        panel.plot(
-            [1, end], [1, end], color="black", linewidth=1, label="one position an iteration"
-        )
+            label = f"{number} positions"
+            panel.plot(places, taken, "o", label=label, color=color, markersize=4, alpha=0.5)
+        ends = [1, max(row["difficulty"] for row in rows)]
+        panel.plot(ends, ends, color="black", linewidth=1, label="one position an iteration")
         panel.axvspan(1, size, color="C4", alpha=0.15, linewidth=0)
         panel.legend(fontsize=9, loc="upper left")
     need.set(xlabel="difficulty: longest run between marks (grey: in training)")
@@ -446,10 +388,8 @@ def draw_all(title: str, tables: dict[str, Table], picture: Any, size: int, leas
         extent=(0, positions, 0.5, most + 0.5), interpolation="nearest",
     )  # fmt: skip
     unfold.axhline(trained, color="black", linestyle=":", linewidth=1)
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-    unfold.text(
-        positions, trained, "training's most ", fontsize=8, ha="right", va="bottom", bbox=box
-    )
+    text = unfold.text(positions, trained, "training's most ", fontsize=8, ha="right", va="bottom")
+    text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
     unfold.set(xlabel="position, from a mark on", ylabel="iteration")
     unfold.set_title(f"the hardest ring of {positions}: right answers are dark")
     return figure
