@@ -20,7 +20,6 @@ from solvers.core.checks import (
     require_choice,
     require_count,
     require_flag,
-    require_nonnegative,
     require_number,
     require_positive,
 )
@@ -159,7 +158,7 @@ class NewtonAttention(AttentionForm):
     ``A = I - C/T`` its Hessian. The branch is ``sum_h W_O,h W_V,h M_h y_h`` with
     ``M_h = W_Q,h^T (W_Q,h W_Q,h^T)^-1`` and ::
 
-        order=None:  y = ((1 + damping) I - C/T)^-1 w
+        order=None:  y = (I - C/T)^-1 w
         order=m:     y = sum_(r<=m) (tau C)^r w
 
     With ``W_V = W_Q``, ``W_O,h = -(eta/H) M_h`` and, for an order, ``tau = 1/T`` this is the step
@@ -175,11 +174,10 @@ class NewtonAttention(AttentionForm):
             are the same.
         temperature: initial T_h, kept > 0; None: ``sqrt(2p)``.
         tau: initial tau_h, of any sign; None: 0.01. There is none with ``order`` None or 0.
-        damping: >= 0, for ``order=None`` only.
 
     Raises:
         torch.linalg.LinAlgError: in ``forward`` with values, where the rows of a head's ``W_Q`` are
-            linearly dependent, and with ``order=None`` where ``(1 + damping) I - C/T`` is singular.
+            linearly dependent, and with ``order=None`` where ``I - C/T`` is singular.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907: MHA2nd (exact), MHA2nd1st (order 1), MHA2nd1st-noV. The sign is
@@ -196,13 +194,9 @@ class NewtonAttention(AttentionForm):
         causal: bool = True,
         temperature: float | None = None,
         tau: float | None = None,
-        damping: float = 0.0,
     ) -> None:
         super().__init__(dim, heads, causal=causal, values=values)
         self.order = None if order is None else require_count("order", order, low=0)
-        self.damping = require_nonnegative("damping", damping)
-        if damping and order is not None:
-            raise ValueError(f"damping needs order=None, got damping={damping} with order={order}")
         initial = (2.0 * self.width) ** 0.5 if temperature is None else temperature
         self.temperature = PositiveScalars(heads, require_positive("temperature", initial))
         if tau is not None and not order:
@@ -222,15 +216,12 @@ class NewtonAttention(AttentionForm):
             mean = weights @ key
             moved = query - mean
             if self.order is None:
-                direction = self._solve(weights, key, moved, temperature)
+                eye = torch.eye(self.width, dtype=wide, device=moved.device)
+                hessian = eye - covariances(weights, key) / temperature.unsqueeze(-1)
+                direction = torch.linalg.solve(hessian, moved)
             else:
                 direction = sum_series(weights, key, mean, moved, self.tau, self.order)
             return direction if self.value is None else direction @ self._return_map(wide)
-
-    def _solve(self, weights: Tensor, key: Tensor, moved: Tensor, temperature: Tensor) -> Tensor:
-        covariance = covariances(weights, key) / temperature.unsqueeze(-1)
-        eye = torch.eye(self.width, dtype=moved.dtype, device=moved.device)
-        return torch.linalg.solve((1.0 + self.damping) * eye - covariance, moved)
 
     def _return_map(self, dtype: torch.dtype) -> Tensor:
         """``(W_V,h M_h)^T``, (H, p, p): features of queries to values."""
@@ -239,10 +230,7 @@ class NewtonAttention(AttentionForm):
         return torch.linalg.solve(query @ query.mT, query @ value.mT)
 
     def extra_repr(self) -> str:
-        values = self.value is not None
-        return (
-            f"{super().extra_repr()}, order={self.order}, values={values}, damping={self.damping}"
-        )
+        return f"{super().extra_repr()}, order={self.order}, values={self.value is not None}"
 
 
 def sum_series(
@@ -319,14 +307,9 @@ class LightNewtonAttention(AttentionForm):
             # Numbers that are not finite came from elsewhere, not from tau.
             failed = (failed > 0) & matrix.detach().isfinite().all(-1).all(-1)
             if bool(failed.any()):
-                warn_user(
-                    "tau is too large: I - tau C is not positive definite for "
-                    f"{int(failed.sum())} of {failed.numel()} queries and heads, where the "
-                    "step descends nothing",
-                    UserWarning,
-                    "tau",
-                    self,
-                )
+                told = f"{int(failed.sum())} of {failed.numel()} queries and heads"
+                text = f"tau is too large: I - tau C is not positive definite for {told}, where the step "
+                warn_user(f"{text}descends nothing", UserWarning, "tau", self)
         return torch.linalg.solve(matrix, mean)
 
     def extra_repr(self) -> str:

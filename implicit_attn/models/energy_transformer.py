@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from implicit_attn.energies import Projection, ReLUFeedForward, SoftmaxAttention
+from implicit_attn.energies import ReLUFeedForward, SoftmaxAttention
 from implicit_attn.energies.tokens import hide
 from implicit_attn.models.recurrent import RecurrentBackbone, RecurrentLayer
 from solvers.core.checks import require_count, require_positive
@@ -31,7 +31,6 @@ class EnergyTransformerLayer(RecurrentLayer):
         memories: int,
         *,
         step_size: float = 0.1,
-        deviation: float | None = None,
         memory_bias: bool = False,
         **attention: Any,
     ) -> None:
@@ -39,10 +38,6 @@ class EnergyTransformerLayer(RecurrentLayer):
         self.step_size = require_positive("step_size", step_size)
         self.attention = SoftmaxAttention(dim, heads, norm=None, **attention)
         self.feedforward = ReLUFeedForward(dim, memories, norm=None, bias=memory_bias)
-        if deviation is not None:
-            for module in self.modules():
-                if isinstance(module, Projection):
-                    nn.init.normal_(module.weight, std=require_positive("deviation", deviation))
         self.gain, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(dim))
 
     def activation(self, z: Tensor) -> Tensor:
@@ -72,7 +67,6 @@ class EnergyTransformer(RecurrentBackbone):
         iterations, order: as for ``RecurrentBackbone``.
         options: of the layers:
             step_size: of the descent, eta; 0.1 is the paper's for images.
-            deviation: standard deviation of the initial weights; None: ``d^-1/2``.
             bias: biases of queries and keys, ``q = W_Q g + b_Q``, ``k = W_K g + b_K``, zero at first.
             memory_bias: a bias of each memory, ``relu(xi_m.g + c_m)``, zero at first.
             beta: inverse temperature, or one for each head; None: ``1 / sqrt(p)`` for heads of width p.

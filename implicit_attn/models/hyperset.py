@@ -76,11 +76,9 @@ class HyperSET(RecurrentBackbone):
         number = require_count("layers", layers)
         shared = None
         if require_flag("share_steps", share_steps):
-            network, initial = (
-                options.pop("step_network", "paper"),
-                options.pop("initial_step", None),
-            )
-            more = {"initial": initial, "time_dim": options.pop("time_dim", 512)}
+            more = {"initial": options.pop("initial_step", None)}
+            more["time_dim"] = options.pop("time_dim", 512)
+            network = options.pop("step_network", "paper")
             shared = options["step_size"] = build_step_network(network, step_size, dim, **more)
         kind = OfficialHyperSETLayer if OFFICIAL & options.keys() else HyperSETLayer
         made = [kind(dim, heads, memories, **options) for _ in range(number)]

@@ -129,7 +129,7 @@ class TokenClassifier(nn.Module):
         return self.head(z.mean(1) if self.readout == "mean" else z.flatten(1))
 
 
-POSITIONS = ("sinusoidal", "learned", "none")
+POSITIONS = ("sinusoidal", "learned")
 READOUTS = ("class", "mean", "tokens")
 
 
@@ -175,7 +175,7 @@ class ImageClassifier(TokenClassifier):
         channels, classes: image channels, number of classes.
         patch: height = width of a patch in pixels. ("Patch 8" of the Hyper-SET paper on CIFAR-10
             must be 8 patches a side, of 4 pixels: its number of parameters fits only that.)
-        positions: "sinusoidal" (added, constant), "learned" (initially N(0, 0.02^2)) or "none".
+        positions: "sinusoidal" (added, constant), or "learned" (initially N(0, 0.02^2)).
         readout: "class" reads a class token, "mean" the mean of all tokens, "tokens" all of them.
         stem: "patch" embeds linearly, "conv" through a 3x3 convolution.
         embedding_norm: LayerNorm after the embedding.
@@ -204,19 +204,16 @@ class ImageClassifier(TokenClassifier):
     ) -> None:
         super().__init__(channels, image_size, require_choice("readout", readout, READOUTS))
         dim, patches = token_width(backbone), count_patches(image_size, patch)
-        self.positions = require_choice("positions", positions, POSITIONS)
-        linear: Any = PatchEmbedding
-        if require_flag("pixel_norm", pixel_norm):
-            if stem != "patch":
-                raise ValueError(f"pixel_norm must be False for the stem {stem!r}, got True")
-            linear = partial(PatchEmbedding, pixel_norm=True)
+        if require_flag("pixel_norm", pixel_norm) and stem != "patch":
+            raise ValueError(f"pixel_norm must be False for the stem {stem!r}, got True")
+        linear: Any = partial(PatchEmbedding, pixel_norm=pixel_norm)
         self.embed = build_stem(stem, linear, channels, image_size, patch, dim)
         self.embedding_norm = nn.LayerNorm(dim) if embedding_norm else nn.Identity()
         self.class_token = nn.Parameter(torch.randn(dim)) if readout == "class" else None
         count = patches + (readout == "class")
-        if positions == "learned":
+        if require_choice("positions", positions, POSITIONS) == "learned":
             self.position = nn.Parameter(0.02 * torch.randn(count, dim))
-        elif positions == "sinusoidal":
+        else:
             self.register_buffer("position", sinusoidal_positions(count, dim), persistent=False)
         self.backbone = backbone
         width = patches * dim if readout == "tokens" else dim
@@ -225,11 +222,8 @@ class ImageClassifier(TokenClassifier):
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images -> the backbone's input, (B, N, d)."""
-        x = self.with_class_token(
-            self.embedding_norm(self.embed(check_images(images, self.image_shape)))
-        )
-        if self.positions == "none":
-            return x
+        patches = self.embed(check_images(images, self.image_shape))
+        x = self.with_class_token(self.embedding_norm(patches))
         # Some loaders convert weights to half precision and leave what is no weight as it is.
         return x + self.position.to(self.norm.weight.dtype)
 

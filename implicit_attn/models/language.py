@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,15 +47,8 @@ class FeedForwardBranch(nn.Module):
         return self.dropout(self.narrow(F.gelu(self.widen(self.norm(z)))))
 
 
-def check_dropout(dropout: float) -> float:
-    """A share of values that are dropped, in [0, 1)."""
-    if require_number("dropout", dropout, low=0.0, high=1.0) == 1.0:
-        raise ValueError("dropout must be < 1, got 1.0")
-    return dropout
-
-
-def draw_weights(model: nn.Module, outputs: Iterable[nn.Linear], sublayers: int) -> None:
-    """Weights from N(0, 0.02^2), biases 0, those of ``outputs`` divided by ``sqrt(sublayers)``.
+def draw_weights(model: nn.Module, branches: Sequence[nn.Module]) -> None:
+    """Weights from N(0, 0.02^2), biases 0, the last of K branches divided by ``sqrt(K)``.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2, 2019).
     """
@@ -64,19 +57,11 @@ def draw_weights(model: nn.Module, outputs: Iterable[nn.Linear], sublayers: int)
             nn.init.normal_(part.weight, std=SCALE)
         if isinstance(part, nn.Linear) and part.bias is not None:
             nn.init.zeros_(part.bias)
-    for part in outputs:
-        nn.init.normal_(part.weight, std=SCALE * sublayers**-0.5)
-
-
-def output_layers(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers at the ends of the branches."""
-    found = []
-    for part in model.modules():
-        if isinstance(part, AttentionBranch):
-            found.append(part.attention.output)
-        elif isinstance(part, FeedForwardBranch):
-            found.append(part.narrow)
-    return found
+    for branch in branches:
+        last: Any = (
+            branch.attention.output if isinstance(branch, AttentionBranch) else branch.narrow
+        )
+        nn.init.normal_(last.weight, std=SCALE * len(branches) ** -0.5)
 
 
 class SymbolModel(nn.Module):
@@ -106,7 +91,9 @@ class SymbolModel(nn.Module):
         self.dim, self.length = require_count("dim", dim), require_count("length", length)
         self.embedding = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(SCALE * torch.randn(length, dim))
-        self.dropout = nn.Dropout(check_dropout(dropout))
+        if require_number("dropout", dropout, low=0.0, high=1.0) == 1.0:
+            raise ValueError("dropout must be < 1, got 1.0")
+        self.dropout = nn.Dropout(dropout)
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
     def forward(self, symbols: Tensor, iterations: int | None = None) -> Tensor:
@@ -200,17 +187,15 @@ class LanguageModel(SymbolModel):
         super().__init__(vocabulary, dim, length, dropout)
         number, hidden = require_count("layers", layers), 4 * dim if hidden is None else hidden
         self.iterations = require_count("iterations", iterations)
-        steps: list[nn.Module] = []
+        branches: list[nn.Module] = []
         for _ in range(number):
             made = build_attention_form(attention, dim, heads, **(form or {}))
-            for branch in (
-                AttentionBranch(dim, made, dropout),
-                FeedForwardBranch(dim, hidden, dropout),
-            ):
-                steps.append(DescentStep(branch, descent, lookahead=lookahead))
+            branches.append(AttentionBranch(dim, made, dropout))
+            branches.append(FeedForwardBranch(dim, hidden, dropout))
+        steps = [DescentStep(branch, descent, lookahead=lookahead) for branch in branches]
         self.steps: nn.ModuleList = nn.ModuleList(steps)
         if require_choice("initial", initial, INITIAL) == "gpt2":
-            draw_weights(self, output_layers(self), len(steps))
+            draw_weights(self, branches)
         else:
             nn.init.normal_(self.embedding.weight, std=dim**-0.5)
 

@@ -12,13 +12,11 @@ from scipy.optimize import brentq
 from scipy.special import wrightomega
 from torch import Tensor, nn
 
-from implicit_attn.energies import ClassicalHopfield, DenseAssociative, Energy, Hopfield
+from implicit_attn.energies import Hopfield
 from implicit_attn.energies.tokens import accumulation_dtype, check_tensor
 from solvers.core.checks import (
-    require_choice,
     require_count,
     require_flag,
-    require_instance,
     require_nonnegative,
     require_positive,
 )
@@ -85,7 +83,6 @@ PAIR_RULES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-ORDERS = ("asynchronous", "random", "synchronous")
 NOISE = 16  # roundings of a sum, within which two energies count as equal
 
 
@@ -168,41 +165,22 @@ class BinaryMemory(nn.Module):
             return -(y - self.sites).exp().sum(-1)
         return -self._power(y).sum(-1)
 
-    def retrieve(
-        self,
-        s: Tensor,
-        sweeps: int = 20,
-        *,
-        order: str = "asynchronous",
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """The states after at most ``sweeps`` updates of every spin; fixed points stay.
+    def retrieve(self, s: Tensor, sweeps: int = 20) -> Tensor:
+        """The states after at most ``sweeps`` updates of every spin, one after another.
 
         Args:
             s: (B, N), +1 and -1.
             sweeps: >= 1. On a CPU a sample ends with its first sweep that changes nothing.
-            order: ``"asynchronous"``, one spin after another; ``"random"``, the same in a new order
-                each sweep; ``"synchronous"``, all at once, which may end in a cycle and raise the
-                energy.
-            generator: of the orders, for ``"random"``; None: PyTorch's own.
 
         Returns:
             (B, N), of the dtype of the patterns; :meth:`is_fixed_point` tells which of them have arrived.
         """
         self._check(s)
         require_count("sweeps", sweeps)
-        require_choice("order", order, ORDERS)
-        require_instance(
-            "generator", generator, torch.Generator, "a torch.Generator", optional=True
-        )
         dtype, moving = s.dtype, s.to(accumulation_dtype(s.dtype))
         found, rows = moving.clone(), torch.arange(len(s), device=s.device)
         for _ in range(sweeps):
-            if order == "synchronous":
-                after = self._all_at_once(moving)
-            else:
-                after = self._sweep(moving, order, generator)
-            found[rows] = after
+            found[rows] = after = self._sweep(moving)
             if s.device.type == "cpu":  # elsewhere the answer would have to be awaited
                 changed = (after != moving).any(-1)
                 rows, after = rows[changed], after[changed]
@@ -215,34 +193,14 @@ class BinaryMemory(nn.Module):
         """Whether no spin would change, (B,) bool, for spins (B, N)."""
         self._check(s)
         s = s.to(accumulation_dtype(s.dtype))
-        return (self._all_at_once(s) == s).all(-1)
-
-    def continuous(self) -> tuple[Energy, float]:
-        """An energy of real states, and what must be added to it to have :meth:`energy` at spins.
-
-        ``ClassicalHopfield`` for pair rules, whose couplings get a diagonal that makes them positive
-        semidefinite; ``DenseAssociative`` for the others. Both are unbounded below: put them behind
-        a bounded activation, as an ``ActivationStep`` does. Their patterns are float32 or wider.
-
-        Raises:
-            ValueError: for rectified powers, whose energy ``DenseAssociative`` has not.
-        """
-        patterns = self._wide()
-        count, sites = patterns.shape
-        if self.rule == "hebb":
-            return ClassicalHopfield(patterns / math.sqrt(sites)), count / 2
-        if self.couplings is not None:
-            values, vectors = torch.linalg.eigh(self._wide_couplings())
-            scale = (values - values[0]).sqrt()
-            return ClassicalHopfield((vectors * scale).mT), -0.5 * sites * values[0].item()
-        if self.rule == "exp":
-            return DenseAssociative(patterns, power="exp", shift=sites), 0.0
-        if self.rectified:
-            raise ValueError(
-                f"rectified=True with rule={self.rule} has no energy of real states here; "
-                "rectified=False has"
-            )
-        return DenseAssociative(patterns, power=self.rule), 0.0
+        couplings, noise = self._pairs()
+        if couplings is not None:
+            return (_sign(s @ couplings.mT, noise, s) == s).all(-1)
+        columns = self._wide().mT
+        y, stays = s @ columns, torch.ones(len(s), dtype=torch.bool, device=s.device)
+        for old, column in zip(s.mT, columns, strict=True):
+            stays &= self._dense_sign(y - torch.outer(old, column), column, old) == old
+        return stays
 
     def _wide(self) -> Tensor:
         """The patterns in the dtype that everything is computed in."""
@@ -252,16 +210,10 @@ class BinaryMemory(nn.Module):
         assert self.couplings is not None
         return self.couplings.to(accumulation_dtype(self.couplings.dtype))
 
-    def _sweep(self, s: Tensor, order: str, generator: torch.Generator | None) -> Tensor:
-        s, sites = s.clone(), s.shape[1]
-        device = generator.device if generator is not None else s.device
-        random = order == "random"
-        turns = (
-            torch.randperm(sites, generator=generator, device=device) if random else range(sites)
-        )
-        patterns, couplings, noise = self._wide(), *self._pairs()
+    def _sweep(self, s: Tensor) -> Tensor:
+        s, patterns, (couplings, noise) = s.clone(), self._wide(), self._pairs()
         y = s @ patterns.mT
-        for i in turns.tolist() if isinstance(turns, Tensor) else turns:
+        for i in range(self.sites):
             old = s[:, i]
             if couplings is not None:
                 s[:, i] = _sign(s @ couplings[i], noise, old)
@@ -271,18 +223,6 @@ class BinaryMemory(nn.Module):
             y += torch.outer(new - old, column)
             s[:, i] = new
         return s
-
-    def _all_at_once(self, s: Tensor) -> Tensor:
-        couplings, noise = self._pairs()
-        if couplings is not None:
-            return _sign(s @ couplings.mT, noise, s)
-        columns = self._wide().mT
-        y = s @ columns
-        signs = [
-            self._dense_sign(y - torch.outer(old, column), column, old)
-            for old, column in zip(s.mT, columns, strict=True)
-        ]
-        return torch.stack(signs, dim=-1)
 
     def _pairs(self) -> tuple[Tensor | None, Tensor]:
         """The couplings, and the size of a field that counts as zero."""

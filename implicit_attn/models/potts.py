@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from solvers.core.checks import (
     require_callable,
     require_choice,
     require_count,
-    require_flag,
     require_instance,
     require_nonnegative,
     require_number,
@@ -108,13 +108,11 @@ class PottsModel(ConditionalModel):
     model from enough samples. Adding to ``J_ij`` what depends on one of the two colours alone only
     moves fields: compare couplings after ``zero_sum`` of ``implicit_attn.energies.spins``.
 
-    All parameters start at 0, the independent and uniform sites.
+    All parameters start at 0, the independent and uniform sites; ``J_ij^{ab} = J_ji^{ba}`` always.
 
     Args:
         sites: N.
         colours: d.
-        tied: ``J_ij^{ab} = J_ji^{ba}``, as a Potts model has it. False: the regression of every site
-            has couplings of its own, twice as many; there is no joint P then, and no :meth:`energy`.
 
     Attributes:
         couplings: :class:`Couplings`; ``couplings.weight`` is J (N, N, d, d).
@@ -125,10 +123,9 @@ class PottsModel(ConditionalModel):
     prediction in proteins" (2013), https://arxiv.org/abs/1211.1281, for Potts models.
     """
 
-    def __init__(self, sites: int, colours: int, tied: bool = True) -> None:
+    def __init__(self, sites: int, colours: int) -> None:
         super().__init__(sites, colours)
-        self.tied = require_flag("tied", tied)
-        self.couplings = Couplings(sites, colours, symmetric_sites=tied)
+        self.couplings = Couplings(sites, colours)
         nn.init.zeros_(self.couplings.free)
 
     def interaction(self, states: Tensor) -> Tensor:
@@ -136,18 +133,16 @@ class PottsModel(ConditionalModel):
         return self.couplings(states)
 
     def penalty(self) -> Tensor:
-        """``sum_ij |J_ij|^2 / 2``: with ``tied`` every pair counts once."""
-        return self.couplings.free.square().sum() * (1.0 if self.tied else 0.5)
+        """``sum_ij |J_ij|^2 / 2``: every pair counts once."""
+        return self.couplings.free.square().sum()
 
     def energy(self, s: Tensor) -> Tensor:
-        """``-log P(s)`` up to the log partition function, (B,); ValueError where J is not tied."""
-        if not self.tied:
-            raise ValueError("tied must be True for an energy, got False: there is no joint P(s)")
+        """``-log P(s)`` up to the log partition function, (B,)."""
         states = self.one_hot(s)
         return -((self.field + 0.5 * self.couplings(states)) * states).sum((1, 2))
 
     def extra_repr(self) -> str:
-        return f"sites={self.sites}, colours={self.colours}, tied={self.tied}"
+        return f"sites={self.sites}, colours={self.colours}"
 
 
 ROWS = ("sink", "softmax", "linear")
@@ -277,20 +272,8 @@ class FactoredAttention(ConditionalModel):
     def couplings(self) -> Tensor:
         """``J_ij = sum_h A^h_ij V^h``, (N, N, d, d), not tied; of ``power`` 2 see :meth:`triples`."""
         if self.power != 1:
-            raise ValueError("power must be 1 for pair couplings, got 2; see triples()")
+            raise ValueError("power must be 1 for pair couplings, got 2")
         return torch.einsum("hij,hab->ijab", self.attention(), self.values)
-
-    def triples(self) -> Tensor:
-        """``T_ijk^{abc} = sum_h A_ij A_ik sum_r W_ar V_rb V_rc``, (N, N, N, d, d, d).
-
-        ``logits_i^a = x_i^a + sum_jk T_ijk^{a s_j s_k}``, over all j and k, also j = k, with ``power=2``.
-        It is large: for small models.
-        """
-        if self.output is None:
-            raise ValueError("power must be 2 for couplings of three sites, got 1; see couplings()")
-        weights = self.attention()
-        colours = torch.einsum("har,hrb,hrc->habc", self.output, self.values, self.values)
-        return torch.einsum("hij,hik,habc->ijkabc", weights, weights, colours)
 
     def interaction(self, states: Tensor) -> Tensor:
         """The sum over the heads, (B, N, d)."""
@@ -397,8 +380,8 @@ def fit_pseudolikelihood(
     Source: Besag (1975), https://doi.org/10.2307/2987782.
     """
     require_instance("model", model, ConditionalModel, "a ConditionalModel")
-    kept = _Kept(model)
-    if not kept.parameters:
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    if not parameters:
         raise ValueError("model must have a parameter that requires a gradient, got none")
     model.check_states(data)
     require_nonnegative("l2", l2)
@@ -414,60 +397,38 @@ def fit_pseudolikelihood(
     limit = require_count("steps", (40 if lbfgs else 500) if steps is None else steps)
     if lbfgs:
         small = require_positive("tolerance", 1e-5 if tolerance is None else tolerance)
-        return _run_lbfgs(model, kept, model.one_hot(data), l2, limit, small, told)
+        return _run_lbfgs(model, parameters, model.one_hot(data), l2, limit, small, told)
     require_callable("augment", augment, optional=True)
     size = min(require_count("batch", 2000 if batch is None else batch), len(data))
     require_choice("schedule", "one-cycle" if schedule is None else schedule, SCHEDULES)
     # Adam divides the rate by 1 - beta_1 = 0.1 at first: a larger one leaves the range of the dtype.
     most, rate = torch.finfo(model.field.dtype).max / 100, 0.05 if rate is None else rate
     largest = float(require_number("rate", rate, low=0.0, high=most, closed=False))
-    optimizer = torch.optim.Adam(kept.parameters, lr=largest)
+    optimizer = torch.optim.Adam(parameters, lr=largest)
     scheduler = None
     if schedule != "constant":
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, largest, total_steps=limit)
-    losses: list[float] = []
+    losses, kept = list[float](), copy.deepcopy(model.state_dict())
     batches = _batches(model, data, size, augment, seed)
     states = next(batches)
-    for step in range(limit):
+    for step in range(limit + 1):  # the last step, too, may have led out of range
         optimizer.zero_grad()
         loss = _objective(model, states, l2)
-        losses.append(float(loss.detach()))
-        if not math.isfinite(losses[-1]):
-            kept.restore()
-            return PseudoLikelihoodFit("nonfinite", tuple(losses), step, math.nan)
-        kept.keep()
+        if not math.isfinite(number := float(loss.detach())):
+            model.load_state_dict(kept)
+            return PseudoLikelihoodFit("nonfinite", (*losses, number), step, math.nan)
+        if step == limit:
+            break
+        losses.append(number)
+        kept = copy.deepcopy(model.state_dict())
         loss.backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        told(step + 1, losses[-1])
+        told(step + 1, number)
         if step + 1 < limit:
             states = next(batches)
-    optimizer.zero_grad()
-    with torch.no_grad():  # the last step, too, may have led out of range
-        last = float(_objective(model, states, l2))
-    if not math.isfinite(last):
-        kept.restore()
-        return PseudoLikelihoodFit("nonfinite", (*losses, last), limit, math.nan)
     return PseudoLikelihoodFit("max_steps", tuple(losses), limit, math.nan)
-
-
-class _Kept:
-    """A copy of the parameters that are fitted, to come back to."""
-
-    def __init__(self, model: ConditionalModel) -> None:
-        self.parameters = [each for each in model.parameters() if each.requires_grad]
-        self.values = [parameter.detach().clone() for parameter in self.parameters]
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        for value, parameter in zip(self.values, self.parameters, strict=True):
-            value.copy_(parameter)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for value, parameter in zip(self.values, self.parameters, strict=True):
-            parameter.copy_(value)
 
 
 def _objective(model: ConditionalModel, states: Tensor, l2: float) -> Tensor:
@@ -489,22 +450,23 @@ def _batches(
 
 
 def _run_lbfgs(
-    model: ConditionalModel, kept: _Kept, states: Tensor, l2: float, limit: int, tolerance: float,
-    watch: Watch,
+    model: ConditionalModel, parameters: list[nn.Parameter], states: Tensor, l2: float, limit: int,
+    tolerance: float, watch: Watch,
 ) -> PseudoLikelihoodFit:  # fmt: skip
     losses, best, broken = list[float](), math.inf, False
+    kept = copy.deepcopy(model.state_dict())
 
     def measure() -> tuple[Tensor, float, bool]:
         """The objective, the largest entry of its gradient, and whether both are finite."""
         model.zero_grad()
         loss = _objective(model, states, l2)
         loss.backward()
-        found = [p.grad.abs().max() for p in kept.parameters if p.grad is not None]
+        found = [p.grad.abs().max() for p in parameters if p.grad is not None]
         loss, largest = loss.detach(), float(torch.stack(found).max())
         return loss, largest, math.isfinite(float(loss)) and math.isfinite(largest)
 
     def closure() -> Tensor:
-        nonlocal best, broken
+        nonlocal best, broken, kept
         loss, _, finite = measure()
         losses.append(float(loss))
         watch(len(losses), losses[-1])
@@ -514,8 +476,7 @@ def _run_lbfgs(
             model.zero_grad()
             return torch.full_like(loss, math.inf)
         if losses[-1] < best:
-            best = losses[-1]
-            kept.keep()
+            best, kept = losses[-1], copy.deepcopy(model.state_dict())
         return loss
 
     first, start, finite = measure()
@@ -523,7 +484,7 @@ def _run_lbfgs(
         model.zero_grad()
         return PseudoLikelihoodFit("nonfinite", (float(first),), 0, math.nan)
     optimizer = torch.optim.LBFGS(
-        kept.parameters, max_iter=limit, max_eval=25 * limit, tolerance_grad=tolerance * start,
+        parameters, max_iter=limit, max_eval=25 * limit, tolerance_grad=tolerance * start,
         tolerance_change=0.0, history_size=LBFGS_MEMORY, line_search_fn="strong_wolfe",
     )  # fmt: skip
     failed = False
@@ -534,11 +495,11 @@ def _run_lbfgs(
         if not broken:
             raise
         failed = True
-    steps = int(optimizer.state[kept.parameters[0]].get("n_iter", 0))
+    steps = int(optimizer.state[parameters[0]].get("n_iter", 0))
     _, end, finite = measure()
     model.zero_grad()
     if failed or not finite:
-        kept.restore()
+        model.load_state_dict(kept)
         return PseudoLikelihoodFit("nonfinite", tuple(losses), steps, math.nan)
     relative = end / start if start > 0 else 0.0
     status = "converged" if relative <= tolerance else "max_steps" if steps >= limit else "stalled"

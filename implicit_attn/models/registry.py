@@ -12,7 +12,6 @@ from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.data.files import damaged
-from implicit_attn.energies.hyperset import ATTENTIONS, FEEDFORWARDS
 from implicit_attn.models.boards import BoardSolver
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
@@ -22,12 +21,9 @@ from implicit_attn.models.images import ImageClassifier
 from implicit_attn.models.language import EquilibriumLanguageModel, LanguageModel, SymbolModel
 from implicit_attn.models.masked_images import MaskedImageModel
 from implicit_attn.models.official import MaskedCodes
-from implicit_attn.models.recurrent import ORDERS
 from implicit_attn.models.spins import SpinClassifier, SpinTransformer
 from implicit_attn.models.sudoku import SudokuModel
 from implicit_attn.models.transformer import SharedTransformer
-from implicit_attn.updates.hyperset import STEP_SIZES
-from implicit_attn.updates.official import DESCENTS, GAINS, STEP_NETWORKS
 from solvers.core.checks import require_choice
 
 MOST_LAYERS, LARGEST_NUMBER = 1000, 2**17  # in a specification that is read from a file
@@ -70,16 +66,6 @@ MODELS: dict[str, Model] = {
     "spin-classifier": Model(SpinClassifier, "whole", True),
 }
 BACKBONES = {name: row for name, row in MODELS.items() if row.role == "backbone"}
-# What some options of a backbone may be; not every backbone takes each, or each of its values.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "attention": tuple(ATTENTIONS),
-    "feedforward": tuple(FEEDFORWARDS),
-    "step_size": tuple(STEP_SIZES),
-    "order": ORDERS,
-    "gains": GAINS,
-    "step_network": STEP_NETWORKS,
-    "descent": DESCENTS,
-}
 
 
 def build_backbone(
@@ -126,15 +112,14 @@ def build_model(
     settings = dict(specification)
     kinds = [name for name in MODELS if name not in BACKBONES]
     kind = require_choice("kind", settings.pop("kind", None), kinds)
-    row, taker, what = MODELS[kind], settings, f"the kind {kind!r}"
+    row = solver = MODELS[kind]
+    taker, what = settings, f"the kind {kind!r}"
     if row.role == "around":
         backbone = settings.pop("backbone", None)
         if not isinstance(backbone, Mapping) or "name" not in backbone:
             raise ValueError(f"backbone must be a dict with 'name' in it, got {backbone!r}")
         name, taker = backbone["name"], dict(backbone)
         solver, what = BACKBONES.get(name, row), f"the backbone {name!r}"
-    else:
-        solver = row
     if layer is not None:
         if not solver.solves:
             raise ValueError(f"layer must be None for {what}, got {layer}")

@@ -11,6 +11,7 @@ from implicit_attn.data.sudoku_boards import CELLS, PLACES, SIDE
 from implicit_attn.models.images import grid_positions, token_width
 from solvers.core.checks import require_choice
 
+SCALE = 0.02  # standard deviation of the initial embeddings and positions
 STARTS = ("random", "units")
 POSITIONS = ("learned", "sincos")
 FINAL_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -23,7 +24,6 @@ class SudokuModel(nn.Module):
 
     Args:
         backbone: module with ``dim`` and ``forward(tokens (B, 81, d), *, iterations=None)``.
-        scale: standard deviation of the initial embeddings and positions.
         dropout: dropout rate of the tokens in training.
         start: initial positions: "random", as published, draws each; "units" adds a random vector
             of the row, one of the column and one of the box, so that cells which constrain each
@@ -41,7 +41,6 @@ class SudokuModel(nn.Module):
         self,
         backbone: nn.Module,
         *,
-        scale: float = 0.02,
         dropout: float = 0.0,
         start: str = "random",
         positions: str = "learned",
@@ -49,17 +48,15 @@ class SudokuModel(nn.Module):
     ) -> None:
         super().__init__()
         dim = token_width(backbone)
-        if not scale > 0:
-            raise ValueError(f"scale must be > 0, got {scale!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         require_choice("start", start, STARTS)
         require_choice("final_norm", final_norm, FINAL_NORMS)
         self.digits = nn.Embedding(SIDE + 1, dim)
-        nn.init.normal_(self.digits.weight, std=scale)
+        nn.init.normal_(self.digits.weight, std=SCALE)
         if require_choice("positions", positions, POSITIONS) == "learned":
             places = torch.randn(CELLS, dim) if start == "random" else _units(dim)
-            self.position = nn.Parameter(scale * places)
+            self.position = nn.Parameter(SCALE * places)
         elif start != "random":
             raise ValueError(f"start must be 'random' where positions are 'sincos', got {start!r}")
         else:

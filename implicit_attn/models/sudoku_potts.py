@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from implicit_attn.data.sudoku_boards import CELLS, SIDE, SudokuSymmetries, solved, sudoku_pairs
 from implicit_attn.energies.spins import binary_size, check_couplings, zero_sum
 from implicit_attn.models.potts import FactoredAttention, PottsModel
-from solvers.core.checks import require_count, require_flag, require_number, require_positive
+from solvers.core.checks import require_count, require_number, require_positive
 
 PAIRS = 810  # of cells in a row, a column or a box
 NOISE = 1e-3  # of the start, relative to 1/9: parts digits that no clue tells apart
@@ -80,13 +80,9 @@ class BoardRun:
         self.means = torch.where(self.known, self.means, self.means.lerp(response, damping))
         self.step += 1
 
-    def solved(self) -> Tensor:
-        """(active,) bool. Clues are one-hot, so that the largest mean is theirs."""
-        return solved(self.means.argmax(2) + 1)
-
     def ended(self) -> Tensor:
         """(active,) bool: solved, or with a mean that is not finite, from which there is no way back."""
-        return self.solved() | ~self.means.flatten(1).isfinite().all(1)
+        return solved(self.means.argmax(2) + 1) | ~self.means.flatten(1).isfinite().all(1)
 
     def take_out(self, done: Tensor, model: SudokuPotts, beta: float) -> None:
         """Write the results of the boards that are done, and go on with the others."""
@@ -106,9 +102,7 @@ class BoardRun:
         cells = self.means.amax(2).masked_fill(self.known.squeeze(2), -1.0).argmax(1)
         digits = self.means[rows, cells].argmax(1)
         self.means[rows, cells] = torch.nn.functional.one_hot(digits, SIDE).to(self.means)
-        self.known = self.known.index_put(
-            (rows, cells), torch.ones_like(rows, dtype=torch.bool)[:, None]
-        )
+        self.known = self.known.index_put((rows, cells), torch.tensor(True).to(rows.device))
 
     def answer(self) -> SudokuAnswer:
         means = self.kept
@@ -136,7 +130,6 @@ class SudokuPotts(nn.Module):
 
     Args:
         couplings: J (81, 81, 9, 9), floating, of any model; both directions are averaged.
-        normalise: scale them. False: the gauge only.
 
     Raises:
         TypeError, ValueError: another type or shape; couplings that do not repel equal digits cannot
@@ -145,7 +138,7 @@ class SudokuPotts(nn.Module):
 
     matrix: Tensor
 
-    def __init__(self, couplings: Tensor, normalise: bool = True) -> None:
+    def __init__(self, couplings: Tensor) -> None:
         super().__init__()
         if not isinstance(couplings, Tensor) or not couplings.is_floating_point():
             kind = couplings.dtype if isinstance(couplings, Tensor) else type(couplings).__name__
@@ -155,14 +148,9 @@ class SudokuPotts(nn.Module):
                 f"couplings must be (81, 81, 9, 9) of cells and digits, got {tuple(couplings.shape)}"
             )
         check_couplings(couplings)
-        if require_flag("normalise", normalise):
-            gauged = zero_sum(couplings.detach() / binary_size(couplings))
-            gauged = gauged * _scale(gauged)
-        else:
-            gauged = zero_sum(couplings.detach())
-        size = CELLS * SIDE
-        matrix = gauged.transpose(1, 2).reshape(size, size).contiguous()
-        self.register_buffer("matrix", matrix)
+        gauged = zero_sum(couplings.detach() / binary_size(couplings))
+        gauged = (gauged * _scale(gauged)).transpose(1, 2)
+        self.register_buffer("matrix", gauged.reshape(CELLS * SIDE, CELLS * SIDE).contiguous())
 
     @classmethod
     def from_model(cls, model: FactoredAttention | PottsModel) -> SudokuPotts:
@@ -205,7 +193,11 @@ class SudokuPotts(nn.Module):
             damping: eta in (0, 1].
         """
         require_count("steps", steps)
-        first, last = _two_betas(beta)
+        if not isinstance(beta, (tuple, list)) or len(beta) != 2:
+            raise ValueError(f"beta must be two rising numbers, got {beta!r}")
+        first, last = (require_positive("beta", value) for value in beta)
+        if first > last:
+            raise ValueError(f"beta must be two rising numbers, got {beta!r}")
         require_number("damping", damping, low=0.0, high=1.0, closed=False)
         run = BoardRun(puzzles, self._uniform())
         for step in range(1, steps + 1):
@@ -261,17 +253,6 @@ def random_symmetries(boards: Tensor, generator: torch.Generator) -> Tensor:
     """A random symmetry of each solved board, colours (B, 81) in 0 .. 8: ``augment`` of a fit."""
     digits = boards + 1
     return SudokuSymmetries()(digits, digits, generator)[1] - 1
-
-
-def _two_betas(beta: tuple[float, float]) -> tuple[float, float]:
-    if not isinstance(beta, (tuple, list)):
-        raise TypeError(f"beta must be two rising numbers, got {beta!r}")
-    if len(beta) != 2:
-        raise ValueError(f"beta must be two rising numbers, got {beta!r}")
-    first, last = (require_positive("beta", value) for value in beta)
-    if first > last:
-        raise ValueError(f"beta must be two rising numbers, got {beta!r}")
-    return first, last
 
 
 def _scale(gauged: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def tokens(seed: int = 0, batch: int = 3) -> Tensor:
 def build(name: str, **options: Any) -> Any:
     torch.manual_seed(2)
     if name == "energy-transformer":
-        options = {"deviation": 0.3, "step_size": 0.1} | options
+        options = {"step_size": 0.1} | options
     model = MODELS[name](DIM, HEADS, **{"iterations": 3} | options).double()
     for parameter in model.parameters():
         if parameter.dim() < 2:  # gains and offsets away from one and zero

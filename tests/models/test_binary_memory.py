@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn.energies import ClassicalHopfield, DenseAssociative
 from implicit_attn.models.memories import BinaryMemory, hebb, pseudo_inverse, pseudo_likelihood
 
 RULES: list[str | int] = ["hebb", "pseudo-inverse", "pseudo-likelihood", 2, 3, 4, 7, "exp"]
@@ -31,20 +30,18 @@ def test_few_patterns_come_back_from_damaged_copies(rule: str | int) -> None:
     assert torch.equal(memory.retrieve(flipped(patterns, 6)), patterns)
 
 
-@pytest.mark.parametrize("order", ["asynchronous", "random"])
 @pytest.mark.parametrize(
     ("rule", "rectified"),
     [(rule, True) for rule in RULES] + [(rule, False) for rule in RULES if isinstance(rule, int)],
 )
-def test_no_sweep_raises_the_energy(rule: str | int, order: str, rectified: bool) -> None:
+def test_no_sweep_raises_the_energy(rule: str | int, rectified: bool) -> None:
     """Above capacity, where starts end anywhere; every end is a fixed point."""
     count = 16 if rule == "pseudo-inverse" else 40  # below the 24 at which J vanishes
     memory = BinaryMemory(spins(count, 24), rule, rectified=rectified)
-    generator = torch.Generator().manual_seed(3)
     s = spins(30, 24, seed=5)
     changed = False
     for _ in range(40):
-        after = memory.retrieve(s, 1, order=order, generator=generator)
+        after = memory.retrieve(s, 1)
         before, now = memory.energy(s), memory.energy(after)
         assert (now <= before + 1e-12 * before.abs()).all()
         moved = (after != s).any(1)
@@ -57,40 +54,22 @@ def test_no_sweep_raises_the_energy(rule: str | int, order: str, rectified: bool
 
 @each_rule
 def test_each_update_takes_the_lower_of_two_energies(rule: str | int) -> None:
+    """Spin after spin, by hand; and no flip lowers the energy of a fixed point."""
     memory = BinaryMemory(spins(5, 10), rule)
-    s = spins(20, 10, seed=2)
-    at_once = memory.retrieve(s, 1, order="synchronous")
-    decided = 0
+    start, decided = spins(20, 10, seed=2), 0
+    found, rests, s = memory.retrieve(start, 1), memory.is_fixed_point(start), start.clone()
+    higher = torch.ones(20, dtype=torch.bool)
     for i in range(10):
+        flip = start.clone()
+        flip[:, i] *= -1
+        higher &= memory.energy(flip) >= memory.energy(start) - 1e-12 * memory.energy(start).abs()
         up, down = s.clone(), s.clone()
         up[:, i], down[:, i] = 1.0, -1.0
         gap = memory.energy(down) - memory.energy(up)
         clear = gap.abs() > 1e-12 * memory.energy(s).abs()
         decided += int(clear.sum())
-        assert torch.equal(at_once[clear, i], gap.sign()[clear])
-        assert torch.equal(at_once[~clear, i], s[~clear, i]), "a tie leaves the spin"
-    assert decided > 50
-
-
-def test_synchronous_updates_may_cycle() -> None:
-    """Two spins that want to be opposite change places for ever; one after the other they settle."""
-    memory = BinaryMemory(torch.tensor([[1.0, -1.0]]))
-    start = torch.tensor([[1.0, 1.0]])
-    assert torch.equal(memory.retrieve(start, 3, order="synchronous"), -start)
-    assert torch.equal(memory.retrieve(start, 4, order="synchronous"), start)
-    assert not memory.is_fixed_point(start).any()
-    assert memory.is_fixed_point(memory.retrieve(start)).all()
-
-
-@each_rule
-def test_the_energy_of_real_states_agrees_at_the_corners(rule: str | int) -> None:
-    patterns = spins(5, 12)
-    memory = BinaryMemory(patterns, rule, rectified=not isinstance(rule, int))
-    energy, offset = memory.continuous()
-    s = spins(50, 12, seed=4)
-    torch.testing.assert_close(energy(s) + offset, memory.energy(s), rtol=1e-10, atol=1e-12)
-    kind = ClassicalHopfield if memory.couplings is not None else DenseAssociative
-    assert isinstance(getattr(energy, "energy", energy), kind)
+        s[:, i] = torch.where(clear, gap.sign(), s[:, i])  # a tie leaves the spin
+    assert decided > 50 and torch.equal(found, s) and torch.equal(rests, higher)
 
 
 def test_pair_rules_against_their_formulas() -> None:
@@ -157,7 +136,6 @@ def test_mistakes() -> None:
         (lambda: memory.retrieve(patterns.float()), TypeError, "s must be of dtype"),
         (lambda: memory.retrieve(patterns[0]), ValueError, "s must have the shape"),
         (lambda: BinaryMemory(patterns[:0]), ValueError, "patterns must have the shape"),
-        (lambda: BinaryMemory(patterns, 3).continuous(), ValueError, "rectified=True"),
     ):
         with pytest.raises(error, match=message):
             bad()

@@ -67,17 +67,15 @@ def test_softmax_rows_give_every_site_the_same_sum_of_couplings(heads: int) -> N
 @pytest.mark.parametrize("rows", ROWS)
 def test_squared_values_are_couplings_of_three_sites(rows: str) -> None:
     model = drawn(4, 3, 2, rows, power=2)
-    s, triples = colours(model), model.triples()
-    wanted = model.field.expand(len(s), -1, -1).clone()
-    for i in range(4):
-        for j in range(4):
-            for k in range(4):
-                wanted[:, i] += triples[i, j, k].permute(1, 2, 0)[s[:, j], s[:, k]]
+    s, weights, values = colours(model), model.attention(), model.values
+    triples = torch.einsum(
+        "hij,hik,har,hrb,hrc->ijkabc", weights, weights, model.output, values, values
+    )
+    states = model.one_hot(s)
+    wanted = model.field + torch.einsum("ijkabc,mjb,mkc->mia", triples, states, states)
     torch.testing.assert_close(model.logits(s), wanted)
     with pytest.raises(ValueError, match="power must be 1"):
         model.couplings()
-    with pytest.raises(ValueError, match="power must be 2"):
-        drawn(4, 3, 2, rows).triples()
 
 
 def test_squared_values_learn_three_sites_where_pairs_cannot() -> None:

@@ -18,9 +18,9 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def model_of(
-    seed: int = 0, *, tied: bool = True, sites: int = SITES, scale: float = 1.0, field: float = 1.0
+    seed: int = 0, *, sites: int = SITES, scale: float = 1.0, field: float = 1.0
 ) -> PottsModel:
-    model = PottsModel(sites, COLOURS, tied).double()
+    model = PottsModel(sites, COLOURS).double()
     drawn = random_couplings(sites, COLOURS, generator(seed), scale)
     with torch.no_grad():
         model.couplings.weight = drawn
@@ -44,19 +44,15 @@ def test_logits_are_the_conditionals_of_the_joint_distribution() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_gradient_of_the_pseudo_likelihood(tied: bool) -> None:
-    """-<(S_i^a - p_i^a) S_j^b> / N, and the transposed term where J is tied."""
-    model, s = model_of(tied=tied), colours(7)
+def test_gradient_of_the_pseudo_likelihood() -> None:
+    """-<(S_i^a - p_i^a) S_j^b> / N, and the transposed term."""
+    model, s = model_of(), colours(7)
     states = model.one_hot(s)
     model.pseudo_likelihood(s).backward()
     surprise = states - torch.softmax(model.logits(s), -1)
     wanted = -torch.einsum("nia,njb->ijab", surprise, states) / (len(s) * SITES)
-    if tied:
-        wanted = wanted + wanted.permute(1, 0, 3, 2)
+    wanted = wanted + wanted.permute(1, 0, 3, 2)
     rows, columns = torch.triu_indices(SITES, SITES, 1)
-    if not tied:
-        rows, columns = torch.cat([rows, columns]), torch.cat([columns, rows])
     torch.testing.assert_close(model.couplings.free.grad, wanted[rows, columns])
     assert model.field.grad is not None
     torch.testing.assert_close(model.field.grad, -surprise.sum(0) / (len(s) * SITES))
@@ -97,11 +93,6 @@ def test_the_fit_recovers_the_couplings_as_samples_grow() -> None:
         assert fit.converged and fit.gradient <= 1e-3
         errors.append(coupling_error(model.couplings.weight, truth.couplings.weight))
     assert errors[1] < 0.1 < errors[0]
-
-
-def test_without_a_joint_distribution_there_is_no_energy() -> None:
-    with pytest.raises(ValueError, match="tied"):
-        PottsModel(3, 2, tied=False).energy(torch.zeros(1, 3, dtype=torch.long))
 
 
 WRONG = [

@@ -73,8 +73,6 @@ def test_couplings_are_scaled_to_those_of_the_rules(
     assert float(on_graph.mean()) == pytest.approx(-8 / 9, abs=1e-5)
     torch.testing.assert_close(found.matrix, found.matrix.mT)
     assert coupling_error(rules.couplings, -3 * pair_identity()) == pytest.approx(2 / 3)
-    as_it_is = SudokuPotts(-3 * pair_identity(), normalise=False)
-    torch.testing.assert_close(as_it_is.couplings, 3 * rules.couplings)
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e20, 1e38])
@@ -122,7 +120,8 @@ def test_clues_stand_and_the_status_is_true(
 
 @pytest.mark.parametrize("how", ["solve", "decimate"])
 def test_probabilities_that_are_not_finite_are_told(how: str) -> None:
-    huge = SudokuPotts(1e38 * SudokuPotts.from_rules().couplings, normalise=False)
+    huge = SudokuPotts.from_rules()
+    huge.matrix.mul_(1e38)
     asked = torch.cat([puzzles(1, 22)[0], full_boards(1)])
     answer = getattr(huge, how)(asked)
     assert answer.status.tolist() == [int(BoardStatus.NONFINITE), int(BoardStatus.SOLVED)]
@@ -172,8 +171,6 @@ def test_wrong_couplings() -> None:
         SudokuPotts(pair_identity())
     with pytest.raises(ValueError, match="finite"):
         SudokuPotts(float("nan") * pair_identity())
-    with pytest.raises(TypeError, match="normalise"):
-        SudokuPotts(-pair_identity(), normalise="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +182,7 @@ def test_wrong_couplings() -> None:
         (torch.full((1, 81), 10), {}, ValueError, "10"),
         (torch.zeros(1, 81, dtype=torch.long), {"steps": 0}, ValueError, "steps"),
         (torch.zeros(1, 81, dtype=torch.long), {"beta": (2.0, 1.0)}, ValueError, "beta"),
-        (torch.zeros(1, 81, dtype=torch.long), {"beta": 0.5}, TypeError, "beta"),
+        (torch.zeros(1, 81, dtype=torch.long), {"beta": 0.5}, ValueError, "beta"),
         (torch.zeros(1, 81, dtype=torch.long), {"beta": (1.0,)}, ValueError, "beta"),
         (torch.zeros(1, 81, dtype=torch.long), {"damping": 0.0}, ValueError, "damping"),
     ],
