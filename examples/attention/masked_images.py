@@ -29,14 +29,7 @@ MULTIPLES = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)  # of the iterations of training
 SHOWN = (1, 2, 4, 8, 12, 24)  # iterations of the pictures
 HIDDEN = (0.62, 0.74, 0.90)  # a colour that no grey image holds
 GAUSSIAN = "Gaussian, linear"
-KEPT = (
-    "data",
-    "masked",
-    "vary",
-    "normalise",
-    "limit",
-    "test",
-)  # settings that tell what is measured
+KEPT = ("data", "masked", "limit", "test")  # settings that tell what is measured
 
 
 def fill_nearest_visible(train: Tensor, images: Tensor) -> Tensor:
@@ -115,8 +108,8 @@ def masked_images(runs: tuple[Path, ...], images: int = 8) -> tuple[dict[str, Ta
     if any(each != kept[0] for each in kept):
         raise ValueError(f"runs must be of the same hidden patches, got {kept}")
     known, patch = kept[0], settings[0]["model"]["patch"]
-    options: Any = {name: known[name] for name in ("masked", "vary", "normalise", "test")}
-    task = MaskedImages(load(known["data"]).first(known["limit"]), patch, **options)
+    data = load(known["data"]).first(known["limit"])
+    task = MaskedImages(data, patch, masked=known["masked"], test=known["test"])
     errors: Table = []
     for (model, _), each in zip(found, settings, strict=True):
         trained = each["model"]["backbone"]["iterations"]
@@ -130,23 +123,22 @@ def masked_images(runs: tuple[Path, ...], images: int = 8) -> tuple[dict[str, Ta
     train = task.data.train_images
     fillings: Table = [
         {"filling": name, **means(task.measures(fill(name, train, inputs), inputs, targets))}
-        for name in ([] if task.normalise else FILLINGS)
+        for name in FILLINGS
     ]
     inputs, targets = inputs[:images], targets[:images]
     rows = {"image": targets, "visible": inputs}
     for number in SHOWN:
         with torch.no_grad():
-            pixels = task.to_pixels(found[0][0](inputs, iterations=number), targets)
+            pixels = found[0][0](inputs, iterations=number)
         error = means(task.evaluate(found[0][0], iterations=number))["test_loss"]
         rows[f"after {number}\nerror {error:.4f}"] = torch.where(inputs.isnan(), pixels, inputs)
-    if fillings:
-        rows[f"{GAUSSIAN}\nerror {fillings[-1]['test_loss']:.4f}"] = fill(GAUSSIAN, train, inputs)
+    rows[f"{GAUSSIAN}\nerror {fillings[-1]['test_loss']:.4f}"] = fill(GAUSSIAN, train, inputs)
     figure = plt.figure(figsize=(14, 0.8 * len(rows) + 0.6))
     figure.suptitle(f"{task.data.name}: {task.most} of {task.patches} patches hidden")
     parts: Any = figure.subfigures(1, 2, width_ratios=(1, 1.2))
     draw_filling(parts[0].subplots(), rows)
     draw_errors(parts[1].subplots(), errors, fillings)
-    return {"errors": errors, "fillings": fillings} if fillings else {"errors": errors}, figure
+    return {"errors": errors, "fillings": fillings}, figure
 
 
 def draw_errors(axes: Any, errors: Table, fillings: Table) -> None:

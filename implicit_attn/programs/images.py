@@ -87,11 +87,9 @@ class VitImages(BackboneProgram):
         # At the minimum of its energy a class token has gathered little of the image: all are read out.
         solves = SOLVES | ({"readout": "tokens"} if self.model == "hyperset-equilibrium" else {})
         values = self.values_of(preset, solves)
-        self.trained, kept = (
-            values["iterations"],
-            {"data": self.data, "augmented": not self.no_augment},
-        )
-        kept |= {"limit": self.limit, "rtol": values.get("rtol")}
+        self.trained = values["iterations"]
+        kept = {"data": self.data, "augmented": not self.no_augment, "limit": self.limit}
+        kept |= {"rtol": values.get("rtol")}
         recipe = take_recipe(values, self.seed)
         _, channels, size, _ = data.train_images.shape
         around = {"kind": "image-classifier", "image_size": size, "channels": channels}
@@ -144,10 +142,6 @@ class MaskedPatches(BackboneProgram):
     """use only so many training images"""
     test: int = 2000
     """test images, at most"""
-    constant_share: bool = False
-    """hide the largest share in training, too (--options masked=0.4)"""
-    normalise: bool = False
-    """predict pixels standardised within each patch"""
 
     def folder(self) -> str:
         return f"masked-{self.data}-{self.model}"
@@ -161,9 +155,8 @@ class MaskedPatches(BackboneProgram):
                 preset |= MASKED_DIGITS | DIGITS_OF.get(self.model, {})
         values = self.values_of(preset, SOLVES | {"iterations": 24})
         masked, patch = values.pop("masked"), values.pop("patch")
-        options: Any = {"vary": not self.constant_share, "normalise": self.normalise}
-        task = MaskedImages(data, patch, masked=masked, test=self.test, **options)
-        self.trained, kept = values["iterations"], {"data": self.data, "masked": masked, **options}
+        task = MaskedImages(data, patch, masked=masked, test=self.test)
+        self.trained, kept = values["iterations"], {"data": self.data, "masked": masked}
         kept |= {"limit": self.limit, "test": self.test, "rtol": values.get("rtol")}
         recipe = take_recipe(values, self.seed)
         _, channels, size, _ = data.train_images.shape

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.data import ImageData, SudokuData, SudokuSymmetries, TextData, board_counts
-from implicit_attn.data.patches import hidden_patches, hide_patches, join_patches, split_patches
+from implicit_attn.data.patches import hidden_patches, hide_patches, split_patches
 from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.training.carried import CarriedStates
 from solvers.core.checks import require_count
@@ -309,7 +309,6 @@ class NextToken(Task):
 
 
 LEAST_ERROR = 1e-10  # of an image, where its PSNR is 100 dB: one without error would be infinite
-FLAT = 1e-6  # added to the variance of a patch before it is divided by
 
 
 @dataclass(frozen=True)
@@ -319,7 +318,7 @@ class MaskedImages(Task):
     The model maps images (B, C, S, S), NaN in hidden patches, to predicted images (B, C, S, S). The
     loss is the mean over hidden patches i, of all images, of ``|predicted_i - p_i|^2 / P``, P pixels
     a patch; visible patches do not count. Every batch hides other patches. How many of an image's N
-    patches is drawn uniformly from 1 .. ``round(masked N)``, as in the paper, or is always the latter.
+    patches is drawn uniformly from 1 .. ``round(masked N)``, as in the paper.
 
     Measures, on masks of ``round(masked N)`` patches that depend on ``seed`` alone: ``test_loss``, and
     ``test_psnr``, the mean over the images of ``-10 log10`` of the error of their hidden pixels in dB.
@@ -328,9 +327,6 @@ class MaskedImages(Task):
         data: images; their labels are not used.
         patch: height = width of a patch.
         masked: share of the patches that is hidden, in (0, 1); at least one is and one is not.
-        vary: draw the number of hidden patches of training images.
-        normalise: predict pixels less their patch's mean, divided by its standard deviation. Such
-            pixels have no PSNR, so ``test_loss`` is the only measure.
         augment: ``augment(images, generator) -> images`` for training batches, before patches are
             hidden; None: none.
         test: number of test images; None: all.
@@ -341,19 +337,17 @@ class MaskedImages(Task):
         ValueError: a size or share is out of range, or the patch does not divide the image.
 
     Source: Hu, Zou, Xu, "Hyper-SET" (https://arxiv.org/abs/2502.11646), whose shares these are; He et
-    al., "Masked Autoencoders" (https://arxiv.org/abs/2111.06377), for the error on hidden patches and
-    ``normalise``.
+    al., "Masked Autoencoders" (https://arxiv.org/abs/2111.06377), for the error on hidden patches.
     """
 
     data: ImageData
     patch: int
     masked: float = 0.4
-    vary: bool = True
-    normalise: bool = False
     augment: Augment | None = None
     test: int | None = None
     seed: int = 0
     batch: int = 256
+    names = ("test_loss", "test_psnr")
 
     def __post_init__(self) -> None:
         for name in ("patch", "batch", "test"):
@@ -366,10 +360,6 @@ class MaskedImages(Task):
                 f"patch must leave 2 patches at least in an image, got {self.patch} for "
                 f"{tuple(self.data.train_images.shape[1:])}"
             )
-
-    @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("test_loss",) if self.normalise else ("test_loss", "test_psnr")
 
     @property
     def patches(self) -> int:
@@ -394,9 +384,7 @@ class MaskedImages(Task):
     def augmented(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Pair:
         """Images with NaN in hidden patches, and the same images whole."""
         images = inputs if self.augment is None else self.augment(inputs, generator)
-        counts = torch.full((len(images),), self.most)
-        if self.vary:
-            counts = torch.randint(1, self.most + 1, (len(images),), generator=generator)
+        counts = torch.randint(1, self.most + 1, (len(images),), generator=generator)
         return self._hide(images, counts, generator), images
 
     def terms(self, inputs: Tensor, targets: Tensor) -> int:
@@ -408,18 +396,8 @@ class MaskedImages(Task):
     def errors(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         """(B, N) mean squared errors of the hidden patches of ``inputs``, 0 for visible ones."""
         wanted = split_patches(targets, self.patch)
-        if self.normalise:
-            mean, deviation = _moments(wanted)
-            wanted = (wanted - mean) / deviation
         error = (split_patches(outputs.to(wanted.dtype), self.patch) - wanted).square().mean(-1)
         return error.masked_fill(~hidden_patches(inputs, self.patch), 0.0)
-
-    def to_pixels(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Predicted images as pixels. With ``normalise`` only the true patches say their scale."""
-        if not self.normalise:
-            return outputs
-        mean, deviation = _moments(split_patches(targets, self.patch))
-        return join_patches(split_patches(outputs, self.patch) * deviation + mean, self.patch)
 
     def test_images(self) -> tuple[Tensor, Tensor]:
         """The test images with their hidden patches NaN, and whole."""
@@ -433,24 +411,18 @@ class MaskedImages(Task):
     def measures(self, outputs: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
         """Sums and numbers of the measures of predicted images, of a model or a baseline."""
         errors = self.errors(outputs, inputs, targets).double()
-        found = {"test_loss": (errors.sum().item(), float(self.terms(inputs, targets)))}
-        if not self.normalise:  # every image has as many hidden patches as any other
-            each = errors.sum(1) / self.most
-            decibels = -10 * each.clamp_min(LEAST_ERROR).log10()
-            found["test_psnr"] = (decibels.sum().item(), float(len(inputs)))
-        return found
+        each = errors.sum(1) / self.most  # every image has as many hidden patches as any other
+        decibels = -10 * each.clamp_min(LEAST_ERROR).log10()
+        return {
+            "test_loss": (errors.sum().item(), float(self.terms(inputs, targets))),
+            "test_psnr": (decibels.sum().item(), float(len(inputs))),
+        }
 
     def _hide(self, images: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
         """NaN in ``counts`` (B,) patches of each image, drawn uniformly."""
         order = torch.rand(len(counts), self.patches, generator=generator).argsort(1)
         hidden = order.argsort(1) < counts.unsqueeze(1)
         return hide_patches(images, hidden.to(images.device), self.patch)
-
-
-def _moments(patches: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the pixels of patches (B, N, P), (B, N, 1) each."""
-    variance, mean = torch.var_mean(patches, -1, correction=0, keepdim=True)
-    return mean, (variance + FLAT).sqrt()
 
 
 def _batches(inputs: Tensor, targets: Tensor, rank: int, world: int, size: int) -> Pairs:

@@ -33,44 +33,26 @@ def worker() -> Iterator[Worker]:
         yield found
 
 
-@pytest.mark.parametrize("kind", ["good", "prints"])
-def test_a_step_comes_back_whatever_the_libraries_print(worker: Worker, kind: str) -> None:
+def test_a_step_comes_back(worker: Worker) -> None:
     assert worker.contestants[0] == "fake good"
     assert worker.versions == {"OMP_NUM_THREADS": "1", "NPROC": "1"}
     if hasattr(os, "sched_getaffinity"):
         assert len(os.sched_getaffinity(worker.process_id)) == 1
-    found = worker.ask("step", f"fake {kind}", *TOLERANCES)
+    found = worker.ask("step", "fake good", *TOLERANCES)
     assert found["z"].tolist() == [0.01, 1.01, 2.01] and found["weight"] == 1e-3
-    assert worker.ask("count", f"fake {kind}", *TOLERANCES) == (3, 4)
-    seconds = worker.ask("time", f"fake {kind}", *TOLERANCES, 3, 2)
+    seconds = worker.ask("time", "fake good", *TOLERANCES, 3, 2)
     assert len(seconds) == 3 and min(seconds) > 0
 
 
-def test_a_contestant_that_fails_is_named_and_the_worker_goes_on(worker: Worker) -> None:
+def test_a_contestant_that_fails_is_named(worker: Worker) -> None:
+    """The worker goes on; one that dies, or never starts, is told."""
     with pytest.raises(WorkerError, match=r"fake: ArithmeticError: no pivot"):
         worker.ask("time", "fake raises", *TOLERANCES, 1, 0)
     assert worker.ask("count", "fake good", *TOLERANCES) == (3, 4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "limit", "message"),
-    [
-        ("dies", 60.0, r"ended without an answer \(exit code 7\); it wrote: the last words"),
-        ("hangs", 0.1, r"did not answer within 0.1 seconds \(exit code -9\)"),
-    ],
-)
-def test_every_wait_has_an_end(kind: str, limit: float, message: str) -> None:
-    with start("fake") as worker:
-        worker.ask("load", PROBLEM)
-        worker.limit = limit
-        with pytest.raises(WorkerError, match=message):
-            worker.ask("time", f"fake {kind}", *TOLERANCES, 1, 0)
-        with pytest.raises(WorkerError, match="is gone"):
-            worker.ask("count", "fake good", *TOLERANCES)
-
-
-def test_a_program_that_does_not_start_is_told() -> None:
-    with pytest.raises(WorkerError, match=r"exit code 1.*no_such_program"):
+    with start("fake") as other, pytest.raises(WorkerError, match="ended with 7"):
+        other.ask("load", PROBLEM)
+        other.ask("time", "fake dies", *TOLERANCES, 1, 0)
+    with pytest.raises(WorkerError, match="ended with 1"):
         Worker([sys.executable, "-m", "tests.workers.no_such_program"])
 
 
@@ -138,10 +120,10 @@ def test_what_is_compared_with_is_pinned_and_in_the_extra() -> None:
 
 @pytest.fixture(scope="module")
 def exact() -> tuple[vs_jax.Problem, dict[str, Any]]:
-    """A layer in a file, and the step of ours to the tightest tolerances."""
+    """A layer in a file, and the step of ours to a few roundings of float32."""
     problem = vs_jax.Problem(MeanField(), None)
     step = ours.load(problem.arrays)["ours"]
-    return problem, step.read(step.run(1e-7, 1e-7))
+    return problem, step.read(step.run(1e-6, 1e-6))
 
 
 def test_our_contestants_make_the_same_step(exact: tuple[vs_jax.Problem, dict[str, Any]]) -> None:
@@ -155,7 +137,7 @@ def test_our_contestants_make_the_same_step(exact: tuple[vs_jax.Problem, dict[st
         "ours, DEQ layer compiled"
     ]  # minutes of compilation; DEQ.compile has its own tests
     for step in contestants.values():
-        same(step.read(step.run(1e-7, 1e-7)), wanted)
+        same(step.read(step.run(1e-6, 1e-6)), wanted)
         assert min(step.count(1e-4, 1e-3)) > 3
 
 
