@@ -14,7 +14,6 @@ from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit
 from solvers.core.checks import require_choice, require_flag
-from solvers.core.device import maybe_any
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
@@ -30,7 +29,7 @@ from solvers.spins.inputs import (
     with_symmetries,
     zero_masked,
 )
-from solvers.spins.response import change_of_response, differentiable_response, is_definite
+from solvers.spins.response import linear_response
 from solvers.spins.sites import PottsSite, Site, read_site
 from solvers.spins.theories import AdaptiveTAP, ClampedSites, CoupledSites, SpinState, cavity_field
 
@@ -112,8 +111,7 @@ def adaptive_tap(
         damping: None: Anderson acceleration with automatic damping; a number in (0, 1]: damped
             iteration ``z + damping (f(z) - z)``.
         tolerance: of the joint fixed point; None: rtol 1e-10 in float64, 1e-5 in float32.
-        max_steps: evaluations per sample, an upper bound; for a site whose covariance does not depend on
-            the field, of the variances and again of the means (``trace`` is that of the means).
+        max_steps: evaluations per sample, an upper bound.
         adjoint: as for :func:`solvers.fixed_point`; None: no gradients. ``Unrolled`` takes ``chi C^-1``
             for constant at each step: its gradient is the solution's up to the size of the residual.
         mask: (B, N) bool, False for masked sites: they influence no other, their results are zero.
@@ -195,13 +193,11 @@ def _solve(
     for beta in betas[:-1]:
         with torch.no_grad():
             earlier = model.at(beta).solve(order, start)
-        start = SpinState(*(t.expand(len(model.field), *t.shape[1:]) for t in earlier.value))
+        start = earlier.value
         steps, evaluations = steps + earlier.steps, evaluations + earlier.evaluations
     solution = model.at(betas[-1]).solve(order, start)
-    solution.steps, solution.evaluations = (
-        solution.steps + steps,
-        solution.evaluations + evaluations,
-    )
+    solution.steps += steps
+    solution.evaluations += evaluations
     return solution
 
 
@@ -213,54 +209,26 @@ def _complete(
     with without_autocast(model.field.device.type):
         mean, variance = (as_wide(t) for t in solution.value)
         matrix, x = as_matrix(model.couplings), as_wide(model.field)
-        field = cavity_field(mean, variance, x, matrix, mask)
-        if site.field_dependent and maybe_any(~solution.converged):
-            own, covariance = site.moments(field, variance)
-            mean = _within_domain(mean, own, solution)
-        else:
-            covariance = site.covariance(field, variance)
+        own, covariance = site.moments(cavity_field(mean, variance, x, matrix, mask), variance)
+        # An extrapolated iterate may lie outside of the domain, a site's own mean does not. A sample
+        # without an iterate (infinite residual) keeps its start. The gradient is that of the iterate.
+        kept = solution.converged | solution.residual.isinf()
+        change = torch.where(kept[:, None, None] | ~own.isfinite(), 0.0, own - mean)
+        mean = mean + change.detach()
         if isinstance(site, PottsSite):  # a distribution, which damped steps approach from outside
             total = mean.sum(-1, keepdim=True)
             mean = mean / torch.where(total > 0, total, 1.0)
-        results = [zero_masked(t, mask) for t in (mean, covariance, variance)]
-        whole = _response(solution, results[1], results[2], matrix) if response else None
-        log_z = None
-        if log_partition:
-            state = (results[0], results[2], results[1])
-            log_z, exists = free_energy(order, state, x, matrix, site, mask)
+        mean, covariance, variance = (zero_masked(t, mask) for t in (mean, covariance, variance))
+        whole = log_z = None
+        if response:
+            whole, exists = linear_response(covariance, variance, matrix)
             solution.status = torch.where(exists, solution.status, int(Status.INDEFINITE))
-    results = [t.expand(len(mean), *t.shape[1:]).to(dtype) for t in results]
-    if whole is not None:
-        whole = whole.expand(len(mean), *whole.shape[1:]).to(dtype)
-    solution.value = SpinMarginals(results[0], results[1], results[2], whole, log_z)
-
-
-def _response(solution: Solution, covariance: Tensor, variance: Tensor, matrix: Tensor) -> Tensor:
-    """``C + C Q C`` (B, N, d, N, d), ``C`` alone where chi is not positive definite."""
-    sites = covariance.shape[1]
-    variance = variance.expand_as(covariance)
-    with torch.no_grad():
-        definite = is_definite(covariance, variance, matrix)
-    solution.status = torch.where(definite, solution.status, int(Status.INDEFINITE))
-    unit = torch.eye(sites, dtype=covariance.dtype, device=covariance.device)
-    response = covariance.unsqueeze(3) * unit[:, None, :, None]
-    rows = torch.nonzero(definite).flatten()
-    part = covariance[rows]
-    amputated, _ = differentiable_response(part, variance[rows], matrix)
-    return response.index_add(
-        0, rows, change_of_response(amputated, part).view(-1, *response.shape[1:])
-    )
-
-
-def _within_domain(mean: Tensor, own: Tensor, solution: Solution) -> Tensor:
-    """``mean``, but in samples that have not converged the sites' ``own`` means at its cavity fields.
-
-    An extrapolated iterate may lie outside of the domain, a site's mean does not. A sample without an
-    iterate (infinite residual) keeps its start. The gradient is that of ``mean``.
-    """
-    kept = solution.converged | solution.residual.isinf()
-    change = torch.where(kept[:, None, None] | ~own.isfinite(), 0.0, own - mean)
-    return mean + change.detach()
+            whole = whole.to(dtype)
+        if log_partition:
+            log_z, exists = free_energy(order, (mean, variance, covariance), x, matrix, site, mask)
+            solution.status = torch.where(exists, solution.status, int(Status.INDEFINITE))
+    parts = (t.to(dtype) for t in (mean, covariance, variance))
+    solution.value = SpinMarginals(*parts, whole, log_z)
 
 
 def _read_start(start: Any, field: Tensor) -> SpinState | None:

@@ -53,8 +53,8 @@ def stationary_value(function: Callable[[Any, Any], Tensor], args: Any, state: A
     layout = Layout.of(state)
     z = layout.vector(state)
     recorder = Recorder(cast("Any", _Functional(function, args, layout)))
-    record = _Record(recorder, *recorder.record(z))
-    return _StationaryValue.apply(record, z, *recorder.inputs)
+    point, output = recorder.record(z)
+    return _StationaryValue.apply((recorder.aliases, point, output), z, *recorder.inputs)
 
 
 @dataclass
@@ -70,33 +70,26 @@ class _Functional:
         return self.function(self.args, self.layout.tree(z))
 
 
-@dataclass
-class _Record:
-    """A recorded evaluation: ``output`` (B,) at ``point`` (B, D)."""
-
-    recorder: Recorder
-    point: Tensor
-    output: Tensor
+# A recorded evaluation: aliases of the inputs, the state (B, D) and the value (B,) that it was made of.
+Record = tuple[list[Tensor], Tensor, Tensor]
 
 
 class _StationaryValue(torch.autograd.Function):
     """(state, inputs) -> the value, whose derivative by the state is zero and is not computed."""
 
     @staticmethod
-    def forward(ctx: Any, record: _Record, z: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, record: Record, z: Tensor, *inputs: Tensor) -> Tensor:
         ctx.record = record
         ctx.save_for_backward(z, *inputs)
-        return record.output.detach().clone()
+        return record[2].detach().clone()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        (cotangent,) = cotangents
-        record: _Record = ctx.record
-        z, *inputs = ctx.saved_tensors
+        (cotangent,), (aliases, _, output) = cotangents, ctx.record
         if torch.is_grad_enabled():
-            results: Any = _PartialGradient.apply(record, cotangent, z, *inputs)
+            results: Any = _PartialGradient.apply(ctx.record, cotangent, *ctx.saved_tensors)
         else:
-            results = gradients(record.output, record.recorder.aliases, cotangent)
+            results = gradients(output, aliases, cotangent)
         return (None, None, *results)
 
 
@@ -105,30 +98,26 @@ class _PartialGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, record: _Record, cotangent: Tensor, z: Tensor, *inputs: Tensor
+        ctx: Any, record: Record, cotangent: Tensor, z: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.record = record
         ctx.save_for_backward(cotangent, z, *inputs)
-        results = gradients(record.output, record.recorder.aliases, cotangent)
+        results = gradients(record[2], record[0], cotangent)
         pairs = zip(results, inputs, strict=True)
         return tuple(torch.zeros_like(t) if g is None else g for g, t in pairs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        record: _Record = ctx.record
-        variables = [record.point, *record.recorder.aliases]
+        aliases, point, output = ctx.record
         with torch.enable_grad():
             weight = ctx.saved_tensors[0].detach().requires_grad_()
-            images = gradients(record.output, variables[1:], weight, create_graph=True)
-            terms = [
-                (image * cotangent).sum()
-                for image, cotangent in zip(images, cotangents, strict=True)
-                if image is not None and image.requires_grad
-            ]
+            images = gradients(output, aliases, weight, create_graph=True)
+            pairs = zip(images, cotangents, strict=True)
+            terms = [(g * c).sum() for g, c in pairs if g is not None and g.requires_grad]
             if not terms:
-                return (None,) * (len(variables) + 2)
-            results = gradients(sum(terms[1:], terms[0]), [weight, *variables])
+                return (None,) * (len(aliases) + 3)
+            results = gradients(sum(terms[1:], terms[0]), [weight, point, *aliases])
         return (None, *results)
 
 
@@ -192,11 +181,10 @@ def free_energy(
 
     ``state`` is zero at masked sites; ``matrix`` (n, n).
     """
-    mean, variance, covariance = (t.expand(len(field), *t.shape[1:]) for t in state)
     definite = torch.ones(len(field), dtype=torch.bool, device=field.device)
     if order == "adaptive":
         with torch.no_grad():
-            definite = is_definite(covariance, variance, matrix)
+            definite = is_definite(state[2], state[1], matrix)
 
     def value(args: tuple[Tensor, Tensor], state: State) -> Tensor:
         mean, variance, covariance = state
@@ -213,10 +201,8 @@ def free_energy(
         if order == "second":
             onsager = onsager_variance(covariance, matrix)
             return found + (covariance * (onsager / 4 - variance / 2)).flatten(1).sum(1)
-        rows = torch.nonzero(definite).flatten()
-        determinant = log_det(covariance[rows], variance[rows], matrix)
-        return found.index_add(0, rows, determinant, alpha=-0.5)
+        covariance = torch.where(definite[:, None, None, None], covariance, 0.0)
+        return found - log_det(covariance, variance, matrix) / 2
 
-    args, whole = (field, matrix), (mean, variance, covariance)
-    tracked = torch.is_grad_enabled()
-    return (stationary_value(value, args, whole) if tracked else value(args, whole)), definite
+    args, tracked = (field, matrix), torch.is_grad_enabled()
+    return (stationary_value(value, args, state) if tracked else value(args, state)), definite

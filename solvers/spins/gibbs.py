@@ -20,7 +20,7 @@ from solvers.spins.inputs import (
     zero_masked,
 )
 from solvers.spins.response import is_definite
-from solvers.spins.sites import PottsSite, Site, draw_states
+from solvers.spins.sites import GaussianSite, PottsSite, Site, draw_states
 
 # Costs by which a way of computing a Potts site's field is chosen, in units of one number that is
 # looked up and added: a number multiplied in a matrix product, the call of an operation.
@@ -175,7 +175,7 @@ def _is_sparse(matrix: Tensor, shape: tuple[int, int, int], site: Site) -> bool:
 
 def _check_exists(matrix: Tensor, field: Tensor, site: Site, clamped: Tensor | None) -> None:
     """Gaussian sites: the joint distribution of the free ones can be normalised."""
-    if site.field_dependent:
+    if not isinstance(site, GaussianSite):
         return
     patterns = None if clamped is None else (~clamped).unique(dim=0)
     number = 1 if patterns is None else len(patterns)

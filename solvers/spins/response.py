@@ -237,35 +237,24 @@ def _inverse(shift: Tensor, inverse_shift: Tensor) -> Tensor:
     return guess
 
 
+def linear_response(
+    covariance: Tensor, variance: Tensor, couplings: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``chi = C + C Q C`` (B, N, d, N, d), ``C`` alone where it is not positive definite, (B,) bool."""
+    sites = covariance.shape[1]
+    with torch.no_grad():
+        definite = is_definite(covariance, variance, couplings)
+    unit = torch.eye(sites, dtype=covariance.dtype, device=covariance.device)
+    alone = covariance.unsqueeze(3) * unit[:, None, :, None]
+    covariance = torch.where(definite[:, None, None, None], covariance, 0.0)  # without response
+    amputated, _ = differentiable_response(covariance, variance, couplings)
+    right = times_blocks(amputated, covariance).view(*covariance.shape[:3], -1)
+    return alone + (covariance @ right).view_as(alone), definite
+
+
 def log_det(covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
-    """``log det(I + C W)`` (B,), with derivatives of any order; ``chi`` must be positive definite.
-
-    ``d log det(I + C W) = tr(chi dW) - tr(Q dC)``.
-    """
-    return _LogDet.apply(covariance, variance, couplings)
-
-
-class _LogDet(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, covariance: Tensor, variance: Tensor, couplings: Tensor) -> Tensor:
-        factor = _factors(covariance, variance, couplings)[2]
-        ctx.save_for_backward(covariance, variance, couplings)
-        return 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (cotangent,) = cotangents
-        covariance, variance, couplings = ctx.saved_tensors
-        sites = covariance.shape[1]
-        amputated, _ = differentiable_response(covariance, variance, couplings)
-        change, weight = change_of_response(amputated, covariance), cotangent[:, None, None]
-        of_covariance = -(weight.unsqueeze(-1) * blocks(amputated, sites))
-        of_variance = weight.unsqueeze(-1) * (covariance + blocks(change, sites))
-        return of_covariance, of_variance, -without_blocks((weight * change).sum(0), sites)
-
-
-def change_of_response(amputated: Tensor, covariance: Tensor) -> Tensor:
-    """``C Q C = chi - C``, (B, n, n)."""
-    batch, sites, dim = covariance.shape[:3]
-    right = times_blocks(amputated, covariance).view(batch, sites, dim, sites * dim)
-    return (covariance @ right).view_as(amputated)
+    """``log det(I + C W)`` (B,), with derivatives of any order; ``chi`` must be positive definite."""
+    interaction = interactions(variance, couplings)
+    product = covariance @ interaction.view(*covariance.shape[:3], -1)
+    unit = torch.eye(len(couplings), dtype=couplings.dtype, device=couplings.device)
+    return torch.logdet(unit + product.view_as(interaction))

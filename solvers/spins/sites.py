@@ -28,20 +28,16 @@ class Site(nn.Module):
     A subclass must define ``log_partition`` alone; mean and covariance then come by automatic
     differentiation (d + 1 backward passes), to any order. Parameters of the module get gradients.
     :func:`solvers.gibbs` also asks for ``sample`` and, where the sites differ, for ``at``; it refuses
-    states that ``takes`` denies. The free
-    energies of coupled sites need ``log Z`` with all that depends on V, also what no moment shows.
+    states that ``takes`` denies. The free energies of coupled sites need ``log Z`` with all that
+    depends on V, also what no moment shows.
 
-    Class attributes:
-        field_dependent: the covariance depends on the field; only Gaussian sites say False, and are
-            solved once for all fields.
-        values: the values of S in words, for messages.
+    The class attribute ``values`` are the values of S in words, for messages.
 
     Shapes: ``field`` (B, N, d), ``variance`` (B, N, d, d) symmetric -> ``log_partition`` (B, N),
     ``mean`` (B, N, d), ``covariance`` (B, N, d, d), each site on its own. Where a site cannot be
     normalised ``log_partition`` is NaN or infinite; the solver rejects such a step.
     """
 
-    field_dependent: ClassVar[bool] = True
     values: ClassVar[str] = "vectors"
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
@@ -65,25 +61,16 @@ class Site(nn.Module):
         mean, covariance = self._derivatives(field, variance, 2)
         return mean, covariance
 
-    def sample(
-        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
-    ) -> Tensor:
-        """One independent draw of every site from ``rho(S) exp(h.S + 1/2 S^T V S)``; no gradients.
+    def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
+        """One independent draw of every site from ``rho(S) exp(h.S)``; no gradients.
 
-        Args:
-            field: ``h`` (..., N, d).
-            generator: of the draws, on the device of ``field``; None: the global one.
-            variance: ``V`` (..., N, d, d); None: 0.
-
-        Returns:
-            (..., N, d), dtype of ``field``.
+        ``field`` and the result are (..., N, d); a generator None is the global one.
 
         Raises:
-            NotImplementedError: where the site, or the site at this ``variance``, has no sampler.
+            NotImplementedError: where the site has no sampler.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot draw samples: it must define sample(field, generator, "
-            "variance=None)"
+            f"{type(self).__name__} cannot draw samples: it must define sample(field, generator)"
         )
 
     def at(self, index: int) -> Site:
@@ -101,42 +88,35 @@ class Site(nn.Module):
             point, variance = ordinary(field), ordinary(variance)
             if not (outer and point.requires_grad):  # else in the caller's graph
                 point = point.detach().requires_grad_()
-            mean, exists = self._slope(point, variance, outer or order == 2)
-            found = [torch.where(exists.unsqueeze(-1), mean, torch.nan)]
+            value = self._value(point, variance)
+            keep = outer or order == 2
+            found = list(torch.autograd.grad(value.sum(), point, create_graph=keep))
             if order == 2:
-                covariance = _curvature(mean, point, outer)
-                found.append(torch.where(exists[..., None, None], covariance, torch.nan))
+                found.append(_curvature(found[0], point, outer))
+        exists = value.detach().isfinite()[..., None]
+        found[0] = torch.where(exists, found[0], torch.nan)
+        found[1:] = [torch.where(exists.unsqueeze(-1), tensor, torch.nan) for tensor in found[1:]]
         return found if outer else [tensor.detach() for tensor in found]
 
-    def _slope(self, point: Tensor, variance: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-        """``d log Z / dh`` (B, N, d), and where log Z is finite (B, N) bool."""
+    def _value(self, point: Tensor, variance: Tensor) -> Tensor:
+        """``log Z``, which a user may have written, checked."""
         value = self.log_partition(point, variance)
+        name = f"log_partition of {type(self).__name__}"
         if not isinstance(value, Tensor) or value.shape != point.shape[:-1]:
             came = tuple(value.shape) if isinstance(value, Tensor) else type(value)
-            raise ValueError(
-                f"log_partition of {type(self).__name__} must return one number per site, shape "
-                f"{tuple(point.shape[:-1])}, got {came}"
-            )
+            shape = tuple(point.shape[:-1])
+            raise ValueError(f"{name} must return one number per site, shape {shape}, got {came}")
         if not value.requires_grad:
-            raise ValueError(
-                f"log_partition of {type(self).__name__} does not depend on the field (or is not "
-                "differentiable in it)"
-            )
-        slope = torch.autograd.grad(value.sum(), point, create_graph=keep)[0]
-        return slope, torch.isfinite(value.detach())
+            raise ValueError(f"{name} does not depend on the field, or not differentiably")
+        return value
 
 
 def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
     """The symmetrised Jacobian ``d mean / d point``, (B, N, d, d), row by row."""
     if not mean.requires_grad:
         return mean.new_zeros(*mean.shape, mean.shape[-1])
-    rows = []
-    for component in range(mean.shape[-1]):
-        slope = mean[..., component].sum()
-        (row,) = torch.autograd.grad(
-            slope, point, retain_graph=True, create_graph=outer, allow_unused=True
-        )
-        rows.append(torch.zeros_like(point) if row is None else row)
+    options = {"retain_graph": True, "create_graph": outer, "materialize_grads": True}
+    rows = [torch.autograd.grad(each.sum(), point, **options)[0] for each in mean.unbind(-1)]
     hessian = torch.stack(rows, dim=-2)
     return (hessian + hessian.mT) / 2
 
@@ -171,10 +151,8 @@ class IsingSite(Site):
         return (4 * torch.sigmoid(2 * field) * torch.sigmoid(-2 * field)).unsqueeze(-1)
 
     @torch.no_grad()
-    def sample(
-        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
-    ) -> Tensor:
-        """``+1`` with probability ``1 / (1 + exp(-2h))``; V drops out."""
+    def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
+        """``+1`` with probability ``1 / (1 + exp(-2h))``."""
         _check_scalar(field)
         up = torch.sigmoid(2 * as_wide(field))
         drawn = torch.rand(up.shape, generator=generator, dtype=up.dtype, device=up.device)
@@ -212,15 +190,10 @@ class PottsSite(Site):
         return mean, torch.diag_embed(outside.sum(-1)) - outside
 
     @torch.no_grad()
-    def sample(
-        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
-    ) -> Tensor:
-        """State a with probability ``softmax(h + diag(V)/2)_a``, one-hot."""
+    def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
+        """State a with probability ``softmax(h)_a``, one-hot."""
         with without_autocast(field.device.type):
-            logits = as_wide(field)
-            if variance is not None:
-                logits = _logits(logits, as_wide(variance))
-            states = draw_states(logits.movedim(-1, 0), generator)
+            states = draw_states(as_wide(field).movedim(-1, 0), generator)
         return F.one_hot(states, field.shape[-1]).to(field.dtype)
 
     def takes(self, states: Tensor) -> Tensor:
@@ -234,9 +207,8 @@ def draw_states(logits: Tensor, generator: Generator | None) -> Tensor:
     One uniform number a draw. The states lie along dim 0 so that every operation runs over the draws.
     """
     reached = (logits - logits.amax(0)).exp_().cumsum(0)
-    drawn = torch.rand(
-        logits.shape[1:], generator=generator, dtype=logits.dtype, device=logits.device
-    )
+    like = {"generator": generator, "dtype": logits.dtype, "device": logits.device}
+    drawn = torch.rand(logits.shape[1:], **like)
     # "<=" and a last state that is not compared: a state without weight is never drawn.
     return (reached[:-1] <= drawn * reached[-1]).sum(0)
 
@@ -267,7 +239,6 @@ class GaussianSite(Site):
         TypeError, ValueError: for another shape or dtype, or a matrix that is not a covariance.
     """
 
-    field_dependent: ClassVar[bool] = False
     sigma: Tensor
 
     def __init__(self, covariance: Tensor) -> None:
@@ -297,36 +268,31 @@ class GaussianSite(Site):
         return (covariance @ field.unsqueeze(-1)).squeeze(-1), covariance
 
     @torch.no_grad()
-    def sample(
-        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
-    ) -> Tensor:
-        """``mean + A (I - A^T V A)^-T/2 e``, e standard normal; NaN where the site does not exist."""
+    def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
+        """``Sigma h + A e``, e standard normal."""
         with without_autocast(field.device.type):
             h = as_wide(field)
             drawn = torch.randn(h.shape, generator=generator, dtype=h.dtype, device=h.device)
-            zero = h.new_zeros(h.shape[-2], h.shape[-1], h.shape[-1])
-            half, factor = self._factors(h, zero if variance is None else as_wide(variance))
-            inner, drawn = half.mT @ h.unsqueeze(-1), drawn.unsqueeze(-1)
-            if variance is None:
-                inner = inner + drawn
-            else:  # the covariance is A F^-T F^-1 A^T with F F^T = I - A^T V A
-                inner = torch.linalg.solve_triangular(factor, inner, upper=False) + drawn
-                inner = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
+            half = torch.linalg.cholesky(self._sigma_for(h))
+            inner = half.mT @ h.unsqueeze(-1) + drawn.unsqueeze(-1)
             return (half @ inner).squeeze(-1).to(field.dtype)
 
     def at(self, index: int) -> GaussianSite:
         """The Gaussian of site ``index`` alone."""
         return self if self.sigma.dim() == 2 else GaussianSite(self.sigma[index].detach())
 
-    def _factors(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """``A`` and the Cholesky factor of ``I - A^T V A``, NaN where that is indefinite."""
+    def _sigma_for(self, field: Tensor) -> Tensor:
         sigma, (sites, dim) = self.sigma.to(field.dtype), field.shape[-2:]
         if sigma.shape[-1] != dim or (sigma.dim() == 3 and len(sigma) != sites):
             raise ValueError(
                 f"covariance {tuple(sigma.shape)} does not fit sites (N, d) = {(sites, dim)}"
             )
-        half, _ = torch.linalg.cholesky_ex(sigma)
-        unit = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
+        return sigma
+
+    def _factors(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """``A`` and the Cholesky factor of ``I - A^T V A``, NaN where that is indefinite."""
+        half, _ = torch.linalg.cholesky_ex(self._sigma_for(field))
+        unit = torch.eye(field.shape[-1], dtype=half.dtype, device=half.device)
         factor, failed = torch.linalg.cholesky_ex(unit - half.mT @ variance @ half)
         return half, torch.where((failed == 0)[..., None, None], factor, torch.nan)
 
@@ -335,16 +301,14 @@ class GaussianSite(Site):
 
 
 def _check_covariance(covariance: object) -> None:
-    if not isinstance(covariance, Tensor):
-        raise TypeError(f"covariance must be a tensor (d, d) or (N, d, d), got {type(covariance)}")
-    if not covariance.is_floating_point():
-        raise TypeError(f"covariance must be of a floating dtype, got {covariance.dtype}")
+    if not isinstance(covariance, Tensor) or not covariance.is_floating_point():
+        what = covariance.dtype if isinstance(covariance, Tensor) else type(covariance)
+        raise TypeError(f"covariance must be a floating tensor (d, d) or (N, d, d), got {what}")
     if covariance.dim() not in (2, 3) or covariance.shape[-1] != covariance.shape[-2]:
         raise ValueError(
             f"covariance must have the shape (d, d) or (N, d, d), got {tuple(covariance.shape)}"
         )
-    matrix = covariance.detach()
-    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    matrix = as_wide(covariance.detach())
     allowed = 32 * torch.finfo(covariance.dtype).eps * matrix.abs().max()
     if not bool((matrix - matrix.mT).abs().max() <= allowed):
         raise ValueError("covariance must be symmetric and finite")
@@ -453,22 +417,12 @@ class SphericalSite(Site):
         return Moments.apply(field, _unless_zero(variance), self._rho(field))
 
     @torch.no_grad()
-    def sample(
-        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
-    ) -> Tensor:
+    def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
         """A draw from the sphere itself (also with ``large_dimension``), by Wood's rejection.
-
-        Raises:
-            NotImplementedError: for a V that is not zero.
 
         Source: Wood (1994), "Simulation of the von Mises Fisher distribution",
         https://doi.org/10.1080/03610919408813161.
         """
-        if variance is not None and bool(variance.any()):
-            raise NotImplementedError(
-                "SphericalSite draws samples at variance 0 only (von Mises and Fisher), got a variance "
-                "that is not zero"
-            )
         radius = math.sqrt(self._rho(field))
         with without_autocast(field.device.type):
             flat = as_wide(field).reshape(-1, field.shape[-1])
@@ -493,9 +447,15 @@ class SphericalSite(Site):
 
 def _unless_zero(variance: Tensor) -> Tensor | None:
     """None for a V of zeros that needs no gradient: no eigendecomposition then."""
-    if variance.requires_grad or variance.device.type != "cpu" or bool(variance.any()):
-        return variance
-    return None
+    return None if variance.device.type == "cpu" and _is_zero(variance) else variance
+
+
+def _is_zero(variance: Tensor) -> bool:
+    """V is zero and needs no gradient; entries of an expanded one are looked at once."""
+    for dim, stride in enumerate(variance.stride()):
+        if stride == 0 and variance.shape[dim] > 1:
+            variance = variance.narrow(dim, 0, 1)
+    return not (variance.requires_grad or bool(variance.any()))
 
 
 def _saddle(field: Tensor, variance: Tensor, rho: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -534,21 +494,21 @@ def _at(multiplier: Tensor, field: Tensor, variance: Tensor) -> tuple[Tensor, ..
 class TorusSite(Site):
     r"""c unit circles, uniform: ``S = (cos a_1, sin a_1, ..., cos a_c, sin a_c)``, d = 2c, ``|S|^2 = c``.
 
-    For V = 0 every circle is a von Mises distribution of its own; with ``h_k`` the two components of
-    the field on circle k, and ``r_k = |h_k|``::
+    Every circle is a von Mises distribution of its own; with ``h_k`` the two components of the field on
+    circle k, and ``r_k = |h_k|``::
 
         log Z = sum_k log I_0(r_k),   mean_k = I_1(r_k) / I_0(r_k) h_k / r_k
 
-    A V within the circles (2 x 2 blocks on the diagonal) is that of
-    ``SphericalSite(1.0)``, circle by circle. One that couples circles has no closed form.
+    That is so at V = 0, as in the naive mean field; there is no closed form for a V that couples circles,
+    and for one circle alone ``SphericalSite(1.0)`` takes any.
 
     Args:
         circles: c; None: d / 2.
 
     Raises:
-        ValueError: if the field has not 2c components; for a V that couples two circles.
+        ValueError: if the field has not 2c components; for a V that is not zero.
 
-    ``log_partition`` is 0 at ``h = 0, V = 0``.
+    ``log_partition`` is 0 at ``h = 0``.
 
     Source: Mardia and Jupp (2000), "Directional Statistics", section 3.5.4,
     https://doi.org/10.1002/9780470316979, for the von Mises distribution.
@@ -562,98 +522,37 @@ class TorusSite(Site):
         self.circle = SphericalSite(1.0)
 
     def log_partition(self, field: Tensor, variance: Tensor) -> Tensor:
-        parts = self._parts(field)
-        blocks = _blocks(variance, field)
-        if blocks is None:
-            return LogBessel.apply(parts).sum(-1)
-        return self.circle.log_partition(parts.flatten(1, 2), blocks).view(parts.shape[:-1]).sum(-1)
+        return LogBessel.apply(self._parts(field, variance)).sum(-1)
 
     def mean(self, field: Tensor, variance: Tensor) -> Tensor:
-        parts = self._parts(field)
-        blocks = _blocks(variance, field)
-        if blocks is None:
-            return CircleMean.apply(parts).flatten(-2)
-        return self.circle.mean(parts.flatten(1, 2), blocks).view(field.shape)
+        return CircleMean.apply(self._parts(field, variance)).flatten(-2)
 
-    def moments(self, field: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        parts = self._parts(field)
-        blocks = _blocks(variance, field)
-        if blocks is not None:
-            mean, covariance = self.circle.moments(parts.flatten(1, 2), blocks)
-            return mean.view(field.shape), _on_diagonal(covariance.view(*parts.shape, 2))
-        return CircleMean.apply(parts).flatten(-2), _on_diagonal(circle_covariance(parts))
+    def covariance(self, field: Tensor, variance: Tensor) -> Tensor:
+        blocks = circle_covariance(self._parts(field, variance))  # (..., c, 2, 2)
+        unit = torch.eye(blocks.shape[-3], dtype=blocks.dtype, device=blocks.device)
+        return torch.einsum("...kab,kl->...kalb", blocks, unit).flatten(-4, -3).flatten(-2)
 
-    def sample(
-        self, field: Tensor, generator: Generator | None = None, variance: Tensor | None = None
-    ) -> Tensor:
-        """Angles of von Mises distributions, drawn circle by circle.
-
-        Raises:
-            NotImplementedError: for a V that is not zero.
-        """
-        if variance is not None and bool(without_copies(variance).any()):
-            raise NotImplementedError(
-                "TorusSite draws samples at variance 0 alone, got another one"
-            )
+    def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
+        """Angles of von Mises distributions, drawn circle by circle."""
         return self.circle.sample(self._parts(field).flatten(-3, -2), generator).view(field.shape)
 
     def takes(self, states: Tensor) -> Tensor:
         """Of length 1 on every circle."""
         return self.circle.takes(self._parts(states)).all(-1)
 
-    def _parts(self, field: Tensor) -> Tensor:
+    def _parts(self, field: Tensor, variance: Tensor | None = None) -> Tensor:
         """(..., N, c, 2)."""
         dim = field.shape[-1]
         circles = dim // 2 if self.circles is None else self.circles
         if dim != 2 * circles or dim == 0:
             wanted = "an even number of" if self.circles is None else f"{2 * circles}"
             raise ValueError(f"TorusSite takes fields of {wanted} components, got d = {dim}")
+        if variance is not None and not _is_zero(variance):
+            raise ValueError("variance must be zero for a TorusSite, got one that is not")
         return field.unflatten(-1, (circles, 2))
 
     def extra_repr(self) -> str:
         return f"circles={self.circles}"
-
-
-def _blocks(variance: Tensor, field: Tensor) -> Tensor | None:
-    """The 2 x 2 blocks of V on the diagonal, (B, N c, 2, 2); None where V is zero.
-
-    Sites with entries that are not finite between circles get blocks of NaN.
-
-    ValueError where V has another shape than the field asks for, or couples circles.
-    """
-    if variance.shape != (*field.shape, field.shape[-1]):
-        raise ValueError(
-            f"variance must have the shape {(*field.shape, field.shape[-1])} to go with the field, "
-            f"got {tuple(variance.shape)}"
-        )
-    if not variance.requires_grad and not bool(without_copies(variance).any()):
-        return None
-    batch, sites, dim = variance.shape[:3]
-    split = variance.reshape(batch, sites, dim // 2, 2, dim // 2, 2)
-    inside = split.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
-    apart = torch.eye(dim // 2, dtype=torch.bool, device=variance.device).logical_not()
-    between = split.detach().masked_fill(~apart[:, None, :, None], 0.0)
-    if bool((between.isfinite() & (between != 0)).any()):
-        raise ValueError(
-            "variance must not couple different circles of a TorusSite, got one that does"
-        )
-    broken = between.isfinite().logical_not().flatten(2).any(-1)
-    return inside.masked_fill(broken[..., None, None, None], torch.nan).reshape(batch, -1, 2, 2)
-
-
-def without_copies(tensor: Tensor) -> Tensor:
-    """The same entries, each once where the tensor was expanded."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _on_diagonal(blocks: Tensor) -> Tensor:
-    """(B, N, c, 2, 2) -> (B, N, 2c, 2c), zeros between circles."""
-    *lead, circles, _, _ = blocks.shape
-    unit = torch.eye(circles, dtype=blocks.dtype, device=blocks.device)
-    return torch.einsum("...kab,kl->...kalb", blocks, unit).reshape(*lead, 2 * circles, 2 * circles)
 
 
 NAMES: dict[str, type[Site]] = {

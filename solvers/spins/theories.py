@@ -242,23 +242,21 @@ class CoupledSites:
         """The solution of a theory as a :class:`SpinState`; ``start`` None for its own start."""
         if order == "naive":
             return self._naive(start)
-        if order == "second":
-            first = SpinState(torch.zeros_like(self.field), no_variance(self.field).clone())
-            return self._joint(second_order_step, first if start is None else start)
-        if self.site.field_dependent or self.mask is not None:
-            return self._joint(tap_step, self._definite(start))
-        return self._shared(start)
-
-    def _fixed_point(self, step: Callable[..., Any], start: Any) -> Solution:
-        return fixed_point(step, start, (self.field, self.mask), mask=self.mask, **self.options)
-
-    def _joint(self, one_step: Callable[..., SpinState], start: SpinState) -> Solution:
-        """The joint fixed point of means and variances."""
+        one_step = tap_step
+        if order == "adaptive":
+            start = self._definite(start)
+        else:
+            one_step = second_order_step
+            if start is None:
+                start = SpinState(torch.zeros_like(self.field), no_variance(self.field).clone())
 
         def step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
             return one_step(state, field, self.couplings, self.site, mask)
 
         return self._fixed_point(step, start)
+
+    def _fixed_point(self, step: Callable[..., Any], start: Any) -> Solution:
+        return fixed_point(step, start, (self.field, self.mask), mask=self.mask, **self.options)
 
     def _naive(self, start: SpinState | None) -> Solution:
         """The fixed point of the means at V = 0: mean field without Onsager term."""
@@ -274,37 +272,6 @@ class CoupledSites:
         solution.value = SpinState(solution.value, no_variance(mean))
         return solution
 
-    def _shared(self, start: SpinState | None) -> Solution:
-        """Cavity variances once for all samples, then the means, which depend on them linearly."""
-        alone = replace(self, field=self.field.new_zeros(1, *self.field.shape[1:]))
-        first_start = None if start is None else SpinState(*(t[:1] for t in start))
-        first = alone._joint(tap_step, alone._definite(first_start))
-        variance = first.value.cavity_variance
-        exists = bool(torch.isfinite(first.residual).all())
-        with torch.no_grad(), without_autocast(self.field.device.type):
-            wide = as_wide(variance)
-            covariance = self.site.covariance(as_wide(alone.field), wide)
-            newton = _newton_matrix(covariance, wide, as_matrix(self.couplings))
-
-        def step(mean: Tensor, field: Tensor, mask: None) -> Tensor:
-            if not exists:  # stay at the starting point
-                return 0.0 * (mean + field)
-            with without_autocast(mean.device.type):
-                m, x, j = as_wide(mean), as_wide(field), as_matrix(self.couplings)
-                v = as_wide(variance)
-                residual = self.site.mean(cavity_field(m, v, x, j, mask), v) - m
-                return (m + (residual.flatten(1) @ newton).view_as(m)).to(mean.dtype)
-
-        mean = torch.zeros_like(self.field) if start is None or not exists else start.mean
-        solution = self._fixed_point(step, mean)
-        solution.status = torch.where(first.converged, solution.status, first.status)
-        solution.residual = torch.maximum(solution.residual, first.residual)
-        solution.residual_norm = torch.maximum(solution.residual_norm, first.residual_norm)
-        solution.steps = solution.steps + first.steps
-        solution.evaluations = solution.evaluations + first.evaluations
-        solution.value = SpinState(solution.value, variance)
-        return solution
-
     def _definite(self, start: SpinState | None) -> SpinState:
         """``start``, but the usual one in samples where its ``chi`` is not positive definite."""
         if start is None:
@@ -318,20 +285,11 @@ class CoupledSites:
         if bool(definite.all()):
             return start
         usual = starting_state(self.field, self.couplings, self.site, self.mask)
-        chosen = (
-            torch.where(definite.view(-1, *[1] * (warm.dim() - 1)), warm, cold)
-            for warm, cold in zip(start, usual, strict=True)
+        chosen = definite[:, None, None]
+        return SpinState(
+            torch.where(chosen, start.mean, usual.mean),
+            torch.where(chosen[..., None], start.cavity_variance, usual.cavity_variance),
         )
-        return SpinState(*chosen)
-
-
-def _newton_matrix(covariance: Tensor, variance: Tensor, matrix: Tensor) -> Tensor:
-    """``F = C^-1 chi`` of a single sample (n, n), the unit matrix where chi is not positive definite."""
-    unit = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
-    if not bool(is_definite(covariance, variance, matrix)):
-        return unit
-    amputated, _ = differentiable_response(covariance, variance, matrix)
-    return unit + times_blocks(amputated, covariance)[0]
 
 
 @dataclass(frozen=True)

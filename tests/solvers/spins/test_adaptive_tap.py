@@ -70,8 +70,6 @@ def test_gaussian_sites_are_solved_exactly() -> None:
     for i in range(sites):
         own = covariance[dim * i : dim * (i + 1), dim * i : dim * (i + 1)]
         torch.testing.assert_close(value.covariance[3, i], own, rtol=0, atol=1e-9)
-    # One sample's variances serve all.
-    assert value.covariance.stride(0) == value.cavity_variance.stride(0) == 0
 
 
 # Largest ratio of the median errors. Where every J_ij is N(0, s^2/N) and s = 1, adaptive TAP itself
@@ -173,7 +171,7 @@ def test_each_sample_gets_what_it_gets_alone(site: Site, dim: int) -> None:
         for whole, single in zip(together.value, alone.value, strict=True):
             torch.testing.assert_close(whole[i], single[0], rtol=1e-8, atol=1e-9)
         assert together.evaluations[i] == alone.evaluations[0]
-    if site.field_dependent and dim > 1:
+    if not isinstance(site, GaussianSite) and dim > 1:
         variance = together.value.cavity_variance
         assert (variance[0] - variance[1]).abs().max() > 1e-3
 
@@ -222,12 +220,11 @@ def impossible() -> tuple[Tensor, Tensor, Site]:
 
 def test_a_model_that_does_not_exist_is_indefinite() -> None:
     blocks, x, site = impossible()
-    for mask in (None, torch.ones(3, 4, dtype=torch.bool)):  # both ways to solve
-        with pytest.warns(SolveWarning, match="INDEFINITE 3 of 3"):
-            solution = adaptive_tap(blocks, x, site=site, response=True, mask=mask)
-        assert (solution.status == Status.INDEFINITE).all()
-        assert torch.isinf(solution.residual).all() and not solution.value.mean.any()
-        assert all(torch.isfinite(t).all() for t in solution.value if t is not None)
+    with pytest.warns(SolveWarning, match="INDEFINITE 3 of 3"):
+        solution = adaptive_tap(blocks, x, site=site, response=True)
+    assert (solution.status == Status.INDEFINITE).all()
+    assert torch.isinf(solution.residual).all() and not solution.value.mean.any()
+    assert all(torch.isfinite(t).all() for t in solution.value if t is not None)
     with pytest.raises(SolveError) as caught:
         adaptive_tap(blocks, x, site=site, on_failure="raise")
     assert (caught.value.solution.status == Status.INDEFINITE).all()

@@ -183,10 +183,8 @@ def test_large_dimension_is_the_known_formula_and_the_limit() -> None:
 
 
 def test_saturated_sites_keep_their_digits() -> None:
-    field, nothing = (
-        torch.tensor([[[20.0], [-300.0]]], dtype=F64),
-        torch.zeros(1, 2, 1, 1, dtype=F64),
-    )
+    field = torch.tensor([[[20.0], [-300.0]]], dtype=F64)
+    nothing = torch.zeros(1, 2, 1, 1, dtype=F64)
     covariance = IsingSite().covariance(field, nothing).flatten().tolist()
     assert covariance == pytest.approx([4 * math.exp(-40), 4 * math.exp(-600)], rel=1e-12)
     assert IsingSite().log_partition(field, nothing).flatten().tolist() == pytest.approx(
@@ -221,7 +219,7 @@ class Constant(Site):
 
 
 BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: GaussianSite([[1.0]]), TypeError, "covariance must be a tensor"),  # type: ignore[arg-type]
+    (lambda: GaussianSite([[1.0]]), TypeError, "covariance must be a floating"),  # type: ignore[arg-type]
     (lambda: GaussianSite(torch.tensor([[1.0, 2.0], [0.0, 1.0]])), ValueError, "symmetric"),
     (lambda: GaussianSite(-torch.eye(2)), ValueError, "positive definite"),
     (lambda: GaussianSite(torch.eye(3)).moments(*tilt(2)), ValueError, "does not fit"),
