@@ -115,7 +115,11 @@ def _curvature(mean: Tensor, point: Tensor, outer: bool) -> Tensor:
     """The symmetrised Jacobian ``d mean / d point``, (B, N, d, d), row by row."""
     if not mean.requires_grad:
         return mean.new_zeros(*mean.shape, mean.shape[-1])
-    options = {"retain_graph": True, "create_graph": outer, "materialize_grads": True}
+    options: dict[str, Any] = {
+        "retain_graph": True,
+        "create_graph": outer,
+        "materialize_grads": True,
+    }
     rows = [torch.autograd.grad(each.sum(), point, **options)[0] for each in mean.unbind(-1)]
     hessian = torch.stack(rows, dim=-2)
     return (hessian + hessian.mT) / 2
