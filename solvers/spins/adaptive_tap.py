@@ -227,8 +227,8 @@ def _complete(
         if log_partition:
             log_z, exists = free_energy(order, (mean, variance, covariance), x, matrix, site, mask)
             solution.status = torch.where(exists, solution.status, int(Status.INDEFINITE))
-    parts = (t.to(dtype) for t in (mean, covariance, variance))
-    solution.value = SpinMarginals(*parts, whole, log_z)
+    mean, covariance, variance = (t.to(dtype) for t in (mean, covariance, variance))
+    solution.value = SpinMarginals(mean, covariance, variance, whole, log_z)
 
 
 def _read_start(start: Any, field: Tensor) -> SpinState | None:

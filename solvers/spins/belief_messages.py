@@ -56,36 +56,20 @@ class Graph:
     degree: int | None
 
     @classmethod
-    def of_matrix(cls, coupled: Tensor) -> Graph:
-        """The pairs where ``coupled`` (N, N) bool, symmetric, is True."""
-        pairs = torch.nonzero(coupled.triu(1))
-        return cls._of(pairs, len(coupled), listed=False)
-
-    @classmethod
-    def of_list(cls, edges: Tensor, sites: int) -> Graph:
+    def of(cls, edges: Tensor, sites: int, listed: bool) -> Graph:
         """The pairs ``edges`` (E, 2)."""
-        return cls._of(edges, sites, listed=True)
-
-    @classmethod
-    def _of(cls, edges: Tensor, sites: int, listed: bool) -> Graph:
         number = len(edges)
         target, source = edges.mT.reshape(-1), edges.flip(1).mT.reshape(-1)
         own = torch.arange(number, device=edges.device)
         place = torch.cat([2 * own, 2 * own + 1]) if listed else target * sites + source
         order = torch.argsort(target * sites + source)
         moved = torch.argsort(order)  # where an edge has gone
+        reverse = moved.roll(number)[order]  # the two halves are each other's reverse
         degrees = torch.bincount(target, minlength=sites)
         alike = number > 0 and bool((degrees == degrees[0]).all())
-        return cls(
-            sites,
-            source[order],
-            target[order],
-            moved.roll(number)[order],  # the two halves are each other's reverse
-            order < number,
-            place[order],
-            listed,
-            int(degrees[0]) if alike else None,
-        )
+        degree = int(degrees[0]) if alike else None
+        ordered = (source[order], target[order], reverse, order < number, place[order])
+        return cls(sites, *ordered, listed, degree)
 
     @property
     def number(self) -> int:

@@ -14,8 +14,6 @@ point, so that its derivatives are the partial ones: ``d log Z / dx_i = p_i``, `
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +29,8 @@ from solvers.core.checks import (
 )
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
-from solvers.core.solver import Solver
 from solvers.core.tolerance import Tolerance
-from solvers.fixed_points import fixed_point, read_solver
+from solvers.fixed_points import fixed_point
 from solvers.methods.forward import Forward
 from solvers.spins.belief_messages import (
     Clamped,
@@ -51,7 +48,6 @@ from solvers.spins.inputs import (
     check_like_field,
     check_mask,
     check_values,
-    read_betas,
     read_given,
     read_start,
     usual_tolerance,
@@ -62,11 +58,8 @@ from solvers.spins.inputs import (
 SUM = 1e-3  # by which the probabilities of a clamped site may miss 1
 
 
-def check_model(couplings: Any, field: Any, edges: Any, mask: Any) -> None:
-    """Couplings (N, N, d, d), or (E, d, d) of pairs ``edges``, a field (B, N, d), a mask or None.
-
-    -inf is allowed. On a GPU this waits for the device once a solve.
-    """
+def _check_model(couplings: Any, field: Any, edges: Any, mask: Any) -> None:
+    """-inf is allowed. On a GPU this waits for the device once a solve."""
     _, sites, states = check_field(field)
     if edges is not None:
         _check_edges(edges, sites, field.device)
@@ -78,19 +71,16 @@ def check_model(couplings: Any, field: Any, edges: Any, mask: Any) -> None:
 
 def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
     """Pairs (E, 2) of different sites, each once."""
-    if not isinstance(edges, Tensor) or edges.dtype != torch.int64:
-        what = edges.dtype if isinstance(edges, Tensor) else type(edges)
-        raise TypeError(f"edges must be an int64 tensor (E, 2), got {what}")
+    if not isinstance(edges, Tensor) or edges.dtype != torch.int64 or edges.device != device:
+        what = (edges.dtype, edges.device) if isinstance(edges, Tensor) else type(edges)
+        raise TypeError(f"edges must be an int64 tensor (E, 2) on {device} like field, got {what}")
     if edges.dim() != 2 or edges.shape[1] != 2:
         raise ValueError(f"edges must have the shape (E, 2), got {tuple(edges.shape)}")
-    if edges.device != device:
-        raise TypeError(f"edges must be on {device} like field, got {edges.device}")
-    if len(edges) == 0:
-        return
-    low, high = edges.aminmax()
-    if int(low) < 0 or int(high) >= sites:
-        raise ValueError(f"edges must hold sites 0 .. {sites - 1}, got {int(low)} .. {int(high)}")
     first, second = edges.amin(1), edges.amax(1)
+    if bool(((first < 0) | (second >= sites)).any()):
+        raise ValueError(
+            f"edges must hold sites 0 .. {sites - 1}, got {int(first.min())} .. {int(second.max())}"
+        )
     if bool((first == second).any()):
         raise ValueError("edges must join two different sites, got a site with itself")
     if len((first * sites + second).unique()) < len(edges):
@@ -140,9 +130,9 @@ def marginals(step: Messages, messages: Tensor, sample: Sample, clamped: Clamped
     return torch.where(sample.consistent[:, None, None], own, 0.0)
 
 
-def pair_marginals(step: Messages, messages: Tensor, evidence: Evidence, mean: Tensor) -> Tensor:
-    """(B, N, N, d, d), or (B, E, d, d) of listed pairs."""
-    graph = step.graph
+def pair_marginals(step: Messages, messages: Tensor, sample: Sample, mean: Tensor) -> Tensor:
+    """(B, N, N, d, d), or (B, E, d, d) of listed pairs; zero without consistency."""
+    graph, evidence = step.graph, sample.evidence
     batch, _, states = mean.shape
     cavities = where_left(step.cavity_fields(messages, evidence), evidence.cavities)
     index = torch.nonzero(graph.forward).flatten()
@@ -157,6 +147,7 @@ def pair_marginals(step: Messages, messages: Tensor, evidence: Evidence, mean: T
     if here is not None:  # with a clamped site the pair is independent
         apart = mean[:, first].unsqueeze(3) * mean[:, second].unsqueeze(2)
         found = torch.where(here, found, apart)
+    found = torch.where(sample.consistent[:, None, None, None], found, 0.0)
     if graph.listed:
         return torch.zeros_like(found).index_copy(1, graph.place[index] // 2, found)
     # Pairs without couplings are independent.
@@ -192,7 +183,6 @@ def bethe_log_partition(
 
 
 _DEFAULT_ADJOINT = Implicit()
-DAMPING = 0.5
 
 
 @eager
@@ -203,9 +193,7 @@ def belief_propagation(
     edges: Tensor | None = None,
     given: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
-    inverse_temperature: float | Sequence[float] = 1.0,
-    damping: float | None = None,
-    solver: Solver | type[Solver] | str | None = None,
+    damping: float = 0.5,
     tolerance: Tolerance | float | None = None,
     max_steps: int = 500,
     bound: float | None = None,
@@ -241,13 +229,8 @@ def belief_propagation(
             its value, one-hot or probabilities s of its states, and acts on the others as a field
             ``sum_b J_ij(a, b) s_j(b)``. Free sites may hold any value, also NaN.
         mask: (B, N) bool, False for masked sites: they influence no other, their results are zero.
-        inverse_temperature: ``beta`` > 0 that multiplies couplings and fields. Several are a schedule of
-            annealing: a solve at each, in that order, which starts from the messages before it. Results
-            and gradients are those of the last, ``steps`` and ``evaluations`` of all; ``max_steps``
-            holds for each.
-        damping: of steps ``nu + damping (f(nu) - nu)``, in (0, 1]. None: 0.5. With 1, trees are solved
-            in as many steps as their longest path.
-        solver: another method, such as ``Anderson()`` or "anderson", instead of damped steps.
+        damping: of the steps ``nu + damping (f(nu) - nu)``, in (0, 1]. With 1, trees are solved in as many
+            steps as their longest path.
         tolerance: of the messages; None: rtol 1e-10 in float64, 1e-5 in float32, 1e-2 in half precision.
         max_steps: parallel steps per sample, an upper bound.
         bound: with hard constraints, messages may run away to certainty, at a rate that never meets a
@@ -260,7 +243,7 @@ def belief_propagation(
         log_partition: return the Bethe approximation of ``log Z`` too, the logarithm of the plain sum
             over all states (that of :func:`solvers.adaptive_tap` is less by ``log d`` a free site, since
             the prior is normalised there). Clamped sites count with their energy alone. Its gradient is
-            that of the model at the solution, ``d log Z / dx = beta p``, at no adjoint solve.
+            that of the model at the solution, ``d log Z / dx = p``, at no adjoint solve.
         record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
@@ -289,16 +272,15 @@ def belief_propagation(
     """
     require_flag("pairs", pairs)
     require_flag("log_partition", log_partition)
-    betas = read_betas(inverse_temperature)
-    check_model(couplings, field, edges, mask)
+    _check_model(couplings, field, edges, mask)
     check_on_failure(on_failure)
+    require_number("damping", damping, low=0.0, high=1.0, closed=False)
     if bound is not None:
         require_positive("bound", bound)
-    # Also where there is no edge and nothing to solve.
-    require_count("max_steps", max_steps)
+    require_count("max_steps", max_steps)  # also where there is no edge and nothing to solve
     adjoint = read_adjoint(adjoint)
     options = {
-        "solver": _read_solver(solver, damping),
+        "solver": Forward(damping=damping),
         "tolerance": usual_tolerance(tolerance, field.dtype),
         "max_steps": max_steps,
         "adjoint": adjoint,
@@ -307,128 +289,60 @@ def belief_propagation(
     }
     tracked = adjoint is not None and torch.is_grad_enabled()
     with torch.set_grad_enabled(tracked), without_autocast(field.device.type):
-        model = _Model.of(couplings, field, edges, mask, given, bound, options)
-        model_start = model.read_start(start)
-        solution = _anneal(model, model_start, betas, pairs, log_partition)
-    apply_policy(solution, on_failure, "belief propagation")
-    return solution
-
-
-def _anneal(
-    model: _Model, start: Tensor, betas: tuple[float, ...], pairs: bool, log_partition: bool
-) -> Solution:
-    """The solution at the last inverse temperature, after those at the earlier ones."""
-    steps = evaluations = 0
-    for beta in betas[:-1]:
-        with torch.no_grad():
-            earlier = model.solve(beta, start)[0]
-        start = earlier.value
-        steps, evaluations = steps + earlier.steps, evaluations + earlier.evaluations
-    solution, step, sample = model.solve(betas[-1], start)
-    solution.steps, solution.evaluations = (
-        solution.steps + steps,
-        solution.evaluations + evaluations,
-    )
-    solution.value = model.beliefs(solution.value, step, sample, pairs, log_partition)
+        x = as_wide(field)
+        graph, blocks, allowed = _pairs(as_wide(couplings), edges, x.shape[1])
+        clamped = read_clamped(given, x, mask)
+        sample = gather_evidence(graph, blocks, allowed, x, mask, clamped, bound)
+        evidence, widest = sample.evidence, sample.evidence.bound
+        step = Messages.of(graph, blocks, allowed, 0.0 if widest is None else float(widest.max()))
+        # As they are normalised, also where an earlier result knew less or more.
+        first = where_left(_read_start(start, graph, x), evidence.messages)
+        first = step.normalised(first, evidence)
+        solve = fixed_point if graph.number else _nothing_to_solve
+        solution = solve(step, first, (evidence,), **options)
+        messages = solution.value
+        mean = marginals(step, messages, sample, clamped)
+        both = pair_marginals(step, messages, sample, mean).to(field.dtype) if pairs else None
+        log_z = _log_partition(step, messages, sample) if log_partition else None
+        packed = graph.packed(messages).to(field.dtype)
+        solution.value = Beliefs(mean.to(field.dtype), packed, both, log_z)
     impossible = ~sample.consistent
     solution.status = torch.where(impossible, int(Status.CONTRADICTORY), solution.status)
     solution.residual = torch.where(impossible, math.inf, solution.residual)
     solution.residual_norm = torch.where(impossible, math.inf, solution.residual_norm)
+    apply_policy(solution, on_failure, "belief propagation")
     return solution
 
 
-@dataclass(frozen=True)
-class _Model:
-    """A checked model, at least float32, and the options of :func:`solvers.fixed_point`."""
+def _pairs(
+    couplings: Tensor, edges: Tensor | None, sites: int
+) -> tuple[Graph, Tensor, Tensor | None]:
+    """The graph, ``J`` (2E, d, d) of every edge, finite, and the pairs of states (2E, d, d) bool that
+    are allowed; None: all."""
+    if edges is None:
+        couplings = with_symmetries(couplings)
+        # Without couplings a message is uniform, but its derivative is not zero.
+        coupled = torch.ones_like(couplings[..., 0, 0], dtype=torch.bool)
+        if not couplings.requires_grad:
+            coupled = (couplings != 0).any(3).any(2)
+        graph = Graph.of(torch.nonzero(coupled.triu(1)), sites, listed=False)
+    else:
+        graph = Graph.of(edges, sites, listed=True)
+    blocks = graph.blocks(couplings)
+    allowed = blocks.detach() > -math.inf
+    if bool(allowed.all()):
+        return graph, blocks, None
+    return graph, torch.where(allowed, blocks, 0.0), allowed
 
-    graph: Graph
-    blocks: Tensor  # (2E, d, d), finite
-    allowed: Tensor | None  # (2E, d, d) bool, None: everything
-    field: Tensor
-    mask: Tensor | None
-    clamped: Clamped | None
-    bound: float | None
-    dtype: torch.dtype
-    options: dict[str, Any]
 
-    @classmethod
-    def of(
-        cls,
-        couplings: Tensor,
-        field: Tensor,
-        edges: Tensor | None,
-        mask: Tensor | None,
-        given: Any,
-        bound: float | None,
-        options: dict[str, Any],
-    ) -> _Model:
-        wide, x = as_wide(couplings), as_wide(field)
-        if edges is None:
-            wide = with_symmetries(wide)
-            # Without couplings a message is uniform, but its derivative is not zero.
-            coupled = torch.ones_like(wide[..., 0, 0], dtype=torch.bool)
-            if not wide.requires_grad:
-                coupled = (wide != 0).any(3).any(2)
-            graph = Graph.of_matrix(coupled)
-        else:
-            graph = Graph.of_list(edges, x.shape[1])
-        blocks = graph.blocks(wide)
-        allowed = blocks.detach() > -math.inf
-        hard = not bool(allowed.all())
-        return cls(
-            graph,
-            torch.where(allowed, blocks, 0.0) if hard else blocks,
-            allowed if hard else None,
-            x,
-            mask,
-            read_clamped(given, x, mask),
-            bound,
-            field.dtype,
-            options,
-        )
-
-    def solve(self, beta: float, start: Tensor) -> tuple[Solution, Messages, Sample]:
-        """Messages (B, 2E, d) at an inverse temperature, and what they were found with."""
-        blocks, field = self.blocks, self.field
-        if beta != 1:
-            blocks, field = beta * blocks, beta * field
-        sample = gather_evidence(
-            self.graph, blocks, self.allowed, field, self.mask, self.clamped, self.bound
-        )
-        bound = sample.evidence.bound
-        step = Messages.of(
-            self.graph, blocks, self.allowed, 0.0 if bound is None else float(bound.max())
-        )
-        if self.graph.number == 0:
-            return _nothing_to_solve(start), step, sample
-        # As they are normalised, also where an earlier result knew less or more.
-        first = step.normalised(where_left(start, sample.evidence.messages), sample.evidence)
-        return fixed_point(step, first, (sample.evidence,), **self.options), step, sample
-
-    def beliefs(
-        self, messages: Tensor, step: Messages, sample: Sample, pairs: bool, log_partition: bool
-    ) -> Beliefs:
-        """Of solved messages (B, 2E, d)."""
-        evidence, clamped = sample.evidence, self.clamped
-        mean = marginals(step, messages, sample, clamped)
-        both = pair_marginals(step, messages, evidence, mean).to(self.dtype) if pairs else None
-        if both is not None:
-            there = sample.consistent.view(-1, *[1] * (both.dim() - 1))
-            both = torch.where(there, both, 0.0)
-        log_z = None
-        if log_partition:
-            log_z = _log_partition(step, messages, sample)
-        packed = self.graph.packed(messages).to(self.dtype)
-        return Beliefs(mean.to(self.dtype), packed, both, log_z)
-
-    def read_start(self, start: Any) -> Tensor:
-        """Messages (B, 2E, d) of an earlier result, or zeros."""
-        batch, _, states = self.field.shape
-        if start is None:
-            return self.field.new_zeros(batch, self.graph.number, states)
-        require_instance("start", start, Beliefs, "a solvers.Beliefs")
-        shape = self.graph.packed_shape(batch, states)
-        return self.graph.unpacked(read_start("start.messages", start.messages, shape, self.field))
+def _read_start(start: Any, graph: Graph, field: Tensor) -> Tensor:
+    """Messages (B, 2E, d) of an earlier result, or zeros."""
+    batch, _, states = field.shape
+    if start is None:
+        return field.new_zeros(batch, graph.number, states)
+    require_instance("start", start, Beliefs, "a solvers.Beliefs")
+    shape = graph.packed_shape(batch, states)
+    return graph.unpacked(read_start("start.messages", start.messages, shape, field))
 
 
 def _log_partition(step: Messages, messages: Tensor, sample: Sample) -> Tensor:
@@ -443,22 +357,9 @@ def _log_partition(step: Messages, messages: Tensor, sample: Sample) -> Tensor:
     return torch.where(sample.consistent, value + sample.energy, -math.inf)
 
 
-def _nothing_to_solve(start: Tensor) -> Solution:
+def _nothing_to_solve(step: Messages, start: Tensor, args: Any, **options: Any) -> Solution:
     """Of sites without any edge."""
     zeros = start.new_zeros(len(start))
     counts = torch.zeros(len(start), dtype=torch.long, device=start.device)
     status = torch.full_like(counts, int(Status.CONVERGED))
     return Solution(start, status, zeros, zeros.clone(), counts, counts.clone())
-
-
-def _read_solver(given: Solver | type[Solver] | str | None, damping: float | None) -> Solver:
-    if damping is not None:
-        require_number("damping", damping, low=0.0, high=1.0, closed=False)
-    solver = read_solver(given)
-    if solver is None:
-        return Forward(damping=DAMPING if damping is None else damping)
-    if damping is not None:
-        raise ValueError(
-            f"damping is of the steps without a solver, got damping={damping} and {solver}"
-        )
-    return solver
