@@ -85,7 +85,7 @@ def decimate(
     if certain is not None:
         require_number("certain", certain, low=0.0, high=1.0)
     values, clamped = _read(given)
-    batch, sites, dim = values.shape
+    batch, sites, _ = values.shape
     counts = torch.zeros(batch, dtype=torch.long, device=values.device)
     found = Decimation(
         states=counts.new_zeros(batch, sites),
