@@ -13,7 +13,6 @@ from implicit_attn.energies.tokens import (
     Pair,
     accumulation_dtype,
     check_dtype,
-    check_state,
     check_tensor,
     check_tokens,
     hide,
@@ -66,15 +65,11 @@ class ConditionalMixture(NamedTuple):
     def log_prob(self, z: Tensor) -> Tensor:
         """``log p(z_i | rest)`` (B, N) at ``z`` (B, N, D), given the others that made this mixture.
 
-        The mixture knows no mask. A token that was masked has the law rho here, and NaN where ``z`` is
-        NaN; ``BareAttention.log_prob`` gives 0 there.
+        A token that was masked has the law rho here; ``BareAttention.log_prob`` gives 0 there.
         """
-        batch, sites, _, dim = self.fields.shape
-        check_state(z, "ConditionalMixture", dim=dim, tokens=True)
-        if z.shape[:2] != (batch, sites):
-            raise ValueError(
-                f"z must have the shape {(batch, sites, dim)} of the mixture, got {tuple(z.shape)}"
-            )
+        expected = (*self.fields.shape[:2], self.fields.shape[3])
+        if tuple(z.shape) != expected:
+            raise ValueError(f"z must have the shape {expected}, got {tuple(z.shape)}")
         scores = (self.fields @ z.unsqueeze(-1)).squeeze(-1)
         closed = torch.isneginf(self.log_weights.detach())
         return scores.masked_fill(closed, -torch.inf).logsumexp(-1) - self.log_total
@@ -82,18 +77,14 @@ class ConditionalMixture(NamedTuple):
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """A draw of every token given the others, independently, (B, N, D): first j, then its law.
 
-        Raises:
-            NotImplementedError: the site cannot draw.
+        NotImplementedError if the site cannot draw.
         """
         if not hasattr(self.site, "sample"):
             raise NotImplementedError(f"{type(self.site).__name__} has no method sample")
         with torch.no_grad():
-            weights = self.weights.flatten(0, 1)
-            chosen = torch.multinomial(weights, 1, generator=generator)
-            index = chosen.view(*self.fields.shape[:2], 1, 1).expand(
-                -1, -1, 1, self.fields.shape[-1]
-            )
-            return self.site.sample(self.fields.gather(2, index).squeeze(2), generator)
+            chosen = torch.multinomial(self.weights.flatten(0, 1), 1, generator=generator)
+            fields = self.fields.flatten(0, 1)[torch.arange(len(chosen)), chosen.squeeze(1)]
+            return self.site.sample(fields.view(*self.fields.shape[:2], -1), generator)
 
 
 RULES = ("exact", "source", "hebb")
@@ -136,9 +127,6 @@ class BareAttention(Energy):
 
     Shapes: ``z`` (B, N, D); ``x`` is ignored; ``mask`` (B, N) bool: masked tokens are no neighbours and
     have no energy. A token without neighbours has the energy 0 and the law rho.
-
-    Raises:
-        TypeError, ValueError: for arguments out of range or of other shapes.
 
     Source: D'Amico and Negri (2024), "Self-attention as an attractor network: transient memories
     without backpropagation", https://arxiv.org/abs/2409.16112, for e_i and the step. The normaliser is
@@ -210,19 +198,11 @@ class BareAttention(Energy):
         return hide(mixed.to(z.dtype), mask)
 
     def conditionals(self, z: Tensor, *, mask: Tensor | None = None) -> ConditionalMixture:
-        """``p(z_i | rest)`` of all tokens: means, densities, draws. It does not depend on ``z_i``.
-
-        Raises:
-            ValueError: there is no ``site``.
-        """
+        """``p(z_i | rest)`` of all tokens: means, densities, draws. ValueError without a ``site``."""
         return self._mixture(self._pairs(z, mask))
 
     def log_prob(self, z: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """``log p(z_i | rest)`` (B, N), densities with respect to rho; 0 at masked tokens.
-
-        Raises:
-            ValueError: there is no ``site``.
-        """
+        """``log p(z_i | rest)`` (B, N), with respect to rho; 0 at masked tokens. It needs a ``site``."""
         pairs = self._pairs(z, mask)
         return hide(pairs.scores.logsumexp(-1) - self._mixture(pairs).log_total, mask)
 
@@ -242,16 +222,8 @@ class BareAttention(Energy):
         losses are unbounded below: bound the couplings. At J = 0 all three are
         Hebb's rule (for laws rho of mean 0, and up to the factor lam).
 
-        Args:
-            z: (B, N, D).
-            rule: one of those above.
-            mask: (B, N) bool.
-
-        Returns:
-            (N, N, d, d), zero blocks for i = j; as if J had no symmetries, see :meth:`assign_gradient`.
-
-        Raises:
-            ValueError: an unknown rule, "exact" without a ``site``, or a batch without samples.
+        ``z`` (B, N, D), at least one sample; -> (N, N, d, d), zero blocks for i = j; as if J had no
+        symmetries, see :meth:`assign_gradient`. "exact" needs a ``site``.
         """
         require_choice("rule", rule, RULES)
         check_tokens(z, mask, type(self).__name__, dim=self.width, tokens=True)
@@ -276,9 +248,6 @@ class BareAttention(Energy):
         """Set ``grad`` of the free entries of J from a gradient (N, N, d, d) of :meth:`local_gradient`.
 
         With ``symmetric_sites`` an entry gets the sum of the two that it stands for.
-
-        Raises:
-            TypeError, ValueError: another shape or dtype, or entries that are not finite.
         """
         free, n, d = self.couplings.free, self.couplings.sites, self.couplings.dim
         check_tensor("gradient", gradient, "N N d d", dtype=free.dtype, N=n, d=d)

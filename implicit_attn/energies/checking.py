@@ -511,8 +511,8 @@ def check_energy(
     autograd and central differences, that samples and masked tokens influence nothing, ``prepare``,
     ``concave`` and dtypes. Tensors that a plain function reads from around it stay as they are.
 
-    It looks at one state, and at random directions; try a few states, among them those of a solve. What
-    depends on an input that was not given is not checked, and the report says so.
+    It looks at one state; try a few, among them those of a solve. What depends on an input that was not
+    given is not checked, and the report says so.
 
     Args:
         energy: an :class:`Energy`; or a function or module ``(z)`` or ``(z, x)`` -> (B,), for
@@ -525,9 +525,6 @@ def check_energy(
         tolerance: relative error that passes; of central differences 1e-5 or this, whichever is greater.
         strict: raise if a check fails.
         seed: of the random directions.
-
-    Returns:
-        :class:`EnergyReport`: ``ok``, ``failures``, ``findings``; print it.
 
     Raises:
         TypeError: if z is no floating tensor or pytree of them, or the energy cannot be copied.

@@ -47,8 +47,6 @@ from solvers.core.checks import require_instance, require_positive
 
 # In place of minus infinity, which a solve does not take among its arguments: its exponential is zero.
 CLOSED = -1e30
-
-
 # Of Q, relative to other weights: attention starts out nearly uniform, so that no head settles on the
 # token that the first weights happen to favour.
 START = 0.1
@@ -321,9 +319,8 @@ class EquilibriumEnergy(SummedEnergy):
     r"""``E(z; x) = 1/2 |z|^2 + E_attention(z; c(x)) + E_memory(z; x)``, the input inside, not beside z.
 
     The attention is made of ``c(x) = rms_norm(x - dE_memory/dz(0; x))``, the input and what the memory
-    answers to it at once, so that its values are no linear functions of a token. The first gradient step
-    from ``z = 0`` is therefore a feed-forward block followed by multi-head attention; the equilibrium
-    sends both back through the transposed weights until they agree.
+    answers to it at once. The first gradient step from ``z = 0`` is therefore a feed-forward block followed
+    by multi-head attention; the equilibrium sends both back through the transposed weights.
 
     Where attention and memory have Hessians above ``-a`` and ``-b``, with ``a + b < 1``, E is strongly
     convex: one minimum, which depends continuously on x and the weights, and is found by any descent.
@@ -336,9 +333,6 @@ class EquilibriumEnergy(SummedEnergy):
 
     Shapes: ``z`` (B, N, s); ``x`` (B, N, d), or an ``AttentionInput`` whose ``tokens`` are x;
     ``mask`` (B, N) bool.
-
-    Raises:
-        ValueError: there is neither attention nor memory, or the memory has a norm or sees no input.
     """
 
     def __init__(

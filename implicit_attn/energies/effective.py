@@ -27,12 +27,8 @@ class HiddenPrior(Lagrangian):
     def sample(self, field: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One draw of each unit in its field, like ``field``; no gradients.
 
-        Args:
-            field: t, (..., units) of a scalar law, (..., units, components) of a vector one.
-            generator: on the device of ``field``; None: PyTorch's own.
-
-        Raises:
-            ValueError: for a field outside the domain of K.
+        ``field``: t, (..., units) of a scalar law, (..., units, components) of a vector one; ValueError
+        outside the domain of K.
         """
 
 
@@ -263,10 +259,6 @@ class EffectiveRBM(PatternEnergy):
     Attributes:
         patterns: the weights as (units components, d).
         prior: of the hidden units, a ``Lagrangian``.
-
-    Raises:
-        TypeError, ValueError: for another dtype, shape or name, or a law that does not take units of
-            so many components.
 
     Source: Hinton (2002), https://doi.org/10.1162/089976602760128018, for the machine; Barra et al.
     (2012), https://doi.org/10.1016/j.neunet.2012.06.003, for Hopfield networks as such; Mehta et al.

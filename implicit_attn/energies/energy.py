@@ -385,11 +385,9 @@ class Select(Energy):
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         """A ``Prepared`` of what the energy prepared of its part, or of the part itself."""
-        return (
-            x
-            if isinstance(x, Prepared)
-            else Prepared(self.energy.prepare(self._part(x), mask=mask))
-        )
+        if isinstance(x, Prepared):
+            return x
+        return Prepared(self.energy.prepare(self._part(x), mask=mask))
 
     def _part(self, x: Any) -> Any:
         """``x[key]`` of a dict, tuple or list, or ``x.key`` of a named tuple."""
@@ -483,10 +481,8 @@ class FunctionEnergy(Energy):
             registered, so that optimizers find its parameters.
         concave: whether the function is known to be concave in ``z``.
 
-    Raises:
-        TypeError: if ``function`` does not have such a signature.
-        ValueError: when evaluated, if it returns anything but one number per sample, or if a mask
-            is given to a function that takes none.
+    TypeError if ``function`` does not have such a signature; ValueError, when evaluated, if it returns
+    anything but one number per sample, or if a mask is given to a function that takes none.
     """
 
     def __init__(self, function: Callable[..., Tensor], *, concave: bool = False) -> None:

@@ -64,9 +64,7 @@ class MemoryEnergy(ProjectedEnergy):
     """A sum over tokens of a function of ``y = norm(D^T z + U x + c)``, ``D`` the hidden units.
 
     ``projection.weight`` holds ``D^T``, one hidden unit a row; U and c are absent unless asked for. With
-    gates the term of hidden unit m is weighted by ``g_m(x) = 2 sigmoid(G x + g)_m``. An energy that sees x
-    only in ``1/2 |z - x|^2`` makes the layer a proximal operator of x, close to the identity; one that
-    sees x in its hidden units does not.
+    gates the term of hidden unit m is weighted by ``g_m(x) = 2 sigmoid(G x + g)_m``.
 
     Shapes: ``z`` (B, ..., d); ``x`` (B, ..., k) with the tokens of ``z``, ignored without
     ``context_dim``; ``mask`` (B, N) for ``z`` (B, N, ..., d). Masked tokens of x influence nothing.
@@ -99,10 +97,7 @@ class MemoryEnergy(ProjectedEnergy):
         super().__init__(dim, norm=norm)
         self.projection = Projection(dim, memories, bound)
         if require_flag("gates", gates) and not self.takes_gates:
-            raise ValueError(
-                f"gates must be False for a {type(self).__name__}, where the gate g of a hidden unit "
-                "would be a hidden bias log g, which context_dim gives; got True"
-            )
+            raise ValueError(f"gates must be False for a {type(self).__name__}, got True")
         if gates and context_dim is None:
             raise ValueError("gates=True needs a context, got context_dim=None")
         self.context_dim, self.context, self.gate = context_dim, None, None

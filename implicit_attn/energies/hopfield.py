@@ -124,8 +124,7 @@ class Hopfield(PatternEnergy):
 
     The unit step is the mean of the pattern that z came from, given z: the best denoiser of
     ``x_mu + N(0, I / beta)`` (Tweedie's formula, ``z + beta^-1 d log p / dz``). At ``1 / (k beta)``, k an
-    integer (``cooling``), the density is a mixture over the means of k patterns, each of k from all;
-    other temperatures have no closed form.
+    integer (``cooling``), the density is a mixture over the means of k patterns, each of k from all.
 
     Shapes and other arguments as for ``PatternEnergy``.
 
@@ -155,11 +154,8 @@ class Hopfield(PatternEnergy):
     def log_partition(self, cooling: int = 1) -> Tensor:
         """``log Z`` of one token at temperature ``1 / (cooling beta)``, a scalar, differentiable.
 
-        Args:
-            cooling: an integer k >= 1; ``Z`` is then a sum over all multisets of k patterns.
-
-        Raises:
-            ValueError: these have more than two million members together.
+        ``Z`` is a sum over all multisets of ``cooling`` patterns, an integer >= 1; ValueError where these
+        have more than two million members together.
         """
         return self._log_partition(cooling).to(accumulation_dtype(self.patterns.dtype))
 
@@ -171,13 +167,8 @@ class Hopfield(PatternEnergy):
     def log_prob(self, z: Tensor, cooling: int = 1) -> Tensor:
         """``log p(z)`` at temperature ``1 / (cooling beta)``, differentiable by z and the patterns.
 
-        Args:
-            z: (..., d), each token on its own.
-            cooling: as for :meth:`log_partition`.
-
-        Returns:
-            (...), in the widest dtype of z, the patterns and float32; computed in float64, as large
-            norms cancel.
+        ``z`` (..., d), each token on its own -> (...), in the widest dtype of z, the patterns and
+        float32; computed in float64, as large norms cancel.
         """
         if not isinstance(z, Tensor) or not z.is_floating_point() or z.shape[-1:] != (self.dim,):
             got = (z.dtype, tuple(z.shape)) if isinstance(z, Tensor) else type(z).__name__
@@ -192,15 +183,9 @@ class Hopfield(PatternEnergy):
     def sample(
         self, count: int, generator: torch.Generator | None = None, cooling: int = 1
     ) -> Tensor:
-        """Independent draws from ``p`` at temperature ``1 / (cooling beta)``; no gradients.
+        """Independent draws (count, d) from ``p`` at temperature ``1 / (cooling beta)``; no gradients.
 
-        Args:
-            count: number of draws n.
-            generator: on the device of the patterns; None: PyTorch's own.
-            cooling: as for :meth:`log_partition`.
-
-        Returns:
-            (n, d), dtype of the patterns.
+        ``generator``: on the device of the patterns; None: PyTorch's own.
         """
         require_count("count", count)
         logits, centers = self._mixture(cooling)

@@ -61,14 +61,11 @@ class HyperSETEnergy(SummedEnergy):
     """``E = a E_attention(z) + b E_feedforward(z) + 1/2 |z - x|^2``, whose minimum is the layer's output.
 
     The two energies are those along which ``HyperSETLayer`` steps, here with the full derivative of the
-    norm, so that the gradient is exact and its Jacobian symmetric. So that a minimum exists that a
-    solver finds, also after training, the norm has an epsilon of order 1, the spectral norms of W and
-    D and the learned weights ``0 < a, b < maximum`` are bounded, and the last term pulls towards the
-    input.
+    norm. So that a minimum exists that a solver finds, also after training, the norm has an epsilon of
+    order 1, and the spectral norms of W and D and the weights ``0 < a, b < maximum`` are bounded.
 
-    Where the energy sees x in that last term alone, its minimum is a proximal operator of x: a map with
-    a symmetric Jacobian, close to the identity, which cannot move evidence from one direction of x into
-    another. With ``context=True`` memories and heads see x, too, ``y = norm(D^T z + U x + c)``.
+    Where the energy sees x in the last term alone, its minimum is a proximal operator of x, close to the
+    identity. With ``context=True`` memories and heads see x, too, ``y = norm(D^T z + U x + c)``.
 
     Args:
         dim: features d of a token.
@@ -108,10 +105,7 @@ class HyperSETEnergy(SummedEnergy):
         super().__init__()
         if attention == "softmax":
             energies = tuple(name for name in ATTENTIONS if name != "softmax")
-            raise ValueError(
-                f"attention must descend an energy of all tokens, one of {energies}, got "
-                f"{attention!r}"
-            )
+            raise ValueError(f"attention must descend an energy of all tokens, one of {energies}")
         options: dict[str, Any] = {"norm": norm, "bound": bound}
         options["context_dim"] = dim if require_flag("context", context) else None
         attends = build_attention(attention, dim, heads, head_dim=head_dim, **options)

@@ -193,9 +193,9 @@ class QueryDescent(GradientStep):
             return x
         given = AttentionInput() if x is None else x
         if not isinstance(given, AttentionInput) or given.memory is not None:
+            got = "one with memory" if isinstance(given, AttentionInput) else type(x).__name__
             raise ValueError(
-                "QueryDescent (live): x must be None or an AttentionInput without memory, got "
-                f"{'one with memory' if isinstance(given, AttentionInput) else type(x).__name__}"
+                f"QueryDescent (live): x must be None or an AttentionInput without memory, got {got}"
             )
         return given._replace(memory=z)
 

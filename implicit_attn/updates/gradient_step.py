@@ -14,7 +14,7 @@ from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.update import Update
-from solvers.core.checks import require_instance, require_positive
+from solvers.core.checks import require_count, require_instance, require_positive
 
 
 class StepSize(nn.Module):
@@ -31,11 +31,8 @@ class StepSize(nn.Module):
     def __init__(self, initial: float, channels: int | None = None, learned: bool = False) -> None:
         super().__init__()
         require_positive("step_size", initial)
-        whole = isinstance(channels, int) and not isinstance(channels, bool)
-        if channels is not None and (not whole or channels < 1):
-            raise ValueError(f"channels must be None or an integer >= 1, got {channels!r}")
+        shape = () if channels is None else (require_count("channels", channels),)
         self.initial, self.channels, self.learned = float(initial), channels, learned
-        shape = () if channels is None else (channels,)
         if learned:
             raw = initial + math.log(-math.expm1(-initial))
             self.raw = nn.Parameter(torch.full(shape, raw))

@@ -73,9 +73,8 @@ class FunctionUpdate(Update):
         function: the map; a module is registered, so that optimizers find its parameters.
         symmetric: whether its Jacobian by z is symmetric.
 
-    Raises:
-        TypeError: if ``function`` does not have such a signature.
-        ValueError: when evaluated, if a mask is given to a function that takes none.
+    TypeError if ``function`` does not have such a signature; ValueError, when evaluated, if a mask is
+    given to a function that takes none.
     """
 
     def __init__(self, function: Callable[..., Any], *, symmetric: bool = False) -> None:

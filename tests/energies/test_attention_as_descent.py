@@ -32,22 +32,11 @@ def draw(seed: int, queries: int = 1, keys: int = 5) -> tuple[Tensor, Tensor]:
 def single(kind: str, beta: float, keys: Tensor) -> tuple[SoftmaxAttention, Tensor]:
     """One head whose queries are the tokens themselves, and whose keys are ``keys`` (M, p)."""
     width = keys.shape[1]
-    energy = SoftmaxAttention(
-        width, 1, energy=kind, cross=True, norm=None, beta=beta
-    ).double()  # fmt: skip
+    energy = SoftmaxAttention(width, 1, energy=kind, cross=True, norm=None, beta=beta).double()
     with torch.no_grad():
         energy.query.weight.copy_(torch.eye(width))
         energy.key.weight.copy_(torch.eye(width))
     return energy, keys[None]
-
-
-def test_the_inner_energy_is_concave_for_every_state() -> None:
-    energy = make("inner")
-    assert energy.concave
-    for seed in range(20):
-        z, x = draw(seed)
-        columns = [energy.hvp(z, v.view(1, 1, -1), x).flatten() for v in torch.eye(DIM).double()]
-        assert torch.linalg.eigvalsh(torch.stack(columns).detach()).max() <= 1e-12
 
 
 def least_curvatures(energy: SoftmaxAttention, points: Tensor, x: Tensor) -> Tensor:
@@ -82,9 +71,8 @@ def test_the_bound_is_sharp_for_two_keys(temperature: float) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "eta"),
-    [*(("inner", eta) for eta in (0.1, 1.0, 10.0, 1000.0)),
-     *(("elastic", eta) for eta in (0.1, 1.0, 1.9))],
-)  # fmt: skip
+    [("inner", 0.1), ("inner", 1.0), ("inner", 1000.0), ("elastic", 1.0), ("elastic", 1.9)],
+)
 def test_how_far_a_gradient_step_descends(kind: str, eta: float) -> None:
     """Inner: at least ``eta |g|^2`` for every eta; elastic: ``eta (1 - eta L / 2) |g|^2``.
 

@@ -99,51 +99,6 @@ def layer_of(attention: Energy) -> DEQ:
     return DEQ(pulled, init=lambda x: x["pull"], **EXACT)
 
 
-def problem(kind: str) -> tuple[DEQ, dict[str, Any]]:
-    # With the other seed an elastic energy is a difference of equal parts, whose rounding ends the solve.
-    z, x, _ = state(3 if kind == "elastic" else 2)
-    pairs = torch.tensor([[True, True, False], [True, True, True], [False, True, True]])
-    if kind == "cross":
-        attention = SoftmaxAttention(
-            DIM, HEADS, cross=True, context_dim=WIDTH, bound=1.0, bias=True
-        ).double()
-        given = AttentionInput(memory=x)
-    else:
-        attention = make(kind, bound=1.0)
-        given = AttentionInput(tokens=x)
-        if kind in ("bisoftmax", "inner", "elastic"):
-            given = given._replace(pairs=pairs)
-    return layer_of(attention), {"attention": given, "pull": z}
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", [*SELF, "cross"])
-def test_implicit_gradients_are_those_of_dense_algebra(kind: str, masked: bool) -> None:
-    """``u = H^-1 g`` of the dense Hessian, then ``-u^T d(grad)/d(input, weights)``."""
-    layer, x = problem(kind)
-    mask = torch.tensor([[True, False, True], [True] * N]) if masked else None
-    context = x["attention"].tokens if kind != "cross" else x["attention"].memory
-    assert isinstance(context, Tensor)
-    context.requires_grad_()
-    z = layer(x, mask)
-    g = torch.randn(z.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    g = g if mask is None else g.masked_fill(~mask.unsqueeze(-1), 0.0)
-    inputs = [context, *layer.parameters()]
-    found = torch.autograd.grad(z, inputs, g)
-
-    energy: Any = layer.update.energy  # type: ignore[union-attr]
-    at = z.detach()
-    basis = torch.eye(at.numel(), dtype=at.dtype).view(-1, *at.shape)
-    hessian = torch.stack([energy.hvp(at, e, x, mask=mask).flatten() for e in basis]).detach()
-    if mask is not None:  # masked tokens do not move
-        still = (~mask).unsqueeze(-1).expand(at.shape).flatten()
-        hessian = hessian + torch.diag(still.to(at.dtype))
-    u = torch.linalg.solve(hessian, g.flatten()).view_as(at)
-    expected = torch.autograd.grad(energy.grad(at, x, mask=mask), inputs, -u)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert theirs.abs().max() > 0 and relative_error(ours, theirs) <= 1e-8
-
-
 def test_a_solve_prepares_once_and_takes_the_rows_along() -> None:
     """Samples that finish early leave with their part; one pattern for all samples stays whole."""
     torch.manual_seed(0)

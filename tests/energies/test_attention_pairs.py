@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cases.energies import relative_error
 from implicit_attn.energies import (
     AttentionInput,
     BiSoftmaxAttention,
-    Energy,
     LinearAttention,
     RowSoftmaxAttention,
     ScoreAttention,
@@ -92,14 +91,6 @@ def by_pairs(energy: Any, kind: str, z: Tensor, memory: Tensor, terms: Any) -> f
     return total if kind == "bisoftmax" else -total
 
 
-def autograd(energy: Energy, z: Tensor, v: Tensor, x: Any, mask: Any) -> tuple[Tensor, Tensor]:
-    point = z.clone().requires_grad_()
-    value = energy(point, x, mask=mask).sum()
-    (gradient,) = torch.autograd.grad(value, point, create_graph=True)
-    (product,) = torch.autograd.grad(gradient, point, v)
-    return gradient.detach(), product
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @each_kind
 def test_the_energy_is_the_sum_over_the_allowed_pairs(kind: str, shape: str) -> None:
@@ -167,22 +158,6 @@ def test_causal_and_no_self_term_are_patterns(kind: str) -> None:
             assert relative_error(energy(z, form), named(z)) <= 1e-12
             assert relative_error(energy.grad(z, form), named.grad(z)) <= 1e-12
             assert relative_error(energy.hvp(z, v, form), named.hvp(z, v)) <= 1e-12
-
-
-def test_a_cross_step_is_stock_attention_with_that_mask() -> None:
-    energy, (z, _, memory) = build("cross", norm=None), state()
-    pairs, bias = pattern("cross", "head")
-    pairs = pairs | ~pairs.any(-1, keepdim=True)
-    query, key = (
-        (t @ w.T).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for t, w in ((z, energy.query.weight), (memory, energy.key.weight))
-    )
-    stock = nn.functional.scaled_dot_product_attention(
-        query, key, key, attn_mask=bias.masked_fill(~pairs, -torch.inf)
-    )
-    expected = -stock.transpose(1, 2).flatten(2) @ energy.query.weight
-    found = energy.grad(z, AttentionInput(memory=memory, pairs=pairs, pair_bias=bias))
-    assert relative_error(found, expected) <= 1e-12
 
 
 def test_the_step_of_rows_takes_pairs_too() -> None:

@@ -102,27 +102,6 @@ def test_the_law_is_the_energy_and_its_normaliser() -> None:
     )
 
 
-def test_colours_as_tokens() -> None:
-    """One-hot tokens: the laws sum to 1 over the colours, ``log Z_i = lse_{a, j} lam J_ij^{a s_j}``."""
-    energy = made(4, 3, lam=1.7, site=PottsSite())
-    colours = torch.randint(0, 3, (5, 4), generator=seeded(4))
-    z = torch.nn.functional.one_hot(colours, 3).to(F64)
-    total = torch.zeros(5, 4, dtype=F64)
-    for i in range(4):
-        for a in range(3):
-            moved = z.clone()
-            moved[:, i] = torch.eye(3, dtype=F64)[a]
-            total[:, i] += energy.log_prob(moved)[:, i].exp() / 3  # the prior weight of a colour
-    torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-12, atol=0)
-    J = energy.couplings.weight.detach()
-    for i in range(4):
-        others = [j for j in range(4) if j != i]
-        terms = torch.stack([1.7 * J[i, j][:, colours[0, j]] for j in others])
-        expected = terms.flatten().logsumexp(0) - math.log(3)
-        got = energy.conditionals(z).log_total[0, i]
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(("site", "dim"), [(TorusSite(), 4), (IsingSite(), 1), (PottsSite(), 3)])
 def test_draws_have_the_means_of_the_law(site: Any, dim: int) -> None:
     energy, draws = made(3, dim, size=1.2, site=site), 4000

@@ -127,7 +127,7 @@ def test_a_causal_energy_grows_by_a_part_of_the_past(case: EnergyCase) -> None:
     assert not torch.allclose(energy.grad(changed)[:, 0], energy.grad(z)[:, 0])
 
 
-@each_energy
+@each_family
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)]
 )
@@ -144,8 +144,6 @@ def test_lower_precision_is_close_to_float64(
     )
     assert gradient.dtype == dtype
     assert value.dtype == torch.float32 or isinstance(energy, FunctionEnergy)
-    # A gradient through a tiny norm is a difference of nearly equal parts.
-    bound *= 5 if "tiny" in case.id else 1
     assert relative_error(value, expected) <= bound
     assert relative_error(gradient, expected_gradient) <= bound
     product = energy.hvp(z, z, x)
@@ -278,40 +276,6 @@ def test_shapes_and_finiteness(
     assert value.shape == (batch,) and value.isfinite().all() and gradient.isfinite().all()
     automatic = torch.func.grad(lambda state: energy(state).sum())(z)
     torch.testing.assert_close(gradient, automatic, rtol=1e-9, atol=1e-11 * scale)
-
-
-CONCAVE = [case for case in ENERGIES if build(case).concave]
-
-
-@pytest.mark.parametrize("case", CONCAVE, ids=[case.id for case in CONCAVE])
-@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
-def test_midpoint_inequality(case: EnergyCase, scale: float) -> None:
-    for seed in range(5):
-        torch.manual_seed(seed)
-        energy = case.factory(8).double()
-        a, x = tokens(case, seed=seed)
-        b, _ = tokens(case, seed=seed + 100)
-        a, b = scale * a, scale * b
-        ends = 0.5 * (energy(a, x) + energy(b, x))
-        assert (energy(0.5 * (a + b), x) >= ends - 1e-9 * ends.abs().clamp_min(1.0)).all()
-
-
-@few_energies(*[case.id for case in ENERGIES if not build(case).concave])
-def test_unflagged_energies_curve_upwards_somewhere(case: EnergyCase) -> None:
-    """The flag is not merely cautious: where it is False there are weights and a state with
-    positive curvature."""
-    assert any(largest_curvature(case, seed) > 1e-6 for seed in range(30))
-
-
-def largest_curvature(case: EnergyCase, seed: int) -> float:
-    """Largest Hessian eigenvalue of one sample at one random state and random weights."""
-    torch.manual_seed(seed)
-    energy = case.factory(8).double()
-    z, x = tokens(case, batch=1, count=COUNT if case.placed else 2, seed=seed)
-    z = (0.3, 1.0, 3.0)[seed % 3] * z
-    directions = torch.eye(z.numel(), dtype=torch.float64).reshape(-1, *z.shape)
-    hessian = torch.stack([energy.hvp(z, v, x).flatten() for v in directions])
-    return torch.linalg.eigvalsh(hessian).max().item()
 
 
 def test_flags_combine() -> None:

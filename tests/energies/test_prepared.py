@@ -177,26 +177,3 @@ def test_a_layer_prepares_once_with_all_gradients(
     for value, reference in zip(*found, strict=True):
         assert value is not None and value.abs().max() > 0
         torch.testing.assert_close(value, reference, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", ["gradient", "activation"])
-def test_layers_pass_gradcheck_and_gradgradcheck_through_prepare(kind: str) -> None:
-    torch.manual_seed(0)
-    terms = 0.1 * Steered() + 0.1 * Own()
-    layer = DEQ(update_of(kind, terms if kind == "activation" else terms + Quadratic()), **EXACT)
-    weights = [*layer.parameters()]
-    x = tokens(1, batch=1)[:, :2].clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *weights))
-    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x), (x, *weights), atol=1e-4)
-
-
-def test_samples_that_leave_the_batch_take_their_prepared_rows_along() -> None:
-    torch.manual_seed(0)
-    layer = DEQ(0.1 * Steered() + 0.1 * Own() + Quadratic(), **EXACT)
-    easy, hard = tokens(1), tokens(2)
-    start = hard.clone()
-    alone = layer.solve(easy)
-    both = layer.solve(torch.cat((hard, easy)), z0=torch.cat((start + 3.0, alone.value.detach())))
-    assert both.evaluations[3:].max() < both.evaluations[:3].min()  # the second half left early
-    torch.testing.assert_close(both.value[3:], alone.value)
-    torch.testing.assert_close(both.value[:3], layer.solve(hard).value)

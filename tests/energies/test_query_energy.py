@@ -11,7 +11,6 @@ from torch import Tensor
 from implicit_attn.energies import (
     AttentionInput,
     HeadwiseEnergy,
-    Hopfield,
     Quadratic,
     QueryEnergy,
     SoftmaxAttention,
@@ -86,16 +85,6 @@ def test_formula(name: str) -> None:
         kind.hvp(z, v, x) for kind in (energy, HeadwiseEnergy(QueryEnergy(WIDTH, beta=0.7), HEADS))
     ]
     torch.testing.assert_close(*products, **EXACT)
-
-
-def test_with_the_patterns_for_keys_it_is_the_memory() -> None:
-    z, keys = state_and_keys()
-    memory = Hopfield(keys[0], beta=0.7)
-    same = keys[:1].expand_as(keys)
-    for found, expected in zip(
-        QueryEnergy(DIM, beta=0.7).value_and_grad(z, same), memory.value_and_grad(z), strict=True
-    ):
-        torch.testing.assert_close(found, expected, **EXACT)
 
 
 def test_softmax_attention_is_such_an_energy_of_a_head() -> None:

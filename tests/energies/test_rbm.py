@@ -18,7 +18,6 @@ from implicit_attn.energies import (
     EffectiveRBM,
     Hopfield,
     IsingLagrangian,
-    Quadratic,
     SphericalLagrangian,
 )
 from implicit_attn.energies.effective import PRIORS, OneHotPrior, ScalarPrior
@@ -151,17 +150,6 @@ def test_gibbs_samples_of_real_units() -> None:
     assert (torch.cov(v.mT) - covariance).abs().max() < 0.05
 
 
-def test_an_equilibrium_is_found_and_differentiated() -> None:
-    torch.manual_seed(0)
-    energy = EffectiveRBM(
-        0.3 * torch.randn(4, 3), "ising", visible="normal", learnable=True
-    ).double()
-    x = torch.randn(2, 5, 3).double()
-    layer = DEQ(energy + Quadratic(), tolerance=Tolerance(rtol=1e-12), max_steps=200)
-    layer(x).square().sum().backward()
-    assert energy.patterns.grad is not None and energy.patterns.grad.abs().max() > 0
-
-
 def test_mistakes_of_samples() -> None:
     weights, spins = draw(3, 4), torch.ones(2, 4).double()
     ising = EffectiveRBM(weights, visible="ising")
@@ -173,13 +161,6 @@ def test_mistakes_of_samples() -> None:
     ):
         with pytest.raises(error, match=message):
             bad()
-
-
-def test_strong_fields_of_poisson_units_keep_their_spins() -> None:
-    """Fields of 48: means of 10^20, which no integer of the sampler holds."""
-    energy = EffectiveRBM(torch.full((1, 4), 12.0), "poisson", visible="ising")
-    aligned = torch.ones(5, 4)
-    assert torch.equal(energy.gibbs(aligned, 3, torch.Generator().manual_seed(0)), aligned)
 
 
 def test_mistakes() -> None:

@@ -61,29 +61,6 @@ def test_symmetric_couplings_reach_a_fixed_point(gamma: float) -> None:
     assert (radius < 1).all()
 
 
-def test_the_energy_rises_in_many_steps() -> None:
-    energy = made(5, 3)
-    step = BareAttentionStep(energy, gamma=0.5)
-    states = trajectory(step, start(20, 5, 3), 40)
-    with torch.no_grad():
-        energies = torch.stack([energy(z) for z in states])
-    rises = (energies[1:] > energies[:-1] + 1e-9).float().mean().item()
-    assert rises > 0.1
-    assert not step.monitored
-
-
-def test_masked_lonely_and_clamped_tokens_keep_their_state() -> None:
-    energy, z = made(4, 3), start(2, 4, 3)
-    mask = torch.tensor([[True, True, False, True], [False, True, False, False]])
-    garbage = z.masked_fill(~mask.unsqueeze(-1), torch.nan)
-    step = BareAttentionStep(energy)
-    moved = step(garbage, mask=mask)
-    assert torch.equal(moved[mask].isfinite(), torch.ones(4, 3, dtype=torch.bool))
-    assert moved[~mask].isnan().all()
-    torch.testing.assert_close(moved[1, 1], z[1, 1])  # without neighbours
-    assert not torch.allclose(moved[0, 0], z[0, 0])
-
-
 def test_as_a_layer_with_implicit_gradients() -> None:
     """From a state near a fixed point; gradients reach the couplings."""
     energy = made(5, 3, symmetric_sites=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -47,10 +46,7 @@ def spread(step: GradientStep) -> None:
             tensor.mul_(factors if tensor.dim() else 1.0)
 
 
-@few_energies(
-    "quadratic-input", "composition", "hopfield", "function", "bisoftmax-soft-4",
-    "softmax-elastic-none-1", "relu-tiny", "gated-gelu-soft", "softmax-cross-tiny-bound",
-)  # fmt: skip
+@few_energies("quadratic-input", "composition", "function", "softmax-cross-tiny-bound")
 @pytest.mark.parametrize("mask", ["no-mask", "holes", "empty-sample"])
 def test_joint_is_one_consistent_triple(case: EnergyCase, mask: str) -> None:
     update = GradientStep(build(case), 0.3)
@@ -75,14 +71,6 @@ def test_step_value(options: dict[str, Any]) -> None:
     torch.testing.assert_close(update(z, x), expected, rtol=1e-6, atol=1e-6)
     trained = [name for name, _ in update.named_parameters()]
     assert trained == (["step_size.raw"] if options.get("learned") else [])
-
-
-def test_channels_have_steps_of_their_own() -> None:
-    update = GradientStep(Quadratic(), 0.4, channels=DIM).double()
-    spread(update)
-    z = inputs()
-    factors = 1 - 0.4 * torch.linspace(0.5, 1.0, DIM, dtype=torch.float64)
-    torch.testing.assert_close(update(z), z * factors, rtol=1e-6, atol=1e-7)
 
 
 @each_step
@@ -115,14 +103,7 @@ def test_symmetric_flag_tells_the_truth(options: dict[str, Any], masked: bool) -
         assert asymmetry > 1e-3
 
 
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"channels": 0}, ValueError, "channels must be None or an integer >= 1, got 0"),
-    ({"channels": 2.5}, ValueError, "channels must be None or an integer >= 1, got 2.5"),
-    ({"channels": True}, ValueError, "channels must be None or an integer >= 1, got True"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[str(b[0]) for b in BAD])
-def test_bad_steps(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        GradientStep(Quadratic(), **options)
+@pytest.mark.parametrize(("channels", "error"), [(0, ValueError), (2.5, TypeError)])
+def test_bad_steps(channels: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="channels must be"):
+        GradientStep(Quadratic(), channels=channels)
