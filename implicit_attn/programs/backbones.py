@@ -11,7 +11,8 @@ from torch import nn
 
 from implicit_attn.models import build_model
 from implicit_attn.models.registry import BACKBONES
-from implicit_attn.training.script import Program, Values, layer_options
+from implicit_attn.training import Training, describe
+from implicit_attn.training.script import Program, Values, layer_options, save_weights
 
 SOLVED = tuple(name for name, row in BACKBONES.items() if row.solves)
 Data = Literal["digits", "mnist", "fashion-mnist", "cifar10"]
@@ -60,6 +61,24 @@ class BackboneProgram(Program):
             raise ValueError(f"rtol is for {' and '.join(SOLVED)}, got the model {self.model}")
         torch.manual_seed(self.seed)
         return specification, build_model(specification, layer=layer)
+
+    def report(self, training: Training) -> None:
+        """The weights alone, and the test measures at 1/2 to 4 times the trained iterations.
+
+        In every process, because the test samples are split among them; the first one writes.
+        """
+        trained = training.settings["model"]["backbone"]["iterations"]
+        numbers = sorted({max(1, round(times * trained)) for times in (0.5, 1, 2, 4)})
+        found = {number: training.evaluate(number) for number in numbers}
+        if training.fabric.global_rank != 0:
+            return
+        save_weights(training)
+        size = sum(parameter.numel() for parameter in training.model.parameters())
+        print(f"\n{training.data.name}, {self.model}, {size} parameters; {training.summary()}")
+        print("test measures by iterations:")
+        for number, measures in found.items():
+            print(f"  {number:3d}  " + "  ".join(describe(*each) for each in measures.items()))
+        print(f"tables, checkpoint and weights: {self.place}")
 
 
 def take(values: Values, *names: str) -> Values:

@@ -11,8 +11,8 @@ from typing import Any
 
 from implicit_attn.data import Compose, RandomAffine, RandomCrop, RandomFlip, load
 from implicit_attn.programs.backbones import SOLVED, SOLVES, BackboneProgram, Data, take
-from implicit_attn.training import MaskedImages, Training, accuracy, describe
-from implicit_attn.training.script import Job, Values, save_weights, take_recipe
+from implicit_attn.training import MaskedImages
+from implicit_attn.training.script import Job, Values, take_recipe
 
 PAPER: Values = {
     "dim": 384, "heads": 6, "patch": 4, "stem": "patch", "readout": "class",
@@ -87,7 +87,6 @@ class VitImages(BackboneProgram):
         # At the minimum of its energy a class token has gathered little of the image: all are read out.
         solves = SOLVES | ({"readout": "tokens"} if self.model == "hyperset-equilibrium" else {})
         values = self.values_of(preset, solves)
-        self.trained = values["iterations"]
         kept = {"data": self.data, "augmented": not self.no_augment, "limit": self.limit}
         kept |= {"rtol": values.get("rtol")}
         recipe = take_recipe(values, self.seed)
@@ -103,24 +102,6 @@ class VitImages(BackboneProgram):
             print(f"data: {data.name}, {numbers}")
         augment = None if self.no_augment else AUGMENTS[self.data]
         return Job(model, data, recipe, {**kept, "model": specification}, augment=augment)
-
-    def report(self, training: Training) -> None:
-        """The weights alone, and the accuracy at other numbers of iterations than in training."""
-        if training.fabric.global_rank != 0:
-            return
-        save_weights(training)
-        model, number = training.model, sum(p.numel() for p in training.model.parameters())
-        right = 100 * training.history[-1]["test_accuracy"]
-        print(
-            f"\n{training.data.name}, {self.model}, {number} parameters: test accuracy {right:.2f} %"
-        )
-        print(training.summary())
-        images, labels = training.data.some_test(2000)
-        print(f"accuracy on {len(images)} test images by iterations:")
-        for iterations in sorted({max(1, self.trained // 2), self.trained, 2 * self.trained}):
-            right = accuracy(model, images, labels, iterations=iterations)
-            print(f"  {iterations:3d}  {100 * right:.2f} %")
-        print(f"tables, checkpoint and weights: {self.place}")
 
 
 @dataclass(kw_only=True)
@@ -156,7 +137,7 @@ class MaskedPatches(BackboneProgram):
         values = self.values_of(preset, SOLVES | {"iterations": 24})
         masked, patch = values.pop("masked"), values.pop("patch")
         task = MaskedImages(data, patch, masked=masked, test=self.test)
-        self.trained, kept = values["iterations"], {"data": self.data, "masked": masked}
+        kept = {"data": self.data, "masked": masked}
         kept |= {"limit": self.limit, "test": self.test, "rtol": values.get("rtol")}
         recipe = take_recipe(values, self.seed)
         _, channels, size, _ = data.train_images.shape
@@ -170,16 +151,3 @@ class MaskedPatches(BackboneProgram):
             )
             print(f"data: {data.name}, {numbers}, {hidden}")
         return Job(model, task, recipe, {**kept, "model": specification})
-
-    def report(self, training: Training) -> None:
-        """The weights alone, and the error at other numbers of iterations than in training."""
-        if training.fabric.global_rank != 0:
-            return
-        save_weights(training)
-        print(f"\n{training.summary()}")
-        print("measures of the test images by iterations:")
-        for number in sorted({max(1, self.trained // 2), self.trained, 2 * self.trained}):
-            sums = training.task.evaluate(training.model, iterations=number)
-            shown = [describe(name, total / terms) for name, (total, terms) in sums.items()]
-            print(f"  {number:3d}  {', '.join(shown)}")
-        print(f"tables, checkpoint and weights: {self.place}")

@@ -7,8 +7,8 @@ from typing import Literal
 
 from implicit_attn.data import SudokuSymmetries, load_sudoku, resolve_source
 from implicit_attn.programs.backbones import SOLVES, BackboneProgram, take
-from implicit_attn.training import SudokuCompletion, Training, describe
-from implicit_attn.training.script import Job, Values, save_weights, take_recipe
+from implicit_attn.training import SudokuCompletion
+from implicit_attn.training.script import Job, Values, take_recipe
 
 # In "paper" the dropout, the warm-up and the floor of the learning rate are ours: we found none published.
 PRESETS: dict[str, Values] = {
@@ -56,7 +56,7 @@ class Sudoku(BackboneProgram):
         if self.further().get("positions") == "sincos":
             preset = preset | {"start": "random"}
         values = self.values_of(preset, {**SOLVES, "rtol": None})
-        self.trained, symmetries = values["iterations"], values.pop("symmetries")
+        symmetries = values.pop("symmetries")
         recipe = take_recipe(values, self.seed)
         around = {"kind": "sudoku", **take(values, "start", "dropout", "positions", "final_norm")}
         specification, model = self.build(around, values, "conditioned-input")
@@ -65,19 +65,3 @@ class Sudoku(BackboneProgram):
         task = SudokuCompletion(data, SudokuSymmetries() if symmetries else None)
         kept = {"data": "sudoku", **puzzles, "symmetries": symmetries, "model": specification}
         return Job(model, task, recipe, kept)
-
-    def report(self, training: Training) -> None:
-        """The weights alone, and the test measures at 1, 2 and 4 times the trained iterations.
-
-        In every process, because the test puzzles are split among them; the first one writes.
-        """
-        found = {k * self.trained: training.evaluate(k * self.trained) for k in (1, 2, 4)}
-        if training.fabric.global_rank != 0:
-            return
-        number = sum(parameter.numel() for parameter in training.model.parameters())
-        save_weights(training)
-        print(f"\n{training.data.name}, {self.model}, {number} parameters; {training.summary()}")
-        print(f"{len(training.data.test_puzzles)} test puzzles by iterations:")
-        for iterations, measures in found.items():
-            print(f"  {iterations:3d}  " + "  ".join(describe(*each) for each in measures.items()))
-        print(f"tables, checkpoint and weights: {self.place}")

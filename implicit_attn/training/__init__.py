@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from implicit_attn.training.carried import CarriedStates
 from implicit_attn.training.loop import (
-    ACCELERATORS,
-    PRECISIONS,
     NonFiniteLoss,
     SettingsDiffer,
     Training,
@@ -24,8 +22,6 @@ from implicit_attn.training.tasks import (
 )
 
 __all__ = [
-    "ACCELERATORS",
-    "PRECISIONS",
     "CarriedStates",
     "Classification",
     "MaskedImages",

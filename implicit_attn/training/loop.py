@@ -29,9 +29,6 @@ from implicit_attn.training.solves import SolveCounts
 from implicit_attn.training.tasks import Augment, Classification, Task, describe
 from solvers.core.checks import require_choice, require_count
 
-ACCELERATORS = ("auto", "cpu", "cuda")
-PRECISIONS = ("32-true", "bf16-mixed")
-
 
 class NonFiniteLoss(ArithmeticError):
     """The loss, its gradient or a parameter is NaN or infinite; the last checkpoint is from before."""
@@ -203,7 +200,7 @@ class Training:
                 bar.set_postfix_str(f"loss {total / terms:.4f}")
         seconds = time.perf_counter() - start
         measures = self.evaluate()
-        row = {"epoch": self.epoch + 1, "loss": total / terms, **self.solves.means()}
+        row = {"epoch": self.epoch + 1, "loss": total / terms, **self.solves.means(self._reduce)}
         row |= {"seconds": seconds, **measures}
         self.history.append(row)
         if self.observe is not None:
@@ -245,7 +242,8 @@ class Training:
         )
         _check_finite("gradient's norm", norm.item(), place)
         self.stepper.step()
-        self.solves.add(self._reduce, own)
+        if own:
+            self.solves.add()
         return value, int(terms)
 
     def evaluate(self, iterations: int | None = None) -> dict[str, float]:
@@ -303,9 +301,9 @@ def start_processes(
         ValueError: there is no CUDA card, or fewer than ``devices``.
     """
     require_count("devices", devices)
-    require_choice("precision", precision, PRECISIONS)
+    require_choice("precision", precision, ("32-true", "bf16-mixed"))
     cards = torch.cuda.device_count()
-    if require_choice("accelerator", accelerator, ACCELERATORS) == "auto":
+    if require_choice("accelerator", accelerator, ("auto", "cpu", "cuda")) == "auto":
         accelerator = "cuda" if cards else "cpu"
     if accelerator == "cuda" and cards == 0:
         raise ValueError("accelerator must be 'cpu' or 'auto' without a CUDA card, got 'cuda'")

@@ -460,18 +460,18 @@ def test_the_repeated_layer_is_compiled_for_all_iterations() -> None:
 def test_solves_are_counted(adjoint: Any) -> None:
     torch.manual_seed(0)
     layer = DEQ(0.2 * ReLUFeedForward(4, 8) + Quadratic(), adjoint=adjoint)
-    counts = SolveCounts(nn.Sequential(layer))
-    counts.add(lambda tensor, _: tensor)
-    assert math.isnan(counts.means()["converged"])  # nothing was solved
+    counts, same = SolveCounts(nn.Sequential(layer)), lambda tensor, _: tensor
+    counts.add()
+    assert math.isnan(counts.means(same)["converged"])  # nothing was solved
     out = layer(torch.randn(2, 3, 4))
     if adjoint is not None:
         out.square().sum().backward()
-    counts.add(lambda tensor, _: tensor)
-    means = counts.means()
+    counts.add()
+    means = counts.means(same)
     assert means["converged"] == 1.0 and means["evaluations"] > 1
     adjoints = [means[f"adjoint_{name}"] for name in ("converged", "products", "residual")]
     if isinstance(adjoint, solvers.Implicit):
         assert adjoints[0] == 1.0 and adjoints[1] > 0 and 0 < adjoints[2] < 1e-2
     else:
         assert all(map(math.isnan, adjoints))
-    assert SolveCounts(nn.Linear(2, 2)).means() == {}
+    assert SolveCounts(nn.Linear(2, 2)).means(same) == {}
