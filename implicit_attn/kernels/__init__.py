@@ -16,7 +16,6 @@ from implicit_attn.kernels.dispatch import (
     sigmoid_attention_hvp,
 )
 from implicit_attn.kernels.free_energy import helmholtz_free_energy
-from implicit_attn.kernels.running import running_products, running_states
 
 __all__ = [
     "Choice",
@@ -29,8 +28,6 @@ __all__ = [
     "explain_sigmoid",
     "frozen_key_attention",
     "helmholtz_free_energy",
-    "running_products",
-    "running_states",
     "sigmoid_attention",
     "sigmoid_attention_hvp",
 ]

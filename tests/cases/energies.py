@@ -24,7 +24,6 @@ from implicit_attn.energies import (
     Field,
     FunctionEnergy,
     GatedFeedForward,
-    GatedLinearAttention,
     GELUFeedForward,
     HeadwiseEnergy,
     Hopfield,
@@ -169,13 +168,6 @@ HEADS: list[Row] = [
         {"learned_beta": True, "score_norm": None, "curvature": 0.9},
     ),
     ("conditional-head", ConditionalAttention, {"heads": 1, "norm": NORMS["tiny"], "head_dim": 3}),
-    ("gated-cross-none", GatedLinearAttention, BARE),
-    (
-        "gated-cross-keys",
-        GatedLinearAttention,
-        {"gate": "keys", "feature_map": "relu", "learned_beta": True},
-    ),
-    ("gated-causal", GatedLinearAttention, {"causal": True, "gate": "decay", **UNEQUAL, **ELU}),
 ]
 FEEDFORWARDS: list[Row] = [
     ("relu-soft", ReLUFeedForward, {}),
@@ -222,7 +214,7 @@ SITES: list[tuple[str, Lagrangian, dict[str, Any]]] = [
     ("sphere", SphericalLagrangian(), {}),
     ("potts", SoftmaxLagrangian(), {}),
 ]
-SEEING = ("context", "cross", "gates", "conditional", "equilibrium", "gated-causal")
+SEEING = ("context", "cross", "gates", "conditional", "equilibrium")
 
 
 def _cases() -> list[EnergyCase]:
@@ -273,8 +265,8 @@ FAMILIES = """
 quadratic-input field function composition hyperset-context hopfield-learnable dense-2 classical headwise
 queries-cross spins bare spins-ising rbm-ising rbm-one-hot bisoftmax-soft-4 bisoftmax-causal-soft-4
 bisoftmax-others sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1
-softmax-elastic-trained softmax-cross-trained conditional equilibrium-relu gated-causal
-gated-cross-keys bisoftmax-context relu-soft-gates gelu-none softmax-ff-soft gated-gelu-none
+softmax-elastic-trained softmax-cross-trained conditional equilibrium-relu
+bisoftmax-context relu-soft-gates gelu-none softmax-ff-soft gated-gelu-none
 """.split()  # noqa: SIM905
 
 
