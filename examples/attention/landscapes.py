@@ -111,7 +111,7 @@ def draw_background(axes, descent: QueryDescent, key: Tensor, shown: list, point
     steps = torch.linspace(-1, 1, points, dtype=torch.float64)
     grid = (low + high)[:, None] / 2 + (high - low).max() * steps
     plane = torch.stack(torch.meshgrid(grid[0], grid[1], indexing="xy"), -1).view(1, -1, 2)
-    surface = descent.energies(plane, key[None]).view(points, points)
+    surface = descent.energy.each(plane, key[None]).view(points, points)
     height = surface - surface.min()
     shade = (height / height.max()).sqrt()  # brings out the bottom
     axes.contourf(*grid, shade, levels=22, cmap="Greys_r", vmin=-0.8, vmax=1, zorder=0)

@@ -26,7 +26,6 @@ from implicit_attn.energies.feedforward import SoftmaxFeedForward as SoftmaxFeed
 from implicit_attn.energies.heads import AttentionInput as AttentionInput
 from implicit_attn.energies.hopfield import ClassicalHopfield as ClassicalHopfield
 from implicit_attn.energies.hopfield import DenseAssociative as DenseAssociative
-from implicit_attn.energies.hopfield import HeadwiseEnergy as HeadwiseEnergy
 from implicit_attn.energies.hopfield import Hopfield as Hopfield
 from implicit_attn.energies.hopfield import QueryEnergy as QueryEnergy
 from implicit_attn.energies.hyperset import HyperSETEnergy as HyperSETEnergy

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.heads import (
-    AttentionInput,
     Beta,
     HasTemperatures,
     HeadsContext,
@@ -34,7 +33,7 @@ from implicit_attn.energies.tokens import (
 )
 from implicit_attn.kernels import check_backend, frozen_key_attention
 from implicit_attn.kernels.pairs import Pairs
-from solvers.core.checks import require_count, require_instance, require_number, require_positive
+from solvers.core.checks import require_count, require_number, require_positive
 
 LARGEST_MIXTURE = 2_000_000  # members of all multisets of a density at a lower temperature
 
@@ -383,87 +382,3 @@ class QueryEnergy(HasTemperatures, Energy):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, {self.described()}"
-
-
-class HeadwiseEnergy(Energy):
-    """The sum over the heads of one energy of queries of width p, among that head's keys.
-
-    Every head of every sample is a sample to the energy, so it sees queries (B H, N, p) and, as its
-    input, an ``AttentionInput`` whose tokens and memory are those of the head.
-
-    Shapes: ``z`` (B, N, heads p); ``x`` an ``AttentionInput`` with tokens (B, N, heads p), a memory
-    (B, M, heads p) and pairs, each optional; or a memory alone, or None. ``mask`` (B, N).
-
-    Args:
-        energy: of the queries (B, N, p) of a head; those of one sample must add up, as they do where
-            no query influences another.
-        heads: their number.
-    """
-
-    def __init__(self, energy: Energy, heads: int) -> None:
-        super().__init__()
-        self.energy = require_instance("energy", energy, Energy, "an Energy")
-        self.heads = heads
-        self.concave = energy.concave
-
-    def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self._sum(self.energy(*self._folded(z, x, mask), mask=self._rows(mask)))
-
-    def value_and_grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Pair:
-        folded = self._folded(z, x, mask)
-        value, gradient = self.energy.value_and_grad(*folded, mask=self._rows(mask))
-        return self._sum(value), self._unfold(gradient)
-
-    def grad(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        return self._unfold(self.energy.grad(*self._folded(z, x, mask), mask=self._rows(mask)))
-
-    def hvp(self, z: Tensor, v: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        at, given = self._folded(z, x, mask)
-        moved = self._fold(v)
-        return self._unfold(self.energy.hvp(at, moved, given, mask=self._rows(mask)))
-
-    def each(self, z: Tensor, x: Any = None) -> Tensor:
-        """The energy of each query, (B, H, N): every query as a sample of its own."""
-        queries, given = self._folded(z, x, None)
-        count = queries.shape[1]
-        if isinstance(given, AttentionInput):
-            rows = [None if t is None else t.flatten(0, 1).unsqueeze(1) for t in given[:3]]
-            keys = [None if t is None else t.repeat_interleave(count, 0) for t in given[3:]]
-            given = AttentionInput(*rows, *keys)
-        value = self.energy(queries.flatten(0, 1).unsqueeze(1), given)
-        return value.view(z.shape[0], self.heads, count)
-
-    def _folded(self, z: Tensor, x: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Queries (B H, N, p), and what the energy is given besides them."""
-        check_tokens(z, mask, "HeadwiseEnergy", tokens=True)
-        if z.shape[2] % self.heads:
-            raise ValueError(
-                f"HeadwiseEnergy: z must have a multiple of {self.heads} features, one slice a head, "
-                f"got shape {tuple(z.shape)}"
-            )
-        if isinstance(x, Tensor):
-            x = AttentionInput(memory=x)
-        if not isinstance(x, AttentionInput):
-            return self._fold(z), x
-        found = read_pairs(x, mask, z, "HeadwiseEnergy", cross=True) or Pairs()
-        pairs, bias = (
-            None if t is None else t.expand(-1, self.heads, -1, -1).flatten(0, 1) for t in found
-        )
-        tokens, memory = (None if t is None else self._fold(t) for t in (x.tokens, x.memory))
-        given = AttentionInput(tokens, pairs, bias, memory, self._rows(x.memory_mask))
-        return self._fold(z), given
-
-    def _fold(self, y: Tensor) -> Tensor:
-        return split_heads(y, self.heads).flatten(0, 1)
-
-    def _unfold(self, y: Tensor) -> Tensor:
-        return merge_heads(y.unflatten(0, (-1, self.heads)))
-
-    def _rows(self, mask: Tensor | None) -> Tensor | None:
-        return None if mask is None else mask.repeat_interleave(self.heads, 0)
-
-    def _sum(self, value: Tensor) -> Tensor:
-        return value.view(-1, self.heads).sum(1)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from implicit_attn.deq import DEQ
-from implicit_attn.energies import AttentionInput, Energy, Projection
+from implicit_attn.energies import AttentionInput, Projection
 from implicit_attn.energies.heads import Beta, head_width
 from implicit_attn.energies.tokens import check_dtype, hide
 from implicit_attn.updates.attention_step import QueryDescent
@@ -52,20 +52,14 @@ class EnergyAttention(nn.Module):
             depends on the keys alone, the first queries only choose among the minima: the gradient by
             ``W_q``, and by x in cross-attention, is 0.
         step_size: eta, > 0.
-        energy: another :class:`implicit_attn.Energy` of the queries among the keys, shared by the heads,
-            as for :class:`implicit_attn.updates.QueryDescent`; its ``tokens`` are the first queries.
         values: None, or "after": a learned matrix ``V_h`` (p, p) for each head, the identity at first.
             One head with ``p = dim`` and ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``;
             several heads cannot undo their keys, and learn V instead.
         residual: add x to the output.
-        context: "frozen": the keys stay during the steps. "live", for self-attention: queries and keys
-            share one map, and the keys are the queries as they stand at each step. With the default
-            energy repeated unit steps then draw all tokens to one point; as every point is one where
-            they may meet, ``steps=None`` is refused.
         causal: in self-attention token i attends to ``j <= i`` only.
         options: of the ``DEQ`` where ``steps`` is None, such as ``tolerance`` or ``solver``: by default
-            L-BFGS where the keys are frozen, else Anderson, with ``max_steps=200``. Where there are
-            several minima it may end in another than ``solvers.Forward()``, which repeats the step.
+            L-BFGS with ``max_steps=200``. Where there are several minima it may end in another than
+            ``solvers.Forward()``, which repeats the step.
 
     Attributes:
         descent: the :class:`implicit_attn.updates.QueryDescent`.
@@ -95,42 +89,30 @@ class EnergyAttention(nn.Module):
         beta: Beta = None,
         steps: int | None = 1,
         step_size: float = 1.0,
-        energy: Energy | None = None,
         values: str | None = None,
         residual: bool = False,
-        context: str = "frozen",
         *,
         causal: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         self.dim, self.heads = require_count("dim", dim), require_count("heads", heads)
-        self.context_dim = (
-            None if context_dim is None else require_count("context_dim", context_dim)
-        )
+        if context_dim is not None:
+            require_count("context_dim", context_dim)
+        self.context_dim = context_dim
         self.steps = None if steps is None else require_count("steps", steps)
         width = head_width(dim, heads, head_dim)
         rows = heads * width
-        self.causal, self.residual = (
-            require_flag("causal", causal),
-            require_flag("residual", residual),
-        )
-        if context_dim is not None and (causal or context == "live"):
-            wrong = "causal=True" if causal else 'context="live"'
-            raise ValueError(f"{wrong} needs self-attention, got context_dim={context_dim!r}")
-        if steps is None and context == "live" and energy is None:
-            raise ValueError(
-                'steps=None with context="live" has no equilibrium to differentiate: wherever all '
-                "tokens agree they stay; give a number of steps, or an energy"
-            )
+        self.causal = require_flag("causal", causal)
+        self.residual = require_flag("residual", residual)
+        if context_dim is not None and causal:
+            raise ValueError(f"causal=True needs self-attention, got context_dim={context_dim!r}")
         if values is not None:
             require_choice("values", values, ("after",))
-        self.descent = QueryDescent(
-            rows, heads, energy=energy, step_size=step_size, beta=beta, context=context
-        )
+        self.descent = QueryDescent(rows, heads, step_size=step_size, beta=beta)
         self.query, self.output = Projection(dim, rows), Projection(rows, dim)
         keys = dim if context_dim is None else context_dim
-        self.key = Projection(keys, rows) if context == "frozen" else None
+        self.key = Projection(keys, rows)
         self.values = None
         if values is not None:
             self.values = nn.Parameter(torch.eye(width).repeat(heads, 1, 1))
@@ -203,8 +185,8 @@ class EnergyAttention(nn.Module):
         source = hide(source, seen)
         tokens = seen if context is None else None
         queries = F.linear(source if context is None else x, self.query.weight)
-        keys = None if self.key is None else F.linear(source, self.key.weight)
-        return queries, AttentionInput(queries, pairs, bias, keys, seen), tokens
+        keys = F.linear(source, self.key.weight)
+        return queries, AttentionInput(None, pairs, bias, keys, seen), tokens
 
     def _by_head(self, queries: Tensor) -> Tensor:
         """(..., N, heads p) -> (..., heads, N, p)."""

@@ -25,7 +25,6 @@ from implicit_attn.energies import (
     FunctionEnergy,
     GatedFeedForward,
     GELUFeedForward,
-    HeadwiseEnergy,
     Hopfield,
     HyperSETEnergy,
     IsingLagrangian,
@@ -223,7 +222,6 @@ def _cases() -> list[EnergyCase]:
         "hyperset-context": partial(_hyperset, {"context": True}),
         "hyperset-linear-context": partial(_hyperset, {"attention": "linear", "context": True}),
         "classical": _classical,
-        "headwise": lambda dim: HeadwiseEnergy(_patterns(Hopfield, {}, dim // 2), 2),
         "equilibrium-relu": partial(_equilibrium, ReLUFeedForward, False),
         "equilibrium-gelu": partial(_equilibrium, GELUFeedForward, False),
         "equilibrium-causal": partial(_equilibrium, ReLUFeedForward, True),
@@ -262,7 +260,7 @@ each_energy = pytest.mark.parametrize("case", ENERGIES, ids=[case.id for case in
 
 
 FAMILIES = """
-quadratic-input field function composition hyperset-context hopfield-learnable dense-2 classical headwise
+quadratic-input field function composition hyperset-context hopfield-learnable dense-2 classical
 queries-cross spins bare spins-ising rbm-ising rbm-one-hot bisoftmax-soft-4 bisoftmax-causal-soft-4
 bisoftmax-others sigmoid-soft-4 score-relu-context linear-elu-soft-4 softmax-inner-none-1
 softmax-elastic-trained softmax-cross-trained conditional equilibrium-relu

@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from implicit_attn.energies import (
-    AttentionInput,
-    HeadwiseEnergy,
-    Quadratic,
-    QueryEnergy,
-    SoftmaxAttention,
-)
+from implicit_attn.energies import AttentionInput, Quadratic, QueryEnergy, SoftmaxAttention
 
 BATCH, HEADS, WIDTH, N, M = 2, 3, 2, 4, 5
 DIM = HEADS * WIDTH
@@ -68,38 +62,29 @@ def by_loop(z: Tensor, x: AttentionInput, beta: float) -> Tensor:
 
 @pytest.mark.parametrize("name", inputs())
 def test_formula(name: str) -> None:
-    """Against a loop and its automatic gradient; as one energy, and one head at a time."""
+    """Against a loop and its automatic gradient."""
     x = inputs()[name]
     z = state_and_keys()[0].requires_grad_()
     expected = by_loop(z, x, 0.7)
     (gradient,) = torch.autograd.grad(expected.sum(), z)
     energy = QueryEnergy(DIM, HEADS, beta=0.7)
-    for kind in (energy, HeadwiseEnergy(QueryEnergy(WIDTH, beta=0.7), HEADS)):
-        value, found = kind.value_and_grad(z, x)
-        torch.testing.assert_close(value, expected.sum((1, 2)), **EXACT)
-        torch.testing.assert_close(found, gradient, **EXACT)
-        torch.testing.assert_close(kind.grad(z, x), gradient, **EXACT)
-        torch.testing.assert_close(kind.each(z, x), expected, **EXACT)
-    v = torch.flip(z.detach(), (1,))
-    products = [
-        kind.hvp(z, v, x) for kind in (energy, HeadwiseEnergy(QueryEnergy(WIDTH, beta=0.7), HEADS))
-    ]
-    torch.testing.assert_close(*products, **EXACT)
+    value, found = energy.value_and_grad(z, x)
+    torch.testing.assert_close(value, expected.sum((1, 2)), **EXACT)
+    torch.testing.assert_close(found, gradient, **EXACT)
+    torch.testing.assert_close(energy.each(z, x), expected, **EXACT)
 
 
-def test_softmax_attention_is_such_an_energy_of_a_head() -> None:
+def test_softmax_attention_is_such_an_energy() -> None:
     """With identities for its weights, and the quadratic at 0."""
     z, keys = state_and_keys()
-    attention = SoftmaxAttention(WIDTH, 1, cross=True, norm=None, beta=0.7).double()
+    attention = SoftmaxAttention(DIM, HEADS, cross=True, norm=None, beta=0.7).double()
     torch.nn.init.eye_(attention.query.weight)
     torch.nn.init.eye_(attention.key.weight)
     x = AttentionInput(tokens=torch.zeros_like(z), memory=keys)
-    energy = HeadwiseEnergy(attention + Quadratic().select("tokens"), HEADS)
+    energy = attention + Quadratic().select("tokens")
     expected = QueryEnergy(DIM, HEADS, beta=0.7).value_and_grad(z, x)
     for found, right in zip(energy.value_and_grad(z, x), expected, strict=True):
         torch.testing.assert_close(found, right, **EXACT)
-    each = QueryEnergy(DIM, HEADS, beta=0.7).each(z, x)
-    torch.testing.assert_close(energy.each(z, x), each, **EXACT)
 
 
 def test_a_temperature_for_each_head_is_that_head_alone() -> None:
@@ -135,10 +120,5 @@ def test_errors_of_inputs(x: Any, error: type[Exception], message: str) -> None:
 
 
 def test_errors_of_arguments() -> None:
-    z, keys = state_and_keys()
     with pytest.raises(ValueError, match="heads"):
         QueryEnergy(DIM, 4)
-    with pytest.raises(ValueError, match=r"a multiple of 4 features, .* got shape \(2, 4, 6\)"):
-        HeadwiseEnergy(Quadratic(), 4)(z, keys)
-    with pytest.raises(TypeError, match="energy must be an Energy"):
-        HeadwiseEnergy(torch.nn.Identity(), 2)  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from implicit_attn.energies import FunctionEnergy, Hopfield, SoftmaxAttention
 from implicit_attn.models import EnergyAttention, QueryTrajectory
 from solvers import Implicit, Tolerance
 
@@ -36,7 +35,6 @@ def heads_of(y: Tensor, heads: int) -> Tensor:
 
 def stock(model: EnergyAttention, x: Tensor, source: Tensor, **options: Any) -> Tensor:
     """The same weights in torch's attention, with the keys for values."""
-    assert model.key is not None
     query = heads_of(F.linear(x, model.query.weight), model.heads)
     key = heads_of(F.linear(source, model.key.weight), model.heads)
     attended = F.scaled_dot_product_attention(query, key, key, **options)
@@ -100,7 +98,6 @@ def test_values_by_the_inverse_of_the_keys() -> None:
     """One head of full width: ``W_o = W_v W_k^-1`` makes it attention with any values."""
     model = build(32, head_dim=32)
     x, values = draw(2, 6, 32), draw(32, 32, seed=4) / 32**0.5
-    assert model.key is not None
     with torch.no_grad():
         model.output.weight.copy_(torch.linalg.solve(model.key.weight.T, values.T).T)
     query, key = F.linear(x, model.query.weight), F.linear(x, model.key.weight)
@@ -122,7 +119,6 @@ def test_values_of_heads_and_residual() -> None:
 
 
 def _state(model: EnergyAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    assert model.key is not None
     return F.linear(x, model.query.weight), F.linear(x, model.key.weight)
 
 
@@ -176,52 +172,19 @@ def test_floating_masks_exclude_by_minus_infinity_alone(wrong: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["pairs", "heads", "floating"])
-@pytest.mark.parametrize("given", [False, True])
-def test_equilibrium_among_pairs_is_the_limit_of_the_steps(given: bool, name: str) -> None:
-    """For samples that end after different numbers of evaluations, whatever the energy."""
-    options: Any = {"beta": 0.3}
-    if given:
-        attention = SoftmaxAttention(2, 1, cross=True, beta=0.3, norm=None)
-        torch.nn.init.eye_(attention.query.weight)
-        torch.nn.init.eye_(attention.key.weight)
-        origin = FunctionEnergy(lambda z: 0.5 * z.square().flatten(1).sum(1))
-        options = {"energy": attention + origin}
+def test_equilibrium_among_pairs_is_the_limit_of_the_steps(name: str) -> None:
+    """For samples that end after different numbers of evaluations."""
     x, mask = draw(2, 6, 16) * torch.tensor([0.2, 1.0]).view(2, 1, 1), masks(6)[name]
-    solved = build(16, heads=8, steps=None, **options, **TIGHT)
+    solved = build(16, heads=8, steps=None, beta=0.3, **TIGHT)
     limit = build(16, heads=8, steps=200, beta=0.3)
     torch.testing.assert_close(solved(x, mask=mask), limit(x, mask=mask), rtol=1e-9, atol=1e-9)
     assert solved.equilibrium is not None and solved.equilibrium.last is not None
     assert solved.equilibrium.last.evaluations.unique().numel() > 1
 
 
-def test_live_keys_are_the_queries() -> None:
-    model = build(8, heads=2, context="live", steps=3)
-    assert model.key is None
-    x = draw(2, 5, 8)
-    z = heads_of(F.linear(x, model.query.weight), 2)
-    for _ in range(3):
-        z = F.scaled_dot_product_attention(z, z, z)
-    expected = F.linear(z.transpose(1, 2).flatten(2), model.output.weight)
-    torch.testing.assert_close(model(x), expected, rtol=0.0, atol=1e-12)
-
-
-def test_another_energy() -> None:
-    patterns = draw(7, 4, seed=2)
-    model = build(8, heads=2, energy=Hopfield(patterns, learnable=True))
-    x = draw(2, 5, 8)
-    query = heads_of(F.linear(x, model.query.weight), 2)
-    attended = (query @ patterns.T).softmax(-1) @ patterns
-    expected = F.linear(attended.transpose(1, 2).flatten(2), model.output.weight)
-    torch.testing.assert_close(model(x), expected, rtol=0.0, atol=1e-12)
-    model(x).sum().backward()
-    assert any("patterns" in n and p.grad is not None for n, p in model.named_parameters())
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"context": "live", "context_dim": 4}, ValueError, 'context="live" needs self-attention'),
-        ({"context": "live", "steps": None}, ValueError, r'steps=None with context="live" has no'),
         ({"causal": True, "context_dim": 4}, ValueError, "causal=True needs self-attention"),
         ({"tolerance": Tolerance()}, TypeError, r"unknown arguments \['tolerance'\].*steps=None"),
     ],
