@@ -87,8 +87,15 @@ def gibbs(
     require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
     require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
     require_count("sweeps", sweeps)
-    shape, field = _shape(couplings, field, chains, start)
+    if isinstance(field, Tensor) and field.dim() == 2:
+        field = field.unsqueeze(0)
     check_inputs(couplings, field, None)
+    if chains is None:
+        many = isinstance(start, Tensor) and start.dim() == 3
+        chains = max(len(field), len(start) if many else 1)
+    shape = (require_count("chains", chains), field.shape[1], field.shape[2])
+    if len(field) not in (1, chains):
+        raise ValueError(f"field must be one for all or for {chains} chains, got {len(field)}")
     clamped = None
     with without_autocast(field.device.type):
         x = as_wide(field)
@@ -103,24 +110,20 @@ def gibbs(
         _check_exists(matrix, x, site, clamped)
         sparse = _is_sparse(matrix, shape, site)
         prepare = _looking_up if sparse else _multiplying
-        values, draw = prepare(state, x, matrix, site, generator)
-        _sweep(values, draw, sweeps, clamped)
-        drawn = F.one_hot(values.T, shape[2]) if sparse else values.transpose(0, 1)
-        return drawn.to(field.dtype).contiguous()
-
-
-def _sweep(values: Tensor, draw: Draw, sweeps: int, clamped: Tensor | None) -> None:
-    """Draw all sites in their turn; ``values[i]`` (chains, ...) are those of site i, changed in place."""
-    free = range(len(values))
-    if clamped is not None:  # sites that are drawn in some chain
-        free = torch.nonzero(~clamped.all(0)).flatten().tolist()
-    for _ in range(sweeps):
-        for i in free:
+        values, draw = prepare(
+            state, x, matrix, site, generator
+        )  # values[i] (chains, ...) of site i
+        free = range(len(values))
+        if clamped is not None:  # sites that are drawn in some chain
+            free = torch.nonzero(~clamped.all(0)).flatten().tolist()
+        for i in list(free) * sweeps:
             drawn = draw(i)
             if clamped is not None:
                 kept = clamped[:, i].view(-1, *[1] * (drawn.dim() - 1))
                 drawn = torch.where(kept, values[i], drawn)
             values[i] = drawn
+        states = F.one_hot(values.T, shape[2]) if sparse else values.transpose(0, 1)
+        return states.to(field.dtype).contiguous()
 
 
 def _multiplying(
@@ -186,27 +189,6 @@ def _check_exists(matrix: Tensor, field: Tensor, site: Site, clamped: Tensor | N
             "couplings are too strong: the inverse covariance of the free sites minus the couplings must "
             "be positive definite"
         )
-
-
-def _shape(
-    couplings: Tensor, field: Tensor, chains: int | None, start: Tensor | None
-) -> tuple[tuple[int, int, int], Tensor]:
-    """(chains, N, d), and the field as (1 or chains, N, d)."""
-    for name, value in (("couplings", couplings), ("field", field)):
-        require_instance(name, value, Tensor, "a tensor")
-    if field.dim() not in (2, 3) or 0 in field.shape:
-        raise ValueError(
-            f"field must have the shape (N, d) or (chains, N, d), none of them 0, got "
-            f"{tuple(field.shape)}"
-        )
-    field = field.unsqueeze(0) if field.dim() == 2 else field
-    if chains is None:
-        many = start if isinstance(start, Tensor) and start.dim() == 3 else field
-        chains = max(many.shape[0], field.shape[0])
-    shape = (require_count("chains", chains), field.shape[1], field.shape[2])
-    if len(field) not in (1, chains):
-        raise ValueError(f"field must be one for all or for {chains} chains, got {len(field)}")
-    return shape, field
 
 
 def _read_start(start: Any, field: Tensor, shape: tuple[int, int, int], site: Site) -> Tensor:

@@ -186,27 +186,20 @@ def read_given(given: Any, field: Tensor) -> tuple[Tensor, Tensor]:
     ``given`` is a pair of values (N, d) or (B, N, d) and of bools (N,) or (B, N); ``field`` (B, N, d).
     Gradients flow to the values.
     """
-    if not (isinstance(given, tuple) and len(given) == 2):
-        what = f"{len(given)} of them" if isinstance(given, tuple) else type(given)
-        raise TypeError(f"given must be a pair (values, clamped) of tensors, got {what}")
-    shape, (values, clamped) = field.shape, given
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        what = values.dtype if isinstance(values, Tensor) else type(values)
-        raise TypeError(f"given must hold values of a floating dtype first, got {what}")
-    if not isinstance(clamped, Tensor) or clamped.dtype != torch.bool:
-        what = clamped.dtype if isinstance(clamped, Tensor) else type(clamped)
-        raise TypeError(f"given must hold a bool tensor (B, N) second, got {what}")
-    if values.shape not in (shape, shape[1:]):
-        raise ValueError(
-            f"given must hold values of the shape {tuple(shape)}, got {tuple(values.shape)}"
-        )
-    if clamped.shape not in (shape[:2], shape[1:2]):
-        raise ValueError(
-            f"given must hold bools of the shape {tuple(shape[:2])}, got {tuple(clamped.shape)}"
-        )
+    pair = given if isinstance(given, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(each, Tensor) for each in pair):
+        raise TypeError(f"given must be a pair (values, clamped) of tensors, got {type(given)}")
+    values, clamped = pair
+    if not values.is_floating_point() or clamped.dtype != torch.bool:
+        what = f"{values.dtype} and {clamped.dtype}"
+        raise TypeError(f"given must hold floating values and a bool tensor, got {what}")
     if values.device != field.device or clamped.device != field.device:
-        raise TypeError(
-            f"given must be on {field.device}, got {values.device} and {clamped.device}"
+        what = f"{values.device} and {clamped.device}"
+        raise TypeError(f"given must be on {field.device}, got {what}")
+    shape, what = field.shape, f"{tuple(values.shape)} and {tuple(clamped.shape)}"
+    if values.shape not in (shape, shape[1:]) or clamped.shape not in (shape[:2], shape[1:2]):
+        raise ValueError(
+            f"given must hold values {tuple(shape)} and bools {tuple(shape[:2])}, got {what}"
         )
     clamped = clamped.expand(shape[:2])
     # Values of free sites, NaN for example, take no part in anything.

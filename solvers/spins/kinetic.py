@@ -14,32 +14,12 @@ from solvers.core.solution import Solution, check_on_failure
 from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.spins.inputs import as_wide, check_field, check_like_field, check_mask, zero_masked
-from solvers.spins.kinetic_laws import LAWS, LargeSphereLaw, Law, SphereLaw, trace
+from solvers.spins.kinetic_laws import LAWS, LargeSphereLaw, Law, SphereLaw
 from solvers.spins.sites import IsingSite, PottsSite, Site, SphericalSite
 
 
-def drive(couplings: Tensor, mean: Tensor) -> Tensor:
-    """``sum_j J_ij m_j`` (B, N, d) of ``mean`` (B, N, d)."""
-    if couplings.dim() == 4:
-        return torch.einsum("ijab,njb->nia", couplings, mean)
-    return _times(couplings, mean)
-
-
-def noise_matrix(couplings: Tensor, covariance: Tensor) -> Tensor:
-    """``B_i = sum_j J_ij C_j J_ij^T`` (B, N, d, d) of ``covariance`` (B, N, d, d)."""
-    if couplings.dim() == 4:
-        half = torch.einsum("ijab,njbc->nijac", couplings, covariance)
-        return torch.einsum("nijac,ijdc->niad", half, couplings)
-    return _times(couplings.square(), covariance.flatten(2)).unflatten(-1, covariance.shape[-2:])
-
-
-def noise_strength(couplings: Tensor, scatter: Tensor) -> Tensor:
-    """``sum_j J_ij^2 s_j`` (B, N, 1) of ``scatter`` (B, N, 1), for couplings that are numbers."""
-    return _times(couplings.square(), scatter)
-
-
-def _times(couplings: Tensor, values: Tensor) -> Tensor:
-    """``J v`` of ``values`` (B, N, k); couplings that samples share in one product of two matrices."""
+def drive(couplings: Tensor, values: Tensor) -> Tensor:
+    """``sum_j J_ij v_j`` of ``values`` (B, N, k); couplings that samples share in one matrix product."""
     if couplings.dim() == 2:
         rows = values.mT.reshape(-1, values.shape[1]) @ couplings.mT
         return rows.view(len(values), -1, values.shape[1]).mT
@@ -58,12 +38,11 @@ def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
 
 
 def check_network(mean: Any, field: Any, couplings: Any, mask: Any, start: str = "mean") -> None:
-    """``mean`` (in errors ``start``) and ``field`` (B, N, d), couplings (N, N), (B, N, N) or
-    (N, N, d, d), a mask (B, N) bool or None."""
-    batch, sites, dim = shape = check_field(field)
+    """``mean`` (in errors ``start``) and ``field`` (B, N, d), couplings (N, N) or (B, N, N), a mask (B, N)
+    bool or None."""
+    batch, sites, _ = shape = check_field(field)
     check_like_field(start, mean, field, shape)
-    allowed = ((sites, sites), (batch, sites, sites), (sites, sites, dim, dim))
-    check_like_field("couplings", couplings, field, *allowed)
+    check_like_field("couplings", couplings, field, (sites, sites), (batch, sites, sites))
     check_mask(mask, field)
 
 
@@ -106,21 +85,20 @@ def closed(
     law = law_of(site, field.shape[-1])
     # What stands at masked sites, NaN for example, takes no part in anything, gradients included.
     mean, field = zero_masked(mean, mask), zero_masked(field, mask)
-    theta = field + drive(couplings, mean)
+    theta, squares = field + drive(couplings, mean), couplings.square()
     if closure == "naive":
-        return _constant(law.mean(theta))
+        after = law.mean(theta)
+        return lambda now: after
     if closure == "gaussian":
-        return _constant(law.averaged(theta, noise_trace(law, mean, couplings, mask)))
+        spread = drive(squares, zero_masked(law.scatter(mean), mask))  # tr B_i
+        after = law.averaged(theta, spread)
+        return lambda now: after
     if closure == "tap" or isinstance(site, IsingSite | PottsSite):
-        noise = noise_matrix(couplings, zero_masked(law.covariance(mean), mask))
-
-        def reacted(now: Tensor) -> Tensor:
-            return site.mean(theta - (noise @ now.unsqueeze(-1)).squeeze(-1), noise)
-
-        return reacted
-    if isinstance(law, LargeSphereLaw):
-        return _plefka(law, theta, mean, couplings, mask)
-    raise AssertionError(closure)
+        covariance = zero_masked(law.covariance(mean), mask)
+        noise = drive(squares, covariance.flatten(2)).view_as(covariance)  # B_i
+        return lambda now: site.mean(theta - (noise @ now.unsqueeze(-1)).squeeze(-1), noise)
+    assert isinstance(law, LargeSphereLaw)
+    return _plefka(law, theta, mean, squares, mask)
 
 
 def law_of(site: Site, dim: int) -> Law:
@@ -131,13 +109,6 @@ def law_of(site: Site, dim: int) -> Law:
         return (LargeSphereLaw if site.large_dimension else SphereLaw)(site, dim)
     found = [law for kind, law in LAWS.items() if isinstance(site, kind)]
     return found[0](site) if found else Law(site)
-
-
-def noise_trace(law: Law, mean: Tensor, couplings: Tensor, mask: Tensor | None) -> Tensor:
-    """``tr B_i`` (B, N, 1), the variance of the field at site i that the spins before make."""
-    if couplings.dim() < 4:
-        return noise_strength(couplings, zero_masked(law.scatter(mean), mask))
-    return trace(noise_matrix(couplings, zero_masked(law.fluctuation(mean), mask)))
 
 
 def check_closure(site: object, closure: str) -> None:
@@ -152,40 +123,22 @@ def check_closure(site: object, closure: str) -> None:
         )
 
 
-def _constant(mean: Tensor) -> Rule:
-    return lambda now: mean
-
-
 def _plefka(
-    law: LargeSphereLaw, theta: Tensor, mean: Tensor, couplings: Tensor, mask: Tensor | None
+    law: LargeSphereLaw, theta: Tensor, mean: Tensor, squares: Tensor, mask: Tensor | None
 ) -> Rule:
     """``h <- theta + 1/2 C^-1 T:(v v^T + B)``, ``v = theta - h``, at the field h of the means now."""
-    multiply, spread = _noise_product(law, mean, couplings, mask)
+    slope, root = law.response(mean)
+    isotropic = drive(squares, zero_masked(slope, mask))
+    outer = 2 / root * mean.square().sum(-1, keepdim=True)
+    spread = law.dim * isotropic - drive(squares, zero_masked(outer, mask))  # tr B
+    pulled = zero_masked(2 / root * mean, mask)
 
     def reacted(now: Tensor) -> Tensor:
+        product = isotropic * now - (squares * (now @ mean.mT)) @ pulled  # B m
         distance = theta - now / law.response(now).slope
-        return law.mean(theta + law.reaction(distance, now, spread, multiply(now)))
+        return law.mean(theta + law.reaction(distance, now, spread, product))
 
     return reacted
-
-
-def _noise_product(
-    law: LargeSphereLaw, mean: Tensor, couplings: Tensor, mask: Tensor | None
-) -> tuple[Rule, Tensor]:
-    """``m -> B m`` and ``tr B``; where the couplings are numbers, without the matrices ``B_i``."""
-    if couplings.dim() == 4:
-        matrix = noise_matrix(couplings, zero_masked(law.covariance(mean), mask))
-        return lambda now: (matrix @ now.unsqueeze(-1)).squeeze(-1), trace(matrix)
-    slope, root = law.response(mean)
-    isotropic = noise_strength(couplings, zero_masked(slope, mask))
-    outer = 2 / root * mean.square().sum(-1, keepdim=True)
-    spread = law.dim * isotropic - noise_strength(couplings, zero_masked(outer, mask))
-    pulled, squared = zero_masked(2 / root * mean, mask), couplings.square()
-
-    def multiply(now: Tensor) -> Tensor:
-        return isotropic * now - (squared * (now @ mean.mT)) @ pulled
-
-    return multiply, spread
 
 
 INNER = {torch.float64: 1e-10, torch.float32: 1e-6}  # relative residual of the means after a step
@@ -209,7 +162,7 @@ def kinetic_step(
         P(S_i(t)) ~ rho(S_i) exp(h_i.S_i),   h_i = x_i + sum_j J_ij S_j(t-1)
 
     The couplings need not be symmetric, and a site may couple to itself. With ``theta_i`` the same with
-    the means ``m_j(t-1)``, C_j the covariance of a site with that mean, ``B_i = sum_j J_ij C_j J_ij^T``
+    the means ``m_j(t-1)``, C_j the covariance of a site with that mean, ``B_i = sum_j J_ij^2 C_j``
     and ``mu(h, V)`` the mean of a site (:class:`solvers.Site`), the closures are
 
     - "naive": ``m_i(t) = mu(theta_i, 0)``;
@@ -226,7 +179,7 @@ def kinetic_step(
     Args:
         mean: m(t-1), (B, N, d).
         field: x, (B, N, d).
-        couplings: J, (N, N), numbers; (B, N, N), numbers for each sample; or (N, N, d, d).
+        couplings: J, numbers (N, N), or (B, N, N) for each sample.
         site: of the spins. "gaussian" takes Ising, Gaussian and spherical sites, "tap" Potts sites too,
             "plefka" ``SphericalSite(large_dimension=True)``, Ising and Potts sites.
         closure: one of the four.
@@ -273,28 +226,16 @@ def kinetic_step(
 
 
 def kinetic_trajectory(
-    mean: Tensor,
-    field: Tensor,
-    couplings: Tensor,
-    *,
-    steps: int,
-    site: Site,
-    closure: str = "gaussian",
-    mask: Tensor | None = None,
-    **options: Any,
+    mean: Tensor, field: Tensor, couplings: Tensor, *, steps: int, site: Site, **options: Any
 ) -> Tensor:
     """The means m(0) to m(steps) from ``mean`` = m(0), (steps + 1, B, N, d).
 
-    Spins that are known may stand for their means: they make no noise. ``options`` are ``max_steps`` and
-    ``on_failure`` of :func:`kinetic_step`, as are the other arguments and the errors.
+    Spins that are known may stand for their means: they make no noise. ``options`` (closure, mask,
+    max_steps, on_failure), the other arguments and the errors are those of :func:`kinetic_step`.
     """
     means = [mean]
     for _ in range(require_count("steps", steps)):
-        means.append(
-            kinetic_step(
-                means[-1], field, couplings, site=site, closure=closure, mask=mask, **options
-            )
-        )
+        means.append(kinetic_step(means[-1], field, couplings, site=site, **options))
     return torch.stack(means)
 
 
@@ -369,7 +310,7 @@ def glauber(
     Args:
         spins: S(0), (chains, N, d).
         field: x, (N, d).
-        couplings: J, (N, N) or (N, N, d, d), symmetric or not, with or without a diagonal.
+        couplings: J, (N, N), symmetric or not, with or without a diagonal.
         steps: >= 1.
         site: of the spins, with a ``sample``.
         generator: of the draws; None: torch's global one.
@@ -385,21 +326,12 @@ def glauber(
     https://doi.org/10.1016/0025-5564(74)90031-5).
     """
     require_instance("site", site, Site, "a solvers.Site")
-    if not isinstance(field, Tensor) or field.dim() != 2:
-        got = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
-        raise ValueError(f"field must have the shape (N, d), got {got}")
-    if not isinstance(spins, Tensor) or spins.dim() != 3 or spins.shape[1:] != field.shape:
-        got = tuple(spins.shape) if isinstance(spins, Tensor) else type(spins).__name__
-        raise ValueError(
-            f"spins must have the shape (chains, N, d) = (chains, {field.shape[0]}, {field.shape[1]}), "
-            f"got {got}"
-        )
-    if isinstance(couplings, Tensor) and couplings.dim() == 3:
-        raise ValueError(
-            f"couplings must be the same for all chains, (N, N) or (N, N, d, d), got "
-            f"{tuple(couplings.shape)}"
-        )
-    check_network(spins, field.expand_as(spins), couplings, None, start="spins")
+    shapes = {"field": "(N, d)", "spins": "(chains, N, d)", "couplings": "(N, N)"}
+    for (name, shape), value in zip(shapes.items(), (field, spins, couplings), strict=True):
+        if not isinstance(value, Tensor) or value.dim() != 1 + shape.count(","):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} must have the shape {shape}, got {got}")
+    check_network(spins, field.expand(len(spins), -1, -1), couplings, None, start="spins")
     check_finite(spins=spins, field=field, couplings=couplings)
     with torch.no_grad():
         means = [spins.mean(0)]

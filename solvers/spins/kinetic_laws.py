@@ -31,11 +31,6 @@ from solvers.spins.theories import no_variance
 STEP, REACH, WIDE = 0.25, 8.0, 1.0
 
 
-def trace(matrix: Tensor) -> Tensor:
-    """(..., d, d) -> (..., 1)."""
-    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-
-
 class Law:
     """Any site: its mean without noise, which is all that the naive closure needs."""
 
@@ -50,13 +45,9 @@ class Law:
         """The covariance (B, N, d, d) of a site that has this mean (B, N, d)."""
         raise self._unknown("the covariance as a function of the mean", "naive")
 
-    def fluctuation(self, mean: Tensor) -> Tensor:
-        """The covariance of the noise that the site makes, where a law knows it better."""
-        return self.covariance(mean)
-
     def scatter(self, mean: Tensor) -> Tensor:
-        """The trace (B, N, 1) of :meth:`fluctuation`."""
-        return trace(self.fluctuation(mean))
+        """The trace (B, N, 1) of the covariance."""
+        return self.covariance(mean).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
 
     def averaged(self, field: Tensor, noise: Tensor) -> Tensor:
         """The mean over fields ``h + e``, e Gaussian with covariance of trace ``noise`` (B, N, 1)."""
@@ -131,7 +122,7 @@ INSIDE = 8  # in units of rounding: how far from the sphere a mean is taken to b
 
 
 class Response(NamedTuple):
-    """``a`` and ``q``, each (B, N, 1)."""
+    """``a`` and ``q``, (B, N, 1) both."""
 
     slope: Tensor
     root: Tensor
@@ -167,13 +158,6 @@ class LargeSphereLaw(Law):
         unit = torch.eye(self.dim, dtype=mean.dtype, device=mean.device)
         outer = mean.unsqueeze(-1) * mean.unsqueeze(-2)
         return slope.unsqueeze(-1) * unit - (2 / root).unsqueeze(-1) * outer
-
-    def fluctuation(self, mean: Tensor) -> Tensor:
-        """C, to which is added in all directions what its trace lacks of :meth:`scatter`."""
-        covariance = self.covariance(mean)
-        missing = (self.scatter(mean) - trace(covariance)) / self.dim
-        unit = torch.eye(self.dim, dtype=mean.dtype, device=mean.device)
-        return covariance + missing.unsqueeze(-1) * unit
 
     def scatter(self, mean: Tensor) -> Tensor:
         """``R^2 - |m|^2``, on every sphere the trace of the covariance; that of C only nearly is."""

@@ -119,7 +119,7 @@ def test_a_seed_gives_the_same_dynamics_again() -> None:
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"spins": torch.ones(3, 1)}, ValueError, r"spins must have the shape \(chains, N, d\)"),
     ({"field": torch.ones(5, 3, 1)}, ValueError, r"field must have the shape \(N, d\)"),
-    ({"couplings": torch.zeros(5, 3, 3)}, ValueError, "couplings must be the same for all chains"),
+    ({"couplings": torch.zeros(5, 3, 3)}, ValueError, r"couplings must have the shape \(N, N\)"),
     ({"spins": torch.ones(5, 3, 1, dtype=torch.int64)}, TypeError,
         "spins must be a floating tensor"),
     *(({name: torch.full(shape, math.nan)}, ValueError, f"{name} must be finite") for name,
