@@ -86,13 +86,13 @@ def gibbs(
     """
     require_instance("site", site, Site, "a solvers.Site such as IsingSite()")
     require_instance("generator", generator, torch.Generator, "a torch.Generator", optional=True)
+    require_instance("start", start, Tensor, "a tensor", optional=True)
     require_count("sweeps", sweeps)
     if isinstance(field, Tensor) and field.dim() == 2:
         field = field.unsqueeze(0)
     check_inputs(couplings, field, None)
     if chains is None:
-        many = isinstance(start, Tensor) and start.dim() == 3
-        chains = max(len(field), len(start) if many else 1)
+        chains = max(len(field), len(start) if start is not None and start.dim() == 3 else 1)
     shape = (require_count("chains", chains), field.shape[1], field.shape[2])
     if len(field) not in (1, chains):
         raise ValueError(f"field must be one for all or for {chains} chains, got {len(field)}")
@@ -191,9 +191,8 @@ def _check_exists(matrix: Tensor, field: Tensor, site: Site, clamped: Tensor | N
         )
 
 
-def _read_start(start: Any, field: Tensor, shape: tuple[int, int, int], site: Site) -> Tensor:
+def _read_start(start: Tensor, field: Tensor, shape: tuple[int, int, int], site: Site) -> Tensor:
     """States that broadcast to (chains, N, d), values of the sites."""
-    require_instance("start", start, Tensor, "a tensor")
     one = (1, *shape[1:])
     states = read_start("start", start, one if tuple(start.shape) == one else shape, field)
     check_values("start", states, site)
