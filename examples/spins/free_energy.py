@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -18,24 +20,28 @@ import torch
 import solvers
 from implicit_attn.studies import SpinModel, exact_moments, random_ising, random_potts
 
-ORDERS = {"naive": "naive mean field", "second": "second order (TAP)", "adaptive": "adaptive TAP"}
-COLOURS = dict(zip(ORDERS, ("C1", "C2", "C0"), strict=True))
-QUANTILES = {"": 0.5, "_10": 0.1, "_90": 0.9}
+# Name of the theory, colour and label of its lines.
+ORDERS = (
+    ("naive", "C1", "naive mean field"),
+    ("second", "C2", "second order (TAP)"),
+    ("adaptive", "C0", "adaptive TAP"),
+)
+Row = dict[str, float | bool]
+Table = list[dict[str, Any]]
 
 
-def errors(model: SpinModel) -> dict[str, float]:
+def errors(model: SpinModel) -> Row:
     """``|log Z - exact|`` and ``|m - exact| / |exact|`` of each theory, and whether it converged."""
     exact, row = exact_moments(model), {}
-    for order in ORDERS:
+    for order, _, _ in ORDERS:
         solution = solvers.adaptive_tap(
-            model.couplings,
-            model.field,
+            *(model.couplings, model.field),
             site=model.site,
             order=order,
             damping=0.5 if order == "naive" else None,  # ends in a minimum of its free energy
             adjoint=None,
             log_partition=True,
-            tolerance=solvers.Tolerance(rtol=1e-8),
+            tolerance=1e-8,
             max_steps=1000,
             on_failure="ignore",
         )
@@ -48,17 +54,26 @@ def errors(model: SpinModel) -> dict[str, float]:
     return row
 
 
-def quantiles(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Medians with ``_10`` and ``_90``, not interpolated since some are infinite; shares of booleans."""
-    found = {}
-    for name in rows[0]:
-        column = torch.tensor([row[name] for row in rows], dtype=torch.float64)
-        if name.endswith("converged"):
-            found[name] = column.mean().item()
-        else:
-            for end, share in QUANTILES.items():
+def over_strengths(
+    errors: Callable[[SpinModel], Row], draw: Callable[..., SpinModel], strengths, models, seed
+) -> Table:
+    """At each strength the shares of booleans, and medians with ``_10`` and ``_90`` of numbers.
+
+    Quantiles are not interpolated, since some are infinite."""
+    table: Table = []
+    for strength in sorted(strengths):
+        generator = torch.Generator().manual_seed(seed)
+        rows = [errors(draw(strength, generator)) for _ in range(models)]
+        found: dict[str, float] = {"strength": strength}
+        for name, first in rows[0].items():
+            column = torch.tensor([row[name] for row in rows], dtype=torch.float64)
+            if isinstance(first, bool):
+                found[name] = column.mean().item()
+                continue
+            for end, share in (("", 0.5), ("_10", 0.1), ("_90", 0.9)):
                 found[name + end] = column.quantile(share, interpolation="nearest").item()
-    return found
+        table.append(found)
+    return table
 
 
 def free_energy(
@@ -83,52 +98,41 @@ def free_energy(
         f"Ising, N = {ising}": partial(random_ising, ising),
         f"Potts, {states} colours, N = {potts}": partial(random_potts, potts, states),
     }
-    tables = {}
-    for name, draw in families.items():
-        tables[name] = []
-        for strength in sorted(strengths):
-            generator = torch.Generator().manual_seed(seed)
-            rows = [errors(draw(strength, generator)) for _ in range(models)]
-            tables[name].append({"strength": strength} | quantiles(rows))
+    tables = [over_strengths(errors, draw, strengths, models, seed) for draw in families.values()]
 
     figure, panels = plt.subplots(2, 2, figsize=(10.5, 8.2), sharex="col")
     figure.suptitle(
         "Mean-field free energies against enumeration: medians and 10 to 90 % of "
         f"{models} random models"
     )
-    for row, (name, table) in zip(panels, tables.items(), strict=True):
+    for row, name, table in zip(panels, families, tables, strict=True):
         for axes, kind in zip(row, ("log_partition", "mean"), strict=True):
-            draw_errors(axes, table, kind)
+            draw_errors(axes, table, [(f"{order}_{kind}", *style) for order, *style in ORDERS])
         row[0].set(ylabel=f"{name}\n\n$|\\log Z - $ exact$|$", title="Free energy of the model")
         row[1].set(ylabel="relative error", title="Means $\\langle S_i\\rangle$")
     for axes in panels[-1]:
         axes.set_xlabel("strength s of the couplings")
-    figure.legend(
-        *panels[0, 0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-    )
-    one, other = tables.values()
-    return {"ising": one, "potts": other}, figure
+    handles = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    return {"ising": tables[0], "potts": tables[1]}, figure
 
 
-def draw_errors(axes, table: list[dict[str, float]], kind: str) -> None:
+def draw_bands(axes, table: Table, bands) -> list[float]:
     """Median and band where the median is finite; an infinite quantile leaves the panel."""
-    finite = [0.2, 1.0]
-    for order, label in ORDERS.items():
-        name = f"{order}_{kind}"
+    for name, color, label in bands:
         rows = [row for row in table if math.isfinite(row[name])]
-        steps = [row["strength"] for row in rows]
-        low, high = [row[f"{name}_10"] for row in rows], [row[f"{name}_90"] for row in rows]
-        axes.fill_between(
-            steps, low, [min(v, 1e9) for v in high], color=COLOURS[order], alpha=0.15, linewidth=0
-        )
-        middle = [row[name] for row in rows]
-        axes.plot(steps, middle, "o-", color=COLOURS[order], markersize=3, label=label)
-        finite += [value for value in (*low, *middle, *high) if 0 < value < math.inf]
+        steps, low = [row["strength"] for row in rows], [row[f"{name}_10"] for row in rows]
+        high = [min(row[f"{name}_90"], 1e9) for row in rows]
+        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.plot(steps, [row[name] for row in rows], "o-", color=color, ms=3, label=label)
+    return [row[name + end] for row in table for name, _, _ in bands for end in ("", "_10", "_90")]
+
+
+def draw_errors(axes, table: Table, bands) -> None:
+    """Bands on a logarithmic scale that holds all that is finite."""
+    finite = [value for value in draw_bands(axes, table, bands) if 0 < value < math.inf]
     axes.set_yscale("log")
-    axes.set_ylim(0.5 * min(finite), 2 * max(finite))
+    axes.set_ylim(0.5 * min([0.2, *finite]), 2 * max([1.0, *finite]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from free_energy import ORDERS, Row, Table, draw_bands, draw_errors, over_strengths
 from torch import Tensor
 
 import solvers
@@ -30,10 +31,8 @@ PAIRS = (
     ("tap_pairs", "C0", "TAP, $\\chi = (\\Lambda - J)^{-1}$"),
     ("derivative_pairs", "C2", "TAP, derivative $\\partial m/\\partial x$"),
 )
-LOGS = (
-    ("naive_log_partition", "C1", "naive mean field"),
-    ("second_log_partition", "C2", "second order (TAP)"),
-    ("tap_log_partition", "C0", "adaptive TAP"),
+LOGS = tuple(
+    (f"{'tap' if order == 'adaptive' else order}_log_partition", *style) for order, *style in ORDERS
 )
 EIGENVALUES = (
     ("tap_eigenvalue", "C0", "TAP, at its solution"),
@@ -52,7 +51,6 @@ NOTE = (
     "Red: naive mean field's $C^{-1} - J$ taken at the exact means. Where it has a negative eigenvalue the "
     "exact means cannot be a stable state of naive mean field."
 )
-Table = list[dict[str, Any]]
 
 
 def consistency(covariance: Tensor, cavity_variance: Tensor, couplings: Tensor) -> float:
@@ -63,9 +61,8 @@ def consistency(covariance: Tensor, cavity_variance: Tensor, couplings: Tensor) 
     values, vectors = torch.linalg.eigh(covariance[0])  # (N, d), (N, d, d)
     root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
     sites, dim = values.shape
-    interaction = torch.einsum(
-        "ij,iac->iajc", torch.eye(sites, dtype=root.dtype), cavity_variance[0]
-    )
+    unit = torch.eye(sites, dtype=root.dtype)
+    interaction = torch.einsum("ij,iac->iajc", unit, cavity_variance[0])
     interaction = interaction - couplings.permute(0, 2, 1, 3)
     matrix = torch.einsum("iac,icjd,jde->iaje", root, interaction, root).reshape(sites * dim, -1)
     matrix = torch.eye(sites * dim, dtype=root.dtype) + (matrix + matrix.mT) / 2
@@ -95,41 +92,31 @@ def solve_with_derivative(model: SpinModel, options: Any) -> tuple[solvers.Solut
     backward = solution.adjoint.solution
     if backward is None or not bool(backward.converged.all()):
         gradient = torch.full_like(gradient, math.nan)
+    solution.value = type(solution.value)(*(part.detach() for part in solution.value))
     return solution, gradient.flatten(1)
 
 
-def errors(model: SpinModel) -> dict[str, float | bool]:
+def errors(model: SpinModel) -> Row:
     """The columns of the table for one model."""
     exact, x, J = exact_moments(model), model.field, model.couplings
-    options: Any = {"site": model.site, "tolerance": solvers.Tolerance(rtol=1e-8)}
-    options |= {"max_steps": 1000, "on_failure": "ignore"}
+    options: Any = {"site": model.site, "tolerance": 1e-8, "max_steps": 1000}
+    options |= {"on_failure": "ignore", "log_partition": True}
     tap, derivative = solve_with_derivative(model, options | {"response": True})
+    options["adjoint"] = None
     # Damped plain iteration ends in a minimum of the naive free energy; other solvers end in saddles.
-    naive = solvers.adaptive_tap(
-        J, x, order="naive", damping=0.5, adjoint=None, response=True, **options
-    )
-    second = solvers.adaptive_tap(J, x, order="second", adjoint=None, **options)
-    row: dict[str, float | bool] = {}
+    naive = solvers.adaptive_tap(J, x, order="naive", damping=0.5, response=True, **options)
+    second = solvers.adaptive_tap(J, x, order="second", **options)
+    row: Row = {}
     for name, solution in (("naive", naive), ("second", second), ("tap", tap)):
-        state = solvers.SpinState(
-            solution.value.mean[:1].detach(), solution.value.cavity_variance[:1].detach()
-        )
-        order = "adaptive" if name == "tap" else name
-        with torch.no_grad():
-            log_z = solvers.tap_log_partition(state, x, J, model.site, order=order)
-        of_log = (log_z - exact.log_partition).abs().item()
+        of_log = (solution.value.log_partition[:1] - exact.log_partition).abs().item()
         row[f"{name}_log_partition"] = of_log if bool(solution.converged[0]) else math.inf
     for name, solution in (("naive", naive), ("tap", tap)):
         value, consistent = solution.value, bool(solution.converged[0])
-        error = ((value.mean[:1].detach() - exact.mean).norm() / exact.mean.norm()).item()
-        row[f"{name}_mean"] = error if consistent else math.inf
-        pairs = (
-            pair_error(value.response[:1].detach(), exact.covariance) if consistent else math.inf
-        )
-        row[f"{name}_pairs"] = pairs
-        row[f"{name}_eigenvalue"] = consistency(
-            value.covariance.detach(), value.cavity_variance.detach(), J
-        )
+        of_mean = ((value.mean[:1] - exact.mean).norm() / exact.mean.norm()).item()
+        of_pairs = pair_error(value.response[:1], exact.covariance)
+        row[f"{name}_mean"] = of_mean if consistent else math.inf
+        row[f"{name}_pairs"] = of_pairs if consistent else math.inf
+        row[f"{name}_eigenvalue"] = consistency(value.covariance, value.cavity_variance, J)
         row[f"{name}_consistent"] = consistent
     own = exact.covariance.diagonal(dim1=1, dim2=3).movedim(-1, 1)
     truth = consistency(own, torch.zeros_like(own), J)
@@ -141,19 +128,6 @@ def errors(model: SpinModel) -> dict[str, float | bool]:
     row["truth_eigenvalue"], row["truth_consistent"] = truth, truth > 0
     row["tap_better"] = row["tap_mean"] < row["naive_mean"]
     return row
-
-
-def summary(rows: list[dict[str, float | bool]]) -> dict[str, float]:
-    """Shares of booleans; medians, 10 and 90 % of numbers, not interpolated as some are infinite."""
-    found: dict[str, float] = {}
-    for name, first in rows[0].items():
-        column = torch.tensor([row[name] for row in rows], dtype=torch.float64)
-        if isinstance(first, bool):
-            found[name] = column.mean().item()
-            continue
-        for end, share in (("", 0.5), ("_10", 0.1), ("_90", 0.9)):
-            found[name + end] = column.quantile(share, interpolation="nearest").item()
-    return found
 
 
 def tap_vs_exact(
@@ -183,15 +157,9 @@ def tap_vs_exact(
         f"Mean-field theories against enumeration: {models} random models at each strength, "
         "couplings N(0, s²/N), fields N(0, 1/4)"
     )
-    tables: list[Table] = []
-    for row, (name, draw) in zip(panels, families.items(), strict=True):
-        table: Table = []
-        for strength in sorted(strengths):
-            generator = torch.Generator().manual_seed(seed)
-            found = [errors(draw(strength, generator)) for _ in range(models)]
-            table.append({"strength": strength} | summary(found))
+    tables = [over_strengths(errors, draw, strengths, models, seed) for draw in families.values()]
+    for row, name, table in zip(panels, families, tables, strict=True):
         draw_row(row, name, table)
-        tables.append(table)
     for axes in panels[-1]:
         axes.set_xlabel("strength s of the couplings")
     figure.supxlabel(NOTE, fontsize=10)
@@ -208,10 +176,8 @@ def draw_row(row: Any, name: str, table: Table) -> None:
     )
     row[1].axhline(1.0, color="C4", linestyle="--", label='"nothing is correlated"')
     for axes, bands, title in zip(row, (MEANS, PAIRS, LOGS), titles, strict=False):
-        values = draw_bands(axes, table, bands)
-        finite = [value for value in values if 0 < value < math.inf]
-        axes.set(yscale="log", title=title, ylabel="relative error")
-        axes.set_ylim(0.5 * min([0.2, *finite]), 2 * max([1.0, *finite]))
+        draw_errors(axes, table, bands)
+        axes.set(title=title, ylabel="relative error")
         axes.legend(frameon=False, loc="lower right")
     row[0].set_ylabel(f"{name}\n\nrelative error")
     row[2].set_ylabel("$|\\log Z - $ exact$|$")
@@ -231,17 +197,6 @@ def draw_row(row: Any, name: str, table: Table) -> None:
     shares.set(ylim=(-3, 152), yticks=range(0, 101, 20))
     for axes in (criterion, shares):
         axes.legend(frameon=False, loc="upper right")
-
-
-def draw_bands(axes: Any, table: Table, bands: Any) -> list[float]:
-    """Median and band where the median is finite; an infinite quantile leaves the panel."""
-    for name, color, label in bands:
-        rows = [row for row in table if math.isfinite(row[name])]
-        steps, low = [row["strength"] for row in rows], [row[f"{name}_10"] for row in rows]
-        high = [min(row[f"{name}_90"], 1e9) for row in rows]
-        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.plot(steps, [row[name] for row in rows], "o-", color=color, ms=3, label=label)
-    return [row[name + end] for row in table for name, _, _ in bands for end in ("", "_10", "_90")]
 
 
 if __name__ == "__main__":
