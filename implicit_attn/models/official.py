@@ -77,9 +77,18 @@ class MaskedCodes(nn.Module):
         return self.classify(self.backbone(self.tokens(codes), iterations=iterations))
 
 
-TASKS = ("images", "sudoku", "codes")
 NETWORKS = {"images": ("normed", "twice-normed", None), "sudoku": ("raw",), "codes": ("sinusoids",)}
-CONDITIONS = ("state", "input")
+# What the official code is configured with, by task.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "images": {"iterations": 12},
+    "sudoku": {"iterations": 24, "network": "raw", "feedforward": "relu", "condition": "input"},
+    "codes": {
+        "iterations": 12,
+        "network": "sinusoids",
+        "feedforward": "relu",
+        "condition": "input",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ class OfficialLayout:
     side: int = 16
 
     def __post_init__(self) -> None:
-        require_choice("task", self.task, TASKS)
+        require_choice("task", self.task, NETWORKS)
         for name in ("dim", "heads", "memories", "layers", "iterations"):
             require_count(name, getattr(self, name))
         if self.network not in NETWORKS[self.task]:
@@ -141,78 +150,51 @@ class OfficialLayout:
             )
         require_choice("attention", self.attention, ATTENTIONS)
         require_choice("feedforward", self.feedforward, FEEDFORWARDS)
-        require_choice("condition", self.condition, CONDITIONS)
-        require_choice("descent", self.descent, DESCENTS)
+        require_choice("condition", self.condition, ("state", "input"))
+        # For codes the official code takes fixed steps with the other descents.
+        require_choice("descent", self.descent, DESCENTS[: 2 if self.task == "codes" else None])
         require_positive("step", self.step)
-        images = self.task == "images"
-        if self.alternative and not (
-            images and self.layers == 1 and self.network == "twice-normed"
-        ):
+        single = self.task == "images" and self.layers == 1
+        if self.alternative and not (single and self.network == "twice-normed"):
             raise ValueError(
-                "alternative must be False but for images, one layer and network='twice-normed'; got "
-                f"task={self.task!r}, layers={self.layers}, network={self.network!r}"
+                "alternative must be False but for images, one layer and network='twice-normed', "
+                f"got {self}"
             )
-        if self.lora_rank and not (images and self.layers == 1 and self.memories == self.dim):
+        if self.lora_rank and not (single and self.memories == self.dim):
             raise ValueError(
-                "lora_rank must be 0 but for images, one layer and memories = dim; got "
-                f"{self.lora_rank} for task={self.task!r}, layers={self.layers}, "
-                f"memories={self.memories}, dim={self.dim}"
+                f"lora_rank must be 0 but for images, one layer and memories = dim, got {self}"
             )
-        if self.task == "codes":
-            self._check_codes()
-
-    def _check_codes(self) -> None:
-        if self.layers != 1:
+        if self.task == "codes" and self.layers != 1:
             raise ValueError(f"layers must be 1 for task='codes', got {self.layers}")
-        if self.descent not in ("plain", "momentum"):
-            raise ValueError(
-                "descent must be 'plain' or 'momentum' for task='codes', whose official code takes "
-                f"fixed steps with the others, got {self.descent!r}"
-            )
 
     def build(self) -> nn.Module:
         """Our model of this layout, with new random weights."""
-        backbone = HyperSET(self.dim, self.heads, self.memories, **self._backbone())
-        if self.task == "images":
-            return ImageClassifier(
-                backbone, self.image_size, self.channels, self.classes, patch=self.patch,
-                pixel_norm=True,
-            )  # fmt: skip
-        if self.task == "sudoku":
-            # The dropout in training is the official code's; evaluation has none.
-            return SudokuModel(backbone, dropout=0.1, positions=self.positions, final_norm="rms")
-        return MaskedCodes(backbone, codes=self.codes, side=self.side)
-
-    @property
-    def beta(self) -> float | None:
-        """The inverse temperature where it is not ``1 / sqrt(p)``."""
-        if self.task == "images" and self.attention == "relu":
-            return 1.0  # the official code leaves the temperature out there
-        if self.task == "codes" and self.attention.startswith("linear"):
-            return 1.0 / self.side  # (number of tokens)^-1/2
-        return None
-
-    def _backbone(self) -> dict[str, Any]:
+        images, codes = self.task == "images", self.task == "codes"
         options: dict[str, Any] = {
-            "layers": self.layers,
-            "iterations": self.iterations,
-            "attention": self.attention,
-            "feedforward": self.feedforward,
-            "epsilon": None,
-            "beta": self.beta,
-            "descent": self.descent,
-            "gains": "separate" if self.task == "images" else "shared",
-        }
+            "layers": self.layers, "iterations": self.iterations, "attention": self.attention,
+            "feedforward": self.feedforward, "epsilon": None, "descent": self.descent,
+            "gains": "separate" if images else "shared",
+        }  # fmt: skip
+        if images and self.attention == "relu":
+            options["beta"] = 1.0  # the official code leaves the temperature out there
+        elif codes and self.attention.startswith("linear"):
+            options["beta"] = 1.0 / self.side  # (number of tokens)^-1/2
         if self.lora_rank:
             options |= {"lora_rank": self.lora_rank, "lora_scale": self.lora_scale}
         if self.network is None:
-            return options | {"step_size": "fixed", "initial_step": self.step}
-        return options | {
-            "step_size": f"conditioned-{self.condition}",
-            "step_network": self.network,
-            "time_dim": self.dim if self.task == "codes" else self.time_dim,
-            "share_steps": True,
-        }
+            options |= {"step_size": "fixed", "initial_step": self.step}
+        else:
+            options |= {"step_size": f"conditioned-{self.condition}", "share_steps": True}
+            options |= {"step_network": self.network}
+            options |= {"time_dim": self.dim if codes else self.time_dim}
+        backbone = HyperSET(self.dim, self.heads, self.memories, **options)
+        if codes:
+            return MaskedCodes(backbone, codes=self.codes, side=self.side)
+        if self.task == "sudoku":
+            # The dropout in training is the official code's; evaluation has none.
+            return SudokuModel(backbone, dropout=0.1, positions=self.positions, final_norm="rms")
+        sizes = (self.image_size, self.channels, self.classes)
+        return ImageClassifier(backbone, *sizes, patch=self.patch, pixel_norm=True)
 
 
 STEPS = "backbone.step_sizes"
@@ -331,8 +313,12 @@ def _first(weight: Tensor) -> Tensor:
 
 WRAPPERS = ("model_state_dict", "state_dict")  # in which the official checkpoints keep the weights
 PREFIXES = ("model.", "module.")  # of all keys, from PyTorch Lightning and DistributedDataParallel
-ITERATIONS = {"images": 12, "sudoku": 24, "codes": 12}
-CONDITION = {"images": "state", "sudoku": "input", "codes": "input"}
+# The task by how keys begin; the keys of its first layer, and of the norm of the queries there.
+PLACES = {
+    "images": ("enc.", "enc.0.", "enc.0.attn.ln1_1.weight"),
+    "sudoku": ("blocks.", "blocks.0.", "blocks.0.attn.ln1.weight"),
+    "codes": ("transformer.", "transformer.", "transformer.ln1.weight"),
+}
 
 
 def unwrap(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -356,120 +342,79 @@ def unwrap(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def read_layout(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialLayout:
     """The layout of these weights; ``options`` says what they do not, as in ``load_official``."""
     require_count("channels", options["channels"])
-    for prefix, reader in (
-        ("enc.", _read_images),
-        ("blocks.", _read_sudoku),
-        ("transformer.", _read_codes),
-    ):
-        if any(key.startswith(prefix) for key in weights):
-            return reader(weights, options)
-    raise ValueError(
-        "state must be of an official Hyper-SET, with keys that begin with 'enc.', 'blocks.' or "
-        f"'transformer.', got {sorted(weights)[:4]}"
-    )
+    # 0 and "" are answers, to be refused as such.
+    given = {name: value for name, value in options.items() if value is not None}
+    tasks = [task for task in PLACES if any(key.startswith(PLACES[task][0]) for key in weights)]
+    if not tasks:
+        raise ValueError(
+            "state must be of an official Hyper-SET, with keys that begin with 'enc.', 'blocks.' or "
+            f"'transformer.', got {sorted(weights)[:4]}"
+        )
+    task, (start, part, norm) = tasks[0], PLACES[tasks[0]]
+    dim, width = _size(weights, f"{part}mlp.weight", 1), _size(weights, norm, 0)
+    if dim % width:
+        raise ValueError(f"state[{norm!r}] must have a size that divides dim={dim}, got {width}")
+    layout: dict[str, Any] = {"task": task, "dim": dim, "heads": dim // width, **DEFAULTS[task]}
+    layout["memories"] = _size(weights, f"{part}mlp.weight", 0)
+    if task != "codes":
+        layout["layers"] = len({key.split(".")[1] for key in weights if key.startswith(start)})
+    if task == "images":
+        layout |= _read_images(weights, given)
+    else:
+        _refuse(given, f"for the weights of {task}", "image_size", "step", "lora_scale")
+    if task == "sudoku":
+        layout["time_dim"] = _size(weights, "time_mlp.0.1.weight", 1)
+        layout["positions"] = "learned" if "pos_emb" in weights else "sincos"
+    if task == "codes":
+        layout["codes"] = _size(weights, "tok_emb.weight", 0) - 1
+    return OfficialLayout(**layout | given)
 
 
-def _read_images(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialLayout:
+def _read_images(weights: Mapping[str, Tensor], given: dict[str, Any]) -> dict[str, Any]:
+    """What images alone have."""
     alternative = any(key.startswith("enc.0.time_mlp_inner.") for key in weights)
     network = None
     if alternative or "time_mlp.1.2.weight" in weights:
         network = "twice-normed"
     elif any(key.startswith("time_mlp.") for key in weights):
         network = "normed"
-    if alternative and options["attention"] is None and options["feedforward"] is None:
+    if alternative and not {"attention", "feedforward"} & given.keys():
         raise ValueError(
             "attention or feedforward must be given for the official variants: their weights do not "
             "tell; got neither"
         )
-    if network is None and options["step"] is None:
-        raise ValueError("step must be given where the step sizes are fixed, got None")
-    if network is not None:
-        _refuse("step", options, "where the weights have a network of the step sizes")
-    if options["image_size"] is None:
-        raise ValueError("image_size must be given: the weights do not tell, got None")
+    layout: dict[str, Any] = {"network": network, "alternative": alternative}
+    layout["classes"] = _size(weights, "fc.1.weight", 0)
+    layout["patch"] = math.isqrt(_size(weights, "emb.1.weight", 1) // given["channels"])
+    needed = {"image_size": "the weights do not tell"}
+    if network is None:
+        needed["step"] = "the step sizes are fixed"
+    else:
+        _refuse(given, "where the weights have a network of the step sizes", "step")
+        time = "time_mlp.1.weight" if alternative else "time_mlp.0.1.weight"
+        layout["time_dim"] = _size(weights, time, 1)
     differences = sum(key.startswith("deltaW_attention_B.") for key in weights)
-    if differences and options["iterations"] not in (None, differences):
-        raise ValueError(
-            f"iterations must be {differences}, as many as there are differences of the weights, got "
-            f"{options['iterations']}"
-        )
-    if differences and options["lora_scale"] is None:
-        raise ValueError("lora_scale must be given, the official alpha / r, got None")
-    if not differences:
-        _refuse("lora_scale", options, "where the weights have no low-rank differences")
-    channels = options["channels"]
-    patch = math.isqrt(_size(weights, "emb.1.weight", 1) // channels)
-    time = "time_mlp.1.weight" if alternative else "time_mlp.0.1.weight"
-    shared = _shared("images", weights, options, "enc.0.", "enc.0.attn.ln1_1.weight")
     if differences:
-        shared |= {"iterations": differences, "lora_scale": options["lora_scale"]}
-        shared["lora_rank"] = _size(weights, "deltaW_attention_B.0", 1)
-    return OfficialLayout(
-        network=network,
-        alternative=alternative,
-        feedforward=_given(options, "feedforward", "gelu"),
-        time_dim=_size(weights, time, 1) if network else 512,
-        step=_given(options, "step", 1.0),
-        layers=_count(weights, "enc."),
-        channels=channels,
-        image_size=options["image_size"],
-        patch=patch,
-        classes=_size(weights, "fc.1.weight", 0),
-        **shared,
-    )
+        needed["lora_scale"] = "the official alpha / r of the low-rank differences"
+        if given.get("iterations", differences) != differences:
+            raise ValueError(
+                f"iterations must be {differences}, as many as there are differences of the weights, "
+                f"got {given['iterations']}"
+            )
+        layout["iterations"] = differences
+        layout["lora_rank"] = _size(weights, "deltaW_attention_B.0", 1)
+    else:
+        _refuse(given, "where the weights have no low-rank differences", "lora_scale")
+    for name, reason in needed.items():
+        if name not in given:
+            raise ValueError(f"{name} must be given: {reason}, got None")
+    return layout
 
 
-def _read_sudoku(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialLayout:
-    return OfficialLayout(
-        network="raw",
-        feedforward=_given(options, "feedforward", "relu"),
-        time_dim=_size(weights, "time_mlp.0.1.weight", 1),
-        layers=_count(weights, "blocks."),
-        positions="learned" if "pos_emb" in weights else "sincos",
-        **_shared("sudoku", weights, options, "blocks.0.", "blocks.0.attn.ln1.weight"),
-    )
-
-
-def _read_codes(weights: Mapping[str, Tensor], options: dict[str, Any]) -> OfficialLayout:
-    return OfficialLayout(
-        network="sinusoids",
-        feedforward=_given(options, "feedforward", "relu"),
-        codes=_size(weights, "tok_emb.weight", 0) - 1,
-        side=options["side"],
-        **_shared("codes", weights, options, "transformer.", "transformer.ln1.weight"),
-    )
-
-
-def _shared(
-    task: str, weights: Mapping[str, Tensor], options: dict[str, Any], part: str, norm: str
-) -> dict[str, Any]:
-    """What the tasks have in common, read from the keys that begin with ``part``."""
-    if task != "images":
-        for name in ("image_size", "step", "lora_scale"):
-            _refuse(name, options, f"for the weights of {task}")
-    dim, width = _size(weights, f"{part}mlp.weight", 1), _size(weights, norm, 0)
-    if dim % width:
-        raise ValueError(f"state[{norm!r}] must have a size that divides dim={dim}, got {width}")
-    return {
-        "task": task,
-        "dim": dim,
-        "heads": dim // width,
-        "memories": _size(weights, f"{part}mlp.weight", 0),
-        "iterations": _given(options, "iterations", ITERATIONS[task]),
-        "attention": _given(options, "attention", "bisoftmax"),
-        "condition": _given(options, "condition", CONDITION[task]),
-        "descent": options["descent"],
-    }
-
-
-def _given(options: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The option, or the default where it is None: 0 and "" are answers, to be refused as such."""
-    return default if options[name] is None else options[name]
-
-
-def _refuse(name: str, options: Mapping[str, Any], where: str) -> None:
-    if options[name] is not None:
-        raise ValueError(f"{name} must be None {where}, got {options[name]!r}")
+def _refuse(given: Mapping[str, Any], where: str, *names: str) -> None:
+    for name in names:
+        if name in given:
+            raise ValueError(f"{name} must be None {where}, got {given[name]!r}")
 
 
 def _size(weights: Mapping[str, Tensor], key: str, dimension: int) -> int:
@@ -483,12 +428,6 @@ def _size(weights: Mapping[str, Tensor], key: str, dimension: int) -> int:
             f"shape {tuple(weight.shape)}"
         )
     return weight.shape[dimension]
-
-
-def _count(weights: Mapping[str, Tensor], prefix: str) -> int:
-    """How many layers' keys begin with ``prefix`` and a number."""
-    rests = (key.removeprefix(prefix) for key in weights if key.startswith(prefix))
-    return len({rest.split(".")[0] for rest in rests})
 
 
 def load_official(
@@ -619,7 +558,12 @@ def _layout_of(model: nn.Module, alternative: bool) -> OfficialLayout:
             "model must have trained gains and the official norms, HyperSET(gains=..., "
             "epsilon=None)"
         )
-    options: dict[str, Any] = {"task": task, "network": _network_of(layer.steps)}
+    if not isinstance(layer.steps, OfficialStepSizes | PlainStepSizes):
+        raise ValueError(
+            "model must take its step sizes from a network of the official code, HyperSET("
+            "step_network=...), or fix them"
+        )
+    options: dict[str, Any] = {"task": task, "network": getattr(layer.steps, "network", None)}
     if isinstance(model, ImageClassifier):
         channels, size, _ = model.image_shape
         options |= {"channels": channels, "image_size": size, "alternative": alternative}
@@ -633,17 +577,6 @@ def _layout_of(model: nn.Module, alternative: bool) -> OfficialLayout:
     memories, dim = layer.feedforward.weight.shape
     heads, layers = layer.attention.heads, len(backbone.layers)
     return OfficialLayout(dim=dim, heads=heads, memories=memories, layers=layers, **options)
-
-
-def _network_of(step_sizes: nn.Module) -> str | None:
-    if isinstance(step_sizes, OfficialStepSizes):
-        return step_sizes.network
-    if isinstance(step_sizes, PlainStepSizes):
-        return None
-    raise ValueError(
-        "model must take its step sizes from a network of the official code, HyperSET("
-        "step_network=...), or fix them"
-    )
 
 
 def _official(entry: Entry, ours: Mapping[str, Tensor]) -> Tensor:
@@ -702,13 +635,11 @@ def _imagenet(dim: int, classes: int = 1000, **options: object) -> OfficialLayou
 
 
 def _codes(ratio: int, iterations: int) -> OfficialLayout:
-    options = {"network": "sinusoids", "feedforward": "relu", "condition": "input"}
-    return OfficialLayout("codes", 768, 12, ratio * 768, iterations=iterations, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = DEFAULTS["codes"] | {"iterations": iterations}
+    return OfficialLayout("codes", 768, 12, ratio * 768, **options)
 
 
-_SUDOKU = OfficialLayout(
-    "sudoku", 768, 12, 4 * 768, iterations=24, network="raw", feedforward="relu", condition="input"
-)
+_SUDOKU = OfficialLayout("sudoku", 768, 12, 4 * 768, **DEFAULTS["sudoku"])
 _LORA = "depth-wise LoRA on ImageNet-100"
 _SCALED = "appendix, scaling results on images"
 _COST = "appendix, parameter efficiency and computational cost"
