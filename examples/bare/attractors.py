@@ -29,19 +29,6 @@ COLOURS = ("C0", "C1", "C2", "C3")
 Table = list[dict[str, Any]]
 
 
-@torch.no_grad()
-def trajectory(
-    step: BareAttentionStep, z: Tensor, steps: int, clamped: Tensor | None = None
-) -> list[Tensor]:
-    """The states after 0, 1, ..., ``steps`` steps; ``clamped`` tokens (B, N) keep their state."""
-    states = [z]
-    with parametrize.cached():
-        for _ in range(steps):
-            moved = step(states[-1])
-            states.append(moved if clamped is None else torch.where(clamped[..., None], z, moved))
-    return states
-
-
 class Run(NamedTuple):
     """The states of a set of images along the steps."""
 
@@ -50,35 +37,38 @@ class Run(NamedTuple):
     free: Tensor  # (M, N) bool, the patches that move
 
 
+@torch.no_grad()
 def move(setup: Images, model: Any, originals: Tensor, noise: float, masked: int, how: Any) -> Run:
     """From ``masked`` patches at random angles, the others right and held; or, of 0, from noisy ones."""
     generator, codec = torch.Generator().manual_seed(setup.seed + 2), setup.codec
     gamma, steps = how
     step = BareAttentionStep(model, gamma=gamma, radius=codec.values**0.5, circles=codec.values)
-    if not masked:
-        free = torch.ones(originals.shape[:2], dtype=torch.bool)
+    free = torch.ones(originals.shape[:2], dtype=torch.bool)
+    if masked:
+        free = torch.rand(free.shape, generator=generator).argsort(1) < masked
+        start = torch.where(free.unsqueeze(-1), codec.random(len(originals), generator), originals)
+    else:
         start = codec.noisy(originals, noise, generator)
-        return Run(originals, trajectory(step, start, steps), free)
-    free = torch.rand(originals.shape[:2], generator=generator).argsort(1) < masked
-    start = torch.where(free.unsqueeze(-1), codec.random(len(originals), generator), originals)
-    return Run(originals, trajectory(step, start, steps, clamped=~free), free)
+    states = [start]
+    with parametrize.cached():
+        for _ in range(steps):
+            states.append(torch.where(free.unsqueeze(-1), step(states[-1]), start))
+    return Run(originals, states, free)
 
 
+@torch.no_grad()
 def measure(setup: Images, model: Any, found: Run, steps: Any) -> Table:
     """Overlap ``z_i.z_i* / p`` with the originals, pixel error, energy, and relative change."""
     codec, free, table = setup.codec, found.free, []
     wanted = codec.decode_patches(found.originals)[free]
     for step in steps:
-        state, residual = found.states[step], float("nan")
+        state, before = found.states[step], found.states[max(step - 1, 0)]
         overlap = (state * found.originals).sum(-1)[free].mean().item() / codec.values
         error = (codec.decode_patches(state)[free] - wanted).square().mean().sqrt().item()
-        with torch.no_grad():
-            energy = model(state).mean().item()
-        if step:
-            change = (state - found.states[step - 1]).flatten(1).norm(dim=1)
-            residual = (change / state.flatten(1).norm(dim=1)).median().item()
-        row = {"step": step, "overlap": overlap, "error": error, "energy": energy}
-        table.append(row | {"residual": residual})
+        row = {"step": step, "overlap": overlap, "error": error}
+        row["energy"] = model(state).mean().item()
+        change = (state - before).flatten(1).norm(dim=1) / state.flatten(1).norm(dim=1)
+        table.append(row | {"residual": change.median().item() if step else float("nan")})
     return table
 
 
@@ -92,8 +82,7 @@ def transients(setup: Images, models: dict[str, Any], noise: float, masked: int,
     runs: dict[str, Run] = {}
     for name, model in models.items():
         for part, images in (("train", setup.train), ("test", setup.test)):
-            chosen = images[: SIZES[setup.data].runs]
-            runs[name] = move(setup, model, chosen, noise, masked, how)
+            runs[name] = move(setup, model, images[: SIZES[setup.data].runs], noise, masked, how)
             rows = measure(setup, model, runs[name], shown)
             table += [{"model": name, "part": part} | row for row in rows]
     return table, runs
@@ -151,27 +140,19 @@ def periods(states: list[Tensor]) -> Tensor:
 def endings(runs: list[Followed]) -> dict[str, float]:
     """Shares of the ends; residual and spectral radius at some fixed ends, polished; share of rises."""
     periodic = torch.cat([periods(each.tail) for each in runs])
-    row = {
-        "fixed point": (periodic == 1).double().mean().item(),
-        "cycle": (periodic > 1).double().mean().item(),
-        "not settled": (periodic == 0).double().mean().item(),
-    }
-    residual, radius = [], []
+    ends = {"fixed point": periodic == 1, "cycle": periodic > 1, "not settled": periodic == 0}
+    row = {name: some.double().mean().item() for name, some in ends.items()}
+    found: dict[str, list[Tensor]] = {"residual": [], "radius": []}
     for each in runs:
         fixed = each.tail[-1][periods(each.tail) == 1][:LARGEST_SAMPLE]
         if len(fixed):
             solution = solvers.fixed_point(
-                each.step,
-                fixed,
-                solver=solvers.Forward(),
-                tolerance=solvers.Tolerance(1e-14),
-                max_steps=200,
-                adjoint=None,
-                on_failure="ignore",
-            )
-            residual.append(solution.residual)
-            radius.append(solvers.spectral_radius(each.step, solution.value))
-    for name, measured in (("residual", residual), ("radius", radius)):
+                each.step, fixed, solver=solvers.Forward(), tolerance=solvers.Tolerance(1e-14),
+                max_steps=200, adjoint=None, on_failure="ignore",
+            )  # fmt: skip
+            found["residual"].append(solution.residual)
+            found["radius"].append(solvers.spectral_radius(each.step, solution.value))
+    for name, measured in found.items():
         values = torch.cat(measured) if measured else torch.tensor([float("nan")])
         row[name], row[f"largest_{name}"] = values.median().item(), values.max().item()
     return row | {"rises": torch.cat([each.rises for each in runs], 1).double().mean().item()}
@@ -195,8 +176,8 @@ def residuals(runs: list[Followed]) -> Table:
     table: Table = []
     for step in sorted({*range(1, min(last, 20) + 1), *range(20, last + 1, 20), last}):
         low, middle, high = changes[step - 1].quantile(shares).tolist()
-        row = {"step": step, "residual": middle, "residual_10": low, "residual_90": high}
-        table.append(row)
+        known = {"step": step, "residual": middle}
+        table.append(known | {"residual_10": low, "residual_90": high})
     return table
 
 
@@ -257,11 +238,8 @@ def attractors(
             table.append(name | endings(runs))
             changes += [name | row for row in residuals(runs)]
     for name, model in trained.items():
-        double = copy.deepcopy(model).double()
-        start = codec.noisy(
-            setup.test[:ends].double(), noise, torch.Generator().manual_seed(seed + 2)
-        )
-        radius = codec.values**0.5
+        double, generator = copy.deepcopy(model).double(), torch.Generator().manual_seed(seed + 2)
+        start, radius = codec.noisy(setup.test[:ends].double(), noise, generator), codec.values**0.5
         step = BareAttentionStep(double, gamma=gamma, radius=radius, circles=codec.values)
         row = endings([follow(step, start, random_moves)])
         table.append({"couplings": name, "gamma": gamma} | row)
@@ -318,11 +296,9 @@ def draw_residuals(axes: Any, table: Table) -> None:
     kinds = dict.fromkeys((row["couplings"], row["gamma"]) for row in table)
     for (couplings, gamma), colour in zip(kinds, COLOURS, strict=True):
         rows = [row for row in table if (row["couplings"], row["gamma"]) == (couplings, gamma)]
-        steps = [row["step"] for row in rows]
-        middle, high = (
-            [max(row[key], 1e-17) for row in rows] for key in ("residual", "residual_90")
-        )
-        axes.plot(steps, middle, color=colour, label=f"{couplings} J, γ = {gamma:g}")
+        steps, label = [row["step"] for row in rows], f"{couplings} J, γ = {gamma:g}"
+        axes.plot(steps, [max(row["residual"], 1e-17) for row in rows], color=colour, label=label)
+        high = [max(row["residual_90"], 1e-17) for row in rows]
         axes.plot(steps, high, ":", color=colour, linewidth=1)
     axes.axhline(1e-13, color="C4", linewidth=0.8)
     place: dict[str, Any] = {"ha": "right", "transform": axes.get_yaxis_transform()}
