@@ -19,30 +19,16 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import couplings as potts
 import matplotlib.pyplot as plt
 import torch
-from couplings import (
-    GRAPHS,
-    bayes_npl,
-    categorical_jacobian,
-    contact_precision,
-    contact_scores,
-    coupling_error,
-    graph_potts,
-    neighbours,
-    roc_curve,
-)
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import solvers
-from implicit_attn.models import (
-    FactoredAttention,
-    PottsModel,
-    SharedTransformer,
-    fit_pseudolikelihood,
-)
+from implicit_attn.models import FactoredAttention, PottsModel, SharedTransformer
+from implicit_attn.models import fit_pseudolikelihood as fit
 from implicit_attn.studies import SpinModel
 from implicit_attn.training import Recipe
 
@@ -53,6 +39,7 @@ TRANSFORMERS = {  # layers, recycles, their label
     "fixed": (1, 3, "recycled, T = 3"),
     "recycled": (1, 3, "recycled, T in 2..4"),
 }
+METHODS = ("linear", "softmax", "potts", *TRANSFORMERS)
 RECYCLES = (1, 2, 3, 4, 6, 8)
 COLORS = ("C0", "C1", "C2", "C3", "#7b4fa3", "#8c6d46", "C4")
 Table = list[dict[str, Any]]
@@ -69,22 +56,11 @@ class MaskedTransformer(nn.Module):
     (2019), https://arxiv.org/abs/1807.03819.
     """
 
-    def __init__(
-        self,
-        sites: int,
-        colours: int,
-        dim: int,
-        heads: int,
-        hidden: int,
-        *,
-        layers: int,
-        iterations: int,
-    ) -> None:
+    def __init__(self, sites: int, colours: int, dim: int, **recurrence: int) -> None:
         super().__init__()
-        self.colours = colours
         self.embedding = nn.Embedding(colours + 1, dim)
         self.positions = nn.Parameter(torch.empty(sites, dim))
-        self.backbone = SharedTransformer(dim, heads, hidden, layers=layers, iterations=iterations)
+        self.backbone = SharedTransformer(dim, 4, 2 * dim, **recurrence)
         self.norm, self.readout = nn.LayerNorm(dim), nn.Linear(dim, colours)
         nn.init.normal_(self.positions)
 
@@ -122,7 +98,7 @@ class Found(NamedTuple):
 def draw_data(kind: str, samples: int, test: int, sites: int, colours: int, seed: int) -> Data:
     """Independent samples, each the end of a Gibbs chain of its own."""
     generator = torch.Generator().manual_seed(seed)
-    model = graph_potts(kind, generator, sites=sites, colours=colours)
+    model = potts.graph_potts(kind, generator, sites=sites, colours=colours)
     sweeps = 200 if kind == "er-kron" else 60  # that model mixes slowest
     states = solvers.gibbs(
         model.couplings.float(), model.field.float(), site=model.site, sweeps=sweeps,
@@ -154,33 +130,30 @@ def recover(method: str, data: Data, effort: Effort) -> Found:
     if method in TRANSFORMERS:
         test = data.test[: effort.tested]
         layers, times, _ = TRANSFORMERS[method]
-        model: Any = MaskedTransformer(
-            sites, colours, effort.dim, 4, 2 * effort.dim, layers=layers, iterations=times
-        )
+        model: Any = MaskedTransformer(sites, colours, effort.dim, layers=layers, iterations=times)
         train_masked(model, data.train, colours, effort, (2, 4) if method == "recycled" else None)
-        couplings = categorical_jacobian(model, data.test[:12], colours, mask=colours)
+        couplings = potts.categorical_jacobian(model, data.test[:12], colours, mask=colours)
         loss = masked_loss(model, test, colours)
         status = "max_steps" if math.isfinite(loss) else "nonfinite"
     else:
         if match is None:
             model = PottsModel(sites, colours)
-            status = fit_pseudolikelihood(model, data.train, effort.l2, steps=40).status
+            status = fit(model, data.train, effort.l2, steps=40).status
         else:
             model = FactoredAttention(sites, colours, int(match[3] or 1), match[1])
             options: Any = {"rate": 0.1, "steps": effort.steps}
             if match[4]:  # heads with a sink converge slowly
                 options = {"rate": 0.2, "batch": 1000, "steps": 5 * effort.steps // 2}
             seed = effort.seed
-            fit = fit_pseudolikelihood(model, data.train, solver="adam", seed=seed, **options)
-            status = fit.status
+            status = fit(model, data.train, solver="adam", seed=seed, **options).status
         couplings = (model.couplings.weight if match is None else model.couplings()).detach()
         with torch.no_grad():
             loss = model.pseudo_likelihood(test).item()
     row = {
         "method": label_of(method), "parameters": sum(p.numel() for p in model.parameters()),
-        "coupling_error": coupling_error(couplings, data.model.couplings),
-        "precision": contact_precision(contact_scores(couplings), neighbours(data.model)),
-        "excess": loss - bayes_npl(data.model, test), "status": status,
+        "coupling_error": potts.coupling_error(couplings, data.model.couplings),
+        "precision": potts.contact_precision(potts.contact_scores(couplings), potts.neighbours(data.model)),
+        "excess": loss - potts.bayes_npl(data.model, test), "status": status,
     }  # fmt: skip
     return Found(row["method"], couplings, model, row, test)
 
@@ -192,15 +165,8 @@ def train_masked(
 
     The expected loss is the negative log pseudo-likelihood per site.
     """
-    recipe = Recipe(
-        1,
-        effort.batch,
-        3e-3,
-        weight_decay=0.0,
-        optimizer="adam",
-        seed=effort.seed,
-        iterations=times,
-    )
+    options: Any = {"weight_decay": 0.0, "optimizer": "adam", "iterations": times}
+    recipe = Recipe(1, effort.batch, 3e-3, seed=effort.seed, **options)
     adam, generator = recipe.build_optimizer(model), torch.Generator().manual_seed(effort.seed)
     for step in range(effort.masked):
         adam.param_groups[0]["lr"] = recipe.rate_at(step / effort.masked)
@@ -237,15 +203,7 @@ def potts_recovery(
     data: str = "er-kron",
     samples: int = 5000,
     test: int = 1000,
-    methods: tuple[str, ...] = (
-        "linear",
-        "softmax",
-        "potts",
-        "vanilla",
-        "vanilla-3",
-        "fixed",
-        "recycled",
-    ),
+    methods: tuple[str, ...] = METHODS,
     few: tuple[int, ...] = (200, 1000),
     steps: int = 500,
     masked: int = 400,
@@ -273,11 +231,11 @@ def potts_recovery(
         colours: d.
         seed: of the model, its samples and the fits.
     """  # fmt: skip
-    if data not in GRAPHS:
-        raise ValueError(f"data must be one of {', '.join(GRAPHS)}, got {data!r}")
+    if data not in potts.GRAPHS:
+        raise ValueError(f"data must be one of {', '.join(potts.GRAPHS)}, got {data!r}")
     labels = [label_of(method) for method in methods]
     drawn = draw_data(data, samples, min(test, samples), sites, colours, seed)
-    edges = neighbours(drawn.model)
+    edges = potts.neighbours(drawn.model)
     effort = Effort(steps, masked, batch, dim, tested, seed)
     found = [recover(method, drawn, effort) for method in methods]
     fewer: Table = []
@@ -293,19 +251,18 @@ def potts_recovery(
     curves: Table = []
     for method, each in zip(methods, found, strict=True):
         if method in ("fixed", "recycled"):
-            bayes = bayes_npl(drawn.model, drawn.test[:tested])
+            bayes = potts.bayes_npl(drawn.model, drawn.test[:tested])
             for number in RECYCLES:
                 excess = masked_loss(each.model, each.test, colours, number) - bayes
                 recycles.append({"method": each.label, "recycles": number, "excess": excess})
-        shares = roc_curve(contact_scores(each.couplings), edges)
+        shares = potts.roc_curve(potts.contact_scores(each.couplings), edges)
         for wrong, right in zip(*(share.tolist() for share in shares), strict=True):
             curves.append({"method": each.label, "false_share": wrong, "true_share": right})
     tables = {"methods": [{"data": data, **each.row} for each in found], "few": fewer}
     tables |= {"recycles": recycles, "roc": curves}
-    title = (
-        f"Couplings of a Potts model from samples: {sites} sites, {colours} colours, {data}, {samples} "
-        f"samples, loss of the truth {bayes_npl(drawn.model, drawn.test):.3f} nats a site"
-    )
+    title = f"Couplings of a Potts model from samples: {sites} sites, {colours} colours, {data}, "
+    bayes = potts.bayes_npl(drawn.model, drawn.test)
+    title += f"{samples} samples, loss of the truth {bayes:.3f} nats a site"
     labels = dict.fromkeys([*labels, *(row["method"] for row in fewer)])
     looks = {
         name: {"color": COLORS[n % len(COLORS)], "linestyle": ("-", "--", ":", "-.")[n % 4]}
@@ -325,12 +282,12 @@ def draw(
 ) -> Figure:
     figure, (top, (few, roc, recycles)) = plt.subplots(2, 3, figsize=(13, 8))
     figure.suptitle(title)
-    true = contact_scores(truth)
+    true = potts.contact_scores(truth)
     pictures = [("true couplings", true)]
     order = sorted(found, key=lambda each: each.row["coupling_error"])
     for each in {order[0].label: order[0], order[-1].label: order[-1]}.values():
         label = f"{each.label}\nerror {each.row['coupling_error']:.2f}"
-        pictures.append((label, contact_scores(each.couplings)))
+        pictures.append((label, potts.contact_scores(each.couplings)))
     for axes, (label, norms) in zip(top, pictures, strict=False):
         axes.imshow(norms.numpy(), vmin=0, vmax=float(true.max()))
         axes.set_title(label, fontsize=10)
@@ -358,10 +315,8 @@ def draw(
     for each in sorted(found, key=lambda each: "recycled" not in each.label):
         numbers, excess = rows_of(tables["recycles"], each.label, "recycles", "excess")
         if numbers:
-            least = [max(value, 1e-4) for value in excess]
-            recycles.plot(
-                numbers, least, marker="o", color=looks[each.label]["color"], label=each.label
-            )
+            least, color = [max(value, 1e-4) for value in excess], looks[each.label]["color"]
+            recycles.plot(numbers, least, marker="o", color=color, label=each.label)
         else:
             height = max(each.row["excess"], 1e-4)
             recycles.axhline(height, label=each.label, **looks[each.label])
