@@ -31,6 +31,7 @@ RECORDS = 20  # measurements on the way
 DEPTH, TEST_STEPS = 5, 50  # of digits: steps of back-propagation; most steps of a measurement
 LENGTH, LOOPS = 32, 4  # of text: tokens of a window; steps of all of them
 Table = list[dict[str, Any]]
+Weight = Tensor | None
 
 
 class Energy(NamedTuple):
@@ -50,9 +51,7 @@ class Energy(NamedTuple):
     elastic: bool = True
     causal: bool = False
 
-    def forward(
-        self, z: Tensor, h: Tensor, query: Tensor | None, key: Tensor
-    ) -> tuple[Tensor, ...]:
+    def scores(self, z: Tensor, h: Tensor, query: Weight, key: Tensor) -> tuple[Tensor, ...]:
         """q, k and the scores (B, N, M), of the elastic energy without what is constant in a row."""
         q, k = z if query is None else z @ query.mT, h @ key.mT
         scores = q @ k.mT
@@ -63,25 +62,23 @@ class Energy(NamedTuple):
             scores = scores.masked_fill(~earlier, -torch.inf)
         return q, k, scores / TEMPERATURE
 
-    def value(self, z: Tensor, h: Tensor, query: Tensor | None, key: Tensor) -> Tensor:
+    def value(self, z: Tensor, h: Tensor, query: Weight, key: Tensor) -> Tensor:
         """The mean of F_i."""
-        q, _, scores = self.forward(z, h, query, key)
+        q, _, scores = self.scores(z, h, query, key)
         energy = -TEMPERATURE * torch.logsumexp(scores, dim=-1)
         return (energy + 0.5 * q.square().sum(-1) if self.elastic else energy).mean()
 
-    def by_state(self, z: Tensor, h: Tensor, query: Tensor | None, key: Tensor) -> Tensor:
+    def by_state(self, z: Tensor, h: Tensor, query: Weight, key: Tensor) -> Tensor:
         """dF_i/dz_i, differentiable."""
-        q, k, scores = self.forward(z, h, query, key)
+        q, k, scores = self.scores(z, h, query, key)
         force = -(torch.softmax(scores, dim=-1) @ k)
         force = q + force if self.elastic else force
         return force if query is None else force @ query
 
     @torch.no_grad()
-    def by_weights(
-        self, z: Tensor, h: Tensor, query: Tensor | None, key: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def by_weights(self, z: Tensor, h: Tensor, query: Weight, key: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the sum of F_i by W1 and W2."""
-        q, k, scores = self.forward(z, h, query, key)
+        q, k, scores = self.scores(z, h, query, key)
         weights = torch.softmax(scores, dim=-1)
         force, pulled = -(weights @ k), weights.mT @ q
         if self.elastic:
@@ -103,21 +100,22 @@ def spread(z: Tensor) -> float:
     return (flat - flat.mean(0)).square().sum(1).mean().sqrt().item()
 
 
-def optimiser(
-    readout: Tensor, rate: float, weights: list[Tensor], weight_rate: float, steps: int
-) -> Any:
+class Learner:
     """Adam on the readout, and on the weights where there are some; the rates fall linearly to zero."""
-    groups: list[Any] = [{"params": [readout.requires_grad_()], "lr": rate}]
-    if weights:
-        groups.append({"params": [each.requires_grad_() for each in weights], "lr": weight_rate})
-    adam = torch.optim.Adam(groups)
-    return adam, torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.0, steps)
 
+    def __init__(
+        self, readout: Tensor, rate: float, steps: int, *weights: Tensor, by: float
+    ) -> None:
+        groups: list[Any] = [{"params": [readout.requires_grad_()], "lr": rate}]
+        if weights:
+            groups.append({"params": [each.requires_grad_() for each in weights], "lr": by})
+        self.adam = torch.optim.Adam(groups)
+        self.decay = torch.optim.lr_scheduler.LinearLR(self.adam, 1.0, 0.0, steps)
 
-def descend(adam: Any, outputs: Tensor, targets: Tensor) -> None:
-    adam.zero_grad()
-    F.cross_entropy(outputs, targets).backward()
-    adam.step()
+    def descend(self, outputs: Tensor, targets: Tensor) -> None:
+        self.adam.zero_grad()
+        F.cross_entropy(outputs, targets).backward()
+        self.adam.step()
 
 
 def learn_digits(
@@ -135,8 +133,7 @@ def learn_digits(
     g = torch.Generator().manual_seed(seed + 1)
     key = torch.randn(DIM, DIM, generator=g) / DIM**0.5
     readout = 0.1 * torch.randn(DIM, data.classes, generator=g)
-    learned = [key] if rule == BACKWARD else []
-    adam, decay = optimiser(readout, 0.02, learned, 0.02, epochs)
+    learner = Learner(readout, 0.02, epochs, *([key] if rule == BACKWARD else []), by=0.02)
 
     def states(tokens: Tensor, steps: int, z: Tensor | None = None) -> Tensor:
         z = tokens.new_zeros(len(tokens), 1, DIM) if z is None else z
@@ -149,13 +146,13 @@ def learn_digits(
         if rule == BACKWARD:
             for rows in torch.randperm(len(tokens), generator=g).split(128):
                 found = states(tokens[rows], DEPTH)
-                descend(adam, found[:, 0] @ readout, data.train_labels[rows])
+                learner.descend(found[:, 0] @ readout, data.train_labels[rows])
         else:
             z = states(tokens, 1, z)
             if rule == LOCAL:
                 key = key - 0.1 / len(z) * energy.by_weights(z, tokens, None, key)[1]
-            descend(adam, z[:, 0] @ readout, data.train_labels)
-        decay.step()
+            learner.descend(z[:, 0] @ readout, data.train_labels)
+        learner.decay.step()
         if epoch % math.ceil(epochs / records) == 0 or epoch in (1, epochs):
             with torch.no_grad():
                 steps = DEPTH if rule == BACKWARD else min(epoch, TEST_STEPS)
@@ -181,7 +178,7 @@ def learn_text(
     readout = 0.1 * torch.randn(DIM, symbols, generator=g)
     key, query = key.clone(), query.clone() if learn_query else None
     learned = [each for each in (query, key) if each is not None] if rule == BACKWARD else []
-    adam, decay = optimiser(readout, 0.1, learned, 0.01, steps)
+    learner = Learner(readout, 0.1, steps, *learned, by=0.01)
 
     def windows(ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         held = ids[starts[:, None] + torch.arange(LENGTH + 1)]
@@ -201,12 +198,12 @@ def learn_text(
             starts = torch.randint(len(data.train) - LENGTH, (32,), generator=g)
             inputs, targets = windows(data.train, starts)
             z = loop(inputs)
-            descend(adam, (z @ readout).flatten(0, 1), targets)
+            learner.descend((z @ readout).flatten(0, 1), targets)
             if rule == LOCAL:
                 by_query, by_key = energy.by_weights(z, z, query, key)
                 key = key - 0.3 / inputs.numel() * by_key
                 query = None if query is None else query - 0.3 / inputs.numel() * by_query
-            decay.step()
+            learner.decay.step()
         if step % math.ceil(steps / RECORDS) == 0 or step == steps:
             with torch.no_grad():
                 z = loop(tested)
@@ -218,13 +215,9 @@ def learn_text(
 
 
 def local_learning(
-    epochs: int = 200,
-    passes: int = 60,
-    steps: int = 400,
-    inner: int = 12,
-    text: str = HELP,
+    epochs: int = 200, passes: int = 60, steps: int = 400, inner: int = 12, text: str = HELP,
     seed: int = 0,
-) -> tuple[dict[str, Table], Figure]:
+) -> tuple[dict[str, Table], Figure]:  # fmt: skip
     """Learning by a local rule.
 
     Args:
@@ -252,19 +245,12 @@ def local_learning(
         ("digits", "digits"), ("text", "text"), ("text, W1 = I", "text-keys"),
         ("text, no attention", "text-token"), ("digits, inner energy", "inner"),
     )  # fmt: skip
-    ends = []
+    ends: Table = []
     for task, name in tasks:
         measure = "loss" if "text" in name else "test_accuracy"
-        last = {row["rule"]: row for row in tables[name]}
-        for row in last.values():
-            kept = {key: row[key] for key in ("rule", "free_energy", "spread")}
-            new = {
-                "task": task,
-                **kept,
-                "measure": measure.replace("_", " "),
-                "value": row[measure],
-            }
-            ends.append(new)
+        for row in {row["rule"]: row for row in tables[name]}.values():  # the last of each rule
+            new = {"task": task} | {key: row[key] for key in ("rule", "free_energy", "spread")}
+            ends.append(new | {"measure": measure.replace("_", " "), "value": row[measure]})
     bars = {"without attention": ends[-2]["value"], "counts of pairs": ngram_loss(words, 2)}
     return {"ends": ends, **tables}, draw(tables, bars, words.name)
 
@@ -272,9 +258,8 @@ def local_learning(
 def draw(tables: dict[str, Table], bars: dict[str, float], name: str) -> Figure:
     digits, text = tables["digits"], tables["text"]
     figure, axes = plt.subplots(2, 3, figsize=(13, 7.4), dpi=90)
-    figure.suptitle(
-        "Attention that learns by a local rule: free energy, spread of the states, what is learned"
-    )
+    title = "Attention that learns by a local rule"
+    figure.suptitle(f"{title}: free energy, spread of the states, what is learned")
     rows = ((digits, "epoch", "test_accuracy", "digits"), (text, "step", "loss", name))
     for panels, (table, unit, measure, data) in zip(axes, rows, strict=True):
         for panel, key in zip(panels, ("free_energy", "spread", measure), strict=True):
@@ -297,9 +282,8 @@ def draw(tables: dict[str, Table], bars: dict[str, float], name: str) -> Figure:
     losses.legend(bounds, list(bars), fontsize=9, loc="upper right")
     # The untrained start would hide the differences at the end.
     heights = [*(row["loss"] for row in text if row["step"] > 0), *bars.values()]
-    losses.set(
-        title="validation loss, nats a symbol", ylim=(min(heights) - 0.1, max(heights) + 0.3)
-    )
+    losses.set_title("validation loss, nats a symbol")
+    losses.set_ylim(min(heights) - 0.1, max(heights) + 0.3)
     return figure
 
 
