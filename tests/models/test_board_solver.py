@@ -246,9 +246,7 @@ def test_boards_go_on_from_carried_states() -> None:
         ({"groups": []}, "groups must hold at least one group"),
         ({"groups": [[0, 9]]}, r"groups must hold different cells in 0 .. 8 each, got \[0, 9\]"),
         ({"groups": [[0, 0]]}, "groups must hold different cells"),
-        ({"groups": [[]]}, "groups must hold different cells"),
         ({"width": 3}, "width must not be 3"),
-        ({"features": 0}, "features must be"),
         ({"window": 6}, "window must be <= iterations, 5, got 6"),
     ],
 )
@@ -262,8 +260,6 @@ def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
     [
         (PUZZLES[:, :8], r"puzzles must be integers \(B, 9\)"),
         (PUZZLES.double(), "puzzles must be integers"),
-        (PUZZLES.bool(), "puzzles must be integers"),
-        (PUZZLES[0], "puzzles must be integers"),
         (PUZZLES + 1, r"puzzles must be in 0 .. 3, got \[4\]"),
         (PUZZLES - 1, "puzzles must be in 0 .. 3, got"),
     ],

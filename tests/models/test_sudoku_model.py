@@ -15,7 +15,8 @@ def test_a_cell_sees_the_others_and_its_place() -> None:
     torch.manual_seed(0)
     model = SudokuModel(HyperSET(8, 2, 8, iterations=2, initial_step=0.3, time_dim=8))
     with torch.no_grad():
-        model.digits.weight.mul_(50), model.position.mul_(50)
+        for parameter in (model.digits.weight, model.position):
+            parameter.mul_(50)
     changed = PUZZLES.clone()
     changed[:, 80] = (changed[:, 80] + 1) % 10
     before, after = model(PUZZLES), model(changed)

