@@ -12,7 +12,7 @@ import torch
 
 from implicit_attn.data import TextData, load_text, ngram_loss
 from implicit_attn.data.files import DATA_VARIABLE, find
-from implicit_attn.data.text import decode, encode, split_text
+from implicit_attn.data.text import split_text
 
 NOVELS = find("text", "austen.txt.xz")
 
@@ -33,41 +33,33 @@ def test_the_help_topics_need_no_data(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert data.decode(data.encode(text)) == text
 
 
-def test_symbols_outside_the_alphabet_are_refused() -> None:
-    data = split_text("three", ["abcabcabc"], 0.3)
-    assert data.alphabet == "abc"
-    with pytest.raises(ValueError, match="symbols of the alphabet only, got 'dé' besides"):
-        data.encode("abcdé")
-    assert encode("", "abc").dtype == torch.int64 and decode(torch.tensor([2, 0]), "abc") == "ca"
-
-
 def test_the_end_of_every_book_is_held_out() -> None:
     data = split_text("two", ["aaaabb", "cccd"], 0.3)
+    assert data.alphabet == "abcd"
+    with pytest.raises(ValueError, match="symbols of the alphabet only, got 'xé' besides"):
+        data.encode("abxé")
     assert data.decode(data.train) == "aaaa" + "cc"
     assert data.decode(data.validation) == "bb" + "cd"
 
 
 @pytest.mark.parametrize("suffix", ["", ".xz", ".gz"])
-def test_any_file_of_utf_8(tmp_path: Path, suffix: str) -> None:
+def test_any_file_of_utf_8(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its path, or by its name in the data folder; without the mark of some editors."""
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = "Grüße aus der Küche,\r\n" * 10
     pack = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[suffix]
-    path = tmp_path / f"letter.txt{suffix}"
-    path.write_bytes(pack(text.encode()))
+    path = tmp_path / "text" / f"my.letter.txt{suffix}"
+    path.parent.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"letter.txt.xz is not in .*text, .*'python-help'"):
+        load_text("letter")
+    path.write_bytes(pack(f"\ufeff{text}".encode()))
+    path.with_name(f"letter.txt{suffix}").write_bytes(path.read_bytes())
     data = load_text(path, holdout=0.5)
-    assert data.name == "letter"
+    assert data.name == "my.letter" and load_text("letter").name == "letter"
     whole = data.decode(data.train) + data.decode(data.validation)
     assert whole == text.replace("\r\n", "\n")
     assert torch.equal(load_text(str(path)).train, load_text(path).train)
-
-
-def test_a_text_in_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"letter.txt.xz is not in .*text, .*'python-help'"):
-        load_text("letter")
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "letter.txt").write_text("to be or not to be, " * 5)
-    assert load_text("letter").name == "letter"
 
 
 def test_what_is_no_text(tmp_path: Path) -> None:
@@ -117,17 +109,6 @@ def test_counts_among_many_symbols() -> None:
     assert ngram_loss(data, 3) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
     with pytest.raises(ValueError, match="order must be <= 7 for 3800 and 200 symbols"):
         ngram_loss(data, 8)
-
-
-def test_names_and_marks_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("IMPLICIT_ATTN_DATA", str(tmp_path))
-    text = "a tale of two cities. " * 5
-    for name, called in (("story", "story"), ("my.tale.txt", "my.tale"), ("austen.txt", "austen")):
-        Path(name).write_text("\ufeff" + text)  # with the mark of some editors
-        data = load_text(name)
-        assert data.name == called and "\ufeff" not in data.alphabet
-        assert data.decode(data.train) + data.decode(data.validation) == text
 
 
 def test_a_digest_tells_texts_apart() -> None:

@@ -32,24 +32,21 @@ def test_what_is_hidden_is_found_again() -> None:
     assert int(shown.isnan().sum()) == 4 * int(hidden.sum())
     assert torch.equal(shown[~shown.isnan()], images[~shown.isnan()])
     assert not images.isnan().any()  # they are left as they are
-
-
-def test_one_missing_pixel_hides_its_patch() -> None:
-    images = random_images(1, 2, 4, 4)
-    images[0, 1, 0, 3] = torch.nan
-    assert hidden_patches(images, 2).tolist() == [[False, True, False, False]]
+    images[0, 0, 0, 3] = torch.nan  # one pixel hides its patch
+    assert hidden_patches(images, 2)[0].nonzero().tolist() == [[1]]
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (lambda: split_patches(torch.zeros(1, 1, 8, 6), 2), "patch must divide .* 8 x 6"),
-        (lambda: split_patches(torch.zeros(1, 1, 8, 8), 3), "patch must divide .* got 3"),
         (lambda: split_patches(torch.zeros(1, 8, 8), 2), r"images must be .* \(1, 8, 8\)"),
-        (lambda: split_patches(torch.zeros(1, 1, 8, 8).long(), 2), "images .* torch.int64"),
         (lambda: join_patches(torch.zeros(1, 3, 4), 2), r"a square N, got \(1, 3, 4\)"),
-        (lambda: join_patches(torch.zeros(1, 4, 6), 2), r"C \* 4"),
         (lambda: join_patches(torch.zeros(4, 4), 2), r"pixels .* \(4, 4\)"),
+        (
+            lambda: hide_patches(torch.zeros(1, 1, 4, 4), torch.zeros(1, 4).long(), 2),
+            r"hidden must be bool, got torch\.int64",
+        ),
         (
             lambda: hide_patches(torch.zeros(2, 1, 4, 4), torch.zeros(2, 3).bool(), 2),
             r"hidden must have the shape \(2, 4\), got \(2, 3\)",
@@ -58,10 +55,5 @@ def test_one_missing_pixel_hides_its_patch() -> None:
 )
 def test_mistakes_are_named(wrong: object, message: str) -> None:
     assert callable(wrong)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         wrong()
-
-
-def test_a_mask_is_bool() -> None:
-    with pytest.raises(TypeError, match=r"hidden must be bool, got torch\.int64"):
-        hide_patches(torch.zeros(1, 1, 4, 4), torch.zeros(1, 4).long(), 2)
