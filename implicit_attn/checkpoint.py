@@ -43,9 +43,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 
-State = dict[
-    int, dict[str, Tensor]
-]  # of an optimizer: by the number of the parameter and the entry
+# Of an optimizer: by the number of the parameter and the entry.
+State = dict[int, dict[str, Tensor]]
 
 
 def save_checkpoint(
@@ -136,10 +135,16 @@ def load_checkpoint(
         _check_weights(model, weights)
         if optimizer is not None:
             _check_optimizer(optimizer, texts["optimizer"], groups, state)
-    with _unchanged_after_errors(optimizer):
+    # An optimizer takes new containers for its state, so that the old ones can be put back.
+    before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
+    try:
         if optimizer is not None:
             _restore(optimizer, groups, state)
         model.load_state_dict(weights)
+    except BaseException:
+        if optimizer is not None and before is not None:
+            optimizer.state, optimizer.param_groups = before
+        raise
     if restore_random:
         torch.set_rng_state(random)
     return progress
@@ -212,15 +217,11 @@ def restore_constants(model: nn.Module, fresh: nn.Module) -> None:
         >>> restored = restore_constants(model, fresh)
     """
     there, here = _constants(fresh), _constants(model)
-    alike = "fresh must be made with the arguments of model"
-    if there.keys() != here.keys():
-        raise ValueError(f"{alike}; only one of them has {sorted(there.keys() ^ here.keys())}")
+    sizes = [{k: tuple(b.shape) for k, (_, b) in each.items()} for each in (there, here)]
+    if sizes[0] != sizes[1]:
+        one_sided = dict(sizes[0].items() ^ sizes[1].items())
+        raise ValueError(f"fresh must be made with the arguments of model; other: {one_sided}")
     for name, (_, new) in there.items():
-        old = here[name][1]
-        if old.shape != new.shape:
-            raise ValueError(
-                f"{alike}; {name} is {tuple(new.shape)} there, {tuple(old.shape)} here"
-            )
         if new.is_meta:
             raise ValueError(f'fresh must have its numbers; {name} is on the device "meta"')
     for name, (_, new) in there.items():  # when nothing can fail any more
@@ -344,23 +345,18 @@ def _check_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def _check_finite(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """A trained parameter is finite; others and buffers may hold infinities on purpose."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        # float8 has no isfinite
-        if (
-            parameter.requires_grad
-            and name in weights
-            and not _wide(weights[name]).isfinite().all()
-        ):
-            raise ValueError(f"the trained parameter {name} is not finite")
+        value = weights.get(name)
+        if parameter.requires_grad and value is not None:
+            if value.is_floating_point():
+                value = value.double()  # float8 has no isfinite
+            if not value.isfinite().all():
+                raise ValueError(f"the trained parameter {name} is not finite")
 
 
 def _check_number(name: str, value: Tensor) -> None:
     """No NaN. (A mean square may overflow, which an optimizer survives.)"""
-    if bool(_wide(value).isnan().any()):
+    if value.is_floating_point() and bool(value.double().isnan().any()):
         raise ValueError(f"{name} is NaN")
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.float() if value.is_floating_point() and value.element_size() == 1 else value
 
 
 def _check_optimizer(
@@ -404,18 +400,6 @@ def _check_entry(index: int, entry: str, value: Tensor | None, parameter: Tensor
             f"optimizer.{index}.{entry} is {_shown(value)}, expected a number or one like the "
             f"parameter, {_shown(parameter)}"
         )
-
-
-@contextlib.contextmanager
-def _unchanged_after_errors(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """An optimizer takes new containers for its state, so that the old ones can be put back."""
-    before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
-    try:
-        yield
-    except BaseException:
-        if optimizer is not None and before is not None:
-            optimizer.state, optimizer.param_groups = before
-        raise
 
 
 def _restore(optimizer: torch.optim.Optimizer, groups: list[Any], state: State) -> None:

@@ -142,7 +142,6 @@ def test_the_language_models_read_and_know_their_alphabet(name: str, length: int
     ("name", "nearest"),
     [
         ("mnist_hyperset", "nearest: mnist-hyperset"),
-        ("digits", "nearest: .*digits-hyperset"),
         ("Sudoku-Solver.safetensors", "nearest: sudoku-solver, sudoku-solver-easy"),
         ("resnet", "nearest: austen-equilibrium, austen-language"),
     ],
@@ -151,9 +150,6 @@ def test_an_unknown_name_has_the_nearest_ones(name: str, nearest: str) -> None:
     for call in (load_pretrained, weights_path):
         with pytest.raises(ValueError, match=f"name must be .*got '{name}'; {nearest}"):
             call(name)
-
-
-def test_no_name_at_all() -> None:
     with pytest.raises(TypeError, match="name must be a str, got NoneType"):
         load_pretrained(None)  # type: ignore[arg-type]
 
