@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,14 @@ from typing import Any, Literal
 import torch
 import tyro
 from torch import Tensor
-from torchdeq.core import get_deq
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
 import solvers
 from benchmarks.measure import interleaved, peak_bytes, table
+from benchmarks.step import Pair
+from benchmarks.step import theirs as torchdeq_layer
 from implicit_attn import DEQ
 from implicit_attn.updates import AdaptiveTAPAttention
 from solvers import SpinState, Tolerance
@@ -159,66 +160,43 @@ def block_diagonal(blocks: Tensor) -> Tensor:
 
 
 def theirs(setting: Setting, solver: str, options: dict[str, Any]) -> Contestant:
-    update, made = setting.update, dict[tuple[float, float], Any]()
+    update, made = setting.update, dict[Pair, Any]()
 
     def solve(forward: float, backward: float) -> SpinState:
         key = (forward, backward)
         if key not in made:
-            made[key] = get_deq(
-                ift=True,
-                f_solver=solver,
-                b_solver=solver,
-                f_tol=forward,
-                b_tol=backward,
-                f_stop_mode="rel",
-                b_stop_mode="rel",
-                f_max_iter=STEPS,
-                b_max_iter=STEPS,
-            )
-        start = update.initial(setting.x)
+            made[key] = torchdeq_layer(solver, key, STEPS)
         # As our layer does: the couplings are formed once a solve.
         couplings = update.couplings.weight
 
         def step(mean: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
-            return tuple(
-                solvers.tap_step(SpinState(mean, variance), setting.x, couplings, update.site)
-            )
+            state = SpinState(mean, variance)
+            return tuple(solvers.tap_step(state, setting.x, couplings, update.site))
 
-        outputs, _ = made[key](step, tuple(start), solver_kwargs=options)
+        start = tuple(update.initial(setting.x))
+        outputs, _ = made[key](step, start, solver_kwargs=options)
         return SpinState(*outputs[-1])
 
     return solve
 
 
-def loosest(
-    setting: Setting, solve: Contestant, implicit: bool
-) -> tuple[float, float, float, float]:
-    """Tolerances and what they reach; the tightest pair where nothing reaches the targets."""
+def found_by(setting: Setting, solve: Contestant, implicit: bool) -> tuple[Pair, Pair]:
+    """The loosest tolerances that reach the targets, and what they reach."""
 
-    def pairs() -> Iterator[tuple[float, float]]:
-        yield from ((f, BACKWARD[-1]) for f in FORWARD)
-
-    def reach(pair: tuple[float, float]) -> tuple[float, float]:
+    def reach(pair: Pair) -> Pair:
         state = solve(*pair)
         found = SpinState(*[t.detach() for t in state])
         return setting.errors(found, setting.gradients(state))
 
-    def met(errors: tuple[float, float]) -> bool:
-        return errors[0] <= RESIDUAL and errors[1] <= GRADIENT
+    def met(pair: Pair) -> bool:
+        residual, gradient = reach(pair)
+        return residual <= RESIDUAL and gradient <= GRADIENT
 
-    forward, errors = FORWARD[-1], (float("inf"), float("inf"))
-    for pair in pairs():
-        forward, errors = pair[0], reach(pair)
-        if met(errors):
-            break
-    chosen = BACKWARD[-1]
-    if implicit and met(errors):
-        for backward in BACKWARD[:-1]:
-            tried = reach((forward, backward))
-            if met(tried):
-                chosen, errors = backward, tried
-                break
-    return forward, chosen, *errors
+    tight = BACKWARD[-1]
+    forward = next((each for each in FORWARD if met((each, tight))), FORWARD[-1])
+    backwards = (each for each in BACKWARD if implicit and met((forward, each)))
+    chosen = (forward, next(backwards, tight))
+    return chosen, reach(chosen)
 
 
 def race(site: str, scale: float, rounds: int, memory: bool) -> list[dict[str, Any]]:
@@ -234,22 +212,23 @@ def race(site: str, scale: float, rounds: int, memory: bool) -> list[dict[str, A
         contestants["(a) unrolled, torch's operators"] = unrolled_plain(setting)
         contestants["(a) unrolled, plain damped TAP"] = unrolled_plain(setting, damping=0.7)
     found = {
-        name: loosest(setting, solve, "unrolled" not in name) for name, solve in contestants.items()
+        name: found_by(setting, solve, "unrolled" not in name)
+        for name, solve in contestants.items()
     }
     runs: dict[str, Callable[[], object]] = {
-        name: _runner(setting, solve, found[name]) for name, solve in contestants.items()
+        name: lambda solve=solve, name=name: setting.gradients(solve(*found[name][0]))
+        for name, solve in contestants.items()
     }
     seconds = interleaved(runs, rounds)
     base = seconds["ours, implicit"]
     rows: list[dict[str, Any]] = []
-    for name, (forward, backward, residual, error) in found.items():
+    for name, ((forward, backward), (residual, error)) in found.items():
         met = residual <= RESIDUAL and error <= GRADIENT
         rows.append(
             {
                 "contestant": name if met else f"{name} (target missed)",
-                "tolerances": f"{forward:.0e}, {backward:.0e}"
-                if "unrolled" not in name
-                else f"{forward:.0e}",
+                "tolerances": f"{forward:.0e}"
+                + (f", {backward:.0e}" if "unrolled" not in name else ""),
                 "residual": residual,
                 "gradient error": error,
                 "ms": 1e3 * seconds[name],
@@ -258,12 +237,6 @@ def race(site: str, scale: float, rounds: int, memory: bool) -> list[dict[str, A
             }
         )
     return rows
-
-
-def _runner(
-    setting: Setting, solve: Contestant, found: tuple[float, float, float, float]
-) -> Callable[[], object]:
-    return lambda: setting.gradients(solve(found[0], found[1]))
 
 
 def main(

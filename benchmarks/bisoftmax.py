@@ -12,7 +12,7 @@ large product and of exponentials; a share may exceed 1 where symmetry saves wor
 the device's own, by events around calls that are all enqueued before the first one runs, and
 exponentials are timed in registers; up to 257 tokens the host's times, launches included, are printed
 beside them, and at the end what was aimed at. A peer that cannot take a shape is reported. Writes
-``bisoftmax.csv``, after every shape, and ``bisoftmax.png`` to ``--output``.
+``bisoftmax.csv``, after every shape, to ``--output``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ PEERS = {
     "gradient": ("dense", "compiled", "autograd", "flash forward", "cudnn forward"),
     "hvp": ("double backward", "flash forward+backward", "cudnn forward+backward"),
 }
-TITLES = {"gradient": "Gradient", "hvp": "Hessian-vector product"}
 FEW_TOKENS = 257  # up to so many, launches are a good part of the time on a GPU
 # Ours, the peer, the largest ratio aimed at, fewest and most tokens: in bfloat16, of device times.
 TARGETS = (
@@ -273,29 +272,6 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Milliseconds by shape, gradient left, product right."""
-    require("matplotlib", extra="examples").use("Agg")
-    pyplot = require("matplotlib.pyplot", extra="examples")
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
-    for axis, (ours, others) in zip(axes, PEERS.items(), strict=True):
-        names = (ours, *others)
-        shown = [n for n in names if any(isinstance(row.get(f"{n} ms"), float) for row in rows)]
-        for number, name in enumerate(shown):
-            heights = [row.get(f"{name} ms") for row in rows]
-            heights = [h if isinstance(h, float) else float("nan") for h in heights]
-            places = [place + number * 0.8 / len(shown) for place in range(len(rows))]
-            axis.bar(places, heights, 0.8 / len(shown), label=name, align="edge")
-        axis.set_xticks([k + 0.4 for k in range(len(rows))], [row["shape"] for row in rows])
-        axis.tick_params(axis="x", labelrotation=20)
-        axis.set_yscale("log")
-        axis.set(ylabel="milliseconds", xlabel="batch x heads x tokens x width", title=TITLES[ours])
-        axis.grid(axis="y", alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
 def peers(
     device: str = "cuda" if ON_GPU else "cpu",
     dtype: DType = "bfloat16" if ON_GPU else "float32",
@@ -348,7 +324,6 @@ def peers(
             print(table(launches(rows[-1])), flush=True)
     if where.type == "cuda" and targets(rows):
         print(table(targets(rows)), flush=True)
-    plot(rows, output / "bisoftmax.png")
 
 
 # --- variants of the Triton kernels --------------------------------------------------------------

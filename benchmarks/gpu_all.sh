@@ -4,9 +4,9 @@
 # masked, widths 72 and 96) and a sweep of tiles, a whole layer.
 #   benchmarks/gpu_all.sh            # into runs/gpu, or where $OUT says
 # It leaves there: table.md (a row a step, then what each benchmark printed), a .log of each step,
-# bisoftmax.csv (a row a shape, as far as it came), bisoftmax.png, layer.json.
+# bisoftmax.csv (a row a shape, as far as it came), layer.json.
 # It leaves out what runs on the CPU only: adaptive_tap.py, vs_torchdeq.py, step.py, layers.py, zoo.py.
-# Needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, matplotlib, tyro; pytest-xdist
+# Needs what is installed already: torch with CUDA, triton, pytest, numpy, scipy, tyro; pytest-xdist
 # is used where it is there; no network. PYTHON names another interpreter. Exits with 1 if anything
 # failed or ran out of time.
 set -uo pipefail
@@ -28,7 +28,7 @@ has() { "$PYTHON" -c "import $1" >/dev/null 2>&1; }
 import sys, torch
 sys.exit(not torch.cuda.is_available())
 PY
-for module in triton pytest numpy scipy matplotlib tyro; do
+for module in triton pytest numpy scipy tyro; do
     has "$module" || { echo "gpu_all: $PYTHON has no $module" >&2; exit 1; }
 done
 

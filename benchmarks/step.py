@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,16 @@ TORCHDEQ = ("anderson", "broyden", "fixed_point_iter")
 # What every contestant of the training step must reach: true residual, gradient error.
 TARGETS = ((1e-4, 1e-3), (1e-6, 1e-5))
 TOLERANCES = [10 ** (-k / 2) for k in range(4, 17)]
-Pair = tuple[float, float]  # tolerances of the forward and of the backward solve
+Pair = tuple[float, float]  # of the forward and of the backward solve
+Ladder = Sequence[float]  # of tolerances, the loosest first
+
+
+def theirs(solver: str, tolerances: Pair, most: int) -> Any:
+    """torchdeq's layer with implicit differentiation, one solver for both solves."""
+    return get_deq(
+        ift=True, f_solver=solver, b_solver=solver, f_tol=tolerances[0], b_tol=tolerances[1],
+        f_stop_mode="rel", b_stop_mode="rel", f_max_iter=most, b_max_iter=most,
+    )  # fmt: skip
 
 
 class Ours:
@@ -81,17 +90,7 @@ class Theirs:
 
     def step(self, tolerances: Pair) -> Tensor:
         if tolerances not in self.deq:
-            self.deq[tolerances] = get_deq(
-                ift=True,
-                f_solver=self.solver,
-                b_solver=self.solver,
-                f_tol=tolerances[0],
-                b_tol=tolerances[1],
-                f_stop_mode="rel",
-                b_stop_mode="rel",
-                f_max_iter=200,
-                b_max_iter=200,
-            )
+            self.deq[tolerances] = theirs(self.solver, tolerances, 200)
         couplings, layer = self.layer.couplings(), self.layer
         outputs, _ = self.deq[tolerances](
             lambda z: layer.update(z, layer.x, couplings, layer.mask), torch.zeros_like(layer.x)
@@ -101,17 +100,15 @@ class Theirs:
         return outputs[-1].detach()
 
 
-def loosest(layer: MeanField, contestant: Any, target: Pair, exact: Any) -> tuple[Pair, Pair]:
-    """The loosest tolerances that reach the target, and what they reach."""
-    tight = TOLERANCES[-1]
-
-    def met(tolerances: Pair, which: int) -> bool:
-        return errors(layer, contestant.step(tolerances), exact)[which] <= target[which]
-
-    forward = next((t for t in TOLERANCES if met((t, tight), 0)), tight)
-    backward = next((t for t in TOLERANCES if met((forward, t), 1)), tight)
-    chosen = (forward, backward)
-    return chosen, errors(layer, contestant.step(chosen), exact)
+def loosest(
+    reach: Callable[[Pair], Pair], target: Pair, forwards: Ladder, backwards: Ladder
+) -> tuple[Pair, Pair]:
+    """The loosest tolerances that reach the target, and what they reach; else the tightest."""
+    first = ((each, backwards[-1]) for each in forwards)
+    forward = next((pair[0] for pair in first if reach(pair)[0] <= target[0]), forwards[-1])
+    pairs = ((forward, each) for each in backwards)
+    chosen = next((pair for pair in pairs if reach(pair)[1] <= target[1]), (forward, backwards[-1]))
+    return chosen, reach(chosen)
 
 
 def errors(layer: MeanField, z: Tensor, exact: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:
@@ -149,7 +146,13 @@ def part_step(rounds: int, compiled: bool = False, samples: int = B, masked: boo
 def _race(
     layer: MeanField, contestants: dict[str, Any], target: Pair, exact: Any, rounds: int
 ) -> list[dict[str, Any]]:
-    found = {name: loosest(layer, each, target, exact) for name, each in contestants.items()}
+    found = {
+        name: loosest(
+            lambda pair, each=each: errors(layer, each.step(pair), exact),
+            target, TOLERANCES, TOLERANCES,
+        )
+        for name, each in contestants.items()
+    }  # fmt: skip
     runs: dict[str, Callable[[], object]] = {
         name: _runner(contestants[name], found[name][0]) for name in contestants
     }

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.jax_peers.protocol import ROOT, Arrays, Worker
 from benchmarks.layers import MeanField
 from benchmarks.measure import table
-from benchmarks.step import TARGETS, TOLERANCES, Pair, errors
+from benchmarks.step import TARGETS, TOLERANCES, Pair, errors, loosest
 
 PROGRAMS = "benchmarks.jax_peers.ours", "benchmarks.jax_peers.theirs"
 VARIABLE = "IMPLICIT_ATTN_JAX_PYTHON"
@@ -72,21 +72,15 @@ class Problem:
         return errors(self.layer, torch.from_numpy(found["z"]), self.exact)
 
 
-def loosest(
+def enter(
     problem: Problem, worker: Worker, name: str, target: Pair, ladder: Sequence[float]
 ) -> Entry:
-    """The loosest tolerances of the ladder with which a contestant reaches the target."""
-    tight = ladder[-1]
-
-    def met(tolerances: Pair, which: int) -> bool:
-        return problem.errors(worker, name, tolerances)[which] <= target[which]
-
-    forward = next((each for each in ladder if met((each, tight), 0)), tight)
-    backward = next((each for each in ladder if met((forward, each), 1)), tight)
-    reached = problem.errors(worker, name, (forward, backward))
+    """A contestant with the loosest tolerances of the ladder that reach the target."""
+    chosen, reached = loosest(
+        lambda pair: problem.errors(worker, name, pair), target, ladder, ladder
+    )
     meets = all(got <= wanted for got, wanted in zip(reached, target, strict=True))
-    calls = worker.ask("count", name, forward, backward)
-    return Entry(name, worker, (forward, backward), reached, meets, calls)
+    return Entry(name, worker, chosen, reached, meets, worker.ask("count", name, *chosen))
 
 
 def race(entries: Sequence[Entry], rounds: int, pause: float) -> None:
@@ -135,7 +129,7 @@ def compare(workers: Sequence[Worker], scale: float, rounds: int, pause: float) 
         worker.ask("load", problem.arrays)
     for target in TARGETS:
         entries = [
-            loosest(problem, worker, name, target, TOLERANCES)
+            enter(problem, worker, name, target, TOLERANCES)
             for worker in workers
             for name in worker.contestants
         ]

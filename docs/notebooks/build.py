@@ -2,7 +2,6 @@
 
     python docs/notebooks/build.py                     # every NAME.py -> NAME.md and NAME-1.png, ...
     python docs/notebooks/build.py first_layer         # one of them
-    python docs/notebooks/build.py --ipynb notebooks   # also NAME.ipynb without outputs, in that folder
 
 A notebook is a Python file in the percent format, which Jupytext, VS Code and PyCharm open as one: cells
 begin with ``# %%``, or with ``# %% [markdown]`` for text in comments. Its cells share their variables, the
@@ -15,7 +14,6 @@ import argparse
 import ast
 import contextlib
 import io
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,22 +104,6 @@ def build(path: Path, folder: Path) -> str:
     return "\n\n".join([*blocks, origin]) + "\n"
 
 
-def notebook(path: Path) -> str:
-    """The cells as a Jupyter notebook without outputs."""
-    cells = [
-        {"cell_type": "markdown", "id": f"cell-{i}", "metadata": {}, "source": cell.source}
-        if cell.text
-        else {
-            "cell_type": "code", "id": f"cell-{i}", "metadata": {}, "source": cell.source,
-            "outputs": [], "execution_count": None,
-        }
-        for i, cell in enumerate(read_cells(path))
-    ]  # fmt: skip
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    whole = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(whole, indent=1) + "\n"
-
-
 def notebooks() -> list[Path]:
     """The notebooks of this folder."""
     return sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
@@ -132,15 +114,11 @@ def main() -> None:
     parser.add_argument(
         "names", nargs="*", choices=[[], *(p.stem for p in notebooks())], help="all"
     )
-    parser.add_argument("--ipynb", type=Path, help="folder for Jupyter notebooks without outputs")
     options = parser.parse_args()
     for path in notebooks():
         if options.names and path.stem not in options.names:
             continue
         path.with_suffix(".md").write_text(build(path, HERE), encoding="utf-8")
-        if options.ipynb is not None:
-            options.ipynb.mkdir(parents=True, exist_ok=True)
-            (options.ipynb / f"{path.stem}.ipynb").write_text(notebook(path), encoding="utf-8")
         print(path.with_suffix(".md").name)
 
 

@@ -85,11 +85,11 @@ class Measured:
 def test_the_loosest_tolerances_that_meet_the_target_are_found(worker: Worker) -> None:
     measured: Any = Measured()
     ladder = [1e-2, 1e-3, 1e-4, 1e-5]
-    found = vs_jax.loosest(measured, worker, "fake good", (1e-2, 1e-2), ladder)
+    found = vs_jax.enter(measured, worker, "fake good", (1e-2, 1e-2), ladder)
     assert found.tolerances == (1e-3, 1e-4)
     assert found.reached == pytest.approx((1e-2, 2e-3))
     assert found.meets and found.calls == (3, 4)
-    assert not vs_jax.loosest(measured, worker, "fake good", (1e-6, 1e-2), ladder).meets
+    assert not vs_jax.enter(measured, worker, "fake good", (1e-6, 1e-2), ladder).meets
 
 
 def test_ratios_are_to_what_met_the_target(worker: Worker) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -66,14 +65,6 @@ def test_the_index_has_every_notebook() -> None:
     assert all(
         f"[{title.removeprefix('# ')}]({path.stem}.md)" in index for path, title in titles.items()
     )
-
-
-@each_notebook
-def test_as_a_jupyter_notebook(path: Path) -> None:
-    made = json.loads(BUILDER.notebook(path))
-    sources = [cell["source"] for cell in made["cells"]]
-    assert sources == [cell.source for cell in BUILDER.read_cells(path)]
-    assert made["nbformat"] == 4 and len({cell["id"] for cell in made["cells"]}) == len(sources)
 
 
 def test_a_cell_of_another_kind_is_refused(tmp_path: Path) -> None:
