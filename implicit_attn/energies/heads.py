@@ -352,14 +352,10 @@ def masked_key(key: Tensor) -> tuple[Tensor, Tensor]:
     return unit, torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
 
 
-def check_held(held: Tensor, z: Tensor, name: str, tokens: int | None = None) -> None:
-    """What was made of ``x`` must have the samples of ``z``, and its tokens where they are counted."""
+def check_held(held: Tensor, z: Tensor, name: str) -> None:
+    """What was made of ``x`` must have the samples of ``z``."""
     if held.shape[0] != z.shape[0]:
         raise ValueError(f"{name}: x must hold {len(z)} samples like z, got {len(held)}")
-    if tokens is not None and tokens != z.shape[1]:
-        raise ValueError(
-            f"{name}: x must hold the {z.shape[1]} tokens of z where causal=True, got {tokens}"
-        )
 
 
 def check_added(added: Tensor | None, z: Tensor, name: str) -> None:

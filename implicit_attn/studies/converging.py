@@ -309,11 +309,9 @@ def jacobian_eigenvalues(layer: DEQ, z: Tensor, x: Any, mask: Tensor | None = No
         for sample, row in enumerate(values.tolist())
         for value in sorted(row, key=lambda number: number.real)
     ]
-    # Channels with step sizes of their own make the Jacobian of a gradient step nonsymmetric.
-    if isinstance(update, GradientStep) and update.symmetric:
-        size = float(update.step_size())
+    if isinstance(update, GradientStep):
         for entry in table:
-            entry["curvature"] = (1 - entry["real"]) / size
+            entry["curvature"] = (1 - entry["real"]) / update.step_size
     return table
 
 

@@ -4,11 +4,11 @@ from implicit_attn.updates.attention_step import QueryDescent as QueryDescent
 from implicit_attn.updates.bare_step import BareAttentionStep as BareAttentionStep
 from implicit_attn.updates.gradient_step import ActivationStep as ActivationStep
 from implicit_attn.updates.gradient_step import GradientStep as GradientStep
-from implicit_attn.updates.gradient_step import StepSize as StepSize
 from implicit_attn.updates.hyperset import ConditionedStepSizes as ConditionedStepSizes
 from implicit_attn.updates.hyperset import HyperSETLayer as HyperSETLayer
 from implicit_attn.updates.hyperset import LowRankDeltas as LowRankDeltas
 from implicit_attn.updates.hyperset import PlainStepSizes as PlainStepSizes
+from implicit_attn.updates.hyperset import StepSize as StepSize
 from implicit_attn.updates.hyperset import StepSizes as StepSizes
 from implicit_attn.updates.kinetic_attention import KineticAttention as KineticAttention
 from implicit_attn.updates.mean_field import AdaptiveTAPAttention as AdaptiveTAPAttention

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from implicit_attn.energies.energy import Prepared
-from implicit_attn.energies.heads import AttentionInput, Beta, HeadOptions, check_held, read_memory
+from implicit_attn.energies.heads import AttentionInput, Beta, HeadOptions
 from implicit_attn.energies.hopfield import QueryEnergy
 from implicit_attn.energies.softmax_attention import SoftmaxAttention
 from implicit_attn.energies.tokens import check_tokens, hide
-from implicit_attn.updates.gradient_step import GradientStep, StepSize, move
+from implicit_attn.updates.gradient_step import GradientStep, move
 from implicit_attn.updates.update import Update
-from solvers.core.checks import require_count, require_flag
+from solvers.core.checks import require_count, require_flag, require_positive
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,27 +27,23 @@ class AttentionStep(Update):
         inner:    F_i = -T sum_h log sum_j exp(q_i.k_j / T)
         elastic:  F_i = -T sum_h log sum_j exp(-|q_i - k_j|^2 / (2T))
 
-    In self-attention h is z itself and all tokens move at once; ``causal`` restricts the sums to
-    ``j <= i``. Without norms the inner step is ``z_i + eta sum_h W_q^T sum_j P_ij k_j``, standard
-    attention with tied values; the elastic one takes ``eta sum_h W_q^T q_i`` off that. Without norms no
-    F_i rises among tokens that stay, inner for every eta, elastic for ``eta <= 2 / L`` with the largest
-    eigenvalue L of ``W_q^T W_q``; with a norm it may rise. Once all tokens move, the step is the
-    gradient of no energy: that of the sum of the F_i,
+    h is z itself and all tokens move at once; ``causal`` restricts the sums to ``j <= i``. Without norms
+    the inner step is ``z_i + eta sum_h W_q^T sum_j P_ij k_j``, standard attention with tied values; the
+    elastic one takes ``eta sum_h W_q^T q_i`` off that. Without norms no F_i rises among tokens that stay,
+    inner for every eta, elastic for ``eta <= 2 / L`` with the largest eigenvalue L of ``W_q^T W_q``. Once
+    all tokens move, the step is the gradient of no energy: that of the sum of the F_i,
     :class:`implicit_attn.energies.SoftmaxAttention`, also has a term of the keys, through which later
     tokens would reach earlier ones. Causal steps have no such leak.
 
     Shapes: ``z`` (B, N, d), ``mask`` (B, N) bool; masked tokens keep their state. ``x`` is only the
-    initial state, with ``cross`` it is h: (B, M, context_dim), a pair of it and a mask (B, M), or an
-    ``AttentionInput`` with such a memory; with ``causal``, too, M is N.
+    initial state.
 
     Args:
         dim: features d.
         heads: number of heads.
         energy: ``"inner"`` or ``"elastic"``.
         causal: token i attends to ``j <= i``.
-        cross: h is the input x.
         step_size: eta, > 0.
-        context_dim: with ``cross``, features of x, default ``dim``.
         shared: as for ``SoftmaxAttention``; no norm by default.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
@@ -62,50 +57,26 @@ class AttentionStep(Update):
         *,
         energy: str = "inner",
         causal: bool = False,
-        cross: bool = False,
         step_size: float = 1.0,
         **shared: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
-        self.causal, self.cross = require_flag("causal", causal), require_flag("cross", cross)
-        if "context_dim" in shared and not cross:
-            raise ValueError(f"context_dim needs cross=True, got {shared['context_dim']!r}")
+        self.causal = require_flag("causal", causal)
         options: HeadOptions = {"norm": None, **shared}
         self.energy = SoftmaxAttention(dim, heads, energy=energy, cross=True, **options)
-        self.step_size = StepSize(step_size)
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        """With ``cross`` the keys."""
-        return self.energy.prepare(self._input(x), mask=mask) if self.cross else x
+        self.step_size = require_positive("step_size", step_size)
 
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         """One step of all tokens at once."""
-        given = self._held(z, x if self.cross else (hide(z, mask), mask), mask)
-        return move(z, self.energy.grad(z, given, mask=mask), self.step_size())
-
-    def _held(self, z: Tensor, x: Any, mask: Tensor | None) -> Any:
-        """What the energy is given for h: x with the pairs of causal attention, or what was prepared."""
-        name = type(self).__name__
-        check_tokens(z, mask, name, dim=self.energy.dim, tokens=True)
-        if not isinstance(x, Prepared):
-            x = self._input(x, z)
-        held = x.parts.key if isinstance(x, Prepared) else x.memory
-        check_held(held, z, name, held.shape[-2] if self.causal else None)
-        return x
-
-    def _input(self, x: Any, z: Tensor | None = None) -> AttentionInput:
-        """The tokens h with their mask and pairs."""
-        memory, seen = read_memory(x, self.energy.key.weight.shape[1], z, type(self).__name__)
-        whole = x if isinstance(x, AttentionInput) else AttentionInput()
-        whole = whole._replace(memory=memory, memory_mask=seen)
-        if not self.causal:
-            return whole
-        count = memory.shape[1]
-        pairs = torch.ones(count, count, dtype=torch.bool, device=memory.device).tril()
-        return whole._replace(pairs=pairs if whole.pairs is None else pairs & whole.pairs)
+        check_tokens(z, mask, type(self).__name__, dim=self.energy.dim, tokens=True)
+        count, pairs = z.shape[1], None
+        if self.causal:
+            pairs = torch.ones(count, count, dtype=torch.bool, device=z.device).tril()
+        held = AttentionInput(memory=hide(z, mask), memory_mask=mask, pairs=pairs)
+        return move(z, self.energy.grad(z, held, mask=mask), self.step_size)
 
     def extra_repr(self) -> str:
-        return f"causal={self.causal}, cross={self.cross}"
+        return f"causal={self.causal}"
 
 
 class QueryDescent(GradientStep):

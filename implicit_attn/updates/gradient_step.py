@@ -1,52 +1,18 @@
-"""Updates that take one step down an energy, and their step sizes."""
+"""Updates that take one step down an energy."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_attn.energies.energy import Energy, Prepared
 from implicit_attn.energies.lagrangians import Lagrangian
 from implicit_attn.energies.tokens import hide
 from implicit_attn.updates.update import Update
-from solvers.core.checks import require_count, require_instance, require_positive
-
-
-class StepSize(nn.Module):
-    """A positive step size: one number, or one per channel; constant or learned.
-
-    A learned step size is ``log(1 + exp(raw))`` of a parameter ``raw``, so it stays positive.
-
-    Args:
-        initial: > 0.
-        channels: None for one number, else d for a vector (d,).
-        learned: make it a parameter.
-    """
-
-    def __init__(self, initial: float, channels: int | None = None, learned: bool = False) -> None:
-        super().__init__()
-        require_positive("step_size", initial)
-        shape = () if channels is None else (require_count("channels", channels),)
-        self.initial, self.channels, self.learned = float(initial), channels, learned
-        if learned:
-            raw = initial + math.log(-math.expm1(-initial))
-            self.raw = nn.Parameter(torch.full(shape, raw))
-        elif channels is not None:
-            self.register_buffer("constant", torch.full(shape, float(initial)))
-
-    def forward(self) -> float | Tensor:
-        """The step size: a float, or a tensor of shape () or (d,)."""
-        if self.learned:
-            return F.softplus(self.raw)
-        return self.initial if self.channels is None else self.constant  # type: ignore[return-value]
-
-    def extra_repr(self) -> str:
-        return f"initial={self.initial}, channels={self.channels}, learned={self.learned}"
+from solvers.core.checks import require_instance, require_positive
 
 
 class EnergyStep(Update):
@@ -54,29 +20,27 @@ class EnergyStep(Update):
 
     monitored = True
 
-    def __init__(
-        self, energy: Energy, step_size: float, *, channels: int | None, learned: bool
-    ) -> None:
+    def __init__(self, energy: Energy, step_size: float = 1.0) -> None:
         super().__init__()
         self.energy = require_instance("energy", energy, Energy, "an Energy")
-        self.step_size = StepSize(step_size, channels, learned)
+        self.step_size = require_positive("step_size", step_size)
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
         return self.energy.prepare(x, mask=mask)
+
+    def extra_repr(self) -> str:
+        return f"step_size={self.step_size}"
 
 
 class GradientStep(EnergyStep):
     r"""``f(z, x) = z - eta dE/dz(z, x)``: fixed points are the stationary points of E.
 
     They do not depend on eta > 0, which only scales the residual ``|f(z) - z| / |f(z)|`` and the steps
-    of solvers that control no step size. With one number the Jacobian ``I - eta H`` is symmetric; with
-    one number per channel it is not.
+    of solvers that control no step size. The Jacobian ``I - eta H`` is symmetric.
 
     Args:
         energy: an :class:`Energy`.
         step_size: eta, > 0.
-        channels: d for a step size per channel of z (..., d).
-        learned: train the step size.
 
     Example:
         >>> import torch
@@ -85,21 +49,9 @@ class GradientStep(EnergyStep):
         >>> step(torch.ones(1, 2, 2), torch.zeros(1, 2, 2))
         tensor([[[0.5000, 0.5000],
                  [0.5000, 0.5000]]])
-
-    Source: for learned step sizes Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646,
-    equations 9 and 11.
     """
 
-    def __init__(
-        self,
-        energy: Energy,
-        step_size: float = 1.0,
-        *,
-        channels: int | None = None,
-        learned: bool = False,
-    ) -> None:
-        super().__init__(energy, step_size, channels=channels, learned=learned)
-        self.symmetric = channels is None
+    symmetric = True
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
         return self._descend(z, self.energy.grad(z, x, mask=mask))
@@ -111,10 +63,9 @@ class GradientStep(EnergyStep):
         return self._descend(z, gradient), value, gradient
 
     def _descend(self, z: Any, gradient: Any) -> Any:
-        step = self.step_size()
         if isinstance(z, Tensor):
-            return move(z, gradient, step)
-        return pytree.tree_map(lambda leaf, slope: move(leaf, slope, step), z, gradient)
+            return move(z, gradient, self.step_size)
+        return pytree.tree_map(lambda leaf, slope: move(leaf, slope, self.step_size), z, gradient)
 
 
 class ActivationStep(EnergyStep):
@@ -131,7 +82,7 @@ class ActivationStep(EnergyStep):
     Args:
         energy: ``E_int``, an energy of the activation; it is given the layer's input ``x`` too.
         lagrangian: whose gradient is the activation, for example ``RMSNormLagrangian()``.
-        step_size, channels, learned: as for ``GradientStep``.
+        step_size: eta, > 0.
 
     Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero.
 
@@ -139,16 +90,8 @@ class ActivationStep(EnergyStep):
     Transformer" (2023), https://arxiv.org/abs/2302.07253, equations 1 to 6.
     """
 
-    def __init__(
-        self,
-        energy: Energy,
-        lagrangian: Lagrangian,
-        step_size: float = 1.0,
-        *,
-        channels: int | None = None,
-        learned: bool = False,
-    ) -> None:
-        super().__init__(energy, step_size, channels=channels, learned=learned)
+    def __init__(self, energy: Energy, lagrangian: Lagrangian, step_size: float = 1.0) -> None:
+        super().__init__(energy, step_size)
         self.lagrangian = require_instance("lagrangian", lagrangian, Lagrangian, "a Lagrangian")
 
     def activation(self, z: Tensor) -> Tensor:
@@ -163,7 +106,7 @@ class ActivationStep(EnergyStep):
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         x, part = x.parts if isinstance(x, Prepared) else (x, x)
         gradient = self.energy.grad(self.activation(z), part, mask=mask)
-        return move(z, self._force(z, x, gradient, mask), self.step_size())
+        return move(z, self._force(z, x, gradient, mask), self.step_size)
 
     def joint(
         self, z: Tensor, x: Any = None, *, mask: Tensor | None = None
@@ -176,7 +119,7 @@ class ActivationStep(EnergyStep):
         own = hide((pull * g).sum(-1), mask)
         value = own.flatten(1).sum(1) - self.lagrangian(z, mask=mask) + interaction
         slope = self.lagrangian.hessian_product(z, force)
-        return move(z, force, self.step_size()), value, slope
+        return move(z, force, self.step_size), value, slope
 
     def _force(self, z: Tensor, x: Tensor | None, gradient: Tensor, mask: Tensor | None) -> Tensor:
         return hide(gradient + (z if x is None else z - x), mask)
@@ -186,9 +129,4 @@ def move(z: Tensor, gradient: Tensor, step: float | Tensor) -> Tensor:
     """``z - step * gradient`` in the dtype of ``z``; ``step`` a number, (), (d,), or like ``z``."""
     if not isinstance(step, Tensor):
         return torch.sub(z, gradient, alpha=step)
-    if step.dim() == 1 and step.shape[0] != z.shape[-1]:
-        raise ValueError(
-            f"channels={step.shape[0]} does not fit a state with {z.shape[-1]} channels, got shape "
-            f"{tuple(z.shape)}"
-        )
     return torch.addcmul(z, step.to(z.dtype), gradient, value=-1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.nn import functional as F
 from implicit_attn.energies.hyperset import build_attention, build_feedforward
 from implicit_attn.energies.projected import Given, RMSNorm
 from implicit_attn.energies.tokens import hide
-from implicit_attn.updates.gradient_step import StepSize, move
-from solvers.core.checks import require_choice, require_count, require_number
+from implicit_attn.updates.gradient_step import move
+from solvers.core.checks import require_choice, require_count, require_number, require_positive
 
 TINY_NORM = 1e-6
 STEP_SIZES = ("conditioned-state", "conditioned-input", "learned", "fixed")
@@ -21,6 +22,38 @@ CONDITION_NORM = RMSNorm(epsilon=1e-6)
 LONGEST_PERIOD = 10_000.0
 
 Step = float | Tensor
+
+
+class StepSize(nn.Module):
+    """A positive step size: one number, or one per channel; constant or learned.
+
+    A learned step size is ``log(1 + exp(raw))`` of a parameter ``raw``, so it stays positive.
+
+    Args:
+        initial: > 0.
+        channels: None for one number, else d for a vector (d,).
+        learned: make it a parameter.
+    """
+
+    def __init__(self, initial: float, channels: int | None = None, learned: bool = False) -> None:
+        super().__init__()
+        require_positive("step_size", initial)
+        shape = () if channels is None else (require_count("channels", channels),)
+        self.initial, self.channels, self.learned = float(initial), channels, learned
+        if learned:
+            raw = initial + math.log(-math.expm1(-initial))
+            self.raw = nn.Parameter(torch.full(shape, raw))
+        elif channels is not None:
+            self.register_buffer("constant", torch.full(shape, float(initial)))
+
+    def forward(self) -> float | Tensor:
+        """The step size: a float, or a tensor of shape () or (d,)."""
+        if self.learned:
+            return F.softplus(self.raw)
+        return self.initial if self.channels is None else self.constant  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        return f"initial={self.initial}, channels={self.channels}, learned={self.learned}"
 
 
 class StepSizes(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_attn import DEQ, ActivationStep, Energy, GradientStep
+from implicit_attn import DEQ, ActivationStep, Energy
 from implicit_attn.energies import (
     BiSoftmaxAttention,
     Couplings,
@@ -70,13 +70,6 @@ def context_layer(**options: Any) -> DEQ:
     return DEQ((attention + 0.4 * sees + Quadratic()).double(), **options)
 
 
-def channels_layer(**options: Any) -> DEQ:
-    update = GradientStep(energy(), 0.6, channels=DIM, learned=True).double()
-    with torch.no_grad():
-        update.step_size.raw.add_(torch.linspace(-0.3, 0.3, DIM))
-    return DEQ(update, **options)
-
-
 def activation_layer(**options: Any) -> DEQ:
     attention = 0.3 * SoftmaxAttention(DIM, 2, bound=1.0)
     interaction = (attention + 0.3 * ReLUFeedForward(DIM, 6, norm=None, bound=1.0)).double()
@@ -111,7 +104,6 @@ def spins_layer(**options: Any) -> DEQ:
 LAYERS: dict[str, Callable[..., DEQ]] = {
     "gradient": gradient_layer,
     "context": context_layer,
-    "channels": channels_layer,
     "activation": activation_layer,
     "update": update_layer,
     "mean_field": mean_field_layer,

@@ -35,8 +35,7 @@ MASK = torch.tensor([[True, True, False], [True, True, True]])
 
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [(name, None) for name in LAYERS]
-    + [(n, MASK) for n in ("gradient", "context", "channels", "activation")],
+    [(name, None) for name in LAYERS] + [(n, MASK) for n in ("gradient", "context", "activation")],
 )
 def test_gradcheck(name: str, mask: Tensor | None) -> None:
     layer = make(name, **EXACT)
