@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from solvers.adjoints.kinds import Adjoint, Implicit
-from solvers.core.checks import require_choice, require_flag
+from solvers.core.checks import require_choice, require_flag, require_instance
 from solvers.core.modes import eager, without_autocast
 from solvers.core.solution import Solution, Status, apply_policy, check_on_failure
 from solvers.core.tolerance import Tolerance
@@ -23,6 +23,7 @@ from solvers.spins.inputs import (
     as_wide,
     check_inputs,
     read_betas,
+    read_given,
     read_start,
     usual_tolerance,
     with_dimensions,
@@ -31,7 +32,7 @@ from solvers.spins.inputs import (
 )
 from solvers.spins.response import linear_response
 from solvers.spins.sites import PottsSite, Site, read_site
-from solvers.spins.theories import AdaptiveTAP, ClampedSites, CoupledSites, SpinState, cavity_field
+from solvers.spins.theories import AdaptiveTAP, CoupledSites, SpinState, cavity_field, solve_theory
 
 _DEFAULT_ADJOINT = Implicit()
 _WHAT = {
@@ -174,30 +175,40 @@ def adaptive_tap(
     }
     tracked = adjoint is not None and torch.is_grad_enabled()
     with torch.set_grad_enabled(tracked):
-        model = CoupledSites(with_symmetries(couplings), field, site, mask, options)
-        clamped = None if given is None else ClampedSites.of(given, model)
-        model = model if clamped is None else clamped.free(model)
-        solution = _solve(model, order, _read_start(start, field), betas)
-        _complete(solution, model.at(betas[-1]), order, response, log_partition)
-        if clamped is not None:
-            solution.value = clamped.joined(solution.value, betas[-1])
+        couplings, state = with_symmetries(couplings), _read_start(start, field)
+        held: tuple[Tensor, Tensor, Tensor] | None = None
+        if given is not None:
+            values, clamped = read_given(given, field)
+            clamped = clamped if mask is None else clamped & mask
+            values = zero_masked(values, clamped)
+            with without_autocast(field.device.type):  # they act as fields on the free sites
+                wide = as_wide(values)
+                pull = (wide.flatten(1) @ as_matrix(couplings)).view_as(wide)
+                energy = (wide * (as_wide(field) + pull / 2)).flatten(1).sum(1)
+            held = values, clamped, energy
+            field, mask = (
+                field + pull.to(field.dtype),
+                ~clamped if mask is None else ~clamped & mask,
+            )
+        earlier: list[Solution] = []
+        for beta in betas[:-1]:
+            model = CoupledSites(beta * couplings, beta * field, site, mask)
+            with torch.no_grad():
+                earlier.append(solve_theory(order, model, state, options))
+            state = earlier[-1].value
+        beta = betas[-1]
+        model = CoupledSites(beta * couplings, beta * field, site, mask)
+        solution = solve_theory(order, model, state, options)
+        solution.steps = solution.steps + sum(each.steps for each in earlier)
+        solution.evaluations = solution.evaluations + sum(each.evaluations for each in earlier)
+        _complete(solution, model, order, response, log_partition)
+        if held is not None:
+            values, clamped, energy = held
+            found = solution.value
+            mean = torch.where(clamped.unsqueeze(-1), values, found.mean)
+            log_z = found.log_partition + beta * energy if log_partition else None
+            solution.value = found._replace(mean=mean, log_partition=log_z)
     apply_policy(solution, on_failure, _WHAT[order])
-    return solution
-
-
-def _solve(
-    model: CoupledSites, order: str, start: SpinState | None, betas: tuple[float, ...]
-) -> Solution:
-    """The solution at the last inverse temperature, after those at the earlier ones."""
-    steps = evaluations = 0
-    for beta in betas[:-1]:
-        with torch.no_grad():
-            earlier = model.at(beta).solve(order, start)
-        start = earlier.value
-        steps, evaluations = steps + earlier.steps, evaluations + earlier.evaluations
-    solution = model.at(betas[-1]).solve(order, start)
-    solution.steps += steps
-    solution.evaluations += evaluations
     return solution
 
 
@@ -205,10 +216,10 @@ def _complete(
     solution: Solution, model: CoupledSites, order: str, response: bool, log_partition: bool
 ) -> None:
     """Replace the solved state by :class:`SpinMarginals`."""
-    site, mask, dtype = model.site, model.mask, model.field.dtype
-    with without_autocast(model.field.device.type):
+    couplings, field, site, mask = model
+    with without_autocast(field.device.type):
         mean, variance = (as_wide(t) for t in solution.value)
-        matrix, x = as_matrix(model.couplings), as_wide(model.field)
+        matrix, x, dtype = as_matrix(couplings), as_wide(field), field.dtype
         own, covariance = site.moments(cavity_field(mean, variance, x, matrix, mask), variance)
         # An extrapolated iterate may lie outside of the domain, a site's own mean does not. A sample
         # without an iterate (infinite residual) keeps its start. The gradient is that of the iterate.
@@ -235,9 +246,9 @@ def _read_start(start: Any, field: Tensor) -> SpinState | None:
     """A warm start like ``field``, detached, or None."""
     if start is None:
         return None
-    if not isinstance(start, (SpinState, SpinMarginals)):
-        raise TypeError(f"start must be a SpinState or SpinMarginals, got {type(start)}")
-    shapes = (tuple(field.shape), (*field.shape, field.shape[-1]))
-    parts = (start.mean, start.cavity_variance)
-    names = ("start.mean", "start.cavity_variance")
-    return SpinState(*map(read_start, names, parts, shapes, (field, field)))
+    require_instance("start", start, SpinState | SpinMarginals, "a SpinState or SpinMarginals")
+    shape, name = (*field.shape, field.shape[-1]), "start.cavity_variance"
+    return SpinState(
+        read_start("start.mean", start.mean, shape[:3], field),
+        read_start(name, start.cavity_variance, shape, field),
+    )

@@ -134,11 +134,10 @@ def spherical_saddle(
     with without_autocast(field.device.type):
         x = zero_masked(as_wide(field), mask)
         k = with_scalar_symmetries(as_wide(couplings), mask).expand(len(x), -1, -1)
-        search = _Search(k.detach(), x.detach(), per_site, mask, rtol)
-        search.run(max_steps)
-        multiplier = _Multiplier.apply(k, x, search.multiplier, per_site, mask)
+        search = _search(k.detach(), x.detach(), per_site, mask, rtol, max_steps)
+        found_at, status, residual, count = search
+        multiplier = _Multiplier.apply(k, x, found_at, per_site, mask)
         found = _moments(multiplier, k, x, mask, field.dtype)
-    status, residual, count = search.status(), search.residual, search.evaluations
     solution = SaddleSolution(multiplier.to(field.dtype), *found, status, residual, count)
     report = Solution(solution, status, residual, residual, count, count)
     apply_policy(report, on_failure, "saddle point of O(d) spins")
@@ -220,87 +219,61 @@ class _Multiplier(torch.autograd.Function):
         return (of_k + of_k.mT) / 2, pulled / dim, None, None, None
 
 
-class _Search:
-    """Damped Newton steps to the minimum of ``Phi / d``, every sample for itself.
+def _search(
+    k: Tensor, x: Tensor, per_site: bool, mask: Tensor | None, rtol: float, max_steps: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Multipliers, status, residual and evaluations: damped Newton steps, every sample for itself.
 
-    Each evaluation is at a trial point ``Lambda + t p``: where it lies in the domain and ``Phi`` has
-    fallen enough, it becomes the sample's point, with a new Newton step p; elsewhere t is halved.
+    Each evaluation of ``Phi / d`` is at a trial point ``Lambda + t p``: where it lies in the domain and
+    ``Phi`` has fallen enough, it becomes the sample's point, with a new Newton step p; elsewhere t is
+    halved.
     """
-
-    def __init__(
-        self, k: Tensor, x: Tensor, per_site: bool, mask: Tensor | None, rtol: float
-    ) -> None:
-        batch, self.sites, dim = x.shape
-        self.k, self.per_site, self.mask, self.rtol = k, per_site, mask, rtol
-        self.gram = x @ x.mT / dim  # all that is needed of the fields
-        square = self.gram.diagonal(dim1=1, dim2=2)
-        # Uncoupled spins have Lambda = (1 + sqrt(1 + 4 |x|^2 / d)) / 2; the rows of K make it dominant.
-        # It is 1 at masked sites and at least 1 at others.
-        start = 0.5 + (0.25 + square).sqrt() + k.abs().sum(2)
-        self.multiplier = start if per_site else start.amax(1, keepdim=True)
-        self.trial, self.step = self.multiplier, torch.zeros_like(self.multiplier)
-        self.share = x.new_ones(batch)
-        self.value, self.slope = x.new_full((batch,), torch.inf), x.new_zeros(batch)
-        self.residual = x.new_full((batch,), torch.inf)
-        self.evaluations = torch.zeros(batch, dtype=torch.long, device=x.device)
-
-    def run(self, max_steps: int) -> None:
-        for _ in range(max_steps):
-            active = self.active()
-            if not maybe_any(active):
-                return
-            self.evaluate(active)
-
-    def active(self) -> Tensor:
-        """(B,) bool: neither converged nor stalled."""
-        return (self.residual > self.rtol) & (self.share > SHORTEST)
-
-    def status(self) -> Tensor:
-        stalled = torch.where(self.share > SHORTEST, int(Status.MAX_STEPS), int(Status.STALLED))
-        return torch.where(self.residual <= self.rtol, int(Status.CONVERGED), stalled)
-
-    def mean(self, spare: Tensor) -> Tensor:
-        """(B,): over the unmasked sites; at masked ones ``spare`` is 0."""
-        if self.mask is None:
-            return spare.mean(1)
-        return spare.sum(1) / self.mask.sum(1).clamp(min=1)
-
-    def evaluate(self, active: Tensor) -> None:
-        """``Phi / d``, its gradient and Newton's step at the trial points."""
-        whole = _of_sites(self.trial, self.sites, self.mask)
-        factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(whole) - self.k)
+    batch, sites, dim = x.shape
+    gram = x @ x.mT / dim  # all that is needed of the fields
+    square = gram.diagonal(dim1=1, dim2=2)
+    # Uncoupled spins have Lambda = (1 + sqrt(1 + 4 |x|^2 / d)) / 2; the rows of K make it dominant.
+    # It is 1 at masked sites and at least 1 at others.
+    start = 0.5 + (0.25 + square).sqrt() + k.abs().sum(2)
+    multiplier = trial = start if per_site else start.amax(1, keepdim=True)
+    step, share, slope = torch.zeros_like(trial), x.new_ones(batch), x.new_zeros(batch)
+    value, residual = x.new_full((2, batch), torch.inf)
+    evaluations = torch.zeros(batch, dtype=torch.long, device=x.device)
+    for _ in range(max_steps):
+        active = (residual > rtol) & (share > SHORTEST)
+        if not maybe_any(active):
+            break
+        evaluations += active
+        whole = _of_sites(trial, sites, mask)
+        factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(whole) - k)
         response = torch.cholesky_inverse(factor)
-        overlaps = response @ self.gram @ response
+        overlaps = response @ gram @ response
         log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        size = whole.sum(1) - log_det - self.sites
-        value = (size + (response * self.gram).flatten(1).sum(1)) / 2
-        spare = 1 - (response + overlaps).diagonal(dim1=1, dim2=2)  # of |S_i|^2 / d
-        gradient = spare / 2 if self.per_site else spare.sum(1, keepdim=True) / 2
-        residual = spare.abs().amax(1) if self.per_site else self.mean(spare).abs()
-        fallen = value <= self.value + ENOUGH * self.share * self.slope
+        found = (whole.sum(1) - log_det - sites + (response * gram).flatten(1).sum(1)) / 2
+        spare = 1 - (response + overlaps).diagonal(dim1=1, dim2=2)  # of |S_i|^2 / d, 0 if masked
+        if per_site:
+            gradient, miss = spare / 2, spare.abs().amax(1)
+        else:
+            gradient = spare.sum(1, keepdim=True) / 2
+            unmasked = sites if mask is None else mask.sum(1).clamp(min=1)
+            miss = (spare.sum(1) / unmasked).abs()
+        fallen = found <= value + ENOUGH * share * slope
         # Where Phi is the same to rounding, the gradient says whether the step was good.
-        noise = (
-            32 * torch.finfo(value.dtype).eps * (self.sites + whole.abs().sum(1) + log_det.abs())
-        )
-        flat = (value - self.value).abs() <= noise
-        better = torch.where(flat, residual < self.residual, fallen)
-        good = active & (failed == 0) & value.isfinite() & better
-        self.evaluations += active
-        chosen = good.unsqueeze(1)
-        self.multiplier = torch.where(chosen, self.trial, self.multiplier)
-        self.value = torch.where(good, value, self.value)
-        self.residual = torch.where(good, residual, self.residual)
-        hessian = _hessian(response, overlaps, self.per_site, self.mask)
+        noise = 32 * torch.finfo(x.dtype).eps * (sites + whole.abs().sum(1) + log_det.abs())
+        better = torch.where((found - value).abs() <= noise, miss < residual, fallen)
+        good = active & (failed == 0) & found.isfinite() & better
+        multiplier = torch.where(good.unsqueeze(1), trial, multiplier)
+        value, residual = torch.where(good, found, value), torch.where(good, miss, residual)
+        hessian = _hessian(response, overlaps, per_site, mask)
         newton, singular = torch.linalg.cholesky_ex(hessian)
-        step = -torch.cholesky_solve(gradient.unsqueeze(-1), newton).squeeze(-1)
-        step = torch.where((singular == 0).unsqueeze(1), step, -gradient)
-        self.step = torch.where(chosen, step, self.step)
-        slope = (gradient * step).sum(1)
-        self.slope = torch.where(good, slope, self.slope)
+        descent = -torch.cholesky_solve(gradient.unsqueeze(-1), newton).squeeze(-1)
+        descent = torch.where((singular == 0).unsqueeze(1), descent, -gradient)
+        step = torch.where(good.unsqueeze(1), descent, step)
+        slope = torch.where(good, (gradient * descent).sum(1), slope)
         # How far the step goes towards the border of the domain, were there no couplings.
-        towards = zero_masked(step * response.diagonal(dim1=1, dim2=2), self.mask)
-        size = -towards.amin(1)
-        share = torch.where(size < SHORT, 1.0, 1 / (1 + size))
-        shorter = torch.where(active, self.share / 2, self.share)
-        self.share = torch.where(good, share, shorter)
-        self.trial = self.multiplier + self.share.unsqueeze(1) * self.step
+        size = -zero_masked(step * response.diagonal(dim1=1, dim2=2), mask).amin(1)
+        first = torch.where(size < SHORT, 1.0, 1 / (1 + size))
+        share = torch.where(good, first, torch.where(active, share / 2, share))
+        trial = multiplier + share.unsqueeze(1) * step
+    ended = torch.where(share > SHORTEST, int(Status.MAX_STEPS), int(Status.STALLED))
+    status = torch.where(residual <= rtol, int(Status.CONVERGED), ended)
+    return multiplier, status, residual, evaluations

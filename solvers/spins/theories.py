@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from solvers.core.solution import Solution, Status
 from solvers.core.solver import Solver, Turn
 from solvers.fixed_points import fixed_point
 from solvers.methods.anderson import Anderson, Lists, Ring
-from solvers.spins.inputs import as_matrix, as_wide, read_given, zero_masked
+from solvers.spins.inputs import as_matrix, as_wide, zero_masked
 from solvers.spins.response import differentiable_response, is_definite, newton_step, times_blocks
 from solvers.spins.sites import Site
 
@@ -37,9 +36,8 @@ def cavity_field(
     mean: Tensor, variance: Tensor | None, field: Tensor, matrix: Tensor, mask: Tensor | None
 ) -> Tensor:
     """``h_i = x_i + sum_j J_ij m_j - V_i m_i``, j not masked, (B, N, d); None for V = 0."""
-    onsager = None if variance is None else (variance @ mean.unsqueeze(-1)).squeeze(-1)
     total = field + (zero_masked(mean, mask).flatten(1) @ matrix).view_as(mean)
-    return total if onsager is None else total - onsager
+    return total if variance is None else total - (variance @ mean.unsqueeze(-1)).squeeze(-1)
 
 
 def tap_step(
@@ -222,109 +220,57 @@ class TAPState:
     best: Tensor
 
 
-@dataclass(frozen=True)
-class CoupledSites:
-    """Coupled sites in their fields, and the options of :func:`solvers.fixed_point`."""
+class CoupledSites(NamedTuple):
+    """Checked couplings (N, N, d, d) of sites in their fields (B, N, d), and a mask (B, N) or None."""
 
     couplings: Tensor
     field: Tensor
     site: Site
     mask: Tensor | None
-    options: dict[str, Any]
 
-    def at(self, beta: float) -> CoupledSites:
-        """The same at another inverse temperature, which scales couplings and fields."""
-        if beta == 1:
-            return self
-        return replace(self, couplings=beta * self.couplings, field=beta * self.field)
 
-    def solve(self, order: str, start: SpinState | None) -> Solution:
-        """The solution of a theory as a :class:`SpinState`; ``start`` None for its own start."""
-        if order == "naive":
-            return self._naive(start)
-        one_step = tap_step
-        if order == "adaptive":
-            start = self._definite(start)
-        else:
-            one_step = second_order_step
-            if start is None:
-                start = SpinState(torch.zeros_like(self.field), no_variance(self.field).clone())
+def solve_theory(
+    order: str, model: CoupledSites, start: SpinState | None, options: dict[str, Any]
+) -> Solution:
+    """The solution of a theory as a :class:`SpinState`; ``start`` None for its own start, options of
+    :func:`solvers.fixed_point`."""
+    couplings, field, site, mask = model
 
-        def step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
-            return one_step(state, field, self.couplings, self.site, mask)
+    def naive_step(mean: Tensor, field: Tensor, mask: Tensor | None) -> Tensor:
+        with without_autocast(mean.device.type):
+            m, x, j = as_wide(mean), as_wide(field), as_matrix(couplings)
+            return site.mean(cavity_field(m, None, x, j, mask), no_variance(m)).to(mean.dtype)
 
-        return self._fixed_point(step, start)
+    def step(state: SpinState, field: Tensor, mask: Tensor | None) -> SpinState:
+        one_step = tap_step if order == "adaptive" else second_order_step
+        return one_step(state, field, couplings, site, mask)
 
-    def _fixed_point(self, step: Callable[..., Any], start: Any) -> Solution:
-        return fixed_point(step, start, (self.field, self.mask), mask=self.mask, **self.options)
-
-    def _naive(self, start: SpinState | None) -> Solution:
-        """The fixed point of the means at V = 0: mean field without Onsager term."""
-
-        def step(mean: Tensor, field: Tensor, mask: Tensor | None) -> Tensor:
-            with without_autocast(mean.device.type):
-                m, x, j = as_wide(mean), as_wide(field), as_matrix(self.couplings)
-                h = cavity_field(m, None, x, j, mask)
-                return self.site.mean(h, no_variance(m)).to(mean.dtype)
-
-        mean = torch.zeros_like(self.field) if start is None else start.mean
-        solution = self._fixed_point(step, mean)
-        solution.value = SpinState(solution.value, no_variance(mean))
+    first = (
+        SpinState(torch.zeros_like(field), no_variance(field).clone()) if start is None else start
+    )
+    options = options | {"args": (field, mask), "mask": mask}
+    if order == "naive":
+        solution = fixed_point(naive_step, first.mean, **options)
+        solution.value = SpinState(solution.value, no_variance(field))
         return solution
-
-    def _definite(self, start: SpinState | None) -> SpinState:
-        """``start``, but the usual one in samples where its ``chi`` is not positive definite."""
-        if start is None:
-            return starting_state(self.field, self.couplings, self.site, self.mask)
-        with torch.no_grad(), without_autocast(self.field.device.type):
-            mean, variance = (as_wide(t) for t in start)
-            matrix = as_matrix(self.couplings)
-            h = cavity_field(mean, variance, as_wide(self.field), matrix, self.mask)
-            covariance = self.site.covariance(h, variance).expand_as(variance)
-            definite = is_definite(zero_masked(covariance, self.mask), variance, matrix)
-        if bool(definite.all()):
-            return start
-        usual = starting_state(self.field, self.couplings, self.site, self.mask)
-        chosen = definite[:, None, None]
-        return SpinState(
-            torch.where(chosen, start.mean, usual.mean),
-            torch.where(chosen[..., None], start.cavity_variance, usual.cavity_variance),
-        )
+    return fixed_point(step, _definite(start, model) if order == "adaptive" else first, **options)
 
 
-@dataclass(frozen=True)
-class ClampedSites:
-    """Values s (B, N, d) of clamped sites, zero elsewhere, and what they do to the others.
-
-    With the field ``sum_j J_ij s_j`` on the free sites, and in log Z their own energy
-    ``sum_i x_i.s_i + 1/2 sum_ij s_i^T J_ij s_j``.
-    """
-
-    values: Tensor
-    clamped: Tensor  # (B, N) bool, not masked
-    pull: Tensor  # (B, N, d)
-    energy: Tensor  # (B,), at least float32
-
-    @classmethod
-    def of(cls, given: Any, model: CoupledSites) -> ClampedSites:
-        """The clamped sites of ``model``."""
-        values, clamped = read_given(given, model.field)
-        if model.mask is not None:
-            values, clamped = zero_masked(values, model.mask), clamped & model.mask
-        with without_autocast(model.field.device.type):
-            wide = as_wide(values)
-            pull = (wide.flatten(1) @ as_matrix(model.couplings)).view_as(wide)
-            energy = (wide * (as_wide(model.field) + pull / 2)).flatten(1).sum(1)
-        return cls(values, clamped, pull.to(values.dtype), energy)
-
-    def free(self, model: CoupledSites) -> CoupledSites:
-        """The free sites alone, in the field of the clamped ones."""
-        mask = ~self.clamped if model.mask is None else ~self.clamped & model.mask
-        return replace(model, field=model.field + self.pull, mask=mask)
-
-    def joined(self, marginals: Any, beta: float) -> Any:
-        """Marginals of the free sites with those of the clamped ones, at an inverse temperature."""
-        mean = torch.where(self.clamped.unsqueeze(-1), self.values, marginals.mean)
-        log_z = marginals.log_partition
-        log_z = None if log_z is None else log_z + beta * self.energy
-        return marginals._replace(mean=mean, log_partition=log_z)
+def _definite(start: SpinState | None, model: CoupledSites) -> SpinState:
+    """``start``, but the usual one in samples where its ``chi`` is not positive definite."""
+    couplings, field, site, mask = model
+    if start is None:
+        return starting_state(field, couplings, site, mask)
+    with torch.no_grad(), without_autocast(field.device.type):
+        mean, variance = (as_wide(t) for t in start)
+        matrix = as_matrix(couplings)
+        h = cavity_field(mean, variance, as_wide(field), matrix, mask)
+        covariance = zero_masked(site.covariance(h, variance), mask)
+        definite = is_definite(covariance, variance, matrix)
+    if bool(definite.all()):
+        return start
+    usual, chosen = starting_state(field, couplings, site, mask), definite[:, None, None]
+    return SpinState(
+        torch.where(chosen, start.mean, usual.mean),
+        torch.where(chosen[..., None], start.cavity_variance, usual.cavity_variance),
+    )
