@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from implicit_attn.deq import DEQ
 from implicit_attn.energies.tokens import check_mask, check_state
 from implicit_attn.models.images import TokenClassifier, check_images
-from implicit_attn.updates import MeanFieldAttention
+from implicit_attn.updates import MeanFieldAttention, NormedMLP
 from implicit_attn.updates.kinetic_attention import KineticAttention
 from solvers.core.checks import require_count, require_flag, require_instance
 
@@ -173,7 +173,8 @@ class SpinClassifier(TokenClassifier):
         self.stem = SpinStem(channels, require_count("dim", dim), widths)
         self.position = nn.Parameter(0.1 * torch.randn(SITES * SITES, dim))
         self.class_token = nn.Parameter(torch.randn(dim))
-        attention = MeanFieldAttention(1 + SITES * SITES, dim, hidden=hidden, bound=bound)
+        correction = NormedMLP(dim, hidden)
+        attention = MeanFieldAttention(1 + SITES * SITES, dim, correction=correction, bound=bound)
         self.layer = DEQ(attention, **(layer or {}))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, require_count("classes", classes))

@@ -16,11 +16,10 @@ from implicit_attn.energies.tokens import (
     accumulation_dtype,
     check_dtype,
     check_input,
-    check_mask,
     check_tokens,
     hide,
 )
-from implicit_attn.updates.mean_field import open_pairs, row_softmax
+from implicit_attn.updates.mean_field import check_fields, open_pairs, row_softmax
 from implicit_attn.updates.update import Update
 from solvers import SphericalSite, kinetic_map
 from solvers.core.checks import require_choice, require_flag, require_positive
@@ -117,11 +116,7 @@ class KineticAttention(Update):
 
     def prepare(self, x: Any, *, mask: Tensor | None = None) -> Prepared:
         """The field ``beta x`` (B, N, d) and the couplings ``beta J`` (B, heads, N, N)."""
-        name = type(self).__name__
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name}: x must be a tensor (B, N, {self.dim}), got {got}")
-        check_mask(mask, x, name, features=1)
+        check_fields(x, mask, type(self).__name__, self.dim)
         x = self.on_spheres(x)
         return Prepared((self.beta * x, self.beta * self.couplings(x, mask=mask)))
 
@@ -149,14 +144,8 @@ class KineticAttention(Update):
             return split_heads(y, self.heads).flatten(0, 1)
 
         apart = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
-        mean = kinetic_map(
-            fold(z),
-            fold(field),
-            couplings.flatten(0, 1),
-            site=self.site,
-            closure=self.closure,
-            mask=apart,
-        )
+        options: dict[str, Any] = {"site": self.site, "closure": self.closure, "mask": apart}
+        mean = kinetic_map(fold(z), fold(field), couplings.flatten(0, 1), **options)
         return merge_heads(mean.unflatten(0, (batch, self.heads)))
 
     def extra_repr(self) -> str:

@@ -21,14 +21,7 @@ from implicit_attn.energies.tokens import (
 )
 from implicit_attn.parametrised import parametrise
 from implicit_attn.updates.update import Update
-from solvers import (
-    Site,
-    SphericalSite,
-    SpinState,
-    starting_state,
-    tap_log_partition,
-    tap_step,
-)
+from solvers import Site, SphericalSite, SpinState, starting_state, tap_log_partition, tap_step
 from solvers.core.checks import require_count, require_flag, require_instance, require_positive
 
 
@@ -84,10 +77,8 @@ class CorrectedUpdate(Update):
     a token's own influence from the field that acts on it.
 
     Args (of the subclasses):
-        correction: "network" for an ``NormedMLP``, None for none, or a module
-            (B, N, d) -> (B, N, d) that acts on each token separately.
-        hidden: hidden units of the network; None: 4 d.
-        correction_bound: bound on the spectral norms of the network's two weights, or None.
+        correction: "network" for ``NormedMLP(dim)``, None for none, or a module (B, N, d) -> (B, N, d) that
+            acts on each token separately, such as ``NormedMLP(dim, hidden, bound=0.6)``.
     """
 
     correction: nn.Module | None
@@ -110,15 +101,14 @@ class MeanFieldAttention(CorrectedUpdate):
     r"""``f(z, x)_i = sum_j J_ij z_j - correction(z_i) + x_i``: mean-field spins with learned couplings.
 
     The couplings J (N, N, d, d) belong to the N positions, so the layer takes exactly N sites. f is a
-    contraction where the Lipschitz constants of the two terms sum to less than 1, which ``bound`` and
-    ``correction_bound`` can enforce. Initially ``|J|`` is about ``2 / sqrt d``. A correction whose
+    contraction where the Lipschitz constants of the two terms sum to less than 1, which bounds of both can
+    enforce. Initially ``|J|`` is about ``2 / sqrt d``. A correction whose
     Jacobian is positive semidefinite, like that of the Onsager term, improves convergence.
 
     Args:
         sites: N.
         dim: d.
-        correction, hidden, correction_bound: as for ``CorrectedUpdate``; without a correction this is
-            the naive mean field, which is linear.
+        correction: as for ``CorrectedUpdate``; without one this is the naive mean field, which is linear.
         symmetric_sites, scale, bound: of the ``Couplings``.
 
     Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked sites act on no
@@ -134,21 +124,14 @@ class MeanFieldAttention(CorrectedUpdate):
         dim: int,
         *,
         correction: nn.Module | str | None = "network",
-        hidden: int | None = None,
-        correction_bound: float | None = None,
         symmetric_sites: bool = True,
         scale: float = 1.0,
         bound: float | None = None,
     ) -> None:
         super().__init__()
-        self.couplings = Couplings(
-            sites,
-            dim,
-            symmetric_sites=symmetric_sites,
-            scale=scale,
-            bound=bound,
-        )
-        self.correction = make_correction(correction, dim, hidden, correction_bound)
+        options: dict[str, Any] = {"scale": scale, "bound": bound}
+        self.couplings = Couplings(sites, dim, symmetric_sites=symmetric_sites, **options)
+        self.correction = _read_correction(correction, dim)
         self.symmetric = symmetric_sites and self.correction is None
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
@@ -225,14 +208,12 @@ class AdaptiveTAPAttention(Update):
                 f"initial(x) returns; got {type(z).__name__}"
             )
         mean, variance = z
-        self.couplings.check(mean, mask)
+        field = self._field(mean, x, mask)
         if variance.shape != (*mean.shape, mean.shape[-1]):
             raise ValueError(
                 f"cavity_variance must have the shape {(*mean.shape, mean.shape[-1])} to go with mean "
                 f"{tuple(mean.shape)}, got {tuple(variance.shape)}"
             )
-        name = type(self).__name__
-        field = torch.zeros_like(mean) if x is None else check_input(x, mean, name)
         return tap_step(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
     def log_partition(
@@ -245,29 +226,21 @@ class AdaptiveTAPAttention(Update):
         nothing to gradients, in samples whose z has no positive definite ``chi``, as no fixed point has:
         the mean over the batch then is NaN, and ``Training`` refuses the step.
         """
-        mean = z[0]
-        self.couplings.check(mean, mask)
-        name = type(self).__name__
-        field = torch.zeros_like(mean) if x is None else check_input(x, mean, name)
+        field = self._field(z[0], x, mask)
         return tap_log_partition(SpinState(*z), field, self.couplings.weight, self.site, mask)
 
+    def _field(self, mean: Tensor, x: Tensor | None, mask: Tensor | None) -> Tensor:
+        self.couplings.check(mean, mask)
+        name = type(self).__name__
+        return torch.zeros_like(mean) if x is None else check_input(x, mean, name)
 
-def make_correction(
-    correction: Any, dim: int, hidden: int | None, bound: float | None, hidden_name: str = "hidden"
-) -> nn.Module | None:
+
+def _read_correction(correction: Any, dim: int) -> nn.Module | None:
     if isinstance(correction, str) and correction == "network":
-        hidden = None if hidden is None else require_count(hidden_name, hidden)
-        bound = None if bound is None else require_positive("correction_bound", bound)
-        return NormedMLP(dim, hidden, bound=bound)
-    if correction is not None and not isinstance(correction, nn.Module):
-        raise TypeError(f'correction must be "network", a module or None, got {correction!r}')
-    for name, value in ((hidden_name, hidden), ("correction_bound", bound)):
-        if value is not None:
-            raise ValueError(
-                f'{name} belongs to correction="network", got {name}={value!r} with '
-                f"correction={correction!r}"
-            )
-    return correction
+        return NormedMLP(dim)
+    return require_instance(
+        "correction", correction, nn.Module, '"network", a module', optional=True
+    )
 
 
 class SoftmaxCouplingAttention(CorrectedUpdate):
@@ -287,7 +260,7 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
     Args:
         dim: d.
         heads: a divisor of d.
-        correction, hidden, correction_bound: as for ``CorrectedUpdate``.
+        correction: as for ``CorrectedUpdate``.
         strength: > 0.
         self_coupling: whether a token attends to itself; False excludes ``J_ii`` from the softmax.
         bound: bound on the spectral norms of ``W_q`` and ``W_k``, or None.
@@ -305,8 +278,6 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         heads: int = 1,
         *,
         correction: nn.Module | str | None = "network",
-        hidden: int | None = None,
-        correction_bound: float | None = None,
         strength: float = 0.5,
         self_coupling: bool = True,
         bound: float | None = None,
@@ -316,15 +287,11 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         self.strength = require_positive("strength", strength)
         self.self_coupling = require_flag("self_coupling", self_coupling)
         self.query, self.key = Projection(dim, dim, bound), Projection(dim, dim, bound)
-        self.correction = make_correction(correction, dim, hidden, correction_bound)
+        self.correction = _read_correction(correction, dim)
 
     def couplings(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """``J`` (B, heads, N, N) of the input ``x`` (B, N, d), zero for masked tokens."""
-        name = type(self).__name__
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name}: x must be a tensor (B, N, {self.dim}), got {got}")
-        check_mask(mask, x, name, features=1)
+        check_fields(x, mask, type(self).__name__, self.dim)
         x = hide(x, mask)
         shape = (*x.shape[:2], self.heads, self.width)
         query = F.linear(x, self.query.weight).view(shape).transpose(1, 2)
@@ -359,6 +326,14 @@ class SoftmaxCouplingAttention(CorrectedUpdate):
         )
 
 
+def check_fields(x: Any, mask: Any, name: str, dim: int) -> None:
+    """``x`` (B, N, d) and ``mask`` (B, N) bool or None."""
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name}: x must be a tensor (B, N, {dim}), got {got}")
+    check_mask(mask, x, name, features=1)
+
+
 def open_pairs(
     x: Tensor, mask: Tensor | None, *, self_coupling: bool = True, causal: bool = False
 ) -> Tensor | None:
@@ -386,14 +361,13 @@ class MixerAttention(CorrectedUpdate):
 
     A :class:`NormedMLP` over the tokens replaces the explicit couplings. Its parameters
     belong to the N positions, so the layer takes exactly N tokens. f is a contraction where the
-    Lipschitz constants of g and of the correction sum to less than 1, which ``bound`` and
-    ``correction_bound`` can enforce.
+    Lipschitz constants of g and of the correction sum to less than 1, which bounds of both can enforce.
 
     Args:
         tokens: N.
         dim: d.
         hidden: hidden units of the mixer; None: 4 N.
-        correction, correction_hidden, correction_bound: as for ``CorrectedUpdate``.
+        correction: as for ``CorrectedUpdate``.
         bound: bound on the spectral norms of the mixer's two weights, or None.
 
     Shapes: ``z`` and ``x`` (B, N, d); ``x`` None for zero. ``mask`` (B, N) bool: masked tokens enter the
@@ -411,16 +385,12 @@ class MixerAttention(CorrectedUpdate):
         hidden: int | None = None,
         *,
         correction: nn.Module | str | None = "network",
-        correction_hidden: int | None = None,
-        correction_bound: float | None = None,
         bound: float | None = None,
     ) -> None:
         super().__init__()
         self.tokens, self.dim = tokens, dim
         self.mixer = NormedMLP(dim, hidden, tokens=tokens, bound=bound)
-        self.correction = make_correction(
-            correction, dim, correction_hidden, correction_bound, hidden_name="correction_hidden"
-        )
+        self.correction = _read_correction(correction, dim)
 
     def forward(self, z: Tensor, x: Tensor | None = None, *, mask: Tensor | None = None) -> Tensor:
         name = type(self).__name__

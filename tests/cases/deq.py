@@ -24,6 +24,7 @@ from implicit_attn.updates import (
     KineticAttention,
     MeanFieldAttention,
     MixerAttention,
+    NormedMLP,
     SoftmaxCouplingAttention,
 )
 from solvers import Implicit, Tolerance
@@ -81,11 +82,13 @@ def update_layer(**options: Any) -> DEQ:
 
 
 def mean_field_layer(**options: Any) -> DEQ:
-    return DEQ(MeanFieldAttention(COUNT, DIM, hidden=6, scale=0.5).double(), **options)
+    return DEQ(
+        MeanFieldAttention(COUNT, DIM, correction=NormedMLP(DIM, 6), scale=0.5).double(), **options
+    )
 
 
 def softmax_couplings_layer(**options: Any) -> DEQ:
-    return DEQ(SoftmaxCouplingAttention(DIM, 2, hidden=6).double(), **options)
+    return DEQ(SoftmaxCouplingAttention(DIM, 2, correction=NormedMLP(DIM, 6)).double(), **options)
 
 
 def kinetic_layer(**options: Any) -> DEQ:
@@ -93,7 +96,7 @@ def kinetic_layer(**options: Any) -> DEQ:
 
 
 def mixer_layer(**options: Any) -> DEQ:
-    return DEQ(MixerAttention(COUNT, DIM, 5, correction_hidden=6).double(), **options)
+    return DEQ(MixerAttention(COUNT, DIM, 5, correction=NormedMLP(DIM, 6)).double(), **options)
 
 
 def spins_layer(**options: Any) -> DEQ:
