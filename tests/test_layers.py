@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +48,10 @@ Sources = dict[str, str]  # module name -> text
 Rule = Callable[[Sources], list[str]]
 
 
+parsed = functools.cache(ast.parse)
+
+
+@functools.cache
 def sources() -> Sources:
     found = {}
     for package in ("solvers", "implicit_attn"):
@@ -59,7 +64,7 @@ def sources() -> Sources:
 def imports(modules: Sources) -> Iterator[tuple[str, str]]:
     """Pairs of a module and what it imports, as deep as the tree knows it."""
     for module, text in modules.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.Import):
                 yield from ((module, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -100,7 +105,7 @@ def hidden_modules(modules: Sources) -> list[str]:
     """Names of a package's face that are also a module below it: ``import a.b as m`` would lie."""
     found = []
     for module, text in modules.items():
-        for node in ast.parse(text).body:
+        for node in parsed(text).body:
             names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
             if isinstance(node, ast.ImportFrom):
                 paths = {f"{node.module}.{alias.name}" for alias in node.names} - set(modules)

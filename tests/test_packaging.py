@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import functools
 import importlib
 import importlib.metadata
 import re
@@ -36,6 +37,7 @@ def stated_requirements() -> dict[str, list[str]]:
     return requirements([line for line in lines if line])
 
 
+@functools.cache
 def sources() -> list[str]:
     return [path.read_text("utf-8") for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
 

@@ -19,6 +19,7 @@ from benchmarks.jax_peers.protocol import Worker, WorkerError
 from benchmarks.layers import MeanField
 
 TOLERANCES = 1e-2, 1e-3
+TIGHT = 1e-6, 1e-6  # float32 reaches 1e-7 on some processors only
 PROBLEM = {"x": np.arange(3.0)}
 
 
@@ -123,7 +124,7 @@ def exact() -> tuple[vs_jax.Problem, dict[str, Any]]:
     """A layer in a file, and the step of ours to a few roundings of float32."""
     problem = vs_jax.Problem(MeanField(), None)
     step = ours.load(problem.arrays)["ours"]
-    return problem, step.read(step.run(1e-6, 1e-6))
+    return problem, step.read(step.run(*TIGHT))
 
 
 def test_our_contestants_make_the_same_step(exact: tuple[vs_jax.Problem, dict[str, Any]]) -> None:
@@ -131,13 +132,13 @@ def test_our_contestants_make_the_same_step(exact: tuple[vs_jax.Problem, dict[st
     layer = problem.layer
     with torch.no_grad():
         z = torch.from_numpy(wanted["z"])
-        torch.testing.assert_close(layer.update(z, layer.x, layer.couplings()), z)
+        torch.testing.assert_close(
+            layer.update(z, layer.x, layer.couplings()), z, rtol=1e-5, atol=1e-5
+        )
     contestants = ours.load(problem.arrays)
-    del contestants[
-        "ours, DEQ layer compiled"
-    ]  # minutes of compilation; DEQ.compile has its own tests
+    del contestants["ours, DEQ layer compiled"]  # minutes; DEQ.compile has its own tests
     for step in contestants.values():
-        same(step.read(step.run(1e-6, 1e-6)), wanted)
+        same(step.read(step.run(*TIGHT)), wanted)
         assert min(step.count(1e-4, 1e-3)) > 3
 
 
@@ -154,8 +155,8 @@ def test_every_contestant_in_jax_makes_the_same_step(
         worker.ask("load", problem.arrays)
         assert vs_jax.BAR in worker.contestants
         for name in worker.contestants:
-            same(worker.ask("step", name, 1e-6, 1e-6), wanted)
-        assert min(worker.ask("count", vs_jax.BAR, 1e-6, 1e-6)) > 3
+            same(worker.ask("step", name, *TIGHT), wanted)
+        assert min(worker.ask("count", vs_jax.BAR, *TIGHT)) > 3
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def _imports(tree: ast.Module) -> Iterable[tuple[str, str | None]]:
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield node.module or "", None
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "require":
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
             words = {each.arg: each.value for each in node.keywords}
             if node.args and isinstance(node.args[0], ast.Constant) and "extra" in words:
                 extra = ast.literal_eval(words["extra"])
