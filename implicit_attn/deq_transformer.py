@@ -37,11 +37,15 @@ class DEQTransformer(EncoderLayer):
             in training draws one, and of which evaluation takes the middle; or "converged": until every
             sample has converged, as ``layer`` says. With numbers what is computed at a causal token
             depends on no later token, bit by bit. "converged" stops by a residual that all tokens of a
-            sample share, so later tokens reach earlier ones within the tolerance.
+            sample share, so later tokens reach earlier ones within the tolerance. "prefix", of causal
+            blocks: plain iteration, in which a token rests as soon as it and all tokens before it have
+            converged; no bit of it depends on a later token, and resting tokens cost but their keys and
+            values. ``evaluations`` then holds those of each token.
         gradient: "all": through all iterations. A number k: through the last k of them (truncated
             back-propagation), with memory of these; at "converged" k further ones from the end,
             :class:`solvers.Phantom`. "implicit": by the implicit function theorem, with the memory of one
-            evaluation and one evaluation more; right only where the iteration has arrived.
+            evaluation and one evaluation more; right only where the iteration has arrived. "prefix"
+            needs a number or "implicit".
         dropout: of the injected input and of the output, outside the solve.
         batch_first: tokens are (B, N, d), else (N, B, d) as ``nn.Transformer``'s are by default.
         layer: options of :class:`implicit_attn.DEQ`, for ``solve`` and "converged": Anderson to the
@@ -81,6 +85,7 @@ class DEQTransformer(EncoderLayer):
         attention = require_choice("attention", attention, ("self", "cross"))
         super().__init__(dim, heads, attention, memory_dim, causal, dropout, batch_first)
         self.iterations = check_iterations(iterations)
+        self.evaluations: Tensor | None = None
         options = check_layer(layer)
         adjoint: Any
         if isinstance(gradient, str):
@@ -121,8 +126,19 @@ class DEQTransformer(EncoderLayer):
         count = self._count(self.iterations if iterations is None else check_iterations(iterations))
         if isinstance(self.deq, UnrolledLayer):  # put here by unroll()
             z = self.deq(given, mask)
-        elif count is None:
+        elif count == "converged":
             z = self.deq(given, mask, tolerance=self._tolerance(x))
+        elif count == "prefix":
+            if not self.causal:
+                raise ValueError('iterations="prefix" needs causal=True: tokens have no prefix')
+            if torch.is_grad_enabled() and self.gradient == "all":
+                raise ValueError(
+                    'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
+                )
+            tolerance = self._tolerance(x)
+            start = self._by_prefix(given, mask, tolerance or solvers.Tolerance(1e-2))
+            z = self.deq(given, mask, z0=start, max_steps=1, tolerance=tolerance)
+            self.deq.evaluations_before = 0
         elif self.gradient != "implicit":
             window = None if self.gradient == "all" else self.gradient
             z = self.deq.unrolled(count, window=window)(given, mask)  # type: ignore[arg-type]
@@ -135,11 +151,32 @@ class DEQTransformer(EncoderLayer):
             self.deq.evaluations_before = 0
         return self._like(src, self.dropout(z))
 
-    def _count(self, iterations: Iterations) -> int | None:
-        """The number of evaluations of a call; None: until converged."""
-        if isinstance(iterations, str):
-            return None
-        if isinstance(iterations, int):
+    @torch.no_grad()
+    def _by_prefix(self, given: Any, mask: Tensor | None, tolerance: solvers.Tolerance) -> Tensor:
+        """Plain iteration; a token rests when it and all before it have moved by half the tolerance."""
+        step: Any = self.deq.update
+        held = step.prepare(given, mask=mask).parts
+        z = held.tokens.clone()
+        seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
+        going = seen.clone()
+        self.evaluations = torch.zeros_like(going, dtype=torch.int64)
+        for _ in range(self.deq.max_steps):
+            first = int(going.any(0).int().argmax())
+            old, rest = z[:, first:], going[:, first:]
+            value = step.at(z, held, mask, first)
+            apart, size = (value - old).norm(dim=-1), value.norm(dim=-1)
+            self.evaluations[:, first:] += rest
+            z[:, first:] = torch.where(rest[..., None], value, old)
+            moved = rest & (apart > 0.5 * tolerance.threshold(size))
+            going[:, first:] = moved.int().cummax(1).values.bool() & seen[:, first:]
+            if not going.any():
+                break
+        self.deq.evaluations_before = self.evaluations.amax(1)
+        return z
+
+    def _count(self, iterations: Iterations) -> int | str:
+        """The number of evaluations of a call, or how it ends."""
+        if isinstance(iterations, int | str):
             return iterations
         low, high = iterations
         return int(torch.randint(low, high + 1, ())) if self.training else (low + high) // 2
@@ -149,9 +186,9 @@ class DEQTransformer(EncoderLayer):
 
 
 def check_iterations(iterations: Any) -> Iterations:
-    """A number, a pair (least, most) or "converged"."""
+    """A number, a pair (least, most), "converged" or "prefix"."""
     if isinstance(iterations, str):
-        return require_choice("iterations", iterations, ("converged",))
+        return require_choice("iterations", iterations, ("converged", "prefix"))
     if not isinstance(iterations, (tuple, list)):
         return require_count("iterations", iterations)
     if len(iterations) != 2:

@@ -74,7 +74,7 @@ class DEQ(Compilable):
         observer: None, or a function that is called with (x, mask, solution) after every solve.
 
         evaluations_before: evaluations that a module around the layer has made of an initial state which
-            it hands over, 0 by default; ``last`` counts them with those of the solve.
+            it hands over, a number or (B,), 0 by default; ``last`` counts them with those of the solve.
 
     Example:
         >>> from implicit_attn.energies import BiSoftmaxAttention, Quadratic, ReLUFeedForward
@@ -126,7 +126,7 @@ class DEQ(Compilable):
         self.compact = require_flag("compact", compact)
         self.last: solvers.Solution | None = None
         self.observer: Callable[[Any, Tensor | None, solvers.Solution], object] | None = None
-        self.evaluations_before = 0
+        self.evaluations_before: int | Tensor = 0
         self._seeds: Tensor | None = None  # of the dropout in the latest solve
 
     @classmethod

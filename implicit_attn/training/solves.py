@@ -24,7 +24,7 @@ class SolveCounts:
         # Solves, converged ones, adjoint solves, converged ones, products of these.
         self.sums = torch.zeros(5, dtype=torch.float64)
         self.largest = torch.zeros(2, dtype=torch.float64)  # adjoint residual, evaluations
-        limits = (layer.max_steps + layer.evaluations_before for layer in self.layers)
+        limits = (layer.max_steps for layer in self.layers)
         # Solves by their number of evaluations.
         self.spent = torch.zeros(1 + max(limits, default=0), dtype=torch.float64)
 

@@ -120,18 +120,33 @@ class TransformerStep(Update):
     def forward(self, z: Tensor, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
         check_tokens(z, mask, type(self).__name__, dim=self.dim, tokens=True)
         held = (x if isinstance(x, Prepared) else self.prepare(x, mask=mask)).parts
+        return self.at(z, held, mask)
+
+    def at(self, z: Tensor, held: _Held, mask: Tensor | None, first: int = 0) -> Tensor:
+        """f at the tokens from ``first`` on, (B, N - first, d); all are read."""
         n = F.layer_norm(hide(z, mask) + held.tokens, (self.dim,))
-        h = n + self._attend(self.attention_norm(n), held)
+        h = n[:, first:] + self._attend(self.attention_norm(n), held, first)
         hidden = ACTIVATIONS[self.activation](self.widen(self.feedforward_norm(h)))
         return h + self.narrow(hidden)
 
-    def _attend(self, n: Tensor, held: _Held) -> Tensor:
-        (query,) = self._split(self.query(n), 1)
+    def _attend(self, n: Tensor, held: _Held, first: int) -> Tensor:
+        (query,) = self._split(self.query(n[:, first:]), 1)
         key, value = held.key, held.value
         if key is None or value is None:
             key, value = self._split(self.key_value(n), 2)
         allowed, bias, some = held.allowed, held.bias, None
         causal = self.causal and allowed is None
+        if first:
+            count = n.shape[1]
+            if causal:  # torch's flag is for queries and keys of one number
+                allowed, causal = (
+                    n.new_ones(count, count, dtype=torch.bool).tril()[None, None],
+                    False,
+                )
+            allowed, bias = (
+                pairs[..., first:, :] if pairs is not None and pairs.shape[-2] == count else pairs
+                for pairs in (allowed, bias)
+            )
         if allowed is not None:
             some = allowed.any(-1, keepdim=True)
             allowed = allowed | ~some  # a softmax over nothing would be NaN

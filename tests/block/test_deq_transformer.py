@@ -200,6 +200,33 @@ def test_no_later_token_changes_a_bit_of_an_earlier_one(gradient: Any) -> None:
     assert relative_error(again(later, is_causal=True)[:, :3], y[:, :3]) <= 1e-14
 
 
+def test_tokens_rest_when_their_prefix_has_converged() -> None:
+    for options in ({}, {"gradient": 2}, {"gradient": "implicit"}):
+        block = build(causal=True, iterations="prefix", layer=EXACT, **options)
+        x, seen = inputs(3, 7), padding(7, 4, 6, tokens=7)
+        with torch.no_grad():
+            exact = block(x, src_key_padding_mask=seen, iterations=200)
+            assert relative_error(block(x, src_key_padding_mask=seen), exact) <= 1e-11
+        assert block.last is not None and block.last.converged.all()
+        spent = block.evaluations
+        assert spent is not None and (spent[0].diff() >= 0).all() and spent[0, 0] < spent[0, -1]
+        assert torch.equal(spent.amax(1) + 1, block.last.evaluations)  # one for the residual
+        later = torch.cat((x[:, :4], inputs(3, 3, seed=9)), 1)
+        with torch.no_grad():
+            assert torch.equal(block(later)[:, :4], block(x)[:, :4])
+    x.requires_grad_(True)
+    (slope,) = torch.autograd.grad(block(x).square().sum(), x)
+    loss = block(x, iterations="converged").square().sum()
+    assert relative_error(slope, torch.autograd.grad(loss, x)[0]) <= 1e-9
+    loose = build(causal=True, iterations="prefix", layer={"max_steps": 2})
+    with pytest.warns(solvers.SolveWarning), torch.no_grad():
+        loose(inputs())
+    with pytest.raises(ValueError, match="needs torch"):
+        loose(inputs())
+    with pytest.raises(ValueError, match="needs causal=True"):
+        build(iterations="prefix")(inputs())
+
+
 def test_a_sample_does_not_depend_on_its_batch() -> None:
     for iterations in (5, "converged"):
         block, x = build(iterations=iterations, layer=EXACT), inputs(4)
