@@ -126,18 +126,11 @@ class DEQTransformer(EncoderLayer):
         count = self._count(self.iterations if iterations is None else check_iterations(iterations))
         if isinstance(self.deq, UnrolledLayer):  # put here by unroll()
             z = self.deq(given, mask)
-        elif count == "converged":
-            z = self.deq(given, mask, tolerance=self._tolerance(x))
-        elif count == "prefix":
-            if not self.causal:
-                raise ValueError('iterations="prefix" needs causal=True: tokens have no prefix')
-            if torch.is_grad_enabled() and self.gradient == "all":
-                raise ValueError(
-                    'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
-                )
-            tolerance = self._tolerance(x)
-            start = self._by_prefix(given, mask, tolerance or solvers.Tolerance(1e-2))
-            z = self.deq(given, mask, z0=start, max_steps=1, tolerance=tolerance)
+        elif isinstance(count, str):
+            tolerance, start = self._tolerance(x), {}
+            if count == "prefix":
+                start = {"z0": self._by_prefix(given, mask, tolerance), "max_steps": 1}
+            z = self.deq(given, mask, tolerance=tolerance, **start)
             self.deq.evaluations_before = 0
         elif self.gradient != "implicit":
             window = None if self.gradient == "all" else self.gradient
@@ -151,26 +144,35 @@ class DEQTransformer(EncoderLayer):
             self.deq.evaluations_before = 0
         return self._like(src, self.dropout(z))
 
-    @torch.no_grad()
-    def _by_prefix(self, given: Any, mask: Tensor | None, tolerance: solvers.Tolerance) -> Tensor:
+    def _by_prefix(
+        self, given: Any, mask: Tensor | None, tolerance: solvers.Tolerance | None
+    ) -> Tensor:
         """Plain iteration; a token rests when it and all before it have moved by half the tolerance."""
+        if not self.causal:
+            raise ValueError('iterations="prefix" needs causal=True: tokens have no prefix')
+        if torch.is_grad_enabled() and self.gradient == "all":
+            raise ValueError(
+                'iterations="prefix" needs torch.no_grad(), gradient="implicit" or a number'
+            )
         step: Any = self.deq.update
-        held = step.prepare(given, mask=mask).parts
-        z = held.tokens.clone()
-        seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
-        going = seen.clone()
-        self.evaluations = torch.zeros_like(going, dtype=torch.int64)
-        for _ in range(self.deq.max_steps):
-            first = int(going.any(0).int().argmax())
-            old, rest = z[:, first:], going[:, first:]
-            value = step.at(z, held, mask, first)
-            apart, size = (value - old).norm(dim=-1), value.norm(dim=-1)
-            self.evaluations[:, first:] += rest
-            z[:, first:] = torch.where(rest[..., None], value, old)
-            moved = rest & (apart > 0.5 * tolerance.threshold(size))
-            going[:, first:] = moved.int().cummax(1).values.bool() & seen[:, first:]
-            if not going.any():
-                break
+        limit = tolerance or solvers.Tolerance(1e-2)  # half precision
+        with torch.no_grad():
+            held = step.prepare(given, mask=mask).parts
+            z = held.tokens.clone()
+            seen = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask
+            going = seen.clone()
+            self.evaluations = torch.zeros_like(going, dtype=torch.int64)
+            for _ in range(self.deq.max_steps):
+                first = int(going.any(0).int().argmax())
+                old, rest = z[:, first:], going[:, first:]
+                value = step.at(z, held, mask, first)
+                apart, size = (value - old).norm(dim=-1), value.norm(dim=-1)
+                self.evaluations[:, first:] += rest
+                z[:, first:] = torch.where(rest[..., None], value, old)
+                moved = rest & (apart > 0.5 * limit.threshold(size))
+                going[:, first:] = moved.int().cummax(1).values.bool() & seen[:, first:]
+                if not going.any():
+                    break
         self.deq.evaluations_before = self.evaluations.amax(1)
         return z
 
