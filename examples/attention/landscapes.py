@@ -80,20 +80,14 @@ def landscapes(states: int = 16, patterns: int = 32, points: int = 81, seed: int
         descent = QueryDescent(2, beta=beta, step_size=picture.step_size)
         path, energies = descent.trajectory(query[None], key[None], picture.steps)
         path, energies = path[:, 0], energies[:, 0, 0]
-        summary.append(
-            {
-                "picture": picture.name,
-                "scale": picture.scale,
-                "step_size": picture.step_size,
-                "steps": picture.steps,
-                "energy_before": energies[0].mean().item(),
-                "energy_after": energies[-1].mean().item(),
-                "largest_rise": (energies[-1] - energies[0]).max().item(),
-                "distance_moved": (path[-1] - path[0]).norm(dim=1).mean().item(),
-                "spread_before": spread(path[0]),
-                "spread_after": spread(path[-1]),
-            }
-        )
+        first, last, moves = energies[0], energies[-1], (path[-1] - path[0]).norm(dim=1)
+        summary.append({
+            "picture": picture.name, "scale": picture.scale, "step_size": picture.step_size,
+            "steps": picture.steps, "energy_before": first.mean().item(),
+            "energy_after": last.mean().item(), "largest_rise": (last - first).max().item(),
+            "distance_moved": moves.mean().item(), "spread_before": spread(path[0]),
+            "spread_after": spread(path[-1]),
+        })  # fmt: skip
         for t, (places, heights) in enumerate(zip(path.tolist(), energies.tolist(), strict=True)):
             for i, ((a, b), energy) in enumerate(zip(places, heights, strict=True)):
                 row = {"picture": picture.name, "state": i, "step": t, "x": a, "y": b}
@@ -119,25 +113,12 @@ def draw_background(axes, descent: QueryDescent, key: Tensor, shown: list, point
 
 def draw_moves(axes, picture: Picture, path: Tensor, key: Tensor | None, values) -> None:
     """States before, between and after the steps, what they attend to, and what values give."""
-
-    def arrows(before: Tensor, after: Tensor, color: str) -> None:
-        axes.quiver(
-            *before.T,
-            *(after - before).T,
-            angles="xy",
-            scale_units="xy",
-            scale=1,
-            color=color,
-            alpha=0.8,
-            width=0.004,
-            headwidth=4,
-            zorder=2,
-        )
-
+    look: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "alpha": 0.8}
+    look |= {"width": 0.004, "headwidth": 4, "zorder": 2}
     for before, after in pairwise(path):
-        arrows(before, after, RED)
+        axes.quiver(*before.T, *(after - before).T, color=RED, **look)
     if values is not None:
-        arrows(path[-1], values, YELLOW)
+        axes.quiver(*path[-1].T, *(values - path[-1]).T, color=YELLOW, **look)
         axes.plot(*values.T, ".", color=YELLOW, markersize=5, zorder=5)
     if key is not None:
         axes.plot(*key.T, "o", **PATTERNS)

@@ -81,10 +81,8 @@ def norm_map(
     table = step_norms(spaced_dimensions(dimensions), values, tokens, draws, seed)
     usual = step_norms(USUAL, [1.0], tokens, draws, seed)
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=[1.25, 1])
-    figure.suptitle(
-        "Bare self-attention: the norm of one step on random tokens; "
-        f"{tokens} tokens, {draws} draws"
-    )
+    title = "Bare self-attention: the norm of one step on random tokens"
+    figure.suptitle(f"{title}; {tokens} tokens, {draws} draws")
     every = sorted({row["dimension"] for row in table})
     image = torch.tensor([row["norm"] for row in table]).view(len(every), scales).T
     exponents = image.clamp(1e-8, 1e2).log10()

@@ -32,12 +32,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.embed = nn.Conv2d(images.shape[1], DIM, patch, stride=patch)
         number = (images.shape[-1] // patch) ** 2 + 1
-        self.front, self.place = (
-            nn.Parameter(torch.zeros(DIM)),
-            nn.Parameter(torch.zeros(number, DIM)),
-        )
-        nn.init.normal_(self.front, std=0.5)
-        nn.init.normal_(self.place, std=0.5)
+        self.front = nn.Parameter(0.5 * torch.randn(DIM))
+        self.place = nn.Parameter(0.5 * torch.randn(number, DIM))
         self.blocks, self.norm, self.head = blocks, nn.LayerNorm(DIM), nn.Linear(DIM, classes)
 
     def forward(self, images: Tensor, **iterations: int) -> Tensor:
@@ -49,13 +45,9 @@ class Classifier(nn.Module):
 
 def blocks_of(name: str) -> nn.Module:
     if name == "three blocks":
-        layers = [
-            nn.TransformerEncoderLayer(
-                DIM, HEADS, HIDDEN, 0.0, "gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(3)
-        ]
-        return nn.Sequential(*layers)
+        options: Any = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer
+        return nn.Sequential(*(layer(DIM, HEADS, HIDDEN, 0.0, **options) for _ in range(3)))
     drawn = name == "one block, repeated"
     return DEQTransformer(DIM, HEADS, HIDDEN, iterations=DRAWN if drawn else 1)
 
@@ -118,12 +110,8 @@ def repeated_block(
             model = Classifier(images, patch, loaded.classes, blocks_of(name))
             seconds = train(model, images, labels, rate, epochs, seed)
             model.eval()
-            row = {
-                "model": name,
-                "seed": seed,
-                "rate": rate,
-                "accuracy": accuracy(model, tests, answers),
-            }
+            row: dict[str, Any] = {"model": name, "seed": seed, "rate": rate}
+            row["accuracy"] = accuracy(model, tests, answers)
             row["parameters"] = sum(each.numel() for each in model.parameters())
             accuracies.append(row | {"seconds": seconds})
             if name == "one block, repeated":
@@ -135,16 +123,15 @@ def repeated_block(
         curve = [row["accuracy"] for row in by_iterations if row["seed"] == seed]
         axes.plot(MARKS, curve, "o-", color="C0", label=None if seed else "one block, repeated")
         for name, color in (("one block, once", "C1"), ("three blocks", "C4")):
-            row = next(
-                each for each in accuracies if each["model"] == name and each["seed"] == seed
+            (height,) = (
+                row["accuracy"] for row in accuracies if (row["model"], row["seed"]) == (name, seed)
             )
-            axes.axhline(row["accuracy"], color=color, linestyle="--", label=None if seed else name)
+            axes.axhline(height, color=color, linestyle="--", label=None if seed else name)
     axes.axvspan(*DRAWN, color="C4", alpha=0.15, linewidth=0, label="drawn in training")
     axes.set_xscale("log", base=2)
     axes.set_xticks(MARKS, [str(mark) for mark in MARKS])
-    axes.set(
-        xlabel="iterations", ylabel="test accuracy (%)", title=f"{data}, {len(images):,} images"
-    )
+    axes.set_title(f"{data}, {len(images):,} images")
+    axes.set(xlabel="iterations", ylabel="test accuracy (%)")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     return {"accuracy": accuracies, "iterations": by_iterations}, figure

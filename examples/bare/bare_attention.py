@@ -87,14 +87,10 @@ def bare_attention(
         models[name] = setup.fit(name)
         tokens, losses[name] = predict(name, models[name], setup.test)
         guesses[name] = codec.decode_patches(tokens)
-    table = [
-        {
-            "predictor": name,
-            "error": (guess - truth).square().mean().sqrt().item(),
-            "npl": losses.get(name, float("nan")),
-        }
-        for name, guess in guesses.items()
-    ]
+    table: list[dict[str, Any]] = []
+    for name, guess in guesses.items():
+        row = {"predictor": name, "error": (guess - truth).square().mean().sqrt().item()}
+        table.append(row | {"npl": losses.get(name, float("nan"))})
     return {"errors": table}, draw(setup, models, guesses, table)
 
 

@@ -59,13 +59,8 @@ class Pairs(NamedTuple):
         return cls(edges, beta * found)
 
     def solve(
-        self,
-        puzzles: Tensor,
-        steps: int,
-        rows: Any = slice(None),
-        given: Any = None,
-        start: Any = None,
-    ) -> Solution:
+        self, puzzles: Tensor, steps: int, rows: Any = slice(None), given: Any = None, start: Any = None
+    ) -> Solution:  # fmt: skip
         """At most so many steps; ``given`` in place of the clues: values and where they are known."""
         digits, known = known_digits(puzzles)
         return belief_propagation(
@@ -89,15 +84,10 @@ def propagated(pairs: Pairs, puzzles: Tensor, steps: int = ALONE) -> Tensor:
 def decimated(pairs: Pairs, puzzles: Tensor, steps: int = BETWEEN) -> Tensor:
     """Boards (B, 81): the surest cell is fixed, and at most ``steps`` follow, until a rule is broken."""
 
-    def solve(rows: Tensor, known: tuple[Tensor, Tensor], start: Any) -> Solution:
-        return pairs.solve(puzzles, steps, rows, known, start)
-
     found = decimate(
-        solve,
-        known_digits(puzzles),
-        certain=CERTAIN,
+        partial(pairs.solve, puzzles, steps), known_digits(puzzles), certain=CERTAIN,
         accept=lambda rows, states: solved(states + 1),
-    )
+    )  # fmt: skip
     return torch.where(puzzles > 0, puzzles, found.states + 1)
 
 

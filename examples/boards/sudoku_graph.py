@@ -38,9 +38,7 @@ class Recipe(NamedTuple):
 
     rows: str | None
     rate: float
-    fields: bool = (
-        False  # all digits are alike in every cell: fields learn the chance of the boards
-    )
+    fields: bool = False  # all digits are alike everywhere: fields learn the chance of the boards
 
 
 HEAD, POTTS, COUNTING = "factored, softmax head", "Potts", "counting equal pairs"
@@ -64,14 +62,8 @@ def solved_boards(number: int, source: str, seed: int) -> tuple[str, Tensor]:
 
 
 def fitted(
-    name: str,
-    boards: Tensor,
-    steps: int,
-    seed: int,
-    l2: float = 0.0,
-    watch: Any = None,
-    **options: Any,
-) -> FactoredAttention | PottsModel:
+    name: str, boards: Tensor, steps: int, seed: int, l2: float = 0.0, watch: Any = None, **options: Any
+) -> FactoredAttention | PottsModel:  # fmt: skip
     """The model of a recipe, fitted to boards (N, 81) by Adam; ``watch(model, step, loss)`` on the way."""
     rows, rate, fields = RECIPES[name]
     torch.manual_seed(seed)
@@ -138,13 +130,12 @@ def sudoku_graph(
         few = every[:number]
         digits = torch.nn.functional.one_hot(few - 1, 9).double()
         equal = torch.einsum("nia,nja->ij", digits, digits) / number
-        found = {COUNTING: -equal}
-        for recipe in RECIPES:
-            model = fitted(recipe, few, few_steps, seed, batch=32, augment=None)
-            found[recipe] = strengths(model)
-        for recipe, scores in found.items():
-            precision = precision_of(scores)
-            by_boards.append({"model": recipe, "boards": number, "precision": precision})
+        for recipe in (COUNTING, *RECIPES):
+            scores = -equal
+            if recipe != COUNTING:
+                scores = strengths(fitted(recipe, few, few_steps, seed, batch=32, augment=None))
+            row = {"model": recipe, "boards": number, "precision": precision_of(scores)}
+            by_boards.append(row)
     title = f"The graph of Sudoku, learned from solved boards by pseudo-likelihood ({name})"
     figure = draw(title, by_steps, by_boards, ends)
     return {"steps": by_steps, "boards": by_boards}, figure

@@ -69,17 +69,12 @@ def load_boards(train: int, test: int, clues: tuple[int, ...], source: str, seed
     else:
         name, more = "generated Sudoku", 11
         learned = solved_boards(train, source, seed)[1]
-        minimal, solutions = unique_puzzles(
-            min(test, 200), seed
-        )  # 25 ms each; then symmetries of them
+        minimal, solutions = unique_puzzles(min(test, 200), seed)  # 25 ms each, then symmetries
         if test > 200:
-            index = torch.arange(200, test) % 200
-            symmetric = torch.Generator().manual_seed(seed)
+            index, symmetric = torch.arange(200, test) % 200, torch.Generator().manual_seed(seed)
             further = SudokuSymmetries()(minimal[index], solutions[index], symmetric)
-            minimal, solutions = (
-                torch.cat([minimal, further[0]]),
-                torch.cat([solutions, further[1]]),
-            )
+            minimal = torch.cat([minimal, further[0]])
+            solutions = torch.cat([solutions, further[1]])
     sets = {}
     for number in sorted(set(clues)):
         few = (minimal != 0).sum(1) <= number
@@ -143,16 +138,12 @@ def sudoku_potts(
     """
     data = load_boards(train, boards, clues, source, seed)
     solvers, fits = learned_couplings(data, steps, l2, seed)
-
-    def annealed(name: str) -> tuple[str, Solve]:
-        return (
-            f"{name}, annealed",
-            lambda puzzles: solvers[name].solve(puzzles, steps=anneal).boards,
-        )
-
-    ways: dict[str, Solve] = dict([annealed(LEARNED), annealed(BARE)])
-    ways[f"{LEARNED}, decimated"] = lambda puzzles: solvers[LEARNED].decimate(puzzles).boards
-    ways |= [annealed(RULES), annealed(f"learned, {POTTS}"), (SINGLES, solve_by_singles)]
+    ways: dict[str, Solve] = {}
+    for name in (LEARNED, BARE, RULES, f"learned, {POTTS}"):
+        ways[f"{name}, annealed"] = lambda p, by=solvers[name]: by.solve(p, steps=anneal).boards
+        if name == BARE:
+            ways[f"{LEARNED}, decimated"] = lambda p: solvers[LEARNED].decimate(p).boards
+    ways[SINGLES] = solve_by_singles
     table = compare(data.test, ways)
     there = [number for number in sorted(set(clues)) if str(number) in data.test]
     counts = {number: len(data.test[str(number)][0]) for number in there}
@@ -163,15 +154,11 @@ def sudoku_potts(
     shown = there[(len(there) - 1) // 2]
     puzzles, solutions = data.test[str(shown)]
     filled = ways[f"{LEARNED}, annealed"](puzzles)
-    one = int(
-        (filled == solutions).all(1).long().argmax()
-    )  # the first that is solved, or the first
+    one = int((filled == solutions).all(1).long().argmax())  # the first solved one, or the first
     draw_board(board, puzzles[one], filled[one], solutions[one])
     found = "solved" if torch.equal(filled[one], solutions[one]) else "not solved"
-    board.set_title(
-        f"a puzzle of {shown} clues, {found} by the learned couplings\n"
-        "bold: clues; blue: found; red: wrong", fontsize=9,
-    )  # fmt: skip
+    text = f"a puzzle of {shown} clues, {found} by the learned couplings"
+    board.set_title(f"{text}\nbold: clues; blue: found; red: wrong", fontsize=9)
     return {"table": table, "fits": fits}, figure
 
 

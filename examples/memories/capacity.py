@@ -86,10 +86,8 @@ def capacity(
     if flips > 1:
         raise ValueError(f"flips must be at most 1, got {flips}")
     figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex="row", sharey=True)
-    figure.suptitle(
-        f"Capacity of binary memories; {flips:.0%} of the spins flipped, "
-        f"mean and range of {seeds} seeds"
-    )
+    title = f"Capacity of binary memories; {flips:.0%} of the spins flipped"
+    figure.suptitle(f"{title}, mean and range of {seeds} seeds")
     tables: dict[str, Table] = {"pairs": [], "dense": []}
     halves: Table = []
     for name, row, rules, size, values in (
@@ -142,9 +140,8 @@ def finish(row, table: Table, sites: int) -> None:
     for each in table:
         if each["rule"] == "pseudo-inverse" and each["patterns"] == sites:
             text, place = "P = N:\nJ = 0, no\nspin moves", (each["load"], each["overlap"])
-            row[0].annotate(
-                text, place, (-5, 8), textcoords="offset points", fontsize=7, ha="right"
-            )
+            note = row[0].annotate(text, place, (-5, 8), textcoords="offset points")
+            note.set(fontsize=7, ha="right")
     for axes in row:
         axes.set(xlabel="load P / N", ylim=(-0.03, 1.05), xscale="log")
 

@@ -61,16 +61,13 @@ def gibbs_histogram(
     numbers = ((v > 0).long() * 2 ** torch.arange(spins - 1, -1, -1)).sum(1)
     found = torch.bincount(numbers, minlength=len(states)).double() / chains
     error = (exact * (1 - exact) / chains).sqrt()
-    return [
-        {
-            "hidden": hidden,
-            "state": "".join("+" if spin > 0 else "-" for spin in states[index].tolist()),
-            "exact": exact[index].item(),
-            "found": found[index].item(),
-            "error": error[index].item(),
-        }
-        for index in exact.argsort(descending=True, stable=True).tolist()
-    ]
+    columns = {"exact": exact, "found": found, "error": error}
+    rows: Table = []
+    for index in exact.argsort(descending=True, stable=True).tolist():
+        state = "".join("+" if spin > 0 else "-" for spin in states[index].tolist())
+        numbers = {name: column[index].item() for name, column in columns.items()}
+        rows.append({"hidden": hidden, "state": state, **numbers})
+    return rows
 
 
 def deviations(table: Table) -> dict[str, Any]:
@@ -140,16 +137,9 @@ def draw_histogram(axes, table: Table) -> None:
     """Gibbs frequencies against exact probabilities."""
     places, exact = range(len(table)), [row["exact"] for row in table]
     axes.bar(places, exact, color="C0", alpha=0.4, label="exact, exp(-E) / Z")
-    axes.errorbar(
-        places,
-        [row["found"] for row in table],
-        yerr=[2 * row["error"] for row in table],
-        fmt=".",
-        color="black",
-        ms=4,
-        elinewidth=0.8,
-        label="Gibbs, 2 standard errors",
-    )
+    found, errors = [row["found"] for row in table], [2 * row["error"] for row in table]
+    look: Any = {"fmt": ".", "color": "black", "ms": 4, "elinewidth": 0.8}
+    axes.errorbar(places, found, yerr=errors, label="Gibbs, 2 standard errors", **look)
     axes.set(title=f"{table[0]['hidden']} hidden units", xlabel="state, by falling probability")
     axes.set_yscale("log")
 

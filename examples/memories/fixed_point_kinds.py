@@ -30,26 +30,20 @@ def clustered_patterns(
     clusters: int, members: int, dim: int, spread: float, generator: torch.Generator
 ) -> Tensor:
     """Unit vectors as centres, each plus ``spread`` times unit vectors, (clusters members, dim)."""
-    centers, around = (
-        torch.randn(count, dim, generator=generator, dtype=torch.float64)
-        for count in (clusters, clusters * members)
-    )
-    centers, around = (x / x.norm(dim=1, keepdim=True) for x in (centers, around))
+    options: Any = {"generator": generator, "dtype": torch.float64}
+    drawn = [torch.randn(count, dim, **options) for count in (clusters, clusters * members)]
+    centers, around = (x / x.norm(dim=1, keepdim=True) for x in drawn)
     return centers.repeat_interleave(members, dim=0) + spread * around
 
 
 def settle(patterns: Tensor, beta: float) -> Table:
     """A row for each pattern: the effective number where it ends."""
     memory = Hopfield(patterns, beta=beta)
+    # Plain iteration alone keeps to the basin that a start lies in.
     solution = solvers.fixed_point(
-        lambda z: z - memory.grad(z),
-        patterns,
-        solver=solvers.Forward(),  # it alone keeps to the basin that a start lies in
-        tolerance=solvers.Tolerance(rtol=1e-10, atol=1e-10),
-        max_steps=20_000,
-        adjoint=None,
-        on_failure="ignore",
-    )
+        lambda z: z - memory.grad(z), patterns, solver=solvers.Forward(), max_steps=20_000,
+        tolerance=solvers.Tolerance(rtol=1e-10, atol=1e-10), adjoint=None, on_failure="ignore",
+    )  # fmt: skip
     share = (beta * solution.value @ patterns.mT).softmax(1)
     effective = torch.special.entr(share).sum(1).exp().tolist()
     ends = zip(effective, solution.converged.tolist(), solution.steps.tolist(), strict=True)
@@ -90,19 +84,16 @@ def fixed_point_kinds(
         seed: of the patterns.
     """
     count, ordered = clusters * members, sorted(betas)
+    heading = f"{clusters} clusters of {members} patterns"
     draws = {
         "random": (count, 1, 0.0, (1, count), f"{count} random patterns"),
-        "clusters": (
-            *(clusters, members, spread, (1, members, count)),
-            f"{clusters} clusters of {members} patterns",
-        ),
+        "clusters": (clusters, members, spread, (1, members, count), heading),
     }
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
     figure.suptitle("What attention over stored patterns settles on")
     tables, meshes = {}, []
-    for axes, (name, (groups, each, apart, sizes, heading)) in zip(
-        panels, draws.items(), strict=True
-    ):
+    for axes, (name, draw_of) in zip(panels, draws.items(), strict=True):
+        groups, each, apart, sizes, heading = draw_of
         generator = torch.Generator().manual_seed(seed)
         patterns = clustered_patterns(groups, each, dim, apart, generator)
         found = [settle(patterns, beta) for beta in ordered]
@@ -123,24 +114,19 @@ def draw(axes, found: list[Table], betas: list[float], sizes: tuple[int, ...]):
         counts = torch.histogram(numbers.float(), edges.float()).hist
         columns.append(100 * counts / len(numbers))
     image = torch.stack(columns, dim=1)
-    shown = image.masked_fill(image == 0, torch.nan)
-    mesh = axes.pcolormesh(
-        borders(betas), edges.numpy(), shown.numpy(), vmin=0, vmax=100, cmap="viridis_r"
-    )
+    shown = image.masked_fill(image == 0, torch.nan).numpy()
+    look: dict[str, Any] = {"vmin": 0, "vmax": 100, "cmap": "viridis_r"}
+    mesh = axes.pcolormesh(borders(betas), edges.numpy(), shown, **look)
     meanings = (*("one pattern", "a whole cluster")[: len(sizes) - 1], "all patterns")
     for size, meaning in zip(sizes, meanings, strict=True):
         axes.axhline(size, color="black", linewidth=0.7, linestyle=":")
-        left = size < most
-        axes.annotate(
-            meaning,
-            (0.02 if left else 0.98, size),
-            (0, 3 if left else -3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="left" if left else "right",
-            va="bottom" if left else "top",
-            fontsize=8,
+        x, offset, ha, va = (
+            (0.02, 3, "left", "bottom") if size < most else (0.98, -3, "right", "top")
         )
+        axes.annotate(
+            meaning, (x, size), (0, offset), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha=ha, va=va, fontsize=8,
+        )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="inverse temperature beta")
     axes.set_yticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()

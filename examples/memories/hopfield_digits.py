@@ -24,13 +24,9 @@ from implicit_attn.models import fit_patterns
 
 CLEAN, FITTED = "memory of clean images", "memory fitted to noisy images"
 STYLES = {
-    "noisy": ("C4", ":"),
-    "mean image": ("C4", "--"),
-    "nearest neighbour": ("C1", "-"),
-    "best linear": ("C2", "-"),
-    CLEAN: ("C0", "-"),
-    FITTED: ("C3", "-"),
-}
+    "noisy": ("C4", ":"), "mean image": ("C4", "--"), "nearest neighbour": ("C1", "-"),
+    "best linear": ("C2", "-"), CLEAN: ("C0", "-"), FITTED: ("C3", "-"),
+}  # fmt: skip
 Method = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]
 Table = list[dict[str, Any]]
 
@@ -47,9 +43,8 @@ def fit(
     """Of ``counts`` the number of patterns with the highest likelihood of the last fifth."""
     kept = len(noisy) - len(noisy) // 5
     options: Any = {"steps": 100, "tolerance": 1e-4, "generator": generator}
-    memories = [
-        fit_patterns(noisy[:kept], min(count, kept), beta, **options).memory for count in counts
-    ]
+    fits = [fit_patterns(noisy[:kept], min(count, kept), beta, **options) for count in counts]
+    memories = [each.memory for each in fits]
     return max(memories, key=lambda memory: memory.log_prob(noisy[kept:]).mean().item())
 
 
@@ -116,9 +111,8 @@ def hopfield_digits(
 def draw(rows: dict[str, Tensor], table: Table, shown: float, side: int):
     """Images and what methods make of them, samples, and errors and likelihood against the noise."""
     figure = plt.figure(figsize=(13, 7.5))
-    figure.suptitle(
-        "Hopfield memories of digits: denoising by one attention step, samples, likelihood"
-    )
+    title = "Hopfield memories of digits: denoising by one attention step, samples, likelihood"
+    figure.suptitle(title)
     left, right = figure.subfigures(1, 2, width_ratios=[3, 2], squeeze=False).flat
     for axes, (name, images) in zip(left.subplots(len(rows), 1), rows.items(), strict=True):
         tiles = images.reshape(len(images), -1, side).permute(1, 0, 2).flatten(1)

@@ -66,10 +66,8 @@ def summary(curves: dict[str, list[list[float]]], best: float) -> Table:
     table: Table = []
     for method, found in curves.items():
         ends = [values[-1] for values in found]
-        near = [
-            next(step for step, value in enumerate(values) if abs(value - values[-1]) <= 1e-4)
-            for values in found
-        ]
+        apart = [[abs(value - values[-1]) for value in values] for values in found]
+        near = [next(n for n, gap in enumerate(each) if gap <= 1e-4) for each in apart]
         row = {"method": method, "starts": len(found), "lowest": min(ends)}
         table.append(row | {"highest": max(ends), "steps": max(near)})
     true = {"method": "true patterns", "starts": 0, "lowest": best, "highest": best, "steps": 0}

@@ -57,10 +57,8 @@ def row(name: str, records: Sequence[Record], reference: Sequence[Record]) -> st
 def runs(example: ModuleType, seeds: int, words: list[str]) -> list[Record]:
     """One training for each seed."""
     parser = example.command_line()
-    return [
-        example.run(parser.parse_args([*words, "--seed", str(seed)]), report=0)
-        for seed in range(seeds)
-    ]
+    chosen = [parser.parse_args([*words, "--seed", str(seed)]) for seed in range(seeds)]
+    return [example.run(options, report=0) for options in chosen]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -70,9 +68,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tol", type=float, default=1e-3)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument(
-        "--backward", choices=BACKWARD, default="broyden", help="torchdeq's b_solver"
-    )
+    help_ = "torchdeq's b_solver"
+    parser.add_argument("--backward", choices=BACKWARD, default="broyden", help=help_)
     options = parser.parse_args(words)
     given = ["--steps", str(options.steps), "--rate", str(options.rate)]
     given += ["--backward", options.backward]

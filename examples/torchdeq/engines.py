@@ -56,12 +56,7 @@ class ByTorchDEQ(nn.Module):
     """The cell solved by torchdeq: weight norm, one dropout mask a solve, implicit gradient."""
 
     def __init__(
-        self,
-        cell: Metered,
-        start: Callable[[Any], Any],
-        tol: float,
-        most: int,
-        backward: str = "broyden",
+        self, cell: Metered, start: Callable[[Any], Any], tol: float, most: int, backward: str
     ) -> None:
         super().__init__()
         their_apply_norm(cell, "weight_norm")
@@ -112,14 +107,9 @@ class ByOurs(nn.Module):
     ) -> None:
         super().__init__()
         apply_norm(cell)
-        self.layer = DEQ.from_update(
-            cell,
-            init=start,
-            solver=TorchDEQ("anderson") if bridge else None,
-            tolerance=Tolerance(tol),
-            max_steps=most,
-            adjoint=Implicit(max_steps=most),
-        )
+        solver = TorchDEQ("anderson") if bridge else None
+        options: Any = {"solver": solver, "tolerance": Tolerance(tol), "max_steps": most}
+        self.layer = DEQ.from_update(cell, init=start, adjoint=Implicit(max_steps=most), **options)
 
     def forward(self, x: Any) -> Any:
         return self.layer(x)
@@ -194,13 +184,9 @@ class Record:
 
 
 def train(
-    model: Equilibrium,
-    batches: Callable[[int], tuple[Tensor, Tensor]],
-    *,
-    steps: int,
-    rate: float,
+    model: Equilibrium, batches: Callable[[int], tuple[Tensor, Tensor]], *, steps: int, rate: float,
     report: int,
-) -> Record:
+) -> Record:  # fmt: skip
     """``steps`` steps of Adam; batch k is ``batches(k)``, inputs (B, ...) and targets (B, ...).
 
     A line is printed after every ``report`` steps; 0: none.
@@ -221,9 +207,7 @@ def train(
         optimizer.step()
         record.losses.append(loss.item())
         if report and (step % report == 0 or step == steps - 1):
-            print(
-                f"step {step + 1:3d}  loss {loss.item():.4f}  evaluations "
-                f"{record.forward[-1]:.1f} + {record.backward[-1]:.1f}  residual "
-                f"{record.residuals[-1]:.1e}"
-            )
+            made = f"{record.forward[-1]:.1f} + {record.backward[-1]:.1f}"
+            text = f"step {step + 1:3d}  loss {loss.item():.4f}  evaluations {made}"
+            print(f"{text}  residual {model.reached:.1e}")
     return record

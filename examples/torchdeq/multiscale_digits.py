@@ -61,17 +61,13 @@ class TwoScales(nn.Module):
             if isinstance(part, nn.Conv2d):
                 nn.init.normal_(part.weight, std=0.05)
         for norm in (self.norm_fine, self.norm_coarse):
-            nn.init.constant_(
-                norm.weight, 0.2
-            )  # small states beside u: the untrained map contracts
+            nn.init.constant_(norm.weight, 0.2)  # small beside u: the untrained map contracts
 
     def forward(self, z: Sequence[Tensor], u: Pair) -> Pair:
         fine, coarse = self.fine(z[0], u[0]), self.coarse(z[1], u[1])
         up = F.interpolate(self.up(coarse), scale_factor=2.0, mode="nearest")
-        return (
-            F.relu(self.norm_fine(fine + up)),
-            F.relu(self.norm_coarse(coarse + self.down(fine))),
-        )
+        down = self.down(fine)
+        return F.relu(self.norm_fine(fine + up)), F.relu(self.norm_coarse(coarse + down))
 
 
 class Classifier(Equilibrium):
@@ -84,10 +80,7 @@ class Classifier(Equilibrium):
         self.halve = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
         self.head = nn.Linear(channels + 16 * 2 * channels, 10)
         self.meter = Metered(TwoScales(channels))
-
-        self.solved = engine(
-            options, self.meter, lambda u: tuple(torch.zeros_like(each) for each in u)
-        )
+        self.solved = engine(options, self.meter, lambda u: tuple(map(torch.zeros_like, u)))
 
     def losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
         """Mean cross entropy in nats; no penalty."""
