@@ -46,15 +46,9 @@ def filling_figure(
     solution: Tensor,
     frames: Sequence[Frame],
 ) -> None:
-    """Solved boards (%) against iterations, a curve a number of givens, and one board filling in.
+    """Solved boards (%) against iterations, a curve a number of givens, and one board (81,) filling in.
 
-    Args:
-        path: of the PNG.
-        curves: shares at ``marks``, by the number of givens.
-        marks: numbers of iterations.
-        trained: most iterations of the training.
-        puzzle, solution: (81,) of the board.
-        frames: the board after some iterations.
+    ``curves`` are shares after ``marks`` iterations, of which training had at most ``trained``.
     """
     title = "Sudoku by a learned update, repeated"
     with drawing(path, title, (4.6 + 2.9 * len(frames), 3.9)) as figure:
@@ -117,13 +111,9 @@ def draw_board(
     size: float = 13,
     strengths: Tensor | None = None,
 ) -> None:
-    """The nine by nine cells, clues bold, found digits blue or red.
+    """The nine by nine cells of a puzzle (81,), 0 = unknown, clues bold, found digits blue or red.
 
-    Args:
-        axes: of the board.
-        puzzle, filled, solution: (81,) each; 0 in the puzzle = unknown.
-        size: of the digits.
-        strengths: (81,) in 0 .. 1, the fainter the less; None: all alike.
+    ``strengths`` (81,) in 0 .. 1 make digits the fainter the less they are; None: all alike.
     """
     for line in range(10):
         width = 1.6 if line % 3 == 0 else 0.4

@@ -40,17 +40,10 @@ OWN: dict[str, Values] = {
 KINDS = {"decoder": "language-model", "equilibrium": "equilibrium-language-model"}
 # The row "momentum" of benchmarks/language.py forms --size small, and "drawn, 1e-2" of equilibrium; seeds 0.
 SHIPPED = {"decoder": "austen-language", "equilibrium": "austen-equilibrium"}
-WRITING = (
-    "generate",
-    "prompt",
-    "temperature",
-    "most",
-    "weights",
-    "model",
-    "iterations",
-    "seed",
-    "out",
-)
+# Options that writing takes.
+WRITING = {
+    "generate", "prompt", "temperature", "most", "weights", "model", "iterations", "seed", "out",
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -106,9 +99,8 @@ class Language(Program):
         values = self.values(SHARED | OWN[self.model], "attention", "descent", "iterations")
         own = {name: values.pop(name) for name in ("windows", "evaluate_every")}
         self.windows, self.length = own["windows"], values["length"]
-        values["epochs"] = max(
-            1, round(self.steps / own["evaluate_every"])
-        )  # each ends in a validation
+        # Each ends in a validation.
+        values["epochs"] = max(1, round(self.steps / own["evaluate_every"]))
         samples = -(-self.steps // values["epochs"]) * values["batch"]
         task = NextToken(data, self.length, self.windows, samples=samples)
         recipe = take_recipe(values, self.seed)
@@ -126,12 +118,8 @@ class Language(Program):
         if first:
             held = f"{len(data.train)} + {len(data.validation)} characters"
             print(f"text: {data.name}, {held}, {len(data.alphabet)} different ones")
-        kept = {
-            "text": data.name,
-            "alphabet": data.alphabet,
-            "digest": data.digest,
-            "steps": self.steps,
-        }
+        kept = {"text": data.name, "alphabet": data.alphabet}
+        kept |= {"digest": data.digest, "steps": self.steps}
         return Job(model, task, recipe, {**kept, **own, "model": built})
 
     def report(self, training: Training) -> None:

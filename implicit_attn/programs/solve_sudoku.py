@@ -22,6 +22,7 @@ from implicit_attn.data.sudoku import reveal_up_to
 from implicit_attn.models import BoardSolver, build_model, learn_groups, load_model
 from implicit_attn.optional import require
 from implicit_attn.programs.board_figures import filling_animation, filling_figure, frames_of
+from implicit_attn.studies.tables import format_table
 from implicit_attn.training import CarriedStates, SudokuCompletion, Training
 from implicit_attn.training.script import (
     Job,
@@ -173,17 +174,17 @@ def show(model: BoardSolver, few: SudokuData, mixed: SudokuData, options: SolveS
         "boards solved, %: by naked and hidden singles (logic), after so many iterations, and with"
     )
     print(f"as many as each takes to a residual of {RTOL:g}, at most {max(marks)}")
-    ends = ("adaptive", "converged", "evaluations")
-    heads = ["givens", "boards", "singles", *map(str, marks), *ends]
-    print("  ".join(f"{head:>7}" for head in heads))
-    curves = {}
+    curves, table = {}, []
     for name, boards, answers in test_sets(few, mixed, options):
         singles = _share(_solved(solve_by_singles(boards.cpu()), boards.cpu(), answers.cpu()))
         curves[name] = shares = solved_after(model, boards, answers, marks)
         *own, evaluations = solved_when_converged(model, boards, answers, max(marks))
-        values = [f"{100 * share:.1f}" for share in (singles, *shares, *own)]
-        cells = [name, str(len(boards)), *values, f"{evaluations:.0f}"]
-        print("  ".join(f"{cell:>{max(7, len(h))}}" for cell, h in zip(cells, heads, strict=True)))
+        heads = ("singles", *map(str, marks), "adaptive", "converged")
+        shown = zip(heads, (singles, *shares, *own), strict=True)
+        row = {"givens": name, "boards": len(boards)}
+        row |= {head: f"{100 * share:.1f}" for head, share in shown}
+        table.append(row | {"evaluations": f"{evaluations:.0f}"})
+    print(format_table(table))
     if options.figure is not None:
         with mistakes():
             draw(model, options.figure, test_sets(few, mixed, options)[0], curves, marks)

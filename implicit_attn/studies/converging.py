@@ -105,7 +105,7 @@ def convergence(
 
     Args:
         layer: a ``DEQ``, a model that calls one (the first is studied), a name of shipped weights, or
-            a :class:`Subject`.
+            a :class:`Subject`; what all studies take.
         x: the input of the layer or model, (B, ...); None for a name or a subject.
         rtol: tolerance of the costs; None: that of the layer.
         max_steps: evaluations per sample.

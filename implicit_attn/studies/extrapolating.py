@@ -95,16 +95,12 @@ def extrapolation(
     evaluations; a solver returns the best state that it has evaluated, a recurrence its last.
 
     Args:
-        layer: a ``DEQ``, a model that calls one (the first is studied), a name of shipped weights, or
-            a :class:`Subject`.
-        x: the input of the layer or model, (B, ...); None for a name or a subject.
+        layer, x, advance: as for :func:`convergence`.
         targets: labels (B,) of the model's outputs, for accuracy and loss; None: without these.
         factor: to how many times the iterations of training; of a layer of unknown training these
             are the median evaluations of its solves.
-        advance: called with the name of each method before it runs.
 
     Raises:
-        TypeError: no layer is found, or ``x`` is missing.
         ValueError: ``factor`` is below 1.
     """
     subject = subject_of(layer, x, targets)

@@ -69,15 +69,9 @@ def paths(
     input being the same, for as many iterations as in training and for four times as many.
 
     Args:
-        layer: a ``DEQ`` whose state is one tensor, a model that calls one (the first is studied), a
-            name of shipped weights, or a :class:`Subject`.
-        x: the input of the layer or model, (B, ...); None for a name or a subject.
+        layer, x, advance: as for :func:`convergence`; the state must be one tensor.
         targets: labels (B,) of the model's outputs; None: without predictions.
         starts: number of random starts, Gaussian with the RMS of each sample's usual start.
-        advance: called with the name of each run.
-
-    Raises:
-        TypeError: no layer is found, or ``x`` is missing.
     """
     subject = subject_of(layer, x, targets).exact()
     backbone = subject.recurrence
@@ -162,7 +156,7 @@ def _compare(
             row["energy"] = energy.mean().item()
         if outputs and subject.targets is not None:
             right, number = subject.measure(outputs[name], inputs, subject.targets)["accuracy"]
-            row["accuracy"] = (right.sum() / number.sum()).item()
+            row["accuracy"] = right / number
         summary.append(row)
         samples += [
             {"start": name, "sample": k, "distance": value}

@@ -40,17 +40,15 @@ RUN_FILES = ("weights", "checkpoint")  # of a run, which is named by its folder
 SPINS = "mnist-spins"  # which is solved as it was in training
 MOST_PUZZLES = 1_000_000  # of a checkpoint's settings
 SUDOKU_OPTIONS = ("train", "test", "source", "seed")  # the settings that determine the puzzles
-# Of each sample: what is summed, (B,), and the number of terms in the sum, (B,).
-Measures = dict[str, tuple[Tensor, Tensor]]
+Measures = dict[str, tuple[float, float]]  # what is summed over samples, and the number of terms
 Measure = Callable[[Tensor, Tensor, Tensor], Measures]  # outputs, inputs, targets
 
 
 def measure_classes(logits: Tensor, inputs: Any, targets: Tensor) -> Measures:
     """Accuracy and cross-entropy of logits (B, classes) for labels ``targets`` (B,)."""
-    right = (logits.argmax(1) == targets).double()
-    one = torch.ones_like(right)
-    loss = F.cross_entropy(logits.double(), targets, reduction="none")
-    return {"accuracy": (right, one), "loss": (loss, one)}
+    right = int((logits.argmax(1) == targets).sum())
+    loss = F.cross_entropy(logits.double(), targets, reduction="sum").item()
+    return {"accuracy": (right, len(targets)), "loss": (loss, len(targets))}
 
 
 def measure_boards(logits: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
@@ -59,11 +57,14 @@ def measure_boards(logits: Tensor, inputs: Tensor, targets: Tensor) -> Measures:
     Logits (B, 81, 9) of the digits 1 .. 9, puzzles (B, 81) with 0 = unknown, solutions (B, 81).
     """
     right, unknown = board_counts(logits.argmax(-1) + 1, inputs, targets)
-    losses = F.cross_entropy(logits.double().transpose(1, 2), targets - 1, reduction="none")
-    loss = (losses * (inputs == 0)).sum(1)
-    whole, cells = (right == unknown).double(), unknown.double()
-    accuracy = (whole, torch.ones_like(whole))
-    return {"accuracy": accuracy, "cell_accuracy": (right.double(), cells), "loss": (loss, cells)}
+    open_ = inputs == 0
+    loss = F.cross_entropy(logits[open_].double(), targets[open_] - 1, reduction="sum").item()
+    cells = int(unknown.sum())
+    return {
+        "accuracy": (int((right == unknown).sum()), len(inputs)),
+        "cell_accuracy": (int(right.sum()), cells),
+        "loss": (loss, cells),
+    }
 
 
 class Pool:
@@ -73,9 +74,9 @@ class Pool:
         self.sums: dict[str, tuple[float, float]] = {}
 
     def add(self, measures: Measures) -> None:
-        for name, (values, terms) in measures.items():
+        for name, (value, terms) in measures.items():
             total, number = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (total + values.sum().item(), number + terms.sum().item())
+            self.sums[name] = (total + value, number + terms)
 
     def means(self) -> dict[str, float]:
         return {name: total / number for name, (total, number) in self.sums.items()}

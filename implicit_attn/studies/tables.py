@@ -82,9 +82,7 @@ class Study(ABC):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        kind = require("matplotlib.figure", extra="examples").Figure
-        figure = kind(figsize=self.size, layout="constrained")
-        figure.suptitle(title, fontsize=13)
+        figure = new_figure(self.size, title)
         self.draw(figure)
         if path is not None:
             figure.savefig(Path(path), dpi=110)
@@ -156,15 +154,17 @@ def drawing(
     path: str | Path, title: str, size: tuple[float, float], *, dpi: int = 110
 ) -> Iterator[Any]:
     """A titled figure of ``size`` inches, written to ``path`` as PNG when the block ends."""
-    require("matplotlib", extra="examples").use("Agg")
-    pyplot = require("matplotlib.pyplot", extra="examples")
-    figure = pyplot.figure(figsize=size, layout="constrained")
+    figure = new_figure(size, title)
+    yield figure
+    figure.savefig(Path(path), dpi=dpi)
+
+
+def new_figure(size: tuple[float, float], title: str) -> Any:
+    """A figure of matplotlib of so many inches that no window shows."""
+    kind = require("matplotlib.figure", extra="examples").Figure
+    figure = kind(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=13)
-    try:
-        yield figure
-        figure.savefig(Path(path), dpi=dpi)
-    finally:
-        pyplot.close(figure)
+    return figure
 
 
 def draw_band(

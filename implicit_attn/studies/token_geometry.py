@@ -93,13 +93,10 @@ def geometry(
     first one is its start, iteration 0.
 
     Args:
-        layer: a ``DEQ``, a model that calls one (the first is studied), a Hyper-SET model, a name of
-            shipped weights, or a :class:`Subject`.
-        x: the input of the layer or model, (B, ...); None for a name or a subject.
+        layer, x, advance: as for :func:`convergence`, or a Hyper-SET model.
         iterations: how many; None: as many as in training.
         features: states (B, N, d) -> (B, heads, N, p), whose rank and angle are taken; None: the heads
             of a Hyper-SET energy, else the tokens of the state as they are.
-        advance: called with what is computed.
 
     Raises:
         TypeError: the layer's state has no tokens, or an unrolled model is not Hyper-SET.

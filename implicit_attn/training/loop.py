@@ -297,7 +297,6 @@ def start_processes(
         loggers: of ``lightning_fabric.loggers``, for the rows of a history.
 
     Raises:
-        ImportError: lightning-fabric is not installed (extra ``training``).
         ValueError: there is no CUDA card, or fewer than ``devices``.
     """
     require_count("devices", devices)
@@ -309,16 +308,11 @@ def start_processes(
         raise ValueError("accelerator must be 'cpu' or 'auto' without a CUDA card, got 'cuda'")
     if accelerator == "cuda" and devices > cards:
         raise ValueError(f"devices must be <= {cards}, the CUDA cards here, got {devices}")
-    strategy = "auto"
-    if devices > 1:
-        strategy = "ddp_find_unused_parameters_true" if unused_parameters else "ddp"
-    fabric = require("lightning_fabric", extra="training").Fabric(
-        accelerator=accelerator,
-        devices=devices,
-        strategy=strategy,
-        precision=precision,
-        loggers=loggers,
-    )
+    several = "ddp_find_unused_parameters_true" if unused_parameters else "ddp"
+    strategy = several if devices > 1 else "auto"
+    options: Any = {"accelerator": accelerator, "devices": devices, "strategy": strategy}
+    options |= {"precision": precision, "loggers": loggers}
+    fabric = require("lightning_fabric", extra="training").Fabric(**options)
     fabric.launch()
     return fabric
 
