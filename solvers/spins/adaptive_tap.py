@@ -51,9 +51,6 @@ class SpinMarginals(NamedTuple):
         cavity_variance: (B, N, d, d) ``V``; zero for the naive mean field.
         response: (B, N, d, N, d) ``chi``, or None where it was not asked for.
         log_partition: (B,) ``log Z``, at least float32, or None where it was not asked for.
-
-    For a site whose covariance does not depend on the field, ``covariance``, ``cavity_variance`` and
-    ``response`` are one sample's, expanded.
     """
 
     mean: Tensor
@@ -94,11 +91,9 @@ def adaptive_tap(
         order "second":    V_i = sum_j J_ij C_j J_ji
         order "naive":     V_i = 0
 
-    The adaptive TAP equations are exact for Gaussian sites. Their joint fixed point of m and V
-    (:func:`solvers.tap_step`) is found by :func:`solvers.fixed_point` with
-    :class:`solvers.AdaptiveTAP`; ``chi`` is positive definite at every iterate, the first included.
-    Gradients reach couplings, field, ``given`` values and the parameters of the site by implicit
-    differentiation.
+    The adaptive equations are exact for Gaussian sites; ``chi`` is positive definite at every iterate
+    (:func:`solvers.tap_step`, :class:`solvers.AdaptiveTAP`). Gradients reach couplings, field, ``given``
+    values and the parameters of the site by implicit differentiation.
 
     Args:
         couplings: ``J`` (N, N, d, d), zero blocks ``J_ii``, ``J_ij^{ab} = J_ji^{ba}``; or (N, N) where
@@ -107,10 +102,8 @@ def adaptive_tap(
             or (N,) of one sample. The results have all dimensions.
         site: distribution of a single site, for example ``IsingSite()``, or its name: "ising", "potts",
             "spherical", "torus".
-        order: "adaptive" (the default), "second" (the TAP equations in second order of the couplings)
-            or "naive" (mean field).
-        damping: None: Anderson acceleration with automatic damping; a number in (0, 1]: damped
-            iteration ``z + damping (f(z) - z)``.
+        order: "adaptive", "second" (the TAP equations in second order of the couplings) or "naive".
+        damping: None: Anderson acceleration with automatic damping; a number in (0, 1]: damped steps.
         tolerance: of the joint fixed point; None: rtol 1e-10 in float64, 1e-5 in float32.
         max_steps: evaluations per sample, an upper bound.
         adjoint: as for :func:`solvers.fixed_point`; None: no gradients. ``Unrolled`` takes ``chi C^-1``
@@ -118,8 +111,7 @@ def adaptive_tap(
         mask: (B, N) bool, False for masked sites: they influence no other, their results are zero.
         given: a pair of values (B, N, d) and of bools (B, N): where True, the site is clamped. It keeps
             its value, acts on the others, and has no covariance. Free sites may hold any value, also
-            NaN. A site that is masked, too, is masked. A value may also be a mean, as that of a spin
-            which is known in part: 0.3 for Ising sites, a distribution over the states for Potts sites.
+            NaN. A value may also be a mean, of a spin that is known in part.
         start: warm start, means and variances of an earlier solution, taken as constants. Where its
             ``chi`` is not positive definite, a sample starts as usual.
         inverse_temperature: ``beta`` > 0 that multiplies couplings and fields. Several are a schedule
@@ -128,22 +120,20 @@ def adaptive_tap(
             ``max_steps`` holds for each.
         response: return ``chi`` too, the linear-response estimate of the correlations
             ``<S_i S_j> - <S_i><S_j>``. It is ``dm_i/dx_j`` at fixed V; autograd gives the derivative
-            of the solution, in which V changes too. With ``order="naive"`` both are the same. Naive or
-            second-order means may converge where ``chi`` is indefinite, which is checked only here.
+            of the solution, in which V changes too. Naive or second-order means may converge where
+            ``chi`` is indefinite, which is checked only here.
         log_partition: return ``log Z`` too, for priors of weight 1 (:mod:`solvers.spins.free_energy`
             has the formulas); with ``given``, the sum over the free sites alone. Its gradient is that
             of the model at the solution, ``d log Z / dx = beta m`` (a pair counts once:
-            ``couplings.grad[i, j]`` is ``beta / 2 (m_i m_j^T + ...)``), at no adjoint solve and for
-            every ``adjoint`` but None. For ``SphericalSite(large_dimension=True)``, which is no
-            distribution, it is the derivative of ``log Z`` up to O(1/d), except in order "naive".
+            ``couplings.grad[i, j]`` is ``beta / 2 (m_i m_j^T + ...)``), at no adjoint solve; for
+            ``SphericalSite(large_dimension=True)``, which is no distribution, up to O(1/d).
         record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
     Returns:
         A :class:`Solution` whose ``value`` is a :class:`SpinMarginals`, without NaN. Where a sample has
-        not converged, its means are those of its sites at the cavity fields of the best iterate, which
-        itself may lie outside of the sites' domain; ``residual`` is the iterate's. ``log Z`` is then
-        the formula's value there, no estimate that can be relied on.
+        not converged, its means are those of its sites at the cavity fields of the best iterate, and
+        ``log Z`` is no estimate that can be relied on.
         ``Status.INDEFINITE``: no further iterate with a positive definite ``chi`` was found, because
         the model does not exist (Gaussian sites, ``Sigma^-1 - J`` indefinite) or the couplings are too
         strong. Then the last iterate with one is returned; where there is none, the starting point,

@@ -109,14 +109,11 @@ class Beliefs(NamedTuple):
         messages: the logarithms of the messages, (B, N, N, d) with ``[i, j]`` the one from j into i,
             or (B, E, 2, d) with ``[e, k]`` the one into the site ``edges[e, k]``. Their mean over the
             states that hard constraints leave is 0, and 0 stands at the others.
-        pairs: ``p_ij``, (B, N, N, d, d) with ``diag(p_i)`` for i = j, or (B, E, d, d) of listed pairs,
-            or None where they were not asked for.
         log_partition: (B,) ``log Z``, at least float32, or None where it was not asked for.
     """
 
     mean: Tensor
     messages: Tensor
-    pairs: Tensor | None = None
     log_partition: Tensor | None = None
 
 
@@ -128,35 +125,6 @@ def marginals(step: Messages, messages: Tensor, sample: Sample, clamped: Clamped
     if clamped is not None:
         own = torch.where(clamped.where.unsqueeze(2), clamped.values, own)
     return torch.where(sample.consistent[:, None, None], own, 0.0)
-
-
-def pair_marginals(step: Messages, messages: Tensor, sample: Sample, mean: Tensor) -> Tensor:
-    """(B, N, N, d, d), or (B, E, d, d) of listed pairs; zero without consistency."""
-    graph, evidence = step.graph, sample.evidence
-    batch, _, states = mean.shape
-    cavities = where_left(step.cavity_fields(messages, evidence), evidence.cavities)
-    index = torch.nonzero(graph.forward).flatten()
-    first, second = graph.target[index], graph.source[index]
-    of_first, of_second = cavities[:, graph.reverse[index]], cavities[:, index]
-    weights = of_first.unsqueeze(3) + step.blocks[index] + of_second.unsqueeze(2)
-    weights = where_left(weights, None if step.allowed is None else step.allowed[index])
-    here = None if evidence.live is None else evidence.live[:, index, None, None]
-    if here is not None:
-        weights = torch.where(here, weights, 0.0)
-    found = torch.softmax(weights.flatten(2), 2).view(batch, len(index), states, states)
-    if here is not None:  # with a clamped site the pair is independent
-        apart = mean[:, first].unsqueeze(3) * mean[:, second].unsqueeze(2)
-        found = torch.where(here, found, apart)
-    found = torch.where(sample.consistent[:, None, None, None], found, 0.0)
-    if graph.listed:
-        return torch.zeros_like(found).index_copy(1, graph.place[index] // 2, found)
-    # Pairs without couplings are independent.
-    whole = (mean[:, :, None, :, None] * mean[:, None, :, None, :]).flatten(1, 2)
-    whole = whole.index_copy(1, graph.place[index], found)
-    whole = whole.index_copy(1, graph.place[graph.reverse[index]], found.mT)
-    own = torch.arange(graph.sites, device=mean.device) * (graph.sites + 1)
-    whole = whole.index_copy(1, own, torch.diag_embed(mean))
-    return whole.view(batch, graph.sites, graph.sites, states, states)
 
 
 def bethe_log_partition(
@@ -199,7 +167,6 @@ def belief_propagation(
     bound: float | None = None,
     adjoint: Adjoint | type[Adjoint] | str | None = _DEFAULT_ADJOINT,
     start: Beliefs | None = None,
-    pairs: bool = False,
     log_partition: bool = False,
     record: bool = False,
     on_failure: str = "warn",
@@ -239,11 +206,10 @@ def belief_propagation(
         adjoint: as for :func:`solvers.fixed_point`; None: no gradients.
         start: an earlier result for the same graph, whose messages are where the solve starts, taken as
             constants. None: all states weigh the same.
-        pairs: return the pair marginals too.
         log_partition: return the Bethe approximation of ``log Z`` too, the logarithm of the plain sum
             over all states (that of :func:`solvers.adaptive_tap` is less by ``log d`` a free site, since
             the prior is normalised there). Clamped sites count with their energy alone. Its gradient is
-            that of the model at the solution, ``d log Z / dx = p``, at no adjoint solve.
+            that of the model at the solution, the marginals of sites and pairs, at no adjoint solve.
         record: keep the trace of residuals.
         on_failure: "warn", "raise" or "ignore" about samples that did not converge.
 
@@ -270,7 +236,6 @@ def belief_propagation(
     free-energy approximations and generalized belief propagation algorithms",
     https://doi.org/10.1109/TIT.2005.850085, for the free energy.
     """
-    require_flag("pairs", pairs)
     require_flag("log_partition", log_partition)
     _check_model(couplings, field, edges, mask)
     check_on_failure(on_failure)
@@ -302,10 +267,9 @@ def belief_propagation(
         solution = solve(step, first, (evidence,), **options)
         messages = solution.value
         mean = marginals(step, messages, sample, clamped)
-        both = pair_marginals(step, messages, sample, mean).to(field.dtype) if pairs else None
         log_z = _log_partition(step, messages, sample) if log_partition else None
         packed = graph.packed(messages).to(field.dtype)
-        solution.value = Beliefs(mean.to(field.dtype), packed, both, log_z)
+        solution.value = Beliefs(mean.to(field.dtype), packed, log_z)
     impossible = ~sample.consistent
     solution.status = torch.where(impossible, int(Status.CONTRADICTORY), solution.status)
     solution.residual = torch.where(impossible, math.inf, solution.residual)

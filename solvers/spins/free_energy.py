@@ -136,15 +136,12 @@ def tap_log_partition(
 ) -> Tensor:
     """``log Z`` of coupled sites at the solution of a mean-field theory, differentiable.
 
-    The theory's free energy is stationary at its solution, so a gradient costs no adjoint solve:
-    ``d log Z / dx = m``. It reaches field, couplings and the parameters of the site, and is right also
-    where ``state`` was computed without gradients. Second derivatives go through ``state``. The two blocks
-    ``J_ij`` and ``J_ji^T`` of a pair are one number with half of its derivative in each: the gradient
-    holds ``(m_i m_j^T + ...) / 2`` in the block ``[i, j]`` of ``couplings``.
+    A gradient costs no adjoint solve: ``d log Z / dx = m``. It reaches field, couplings and the parameters
+    of the site, also where ``state`` was computed without gradients; second derivatives go through
+    ``state``. A pair counts once: its gradient holds ``(m_i m_j^T + ...) / 2`` in the block ``[i, j]``.
 
     Args:
-        state: the solution of the theory, means (B, N, d) and cavity variances (B, N, d, d). Elsewhere
-            neither the value nor its gradient means anything.
+        state: the solution of the theory, means (B, N, d) and cavity variances (B, N, d, d).
         field: ``x`` (B, N, d).
         couplings: ``J`` (N, N, d, d), as for :func:`solvers.adaptive_tap`.
         site: the sites' distribution.
@@ -152,9 +149,8 @@ def tap_log_partition(
         order: the theory, "naive", "second" or "adaptive".
 
     Returns:
-        (B,), at least float32. The prior of a site counts with weight 1: without couplings and fields
-        ``log Z = 0``. Of order "adaptive" it is NaN in samples whose ``chi`` is not positive definite, as
-        that of a solution always is; these samples add nothing to gradients.
+        (B,), at least float32; 0 without couplings and fields. Of order "adaptive" it is NaN, and adds
+        nothing to gradients, in samples whose ``chi`` is not positive definite, as a solution's always is.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, naming the argument.

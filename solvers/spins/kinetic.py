@@ -64,10 +64,8 @@ def kinetic_map(
     """The map whose fixed points are the steady states of :func:`kinetic_step`, without inner solves.
 
     With the closures "naive" and "gaussian" it is the step itself. With "tap" and "plefka" the step is
-    an equation for the means after it, ``m(t) = F(m(t), m(t-1))``, and this is ``F(m, m)``. A masked
-    site influences no other and keeps its mean.
-
-    Arguments, result and errors: as for :func:`kinetic_step`.
+    an equation for the means after it, ``m(t) = F(m(t), m(t-1))``, and this is ``F(m, m)``. Arguments,
+    result and errors: as for :func:`kinetic_step`.
     """
     check_network(mean, field, couplings, mask)
     check_closure(site, closure)
@@ -168,8 +166,8 @@ def kinetic_step(
     - "naive": ``m_i(t) = mu(theta_i, 0)``;
     - "gaussian": the average of mu over a Gaussian field with mean theta_i and covariance B_i, for
       Ising spins by quadrature, for spheres with ``|h|^2`` replaced by ``|theta_i|^2 + tr B_i``. It is
-      exact for many weak random couplings, and spheres of many dimensions. On spheres of few
-      dimensions it is right to first order in J only, as "naive" is: with few neighbours prefer "tap";
+      exact for many weak random couplings, and spheres of many dimensions; on those of few it is right
+      to first order in J only, as "naive" is;
     - "tap": ``m_i(t) = mu(theta_i - B_i m_i(t), B_i)``, an equation that is solved in each sample. For
       Ising and Potts spins this is Plefka's expansion to second order;
     - "plefka": that expansion for other sites too, with their third cumulant T:

@@ -62,13 +62,7 @@ class Site(nn.Module):
         return mean, covariance
 
     def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
-        """One independent draw of every site from ``rho(S) exp(h.S)``; no gradients.
-
-        ``field`` and the result are (..., N, d); a generator None is the global one.
-
-        Raises:
-            NotImplementedError: where the site has no sampler.
-        """
+        """A draw of every site from ``rho(S) exp(h.S)``, (..., N, d) as the field; no gradients."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot draw samples: it must define sample(field, generator)"
         )
@@ -156,7 +150,6 @@ class IsingSite(Site):
 
     @torch.no_grad()
     def sample(self, field: Tensor, generator: Generator | None = None) -> Tensor:
-        """``+1`` with probability ``1 / (1 + exp(-2h))``."""
         _check_scalar(field)
         up = torch.sigmoid(2 * as_wide(field))
         drawn = torch.rand(up.shape, generator=generator, dtype=up.dtype, device=up.device)
@@ -173,8 +166,7 @@ class PottsSite(Site):
         log Z = lse(h + diag(V)/2) - log d,   mean = softmax(h + diag(V)/2),
         covariance = diag(mean) - mean mean^T
 
-    The covariance is singular along (1, ..., 1), as the components sum to 1; the solver needs no
-    inverse of it (:mod:`solvers.spins.response`).
+    The covariance is singular along (1, ..., 1); no solver needs its inverse.
     """
 
     values: ClassVar[str] = "one-hot"
@@ -206,10 +198,7 @@ class PottsSite(Site):
 
 
 def draw_states(logits: Tensor, generator: Generator | None) -> Tensor:
-    """States (...) with probabilities ``softmax(logits)`` over dim 0 of (d, ...), by inversion.
-
-    One uniform number a draw. The states lie along dim 0 so that every operation runs over the draws.
-    """
+    """States (...) with probabilities ``softmax(logits)`` over dim 0 of (d, ...), by inversion."""
     reached = (logits - logits.amax(0)).exp_().cumsum(0)
     like = {"generator": generator, "dtype": logits.dtype, "device": logits.device}
     drawn = torch.rand(logits.shape[1:], **like)
@@ -232,8 +221,7 @@ class GaussianSite(Site):
         covariance = (Sigma^-1 - V)^-1,   mean = covariance h,
         log Z = 1/2 h^T covariance h - 1/2 log det(I - Sigma V)
 
-    The results are NaN where ``Sigma^-1 - V`` is not positive definite. The covariance is computed
-    as ``A (I - A^T V A)^-1 A^T`` with ``Sigma = A A^T``.
+    The results are NaN where ``Sigma^-1 - V`` is not positive definite.
 
     Args:
         covariance: ``Sigma``, (d, d) or (N, d, d), symmetric positive definite. A ``nn.Parameter`` is
@@ -376,10 +364,9 @@ class SphericalSite(Site):
 
         mean = radius I_{d/2}(t) / I_{d/2-1}(t) h / |h|
 
-    An isotropic V drops out. Any other V makes this a Fisher-Bingham distribution. Its integral over
-    the Lagrange multiplier of the constraint is computed by a quadrature on a contour through the
-    saddle point (:mod:`solvers.spins.bingham`), which is stable for fields of any strength and in
-    any dimension. It costs one eigendecomposition of V per site.
+    An isotropic V drops out. Any other V makes this a Fisher-Bingham distribution, computed by a
+    quadrature that is stable in any field and dimension (:mod:`solvers.spins.bingham`), at the cost of
+    one eigendecomposition of V per site.
 
     With ``large_dimension`` the integral is replaced by its saddle point: ``mean = X h``,
     ``X = (lambda - V)^-1``, ``lambda`` from ``tr X + |X h|^2 = radius^2``. For V = 0 and radius
@@ -568,12 +555,7 @@ NAMES: dict[str, type[Site]] = {
 
 
 def read_site(value: Any) -> Site:
-    """A site, with its defaults where its class or its name ("ising") is given.
-
-    Raises:
-        TypeError: for what is no site.
-        ValueError: for a name that is none of a site.
-    """
+    """A site, with its defaults where its class or its name ("ising") is given."""
     if isinstance(value, str):
         if value.lower() not in NAMES:
             known = ", ".join(NAMES)

@@ -98,7 +98,7 @@ def second_order_step(
     """
     with without_autocast(state.mean.device.type):
         x, j = as_wide(field), as_matrix(couplings)
-        m, v = as_wide(state.mean), as_wide(state.cavity_variance)
+        m, v = (as_wide(t) for t in state)
         mu, covariance = site.moments(cavity_field(m, v, x, j, mask), v)
         variance = onsager_variance(zero_masked(covariance, mask), j).expand_as(v)
     return SpinState(mu.to(state.mean.dtype), variance.to(state.cavity_variance.dtype))
@@ -120,9 +120,8 @@ def starting_state(
     """Means 0 and the smallest ``V = v I`` tried for which ``chi`` is positive definite.
 
     Tried are v = 0, a quarter, a half and all of the largest eigenvalue of J; at the last one ``chi``
-    is positive definite for any covariances, as long as the sites exist at this V. A sample without a
-    positive definite ``chi`` keeps V = 0; its solve then ends at once. Arguments: as for
-    :func:`tap_step`.
+    is positive definite wherever the sites exist. A sample without one keeps V = 0; its solve then ends
+    at once. Arguments: as for :func:`tap_step`.
     """
     with torch.no_grad(), without_autocast(field.device.type):
         x, matrix = as_wide(field.detach()), as_matrix(couplings.detach())
@@ -161,18 +160,17 @@ SMALLEST = 0.125  # damping factor
 class AdaptiveTAP(Solver):
     """Anderson acceleration for the adaptive TAP equations, damped where the residual grows.
 
-    A trial at which the response ``chi`` is not positive definite is rejected, and its step halved
-    until ``chi`` is. Where the residual has grown to three times its best, or a trial was rejected,
-    the sample drops its Anderson history and makes a damped step ``z + t (f(z) - z)``. Its ``t`` is
-    halved each time that happens, down to 1/8, and grows by a fifth in every other step. A sample
-    that finds no positive definite ``chi`` ends as ``Status.INDEFINITE``.
+    A step to where the response ``chi`` is not positive definite is halved until it is. Where that
+    happens, or the residual has grown to three times its best, the sample drops its Anderson history and
+    makes a damped step ``z + t (f(z) - z)``. Its ``t`` is halved each time, down to 1/8, and grows by a
+    fifth in every other step. A sample without a positive definite ``chi`` is ``Status.INDEFINITE``.
 
     :func:`solvers.adaptive_tap` uses it, and so does a layer:
     ``DEQ(AdaptiveTAPAttention(...), solver=AdaptiveTAP())``.
 
     Args:
         damping: None: as above; a number in (0, 1]: damped steps with this ``t`` alone.
-        memory: number of earlier iterates that Anderson acceleration uses, >= 1.
+        memory: earlier iterates that Anderson acceleration uses, >= 1.
     """
 
     damping: float | None = None

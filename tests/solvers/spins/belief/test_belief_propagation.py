@@ -24,7 +24,7 @@ from solvers import (
 
 F64 = torch.float64
 TIGHT = Tolerance(1e-13)
-ALL: dict[str, Any] = {"pairs": True, "log_partition": True, "tolerance": TIGHT}
+ALL: dict[str, Any] = {"log_partition": True, "tolerance": TIGHT}
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-10) -> None:
@@ -44,17 +44,8 @@ def test_exact_on_trees(edges: tuple[tuple[int, int], ...], options: dict[str, A
         assert bool(solution.converged.all())
         close(solution.value.mean, exact.mean)
         close(solution.value.log_partition, exact.log_partition)
-    close(matrix.value.pairs, _of_model(exact.pairs, exact.mean, whole))
-    close(sparse.value.pairs, exact.pairs[:, listed[:, 0], listed[:, 1]])
     if "damping" in options:  # as many steps as the longest path, and one that finds nothing new
         assert int(sparse.evaluations.max()) <= 4
-
-
-def _of_model(pairs: torch.Tensor, mean: torch.Tensor, couplings: torch.Tensor) -> torch.Tensor:
-    """Pair marginals as belief propagation has them: independent where there are no couplings."""
-    apart = mean[:, :, None, :, None] * mean[:, None, :, None, :]
-    coupled = (couplings != 0).any(3).any(2) | torch.eye(len(couplings), dtype=torch.bool)
-    return torch.where(coupled[:, :, None, None], pairs, apart)
 
 
 def test_one_loop_is_near_and_weak_loops_nearer() -> None:
@@ -86,11 +77,10 @@ def test_clamped_and_masked_sites() -> None:
     first = enumerated(whole, field, states[:, 2] == 1)
     close(solution.value.mean[0], first.mean[0])
     close(solution.value.log_partition[0], first.log_partition[0])
-    close(solution.value.pairs[0, 2, 0], first.pairs[0, 2, 0])
     second = enumerated(whole[:4, :4], field[:, :4])
     close(solution.value.mean[1, :4], second.mean[1])
     close(solution.value.log_partition[1], second.log_partition[1])
-    assert not solution.value.mean[1, 4].any() and not solution.value.pairs[1, 4].any()
+    assert not solution.value.mean[1, 4].any()
     everything = (torch.eye(3, dtype=F64)[states[[7, 70]]], torch.ones(2, 5, dtype=torch.bool))
     energy = belief_propagation(whole, field, given=everything, **ALL).value.log_partition
     alone = [enumerated(whole, field, (states == states[k]).all(1)) for k in (7, 70)]
@@ -172,7 +162,6 @@ def test_contradictions_are_a_status_and_leave_the_others_alone() -> None:
     assert (found.status == Status.CONTRADICTORY).all()
     assert not found.value.mean.any() and finite(found.value.messages, found.value.mean)
     assert (found.value.log_partition == -INF).all() and found.residual.isinf().all()
-    assert found.value.pairs is not None and not found.value.pairs.any()
     found.value.mean.sum().backward()
     assert values.grad is not None and not values.grad.any()
     with pytest.raises(SolveError, match="CONTRADICTORY 3"):
@@ -202,14 +191,14 @@ SHARP: dict[str, Any] = ALL | {"damping": 0.9}
 def outputs(solution: Any) -> tuple[Tensor, ...]:
     assert bool(solution.converged.all())
     value = solution.value
-    return value.mean, value.pairs, value.log_partition
+    return value.mean, value.log_partition
 
 
 @pytest.mark.parametrize(
     ("adjoint", "hard"), [(IMPLICIT, True), (Unrolled(), False)], ids=["implicit, hard", "unrolled"]
 )
 def test_first_derivatives(adjoint: Any, hard: bool) -> None:
-    """Of marginals, pair marginals and log Z, by all couplings (zero blocks too) and fields."""
+    """Of marginals and log Z, by all couplings (zero blocks too) and fields."""
     random = generator(0)
     raw = couplings(3, 2, 0.7, random).requires_grad_()
     field = fields(1, 3, 2, random).requires_grad_()
@@ -257,21 +246,21 @@ def test_second_derivatives() -> None:
 
 
 def test_log_partition_has_the_marginals_as_derivatives() -> None:
-    """On a ring, where neither is exact, and without any adjoint solve."""
+    """Of sites on a ring, of pairs on a tree, where they are exact; without any adjoint solve."""
     random = generator(3)
-    listed, blocks = pair_list(RING, 3, 0.8, random)
-    whole = dense(listed, blocks, 5).requires_grad_()
-    field = fields(3, 5, 3, random).requires_grad_()
-    found = belief_propagation(whole, field, **SHARP)
-    log_z = found.value.log_partition
-    by_couplings, by_field = torch.autograd.grad(log_z.sum(), (whole, field))
-    assert found.adjoint.solves == 0
-    torch.testing.assert_close(by_field, found.value.mean, atol=1e-8, rtol=0)
-    pairs = found.value.pairs.sum(0)
-    pairs = pairs * (1 - torch.eye(5, dtype=F64))[:, :, None, None]
-    torch.testing.assert_close(by_couplings, pairs / 2, atol=1e-8, rtol=0)
-    exact = enumerated(whole.detach(), field.detach())
-    assert (log_z.detach() - exact.log_partition).abs().max() < 0.05
+    for edges in (RING, TREE):
+        listed, blocks = pair_list(edges, 3, 0.8, random)
+        whole = dense(listed, blocks, 5).requires_grad_()
+        field = fields(3, 5, 3, random).requires_grad_()
+        found = belief_propagation(whole, field, **SHARP)
+        log_z = found.value.log_partition
+        by_couplings, by_field = torch.autograd.grad(log_z.sum(), (whole, field))
+        assert found.adjoint.solves == 0
+        close(by_field, found.value.mean, 1e-8)
+        exact = enumerated(whole.detach(), field.detach())
+        assert (log_z.detach() - exact.log_partition).abs().max() < 0.05
+    first, second = listed.unbind(1)
+    close(by_couplings[first, second], exact.pairs.sum(0)[first, second] / 2, 1e-8)
 
 
 PAIRS, BLOCKS = pair_list(TREE, 2, 1.0, generator(0))
