@@ -169,10 +169,7 @@ def by_head(beta: Tensor, dimensions: int, like: Tensor) -> Tensor:
 def _numbers(heads: int, beta: float | Sequence[float] | Tensor) -> float | list[float]:
     if isinstance(beta, Tensor):
         if beta.requires_grad:
-            raise TypeError(
-                "beta must be numbers, which are not trained, got a tensor that requires gradients; "
-                "learned_beta=True trains them, from those numbers on"
-            )
+            raise TypeError("beta must be numbers (learned_beta=True trains them), got a parameter")
         beta = beta.tolist()
     if isinstance(beta, (list, tuple)):
         if len(beta) != heads:
@@ -270,34 +267,28 @@ def read_pairs(
             wanted, got = tuple(z.shape[:2]), tuple(x.tokens.shape)
             raise ValueError(f"{name}: x.tokens must have the tokens of z, {wanted}, got {got}")
         check_mask(mask, x.tokens, f"{name}, x.tokens", features=1)
-    batched = [t for t in (z, x.tokens, x.memory, mask) if isinstance(t, Tensor)]
-    found = []
-    for part, kind in (("pairs", "bool"), ("pair_bias", "floating")):
-        tensor = getattr(x, part)
-        if tensor is None:
-            found.append(None)
-            continue
-        right = isinstance(tensor, Tensor) and 2 <= tensor.dim() <= 4
-        if not right or (
-            tensor.dtype != torch.bool if kind == "bool" else not tensor.is_floating_point()
-        ):
-            got = (
-                f"{tensor.dtype} {tuple(tensor.shape)}"
-                if isinstance(tensor, Tensor)
-                else type(tensor)
-            )
-            raise TypeError(
-                f"{part} must be a {kind} tensor (N, M), (B, N, M) or (B, H, N, M), got {got}"
-            )
-        if tensor.dim() == 2:
-            if not batched:
-                raise ValueError(
-                    f"{part} must be (B, N, M) or (B, H, N, M) where x holds no tokens, got "
-                    f"{tuple(tensor.shape)}"
-                )
-            tensor = tensor.expand(batched[0].shape[0], *tensor.shape)
-        found.append(tensor[:, None] if tensor.dim() == 3 else tensor)
-    return None if found == [None, None] else Pairs(*found)
+    batched = [len(t) for t in (z, x.tokens, x.memory, mask) if isinstance(t, Tensor)]
+    allowed = _of_each_sample("pairs", "bool", x.pairs, batched)
+    bias = _of_each_sample("pair_bias", "floating", x.pair_bias, batched)
+    return None if allowed is None and bias is None else Pairs(allowed, bias)
+
+
+def _of_each_sample(part: str, kind: str, pairs: Any, batched: list[int]) -> Tensor | None:
+    """Pairs or their bias as (B, 1 or H, N, M); B, for a matrix (N, M), is the first of ``batched``."""
+    if pairs is None:
+        return None
+    shapes = "(B, N, M) or (B, H, N, M)"
+    if not isinstance(pairs, Tensor):
+        raise TypeError(f"{part} must be a {kind} tensor (N, M), {shapes}, got {type(pairs)}")
+    fits = pairs.dtype == torch.bool if kind == "bool" else pairs.is_floating_point()
+    if not fits or not 2 <= pairs.dim() <= 4:
+        got = f"{pairs.dtype} {tuple(pairs.shape)}"
+        raise TypeError(f"{part} must be a {kind} tensor (N, M), {shapes}, got {got}")
+    if pairs.dim() == 2 and not batched:
+        got = tuple(pairs.shape)
+        raise ValueError(f"{part} must be {shapes} where x holds no tokens, got {got}")
+    pairs = pairs.expand(batched[0], *pairs.shape) if pairs.dim() == 2 else pairs
+    return pairs[:, None] if pairs.dim() == 3 else pairs
 
 
 def expand_pairs(x: Any, batch: int) -> Any:
@@ -311,11 +302,11 @@ def expand_pairs(x: Any, batch: int) -> Any:
     def expanded(part: Any) -> Any:
         if not isinstance(part, AttentionInput):
             return part
-        wide = (
+        pairs, bias = (
             t.expand(batch, *t.shape) if isinstance(t, Tensor) and t.dim() == 2 else t
             for t in (part.pairs, part.pair_bias)
         )
-        return part._replace(**dict(zip(("pairs", "pair_bias"), wide, strict=True)))
+        return part._replace(pairs=pairs, pair_bias=bias)
 
     return pytree.tree_map(expanded, x, is_leaf=lambda part: isinstance(part, AttentionInput))
 

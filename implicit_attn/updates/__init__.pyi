@@ -17,7 +17,6 @@ from implicit_attn.updates.mean_field import MixerAttention as MixerAttention
 from implicit_attn.updates.mean_field import NormedMLP as NormedMLP
 from implicit_attn.updates.mean_field import SoftmaxCouplingAttention as SoftmaxCouplingAttention
 from implicit_attn.updates.momentum import DescentStep as DescentStep
-from implicit_attn.updates.momentum import MomentumStep as MomentumStep
 from implicit_attn.updates.saddle_attention import SaddleAttention as SaddleAttention
 from implicit_attn.updates.transformer_step import TransformerStep as TransformerStep
 from implicit_attn.updates.update import FunctionUpdate as FunctionUpdate

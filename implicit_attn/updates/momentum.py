@@ -1,4 +1,4 @@
-"""Steps with momentum: over the sublayers of a model, and as the update of an equilibrium layer."""
+"""Steps with momentum over the sublayers of a model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from implicit_attn.updates.update import Update
-from solvers.core.checks import (
-    require_callable,
-    require_choice,
-    require_flag,
-    require_instance,
-    require_number,
-)
+from solvers.core.checks import require_callable, require_choice, require_flag, require_number
 
 DESCENTS = ("plain", "gain", "momentum", "nesterov")
 LOOKAHEADS = ("literal", "scaled", "queries")
@@ -127,71 +119,3 @@ class DescentStep(nn.Module):
 
     def extra_repr(self) -> str:
         return f"method={self.method}, lookahead={self.lookahead}"
-
-
-class MomentumStep(Update):
-    r"""An update with momentum, for ``DEQ``: a map of pairs whose fixed points are ``(z*, 0)``.
-
-    ``r(z) = f(z, x) - z`` stands for minus a gradient, and ``z*`` is any fixed point of f ::
-
-        momentum:  p <- beta p - r(z),     nesterov:  p <- beta p - r(z - eta beta p),    z <- z - eta p
-
-    Iterated as it is (``solvers.Forward()``) this is gradient descent with momentum;
-    ``solvers.GradientDescent(momentum=...)`` does the same to any f with constant numbers, without a
-    state that is twice as large. Here the numbers may be learned.
-
-    Args:
-        update: f.
-        nesterov: look ahead.
-        beta, eta: initial values; for convergence ``0 <= beta < 1`` and ``eta > 0``. Not ``eta = 0``,
-            with which every z would be at rest.
-        learned: train beta and eta.
-
-    Shapes: states are pairs (z, p) of what f takes; a layer's output is such a pair, too.
-    """
-
-    def __init__(
-        self,
-        update: Update,
-        *,
-        nesterov: bool = False,
-        beta: float = 0.9,
-        eta: float = 1.0,
-        learned: bool = False,
-    ) -> None:
-        super().__init__()
-        self.update = require_instance("update", update, Update, "an Update")
-        self.nesterov = require_flag("nesterov", nesterov)
-        if require_number("eta", eta) == 0.0:
-            raise ValueError(f"eta must not be 0, with which no state moves, got {eta!r}")
-        self.numbers = _Momentum(beta, eta, learned)
-
-    def initial(self, x: Any) -> Any:
-        """The update's own initial state, at rest."""
-        return _at_rest(self.update.initial(x))
-
-    def start(self, x: Any, prepared: Any) -> Any:
-        return _at_rest(self.update.start(x, prepared))
-
-    def prepare(self, x: Any, *, mask: Tensor | None = None) -> Any:
-        return self.update.prepare(x, mask=mask)
-
-    def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        """One step of the pair ``z``, the state and its momentum."""
-        if not isinstance(z, (tuple, list)) or len(z) != 2:
-            raise TypeError(f"z must be a pair of state and momentum, got {type(z).__name__}")
-        z, p = z
-        beta, eta = self.numbers.beta, self.numbers.eta
-        at = z
-        if self.nesterov:
-            at = pytree.tree_map(lambda a, b: a - (eta * beta) * b, z, p)
-        moved = self.update(at, x, mask=mask)
-        p = pytree.tree_map(lambda a, b, c: beta * a - (b - c), p, moved, at)
-        return pytree.tree_map(lambda a, b: a - eta * b, z, p), p
-
-    def extra_repr(self) -> str:
-        return f"nesterov={self.nesterov}"
-
-
-def _at_rest(z: Any) -> tuple[Any, Any]:
-    return z, pytree.tree_map(torch.zeros_like, z)

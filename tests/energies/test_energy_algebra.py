@@ -87,21 +87,15 @@ def test_weighted(parts: list[Energy], z: Tensor, x: Tensor) -> None:
         assert a.weighted(initial).factor().item() == pytest.approx(initial, rel=1e-5)
         bounded = a.weighted(initial, maximum=40.0)
         assert bounded.factor().item() == pytest.approx(initial, rel=1e-5)
+        for raw in (-30.0, 30.0):
+            with torch.no_grad():
+                bounded.raw.fill_(raw)
+            assert 0 < bounded.factor() <= 40.0
     energy = (a.weighted(0.2) + b.weighted(0.3, maximum=1.0) + c).double()
     assert_combination(energy, [0.2, 0.3, 1.0], parts, z, x)
     weights = [term.raw for term in energy.terms if isinstance(term, Weighted)]
     for gradient in torch.autograd.grad(energy.grad(z, x).square().sum(), weights):
         assert gradient.abs() > 0
-
-
-@pytest.mark.parametrize("raw", [-30.0, 0.0, 30.0])
-def test_weighted_stays_within_its_bounds(raw: float) -> None:
-    free, bounded = Quadratic().weighted(), Quadratic().weighted(0.5, maximum=2.0)
-    with torch.no_grad():
-        for energy in (free, bounded):
-            energy.raw.fill_(raw)
-    assert free.factor() > 0
-    assert 0 < bounded.factor() <= 2.0
 
 
 def test_select_from_dict_and_tuple(z: Tensor, x: Tensor) -> None:
@@ -131,11 +125,6 @@ class QuarticWell(Energy):
         return (0.25 * z**4).flatten(1).sum(1)
 
 
-class QuarticWithGradient(QuarticWell):
-    def grad(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Any:
-        return z**3
-
-
 class QuarticInClosedForm(Energy):
     """Value and gradient at once: ``forward`` follows."""
 
@@ -152,10 +141,7 @@ class QuarticWithBoth(QuarticWell):
         return self(z), z**3
 
 
-USER_ENERGIES = [QuarticWell, QuarticWithGradient, QuarticInClosedForm, QuarticWithBoth]
-
-
-@pytest.mark.parametrize("cls", USER_ENERGIES)
+@pytest.mark.parametrize("cls", [QuarticWell, QuarticInClosedForm, QuarticWithBoth])
 @pytest.mark.parametrize("record", [True, False])
 def test_user_energies(cls: type[Energy], record: bool, z: Tensor) -> None:
     energy = cls()

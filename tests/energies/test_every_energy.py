@@ -288,20 +288,3 @@ def test_flags_combine() -> None:
     assert concave.weighted(0.5).concave and concave.select("x").concave
     assert not ScoreAttention(8, 2, norm=None).weighted(0.5).concave
     assert not Energy().concave
-
-
-def test_attractive_self_attention_is_not_concave_and_its_unit_step_can_rise() -> None:
-    """Tokens at 10 and 20 on a line both attend to the second: ``E_int = -w^2 (z_1 z_2 + z_2^2)``
-    there, which is indefinite. So the promise holds for cross attention only."""
-    repulsion = BiSoftmaxAttention(1, 1, norm=None).double()
-    with torch.no_grad():
-        repulsion.projection.weight.fill_(3.0)
-    attraction = -repulsion
-    z = torch.tensor([[[10.0], [20.0]]], dtype=torch.float64)
-    target = torch.tensor([[[10.1], [20.0 - 0.1 * (2**0.5 - 1)]]], dtype=torch.float64)
-    x = target + attraction.grad(z)  # so that the unit step leads to the target
-    energy = attraction + Quadratic()
-    step = z - energy.grad(z, x)
-    torch.testing.assert_close(step, target)
-    assert (energy(step, x) > energy(z, x) + 1e-3).all()
-    assert not attraction.concave

@@ -1,4 +1,4 @@
-"""Momentum over sublayers and in equilibrium layers, against torch's optimisers."""
+"""Momentum over sublayers, against torch's optimisers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import solvers
 from cases.energies import relative_error
-from implicit_attn import DEQ, GradientStep
-from implicit_attn.energies import Quadratic, RMSNorm, SoftmaxAttention
-from implicit_attn.updates import DescentStep, MomentumStep
+from implicit_attn.energies import SoftmaxAttention
+from implicit_attn.updates import DescentStep
 
 STEPS = 8
 
@@ -114,42 +112,11 @@ def test_the_lookahead_of_queries_alone() -> None:
     assert torch.equal(seen[1][0], z - 0.5 * p)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_an_equilibrium_layer_with_momentum_ends_where_the_update_does(nesterov: bool) -> None:
-    torch.manual_seed(0)
-    energy = SoftmaxAttention(6, 2, norm=RMSNorm(1.0), bound=0.5) + Quadratic()
-    step = GradientStep(energy, 0.5).double()
-    _, x, _ = problem()
-    options: dict[str, Any] = {"tolerance": solvers.Tolerance(1e-12), "max_steps": 500}
-    plain = DEQ(step, **options)
-    moving = DEQ(
-        MomentumStep(step, nesterov=nesterov, beta=0.5), solver=solvers.Forward(), **options
-    )
-    gradients = []
-    for layer, pick in ((plain, lambda out: out), (moving, lambda out: out[0])):
-        at = x.clone().requires_grad_()
-        z = pick(layer(at))
-        z.pow(3).sum().backward()
-        assert at.grad is not None
-        gradients.append((z.detach(), at.grad))
-    assert relative_error(gradients[1][0], gradients[0][0]) <= 1e-10
-    assert relative_error(gradients[1][1], gradients[0][1]) <= 1e-9
-    assert moving(x)[1].abs().max() <= 1e-10  # at rest
-
-
 def test_mistakes() -> None:
-    step = GradientStep(Quadratic())
     with pytest.raises(ValueError, match='needs method="nesterov"'):
         DescentStep(torch.tanh, "momentum", lookahead="scaled")
-    with pytest.raises(TypeError, match="update must be an Update"):
-        MomentumStep(torch.tanh)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="z must be a pair of state and momentum"):
-        MomentumStep(step)(torch.zeros(1, 2))
     for method in ("plain", "gain"):
         with pytest.raises(ValueError, match=f"beta needs .* got 0.3, '{method}'"):
             DescentStep(torch.tanh, method, beta=0.3)
     with pytest.raises(ValueError, match="eta needs another method"):
         DescentStep(torch.tanh, "plain", eta=7.0)
-    for learned in (False, True):  # every state would rest, and the layer call it converged
-        with pytest.raises(ValueError, match="eta must not be 0"):
-            MomentumStep(step, eta=0, learned=learned)
