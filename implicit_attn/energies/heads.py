@@ -267,13 +267,13 @@ def read_pairs(
             wanted, got = tuple(z.shape[:2]), tuple(x.tokens.shape)
             raise ValueError(f"{name}: x.tokens must have the tokens of z, {wanted}, got {got}")
         check_mask(mask, x.tokens, f"{name}, x.tokens", features=1)
-    batched = [len(t) for t in (z, x.tokens, x.memory, mask) if isinstance(t, Tensor)]
+    batched = [t.shape[0] for t in (z, x.tokens, x.memory, mask) if isinstance(t, Tensor)]
     allowed = _of_each_sample("pairs", "bool", x.pairs, batched)
     bias = _of_each_sample("pair_bias", "floating", x.pair_bias, batched)
     return None if allowed is None and bias is None else Pairs(allowed, bias)
 
 
-def _of_each_sample(part: str, kind: str, pairs: Any, batched: list[int]) -> Tensor | None:
+def _of_each_sample(part: str, kind: str, pairs: Any, batched: list[Any]) -> Tensor | None:
     """Pairs or their bias as (B, 1 or H, N, M); B, for a matrix (N, M), is the first of ``batched``."""
     if pairs is None:
         return None
