@@ -93,6 +93,7 @@ def test_same_as_without(name: str) -> None:
     assert second._programs is not None and (second._programs.made or second._programs.staged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver", [Anderson(memory=3), LBFGS(), Broyden(), Forward(0.7)], ids=lambda s: type(s).__name__
 )

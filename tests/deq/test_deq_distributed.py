@@ -19,9 +19,13 @@ from workers.deq_ddp import MODELS, RUNS, STEPS, build, example, scaled_out, tra
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()),
+        reason="torch was built without gloo",
+    ),
+]
 
 
 def run_workers(folder: Path) -> list[dict[str, Any]]:

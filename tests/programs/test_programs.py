@@ -90,7 +90,12 @@ PICTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+LONG = ("demo", "train mnist-spins")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in RUNS]
+)
 def test_a_small_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if "spins" in name and not (HAS_DATA / "mnist").is_dir():
         pytest.skip("no MNIST under IMPLICIT_ATTN_DATA")

@@ -3,7 +3,7 @@
 A sample passes when it is CONVERGED, its recomputed residual is within the tolerance and, where
 there is no other fixed point in reach, its value is the known answer. An entry of the tables below
 that starts to pass fails the test: take it out. An entry EITHER may pass or not; there only the
-converged samples are checked.
+converged samples are checked. Entries SLOW are told and not run.
 """
 
 from __future__ import annotations
@@ -63,33 +63,16 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 # ill-conditioned ones, and nothing else is an excuse.
 SAFEGUARDED: dict[str, dict[str, str]] = {
     "forward": dict.fromkeys(
-        [
-            "energy_quadratic_100",
-            "energy_quadratic_1e4",
-            "energy_rosenbrock_10",
-            "energy_rosenbrock_100",
-            "energy_log_sum_exp",
-            "energy_powell_singular",
-            "energy_helical_valley",
-        ],
-        SLOW,
-    ),
+        ["energy_quadratic_100", "energy_quadratic_1e4", "energy_rosenbrock_10", "energy_rosenbrock_100",
+         "energy_log_sum_exp", "energy_powell_singular", "energy_helical_valley"], SLOW),
     "anderson": dict.fromkeys(["energy_quadratic_1e4", "energy_rosenbrock_100"], SLOW),
-    "broyden": dict.fromkeys(
-        [
-            "energy_quadratic_1e4",
-            "energy_rosenbrock_100",
-            "energy_powell_singular",
-            "energy_helical_valley",
-        ],
-        SLOW,
-    ),
+    "broyden": dict.fromkeys(["energy_quadratic_1e4", "energy_rosenbrock_100", "energy_powell_singular",
+                              "energy_helical_valley"], SLOW),
     "gradient_auto": dict.fromkeys(
-        ["energy_quadratic_1e4", "energy_rosenbrock_100", "energy_helical_valley"], SLOW
-    ),
+        ["energy_quadratic_1e4", "energy_rosenbrock_100", "energy_helical_valley"], SLOW),
     # Where the Hessian is indefinite, its steps are those of the plain map.
     "newton": dict.fromkeys(["energy_rosenbrock_100", "energy_double_wells"], SLOW),
-}
+}  # fmt: skip
 
 
 @cache
@@ -146,8 +129,11 @@ def check(problem: ZooProblem, solution: Solution, reason: str | None) -> None:
         assert found, f"{problem.name} is solved now: remove it from the exceptions ({reason})"
 
 
-@pytest.mark.parametrize("name", SOLVABLE)
-@pytest.mark.parametrize("solver", list(EXCEPTIONS))
+def pairs(table: dict[str, dict[str, str]], names: list[str]) -> list[tuple[str, str]]:
+    return [(s, name) for s in table for name in names if table[s].get(name) != SLOW]
+
+
+@pytest.mark.parametrize(("solver", "name"), pairs(EXCEPTIONS, list(SOLVABLE)))
 def test_solvable_problems_are_solved(solver: str, name: str) -> None:
     problem = make(name)
     if SOLVERS[solver].needs_energy and problem.energy is None:
@@ -158,8 +144,7 @@ def test_solvable_problems_are_solved(solver: str, name: str) -> None:
 WITH_ENERGY = [name for name in SOLVABLE if make(name).energy is not None]
 
 
-@pytest.mark.parametrize("name", WITH_ENERGY)
-@pytest.mark.parametrize("solver", list(SAFEGUARDED))
+@pytest.mark.parametrize(("solver", "name"), pairs(SAFEGUARDED, WITH_ENERGY))
 def test_safeguarded_methods_solve_energies(solver: str, name: str) -> None:
     problem = make(name)
     solution = solve(problem, solver, rtol=RTOL, safeguarded=True)

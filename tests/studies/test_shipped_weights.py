@@ -12,6 +12,7 @@ from implicit_attn.weights import weights_path
 
 pytest.importorskip("safetensors", reason="the weights are read by safetensors")
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+pytestmark = pytest.mark.slow
 UNROLLED, SOLVED, MNIST = "digits-hyperset", "digits-hyperset-equilibrium", "mnist-hyperset"
 HAS_MNIST = (Path(os.environ.get("IMPLICIT_ATTN_DATA", "/nowhere")) / "mnist").is_dir()
 needs_mnist = pytest.mark.skipif(not HAS_MNIST, reason="no MNIST under IMPLICIT_ATTN_DATA")

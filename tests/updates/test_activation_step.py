@@ -136,15 +136,14 @@ def test_unit_step_never_raises_the_energy_of_concave_interactions(
     case: EnergyCase, name: str
 ) -> None:
     """Any weights, small or large: the concave part lies below its tangent."""
-    for seed in range(4):
+    for seed, strength in enumerate((1.0, 100.0)):
         torch.manual_seed(seed)
         energy = case.factory(DIM).double()
-        strength = (0.1, 1.0, 10.0, 100.0)[seed % 4]
         with torch.no_grad():
             for tensor in (*energy.parameters(), *energy.buffers()):
                 tensor.mul_(strength)
         z, x = 3 * tokens(case, seed=seed)[0], tokens(case, seed=seed + 50)[0]
-        rise = descend(ActivationStep(energy, LAGRANGIANS[name]), z, x, steps=8)
+        rise = descend(ActivationStep(energy, LAGRANGIANS[name]), z, x, steps=4)
         assert rise <= 1e-12, (seed, strength)
         if name in BOUNDED:
             assert rise > -torch.inf  # some step was really compared

@@ -1,9 +1,8 @@
 """Compile the Triton kernels of bi-softmax for a device that need not be there.
 
-The arguments are its compute capability, 80, 90, 100 or 120, and "few" for every third variant or
-"one" for the last. Prints a line of JSON for each compiled kernel: its name, the options it was asked
-for with, bytes on the chip, and, where Triton brings a disassembler along, how many instructions of
-which kind. Exits with a traceback where one does not compile, and with a message where one needs more
+The arguments are its compute capability, 80, 90, 100 or 120, and "few" for every third variant.
+Prints a line of JSON for each compiled kernel: its name, the options it was asked for with, bytes on
+the chip, and, where Triton brings a disassembler along, how many instructions of which kind. Exits with a traceback where one does not compile, and with a message where one needs more
 shared memory than a program may have there.
 """
 
@@ -124,10 +123,7 @@ def compile_only(asked: dict[str, Any]) -> None:
 def main() -> None:
     driver.set_active(cast(Any, Absent()))
     setattr(arguments.LaunchArguments, "capability", CAPABILITY)  # noqa: B010
-    variants = VARIANTS[CAPABILITY]
-    variants = (
-        variants[::3] if "few" in sys.argv else variants[-1:] if "one" in sys.argv else variants
-    )
+    variants = VARIANTS[CAPABILITY][:: 3 if "few" in sys.argv else 1]
     for width, dtype, tokens, options in variants:
         compile_only({"width": width, "bytes": dtype.itemsize, "tokens": tokens, **options})
         z = torch.zeros(2, 2, tokens, width, dtype=dtype)

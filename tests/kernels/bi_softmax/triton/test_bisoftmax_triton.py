@@ -84,7 +84,7 @@ NORMS = [
 
 def quick(cases: list[Case]) -> list[Any]:
     """Of so many tokens the interpreter takes long."""
-    return [pytest.param(case, marks=slow) if case.tokens > 200 else case for case in cases]
+    return [pytest.param(case, marks=slow) if case.tokens > 100 else case for case in cases]
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_against_float64(case: Case) -> None:
     check_case(case)
 
 
-@pytest.mark.parametrize("case", NORMS, ids=str)
+@pytest.mark.parametrize("case", quick(NORMS), ids=str)
 def test_any_norm_is_as_good_as_the_dense_formula_in_float32(case: Case) -> None:
     problem = problem_of(case, DEVICE)
     expected = dense(case, problem, cotangent=False)

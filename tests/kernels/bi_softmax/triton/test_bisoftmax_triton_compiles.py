@@ -66,16 +66,6 @@ def test_every_kernel_compiles_to_what_a_card_wants(capability: int, tmp_path: P
     check(reports, capability)
 
 
-@on_x86
-@pytest.mark.defect("E1")
-@pytest.mark.defect("E3")
-def test_the_smallest_kernels_compile(tmp_path: Path) -> None:
-    """The quick one of these tests."""
-    reports = compiled(100, tmp_path, "one")
-    assert {report["kernel"] for report in reports} == SMALL
-    check(reports, 100)
-
-
 def check(reports: list[dict[str, Any]], capability: int) -> None:
     for report in reports:
         counts = report["counts"]
