@@ -1,9 +1,10 @@
 """Compile the Triton kernels of bi-softmax for a device that need not be there.
 
-The arguments are its compute capability, 80, 90, 100 or 120, and "few" for every third variant.
-Prints a line of JSON for each compiled kernel: its name, the options it was asked for with, bytes on
-the chip, and, where Triton brings a disassembler along, how many instructions of which kind. Exits with a traceback where one does not compile, and with a message where one needs more
-shared memory than a program may have there.
+The arguments are its compute capability, 80, 90, 100 or 120, and "few" for every third variant. Prints
+a line of JSON for each compiled kernel: its name, the options it was asked for with, bytes on the chip,
+and, where Triton brings a disassembler along, how many instructions of which kind. Exits with a
+traceback where one does not compile, and with a message where one needs more shared memory than a
+program may have there.
 """
 
 from __future__ import annotations
