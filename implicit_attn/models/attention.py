@@ -16,15 +16,11 @@ from implicit_attn.energies.heads import head_width
 from implicit_attn.energies.tokens import accumulation_dtype, check_mask, check_state, hide
 from implicit_attn.kernels import covariance_product
 from implicit_attn.kernels.arguments import dense_for_transforms
-from solvers.core.checks import (
-    require_choice,
-    require_count,
-    require_flag,
-    require_number,
-    require_positive,
-)
+from solvers.core.checks import require_choice, require_count, require_flag
 from solvers.core.guards.telling import warn_user
 from solvers.core.modes import without_autocast
+
+TAU = 0.01  # at the start of training
 
 
 class AttentionForm(nn.Module):
@@ -141,7 +137,6 @@ class PositiveScalars(nn.Module):
 
     def __init__(self, heads: int, initial: float) -> None:
         super().__init__()
-        initial = require_positive("initial", initial)
         raw = initial + math.log(-math.expm1(-initial))
         self.raw = nn.Parameter(torch.full((heads,), raw))
 
@@ -172,8 +167,8 @@ class NewtonAttention(AttentionForm):
             operations; None: exact, which forms a p x p matrix for every query.
         values: False leaves ``W_V M_h`` out: ``sum_h W_O,h y_h``. The functions that can be learned
             are the same.
-        temperature: initial T_h, kept > 0; None: ``sqrt(2p)``.
-        tau: initial tau_h, of any sign; None: 0.01. There is none with ``order`` None or 0.
+
+    T_h > 0 is learned from ``sqrt(2p)``, tau_h of any sign from 0.01; none with ``order`` None or 0.
 
     Raises:
         torch.linalg.LinAlgError: in ``forward`` with values, where the rows of a head's ``W_Q`` are
@@ -192,17 +187,11 @@ class NewtonAttention(AttentionForm):
         order: int | None = 1,
         values: bool = True,
         causal: bool = True,
-        temperature: float | None = None,
-        tau: float | None = None,
     ) -> None:
         super().__init__(dim, heads, causal=causal, values=values)
         self.order = None if order is None else require_count("order", order, low=0)
-        initial = (2.0 * self.width) ** 0.5 if temperature is None else temperature
-        self.temperature = PositiveScalars(heads, require_positive("temperature", initial))
-        if tau is not None and not order:
-            raise ValueError(f"tau needs an order >= 1, got tau={tau!r} with order={order}")
-        number = 0.01 if tau is None else float(require_number("tau", tau))
-        self.tau = nn.Parameter(torch.full((heads,), number)) if order else None
+        self.temperature = PositiveScalars(heads, (2.0 * self.width) ** 0.5)
+        self.tau = nn.Parameter(torch.full((heads,), TAU)) if order else None
 
     def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         wide = accumulation_dtype(query.dtype)
@@ -274,18 +263,17 @@ class LightNewtonAttention(AttentionForm):
         dim, heads, causal: as for ``AttentionForm``.
         order: m, each term costs about half an attention in dense operations; None: exact, which
             forms a p x p matrix for every query.
-        tau: initial tau_h, of any sign.
+
+    tau_h of any sign is learned from 0.01.
 
     Source: Ren, Ouyang, Tang, Liu, "Transformers as Intrinsic Optimizers",
     https://arxiv.org/abs/2511.00907, appendix (LightMHA2nd) and LightMHA2nd1st.
     """
 
-    def __init__(
-        self, dim: int, heads: int, *, order: int | None = 1, causal: bool = True, tau: float = 0.01
-    ) -> None:
+    def __init__(self, dim: int, heads: int, *, order: int | None = 1, causal: bool = True) -> None:
         super().__init__(dim, heads, causal=causal)
         self.order = None if order is None else require_count("order", order)
-        self.tau = nn.Parameter(torch.full((heads,), float(require_number("tau", tau))))
+        self.tau = nn.Parameter(torch.full((heads,), TAU))
 
     def attend(self, query: Tensor, key: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         value = self.values(memory)

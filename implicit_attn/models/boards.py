@@ -59,13 +59,12 @@ def learn_groups(
     (2024), https://arxiv.org/abs/2304.07235, for the head.
     """
     if not isinstance(boards, Tensor) or boards.dtype != torch.int64:
-        kind = boards.dtype if isinstance(boards, Tensor) else type(boards).__name__
+        kind = getattr(boards, "dtype", type(boards).__name__)
         raise TypeError(f"boards must be an int64 tensor, got {kind}")
     if boards.dim() != 2 or boards.shape[0] == 0 or boards.shape[1] < 3:
         raise ValueError(f"boards must be (M, N) with N >= 3, got {tuple(boards.shape)}")
-    pairs_of_cells = math.comb(boards.shape[1], 2)
     agree = -math.log1p(-1 / require_count("colours", colours, low=2))
-    least = math.ceil(math.log(pairs_of_cells / CHANCE) / agree)
+    least = math.ceil(math.log(math.comb(boards.shape[1], 2) / CHANCE) / agree)
     if len(boards) < least:
         raise ValueError(
             f"boards must be at least {least} to learn groups of {boards.shape[1]} cells and {colours} "
@@ -81,9 +80,8 @@ def learn_groups(
     pairs, gap = strong_pairs(model.couplings().detach())
     if not gap >= CLEAR:
         raise ValueError(
-            f"boards must show which cells belong together: the widest gap between the {steps} steps' "
-            f"couplings is {gap:.2f} of the strength above it, less than {CLEAR:.2f}; give more boards "
-            "or steps"
+            f"boards must show which cells belong together: the widest gap of the {steps} steps' couplings "
+            f"is {gap:.2f} of the strength above it, below {CLEAR:.2f}; give more boards or steps"
         )
     found = maximal_cliques(pairs)
     for group in found:
@@ -200,11 +198,8 @@ class BoardUpdate(Update):
     ) -> None:
         super().__init__()
         self.cells, self.colours = require_count("cells", cells), require_count("colours", colours)
-        self.features, self.width = (
-            require_count("features", features),
-            require_count("width", width),
-        )
-        if width == MARKS:
+        self.features = require_count("features", features)
+        if require_count("width", width) == MARKS:
             raise ValueError(f"width must not be {MARKS}, the number of marks, got {width}")
         # Not in the state dict: the groups are arguments, as the sizes are.
         self.register_buffer("members", _incidence(groups, self.cells), persistent=False)
@@ -241,9 +236,8 @@ class BoardUpdate(Update):
         batch = z.shape[0]
         cells = self.to_cell(z.sum(2) * self.colours**-0.5)
         scaled = self.members * self.members.sum(1, keepdim=True).rsqrt()
-        sums = torch.matmul(scaled, z.flatten(2)).view(
-            batch, len(scaled), self.colours, self.features
-        )
+        sums = torch.matmul(scaled, z.flatten(2))
+        sums = sums.view(batch, len(scaled), self.colours, self.features)
         groups = self.from_group(torch.relu(self.to_group(sums))).flatten(2)
         back = torch.matmul(self.members.mT, groups).view(prepared.shape)
         cells = self.from_cell(torch.relu(cells)).unsqueeze(2)
@@ -305,9 +299,8 @@ class BoardSolver(nn.Module):
         iterations: of the update in training, at most; a call may ask for any other number.
         window: iterations with gradients; None: all.
         layer: options of the ``DEQ`` for :meth:`solve`. By default plain iteration, for which the map is
-            trained (of 100 boards with 20 givens ``Forward`` solved 94, ``Anderson`` 45, ``Broyden`` 9),
-            to a relative residual of 1e-3 in at most eight times the iterations. Solved states of the
-            shipped ``sudoku-solver-easy`` move by more than that: there ``stop="consistent"`` tells them.
+            trained, to a relative residual of 1e-3 in at most eight times the iterations. Solved states
+            of the shipped ``sudoku-solver-easy`` move by more: ``stop="consistent"`` tells them.
 
     Shapes: puzzles (B, N) of integers in 0 .. q, 0 = unknown -> logits (B, N, q) of the colours
     1 .. q. In training (window, B, N, q), after each of the last iterations.
@@ -479,10 +472,8 @@ class BoardSolver(nn.Module):
     def _read(self, puzzles: Tensor | str | Sequence[str]) -> tuple[Tensor, tuple[int, ...]]:
         """Boards (B, N) and the shape in which they came."""
         cells = self.update.cells
-        if isinstance(puzzles, str) or (
-            isinstance(puzzles, (list, tuple)) and all(isinstance(each, str) for each in puzzles)
-        ):
-            texts = [puzzles] if isinstance(puzzles, str) else list(puzzles)
+        texts = [puzzles] if isinstance(puzzles, str) else puzzles
+        if isinstance(texts, (list, tuple)) and all(isinstance(each, str) for each in texts):
             for text in texts:
                 if len(text) != cells or not set(text) <= set(".0123456789"):
                     raise ValueError(
@@ -493,11 +484,12 @@ class BoardSolver(nn.Module):
             return boards, (cells,) if isinstance(puzzles, str) else tuple(boards.shape)
         require_instance("puzzles", puzzles, Tensor, "a tensor, a string or a list of strings")
         boards, shape = cast(Tensor, puzzles), tuple(cast(Tensor, puzzles).shape)
-        if shape[-1:] == (cells,) and len(shape) < 3:
-            return boards.reshape(-1, cells), shape
-        if len(shape) in (2, 3) and shape[-1] == shape[-2] and shape[-1] ** 2 == cells:
-            return boards.reshape(-1, cells), shape
-        return boards, shape  # which ``marks`` refuses
+        line = shape[-1:] == (cells,) and len(shape) < 3
+        side = math.isqrt(cells)
+        square = shape[-2:] == (side, side) and side**2 == cells and len(shape) < 4
+        return boards.reshape(
+            -1, cells
+        ) if line or square else boards, shape  # or refused by ``marks``
 
     def marks(self, puzzles: Tensor) -> Tensor:
         """Of each cell and colour, one-hot (B, N, q, 3): given, another is given, nothing is given."""

@@ -33,7 +33,7 @@ class EnergyAttention(nn.Module):
 
         q = W_q x,  k = W_k c,  E(q) = 1/2 |q|^2 - beta^-1 log sum_j exp(beta q.k_j)
         repeat: q <- q - eta dE/dq
-        y = W_o concatenate_h(q_h), or W_o concatenate_h(V_h q_h); residual: x + y
+        y = W_o concatenate_h(q_h), or W_o concatenate_h(V_h q_h)
 
     One step with ``eta = 1`` is softmax attention with the keys for values. More steps lower the
     energy further, for ``eta <= 1`` without ever raising it, and draw the queries towards its minima,
@@ -55,7 +55,6 @@ class EnergyAttention(nn.Module):
         values: None, or "after": a learned matrix ``V_h`` (p, p) for each head, the identity at first.
             One head with ``p = dim`` and ``W_o = W_v W_k^-1`` is attention with the values ``W_v c``;
             several heads cannot undo their keys, and learn V instead.
-        residual: add x to the output.
         causal: in self-attention token i attends to ``j <= i`` only.
         options: of the ``DEQ`` where ``steps`` is None, such as ``tolerance`` or ``solver``: by default
             L-BFGS with ``max_steps=200``. Where there are several minima it may end in another than
@@ -90,7 +89,6 @@ class EnergyAttention(nn.Module):
         steps: int | None = 1,
         step_size: float = 1.0,
         values: str | None = None,
-        residual: bool = False,
         *,
         causal: bool = False,
         **options: Any,
@@ -104,18 +102,15 @@ class EnergyAttention(nn.Module):
         width = head_width(dim, heads, head_dim)
         rows = heads * width
         self.causal = require_flag("causal", causal)
-        self.residual = require_flag("residual", residual)
         if context_dim is not None and causal:
             raise ValueError(f"causal=True needs self-attention, got context_dim={context_dim!r}")
         if values is not None:
             require_choice("values", values, ("after",))
         self.descent = QueryDescent(rows, heads, step_size=step_size, beta=beta)
         self.query, self.output = Projection(dim, rows), Projection(rows, dim)
-        keys = dim if context_dim is None else context_dim
-        self.key = Projection(keys, rows)
-        self.values = None
-        if values is not None:
-            self.values = nn.Parameter(torch.eye(width).repeat(heads, 1, 1))
+        self.key = Projection(context_dim or dim, rows)
+        made = torch.eye(width).repeat(heads, 1, 1)
+        self.values = None if values is None else nn.Parameter(made)
         if steps is not None and options:
             raise TypeError(f"unknown arguments {sorted(options)}; those of DEQ need steps=None")
         self.equilibrium = None
@@ -164,8 +159,7 @@ class EnergyAttention(nn.Module):
         if self.values is not None:
             moved = self._by_head(queries) @ self.values.mT
             queries = moved.transpose(1, 2).flatten(2)
-        y = hide(F.linear(queries, self.output.weight), tokens)
-        return x + y if self.residual else y
+        return hide(F.linear(queries, self.output.weight), tokens)
 
     def _queries_and_keys(
         self, x: Tensor, context: Tensor | None, mask: Tensor | None
@@ -195,7 +189,7 @@ class EnergyAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, context_dim={self.context_dim}, heads={self.heads}, "
-            f"steps={self.steps}, causal={self.causal}, residual={self.residual}"
+            f"steps={self.steps}, causal={self.causal}"
         )
 
 

@@ -276,7 +276,7 @@ def check_rule(rule: object) -> str | int:
 def check_spins(name: str, spins: object, shape: str, *, empty: bool = False) -> None:
     """``spins`` must be a floating matrix of +1 and -1, with at least one row unless ``empty``."""
     if not isinstance(spins, Tensor) or not spins.is_floating_point():
-        kind = spins.dtype if isinstance(spins, Tensor) else type(spins).__name__
+        kind = getattr(spins, "dtype", type(spins).__name__)
         raise TypeError(f"{name} must be a floating tensor {shape}, got {kind}")
     if spins.dim() != 2 or spins.shape[1] == 0 or (len(spins) == 0 and not empty):
         raise ValueError(f"{name} must have the shape {shape}, got {tuple(spins.shape)}")

@@ -273,11 +273,8 @@ def _sudoku_entries(layout: OfficialLayout) -> Iterator[Entry]:
     for layer in range(layout.layers):
         theirs, ours = f"blocks.{layer}", f"backbone.layers.{layer}"
         yield from _layer_entries(theirs + ".attn", theirs, ours)
-        gains = {
-            f"{theirs}.attn.ln1": f"{ours}.gains.query",
-            f"{theirs}.ln2": f"{ours}.gains.memory",
-        }
-        yield from _plain(gains, "weight")
+        gains = {f"{theirs}.attn.ln1": "query", f"{theirs}.ln2": "memory"}
+        yield from _plain({key: f"{ours}.gains.{n}" for key, n in gains.items()}, "weight")
         # The causal mask that the official Sudoku model keeps and never uses.
         yield Entry(f"{theirs}.attn.mask", None, lambda like: like.new_ones(1, 1, 81, 81).tril())
     yield from _plain({"tok_emb": "digits", "ln_f": "norm", "head": "head"}, "weight")
@@ -472,16 +469,6 @@ def load_official(
         ValueError: keys are missing or superfluous, or weights have other shapes than the layout;
             all are named. Something that is needed is not given, or given where it has no meaning.
         TypeError: ``state`` is no dict of tensors.
-
-    Example:
-        >>> from implicit_attn.models.official import build_official, to_official
-        >>> model = build_official("sudoku")
-        >>> state = to_official(model)
-        >>> state["time_mlp.1.1.weight"].shape
-        torch.Size([1536, 768])
-        >>> again = load_official(state)
-        >>> all(torch.equal(state[name], weight) for name, weight in to_official(again).items())
-        True
 
     Source: the names and shapes are those of the official code of Hu, Zou, Xu, "Hyper-SET"
     (https://arxiv.org/abs/2502.11646), https://github.com/huyunzhe/hyper-set.

@@ -255,9 +255,6 @@ def test_transforms_of_functions(name: str) -> None:
 def test_mistakes() -> None:
     with pytest.raises(TypeError, match="order"):
         make("softmax", order=2)
-    for order in (None, 0):
-        with pytest.raises(ValueError, match=f"tau needs an order >= 1, got tau=5.0 .*={order}"):
-            make(NewtonAttention, order=order, tau=5.0)
     for form, option, value in (
         ("newton", "order", 2), ("light-newton", "order", 1), ("newton-taylor", "order", None),
         ("newton-taylor-no-value", "values", True),
