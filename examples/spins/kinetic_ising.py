@@ -88,16 +88,10 @@ def kinetic_ising(
         shown = means | {"exact": run.means[..., 0]} if factor == 1 else shown
 
     level = torch.linspace(-1, 1, starts).view(-1, 1, 1).expand(-1, spins, 1)
-    fans = {
-        factor: kinetic_trajectory(
-            level,
-            (factor * critical * field).expand(starts, -1, -1),
-            factor * critical * couplings,
-            steps=steps,
-            site=SITE,
-        ).mean((2, 3))
-        for factor in (0.5, 1, 2)
-    }
+    fans = {}
+    for factor in (0.5, 1, 2):
+        x, J = factor * critical * field.expand(starts, -1, -1), factor * critical * couplings
+        fans[factor] = kinetic_trajectory(level, x, J, steps=steps, site=SITE).mean((2, 3))
 
     generator.manual_seed(seed)  # the same models whatever was simulated
     beta = critical * torch.linspace(0.25, 2, betas)
@@ -107,10 +101,9 @@ def kinetic_ising(
         ends = []
         for x, J in models:
             x, J = scale * x, scale * J
-            each = kinetic_trajectory(
-                torch.ones_like(x), x, J, steps=steps - 1, site=SITE, closure=name
-            )
-            ends.append(each[-1].mean((1, 2)).abs())
+            start, options = torch.ones_like(x), {"steps": steps - 1, "closure": name}
+            last = kinetic_trajectory(start, x, J, site=SITE, **options)[-1]
+            ends.append(last.mean((1, 2)).abs())
         quantiles = torch.stack(ends).quantile(torch.tensor([0.1, 0.5, 0.9]), 0).T.tolist()
         rows = [
             {"closure": name, "beta": b, "mean": middle, "mean_10": low, "mean_90": high}
@@ -121,9 +114,8 @@ def kinetic_ising(
             zip(rows, rows[1:], rows[2:], strict=False),
             key=lambda r: (r[2]["mean"] - r[0]["mean"]) / (r[2]["beta"] - r[0]["beta"]),
         )[1]
-        turns.append(
-            {"closure": name, "turns_at": steepest["beta"] / critical, "critical_beta": critical}
-        )
+        row = {"closure": name, "turns_at": steepest["beta"] / critical}
+        turns.append(row | {"critical_beta": critical})
     figure = draw(shown, errors, fans, sweep, critical)
     title = f"the transition: closures only,\n{draws} other models of {sweep_spins} spins"
     figure.axes[3].set_title(title)
@@ -135,18 +127,11 @@ def draw(shown: dict[str, Tensor], errors: list, fans: dict, sweep: list, critic
     figure, panels = plt.subplots(2, 2, figsize=(11, 8.2))
     figure.suptitle("Kinetic Ising spins with random asymmetric couplings")
     (every, mean, fan, transition), last = panels.flat, shown["gaussian"]
-    image = every.imshow(
-        last[:, last[-1].argsort()].T.numpy(),
-        vmin=-1,
-        vmax=1,
-        cmap="coolwarm",
-        aspect="auto",
-        origin="lower",
-    )
+    style: dict[str, Any] = {"vmin": -1, "vmax": 1, "cmap": "coolwarm", "aspect": "auto"}
+    image = every.imshow(last[:, last[-1].argsort()].T.numpy(), origin="lower", **style)
     figure.colorbar(image, ax=every, label="mean of a spin")
-    every.set(
-        title="mean of every spin at the critical β", xlabel="time step", ylabel="spin, sorted"
-    )
+    every.set(title="mean of every spin at the critical β")
+    every.set(xlabel="time step", ylabel="spin, sorted")
     over = every.twinx()
     over.plot(last.mean(1), color="black", linewidth=1.8, label="mean over all spins, -1 to 1")
     over.set(ylim=(-1, 1), yticks=[])
@@ -156,9 +141,8 @@ def draw(shown: dict[str, Tensor], errors: list, fans: dict, sweep: list, critic
     mean.set(title="mean over all spins at the critical β", xlabel="time step", ylabel="mean")
     rows = [row for row in errors if row["factor"] == 1]
     notes = [f"{CLOSURES[row['closure']]}: {row['error']:.3f}" for row in rows]
-    note = "\n".join(
-        ["r.m.s. error of the sites at the end", *notes, f"noise: {rows[0]['noise']:.3f}"]
-    )
+    notes = ["r.m.s. error of the sites at the end", *notes, f"noise: {rows[0]['noise']:.3f}"]
+    note = "\n".join(notes)
     mean.text(0.97, 0.62, note, transform=mean.transAxes, fontsize=9, ha="right", va="top")
     for (factor, means), color in zip(fans.items(), ("C4", "C1", "C0"), strict=True):
         lines = fan.plot(means, color=color, linewidth=0.7, alpha=0.8)

@@ -183,19 +183,13 @@ def draw_errors(axes, rows: list[dict[str, Any]], what: str) -> None:
     for number, closure in enumerate(closures):
         found = [row for row in rows if row["closure"] == closure]
         places = [beta + (number - (len(closures) - 1) / 2) * width for beta in range(len(found))]
-        sphere = closure == "tap"
-        bars = axes.bar(
-            places,
-            [row["error"] for row in found],
-            width,
-            color=COLOURS[closure],
-            hatch="//" if sphere else None,
-            alpha=0.6 if sphere else 1,
-            label="TAP of the exact sphere" if sphere else None,
-        )
+        style: dict[str, Any] = {"color": COLOURS[closure]}
+        if closure == "tap":
+            style |= {"hatch": "//", "alpha": 0.6, "label": "TAP of the exact sphere"}
+        bars = axes.bar(places, [row["error"] for row in found], width, **style)
         labels = [f"{row['error']:.2f}{'*' * bool(row['unsolved'])}" for row in found]
         axes.bar_label(bars, labels, fontsize=7)
-        if sphere:
+        if closure == "tap":
             axes.legend(fontsize=8, loc="upper left")
     for place, beta in enumerate((1.0, 2.0)):
         level = max(row["noise"] for row in rows if row["beta"] == beta)

@@ -60,9 +60,8 @@ def plane(model: Model, beta: float, values: Tensor) -> Tensor:
     """``phi(t_1, t_2)`` of two spins on a grid, by t_2 and t_1; NaN outside of the domain."""
     t = torch.stack(torch.meshgrid(values, values, indexing="xy"), -1).view(-1, 2)
     factor, failed = torch.linalg.cholesky_ex(torch.diag_embed(t) - model.couplings)
-    half = torch.linalg.solve_triangular(
-        factor, model.field.expand(len(factor), -1, -1), upper=False
-    )
+    fields = model.field.expand(len(factor), -1, -1)
+    half = torch.linalg.solve_triangular(factor, fields, upper=False)
     log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
     phi = beta * t.sum(1) - log_det / 2 + beta / 4 * half.square().sum((1, 2))
     return torch.where(failed == 0, phi, torch.nan).view(len(values), len(values))
@@ -172,17 +171,12 @@ def draw_sweep(axes, table: list[dict[str, float]], border: float) -> None:
     """Roots, free energy and magnetisation over the temperature."""
     column = {name: [row[name] for row in table] for name in table[0]}
     betas = column["beta"]
-    axes.fill_between(
-        *(betas, column["smallest"], column["largest"]),
-        color="C0",
-        alpha=0.3,
-        label="t of each spin: range",
-    )
-    axes.plot(betas, column["root"], color="C1", label="one t for all")
-    axes.plot(*(betas, column["length"]), color="C2", label="$|\\langle S_i\\rangle| / \\sqrt{d}$")
-    axes.plot(
-        *(betas, column["free_energy"]), color="C3", label="free energy per site and component"
-    )
+    band, label = (column["smallest"], column["largest"]), "t of each spin: range"
+    axes.fill_between(betas, *band, color="C0", alpha=0.3, label=label)
+    labels = {"root": "one t for all", "length": "$|\\langle S_i\\rangle| / \\sqrt{d}$"}
+    labels["free_energy"] = "free energy per site and component"
+    for color, (name, label) in enumerate(labels.items(), start=1):
+        axes.plot(betas, column[name], color=f"C{color}", label=label)
     axes.axhline(border, color="C4", linestyle=":", label="border of the domain of t")
     axes.set(xscale="log", xlabel="inverse temperature", title="Over the temperature")
     axes.legend(frameon=False, fontsize=8)
