@@ -199,7 +199,8 @@ class BoardUpdate(Update):
         super().__init__()
         self.cells, self.colours = require_count("cells", cells), require_count("colours", colours)
         self.features = require_count("features", features)
-        if require_count("width", width) == MARKS:
+        self.width = require_count("width", width)
+        if width == MARKS:
             raise ValueError(f"width must not be {MARKS}, the number of marks, got {width}")
         # Not in the state dict: the groups are arguments, as the sizes are.
         self.register_buffer("members", _incidence(groups, self.cells), persistent=False)

@@ -142,6 +142,7 @@ def test_by_specification_and_with_a_layer() -> None:
     assert other.layer.solver == solvers.Anderson() and other.layer.max_steps == 40
     assert other.layer.tolerance == solvers.Tolerance(1e-3)
     assert "members" not in " ".join(model.state_dict())
+    assert (other.update.features, other.update.width) == (4, 6)  # what training goes on with
 
 
 def latin_squares(number: int, generator: torch.Generator) -> Tensor:
