@@ -83,7 +83,9 @@ class ConditionalMixture(NamedTuple):
             raise NotImplementedError(f"{type(self.site).__name__} has no method sample")
         with torch.no_grad():
             chosen = torch.multinomial(self.weights.flatten(0, 1), 1, generator=generator)
-            fields = self.fields.flatten(0, 1)[torch.arange(len(chosen)), chosen.squeeze(1)]
+            fields = self.fields.flatten(0, 1)[
+                torch.arange(len(chosen), device=chosen.device), chosen.squeeze(1)
+            ]
             return self.site.sample(fields.view(*self.fields.shape[:2], -1), generator)
 
 

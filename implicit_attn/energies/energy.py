@@ -155,15 +155,10 @@ class Energy(nn.Module):
         return x
 
     def forward(self, z: Any, x: Any = None, *, mask: Tensor | None = None) -> Tensor:
-        """Energy of each sample.
+        """Energy of each sample, (B,), of the state ``z`` (B, ...).
 
-        Args:
-            z: state, (B, ...).
-            x: the layer's input, held constant, or what ``prepare`` made of it; not all need one.
-            mask: (B, N) bool, False at masked tokens; None: no token is masked.
-
-        Returns:
-            (B,).
+        ``x`` is the layer's input, held constant, or what ``prepare`` made of it; ``mask`` (B, N) bool is
+        False at masked tokens.
         """
         if type(self).value_and_grad is not Energy.value_and_grad:  # a closed form
             return self.value_and_grad(z, x, mask=mask)[0]
@@ -276,10 +271,8 @@ class Scaled(_Multiple):
 class Weighted(_Multiple):
     """An energy times a learned positive weight, ``log(1 + exp(raw))`` of one parameter ``raw``.
 
-    Args:
-        initial: initial weight, > 0 and, where given, < ``maximum``.
-        maximum: upper bound of the weight, which is then ``maximum / (1 + exp(-raw))``; it keeps the
-            curvature of the term bounded during training.
+    ``maximum`` bounds it: the weight is then ``maximum / (1 + exp(-raw))``, so that the curvature of the
+    term stays bounded during training. ``initial``: > 0, below ``maximum``.
     """
 
     def __init__(self, energy: Energy, initial: float = 1.0, maximum: float | None = None) -> None:

@@ -34,13 +34,8 @@ Beta: TypeAlias = float | Sequence[float] | Tensor | None
 class Temperatures(nn.Module):
     """The inverse temperatures beta of the heads, all > 0.
 
-    Learned ones are ``log(1 + exp(raw))`` of a parameter ``raw`` (heads,), so they stay positive.
-
-    Args:
-        heads: their number H.
-        beta: a number, or one for each head; None: ``width^-1/2``.
-        width: of a head.
-        learned: train them, one for each head.
+    Learned ones, one for each head, are ``log(1 + exp(raw))`` of a parameter ``raw`` (heads,), so they stay
+    positive. ``beta`` None: ``width^-1/2``, with the width of a head.
     """
 
     values: Tensor
@@ -273,7 +268,7 @@ def read_pairs(
     return None if allowed is None and bias is None else Pairs(allowed, bias)
 
 
-def _of_each_sample(part: str, kind: str, pairs: Any, batched: list[Any]) -> Tensor | None:
+def _of_each_sample(part: str, kind: str, pairs: Any, batched: list[int]) -> Tensor | None:
     """Pairs or their bias as (B, 1 or H, N, M); B, for a matrix (N, M), is the first of ``batched``."""
     if pairs is None:
         return None

@@ -94,8 +94,7 @@ class SoftmaxLagrangian(Lagrangian):
 class RMSNormLagrangian(Lagrangian):
     """``Lag = d sqrt(mean(z^2) + epsilon)``, ``g = z / sqrt(mean(z^2) + epsilon)``: RMS norm, no gain.
 
-    Args:
-        epsilon: finite, > 0; of order 1 for equilibria, small for the usual norm.
+    ``epsilon`` > 0 is of order 1 for equilibria, small for the usual norm.
     """
 
     epsilon: float = 1.0

@@ -91,9 +91,7 @@ class SpectralBound(nn.Module):
 
     Exact and differentiable, the same in training and evaluation. Each read of the weight costs the
     eigenvalues of a Gram matrix; a solve, like ``torch.nn.utils.parametrize.cached()``, takes one.
-
-    Args:
-        bound: finite, > 0.
+    ``bound``: finite, > 0.
     """
 
     def __init__(self, bound: float) -> None:
@@ -132,11 +130,7 @@ class Projection(nn.Module):
     """A weight (rows, dim) that maps states ``z`` (..., dim) to ``z W^T`` and gradients back.
 
     Entries are drawn from N(0, 1/dim), so a state with entries of order 1 has such projections.
-
-    Args:
-        dim: features of the state.
-        rows: features of the projection.
-        bound: bound on the largest singular value, or None.
+    ``bound``: on the largest singular value, or None.
     """
 
     weight: Tensor

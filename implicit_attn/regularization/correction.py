@@ -35,16 +35,7 @@ def correction_weights(
         "linear"        1 - gamma m / count     gamma 0.9 by default
         "constant"      1
 
-    Args:
-        count: number of losses n, >= 1.
-        kind: one of the three.
-        gamma: in [0, 1]; None: the default. Not for "constant".
-
-    Returns:
-        n numbers.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
+    ``count``: the number of losses, >= 1; ``gamma``: in [0, 1], None: the default; not for "constant".
     """
     require_count("count", count)
     require_choice("kind", kind, KINDS)
@@ -69,13 +60,7 @@ def states_at(
     ``Phantom``, ``OneStep``); else of one step from it, as the equation of the fixed point does not hold
     there. ``layer.last`` stays that of the solve before. Dropout draws masks of its own.
 
-    Args:
-        layer: a :class:`implicit_attn.DEQ`.
-        x, mask, z0: as for ``layer.solve``.
-        numbers: of evaluations, increasing, ``layer.max_steps`` at most.
-
-    Returns:
-        A state for each number.
+    ``numbers`` are increasing, ``layer.max_steps`` at most; ``x``, ``mask``, ``z0`` as for ``layer.solve``.
     """
     require_instance("layer", layer, DEQ, "a DEQ")
     limits = require_increasing("numbers", numbers, high=layer.max_steps, what="max_steps")
@@ -103,12 +88,6 @@ def fixed_point_correction(
         states: z_1, ..., z_n from the first to the solution, n >= 1: ``[*states_at(layer, x, numbers),
             layer(x)]``.
         weights: n finite numbers >= 0; None: ``correction_weights(n)``.
-
-    Returns:
-        The weighted sum, like ``loss``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
 
     Example:
         >>> import torch

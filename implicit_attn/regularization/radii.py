@@ -36,17 +36,13 @@ class SpectralRadii:
         >>> round(SpectralRadii(torch.ones(2, 3, 4))(model)[""]["largest"], 4)
         0.5
 
-    Raises:
-        TypeError, ValueError: for arguments that do not fit, naming the argument.
-        solvers.SpectrumError: where eigenvalues are not found.
+    ``solvers.SpectrumError`` where eigenvalues are not found.
     """
 
     def __init__(self, inputs: Tensor, *, samples: int | None = None) -> None:
         require_instance("inputs", inputs, Tensor, "a tensor (B, ...)")
         if inputs.dim() == 0 or inputs.shape[0] == 0:
-            raise ValueError(
-                f"inputs must hold at least one sample (B, ...), got {tuple(inputs.shape)}"
-            )
+            raise ValueError(f"inputs must hold at least one sample, got {tuple(inputs.shape)}")
         if samples is not None:
             require_count("samples", samples)
         self.inputs = inputs[:samples]
@@ -54,9 +50,7 @@ class SpectralRadii:
     def __call__(self, model: nn.Module) -> dict[str, dict[str, float]]:
         found: dict[str, list[Tensor]] = {}
         layers = {name: part for name, part in model.named_modules() if isinstance(part, DEQ)}
-        before = {
-            name: (layer.observer, layer.last, layer._seeds) for name, layer in layers.items()
-        }
+        before = {name: (at.observer, at.last, at._seeds) for name, at in layers.items()}
         training = [module for module in model.modules() if module.training]
         try:
             model.eval()

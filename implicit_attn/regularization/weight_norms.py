@@ -110,9 +110,8 @@ def apply_norm(
     ============  ==========================================  ====================================
 
     Without ``target`` the weights are at first what they were. A solve computes every parametrised weight
-    once and holds it constant, and the next solve computes it anew; nothing has to be reset in between.
-    (Outside of solves ``torch.nn.utils.parametrize.cached()`` does that.) Call this before an optimizer is
-    made: the parameters are new ones, ``parametrizations.weight.original...``.
+    once and holds it constant; outside of solves ``torch.nn.utils.parametrize.cached()`` does that. Call
+    this before an optimizer is made: the parameters are new ones, ``parametrizations.weight.original...``.
 
     Args:
         module: whose layers are looked for, itself among them.
@@ -122,12 +121,8 @@ def apply_norm(
         only, skip: patterns of names of layers in ``module`` (``"encoder.*"``, ``"*head*"``), as in a
             shell: a layer is taken if it fits one of ``only`` and none of ``skip``.
 
-    Returns:
-        Names of the weights, such as ``"encoder.0.weight"``.
-
-    Raises:
-        TypeError, ValueError: for arguments that do not fit; if no layer fits; if a weight is
-            parametrised already, or shared by several modules.
+    Returns the names of the weights, such as ``"encoder.0.weight"``. ValueError if no layer fits, or a
+    weight is parametrised already or shared by several modules.
 
     Example:
         >>> cell = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -160,13 +155,8 @@ def remove_norm(module: nn.Module) -> list[str]:
     """Take off what :func:`apply_norm` has put on; the weights keep their values, as plain parameters.
 
     Other parametrisations stay, and so do copies of the module as they are. Call it before an optimizer is
-    made: where a length was learned, the parameter is a new one.
-
-    Returns:
-        Names of the weights.
-
-    Raises:
-        ValueError: if a weight has another parametrisation on top of such a norm.
+    made: where a length was learned, the parameter is a new one. Returns the names of the weights;
+    ValueError if a weight has another parametrisation on top of such a norm.
     """
     require_instance("module", module, nn.Module, "an nn.Module")
     found = []

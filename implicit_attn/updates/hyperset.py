@@ -28,11 +28,7 @@ class StepSize(nn.Module):
     """A positive step size: one number, or one per channel; constant or learned.
 
     A learned step size is ``log(1 + exp(raw))`` of a parameter ``raw``, so it stays positive.
-
-    Args:
-        initial: > 0.
-        channels: None for one number, else d for a vector (d,).
-        learned: make it a parameter.
+    ``channels``: None for one number, else d for a vector (d,).
     """
 
     def __init__(self, initial: float, channels: int | None = None, learned: bool = False) -> None:
@@ -303,12 +299,6 @@ class LowRankDeltas(nn.Module):
 
     All entries are drawn from N(0, 0.02^2), so the iterations differ from the start. Iterations
     beyond the last delta use the last.
-
-    Args:
-        rows, dim: shape of the weight W.
-        rank: of the differences.
-        iterations: number of differences.
-        scale: their factor.
 
     Source: Hu, Zou, Xu, "Hyper-SET", https://arxiv.org/abs/2502.11646, depth-wise LoRA.
     """

@@ -111,9 +111,8 @@ class NormGains(nn.Module):
     with the weights w of a score, and ``phi'(Q) * beta phi(V) (phi(Q)^T phi(K))`` for linear attention
     with the feature map phi. For the ReLU energy the feed-forward phi is relu, and so on.
 
-    The official code has these gains. A step along such directions descends nothing: the gains of
-    queries, keys and values differ, and the derivative of the norm is dropped. The energies that are
-    monitored along the way are those without gains, in the official code and here.
+    A step along such directions descends nothing: the gains of queries, keys and values differ, and the
+    derivative of the norm is dropped. The energies that are monitored are those without gains.
 
     Args:
         kind: "separate": gains of queries, keys and values of their own, as the official models of
