@@ -1,4 +1,4 @@
-"""Compiled layers against the same layers without: python benchmarks/compiled.py [--rounds 20]
+"""Compiled layers against the same layers without: python benchmarks/compiled.py [--rounds 80]
 
 The training step of the mean-field layer of ``benchmarks/step.py`` at its four targets, and of an equilibrium
 block. The two take turns; times are lower thirds, as other processes only ever add to them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import solvers
 from benchmarks.layers import MeanField
-from benchmarks.measure import table
+from benchmarks.measure import lower_thirds, table
 from implicit_attn import DEQ, EquilibriumBlock, Update, compile_layers
 
 CASES = [(scale, goal) for scale in (1.0, 2.0) for goal in ((1e-4, 1e-3), (1e-6, 1e-5))]
@@ -65,15 +65,12 @@ def compare(name: str, made: tuple[nn.Module, Tensor, Tensor], rounds: int) -> d
     gradients = [step(each, x, cotangent) for each in (model, compiled)]
     first = time.perf_counter() - start
     error = max((a - b).norm().item() / a.norm().item() for a, b in zip(*gradients, strict=True))
-    found: list[list[float]] = [[], []]
-    for _ in range(4):
-        for times, each in zip(found, (model, compiled), strict=True):
-            times += [clock(lambda each=each: step(each, x, cotangent)) for _ in range(rounds)]
-    plain, fast = (sorted(times)[len(times) // 3] for times in found)
+    runs = [partial(step, each, x, cotangent) for each in (model, compiled)]
+    plain, fast = (1e3 * seconds for seconds in lower_thirds(runs, rounds))
     return {
         "training step": name,
-        "not compiled, ms": f"{1e3 * plain:.1f}",
-        "compiled, ms": f"{1e3 * fast:.1f}",
+        "not compiled, ms": f"{plain:.1f}",
+        "compiled, ms": f"{fast:.1f}",
         "ratio": f"{fast / plain:.2f}",
         "gradients differ by": f"{error:.0e}",
         "first step, s": f"{first:.0f}",
@@ -86,14 +83,8 @@ def step(model: nn.Module, x: Tensor, cotangent: Tensor) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def clock(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def main(rounds: int = 20, threads: int = 2) -> None:
-    """Compiled layers against the same layers without; ``rounds`` timed steps, four times each."""
+def main(rounds: int = 80, threads: int = 2) -> None:
+    """Compiled layers against the same layers without; ``rounds`` timed steps of each."""
     torch.set_num_threads(threads)
     rows = []
     for scale, goal in CASES:

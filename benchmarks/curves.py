@@ -55,10 +55,6 @@ def step(model: nn.Module, x: Tensor) -> Callable[[], object]:
     return run
 
 
-def last_of(model: nn.Module) -> solvers.Solution | None:
-    return getattr(model, "last", None)
-
-
 def measure(repeats: int, sweeps: dict[str, tuple[int, ...]]) -> list[Row]:
     """A row for each size and each layer."""
     rows: list[Row] = []
@@ -73,7 +69,6 @@ def measure(repeats: int, sweeps: dict[str, tuple[int, ...]]) -> list[Row]:
             runs = {name: step(model, x) for name, model in made.items()}
             seconds = interleaved(runs, repeats, time.process_time)
             for name, model in made.items():
-                last = last_of(model)
                 rows.append(
                     {
                         "axis": axis,
@@ -81,7 +76,7 @@ def measure(repeats: int, sweeps: dict[str, tuple[int, ...]]) -> list[Row]:
                         "layer": name,
                         "ms": 1e3 * seconds[name],
                         "peak MB": peak_bytes(runs[name]) / 1e6,
-                        **_counts(last),
+                        **_counts(getattr(model, "last", None)),
                     }
                 )
     return rows

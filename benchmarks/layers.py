@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,21 +45,22 @@ class MeanField(nn.Module):
 
     def exact(self) -> tuple[Tensor, list[Tensor]]:
         """Fixed point and gradients of <cotangent, z> by a dense float64 solve."""
-        with _Double(self):
-            couplings = self.couplings()
-            x, cotangent = self.x.double(), self.cotangent.double()
-            z = torch.zeros_like(x)
-            with torch.no_grad():
-                for _ in range(20):  # Newton
-                    jacobian = self._jacobian(z, couplings)
-                    residual = self.update(z, x, couplings, self.mask) - z
-                    unit = torch.eye(N * D, dtype=z.dtype)
-                    z = z + solve_each(unit - jacobian, residual.flatten(1)).view_as(z)
-            jacobian = self._jacobian(z, couplings)
-            unit = torch.eye(N * D, dtype=z.dtype)
-            u = solve_each((unit - jacobian).mT, cotangent.flatten(1)).view_as(z)
-            loss = (self.update(z, x, couplings, self.mask) * u.detach()).sum()
-            gradients = torch.autograd.grad(loss, list(self.parameters()))
+        self.double()
+        couplings = self.couplings()
+        x, cotangent = self.x.double(), self.cotangent.double()
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(20):  # Newton
+                jacobian = self._jacobian(z, couplings)
+                residual = self.update(z, x, couplings, self.mask) - z
+                unit = torch.eye(N * D, dtype=z.dtype)
+                z = z + solve_each(unit - jacobian, residual.flatten(1)).view_as(z)
+        jacobian = self._jacobian(z, couplings)
+        unit = torch.eye(N * D, dtype=z.dtype)
+        u = solve_each((unit - jacobian).mT, cotangent.flatten(1)).view_as(z)
+        loss = (self.update(z, x, couplings, self.mask) * u.detach()).sum()
+        gradients = torch.autograd.grad(loss, list(self.parameters()))
+        self.float()
         return z, [g.detach() for g in gradients]
 
     def _jacobian(self, z: Tensor, couplings: Tensor) -> Tensor:
@@ -76,19 +76,6 @@ def solve_each(matrices: Tensor, right: Tensor) -> Tensor:
     """Dense solves one by one: batched LU of large matrices breaks after ``set_num_threads(2)``."""
     pairs = zip(matrices, right, strict=True)
     return torch.stack([torch.linalg.solve(matrix, vector) for matrix, vector in pairs])
-
-
-class _Double:
-    """A module in float64 inside the context."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __enter__(self) -> None:
-        self.module.double()
-
-    def __exit__(self, *_: Any) -> None:
-        self.module.float()
 
 
 def hyper_energy(a: float, b: float, seed: int = 0) -> tuple[Energy, Tensor]:

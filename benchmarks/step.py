@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def _race(
         for name, each in contestants.items()
     }  # fmt: skip
     runs: dict[str, Callable[[], object]] = {
-        name: _runner(contestants[name], found[name][0]) for name in contestants
+        name: partial(each.step, found[name][0]) for name, each in contestants.items()
     }
     seconds = interleaved(runs, rounds)
     meets = {n: r[0] <= target[0] and r[1] <= target[1] for n, (_, r) in found.items()}
@@ -179,10 +180,6 @@ def _race(
             }
         )
     return rows
-
-
-def _runner(contestant: Any, tolerances: Pair) -> Callable[[], Tensor]:
-    return lambda: contestant.step(tolerances)
 
 
 def account(

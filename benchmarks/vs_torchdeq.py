@@ -145,14 +145,12 @@ def part_batch(rounds: int) -> None:
     print(table(rows))
 
 
-# --- the zoo -----------------------------------------------------------------------------------------
-
-
-def part_zoo(rounds: int) -> None:
-    zoo.show()
-
-
-PARTS = {"step": part_step, "energy": part_energy, "batch": part_batch, "zoo": part_zoo}
+PARTS = {
+    "step": part_step,
+    "energy": part_energy,
+    "batch": part_batch,
+    "zoo": lambda rounds: zoo.show(),
+}
 
 
 def main(

@@ -103,11 +103,6 @@ def _ratio(ours: float, theirs: float) -> float:
     return ours / theirs
 
 
-def compare() -> list[dict[str, Any]]:
-    """All solvable problems of the zoo."""
-    return [row(name) for name in zoo.SOLVABLE]
-
-
 def summary(rows: list[dict[str, Any]]) -> str:
     """Medians of the ratios, and where our best solver needs more than theirs."""
     lines = []
@@ -123,7 +118,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def show() -> None:
     """Print the comparison and its summary."""
-    rows = compare()
+    rows = [row(name) for name in zoo.SOLVABLE]
     print(f"\nzoo: evaluations to a true relative residual of {TOLERANCE:g}, median over samples\n")
     print(table(rows))
     print(f"\n{summary(rows)}")

@@ -26,46 +26,24 @@ from implicit_attn.training.script import INTERRUPTED, mistakes
 from implicit_attn.weights import pretrained_models, weights_path
 
 PROGRAM, LONGEST = "implicit-attn", 1000  # characters of a message
-PROGRAMS, STUDIES = "implicit_attn.programs", "implicit_attn.studies.command"
-COMMANDS: dict[str, tuple[str, str]] = {  # where it is, and what it does
-    "demo": (f"{PROGRAMS}.demo:Demo", "what fixed points buy: boards, text, digits; two minutes"),
-    "train classify": (
-        f"{PROGRAMS}.classify:Classify",
-        "a classifier of digits or MNIST beside simpler models",
-    ),
-    "train vit-images": (
-        f"{PROGRAMS}.images:VitImages",
-        "Hyper-SET or a baseline classifies images",
-    ),
-    "train masked-images": (f"{PROGRAMS}.images:MaskedPatches", "fill in hidden patches of images"),
-    "train mnist-spins": (f"{PROGRAMS}.mnist_spins:MnistSpins", "coupled vector spins read MNIST"),
-    "train sudoku": (
-        f"{PROGRAMS}.sudoku:Sudoku",
-        "Hyper-SET or a baseline completes Sudoku boards",
-    ),
-    "train solve-sudoku": (
-        f"{PROGRAMS}.solve_sudoku:SolveSudoku",
-        "an update learns to solve Sudoku",
-    ),
-    "train language-model": (
-        f"{PROGRAMS}.language_model:Language",
-        "a model of a text's characters",
-    ),
-    "study convergence": (f"{STUDIES}:Convergence", "every solver on a layer, and its eigenvalues"),
-    "study extrapolation": (
-        f"{STUDIES}:Extrapolation",
-        "other numbers of iterations than in training",
-    ),
-    "study paths": (f"{STUDIES}:Paths", "where a layer ends from other starts"),
-    "study geometry": (f"{STUDIES}:Geometry", "energies, rank and angle of tokens, by iteration"),
-    "study trade-off": (f"{STUDIES}:TradeOff", "layers x iterations at constant depth"),
-    "study report": (f"{STUDIES}:Report", "training, convergence and accuracy on one page"),
-    "weights": ("implicit_attn.cli:weights", "the trained models that come with the package"),
-    "info": (
-        "implicit_attn.info:info",
-        "versions, devices, kernels, folders, for a report of an error",
-    ),
-}
+COMMANDS: dict[str, tuple[str, str]] = {  # where it is in the package, and what it does
+    "demo": ("programs.demo:Demo", "what fixed points buy: boards, text, digits; two minutes"),
+    "train classify": ("programs.classify:Classify", "a classifier of digits or MNIST beside simpler models"),
+    "train vit-images": ("programs.images:VitImages", "Hyper-SET or a baseline classifies images"),
+    "train masked-images": ("programs.images:MaskedPatches", "fill in hidden patches of images"),
+    "train mnist-spins": ("programs.mnist_spins:MnistSpins", "coupled vector spins read MNIST"),
+    "train sudoku": ("programs.sudoku:Sudoku", "Hyper-SET or a baseline completes Sudoku boards"),
+    "train solve-sudoku": ("programs.solve_sudoku:SolveSudoku", "an update learns to solve Sudoku"),
+    "train language-model": ("programs.language_model:Language", "a model of a text's characters"),
+    "study convergence": ("studies.command:Convergence", "every solver on a layer, and its eigenvalues"),
+    "study extrapolation": ("studies.command:Extrapolation", "other numbers of iterations than in training"),
+    "study paths": ("studies.command:Paths", "where a layer ends from other starts"),
+    "study geometry": ("studies.command:Geometry", "energies, rank and angle of tokens, by iteration"),
+    "study trade-off": ("studies.command:TradeOff", "layers x iterations at constant depth"),
+    "study report": ("studies.command:Report", "training, convergence and accuracy on one page"),
+    "weights": ("cli:weights", "the trained models that come with the package"),
+    "info": ("info:info", "versions, devices, kernels, folders, for a report of an error"),
+}  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -91,14 +69,12 @@ def main(words: Sequence[str] | None = None) -> None:
             if rest[:1] in (["--help"], ["-h"]):
                 print(overview(group))
                 return
-            known = [
-                key.removeprefix(group).split()[0] for key in COMMANDS if key.startswith(group)
-            ]
+            known = (k.removeprefix(group).split()[0] for k in COMMANDS if k.startswith(group))
             said = f"got {rest[0]!r}" if rest else "got none"
             listed = ", ".join(dict.fromkeys(known))
             raise SystemExit(f"{group or 'command'} must be followed by one of {listed}; {said}")
         module, _, member = COMMANDS[name][0].partition(":")
-        kind: Any = getattr(importlib.import_module(module), member)
+        kind: Any = getattr(importlib.import_module(f"implicit_attn.{module}"), member)
         words = given[len(name.split()) :]
         if not dataclasses.is_dataclass(kind):  # a function of the words
             kind(words)

@@ -32,23 +32,10 @@ def info(words: Sequence[str]) -> None:
     """Print all sections."""
     if words:
         raise SystemExit(f"info takes no options, got {' '.join(words)!r}")
-    print(report())
-
-
-def report() -> str:
-    """All that ``implicit-attn info`` prints."""
-    sections = {
-        "versions": versions(),
-        "devices": devices(),
-        "kernels": kernels(),
-        "folders": folders(),
-        "extras": extras(),
-    }
-    lines: list[str] = []
-    for title, rows in sections.items():
-        lines += ["", title] if lines else [title]
-        lines += [f"  {name:14} {text}" for name, text in rows]
-    return "\n".join(lines)
+    for number, section in enumerate((versions, devices, kernels, folders, extras)):
+        print("\n" * (number > 0) + section.__name__)
+        for name, text in section():
+            print(f"  {name:14} {text}")
 
 
 def versions() -> Rows:
@@ -99,11 +86,11 @@ def folders() -> Rows:
     no_data = f"${DATA_VARIABLE} is not set"
     yield "data", _read(_data_in, lambda: Path(named)) if named else no_data
     yield "data cache", _read(_data_in, cache_folder)
-    yield "triton cache", _read(_entries_in, _triton_cache)
-
-
-def _triton_cache() -> Path:
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    triton = os.environ.get("TRITON_CACHE_DIR")
+    yield (
+        "triton cache",
+        _read(_entries_in, lambda: Path(triton or Path.home() / ".triton" / "cache")),
+    )
 
 
 def _read(describe: Callable[[Path], str], find: Callable[[], Path]) -> str:

@@ -87,21 +87,12 @@ class Step:
         return account(self.layer, self.contestant, (forward, backward), repeats=1)[:2]
 
 
-def eager(layer: MeanField) -> Step:
-    return Step(layer, Ours(layer, None))
-
-
-def layer_eager(layer: MeanField) -> Step:
-    return Step(layer, Layer(layer, compiled=False))
-
-
-def layer_compiled(layer: MeanField) -> Step:
-    return Step(layer, Layer(layer, compiled=True))
-
-
-MAKERS: dict[str, Callable[[MeanField], Step]] = {"ours": eager, "ours, DEQ layer": layer_eager}
+MAKERS: dict[str, Callable[[MeanField], Step]] = {
+    "ours": lambda layer: Step(layer, Ours(layer, None)),
+    "ours, DEQ layer": lambda layer: Step(layer, Layer(layer, compiled=False)),
+}
 if COMPILES:
-    MAKERS["ours, DEQ layer compiled"] = layer_compiled
+    MAKERS["ours, DEQ layer compiled"] = lambda layer: Step(layer, Layer(layer, compiled=True))
 
 
 def load(arrays: Arrays) -> dict[str, Contestant]:

@@ -106,11 +106,8 @@ class Classify(Program):
         found = {} if self.logistic is None else {LOGISTIC: self.logistic}
         for name in (IDENTITY, ENCODER) if self.baselines == "all" else ():
             print(f"\n{name}, by the same recipe:", flush=True)
-
-            def new(name: str = name) -> nn.Module:
-                return build_rival(name, self.sizes, self.around)
-
-            job = Job(self._seeded(new), data, self.recipe, kept)
+            model = self._seeded(lambda name=name: build_rival(name, self.sizes, self.around))
+            job = Job(model, data, self.recipe, kept)
             training = self._training(job, None, f"baseline-{name.split()[0]}")
             if self.resume and training.path.exists():
                 training.resume()

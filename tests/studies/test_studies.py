@@ -71,11 +71,8 @@ def test_a_study_of_ones_own_layer(name: str, kind: str, tmp_path: Path) -> None
         layer, x = block_model(), torch.randn(6, 3, 5)
     else:
         layer, x = make(kind), tokens(batch=6)
-    labels = (
-        {"targets": torch.arange(6) % 4}
-        if kind == "block" and name in ("paths", "extrapolation")
-        else {}
-    )
+    judged = kind == "block" and name in ("paths", "extrapolation")
+    labels = {"targets": torch.arange(6) % 4} if judged else {}
     study: Any = getattr(studies, name)
     found = study(layer, x, **options, **labels)
     assert set(tables) <= set(found.tables)
@@ -404,7 +401,7 @@ def test_report(tmp_path: Path) -> None:
         assert [r["evaluations"] for r in found.extrapolation] == [1, 2, 4, 8, 16]
 
 
-@pytest.mark.parametrize("backbone", ["hyperset", "hyperset-equilibrium", "equilibrium", "crate"])
+@pytest.mark.parametrize("backbone", ["hyperset", "crate"])
 def test_the_command(backbone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Newton's method and Jacobians differentiate twice, which fused attention (crate) refuses."""
     for module in ("tyro", "matplotlib", "sklearn", "tqdm"):
@@ -413,7 +410,8 @@ def test_the_command(backbone: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
     weights = write_weights(tmp_path / "tiny.safetensors", backbone, iterations=3)
     few = {"convergence": "--max-steps 8 --spectra 1", "extrapolation": "--factor 1", "paths": ""}
-    few |= {} if backbone == "crate" else {"geometry": "--iterations 2"}
+    if backbone == "hyperset":
+        few["geometry"] = "--iterations 2"
     for name, words in few.items():
         out = ["--weights", str(weights), "--out", str(tmp_path), "--samples", "5"]
         main(["study", name, *out, *words.split()])
@@ -448,20 +446,6 @@ def test_trade_off_trains_and_reads(tmp_path: Path) -> None:
     assert is_picture(tmp_path / "again" / "trade-off.png")
 
 
-def test_trade_off_ends_in_one_line_where_the_loss_is_not_finite(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for module in ("tyro", "matplotlib", "sklearn", "lightning_fabric"):
-        pytest.importorskip(module, reason="training needs the extra [examples]")
-    from implicit_attn.cli import main
-
-    with pytest.raises(SystemExit) as stop:
-        main(["study", "trade-off", "--out", str(tmp_path), "--depth", "1", "--rate", "1e6"])
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2
-    assert said.startswith("implicit-attn study trade-off: error: the loss is nan in epoch 1")
-
-
 def test_subjects_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_weights(tmp_path / "run" / "weights.safetensors", "hyperset-equilibrium")
     state = torch.get_rng_state()
@@ -469,10 +453,8 @@ def test_subjects_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(state, torch.get_rng_state())
     assert subject.name == "run" and len(subject.inputs) == 7 and subject.trained == 4
     assert "digits" in subject.title and not subject.model.training
-    boards = {
-        "kind": "sudoku",
-        "backbone": {"name": "crate", "dim": 8, "heads": 2, "iterations": 2},
-    }
+    backbone = {"name": "crate", "dim": 8, "heads": 2, "iterations": 2}
+    boards = {"kind": "sudoku", "backbone": backbone}
     kept = {"data": "sudoku", "model": boards, "source": "generated", "train": 4, "test": 3}
     save_checkpoint(tmp_path / "b.safetensors", build_model(boards), progress={"settings": kept})
     assert studies.open_subject(tmp_path / "b.safetensors").inputs.shape == (3, 81)
