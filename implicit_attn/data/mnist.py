@@ -1,8 +1,8 @@
 """MNIST and Fashion-MNIST: 60,000 training and 10,000 test images of 28x28, 10 classes.
 
-Their files are in the IDX format. Bytes 0 and 1 are zero, byte 2 is the type code, byte 3 the number
-of dimensions; each dimension follows as a big-endian uint32, then the elements in C order. (LeCun,
-Cortes, Burges: The MNIST database, "File formats".)
+Their files are in the IDX format. Bytes 0 and 1 are zero, byte 2 is the type code (8: unsigned bytes, the
+only one here), byte 3 the number of dimensions; each dimension follows as a big-endian uint32, then the
+elements in C order. (LeCun, Cortes, Burges: The MNIST database, "File formats".)
 """
 
 from __future__ import annotations
@@ -17,14 +17,6 @@ from torch import Tensor
 from implicit_attn.data.files import MOST_BYTES, RemoteFile, damaged, fetch, read_content
 from implicit_attn.data.images import ImageData, from_pixels
 
-_ELEMENT_TYPES = {
-    0x08: np.dtype(">u1"),
-    0x09: np.dtype(">i1"),
-    0x0B: np.dtype(">i2"),
-    0x0C: np.dtype(">i4"),
-    0x0D: np.dtype(">f4"),
-    0x0E: np.dtype(">f8"),
-}
 _NAMES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -103,25 +95,22 @@ def _load(name: str, files: tuple[RemoteFile, ...]) -> ImageData:
     for file, shape in zip(files, _SHAPES, strict=True):
         source = f"{file.folder}/{file.name}"
         array = parse_idx(fetch(file), source=source)
-        if array.dtype != torch.uint8 or array.shape != shape:
-            raise ValueError(
-                f"{source}: {array.dtype} of shape {tuple(array.shape)}, "
-                f"expected torch.uint8 of shape {shape}"
-            )
+        if array.shape != shape:
+            raise ValueError(f"{source}: shape {tuple(array.shape)}, expected {shape}")
         arrays.append(array)
     pixels, labels, test_pixels, test_labels = arrays
     return from_pixels(name, (pixels.unsqueeze(1), labels), (test_pixels.unsqueeze(1), test_labels))
 
 
 def read_idx(path: str | Path, *, most: int = MOST_BYTES) -> Tensor:
-    """Read an IDX file, gzipped or not, into a tensor of the header's dimensions and dtype.
+    """Read an IDX file of unsigned bytes, gzipped or not, into a uint8 tensor of the header's dimensions.
 
     Args:
         path: of the file.
         most: bytes that the file may have, once decompressed; no more are unpacked.
 
     Raises:
-        ValueError: not IDX, an unknown type code, no dimensions, a length that does not match the
+        ValueError: not IDX, another type code, no dimensions, a length that does not match the
             header or is over ``most``; the gzip stream is corrupt.
     """
     return parse_idx(read_content(Path(path), most), source=str(path))
@@ -131,20 +120,18 @@ def parse_idx(content: bytes, *, source: str) -> Tensor:
     """The tensor in a decompressed IDX file, which errors call ``source``."""
     rank = content[3] if len(content) > 3 else 0
     header = 4 + 4 * rank
-    if content[:2] != b"\0\0" or content[2] not in _ELEMENT_TYPES or rank == 0:
-        known = ", ".join(f"{each:02x}" for each in _ELEMENT_TYPES)
+    if content[:3] != b"\0\0\x08" or rank == 0:
         raise ValueError(
-            f"{source}: the magic number is {content[:4].hex(' ')!r}, expected 00 00, "
-            f"a type code in ({known}), and a number of dimensions >= 1"
+            f"{source}: the magic number is {content[:4].hex(' ')!r}, expected 00 00 08 and a number of "
+            "dimensions >= 1"
         )
     if len(content) < header:
         raise ValueError(f"{source}: {len(content)} bytes, expected {header} of header")
-    element = _ELEMENT_TYPES[content[2]]
     shape = tuple(int(size) for size in np.frombuffer(content, ">u4", count=rank, offset=4))
     # math.prod, because a corrupt header can name a size that overflows an int64.
-    expected = header + math.prod(shape) * element.itemsize
+    expected = header + math.prod(shape)
     if len(content) != expected:
         raise ValueError(f"{source}: {len(content)} bytes, expected {expected} for shape {shape}")
-    values = np.frombuffer(content, element, offset=header).astype(element.newbyteorder("="))
+    values = np.frombuffer(content, np.uint8, offset=header).copy()
     with damaged(source, f"an array that can have the shape {shape}"):
         return torch.from_numpy(values.reshape(shape))

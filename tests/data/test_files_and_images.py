@@ -141,37 +141,23 @@ def test_the_folders_that_are_searched(monkeypatch: pytest.MonkeyPatch, tmp_path
         search_folders()
 
 
-# type code, struct letter of one big-endian element, dtype, values that show sign and byte order
-ELEMENTS = [
-    (0x08, "B", torch.uint8, [0, 1, 127, 128, 254, 255]),
-    (0x09, "b", torch.int8, [0, 1, -1, 127, -128, 5]),
-    (0x0B, "h", torch.int16, [0, 1, -2, 258, 32767, -32768]),
-    (0x0C, "i", torch.int32, [0, 1, -2, 16909060, 2**31 - 1, -(2**31)]),
-    (0x0D, "f", torch.float32, [0.0, 1.0, -2.5, 1e30, -1e-30, 0.125]),
-    (0x0E, "d", torch.float64, [0.0, 1.0, -2.5, 1e300, -1e-300, 0.125]),
-]
+def idx_bytes(shape: tuple[int, ...], values: list[int]) -> bytes:
+    return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + bytes(values)
 
 
-def idx_bytes(code: int, letter: str, shape: tuple[int, ...], values: list[float]) -> bytes:
-    head = struct.pack(f">HBB{len(shape)}I", 0, code, len(shape), *shape)
-    return head + struct.pack(f">{len(values)}{letter}", *values)
+WHOLE = idx_bytes((2, 3), [1, 2, 3, 4, 5, 6])
 
 
-WHOLE = idx_bytes(0x08, "B", (2, 3), [1, 2, 3, 4, 5, 6])
-
-
-@pytest.mark.parametrize(("code", "letter", "dtype", "values"), ELEMENTS)
-def test_arrays_of_every_type_and_shape(
-    tmp_path: Path, code: int, letter: str, dtype: torch.dtype, values: list[float]
-) -> None:
+def test_arrays_of_every_shape(tmp_path: Path) -> None:
+    values = [0, 1, 127, 128, 254, 255]
     for number, shape in enumerate([(6,), (2, 3), (3, 1, 2), (1, 2, 3, 1)]):
-        content = idx_bytes(code, letter, shape, values)
+        content = idx_bytes(shape, values)
         path = tmp_path / str(number)
         path.write_bytes(gzip.compress(content) if number % 2 else content)
         array = read_idx(path)
-        assert array.dtype == dtype and array.shape == shape
-        assert torch.equal(array.flatten(), torch.tensor(values, dtype=dtype))
-    assert parse_idx(idx_bytes(code, letter, (0, 4), []), source="").shape == (0, 4)
+        assert array.shape == shape
+        assert torch.equal(array.flatten(), torch.tensor(values, dtype=torch.uint8))
+    assert parse_idx(idx_bytes((0, 4), []), source="").shape == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -180,13 +166,13 @@ def test_arrays_of_every_type_and_shape(
         (b"", "magic number is ''"),
         (WHOLE[:3], "magic number is '00 00 08'"),
         (b"\x01" + WHOLE[1:], "magic number is '01 00 08 02'"),
-        (b"\x00\x00\x0a\x02" + WHOLE[4:], "magic number is '00 00 0a 02'"),
+        (b"\x00\x00\x0b\x02" + WHOLE[4:], "magic number is '00 00 0b 02'"),
         (b"\x00\x00\x08\x00" + WHOLE[4:], "number of dimensions >= 1"),
         (b"\x89PNG" + WHOLE[4:], "magic number is '89 50 4e 47'"),
         (WHOLE[:11], "11 bytes, expected 12 of header"),
         (WHOLE[:-1], "17 bytes, expected 18 for shape"),
         (WHOLE + b"\x00", "19 bytes, expected 18 for shape"),
-        (struct.pack(">HBB4I", 0, 0x0E, 4, *[2**32 - 1] * 4), "20 bytes, expected 27"),
+        (struct.pack(">HBB4I", 0, 8, 4, *[2**32 - 1] * 4), "20 bytes, expected 34"),
     ],
 )
 def test_what_is_wrong_with_an_idx_file_is_named(
@@ -251,7 +237,7 @@ def test_each_mnist_file_goes_to_its_place(
     ):
         files = []
         for file, array in zip(getattr(mnist, constant), arrays, strict=True):
-            content = idx_bytes(8, "B", tuple(array.shape), array.flatten().tolist())
+            content = idx_bytes(tuple(array.shape), array.flatten().tolist())
             path = folders[0].parent / file.folder / file.name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
