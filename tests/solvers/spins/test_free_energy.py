@@ -49,14 +49,13 @@ def exact_log_partition(states: Tensor, blocks: Tensor, field: Tensor) -> Tensor
 
 
 @ORDERS
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("name", [name for name in SITES if name != "gaussian"])
 def test_the_slope_of_log_z_is_the_mean(name: str, order: str) -> None:
-    (site, dim), mask = SITES[name], None if name == "gaussian" else MASK
+    site, dim = SITES[name]
+    options = TIGHT | {"site": site, "order": order, "mask": MASK, "log_partition": True}
     blocks, x = model(dim)
     x.requires_grad_()
-    solution = adaptive_tap(
-        blocks, x, site=site, order=order, mask=mask, log_partition=True, **TIGHT
-    )
+    solution = adaptive_tap(blocks, x, **options)
     value = solution.value
     (slope,) = torch.autograd.grad(value.log_partition.sum(), x)
     torch.testing.assert_close(slope, value.mean, rtol=0, atol=1e-10)
@@ -66,9 +65,7 @@ def test_the_slope_of_log_z_is_the_mean(name: str, order: str) -> None:
         return  # no distribution: only up to O(1/d)
     step, along = 1e-4, fields(2, 4, dim, generator(8), 1.0)
     there, back = (
-        adaptive_tap(
-            blocks, x.detach() + by, site=site, order=order, mask=mask, log_partition=True, **TIGHT
-        ).value.log_partition
+        adaptive_tap(blocks, x.detach() + by, **options).value.log_partition
         for by in (step * along, -step * along)
     )
     wanted = (slope * along).flatten(1).sum(1)

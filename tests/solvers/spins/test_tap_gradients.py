@@ -10,31 +10,21 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases.spin_models import couplings, fields, generator, symmetric
-from solvers import (
-    GaussianSite,
-    Implicit,
-    IsingSite,
-    PottsSite,
-    Site,
-    SphericalSite,
-    adaptive_tap,
-)
+from solvers import GaussianSite, Implicit, IsingSite, PottsSite, Site, SphericalSite, adaptive_tap
 
 F64 = torch.float64
 TIGHT: dict[str, Any] = {"tolerance": 1e-12, "adjoint": Implicit(tolerance=1e-12)}
 ALL: dict[str, Any] = {"response": True, "log_partition": True}
 MASK = torch.tensor([[True, True, False], [True, True, True]])
-CASES: list[tuple[str, Site, int, dict[str, Any]]] = [
-    ("ising", IsingSite(), 1, {}),
-    ("potts", PottsSite(), 2, {}),
-    ("sphere", SphericalSite(), 2, {}),
+CASES: dict[str, tuple[Site, int, dict[str, Any]]] = {
+    "ising": (IsingSite(), 1, {}),
+    "sphere": (SphericalSite(), 2, {}),
     # The saddle point is no distribution: its log Z belongs to its mean up to O(1/d) alone.
-    ("saddle point", SphericalSite(large_dimension=True), 2, {"log_partition": False}),
-    ("naive", IsingSite(), 1, {"order": "naive"}),
-    ("second, masked", SphericalSite(), 2, {"order": "second", "mask": MASK}),
-    ("masked", PottsSite(), 2, {"mask": MASK}),
-    ("gaussian, masked", GaussianSite(0.5 * torch.eye(2, dtype=F64)), 2, {"mask": MASK}),
-]
+    "saddle point": (SphericalSite(large_dimension=True), 2, {"log_partition": False}),
+    "naive": (IsingSite(), 1, {"order": "naive"}),
+    "second, masked": (SphericalSite(), 2, {"order": "second", "mask": MASK}),
+    "potts, masked": (PottsSite(), 2, {"mask": MASK}),
+}
 
 
 def probe(outputs: tuple[Tensor, ...]) -> Tensor:
@@ -46,11 +36,9 @@ def probe(outputs: tuple[Tensor, ...]) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize(
-    ("site", "dim", "options"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
-)
-def test_first_and_second_derivatives(site: Site, dim: int, options: dict[str, Any]) -> None:
-    random = generator(0)
+@pytest.mark.parametrize("name", CASES)
+def test_first_and_second_derivatives(name: str) -> None:
+    (site, dim, options), random = CASES[name], generator(0)
     raw = couplings(3, dim, 0.5 / dim, random).requires_grad_()
     x = fields(2, 3, dim, random).requires_grad_()
 
