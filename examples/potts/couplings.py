@@ -18,12 +18,7 @@ GRAPHS = {"er-kron": 1.0, "er-general": 1.0, "tree": 3.0, "ring4": -2.0}  # stre
 
 
 def graph_potts(
-    kind: str,
-    generator: torch.Generator,
-    *,
-    sites: int = 20,
-    colours: int = 10,
-    edges: int | None = None,
+    kind: str, generator: torch.Generator, *, sites: int = 20, colours: int = 10
 ) -> SpinModel:
     """A Potts model without fields on a sparse graph, float64.
 
@@ -38,7 +33,7 @@ def graph_potts(
 
     The random ``U`` has entries N(0, 1) off its diagonal; in "er-kron" it is symmetric,
     ``(G + G^T) / sqrt 2`` with normal ``G``. All but "er-general" are a matrix of sites times a matrix of
-    colours, ``J_ij^{ab} = A_ij U_ab``. Random graphs have ``edges``, by default three neighbours a site.
+    colours, ``J_ij^{ab} = A_ij U_ab``. Random graphs have three neighbours a site.
 
     Source: R. Rende, F. Gerace, A. Laio, S. Goldt, "Mapping of attention mechanisms to a generalized Potts
     model" (https://arxiv.org/abs/2304.07235), for the form ``A_ij U_ab``.
@@ -53,8 +48,7 @@ def graph_potts(
         pairs = torch.cat([torch.stack([around, (around + k) % sites], dim=1) for k in (1, 4)])
     else:
         every = torch.combinations(around)
-        number = 3 * sites // 2 if edges is None else edges
-        pairs = every[torch.randperm(len(every), generator=generator)[:number]]
+        pairs = every[torch.randperm(len(every), generator=generator)[: 3 * sites // 2]]
     blocks = torch.eye(colours, dtype=torch.float64).expand(len(pairs), colours, colours)
     if kind == "er-general":
         blocks = torch.randn(len(pairs), colours, colours, **options)

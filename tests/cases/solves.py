@@ -133,17 +133,9 @@ def solve(
     chosen = SOLVERS[solver] if isinstance(solver, str) else solver
     energetic = safeguarded or chosen.needs_energy
     f = Given(problem) if energetic else Plain(problem)
-    return fixed_point(
-        f,
-        problem.z0,
-        problem.args,
-        solver=chosen,
-        tolerance=Tolerance(rtol=rtol),
-        max_steps=max_steps,
-        adjoint=None,
-        on_failure="ignore",
-        **options,
-    )
+    given: dict[str, Any] = {"adjoint": None, "on_failure": "ignore", "max_steps": max_steps}
+    given |= {"solver": chosen, "tolerance": Tolerance(rtol=rtol)} | options
+    return fixed_point(f, problem.z0, problem.args, **given)
 
 
 def true_residuals(problem: ZooProblem, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -144,10 +144,8 @@ def theories_agree_at_weak_couplings(tables: Tables) -> None:
 
 def the_local_rule_makes_states_alike(tables: Tables) -> None:
     """More than fixed weights do, and its energy is lower; both stay above the bound -T log 16."""
-    fixed, local = (
-        [row for row in tables["digits"] if row["rule"] == rule][-1]
-        for rule in ("fixed weights", "local rule")
-    )
+    ends = {row["rule"]: row for row in tables["digits"]}
+    fixed, local = ends["fixed weights"], ends["local rule"]
     assert -4 * math.log(16) < local["free_energy"] < fixed["free_energy"]
     assert local["spread"] < 0.5 * fixed["spread"]
 

@@ -35,13 +35,6 @@ def contraction(rings: ModuleType) -> Any:
     return model
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-def test_offsets_go_the_shorter_way(size: int, rings: ModuleType) -> None:
-    offsets, places = rings.ring_offsets(size), torch.arange(size)
-    assert torch.equal((places[:, None] - offsets) % size, places.expand(size, size))
-    assert int(offsets.abs().max()) == size // 2
-
-
 def test_a_local_block_is_attention_over_the_neighbours(rings: ModuleType) -> None:
     """Against a loop over positions, heads and offsets."""
     model, size = rings.EquilibriumRing(8, 2).double(), 7
@@ -103,13 +96,3 @@ def test_iterations_end_at_the_fixed_point_that_the_layer_finds(rings: ModuleTyp
     through = torch.autograd.grad(model(x, iterations=80).square().sum(), parameters)
     for one, other in zip(found, through, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
-
-
-def test_the_distance_bias_falls_backwards_around_the_ring(rings: ModuleType) -> None:
-    bias = rings.DistanceBias(2).double()
-    with torch.no_grad():
-        bias.table.zero_()
-    found = bias(5)
-    assert found.shape == (2, 5, 5)
-    torch.testing.assert_close(found[0, 1, 1:], torch.tensor([0.0, -2.0, -1.5, -1.0]).double())
-    torch.testing.assert_close(found[1], found[0] / 2)

@@ -78,10 +78,5 @@ def specification(name: str) -> dict[str, Any]:
     backbone: dict[str, Any] = {"name": name, "dim": 8, "heads": 2, "iterations": 3}
     if name == "hyperset":  # without it the untrained layer is the identity
         backbone["initial_step"] = 0.3
-    return {
-        "kind": "masked-images",
-        "image_size": 6,
-        "channels": 2,
-        "patch": 2,
-        "backbone": backbone,
-    }
+    sizes = {"image_size": 6, "channels": 2, "patch": 2}
+    return {"kind": "masked-images", **sizes, "backbone": backbone}
