@@ -12,6 +12,7 @@ from torch import nn
 
 from implicit_attn.checkpoint import load_checkpoint, read_progress
 from implicit_attn.data.files import damaged
+from implicit_attn.deq_transformer import DEQTransformer
 from implicit_attn.models.boards import BoardSolver
 from implicit_attn.models.crate import CRATE
 from implicit_attn.models.energy_transformer import EnergyTransformer
@@ -53,6 +54,7 @@ MODELS: dict[str, Model] = {
     "hyperset-equilibrium": Model(HyperSETEquilibrium, "backbone", True, lambda dim: dim),
     "equilibrium": Model(EquilibriumTransformer, "backbone", True),
     "transformer": Model(SharedTransformer, "backbone"),
+    "deq-transformer": Model(DEQTransformer, "backbone"),
     "energy-transformer": Model(EnergyTransformer, "backbone"),
     "crate": Model(CRATE, "backbone", width="whose dictionary is d x d"),
     "spin-transformer": Model(SpinTransformer, "backbone", True, "which has no hidden units"),

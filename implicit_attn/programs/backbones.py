@@ -25,8 +25,8 @@ class BackboneProgram(Program):
     """Hyper-SET, its equilibrium, or a baseline; ``--options`` reaches every argument of the model."""
 
     model: Literal[
-        "hyperset", "hyperset-equilibrium", "equilibrium", "transformer", "energy-transformer",
-        "crate", "spin-transformer",
+        "hyperset", "hyperset-equilibrium", "equilibrium", "transformer", "deq-transformer",
+        "energy-transformer", "crate", "spin-transformer",
     ] = "hyperset"  # fmt: skip
     preset: Literal["small", "paper"] = "small"
     """what two cores train, or what is published of Hyper-SET"""

@@ -55,8 +55,8 @@ DIGITS_OF: dict[str, Values] = {
     **{name: {"batch": 32, "rate": 2e-3} for name in SOLVED},
 }
 # Hidden units with which the models of the preset "small" have about as many parameters.
-WIDTHS = {"hyperset": 64, "hyperset-equilibrium": 772, "transformer": 288, "energy-transformer": 707,
-          "equilibrium": 286}  # fmt: skip
+WIDTHS = {"hyperset": 64, "hyperset-equilibrium": 772, "transformer": 288, "deq-transformer": 288,
+          "energy-transformer": 707, "equilibrium": 286}  # fmt: skip
 
 
 @dataclass(kw_only=True)

@@ -109,7 +109,8 @@ def test_a_classifier_learns_two_patterns(name: str) -> None:
     assert (model(x).argmax(1) == labels).double().mean() >= 0.95
 
 
-@pytest.mark.parametrize("name", [name for name in BACKBONES if name != "hyperset"])
+# The DEQ transformer takes masks as torch's layers do, and gives 0 at masked tokens: its own test.
+@pytest.mark.parametrize("name", sorted({*BACKBONES} - {"hyperset", "deq-transformer"}))
 def test_masked_tokens_keep_their_input_and_influence_none(name: str) -> None:
     torch.manual_seed(0)
     model, x = backbone(name).double(), torch.randn(TOKENS, dtype=torch.float64)
