@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solvers.core.device import Watch
 from solvers.spins.inputs import zero_masked
 
 
@@ -118,29 +117,16 @@ class Graph:
         return messages.flatten(1, 2).index_select(1, self.place)
 
 
-class Support(NamedTuple):
-    """States that are left, all bool.
-
-    Attributes:
-        states: (B, N, d) of the sites.
-        messages: (B, 2E, d) of the targets, by the message of one edge.
-        cavities: (B, 2E, d) of the sources, without what came back over the edge, and with an
-            allowed partner at the other end.
-        consistent: (B,) every site has a state left.
-    """
-
-    states: Tensor
-    messages: Tensor
-    cavities: Tensor
-    consistent: Tensor
-
-
 @torch.no_grad()
-def find_support(graph: Graph, allowed: Tensor, domain: Tensor, live: Tensor | None) -> Support:
-    """The states that are left when no step of belief propagation rules out more.
+def find_support(
+    graph: Graph, allowed: Tensor, domain: Tensor, live: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The states that are left when no step of belief propagation rules out more, all bool.
+
+    (B, N, d) of the sites; (B, 2E, d) of the targets, by the message of one edge; (B, 2E, d) of the
+    sources, without what came back over the edge, and with an allowed partner at the other end.
 
     Args:
-        graph: of the sites.
         allowed: (2E, d, d) bool, the pairs of states that are not forbidden.
         domain: (B, N, d) bool, the states that a site may take on its own.
         live: (B, 2E) bool, the edges over which messages run, or None for all.
@@ -150,28 +136,17 @@ def find_support(graph: Graph, allowed: Tensor, domain: Tensor, live: Tensor | N
     partner = allowed.any(1)  # (2E, d): the state of the source has some partner
     dead = None if live is None else ~live.unsqueeze(2)
     messages = torch.ones(batch, graph.number, states, dtype=torch.bool, device=domain.device)
-    watch = Watch(domain.device)
-    for _ in range(messages[0].numel() + 1):  # each step but the last rules out one state at least
-        cavities = _cavities(graph, domain, messages) & partner
-        product = torch.bmm(cavities.float().transpose(0, 1), open_pairs).transpose(0, 1) > 0
-        found = product if dead is None else product | dead
-        # Asked for without waiting for a GPU, which may then make a few steps too many.
-        changed = watch((found != messages).any().view(1))
-        messages = found
-        if changed is not None and not bool(changed.any()):
+    while True:  # each step but the last rules out one state at least
+        ruled_out = (~messages).float()
+        total = graph.gather(ruled_out)
+        cavities = graph.cavities(total, ruled_out) == 0  # no other neighbour rules them out
+        cavities = cavities & domain.index_select(1, graph.source) & partner
+        found = torch.bmm(cavities.float().transpose(0, 1), open_pairs).transpose(0, 1) > 0
+        found = found if dead is None else found | dead
+        if torch.equal(found, messages):
             break
-    left = domain & (graph.gather((~messages).float()) == 0)
-    cavities = _cavities(graph, domain, messages) & partner
-    if dead is not None:
-        cavities = cavities | dead
-    return Support(left, messages, cavities, left.any(2).all(1))
-
-
-def _cavities(graph: Graph, domain: Tensor, messages: Tensor) -> Tensor:
-    """States (B, 2E, d) of the sources that no other neighbour rules out."""
-    ruled_out = (~messages).float()
-    others = graph.cavities(graph.gather(ruled_out), ruled_out) == 0
-    return others & domain.index_select(1, graph.source)
+        messages = found
+    return domain & (total == 0), messages, cavities if dead is None else cavities | dead
 
 
 class Evidence(NamedTuple):
@@ -180,7 +155,7 @@ class Evidence(NamedTuple):
     Attributes:
         field: (B, N, d), finite, with the pull of clamped sites.
         live: (B, 2E) bool, edges between two sites that are neither clamped nor masked.
-        states, messages, cavities: bool, see :class:`Support`.
+        states, messages, cavities: bool, see :func:`find_support`.
         bound: (B,) largest difference of two logarithms in a message, with hard constraints.
     """
 
@@ -190,13 +165,6 @@ class Evidence(NamedTuple):
     messages: Tensor | None = None
     cavities: Tensor | None = None
     bound: Tensor | None = None
-
-
-class Clamped(NamedTuple):
-    """Sites that keep a value and are not masked: values (B, N, d), zero elsewhere, (B, N) bool."""
-
-    values: Tensor
-    where: Tensor
 
 
 class Sample(NamedTuple):
@@ -226,16 +194,11 @@ def gather_evidence(
     allowed: Tensor | None,
     field: Tensor,
     mask: Tensor | None,
-    clamped: Clamped | None,
+    clamped: tuple[Tensor, Tensor] | None,
     bound: float | None,
 ) -> Sample:
-    """The evidence of B samples.
-
-    Args:
-        blocks: (2E, d, d), with finite numbers where ``allowed`` (2E, d, d) bool is False.
-        field: (B, N, d), -inf at states that are forbidden.
-        bound: as in :func:`solvers.belief_propagation`.
-    """
+    """The evidence of B samples: ``blocks`` (2E, d, d) are finite where ``allowed`` is False, ``field``
+    (B, N, d) is -inf at forbidden states, ``clamped`` are values (B, N, d) and bools (B, N)."""
     batch = len(field)
     possible = field.detach() > -math.inf
     hard = allowed is not None or not bool(possible.all())
@@ -262,18 +225,14 @@ def gather_evidence(
     if free is not None:
         domain = domain | ~free.unsqueeze(2)
     support = find_support(graph, allowed, domain, live)
-    consistent = consistent & support.consistent
+    consistent = consistent & support[0].any(2).all(1)
     # What is impossible is solved without constraints, which costs little, and not returned.
-    spare = ~consistent[:, None, None]
-    evidence = evidence._replace(
-        states=support.states | spare,
-        messages=support.messages | spare,
-        cavities=support.cavities | spare,
-        bound=_bound(field, domain, blocks, allowed, bound),
+    states, messages, cavities = (left | ~consistent[:, None, None] for left in support)
+    live = (
+        consistent[:, None].expand(-1, graph.number) if live is None else live & consistent[:, None]
     )
-    if live is None:
-        live = torch.ones(batch, graph.number, dtype=torch.bool, device=field.device)
-    evidence = evidence._replace(live=live & consistent.unsqueeze(1))
+    bounds = _bound(field, domain, blocks, allowed, bound)
+    evidence = Evidence(field, live, states, messages, cavities, bounds)
     return Sample(evidence, free, energy, consistent)
 
 

@@ -33,7 +33,6 @@ from solvers.core.tolerance import Tolerance
 from solvers.fixed_points import fixed_point
 from solvers.methods.forward import Forward
 from solvers.spins.belief_messages import (
-    Clamped,
     Evidence,
     Graph,
     Messages,
@@ -87,7 +86,7 @@ def _check_edges(edges: Any, sites: int, device: torch.device) -> None:
         raise ValueError("edges must hold every pair once, in one direction, got one twice")
 
 
-def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> Clamped | None:
+def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """``given`` as for :func:`solvers.belief_propagation`, without masked sites."""
     if given is None:
         return None
@@ -98,7 +97,7 @@ def read_clamped(given: Any, field: Tensor, mask: Tensor | None) -> Clamped | No
             "given must hold probabilities of the d states at the clamped sites, such as one-hot values"
         )
     where = where if mask is None else where & mask
-    return Clamped(zero_masked(values, where), where)
+    return zero_masked(values, where), where
 
 
 class Beliefs(NamedTuple):
@@ -117,13 +116,15 @@ class Beliefs(NamedTuple):
     log_partition: Tensor | None = None
 
 
-def marginals(step: Messages, messages: Tensor, sample: Sample, clamped: Clamped | None) -> Tensor:
+def marginals(
+    step: Messages, messages: Tensor, sample: Sample, clamped: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """(B, N, d): of clamped sites their values, of masked ones and without consistency zero."""
     evidence = sample.evidence
     field = evidence.field + step.graph.gather(messages)
     own = zero_masked(torch.softmax(where_left(field, evidence.states), 2), sample.free)
     if clamped is not None:
-        own = torch.where(clamped.where.unsqueeze(2), clamped.values, own)
+        own = torch.where(clamped[1].unsqueeze(2), clamped[0], own)
     return torch.where(sample.consistent[:, None, None], own, 0.0)
 
 

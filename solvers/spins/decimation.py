@@ -155,4 +155,4 @@ def _read(given: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(f"given must hold values of the shape (B, N, d) first, got {shown}")
     clamped = read_clamped(given, values, None)
     assert clamped is not None
-    return clamped.values, clamped.where
+    return clamped
