@@ -57,13 +57,8 @@ class Setting:
         setting = cls(update.double(), x, cotangent, [])
         tight = solvers.Implicit(tolerance=Tolerance(1e-9))
         wide = x.detach().double().requires_grad_()
-        layer = DEQ(
-            update,
-            solver=solvers.AdaptiveTAP(),
-            tolerance=Tolerance(1e-9),
-            max_steps=200,
-            adjoint=tight,
-        )
+        options: Any = {"tolerance": Tolerance(1e-9), "max_steps": 200, "adjoint": tight}
+        layer = DEQ(update, solver=solvers.AdaptiveTAP(), **options)
         loss = (layer(wide).mean * cotangent.double()).sum()
         setting.exact = list(torch.autograd.grad(loss, [wide, *update.parameters()]))
         update.float()
@@ -94,14 +89,9 @@ def ours(setting: Setting, adjoint: str) -> Contestant:
 
     def solve(forward: float, backward: float) -> SpinState:
         implicit = solvers.Implicit(tolerance=Tolerance(backward))
-        layer = DEQ(
-            update,
-            solver=solvers.AdaptiveTAP(),
-            tolerance=Tolerance(forward),
-            max_steps=STEPS,
-            adjoint=implicit if adjoint == "implicit" else solvers.Unrolled(),
-        )
-        return layer(setting.x)
+        options: Any = {"tolerance": Tolerance(forward), "max_steps": STEPS}
+        options["adjoint"] = implicit if adjoint == "implicit" else solvers.Unrolled()
+        return DEQ(update, solver=solvers.AdaptiveTAP(), **options)(setting.x)
 
     return solve
 
@@ -119,16 +109,10 @@ def unrolled_plain(setting: Setting, damping: float | None = None) -> Contestant
         def step(state: SpinState, x: Tensor) -> SpinState:
             return plain_step(state, x, couplings, update.site, newton=damping is None)
 
-        solution = solvers.fixed_point(
-            step,
-            update.initial(setting.x),
-            (setting.x,),
-            solver=solvers.AdaptiveTAP(damping=damping),
-            tolerance=Tolerance(forward),
-            max_steps=STEPS,
-            adjoint=solvers.Unrolled(),
-        )
-        return solution.value
+        options: Any = {"solver": solvers.AdaptiveTAP(damping=damping), "max_steps": STEPS}
+        options |= {"tolerance": Tolerance(forward), "adjoint": solvers.Unrolled()}
+        start = update.initial(setting.x)
+        return solvers.fixed_point(step, start, (setting.x,), **options).value
 
     return solve
 

@@ -50,16 +50,13 @@ class Ours:
 
     def step(self, tolerances: Pair) -> Tensor:
         couplings, layer = self.layer.couplings(), self.layer
+        forward, backward = (solvers.Tolerance(each) for each in tolerances)
         solution = solvers.fixed_point(
-            lambda z, x, *mask: layer.update(z, x, couplings, *mask),
-            torch.zeros_like(layer.x),
-            (layer.x,) if layer.mask is None else (layer.x, layer.mask),
-            mask=layer.mask,
-            solver=self.solver,
-            tolerance=solvers.Tolerance(tolerances[0]),
-            adjoint=solvers.Implicit(tolerance=solvers.Tolerance(tolerances[1])),
+            lambda z, x, *mask: layer.update(z, x, couplings, *mask), torch.zeros_like(layer.x),
+            (layer.x,) if layer.mask is None else (layer.x, layer.mask), mask=layer.mask,
+            solver=self.solver, tolerance=forward, adjoint=solvers.Implicit(tolerance=backward),
             max_steps=200,
-        )
+        )  # fmt: skip
         layer.zero_grad()
         solution.value.backward(layer.cotangent)
         return solution.value.detach()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,15 +107,9 @@ def part_batch(rounds: int) -> None:
     def total(rows: slice, solver: solvers.Solver) -> int:
         billed[0] = 0
         part = x[rows]
-        solvers.fixed_point(
-            f,
-            torch.zeros_like(part),
-            (part, eigenvalues[rows]),
-            solver=solver,
-            tolerance=solvers.Tolerance(1e-6),
-            max_steps=500,
-            adjoint=None,
-        )
+        options: Any = {"tolerance": solvers.Tolerance(1e-6), "max_steps": 500, "adjoint": None}
+        start = torch.zeros_like(part)
+        solvers.fixed_point(f, start, (part, eigenvalues[rows]), solver=solver, **options)
         return billed[0]
 
     rows = []
@@ -124,33 +119,18 @@ def part_batch(rounds: int) -> None:
         name = {"Anderson": "anderson", "Broyden": "broyden", "Forward": "fixed_point_iter"}
         theirs = name[type(solver).__name__]
         billed[0] = 0
-        get_solver(theirs)(
-            lambda z: f(z, x, eigenvalues),
-            torch.zeros_like(x),
-            max_iter=1000,
-            tol=1e-6,
-            stop_mode="rel",
-        )
-        rows.append(
-            {
-                "solver": type(solver).__name__,
-                "samples evaluated": together,
-                "sum over single solves": alone,
-                "ratio": together / alone,
-                "torchdeq": billed[0],
-                "ours / torchdeq": together / billed[0],
-            }
-        )
+        limits: Any = {"max_iter": 1000, "tol": 1e-6, "stop_mode": "rel"}
+        get_solver(theirs)(lambda z: f(z, x, eigenvalues), torch.zeros_like(x), **limits)
+        row = {"solver": type(solver).__name__, "samples evaluated": together}
+        row |= {"sum over single solves": alone, "ratio": together / alone}
+        rows.append(row | {"torchdeq": billed[0], "ours / torchdeq": together / billed[0]})
     print("\n(c) 63 easy samples and a hard one, to 1e-6\n")
     print(table(rows))
 
 
-PARTS = {
-    "step": part_step,
-    "energy": part_energy,
-    "batch": part_batch,
-    "zoo": lambda rounds: zoo.show(),
-}
+PARTS: dict[str, Callable[[int], None]] = {
+    "step": part_step, "energy": part_energy, "batch": part_batch, "zoo": lambda _: zoo.show(),
+}  # fmt: skip
 
 
 def main(

@@ -64,16 +64,9 @@ def counts(problem: ZooProblem, solver: solvers.Solver | None) -> Tensor:
     guarded = problem.energy is not None and (solver is None or solver == solvers.Newton())
 
     def run(f: Callable[..., Tensor], z0: Tensor, args: tuple[Any, ...]) -> solvers.Solution:
-        return solvers.fixed_point(
-            _Monitored(f, problem) if guarded else f,
-            z0,
-            args,
-            solver=solver,
-            tolerance=solvers.Tolerance(TOLERANCE),
-            max_steps=BUDGET,
-            adjoint=None,
-            on_failure="ignore",
-        )
+        options: Any = {"solver": solver, "tolerance": solvers.Tolerance(TOLERANCE)}
+        options |= {"max_steps": BUDGET, "adjoint": None, "on_failure": "ignore"}
+        return solvers.fixed_point(_Monitored(f, problem) if guarded else f, z0, args, **options)
 
     return count(problem, TOLERANCE, BUDGET, run).evaluations
 
