@@ -36,24 +36,6 @@ def test_what_is_hidden_is_found_again() -> None:
     assert hidden_patches(images, 2)[0].nonzero().tolist() == [[1]]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda: split_patches(torch.zeros(1, 1, 8, 6), 2), "patch must divide .* 8 x 6"),
-        (lambda: split_patches(torch.zeros(1, 8, 8), 2), r"images must be .* \(1, 8, 8\)"),
-        (lambda: join_patches(torch.zeros(1, 3, 4), 2), r"a square N, got \(1, 3, 4\)"),
-        (lambda: join_patches(torch.zeros(4, 4), 2), r"pixels .* \(4, 4\)"),
-        (
-            lambda: hide_patches(torch.zeros(1, 1, 4, 4), torch.zeros(1, 4).long(), 2),
-            r"hidden must be bool, got torch\.int64",
-        ),
-        (
-            lambda: hide_patches(torch.zeros(2, 1, 4, 4), torch.zeros(2, 3).bool(), 2),
-            r"hidden must have the shape \(2, 4\), got \(2, 3\)",
-        ),
-    ],
-)
-def test_mistakes_are_named(wrong: object, message: str) -> None:
-    assert callable(wrong)
-    with pytest.raises((TypeError, ValueError), match=message):
-        wrong()
+def test_patches_divide_a_square() -> None:
+    with pytest.raises(ValueError, match=r"patch must divide .* 8 x 6"):
+        split_patches(torch.zeros(1, 1, 8, 6), 2)
