@@ -347,9 +347,7 @@ class EffectiveRBM(PatternEnergy):
             raise ValueError(f"v must have the shape (..., {self.dim}), got {tuple(v.shape)}")
         low = {"ising": -1, "binary": 0}.get(self.visible or "")
         if low is not None and not bool(((v == low) | (v == 1)).all()):
-            raise ValueError(
-                f"v must have the entries {low} and 1 only, as visible={self.visible!r}"
-            )
+            raise ValueError(f"v must have the entries {low} and 1 only ({self.visible} units)")
         for _ in range(require_count("sweeps", sweeps)):
             v = self.sample_visible(self.sample_hidden(v, generator), generator)
         return v

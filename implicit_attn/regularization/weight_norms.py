@@ -168,9 +168,7 @@ def remove_norm(module: nn.Module) -> list[str]:
         if not any(ours):
             continue
         if not all(ours):
-            raise ValueError(
-                f"{_weight_name(name)} has other parametrisations beside its norm: {parts}; remove them first"
-            )
+            raise ValueError(f"{_weight_name(name)} has other parametrisations, remove them first")
         found.append((name, layer))
     for _, layer in found:
         _remove(layer)

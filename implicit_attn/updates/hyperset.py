@@ -25,31 +25,20 @@ Step = float | Tensor
 
 
 class StepSize(nn.Module):
-    """A positive step size: one number, or one per channel; constant or learned.
+    """A positive step size: a number, or a learned one for each channel, ``log(1 + exp(raw))``, (d,)."""
 
-    A learned step size is ``log(1 + exp(raw))`` of a parameter ``raw``, so it stays positive.
-    ``channels``: None for one number, else d for a vector (d,).
-    """
-
-    def __init__(self, initial: float, channels: int | None = None, learned: bool = False) -> None:
+    def __init__(self, initial: float, channels: int | None = None) -> None:
         super().__init__()
-        require_positive("step_size", initial)
-        shape = () if channels is None else (require_count("channels", channels),)
-        self.initial, self.channels, self.learned = float(initial), channels, learned
-        if learned:
+        self.initial, self.raw = float(require_positive("step_size", initial)), None
+        if channels is not None:
             raw = initial + math.log(-math.expm1(-initial))
-            self.raw = nn.Parameter(torch.full(shape, raw))
-        elif channels is not None:
-            self.register_buffer("constant", torch.full(shape, float(initial)))
+            self.raw = nn.Parameter(torch.full((channels,), raw))
 
     def forward(self) -> float | Tensor:
-        """The step size: a float, or a tensor of shape () or (d,)."""
-        if self.learned:
-            return F.softplus(self.raw)
-        return self.initial if self.channels is None else self.constant  # type: ignore[return-value]
+        return self.initial if self.raw is None else F.softplus(self.raw)
 
     def extra_repr(self) -> str:
-        return f"initial={self.initial}, channels={self.channels}, learned={self.learned}"
+        return f"initial={self.initial}"
 
 
 class StepSizes(nn.Module):
@@ -67,10 +56,9 @@ class StepSizes(nn.Module):
 class PlainStepSizes(StepSizes):
     """The same two positive step sizes at all times, each a ``StepSize`` of these arguments."""
 
-    def __init__(self, initial: float, channels: int | None = None, learned: bool = False) -> None:
+    def __init__(self, initial: float, channels: int | None = None) -> None:
         super().__init__()
-        self.attention = StepSize(initial, channels, learned)
-        self.feedforward = StepSize(initial, channels, learned)
+        self.attention, self.feedforward = (StepSize(initial, channels) for _ in range(2))
 
     def prepare(self, x0: Tensor, times: Tensor) -> None:
         return None
@@ -146,8 +134,7 @@ def build_step_sizes(
         source = kind.removeprefix("conditioned-")
         return ConditionedStepSizes(dim, source, time_dim=time_dim, initial=start)
     start = 0.1 if initial is None else initial
-    learned = kind == "learned"
-    return PlainStepSizes(start, channels=dim if learned else None, learned=learned)
+    return PlainStepSizes(start, channels=dim if kind == "learned" else None)
 
 
 def _check_time_dim(count: Any) -> int:

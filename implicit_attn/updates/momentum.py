@@ -85,9 +85,7 @@ class DescentStep(nn.Module):
         if lookahead != "literal" and method != "nesterov":
             raise ValueError(f'lookahead={lookahead!r} needs method="nesterov", got {method!r}')
         if not has_momentum and beta is not None:
-            raise ValueError(
-                f'beta needs method="momentum" or "nesterov", got {beta!r}, {method!r}'
-            )
+            raise ValueError(f"beta needs momentum or nesterov, got {beta!r}, {method!r}")
         if method == "plain" and eta is not None:
             raise ValueError(f'eta needs another method than "plain", got {eta!r}')
         if has_momentum and beta is None:

@@ -7,9 +7,9 @@ import torch
 
 import solvers
 from cases.energies import EnergyCase, build, each_family, tokens
+from cases.solves import accepted_energies
 from implicit_attn import DEQ, GradientStep
 from implicit_attn.energies import Quadratic
-from implicit_attn.studies.reports import carry_forward
 from solvers import Solution, Tolerance
 
 RTOL, BUDGET, WEIGHT = 1e-5, 150, 0.1
@@ -49,7 +49,7 @@ def test_energies_fall_and_the_end_is_honest(case: EnergyCase, method: str) -> N
     trace = solution.trace
     assert trace is not None
     assert trace.energy is not None
-    energy = carry_forward(trace.energy, trace.accepted)
+    energy = accepted_energies(trace)
     rises = energy[:, 1:] - energy[:, :-1]
     # 8 rounding errors are what the safeguard allows, one more is the comparison's own.
     assert (rises <= 9 * torch.finfo(energy.dtype).eps * energy[:, :-1].abs()).all()

@@ -228,11 +228,3 @@ def test_token_energies_take_states_without_tokens(z: Tensor) -> None:
         energy = energy.double()
         torch.testing.assert_close(energy(flat), energy(z[:, :1]))
         torch.testing.assert_close(energy.grad(flat), energy.grad(z[:, :1])[:, 0])
-
-
-def test_quadratic_takes_any_state_shape() -> None:
-    for shape in [(3,), (3, 2), (3, 2, 4, 5)]:
-        z = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        value, gradient = Quadratic().value_and_grad(z)
-        torch.testing.assert_close(value, 0.5 * z.reshape(3, -1).square().sum(1))
-        assert torch.equal(gradient, z)

@@ -112,12 +112,6 @@ def test_without_options_nothing_is_added(name: str) -> None:
     biased = make(name, bias=True)
     assert sorted(biased.state_dict()) == ["bias", "projection.weight"]
     assert biased.prepare(x) is None
-    with torch.no_grad():
-        biased.projection.weight.copy_(energy.projection.weight)
-    assert not torch.allclose(biased(z), energy(z))
-    with torch.no_grad():
-        torch.nn.init.zeros_(biased.get_parameter("bias"))
-    assert torch.equal(biased(z), energy(z))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -159,11 +153,9 @@ def test_inputs_that_do_not_fit() -> None:
     label = "ReLUFeedForward: x must"
     cases: list[tuple[Any, Any, type[Exception], str]] = [
         (None, None, TypeError, rf"{label} hold tokens \(B, ..., 3\), got NoneType"),
-        ({"x": x}, None, TypeError, r"got dict; .*\.select\(key\)"),
         (x.int(), None, TypeError, rf"{label} have the dtype of the weights, torch.float64, got"),
         (z, None, ValueError, rf"{label} have the shape \(B, ..., 3\), got \(2, 3, 4\)"),
         (x[:, :2], None, ValueError, rf"{label} have the tokens of z.*\(2, 3, 3\), got \(2, 2,"),
-        (x[:1], None, ValueError, r"tokens of z.*\(2, 3, 3\), got \(1, 3, 3\)"),
         (x[:, :2], mask, ValueError, r"x: mask must have the shape \(B, N\) = \(2, 2\), got"),
         (x.to("meta"), None, ValueError, rf"{label} be on cpu like the weights, got meta"),
     ]

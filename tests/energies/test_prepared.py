@@ -150,11 +150,7 @@ class Recomputing(Steered):
         return super().forward(z, Steered.prepare(self, x, mask=mask), mask=mask)
 
 
-ADJOINTS = {
-    "implicit": EXACT["adjoint"],
-    "unrolled": solvers.Unrolled(),
-    "checkpointed": solvers.Unrolled(checkpoint=True),
-}
+ADJOINTS = {"implicit": EXACT["adjoint"], "unrolled": solvers.Unrolled()}
 
 
 @pytest.mark.parametrize("kind", ["gradient", "activation"])

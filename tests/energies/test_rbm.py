@@ -20,7 +20,7 @@ from implicit_attn.energies import (
     IsingLagrangian,
     SphericalLagrangian,
 )
-from implicit_attn.energies.effective import PRIORS, OneHotPrior, ScalarPrior
+from implicit_attn.energies.effective import PRIORS, ScalarPrior
 from solvers import SphericalSite, Tolerance
 
 UNITS, DIM = 2, 3
@@ -305,15 +305,3 @@ def test_samples_have_the_distribution_of_the_tilted_law(name: str) -> None:
         assert abs((h <= edge).double().mean().item() - share) <= slack
     if name == "normal":
         assert abs(((h - t) ** 4).mean().item() - 3) < 0.2
-
-
-def test_one_hot_units() -> None:
-    prior = OneHotPrior()
-    t = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
-    states = torch.eye(3, dtype=torch.float64)
-    weight = (states @ t).exp() / 3
-    torch.testing.assert_close(prior.token_value(t), weight.sum().log())
-    torch.testing.assert_close(prior.activation(t), (weight / weight.sum()) @ states)
-    h = prior.sample(t.expand(40_000, 3), torch.Generator().manual_seed(0))
-    assert torch.equal(h.sum(1), torch.ones(40_000).double()) and set(h.unique().tolist()) == {0, 1}
-    assert (h.mean(0) - t.softmax(0)).abs().max() < 0.012

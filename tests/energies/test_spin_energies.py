@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases.solves import accepted_energies
 from implicit_attn import DEQ, ActivationStep, GradientStep
 from implicit_attn.energies import (
     Couplings,
@@ -24,7 +25,6 @@ from implicit_attn.energies import (
     SpinInteraction,
     VectorSpin,
 )
-from implicit_attn.studies.reports import carry_forward
 from solvers import Implicit, Tolerance
 
 SITES, DIM = 4, 3
@@ -146,7 +146,7 @@ def test_equilibrium_is_the_naive_mean_field(name: str, form: str) -> None:
         torch.testing.assert_close(h, field, rtol=1e-9, atol=1e-9)
     trace = solution.trace
     assert trace is not None and trace.energy is not None
-    energy = carry_forward(trace.energy, trace.accepted)
+    energy = accepted_energies(trace)
     rises = energy[:, 1:] - energy[:, :-1]
     assert (rises <= 9 * torch.finfo(energy.dtype).eps * energy[:, :-1].abs()).all()
     assert (energy[:, -1] < energy[:, 0]).all()

@@ -24,7 +24,7 @@ from implicit_attn.energies import (
     SoftmaxLagrangian,
     SphericalLagrangian,
 )
-from solvers import Anderson, Forward, Tolerance
+from solvers import Forward, Tolerance
 
 DIM = 8
 LAGRANGIANS: dict[str, Lagrangian] = {
@@ -99,7 +99,7 @@ def test_masked_tokens_do_not_move_and_do_not_count(case: EnergyCase, name: str,
 
 
 @each_lagrangian
-@pytest.mark.parametrize("solver", [None, Anderson(memory=3), Forward()], ids=str)
+@pytest.mark.parametrize("solver", [None, Forward()], ids=str)
 def test_fixed_point_condition(name: str, solver: Any) -> None:
     """``z = x - dE_int/dg(g(z))``, whatever solver and step."""
     torch.manual_seed(1)
@@ -149,7 +149,7 @@ def test_unit_step_never_raises_the_energy_of_concave_interactions(
             assert rise > -torch.inf  # some step was really compared
 
 
-@each_lagrangian
+@pytest.mark.parametrize("name", ["softmax", "rms", "sphere"])
 def test_gradients_through_the_layer(name: str) -> None:
     torch.manual_seed(4)
     energy = (0.5 * SoftmaxAttention(4, 2, cross=True, norm=RMSNorm(1.0), bound=1.0)).double()

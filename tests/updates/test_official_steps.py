@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,26 +108,18 @@ def test_what_has_no_energy_or_fixed_point() -> None:
         HeldStep(remembering)
 
 
-BAD: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
-    (
-        OfficialHyperSETLayer,
-        {"step_network": "raw", "step_size": "fixed"},
-        ValueError,
-        "step_network must be 'paper' where step_size='fixed' has no network, got 'raw'",
-    ),
-    (
-        OfficialHyperSETLayer,
-        {"step_network": "sinusoids"},
-        ValueError,
-        "time_dim must be dim=8 for step_network='sinusoids', got 512",
-    ),
-    (OfficialHyperSETLayer, {"epsilon": None}, TypeError, "epsilon must be"),
-]
-
-
-@pytest.mark.parametrize(("cls", "options", "error", "message"), BAD, ids=[str(b[1]) for b in BAD])
-def test_bad_arguments(
-    cls: Callable[..., Any], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        cls(DIM, HEADS, MEMORIES, **options)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"step_network": "raw", "step_size": "fixed"},
+            ValueError,
+            "must be 'paper' where .* no ne",
+        ),
+        ({"step_network": "sinusoids"}, ValueError, "time_dim must be dim=8 .* got 512"),
+        ({"epsilon": None}, TypeError, "epsilon must be"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OfficialHyperSETLayer(DIM, HEADS, MEMORIES, **options)
