@@ -49,11 +49,8 @@ METHODS = (
     Method("Newton", None),
     *(Method(f"Newton, order {order}", order) for order in (4, 2, 1)),
     Method("plain"),
-    *(
-        Method(f"{name} {beta}", 0, beta)
-        for name in ("Nesterov", "momentum")
-        for beta in (0.5, 0.9)
-    ),
+    *(Method(f"Nesterov {beta}", 0, beta) for beta in (0.5, 0.9)),
+    *(Method(f"momentum {beta}", 0, beta) for beta in (0.5, 0.9)),
     *(Method(f"{name}, tuned", tuned=True) for name in ("plain", "Nesterov", "momentum")),
 )
 
@@ -173,10 +170,8 @@ def descent(
             "minima": (((least > 0) & reached).sum() / reached.sum()).item(),  # the others: saddles
             "least_curvature": low.flatten()[0].item(), "largest_curvature": high.flatten()[0].item(),
         })  # fmt: skip
-        middle = norms[:, 0].median(dim=-1).values.tolist()
-        curves += [
-            {"method": method.name, "step": step, "norm": norm} for step, norm in enumerate(middle)
-        ]
+        for step, norm in enumerate(norms[:, 0].median(dim=-1).values.tolist()):
+            curves.append({"method": method.name, "step": step, "norm": norm})
     return {"methods": methods, "curves": curves}, draw(methods, curves, bound)
 
 

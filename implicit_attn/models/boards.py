@@ -35,11 +35,9 @@ def learn_groups(
     widest gap. The stronger pairs are the edges of a graph, and its maximal cliques are the groups.
     For Sudoku these are the 27 rows, columns and boxes.
 
-    Few boards show wrong groups: cells that are free to agree have different colours in all of them by
-    chance. With N (N - 1) / 2 pairs of cells that agree once in q boards, less than 0.01 such pairs are
-    expected from ``log(50 N (N - 1)) / log(q / (q - 1))`` boards on, 108 for Sudoku. Fewer are refused,
-    and what was learned from more is checked: the gap is clear, and in every board a group has each
-    colour at most once.
+    In few boards cells that are free to agree differ everywhere by chance: less than 0.01 such pairs are
+    expected from ``log(50 N (N - 1)) / log(q / (q - 1))`` boards on, 108 for Sudoku. Fewer are refused.
+    What was learned is checked: the gap is clear, and a group has each colour at most once in a board.
 
     Args:
         boards: (M, N) int64, colours in 0 .. q - 1.

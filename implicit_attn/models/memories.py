@@ -316,10 +316,8 @@ def fit_patterns(
 
     Expectation maximisation. With the attention ``p_mu(z) = softmax_mu(beta x_mu.z)`` and its averages
     over the data ``s_mu = <p_mu(z) z>``, a step solves ``w_mu x_mu = s_mu`` for all patterns at once,
-    ``w = softmax_mu(beta |x_mu|^2 / 2)`` being theirs. The gradient of the log-likelihood,
-    ``beta (<p_mu(z) z> - w_mu x_mu)``, vanishes where such steps end. Every third step starts from a
-    point ahead, on the line through the last two, where the likelihood is higher there. No step
-    lowers it.
+    ``w = softmax_mu(beta |x_mu|^2 / 2)`` being theirs. Every third step starts from a point ahead, on
+    the line through the last two, where the likelihood is higher there. No step lowers it.
 
     The weights of the Gaussians belong to the norms of their centres and the origin is a special
     point: data of very unequal norm want to be scaled or shifted before.

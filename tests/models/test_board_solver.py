@@ -38,15 +38,11 @@ def test_the_update_is_its_formula() -> None:
             for a in range(3):
                 cell = relu(update.to_cell(z[b, i].sum(0) / 3**0.5))
                 total = linear(cell, update.from_cell.weight)
-                for group in groups:
-                    if i in group:
-                        member = z[b, group, a].sum(0) / len(group) ** 0.5
-                        total = total + linear(
-                            relu(update.to_group(member)), update.from_group.weight
-                        )
-                total = (
-                    total + linear(z[b, i, a], update.own.weight) + update.embedding(marks[b, i, a])
-                )
+                for group in (group for group in groups if i in group):
+                    member = relu(update.to_group(z[b, group, a].sum(0) / len(group) ** 0.5))
+                    total = total + linear(member, update.from_group.weight)
+                total = total + linear(z[b, i, a], update.own.weight)
+                total = total + update.embedding(marks[b, i, a])
                 r, s = update.output(relu(total)).split(4)
                 expected = z[b, i, a] + s.sigmoid() * (r.tanh() - z[b, i, a])
                 torch.testing.assert_close(found[b, i, a], expected, rtol=1e-12, atol=1e-12)
@@ -217,11 +213,8 @@ def test_unsolved_boards_are_told_after_the_guesses(trained: Any) -> None:
         trained.solve(latin_puzzles(1, 4, torch.Generator())[0], guesses=2, max_steps=1)
     full = torch.full((1, 16), 1)  # contradicts itself, and has no cell to guess
     assert trained.solve(full, stop="consistent", guesses=2).guesses.item() == 0
-    for wrong, error in (
-        ({"guesses": -1}, ValueError),
-        ({"guesses": 1, "on_failure": 3}, ValueError),
-    ):
-        with pytest.raises(error):
+    for wrong in ({"guesses": -1}, {"guesses": 1, "on_failure": 3}):
+        with pytest.raises(ValueError):
             trained.solve(full, **wrong)
 
 

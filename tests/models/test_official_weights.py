@@ -135,9 +135,8 @@ def test_ours_becomes_official_and_comes_back() -> None:
     model = layout.build().eval()
     state = to_official(model)
     again = load_official(state, image_size=6, channels=2)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
-    )
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
     x = images()[:, :2].float()
     assert torch.equal(model(x), again(x))
     state["cls_token"].zero_()  # a copy: the model keeps its own
@@ -172,21 +171,8 @@ IMAGE: dict[str, Any] = {"image_size": 6}
 BAD: list[tuple[Callable[[State], None], dict[str, Any], str]] = [
     (drop("enc.0.ln2.weight", "fc.0.bias"), IMAGE, "'enc.0.ln2.weight', 'fc.0.bias' missing"),
     (change("pos_emb", torch.zeros(1).double()), IMAGE, "'pos_emb' superfluous"),
-    (
-        change("fc.1.bias", torch.zeros(4).double()),
-        IMAGE,
-        "'fc.1.bias' of shape (4,), expected (5,)",
-    ),
-    (
-        change("enc.0.attn.qkv.weight", torch.zeros(8, 9).double()),
-        IMAGE,
-        "'enc.0.attn.qkv.weight' of shape (8, 9), expected (8, 8)",
-    ),
-    (
-        change("emb.1.weight", torch.zeros(8)),
-        IMAGE,
-        "state['emb.1.weight'] must have more than 1 dim",
-    ),
+    (change("fc.1.bias", torch.zeros(4).double()), IMAGE, "'fc.1.bias' of shape (4,), expected (5"),
+    (change("emb.1.weight", torch.zeros(8)), IMAGE, "state['emb.1.weight'] must have more than 1"),
     (drop(), {}, "image_size must be given"),
     (drop(*image_shapes()), {}, "state must be of an official Hyper-SET, with keys that"),
 ]
@@ -225,9 +211,7 @@ def test_models_that_are_not_official() -> None:
     with pytest.raises(ValueError, match="model must have trained gains and the official norms"):
         to_official(plain)
     options: dict[str, Any] = {"gains": "separate", "epsilon": None, "time_dim": 6}
-    with pytest.raises(
-        ValueError, match="model must take its step sizes from a network of the off"
-    ):
+    with pytest.raises(ValueError, match="model must take its step sizes from a network"):
         to_official(ImageClassifier(HyperSET(8, 2, 8, **options), 6, 3, 5, patch=2))
     options["step_network"] = "normed"
     with pytest.raises(ValueError, match=r"it lacks embed\.norm\.bias, embed\.norm\.weight"):
@@ -238,9 +222,7 @@ def test_models_that_are_not_official() -> None:
         to_official(model)
     with pytest.raises(ValueError, match="alternative must be False but for images"):
         to_official(model, alternative=True)
-    with pytest.raises(
-        TypeError, match="model must be an ImageClassifier, SudokuModel or MaskedCod"
-    ):
+    with pytest.raises(TypeError, match="model must be an ImageClassifier, SudokuModel or"):
         to_official(nn.Linear(2, 2))
 
 
