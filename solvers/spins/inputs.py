@@ -47,19 +47,14 @@ def as_wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def check_inputs(couplings: Any, field: Any, mask: Any) -> None:
-    """Couplings (N, N, d, d), a field (B, N, d) like them, a mask (B, N) bool or None; on a GPU this
-    waits for the device once a solve."""
-    _, sites, dim = check_field(field)
-    check_like_field("couplings", couplings, field, (sites, sites, dim, dim))
-    check_mask(mask, field)
-    check_values(couplings, field)
-
-
-def check_scalar_inputs(couplings: Any, field: Any, mask: Any) -> None:
-    """Couplings (N, N) or (B, N, N), a field (B, N, d) like them, a mask (B, N) bool or None."""
-    batch, sites, _ = check_field(field)
-    check_like_field("couplings", couplings, field, (sites, sites), (batch, sites, sites))
+def check_inputs(couplings: Any, field: Any, mask: Any, scalar: bool = False) -> None:
+    """Couplings (N, N, d, d), or ``scalar`` ones (N, N) or (B, N, N), a field (B, N, d) like them, a mask
+    (B, N) bool or None; on a GPU this waits for the device once a solve."""
+    batch, sites, dim = check_field(field)
+    numbers = ((sites, sites), (batch, sites, sites))
+    check_like_field(
+        "couplings", couplings, field, *(numbers if scalar else [(sites, sites, dim, dim)])
+    )
     check_mask(mask, field)
     check_values(couplings, field)
 
@@ -78,16 +73,12 @@ def check_like_field(name: str, value: Any, field: Tensor, *shapes: tuple[int, .
     """A floating tensor of one of ``shapes``, with the dtype and device of ``field``."""
     _check_floating(name, value)
     if value.dtype != field.dtype or value.device != field.device:
-        raise TypeError(
-            f"{name} must be like field, {field.dtype} on {field.device}, got {value.dtype} on "
-            f"{value.device}"
-        )
+        got = f"{value.dtype} on {value.device}"
+        raise TypeError(f"{name} must be like field, {field.dtype} on {field.device}, got {got}")
     if tuple(value.shape) not in shapes:
         wanted = f"the shape {shapes[0]}" if len(shapes) == 1 else f"one of the shapes {shapes}"
-        raise ValueError(
-            f"{name} must have {wanted} to go with field {tuple(field.shape)}, got "
-            f"{tuple(value.shape)}"
-        )
+        wanted, got = f"{wanted} to go with field {tuple(field.shape)}", tuple(value.shape)
+        raise ValueError(f"{name} must have {wanted}, got {got}")
 
 
 def _check_floating(name: str, value: Any) -> None:
@@ -104,10 +95,9 @@ def check_mask(mask: Any, field: Tensor) -> None:
         what = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor (B, N), got {what}")
     if mask.shape != field.shape[:2] or mask.device != field.device:
-        raise ValueError(
-            f"mask must have the shape {tuple(field.shape[:2])} on {field.device}, got "
-            f"{tuple(mask.shape)} on {mask.device}"
-        )
+        got = f"{tuple(mask.shape)} on {mask.device}"
+        wanted = f"{tuple(field.shape[:2])} on {field.device}"
+        raise ValueError(f"mask must have the shape {wanted}, got {got}")
 
 
 def check_values(couplings: Tensor, field: Tensor, forbidding: bool = False) -> None:

@@ -24,7 +24,7 @@ from solvers.core.solution import Solution, Status, apply_policy, check_on_failu
 from solvers.core.tolerance import Tolerance
 from solvers.spins.inputs import (
     as_wide,
-    check_scalar_inputs,
+    check_inputs,
     usual_tolerance,
     with_scalar_symmetries,
     zero_masked,
@@ -129,7 +129,7 @@ def spherical_saddle(
     require_flag("per_site", per_site)
     require_count("max_steps", max_steps)
     check_on_failure(on_failure)
-    check_scalar_inputs(couplings, field, mask)
+    check_inputs(couplings, field, mask, scalar=True)
     rtol = usual_tolerance(tolerance, field.dtype).rtol
     with without_autocast(field.device.type):
         x = zero_masked(as_wide(field), mask)
