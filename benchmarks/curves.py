@@ -69,16 +69,9 @@ def measure(repeats: int, sweeps: dict[str, tuple[int, ...]]) -> list[Row]:
             runs = {name: step(model, x) for name, model in made.items()}
             seconds = interleaved(runs, repeats, time.process_time)
             for name, model in made.items():
-                rows.append(
-                    {
-                        "axis": axis,
-                        "value": value,
-                        "layer": name,
-                        "ms": 1e3 * seconds[name],
-                        "peak MB": peak_bytes(runs[name]) / 1e6,
-                        **_counts(getattr(model, "last", None)),
-                    }
-                )
+                row = {"axis": axis, "value": value, "layer": name, "ms": 1e3 * seconds[name]}
+                row |= {"peak MB": peak_bytes(runs[name]) / 1e6}
+                rows.append(row | _counts(getattr(model, "last", None)))
     return rows
 
 

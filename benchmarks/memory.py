@@ -61,11 +61,8 @@ def models(iterations: int, dim: int, heads: int) -> dict[str, Way]:
     Each with the module that it runs.
     """
     torch.manual_seed(0)
-    options: dict[str, Any] = {
-        "tolerance": solvers.Tolerance(0.0),
-        "max_steps": iterations + 1,
-        "on_failure": "ignore",
-    }
+    options: dict[str, Any] = {"tolerance": solvers.Tolerance(0.0), "on_failure": "ignore"}
+    options["max_steps"] = iterations + 1
     block = EquilibriumBlock(dim, heads, layer=options)
     layers = [
         nn.TransformerEncoderLayer(dim, heads, 2 * dim, dropout=0.0, batch_first=True)
@@ -109,14 +106,8 @@ def measure(batch: int, tokens: int, dim: int, heads: int) -> list[Row]:
 
             saved, _ = saved_bytes(forward, list(module.parameters()))
             peak = peak_bytes(lambda forward=forward: forward().square().sum().backward())
-            rows.append(
-                {
-                    "iterations": iterations,
-                    "way": name,
-                    "saved MB": saved / 1e6,
-                    "peak MB": peak / 1e6,
-                }
-            )
+            row = {"iterations": iterations, "way": name}
+            rows.append(row | {"saved MB": saved / 1e6, "peak MB": peak / 1e6})
     return rows
 
 

@@ -117,11 +117,6 @@ class Program:
         """The folder of the results."""
         return self.out or Path("runs") / self.folder()
 
-    def given(self, *names: str) -> Values:
-        """Those of the named options that have a value."""
-        found = {name: getattr(self, name, None) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
-
     def further(self) -> Values:
         """The values in ``options``, read as JSON where they are, else as text."""
         found: Values = {}
@@ -138,7 +133,9 @@ class Program:
 
     def values(self, preset: Mapping[str, Any], *names: str) -> Values:
         """The preset, over it the named options and those of the recipe, over them ``options``."""
-        return {**preset, **self.given("epochs", "batch", "rate", *names), **self.further()}
+        given = {name: getattr(self, name) for name in ("epochs", "batch", "rate", *names)}
+        given = {name: value for name, value in given.items() if value is not None}
+        return {**preset, **given, **self.further()}
 
     def run(self) -> None:
         """Train to the end and report.
@@ -163,9 +160,8 @@ class Program:
                 training.run(overwrite=self.overwrite)
             except KeyboardInterrupt:
                 if first:
-                    print(
-                        f"interrupted; {training.path} holds epoch {training.epoch}: use --resume"
-                    )
+                    held_epoch = f"{training.path} holds epoch {training.epoch}"
+                    print(f"interrupted; {held_epoch}: use --resume")
                 raise SystemExit(INTERRUPTED if first else 0) from None
             except NonFiniteLoss as error:
                 raise SystemExit(str(error) if first else 0) from None
@@ -198,19 +194,11 @@ class Program:
             )
 
     def _training(self, job: Job, fabric: Any, name: str = "checkpoint") -> Training:
-        recipe = asdict(job.recipe)
-        kept = json.loads(json.dumps({**recipe, **job.settings}))  # as a checkpoint gives them back
-        return Training(
-            job.model,
-            job.task,
-            job.recipe,
-            self.place / f"{name}.safetensors",
-            kept,
-            augment=job.augment,
-            observe=job.observe,
-            fabric=fabric,
-            compile=self.compile,
-        )
+        kept = {**asdict(job.recipe), **job.settings}
+        kept = json.loads(json.dumps(kept))  # as a checkpoint gives them back
+        options: Any = {"augment": job.augment, "observe": job.observe, "compile": self.compile}
+        path = self.place / f"{name}.safetensors"
+        return Training(job.model, job.task, job.recipe, path, kept, fabric=fabric, **options)
 
 
 def choose_threads(model: nn.Module) -> None:

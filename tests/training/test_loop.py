@@ -337,7 +337,6 @@ def steep_root(outputs: Tensor, linear: nn.Linear) -> Tensor:
     return outputs + (weight - weight.detach()).sqrt() * torch.tensor([1.0, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -347,10 +346,8 @@ def steep_root(outputs: Tensor, linear: nn.Linear) -> Tensor:
     ],
     ids=["loss", "nan", "inf"],
 )
-def test_what_is_not_finite_stops_before_the_step(
-    tmp_path: Path, clip: float | None, change: Any, what: str
-) -> None:
-    recipe = Recipe(2, 5, 0.1, clip=clip)
+def test_what_is_not_finite_stops_before_the_step(tmp_path: Path, change: Any, what: str) -> None:
+    recipe = Recipe(2, 5, 0.1, clip=None)
     whole = training(tmp_path / "whole", recipe=recipe)
     whole.run()
     torch.manual_seed(0)  # as ``training`` does
