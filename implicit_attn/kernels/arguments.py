@@ -10,11 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from implicit_attn.kernels.operators import (
-    differentiated,
-    has_tangent,
-    transformed,
-)
+from implicit_attn.kernels.operators import differentiated, has_tangent, transformed
 from solvers.core import modes
 
 Options = ParamSpec("Options")

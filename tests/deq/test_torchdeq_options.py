@@ -20,16 +20,7 @@ from torchdeq.norm import reset_norm
 
 from implicit_attn import DEQ
 from implicit_attn import regularization as ours
-from solvers import (
-    GMRES,
-    Anderson,
-    Broyden,
-    Forward,
-    Implicit,
-    Phantom,
-    Tolerance,
-    fixed_point,
-)
+from solvers import GMRES, Anderson, Broyden, Forward, Implicit, Phantom, Tolerance, fixed_point
 
 DRAWN = torch.Generator().manual_seed(0)
 WEIGHT = 0.25 * torch.randn(5, 5, generator=DRAWN, dtype=torch.float64)

@@ -24,13 +24,7 @@ from solvers.core.solution import Solution, Status  # noqa: E402
 from solvers.krylov.loop import LinearLoop  # noqa: E402
 
 # So many that together they take a few seconds.
-CASES = {
-    "fixed_points": 200,
-    "energies": 40,
-    "linear": 150,
-    "adjoints": 60,
-    "kernels": 60,
-}
+CASES = {"fixed_points": 200, "energies": 40, "linear": 150, "adjoints": 60, "kernels": 60}
 
 
 def broken(name: str, cases: int) -> set[str]:

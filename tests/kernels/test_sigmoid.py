@@ -11,12 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from cases.kernels import COUNTS, Allocations, difference
 from implicit_attn.energies import ScoreAttention
-from implicit_attn.kernels import (
-    explain_sigmoid,
-    sigmoid,
-    sigmoid_attention,
-    sigmoid_attention_hvp,
-)
+from implicit_attn.kernels import explain_sigmoid, sigmoid, sigmoid_attention, sigmoid_attention_hvp
 
 BETA = 0.6
 HOLES = torch.tensor([[True, False, True, True], [False, False, False, False]])

@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.solves import (
-    PLAIN,
-    SOLVERS,
-    Counter,
-    EnergyCounter,
-    Given,
-    Plain,
-    plain_batch,
-    solve,
-)
+from cases.solves import PLAIN, SOLVERS, Counter, EnergyCounter, Given, Plain, plain_batch, solve
 from problems.linear import affine, affine_energy, symmetric_matrix
 from problems.zoo import ZooProblem, make, rows
 from solvers import Implicit, Solution, Tolerance, fixed_point

@@ -10,15 +10,7 @@ from torch import Tensor
 
 from cases.solves import FEW, PLAIN, SOLVERS, solve, true_residuals
 from problems.zoo import make
-from solvers import (
-    Anderson,
-    Broyden,
-    Forward,
-    Implicit,
-    Tolerance,
-    Unrolled,
-    fixed_point,
-)
+from solvers import Anderson, Broyden, Forward, Implicit, Tolerance, Unrolled, fixed_point
 
 TIGHT = Tolerance(rtol=1e-10)
 

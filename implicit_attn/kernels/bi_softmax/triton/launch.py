@@ -9,10 +9,7 @@ import triton
 from torch import Tensor
 
 from implicit_attn.kernels.bi_softmax.triton.arguments import LaunchArguments, in_units
-from implicit_attn.kernels.bi_softmax.triton.gradient import (
-    causal_columns_kernel,
-    gradient_kernel,
-)
+from implicit_attn.kernels.bi_softmax.triton.gradient import causal_columns_kernel, gradient_kernel
 from implicit_attn.kernels.bi_softmax.triton.hvp import curvature_kernel
 from implicit_attn.kernels.bi_softmax.triton.row_sums import (
     causal_rows_kernel,

@@ -238,10 +238,7 @@ def test_layouts(tokens: int) -> None:
     case = Case(tokens, 16, batch=2)
     problem = problem_of(case, DEVICE)
     expected = dense(case, problem)
-    for z in (
-        problem.z.transpose(1, 2).contiguous().transpose(1, 2),
-        problem.z.mT.contiguous().mT,
-    ):
+    for z in (problem.z.transpose(1, 2).contiguous().transpose(1, 2), problem.z.mT.contiguous().mT):
         value, lse = backend.bisoftmax_forward(z, case.beta, limit=case.limit)
         assert value.is_contiguous() and lse.is_contiguous()
         assert backend.bisoftmax_hvp(z, z, case.beta).is_contiguous()
