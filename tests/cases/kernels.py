@@ -14,6 +14,28 @@ from implicit_attn.kernels.bi_softmax import native
 from solvers.native import library
 
 COUNTS = (1, 2, 15, 16, 17, 65, 81, 127, 128, 129, 257, 1000)
+# Scores bounded by norms, by nothing, with a causal mask; (limit, causal).
+PATHS = {"bounded": (None, False), "unbounded": (1e9, False), "causal": (None, True),
+         "unbounded, causal": (1e9, True)}  # fmt: skip
+each_path = pytest.mark.parametrize(("limit", "causal"), PATHS.values(), ids=PATHS.keys())
+
+
+def states(
+    batch: int, heads: int, count: int, width: int, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z, v (B, H, N, p) and a cotangent of the lse (B, H, N), float32."""
+    generator = torch.Generator().manual_seed(count * 1000 + width)
+    z = scale * torch.randn(batch, heads, count, width, generator=generator)
+    v = torch.randn(batch, heads, count, width, generator=generator)
+    return z, v, torch.randn(batch, heads, count, generator=generator)
+
+
+def masks(batch: int, count: int) -> tuple[Tensor | None, Tensor, Tensor]:
+    """None; some tokens masked; the same, and all of the first sample."""
+    holes = torch.rand(batch, count, generator=torch.Generator().manual_seed(count)) > 0.4
+    empty = holes.clone()
+    empty[0] = False
+    return None, holes, empty
 
 
 def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:

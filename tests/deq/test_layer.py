@@ -143,21 +143,17 @@ def test_unknown_option(option: str) -> None:
 
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_steps": 0}, ValueError, "max_steps"),
-    ({"max_steps": 2.5}, TypeError, "max_steps"),
-    ({"max_steps": True}, TypeError, "max_steps"),
     ({"tolerance": "1e-3"}, TypeError, "tolerance must be a number (rtol), a solvers.Tolerance"),
-    ({"tolerance": -1.0}, ValueError, "tolerance must be finite and >= 0"),
     ({"solver": "andersen"}, ValueError, "solver must be one of anderson, broyden"),
-    ({"solver": 3}, TypeError, "solver must be a solvers.Solver"),
     ({"adjoint": "implicitly"}, ValueError, "adjoint must be one of implicit, onestep"),
-    ({"on_failure": "shout"}, ValueError, "on_failure must be one of"),
+    ({"eval_max_steps": 0}, ValueError, "eval_max_steps must be >= 1"),
+    ({"eval_tolerance": "1e-3"}, TypeError, "eval_tolerance must be a number"),
 ]
 
 
 @pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
 def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        make("gradient").solve(tokens(), **options)
+    """``fixed_point`` has the whole table of them."""
     with pytest.raises(error, match=re.escape(message)):
         make("gradient", **options)(tokens())
 
@@ -237,23 +233,6 @@ def test_failure_is_never_silent(policy: str, raised: Any) -> None:
 each_layer = pytest.mark.parametrize("name", LAYERS)
 
 
-@pytest.mark.parametrize("name", ["gradient", "update"])
-def test_training_lowers_the_loss(name: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, DIM), make(name).float(), nn.Linear(DIM, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    x = tokens(batch=16, dim=3).float()
-    target = (x[..., :1] * x[..., 1:2]).sin()
-    losses = []
-    for _ in range(60):
-        loss = (model(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
 @each_layer
 def test_copies_pickles_and_state_dicts(name: str) -> None:
     """After a backward pass; they are apart, and a file has parameters alone, whatever was solved."""
@@ -273,19 +252,6 @@ def test_copies_pickles_and_state_dicts(name: str) -> None:
             for parameter in twin.parameters():
                 parameter.add_(0.1)
         assert relative_error(twin(x), layer(x)) > 1e-4
-
-
-def test_solution_through_a_file() -> None:
-    """What the layer keeps of its latest solve must not keep a graph alive, or break copies."""
-    layer = make("gradient")
-    x = tokens().requires_grad_()
-    layer(x).sum().backward()
-    assert layer.last is not None and layer.last.value is None
-    for name, value in vars(layer.last).items():
-        assert not (isinstance(value, Tensor) and value.requires_grad), name
-    assert layer.last.adjoint.solution is not None
-    twin = pickle.loads(pickle.dumps(layer.last))
-    assert torch.equal(twin.residual, layer.last.residual)
 
 
 @each_layer
@@ -349,19 +315,6 @@ def test_other_limits_in_evaluation() -> None:
     assert int(layer.train().solve(x).evaluations.max()) == short
     same = DEQ.from_update(halving, tolerance=LOOSE, **options)
     assert int(same.eval().solve(x).evaluations.max()) == short
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"eval_max_steps": 0}, ValueError, "eval_max_steps must be >= 1"),
-        ({"eval_max_steps": 2.5}, TypeError, "eval_max_steps must be an integer"),
-        ({"eval_tolerance": "1e-3"}, TypeError, "eval_tolerance must be a number"),
-    ],
-)
-def test_wrong_limits(options: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        DEQ.from_update(halving, **options)
 
 
 def test_the_observer_sees_every_solve() -> None:
@@ -480,7 +433,9 @@ def test_last_solution() -> None:
     solution = layer.solve(x)
     last = layer.last
     assert last is not None and last.value is None
-    assert torch.equal(last.residual, solution.residual)
+    for name, value in vars(last).items():
+        assert not (isinstance(value, Tensor) and value.requires_grad), name
+    assert torch.equal(pickle.loads(pickle.dumps(last)).residual, solution.residual)
     assert last.adjoint.solution is None and last.adjoint.solves == 0
     solution.value.square().sum().backward(retain_graph=True)
     adjoint = last.adjoint.solution

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils import _pytree as pytree
 
-Expect = Literal["converges", "hard", "diverges", "nonfinite", "mixed"]
+Expect = Literal["converges", "diverges", "nonfinite", "mixed"]
 PLAIN_LIMIT = 4000
 Build = Callable[[Generator], "ZooProblem"]
 
@@ -31,8 +31,7 @@ class ZooProblem:
         converges_plain: whether ``z <- f(z)`` reaches a relative residual of 1e-6 from every row of
             z0 within ``PLAIN_LIMIT`` evaluations.
         expect: ``converges`` (there is a fixed point and a plain or accelerated iteration finds
-            it), ``hard`` (there is one, but an iteration without safeguards may well miss it: what
-            counts is an honest status), ``diverges`` (there is none, the iterates run away),
+            it), ``diverges`` (there is none, the iterates run away),
             ``nonfinite`` (there is none, f leaves its domain or overflows), ``mixed`` (some rows
             converge, the others are ``nonfinite``: their rows of ``solution`` are NaN).
         unique: whether no other fixed point is in reach, so an answer must agree with ``solution``.

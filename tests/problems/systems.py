@@ -8,13 +8,11 @@ x0, the others at ``x0 + 0.1 |x0|_inf * noise``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy.optimize import brentq
 from torch import Generator, Tensor
 
 from problems import nonlinear_systems as systems
@@ -23,8 +21,6 @@ from problems.problem import Build, ZooProblem, normal
 from problems.reference import newton, root
 
 BATCH = 4
-# An iteration without safeguards may well miss the root.
-HARD: dict[str, Any] = {"converges_plain": False, "expect": "hard"}
 
 
 @dataclass(frozen=True)
@@ -123,16 +119,6 @@ def from_plain(f: Relaxation, z: Tensor, args: tuple[Tensor, ...]) -> Tensor:
     return newton(f, z, args)
 
 
-def powell_root(f: Relaxation, z: Tensor, args: tuple[Tensor, ...]) -> Tensor:
-    """The root of Powell's badly scaled system: ``x1 = 1e-4 / x2`` leaves one scalar equation."""
-
-    def second(x: float) -> float:
-        return math.exp(-1e-4 / x) + math.exp(-x) - 1.0001
-
-    x = float(brentq(second, 5.0, 15.0, xtol=1e-14))  # pyright: ignore[reportArgumentType]
-    return newton(f, torch.tensor([[1e-4 / x, x]], dtype=z.dtype).expand_as(z), args)
-
-
 def parabola(n: int) -> Tensor:
     """``t_i (t_i - 1)``, the start of MGH 28 and 29."""
     return interior(n) * (interior(n) - 1)
@@ -145,18 +131,10 @@ BUILDS: dict[str, Build] = {
         potential=systems.identity_potential, origin=1.0, solve=None),
     "scipy_F3_tridiagonal": posed(SCIPY.format("F3"), systems.tridiagonal, point(1, 2, 3), -0.5,
         potential=systems.tridiagonal_potential),
-    "scipy_F4_powell_badly_scaled": posed(SCIPY.format("F4_powell"), systems.powell_badly_scaled,
-        point(-1, -2), 1.0, solve=powell_root, unique=False, **HARD),
     "scipy_F5_pressure_network": posed(SCIPY.format("F5"), systems.pressure_network, point(2, 0, 2,
         0), 0.25, solve=from_plain, unique=False),
     "scipy_F6": posed(SCIPY.format("F6"), systems.scipy_f6, point(-0.5, 1.4), -0.8, unique=False),
     "mgh_rosenbrock": posed(MGH.format(1), systems.rosenbrock, point(-1.2, 1.0), 0.1),
-    "mgh_powell_badly_scaled": posed(MGH.format(3), systems.powell_badly_scaled, point(0, 1), 1.0,
-        solve=powell_root, unique=False, **HARD),
-    "mgh_helical_valley": posed(MGH.format(7), systems.helical_valley, point(-1, 0, 0), 0.1,
-        **HARD),
-    "mgh_powell_singular": posed(MGH.format(13), systems.powell_singular, point(3, -1, 0, 1), 0.1,
-        origin=1.0, solve=None, **HARD),
     "mgh_trigonometric": posed(MGH.format(26), systems.trigonometric, full(10, 0.1), -1.0,
         origin=1.0, solve=from_plain, unique=False),
     "mgh_brown_almost_linear": posed(MGH.format(27), systems.brown_almost_linear, full(10, 0.5),
@@ -167,6 +145,4 @@ BUILDS: dict[str, Build] = {
     "mgh_broyden_tridiagonal": posed(MGH.format(30), systems.broyden_tridiagonal, full(10, -1.0),
         0.15, unique=False),
     "mgh_broyden_banded": posed(MGH.format(31), systems.broyden_banded, full(10, -1.0), 0.1),
-    "mgh_chebyquad": posed(MGH.format(35), systems.chebyquad, interior(5), 0.3, unique=False,
-        **HARD),
 }  # fmt: skip

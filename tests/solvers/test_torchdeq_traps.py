@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torchdeq import get_deq
 from torchdeq.solver import get_solver
 
-from cases.solves import plain_batch, solve, true_residuals
+from cases.solves import plain_batch, solve, tanh_layer, true_residuals
 from cases.torchdeq_oracle import evaluations_to
-from problems.zoo import make, rows, scaled
+from problems.zoo import ZooProblem, make, rows, scaled
 from solvers import Anderson, Forward, Implicit, SolveWarning, Status, Tolerance, fixed_point
 from solvers.torchdeq_bridge import TorchDEQ
 
@@ -25,15 +25,21 @@ def layer_problem() -> tuple[Tensor, Tensor]:
 
 
 def ours(weight: Tensor, x: Tensor) -> Tensor:
-    f, _, _ = plain_batch(1)
-    return fixed_point(f, torch.zeros_like(x), (weight, x), tolerance=TIGHT, max_steps=200,
-                       adjoint=Implicit(max_steps=200)).value  # fmt: skip
+    options: dict[str, Any] = {"tolerance": TIGHT, "max_steps": 200}
+    z0, adjoint = torch.zeros_like(x), Implicit(max_steps=200)
+    return fixed_point(tanh_layer, z0, (weight, x), adjoint=adjoint, **options).value
 
 
 def theirs(weight: Tensor, x: Tensor, **options: Any) -> Tensor:
-    f, _, _ = plain_batch(1)
     deq = get_deq(ift=True, f_tol=1e-12, b_tol=1e-12, f_max_iter=300, b_max_iter=300, **options)
-    return deq(lambda z: f(z, weight, x), torch.zeros_like(x))[0][0]
+    return deq(lambda z: tanh_layer(z, weight, x), torch.zeros_like(x))[0][0]
+
+
+def by_torchdeq(problem: ZooProblem, name: str, **options: Any) -> tuple[Tensor, Any]:
+    """Value and statistics of a solver of torchdeq."""
+    f, options = (lambda z: problem.f(z, *problem.args)), {"stop_mode": "rel"} | options
+    value, _, info = get_solver(name)(f, problem.z0, **options)
+    return value, info
 
 
 def relative_error(mine: Tensor, reference: Tensor) -> float:
@@ -47,32 +53,28 @@ def hessian_product(solve: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 def test_1_hessian_vector_products() -> None:
     weight, x = layer_problem()
-    step = 1e-5
     ends = []
-    for sign in (1, -1):
-        moved = (x.detach() + sign * step).requires_grad_()
+    for step in (1e-5, -1e-5):
+        moved = (x.detach() + step).requires_grad_()
         ends.append(torch.autograd.grad(ours(weight, moved).pow(3).sum(), moved)[0])
-    expected = (ends[0] - ends[1]) / (2 * step)
+    expected = (ends[0] - ends[1]) / 2e-5
     assert relative_error(hessian_product(ours, weight, x), expected) < 1e-7
     assert relative_error(hessian_product(theirs, weight, x), expected) > 0.05  # and no word of it
 
 
 def test_1_backward_twice() -> None:
     weight, x = layer_problem()
-    hooked = theirs(weight, x, hook_ift=True).sum()
-    first, second = (torch.autograd.grad(hooked, x, retain_graph=True)[0] for _ in range(2))
-    assert relative_error(second, first) > 0.05
-    loss = ours(weight, x).sum()
-    one, other = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(one, other)
-    assert relative_error(one, first) < 1e-8
+    found = []
+    for loss in (theirs(weight, x, hook_ift=True).sum(), ours(weight, x).sum()):
+        found += [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
+    assert relative_error(found[1], found[0]) > 0.05
+    assert torch.equal(found[2], found[3])
+    assert relative_error(found[2], found[0]) < 1e-8
 
 
 def test_2_one_transient_nan() -> None:
     problem = make("transient_nan")
-    value, _, info = get_solver("anderson")(
-        lambda z: problem.f(z, *problem.args), problem.z0, max_iter=60, tol=1e-6, stop_mode="rel"
-    )
+    value, info = by_torchdeq(problem, "anderson", max_iter=60, tol=1e-6)
     assert value[0].isnan().any() or info["rel_lowest"][0] > 1e-3
     assert info["rel_trace"].shape[1] >= 59  # the whole batch ran to the limit
     solution = solve(problem, "anderson", max_steps=60)
@@ -82,115 +84,89 @@ def test_2_one_transient_nan() -> None:
 
 def test_2_divergence_has_a_name() -> None:
     problem = make("runaway")
-    get_solver("fixed_point_iter")(lambda z: problem.f(z, *problem.args), problem.z0)  # silent
+    by_torchdeq(problem, "fixed_point_iter")  # silent
     with pytest.warns(SolveWarning, match="DIVERGED 4 of 4"):
-        solution = fixed_point(problem.f, problem.z0, problem.args, solver=Forward(), adjoint=None)
-    assert (solution.status == Status.DIVERGED).all()
+        fixed_point(problem.f, problem.z0, problem.args, solver=Forward(), adjoint=None)
 
 
 def test_3_the_ridge_is_relative() -> None:
     problem = make("linear_symmetric_0.98")
-    small = scaled(problem, 1e-2)
-    own, own_small = (evaluations_to(1e-4, each, "anderson", 1500) for each in (problem, small))
+    pair = (problem, scaled(problem, 1e-2))
+    own, own_small = (evaluations_to(1e-4, each, "anderson", 1500) for each in pair)
     assert (own_small > 1.5 * own).all()
-    counts = [solve(each, "anderson", rtol=1e-4).evaluations for each in (problem, small)]
-    assert counts[0].tolist() == counts[1].tolist()
-    assert counts[0].sum() < 0.5 * own.sum()
+    counts = [solve(each, "anderson", rtol=1e-4).evaluations for each in pair]
+    assert torch.equal(*counts) and counts[0].sum() < 0.5 * own.sum()
 
 
 def test_4_a_large_loss_in_single_precision() -> None:
-    weight, x = layer_problem()
-    weight, x = weight.float(), x.detach().float().requires_grad_()
-    f, _, _ = plain_batch(1)
-    steps = []
+    weight, x = (t.detach().float() for t in layer_problem())
+    x.requires_grad_()
+    lowest, products = [], []
     for scale in (1.0, 1000.0):
         info: list[Any] = []
         deq = get_deq(ift=True, b_max_iter=100)
-        value = deq(lambda z: f(z, weight, x), torch.zeros_like(x), backward_writer=info.append)
+        z0 = torch.zeros_like(x)
+        value = deq(lambda z: tanh_layer(z, weight, x), z0, backward_writer=info.append)
         (scale * value[0][0].sum()).backward()
-        steps.append(float(info[0]["abs_lowest"].max()))
-    assert steps[1] > 1e-6  # the default absolute tolerance, never met
-    products = []
-    for scale in (1.0, 1000.0):
-        solution = fixed_point(f, torch.zeros_like(x), (weight, x))
+        lowest.append(float(info[0]["abs_lowest"].max()))
+        solution = fixed_point(tanh_layer, z0, (weight, x))
         (scale * solution.value.sum()).backward()
         report = solution.adjoint.solution
-        assert report is not None
-        assert bool(report.converged.all())
-        products.append(report.evaluations.tolist())
-    assert products[0] == products[1]
+        assert report is not None and bool(report.converged.all())
+        products.append(report.evaluations)
+    assert lowest[1] > 1e-6  # the default absolute tolerance, never met
+    assert torch.equal(*products)
 
 
 def test_5_neighbours() -> None:
     problem = make("linear_one_hard_sample")
-    easy = rows(problem, torch.tensor([0]))
-
-    def first_sample(each: Any) -> tuple[Tensor, int]:
-        value, _, info = get_solver("fixed_point_iter")(
-            lambda z: each.f(z, *each.args), each.z0, max_iter=300, tol=1e-4, stop_mode="rel"
-        )
-        return value[0], int(info["nstep"][0])
-
-    assert not torch.equal(first_sample(problem)[0], first_sample(easy)[0])
-    assert first_sample(problem)[1] > 3 * first_sample(easy)[1]
-    together, alone = (solve(each, "forward", rtol=1e-4) for each in (problem, easy))
-    torch.testing.assert_close(together.value[0], alone.value[0], rtol=1e-12, atol=1e-14)
-    assert together.evaluations[0] == alone.evaluations[0]
+    both = problem, rows(problem, torch.tensor([0]))
+    found = [by_torchdeq(each, "fixed_point_iter", max_iter=300, tol=1e-4) for each in both]
+    assert not torch.equal(found[0][0][0], found[1][0][0])
+    together, alone = (int(info["nstep"][0]) for _, info in found)
+    assert together > 3 * alone
+    whole, part = (solve(each, "forward", rtol=1e-4) for each in both)
+    torch.testing.assert_close(whole.value[0], part.value[0], rtol=1e-12, atol=1e-14)
+    assert whole.evaluations[0] == part.evaluations[0]
 
 
 def test_6_short_budgets_and_small_memories() -> None:
     problem = make("linear_symmetric_0.5")
-    f = lambda z: problem.f(z, *problem.args)  # noqa: E731
-    assert torch.equal(get_solver("anderson")(f, problem.z0, max_iter=2)[0], problem.z0)
+    assert torch.equal(by_torchdeq(problem, "anderson", max_iter=2)[0], problem.z0)
     with pytest.raises(IndexError):
-        get_solver("anderson")(f, problem.z0, m=1)
+        by_torchdeq(problem, "anderson", m=1)
     start = true_residuals(problem, problem.z0)[0]
-    two = solve(problem, Anderson(), max_steps=2)
-    assert (two.residual < 0.7 * start).all()
-    one = solve(problem, Anderson(), max_steps=1)
-    assert torch.equal(one.value, problem.z0)
-    assert (one.status == Status.MAX_STEPS).all()
+    assert (solve(problem, Anderson(), max_steps=2).residual < 0.7 * start).all()
     assert bool(solve(problem, Anderson(memory=1)).converged.all())
 
 
 def test_7_residual_and_value() -> None:
     problem = make("linear_symmetric_0.9")
-    value, _, info = get_solver("fixed_point_iter")(
-        lambda z: problem.f(z, *problem.args), problem.z0, max_iter=30, tol=1e-9, stop_mode="rel"
-    )
+    value, info = by_torchdeq(problem, "fixed_point_iter", max_iter=30, tol=1e-9)
     relative, _ = true_residuals(problem, value)
     assert (relative < 0.95 * info["rel_lowest"]).all()  # theirs belongs to the point before
     assert (info["rel_trace"][:, 0] == 1e8).all()
-    solution = solve(problem, "forward", max_steps=30, record=True)
+    solution = solve(problem, "forward", max_steps=30)
     relative, _ = true_residuals(problem, solution.value)
     torch.testing.assert_close(solution.residual, relative, rtol=1e-9, atol=0)
-    trace = solution.trace
-    assert trace is not None
-    start, _ = true_residuals(problem, problem.z0)
-    torch.testing.assert_close(trace.residual[:, 0], start, rtol=1e-9, atol=0)
 
 
 def test_8_options() -> None:
     problem = make("linear_symmetric_0.9")
-    f = lambda z: problem.f(z, *problem.args)  # noqa: E731
-    get_solver("anderson")(f, problem.z0, max_itr=3)  # swallowed
+    by_torchdeq(problem, "anderson", max_itr=3)  # swallowed
     with pytest.raises(TypeError, match="max_itr"):
-        fixed_point(f, problem.z0, max_itr=3)  # type: ignore[call-arg]
-    options = {"memory": 3}
-    Anderson(**options)  # type: ignore[arg-type]
-    assert options == {"memory": 3}
+        fixed_point(problem.f, problem.z0, problem.args, max_itr=3)  # type: ignore[call-arg]
 
 
 def test_8_evaluation_mode_carries_gradients() -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(3, 3)
-    x = torch.randn(2, 3)
-    deq = get_deq(ift=True).eval()
-    f = lambda z: torch.tanh(0.5 * layer(z) + x)  # noqa: E731
-    assert not deq(f, torch.zeros(2, 3))[0][0].requires_grad
-    layer.eval()
-    value = fixed_point(f, torch.zeros(2, 3), compact=False).value
-    assert value.requires_grad
+    layer, z0 = nn.Linear(3, 3).eval(), torch.zeros(2, 3)
+
+    def f(z: Tensor) -> Tensor:
+        return torch.tanh(0.5 * layer(z) + 1)
+
+    assert not get_deq(ift=True).eval()(f, z0)[0][0].requires_grad
+    assert fixed_point(f, z0).value.requires_grad
 
 
 def test_9_padding() -> None:

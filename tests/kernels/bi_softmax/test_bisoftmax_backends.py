@@ -9,15 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.kernels import COUNTS, Allocations, difference, needs_cpp
+from cases.kernels import (
+    COUNTS,
+    PATHS,
+    Allocations,
+    difference,
+    each_path,
+    masks,
+    needs_cpp,
+    states,
+)
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp
 from implicit_attn.kernels.bi_softmax import native, reference, strips
 from solvers.native import library
-
-# Scores bounded by norms, by nothing, with a causal mask; (limit, causal).
-PATHS = {"bounded": (None, False), "unbounded": (1e9, False), "causal": (None, True),
-         "unbounded, causal": (1e9, True)}  # fmt: skip
-each_path = pytest.mark.parametrize(("limit", "causal"), PATHS.values(), ids=PATHS.keys())
 
 
 @pytest.fixture(
@@ -45,24 +49,6 @@ def forget() -> None:
     """What was found of the engine."""
     library.engine.cache_clear()
     native._kernel.cache_clear()
-
-
-def states(
-    batch: int, heads: int, count: int, width: int, scale: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """z, v (B, H, N, p) and a cotangent of the lse (B, H, N), float32."""
-    generator = torch.Generator().manual_seed(count * 1000 + width)
-    z = scale * torch.randn(batch, heads, count, width, generator=generator)
-    v = torch.randn(batch, heads, count, width, generator=generator)
-    return z, v, torch.randn(batch, heads, count, generator=generator)
-
-
-def masks(batch: int, count: int) -> tuple[Tensor | None, Tensor, Tensor]:
-    """None; some tokens masked; the same, and all of the first sample."""
-    holes = torch.rand(batch, count, generator=torch.Generator().manual_seed(count)) > 0.4
-    empty = holes.clone()
-    empty[0] = False
-    return None, holes, empty
 
 
 def errors(
@@ -110,12 +96,6 @@ def test_more_tiles_than_the_native_kernel_keeps(
 ) -> None:
     z, v, a = states(1, 1, 1100, 4)
     assert max(errors(backend, z, v, a, 0.5, limit, causal=causal)) <= 1e-5
-
-
-def test_many_heads(backend: Any) -> None:
-    z, v, a = states(60, 5, 9, 8)
-    mask = torch.arange(9) < torch.arange(60)[:, None] % 10
-    assert max(errors(backend, z, v, a, 0.3, None, mask=mask)) <= 1e-5
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 3.0, 30.0])

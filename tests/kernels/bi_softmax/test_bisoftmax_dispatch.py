@@ -209,24 +209,6 @@ def energy(backend: str, dtype: torch.dtype = torch.float64, **options: Any) -> 
     return (0.4 * attention + Quadratic()).to(dtype)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"norm": None, "bound": 1.0}])
-@pytest.mark.parametrize("masked", [False, True])
-def test_energies_agree(options: dict[str, Any], masked: bool) -> None:
-    generator = torch.Generator().manual_seed(3)
-    x, z, v = (torch.randn(2, 140, 12, generator=generator, dtype=torch.float64) for _ in range(3))
-    mask = torch.rand(2, 140, generator=generator) > 0.3 if masked else None
-    found = {}
-    for backend in ("blocks", "reference"):
-        model = energy(backend, **options)
-        value, gradient = model.value_and_grad(z, x, mask=mask)
-        product = model.hvp(z, v, x, mask=mask)
-        loss = (gradient * v).sum() + value.sum() + product.square().sum()
-        found[backend] = [value, gradient, product]
-        found[backend] += torch.autograd.grad(loss, list(model.parameters()))
-    for ours, theirs in zip(found["blocks"], found["reference"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
 def test_a_layer_holds_no_matrix_of_all_pairs() -> None:
     """Allocations of forward solve and backward pass, inside operators too, by the profiler."""
     count = 320

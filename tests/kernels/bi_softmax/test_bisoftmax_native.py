@@ -15,36 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.kernels import difference, needs_cpp
+from cases.kernels import difference, each_path, masks, needs_cpp, states
 from implicit_attn import DEQ
 from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
-from implicit_attn.kernels.bi_softmax import native, ops
+from implicit_attn.kernels.bi_softmax import native
 from solvers import Implicit, Tolerance
-from solvers.native import library
 
 pytestmark = needs_cpp
-PATHS = {"bounded": (None, False), "unbounded": (1e9, False), "causal": (None, True),
-         "unbounded, causal": (1e9, True)}  # fmt: skip
-each_path = pytest.mark.parametrize(("limit", "causal"), PATHS.values(), ids=PATHS.keys())
-
-
-def states(
-    batch: int, heads: int, count: int, width: int, scale: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """z, v (B, H, N, p) and a cotangent of the lse (B, H, N), float32."""
-    generator = torch.Generator().manual_seed(count * 1000 + width)
-    z = scale * torch.randn(batch, heads, count, width, generator=generator)
-    v = torch.randn(batch, heads, count, width, generator=generator)
-    return z, v, torch.randn(batch, heads, count, generator=generator)
-
-
-def masks(batch: int, count: int) -> tuple[Tensor | None, ...]:
-    """None; some tokens masked; the same, and all of the first sample."""
-    holes = torch.rand(batch, count, generator=torch.Generator().manual_seed(count)) > 0.4
-    empty = holes.clone()
-    empty[0] = False
-    return None, holes, empty
 
 
 @pytest.fixture
@@ -68,16 +46,6 @@ def test_threads(limit: float | None, causal: bool, heads: int, threads: Any) ->
     for one, two, again in zip(*found, strict=True):
         torch.testing.assert_close(two, again)
         assert difference(two, one.double()) <= 1e-6
-
-
-def test_threads_without_openmp(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    z, _, _ = states(1, 3, 260, 12)
-    expected = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
-    monkeypatch.setattr(library, "_openmp", lambda: None)
-    threads(2)
-    assert (
-        difference(native.bisoftmax_forward(z, 0.3, None, False, None)[0], expected.double()) < 1e-6
-    )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -139,15 +107,6 @@ def test_derivatives(limit: float | None, causal: bool, masked: bool) -> None:
         assert difference(ours.detach(), theirs.detach()) <= 1e-5
 
 
-def test_registration() -> None:
-    z, v, a = states(1, 2, 5, 3)
-    lse = bisoftmax(z, 0.3, backend="cpp")[1]
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.forward.operator, (z, 0.3, None, True, None, "cpp"), test_utils=tests)
-    given = (z, v, 0.3, None, True, None, lse, a, "cpp")
-    torch.library.opcheck(ops.hvp.operator, given, test_utils=tests)
-
-
 @pytest.mark.parametrize("backend", ["cpp", "auto"])
 def test_whole_graph_compilation(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     z, _, _ = states(2, 2, 21, 6)
@@ -172,15 +131,6 @@ def test_compiled_calls_are_checked() -> None:
     compiled = torch.compile(lambda z: bisoftmax(z, 0.3, backend="cpp")[0], backend="eager")
     with pytest.raises(ValueError, match=r'backend="cpp" does not take this input: .*float64'):
         compiled(torch.zeros(1, 1, 4, 4, dtype=torch.float64))
-
-
-def test_maps() -> None:
-    z, v, _ = states(2, 2, 9, 4)
-    stack = torch.stack((z, v, z + v))
-    mapped = torch.vmap(lambda z: bisoftmax(z, 0.3, backend="cpp")[0])(stack)
-    torch.testing.assert_close(mapped[2], bisoftmax(z + v, 0.3, backend="cpp")[0])
-    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad, vjp and jvp do not"):
-        torch.func.grad(lambda z: bisoftmax(z, 0.3, backend="cpp")[1].sum())(z)
 
 
 def test_layers_agree() -> None:

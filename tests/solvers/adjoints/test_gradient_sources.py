@@ -72,11 +72,6 @@ def through_a_custom_function(weight: Tensor, x: Tensor) -> Any:
     return (lambda z, x: torch.tanh(Multiply.apply(z, weight) + x)), (x,)
 
 
-def through_a_custom_function_of_a_result(weight: Tensor, x: Tensor) -> Any:
-    twice = 2 * weight
-    return (lambda z, x: torch.tanh(0.5 * Multiply.apply(z, twice) + x)), (x,)
-
-
 def through_nested_args(weight: Tensor, x: Tensor) -> Any:
     def f(z: Tensor, inputs: dict[str, Any]) -> Tensor:
         return torch.tanh(z @ weight.mT + inputs["list"][0] + inputs["zero"])
@@ -91,7 +86,6 @@ MAKES: list[Make] = [
     through_properties_and_views,
     through_keywords_and_lists,
     through_a_custom_function,
-    through_a_custom_function_of_a_result,
     through_nested_args,
 ]
 

@@ -183,29 +183,6 @@ def test_whole_graph_compilation(compiler: str, tokens: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_registration() -> None:
-    z, v, mask = laid_out().requires_grad_(), laid_out(), None
-    given = torch.tensor([0, 15], device=DEVICE)
-    arguments = (z, 0.25, mask, False, 9.0, "triton", given)
-    torch.library.opcheck(ops.forward.operator, arguments)
-    lse = ops.forward(*arguments)[1].detach()
-    torch.library.opcheck(
-        ops.hvp.operator, (z, v, 0.25, mask, False, 9.0, lse, lse, "triton", given)
-    )
-
-
-def test_autocast_changes_nothing() -> None:
-    z, v = laid_out(), laid_out()
-    expected = (*bisoftmax(z, 0.25, backend="triton"), bisoftmax_hvp(z, v, 0.25, backend="triton"))
-    with torch.autocast(DEVICE, dtype=BRAIN):
-        point = z.clone().requires_grad_()
-        ours = bisoftmax(point, 0.25, backend="triton")
-        (product,) = torch.autograd.grad(ours[0], point, v)
-    for value, same in zip((*ours, product), expected, strict=True):
-        assert value.dtype == same.dtype
-        torch.testing.assert_close(value.detach(), same)
-
-
 def test_vmap() -> None:
     stack = torch.stack([laid_out(seed)[:, :, :17] for seed in (17, 18, 19)], 1)
     lengths = torch.tensor([0, 15], device=DEVICE)
