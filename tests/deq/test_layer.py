@@ -298,13 +298,9 @@ def halving(z: Tensor, x: Tensor) -> Tensor:
 def test_other_limits_in_evaluation() -> None:
     options: dict[str, Any] = {"solver": Forward(), "on_failure": "ignore", "init": "zeros"}
     layer = DEQ.from_update(
-        halving,
-        tolerance=LOOSE,
-        max_steps=50,
-        eval_max_steps=20,
-        eval_tolerance=Tolerance(1e-8),
+        halving, tolerance=LOOSE, max_steps=50, eval_max_steps=20, eval_tolerance=Tolerance(1e-8),
         **options,
-    )
+    )  # fmt: skip
     x = torch.ones(2, 3, 4, dtype=torch.float64)
     short = int(layer.solve(x).evaluations.max())
     assert short < 10 and bool(layer.last.converged.all())  # type: ignore[union-attr]

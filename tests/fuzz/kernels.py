@@ -37,14 +37,10 @@ def _draw_problem(draw: Draw, backend: str) -> tuple[Case, Problem]:
         tokens=draw.random.choice(TRITON_COUNTS if triton else COUNTS),
         width=draw.random.choice((16, 32) if triton else (1, 2, 5, 16, 40)),
         batch=draw.random.randint(1, 2 if triton else 3),
-        heads=draw.random.randint(1, 1 if triton else 3),
-        dtype=draw.random.choice(dtypes),
-        mask=draw.random.choice(MASKS),
-        causal=draw.chance(0.3),
-        normalised=draw.chance(0.5),
-        scale=draw.random.choice((1.0, 0.1, 4.0)),
-        strided=draw.chance(0.3),
-    )
+        heads=draw.random.randint(1, 1 if triton else 3), dtype=draw.random.choice(dtypes),
+        mask=draw.random.choice(MASKS), causal=draw.chance(0.3), normalised=draw.chance(0.5),
+        scale=draw.random.choice((1.0, 0.1, 4.0)), strided=draw.chance(0.3),
+    )  # fmt: skip
     draw.note("case", case)
     return case, problem_of(case, "cpu", seed=draw.number)
 

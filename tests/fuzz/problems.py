@@ -211,21 +211,10 @@ def draw_fixed_point(draw: Draw, energy: bool) -> FixedPoint:
         return each.sum(1) * scale * scale
 
     problem = FixedPoint(
-        solvers.Descent(density) if energy else f,
-        z0,
-        (s, b, torch.arange(batch), mask),
-        mask,
-        law,
-        w,
-        scale,
-        dtype,
-        eps,
-        torch.float16 in dtypes,
-        free,
-        witness,
-        name,
+        solvers.Descent(density) if energy else f, z0, (s, b, torch.arange(batch), mask), mask, law,
+        w, scale, dtype, eps, torch.float16 in dtypes, free, witness, name,
         potential=name if energy else None,
-    )
+    )  # fmt: skip
     if name in LIPSCHITZ and not energy:
         problem.lipschitz = (0 if name == "constant" else s.double().abs()[:, 0]) + 0 * s[:, 0]
     return problem

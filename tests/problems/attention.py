@@ -32,15 +32,11 @@ def hopfield(generator: Generator, *, beta: float, noise: float) -> ZooProblem:
     cue = patterns[rows, rows] + noise * normal(generator, batch, dim) / dim**0.5
     args = (patterns, torch.full((batch, 1), beta, dtype=torch.float64))
     return ZooProblem(
-        f=hopfield_map,
-        z0=cue,
-        args=args,
-        symmetric=True,
+        f=hopfield_map, z0=cue, args=args, symmetric=True,
         source="H. Ramsauer et al., Hopfield Networks is All You Need (2020), equations 2 and 3",
-        reference=lambda: contraction(hopfield_map, cue, args, 200),
-        energy=hopfield_energy,
+        reference=lambda: contraction(hopfield_map, cue, args, 200), energy=hopfield_energy,
         unique=False,
-    )
+    )  # fmt: skip
 
 
 def mean_field_map(z: Tensor, couplings: Tensor, inner: Tensor, outer: Tensor, x: Tensor) -> Tensor:
@@ -63,14 +59,10 @@ def mean_field(generator: Generator, *, gain: float) -> ZooProblem:
     z0 = torch.zeros_like(x)
 
     return ZooProblem(
-        f=mean_field_map,
-        z0=z0,
-        args=args,
-        symmetric=False,
+        f=mean_field_map, z0=z0, args=args, symmetric=False,
         source="M. Bal, Deep Implicit Attention (2021), z = J z - f(z) + x",
-        reference=lambda: contraction(mean_field_map, z0, args, 200),
-        unique=False,
-    )
+        reference=lambda: contraction(mean_field_map, z0, args, 200), unique=False,
+    )  # fmt: skip
 
 
 def soft_norm(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,16 +122,11 @@ def bisoftmax(
     weights = torch.tensor([attention, feedforward], dtype=torch.float64).repeat(batch, 1)
     args = (heads, memory, x, weights)
     return ZooProblem(
-        f=bisoftmax_map,
-        z0=x.clone(),
-        args=args,
-        symmetric=True,
-        converges_plain=plain,
+        f=bisoftmax_map, z0=x.clone(), args=args, symmetric=True, converges_plain=plain,
         source="Y. Hu, D. Zou, D. Xu, Hyper-SET (arXiv 2502.11646), equations 3 and 7",
         reference=lambda: minimum(bisoftmax_map, bisoftmax_energy, x, args),
-        energy=bisoftmax_energy,
-        unique=False,
-    )
+        energy=bisoftmax_energy, unique=False,
+    )  # fmt: skip
 
 
 BUILDS: dict[str, Build] = {

@@ -48,15 +48,11 @@ def valley(generator: Generator, *, steepness: float, plain: bool = True) -> Zoo
     z0 = torch.tensor([-1.2, 1.0], dtype=torch.float64).repeat(batch, 1)
     z0[1:] += 0.1 * normal(generator, batch - 1, 2)
     return ZooProblem(
-        f=valley_map,
-        z0=z0,
-        args=(torch.full((batch, 1), steepness, dtype=torch.float64),),
-        symmetric=True,
-        converges_plain=plain,
+        f=valley_map, z0=z0, args=(torch.full((batch, 1), steepness, dtype=torch.float64),),
+        symmetric=True, converges_plain=plain,
         source="H. Rosenbrock, Computer Journal 3 (1960) 175; " + MGH.format(1),
-        reference=lambda: torch.ones(batch, 2, dtype=torch.float64),
-        energy=valley_energy,
-    )
+        reference=lambda: torch.ones(batch, 2, dtype=torch.float64), energy=valley_energy,
+    )  # fmt: skip
 
 
 def log_sum_exp_map(z: Tensor, design: Tensor, offset: Tensor, centre: Tensor) -> Tensor:
@@ -83,14 +79,11 @@ def log_sum_exp(generator: Generator) -> ZooProblem:
     args = (design, normal(generator, batch, terms), normal(generator, batch, dim))
     z0 = normal(generator, batch, dim)
     return ZooProblem(
-        f=log_sum_exp_map,
-        z0=z0,
-        args=args,
-        symmetric=True,
+        f=log_sum_exp_map, z0=z0, args=args, symmetric=True,
         source="S. Boyd, L. Vandenberghe, Convex Optimization (2004), sections 3.1.5 and 9.2",
         reference=lambda: minimum(log_sum_exp_map, log_sum_exp_energy, z0, args),
         energy=log_sum_exp_energy,
-    )
+    )  # fmt: skip
 
 
 def wells_map(z: Tensor, coupling: Tensor) -> Tensor:
@@ -111,15 +104,11 @@ def wells(generator: Generator) -> ZooProblem:
     z0 = 0.05 * normal(generator, batch, dim)
     args = (coupling,)
     return ZooProblem(
-        f=wells_map,
-        z0=z0,
-        args=args,
-        symmetric=True,
+        f=wells_map, z0=z0, args=args, symmetric=True,
         source="D. Wales, Energy Landscapes (2003): coupled quartic double wells",
-        reference=lambda: minimum(wells_map, wells_energy, z0, args),
-        energy=wells_energy,
+        reference=lambda: minimum(wells_map, wells_energy, z0, args), energy=wells_energy,
         unique=False,
-    )
+    )  # fmt: skip
 
 
 SYSTEMS = {"powell": powell_singular, "helical": helical_valley}
@@ -147,16 +136,11 @@ def least_squares(
     z0[1:] += 0.1 * normal(generator, batch - 1, len(start))
     moved = torch.full_like(z0, origin)
     return ZooProblem(
-        f=partial(squares_map, system=system, step=step),
-        z0=z0 + moved,
-        args=(moved,),
-        symmetric=True,
-        converges_plain=plain,
-        expect=expect,
-        source=source,
+        f=partial(squares_map, system=system, step=step), z0=z0 + moved, args=(moved,),
+        symmetric=True, converges_plain=plain, expect=expect, source=source,
         reference=lambda: moved + torch.tensor(answer, dtype=torch.float64),
         energy=partial(squares_energy, system=system, step=step),
-    )
+    )  # fmt: skip
 
 
 BUILDS: dict[str, Build] = {

@@ -56,13 +56,10 @@ def _layer(weight: Tensor, injection: Tensor, activation: str) -> ZooProblem:
     f = partial(dense_layer, activation=activation)
     z0 = torch.zeros_like(injection)
     return ZooProblem(
-        f=f,
-        z0=z0,
-        args=(weight, injection),
-        symmetric=False,
+        f=f, z0=z0, args=(weight, injection), symmetric=False,
         source="S. Bai, J. Z. Kolter, V. Koltun, Deep Equilibrium Models (2019)",
         reference=lambda: contraction(f, z0, (weight, injection), 1000),
-    )
+    )  # fmt: skip
 
 
 BUILDS: dict[str, Build] = {

@@ -20,14 +20,10 @@ def cosine(generator: Generator) -> ZooProblem:
         return torch.full_like(z0, number)
 
     return ZooProblem(
-        f=torch.cos,
-        z0=z0,
-        args=(),
-        symmetric=True,
+        f=torch.cos, z0=z0, args=(), symmetric=True,
         source="S. R. Kaplan, The Dottie number, Mathematics Magazine 80 (2007) 73",
-        reference=reference,
-        energy=lambda z: (0.5 * z * z - z.sin()).sum(1),
-    )
+        reference=reference, energy=lambda z: (0.5 * z * z - z.sin()).sum(1),
+    )  # fmt: skip
 
 
 def kepler_map(z: Tensor, anomaly: Tensor, eccentricity: Tensor) -> Tensor:
@@ -53,14 +49,10 @@ def kepler(generator: Generator) -> ZooProblem:
         return torch.tensor(found, dtype=torch.float64).unsqueeze(1)
 
     return ZooProblem(
-        f=kepler_map,
-        z0=anomaly.clone(),
-        args=(anomaly, eccentricity),
-        symmetric=True,
+        f=kepler_map, z0=anomaly.clone(), args=(anomaly, eccentricity), symmetric=True,
         source="P. Colwell, Solving Kepler's Equation over Three Centuries (1993)",
-        reference=reference,
-        energy=kepler_energy,
-    )
+        reference=reference, energy=kepler_energy,
+    )  # fmt: skip
 
 
 def square_plus(z: Tensor, constant: Tensor) -> Tensor:
@@ -77,14 +69,11 @@ def two_fixed_points(generator: Generator) -> ZooProblem:
     gap = (1 - 4 * constant).sqrt()
     low, high = (1 - gap) / 2, (1 + gap) / 2
     return ZooProblem(
-        f=square_plus,
-        z0=low + uniform(generator, 0.3, 0.95, 8, 1) * (high - low),
-        args=(constant,),
-        symmetric=True,
+        f=square_plus, z0=low + uniform(generator, 0.3, 0.95, 8, 1) * (high - low),
+        args=(constant,), symmetric=True,
         source="R. Devaney, An Introduction to Chaotic Dynamical Systems (1989): quadratic map",
-        reference=low.clone,
-        unique=False,
-    )
+        reference=low.clone, unique=False,
+    )  # fmt: skip
 
 
 def heron_map(z: Tensor, radicand: Tensor) -> Tensor:
@@ -97,14 +86,11 @@ def heron(generator: Generator) -> ZooProblem:
     radicand = uniform(generator, 0.5, 20.0, 8, 1)
     sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(4).unsqueeze(1)
     return ZooProblem(
-        f=heron_map,
-        z0=sign * uniform(generator, 0.2, 10.0, 8, 1),
-        args=(radicand,),
+        f=heron_map, z0=sign * uniform(generator, 0.2, 10.0, 8, 1), args=(radicand,),
         symmetric=True,
         source="Heron of Alexandria, Metrica I.8; P. Henrici, Elements of Numerical Analysis",
-        reference=lambda: sign * radicand.sqrt(),
-        unique=False,
-    )
+        reference=lambda: sign * radicand.sqrt(), unique=False,
+    )  # fmt: skip
 
 
 def logistic_map(z: Tensor, rate: Tensor) -> Tensor:
@@ -116,14 +102,10 @@ def logistic_cycle(generator: Generator) -> ZooProblem:
     """Rates 3.1 to 3.9: plain iteration cycles or turns chaotic, the answer ``1 - 1/r`` repels."""
     rate = torch.linspace(3.1, 3.9, 6, dtype=torch.float64).unsqueeze(1)
     return ZooProblem(
-        f=logistic_map,
-        z0=uniform(generator, 0.4, 0.9, 6, 1),
-        args=(rate,),
-        symmetric=True,
-        converges_plain=False,
-        source="R. May, Nature 261 (1976) 459",
+        f=logistic_map, z0=uniform(generator, 0.4, 0.9, 6, 1), args=(rate,), symmetric=True,
+        converges_plain=False, source="R. May, Nature 261 (1976) 459",
         reference=lambda: 1 - 1 / rate,
-    )
+    )  # fmt: skip
 
 
 def h_equation_map(z: Tensor, albedo: Tensor) -> Tensor:
@@ -199,13 +181,10 @@ def shrinkage(generator: Generator) -> ZooProblem:
     z0 = torch.zeros(batch, unknowns, dtype=torch.float64)
     args = (design, target, step)
     return ZooProblem(
-        f=shrinkage_map,
-        z0=z0,
-        args=args,
-        symmetric=False,
+        f=shrinkage_map, z0=z0, args=args, symmetric=False,
         source="A. Beck, M. Teboulle, SIAM J. Imaging Sci. 2 (2009) 183: ISTA",
         reference=lambda: contraction(shrinkage_map, z0, args, 3000),
-    )
+    )  # fmt: skip
 
 
 BUILDS: dict[str, Build] = {

@@ -53,14 +53,9 @@ def _hopeless(
     f: Callable[..., Tensor], z0: Tensor, args: tuple[Tensor, ...], expect: Expect
 ) -> ZooProblem:
     return ZooProblem(
-        f=f,
-        z0=z0,
-        args=args,
-        symmetric=f is not outward,
-        converges_plain=False,
-        expect=expect,
+        f=f, z0=z0, args=args, symmetric=f is not outward, converges_plain=False, expect=expect,
         source=RUDIN,
-    )
+    )  # fmt: skip
 
 
 def barrier_map(z: Tensor, rate: Tensor) -> Tensor:
@@ -84,15 +79,10 @@ def transient_nan(generator: Generator) -> ZooProblem:
     rate[0] = 4.0
     z0 = uniform(generator, 2.0, 6.0, batch, dim)
     return ZooProblem(
-        f=barrier_map,
-        z0=z0,
-        args=(rate,),
-        symmetric=True,
-        converges_plain=False,
+        f=barrier_map, z0=z0, args=(rate,), symmetric=True, converges_plain=False,
         source="S. Boyd, L. Vandenberghe, Convex Optimization (2004), section 9.2: domains",
-        reference=lambda: torch.ones_like(z0),
-        energy=barrier_energy,
-    )
+        reference=lambda: torch.ones_like(z0), energy=barrier_energy,
+    )  # fmt: skip
 
 
 def nan_from_start(generator: Generator) -> ZooProblem:
@@ -115,14 +105,10 @@ def constant(generator: Generator) -> ZooProblem:
     """``f(z) = b``: the second evaluation is exact, differences of residuals repeat themselves."""
     value = normal(generator, 4, 6)
     return ZooProblem(
-        f=constant_map,
-        z0=normal(generator, 4, 6),
-        args=(value,),
-        symmetric=True,
+        f=constant_map, z0=normal(generator, 4, 6), args=(value,), symmetric=True,
         source="S. Banach, Fundamenta Mathematicae 3 (1922) 133: contraction with factor 0",
-        reference=value.clone,
-        energy=lambda z, value: 0.5 * (z - value).square().sum(1),
-    )
+        reference=value.clone, energy=lambda z, value: 0.5 * (z - value).square().sum(1),
+    )  # fmt: skip
 
 
 def start_at_solution(generator: Generator) -> ZooProblem:

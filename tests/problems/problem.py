@@ -107,13 +107,10 @@ def scaled(problem: ZooProblem, factor: float) -> ZooProblem:
         return factor**2 * energy(z / factor, *args)
 
     return replace(
-        problem,
-        name=f"{problem.name}_times_{factor:g}",
-        f=f,
-        z0=factor * problem.z0,
+        problem, name=f"{problem.name}_times_{factor:g}", f=f, z0=factor * problem.z0,
         energy=None if energy is None else scaled_energy,
         reference=_transformed(problem, lambda solution: factor * solution),
-    )
+    )  # fmt: skip
 
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:

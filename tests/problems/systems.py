@@ -71,15 +71,10 @@ def pose(
         return moved.clone() if solve is None else solve(f, z0, (moved,))
 
     return ZooProblem(
-        f=f,
-        z0=z0,
-        args=(moved,),
-        symmetric=potential is not None,
-        source=source,
-        reference=reference,
-        energy=None if potential is None else Potential(potential, factor),
+        f=f, z0=z0, args=(moved,), symmetric=potential is not None, source=source,
+        reference=reference, energy=None if potential is None else Potential(potential, factor),
         **other,
-    )
+    )  # fmt: skip
 
 
 def posed(

@@ -98,6 +98,12 @@ def test_more_tiles_than_the_native_kernel_keeps(
     assert max(errors(backend, z, v, a, 0.5, limit, causal=causal)) <= 1e-5
 
 
+def test_many_heads(backend: Any) -> None:
+    z, v, a = states(60, 5, 9, 8)
+    mask = torch.arange(9) < torch.arange(60)[:, None] % 10
+    assert max(errors(backend, z, v, a, 0.3, None, mask=mask)) <= 1e-5
+
+
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 3.0, 30.0])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_small_and_large_norms(backend: Any, scale: float, causal: bool) -> None:

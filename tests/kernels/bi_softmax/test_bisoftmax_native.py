@@ -21,6 +21,7 @@ from implicit_attn.energies import BiSoftmaxAttention, Quadratic
 from implicit_attn.kernels import bisoftmax, bisoftmax_hvp, explain
 from implicit_attn.kernels.bi_softmax import native
 from solvers import Implicit, Tolerance
+from solvers.native import library
 
 pytestmark = needs_cpp
 
@@ -46,6 +47,15 @@ def test_threads(limit: float | None, causal: bool, heads: int, threads: Any) ->
     for one, two, again in zip(*found, strict=True):
         torch.testing.assert_close(two, again)
         assert difference(two, one.double()) <= 1e-6
+
+
+def test_threads_without_openmp(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, _, _ = states(1, 3, 260, 12)
+    expected = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
+    monkeypatch.setattr(library, "_openmp", lambda: None)
+    threads(2)
+    found = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
+    assert difference(found, expected.double()) < 1e-6
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -83,11 +83,7 @@ def solved(problem: Collected, z: Tensor) -> bool:
 def run(problem: Collected, solver: solvers.Solver | None = None) -> solvers.Solution:
     """Our solver on a problem, with the tolerance and the budget of the comparison."""
     return solvers.fixed_point(
-        problem.posed(),
-        problem.z0,
-        solver=solver,
-        tolerance=solvers.Tolerance(TOLERANCE, TOLERANCE),
-        max_steps=BUDGET,
-        adjoint=None,
+        problem.posed(), problem.z0, solver=solver,
+        tolerance=solvers.Tolerance(TOLERANCE, TOLERANCE), max_steps=BUDGET, adjoint=None,
         on_failure="ignore",
-    )
+    )  # fmt: skip

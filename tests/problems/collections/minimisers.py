@@ -88,14 +88,9 @@ def _minimiser(
     minimum: float | None = None,
 ) -> Collected:
     return Collected(
-        name=name,
-        kind="minimiser",
-        function=function,
-        start=start,
-        source=source,
-        solution=solution,
-        minimum=minimum,
-    )
+        name=name, kind="minimiser", function=function, start=start, source=source,
+        solution=solution, minimum=minimum,
+    )  # fmt: skip
 
 
 def _squares(

@@ -29,16 +29,9 @@ def counted(name: str, solver: str, max_steps: int, **options: Any) -> tuple[Sol
     else:
         counter = Counter(Plain(problem), problem.batch)
     solution = fixed_point(
-        counter,
-        problem.z0,
-        (*problem.args, counter.index),
-        solver=SOLVERS[solver],
-        tolerance=1e-6,
-        max_steps=max_steps,
-        adjoint=None,
-        on_failure="ignore",
-        **options,
-    )
+        counter, problem.z0, (*problem.args, counter.index), solver=SOLVERS[solver], tolerance=1e-6,
+        max_steps=max_steps, adjoint=None, on_failure="ignore", **options,
+    )  # fmt: skip
     return solution, counter.seen
 
 

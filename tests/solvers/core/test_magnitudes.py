@@ -37,12 +37,9 @@ def test_converged_means_converged_at_any_magnitude(
 def test_an_absolute_tolerance_below_the_range_of_squares_holds() -> None:
     b = torch.full((2, 3), 1e-25)
     solution = fixed_point(
-        lambda z, b: 0.5 * z + b,
-        torch.zeros_like(b),
-        (b,),
-        solver=Forward(),
+        lambda z, b: 0.5 * z + b, torch.zeros_like(b), (b,), solver=Forward(),
         tolerance=Tolerance(rtol=0.0, atol=1e-28),
-    )
+    )  # fmt: skip
     assert solution.converged.all()
     assert ((0.5 * solution.value - b).double().norm(dim=1) <= 1e-28).all()
 

@@ -82,15 +82,9 @@ def scipy_steps(solver: LinearSolver, matrix: Tensor, right: Tensor, rtol: float
 
     if isinstance(solver, GMRES):
         scipy.sparse.linalg.gmres(
-            a,
-            b,
-            rtol=rtol,
-            atol=0,
-            restart=solver.restart,
-            maxiter=300,
-            callback=reached.append,
+            a, b, rtol=rtol, atol=0, restart=solver.restart, maxiter=300, callback=reached.append,
             callback_type="pr_norm",
-        )
+        )  # fmt: skip
     elif isinstance(solver, CG):
         scipy.sparse.linalg.cg(a, b, rtol=rtol, atol=0, callback=note)
     else:
@@ -155,14 +149,9 @@ def test_a_rotation_stalls_restarted_gmres() -> None:
 def test_rounding_above_the_tolerance_stalls(solver: LinearSolver) -> None:
     matrix, right = matrices("definite").float(), right_sides().float()
     solution = solve_linear(
-        multiply,
-        right,
-        solver=solver,
-        tolerance=1e-12,
-        max_steps=2000,
-        args=(matrix,),
+        multiply, right, solver=solver, tolerance=1e-12, max_steps=2000, args=(matrix,),
         on_failure="ignore",
-    )
+    )  # fmt: skip
     assert (solution.status == Status.STALLED).all()
     assert (solution.evaluations < 500).all()
     assert (true_residual(matrix, right, solution) <= 2e-6).all()

@@ -47,13 +47,9 @@ def test_a_sample_does_not_notice_its_neighbours(solver: LinearSolver, compact: 
         together = solve(solver, matrix, right)
     else:
         together = solve_linear(
-            lambda v: multiply(v, matrix),
-            right,
-            solver=solver,
-            tolerance=1e-6,
-            max_steps=400,
+            lambda v: multiply(v, matrix), right, solver=solver, tolerance=1e-6, max_steps=400,
             compact=False,
-        )
+        )  # fmt: skip
     assert together.converged.all()
     assert together.evaluations.unique().numel() > 2
     for sample in range(0, 20, 3):
@@ -126,14 +122,9 @@ def test_the_step_cap_is_kept(
     matrix, right = (t.to(dtype) for t in mixed(10))
     count = Counting(10)
     solution = solve_linear(
-        count,
-        right,
-        solver=solver,
-        args=(matrix, torch.arange(10)),
-        max_steps=max_steps,
-        x0=torch.ones_like(right) if start else None,
-        on_failure="ignore",
-    )
+        count, right, solver=solver, args=(matrix, torch.arange(10)), max_steps=max_steps,
+        x0=torch.ones_like(right) if start else None, on_failure="ignore",
+    )  # fmt: skip
     assert (solution.evaluations <= max_steps).all()
     assert (solution.evaluations <= count.products).all()
     assert (count.products <= max_steps).all()
@@ -192,15 +183,9 @@ def test_products_that_are_not_finite(
 
     args = (matrix, torch.arange(20))
     solution = solve_linear(
-        product,
-        right,
-        solver=solver,
-        args=args,
-        max_steps=400,
-        tolerance=1e-6,
-        compact=compact,
+        product, right, solver=solver, args=args, max_steps=400, tolerance=1e-6, compact=compact,
         on_failure="ignore",
-    )
+    )  # fmt: skip
     assert solution.status[4] == Status.NONFINITE
     assert solution.value.isfinite().all()
     assert solution.residual.isfinite().all()

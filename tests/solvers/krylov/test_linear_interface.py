@@ -124,14 +124,9 @@ def test_trace_and_callback(solver: LinearSolver) -> None:
     matrix, right = mixed(20)
     heard: list[Progress] = []
     solution = solve_linear(
-        multiply,
-        right,
-        solver=solver,
-        args=(matrix,),
-        max_steps=300,
-        record=True,
+        multiply, right, solver=solver, args=(matrix,), max_steps=300, record=True,
         callback=heard.append,
-    )
+    )  # fmt: skip
     assert solution.trace is not None
     trace = solution.trace.residual
     assert trace.shape == (20, 1 + len(heard))

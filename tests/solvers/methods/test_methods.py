@@ -195,15 +195,9 @@ def test_both_histories_agree(damping: float, memory: int) -> None:
     found = []
     for adjoint in (None, Unrolled()):
         solution = fixed_point(
-            f,
-            torch.zeros_like(x),
-            (x,),
-            solver=Anderson(memory=memory, damping=damping),
-            tolerance=1e-9,
-            max_steps=200,
-            record=True,
-            adjoint=adjoint,
-        )
+            f, torch.zeros_like(x), (x,), solver=Anderson(memory=memory, damping=damping),
+            tolerance=1e-9, max_steps=200, record=True, adjoint=adjoint,
+        )  # fmt: skip
         assert solution.converged.all() and solution.trace is not None
         found.append(solution)
     torch.testing.assert_close(found[0].value, found[1].value.detach(), rtol=1e-8, atol=0)
