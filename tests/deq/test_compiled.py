@@ -228,15 +228,12 @@ def test_what_cannot_be_compiled_says_so() -> None:
         layer(tokens(2))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"backend": "no such"}, ValueError, "backend"),
-        ({"mode": "fast"}, ValueError, "mode"),
-        ({"backend": "eager", "mode": "max-autotune"}, ValueError, "inductor"),
-        ({"options": 3}, TypeError, "options"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"backend": "no such"}, ValueError, "backend"),
+    ({"mode": "fast"}, ValueError, "mode"),
+    ({"backend": "eager", "mode": "max-autotune"}, ValueError, "inductor"),
+    ({"options": 3}, TypeError, "options"),
+])  # fmt: skip
 def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         DEQ.from_update(Cell()).compile(**options)

@@ -47,15 +47,12 @@ def run(function: nn.Module, model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return gradients(model) | {"x": leaf.grad, "value": value.detach()}
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        ("gradient", "eager"),
-        ("gradient", "aot_eager"),
-        ("activation", "eager"),
-        ("update", "eager"),
-    ],
-)
+@pytest.mark.parametrize(("name", "backend"), [
+    ("gradient", "eager"),
+    ("gradient", "aot_eager"),
+    ("activation", "eager"),
+    ("update", "eager"),
+])  # fmt: skip
 def test_compiled_model_equals_eager(name: str, backend: str) -> None:
     model = Model(name)
     compiled = torch.compile(model, backend=backend)

@@ -48,15 +48,12 @@ def test_stop_modes_and_the_state_one_application_behind(mode: str, tolerance: T
     torch.testing.assert_close(step(found.value, X)[slowest], state[slowest])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "solver"),
-    [
-        ("fixed_point_iter", {"tau": 0.7}, Forward(0.7)),
-        ("simple_fixed_point_iter", {}, Forward()),
-        ("anderson", {"m": 4, "lam": 1e-12}, Anderson(memory=4)),
-        ("broyden", {}, Broyden()),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "solver"), [
+    ("fixed_point_iter", {"tau": 0.7}, Forward(0.7)),
+    ("simple_fixed_point_iter", {}, Forward()),
+    ("anderson", {"m": 4, "lam": 1e-12}, Anderson(memory=4)),
+    ("broyden", {}, Broyden()),
+])  # fmt: skip
 def test_solvers_and_their_arguments(name: str, options: dict[str, Any], solver: Any) -> None:
     deq = get_deq(f_solver=name, f_tol=1e-10, f_max_iter=100).eval()
     (state,), _ = deq(lambda z, tau=1.0: step(z, X), Z0, solver_kwargs=options)

@@ -178,14 +178,11 @@ def test_what_cannot_be_exported_is_said() -> None:
         torch.export.export(Own(), (x,))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "word"),
-    [
-        ({"evaluations": 0}, ValueError, "evaluations"),
-        ({"evaluations": 2, "damping": 3.0}, ValueError, "damping"),
-        ({"evaluations": 2.0}, TypeError, "evaluations"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "word"), [
+    ({"evaluations": 0}, ValueError, "evaluations"),
+    ({"evaluations": 2, "damping": 3.0}, ValueError, "damping"),
+    ({"evaluations": 2.0}, TypeError, "evaluations"),
+])  # fmt: skip
 def test_arguments(options: dict[str, Any], error: type[Exception], word: str) -> None:
     with pytest.raises(error, match=word):
         make("update").unrolled(**options)

@@ -127,16 +127,13 @@ def test_rows_of_very_different_norms(backend: Any) -> None:
         assert max(errors(backend, z, v, a, 0.25, limit, causal=causal)) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "bound"),
-    [
-        ("blocks", torch.float64, 1e-12),
-        ("blocks", torch.float16, 1e-3),
-        ("blocks", torch.bfloat16, 8e-3),
-        pytest.param("cpp", torch.float16, 1e-3, marks=needs_cpp),
-        pytest.param("cpp", torch.bfloat16, 8e-3, marks=needs_cpp),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype", "bound"), [
+    ("blocks", torch.float64, 1e-12),
+    ("blocks", torch.float16, 1e-3),
+    ("blocks", torch.bfloat16, 8e-3),
+    pytest.param("cpp", torch.float16, 1e-3, marks=needs_cpp),
+    pytest.param("cpp", torch.bfloat16, 8e-3, marks=needs_cpp),
+])  # fmt: skip
 @pytest.mark.parametrize("count", [33, 290])
 def test_dtypes(name: str, dtype: torch.dtype, bound: float, count: int) -> None:
     z, v, _ = (t.to(dtype) for t in states(1, 2, count, 16))

@@ -25,17 +25,14 @@ def state(count: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(2, 2, count, width, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("heads", "count", "backend"),
-    [
-        (4, 1, "reference"),
-        (4, 256, "reference"),
-        (4, 257, "blocks"),
-        (12, 256, "blocks"),
-        (400, 65, "blocks"),
-        (1, 2000, "blocks"),
-    ],
-)
+@pytest.mark.parametrize(("heads", "count", "backend"), [
+    (4, 1, "reference"),
+    (4, 256, "reference"),
+    (4, 257, "blocks"),
+    (12, 256, "blocks"),
+    (400, 65, "blocks"),
+    (1, 2000, "blocks"),
+])  # fmt: skip
 def test_automatic_choice(heads: int, count: int, backend: str) -> None:
     """Of what the engine does not take."""
     choice = explain(torch.empty(1, heads, count, 4, dtype=torch.float64), 0.3)

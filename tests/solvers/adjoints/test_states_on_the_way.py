@@ -113,16 +113,12 @@ def test_unrolled_states_have_exact_gradients(checkpoint: bool) -> None:
     assert torch.autograd.gradcheck(states, (x,), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("adjoint", "number", "damping"),
-    [
-        (Phantom(3, 0.7), 3, 0.7),
-        (OneStep(), 1, 1.0),
-        (Implicit(), 1, 1.0),
-        (Implicit(states=Phantom(2)), 2, 1.0),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("adjoint", "number", "damping"), [
+    (Phantom(3, 0.7), 3, 0.7),
+    (OneStep(), 1, 1.0),
+    (Implicit(), 1, 1.0),
+    (Implicit(states=Phantom(2)), 2, 1.0),
+], ids=str)  # fmt: skip
 def test_the_others_iterate_from_the_state(adjoint: Any, number: int, damping: float) -> None:
     x = sample().requires_grad_()
     found = solve(x=x, adjoint=adjoint, states_at=[2, 6])

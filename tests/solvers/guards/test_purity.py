@@ -127,15 +127,11 @@ def halved_by_numpy(z: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.defect("A7")
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda z, b: z.data.mul_(0.5).add_(b),
-        lambda z, b: 0.5 * z + b.data.mul_(0.5),
-        halved_by_numpy,
-    ],
-    ids=["data", "argument", "numpy"],
-)
+@pytest.mark.parametrize("f", [
+    lambda z, b: z.data.mul_(0.5).add_(b),
+    lambda z, b: 0.5 * z + b.data.mul_(0.5),
+    halved_by_numpy,
+], ids=["data", "argument", "numpy"])  # fmt: skip
 def test_work_in_place_that_torch_does_not_count_is_refused_and_undone(f: Any) -> None:
     z0, b = torch.linspace(-1, 1, 6).reshape(2, 3), torch.ones(2, 3)
     before = z0.clone(), b.clone()
@@ -151,15 +147,11 @@ def hidden_draws(z: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.defect("A11")
 @pytest.mark.parametrize("start", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda z, x: F.dropout(0.5 * z, 0.5) + x,
-        lambda z, x: F.dropout(torch.relu(0.5 * z), 0.5) + x,
-        hidden_draws,
-    ],
-    ids=["dropout", "relu", "rrelu"],
-)
+@pytest.mark.parametrize("f", [
+    lambda z, x: F.dropout(0.5 * z, 0.5) + x,
+    lambda z, x: F.dropout(torch.relu(0.5 * z), 0.5) + x,
+    hidden_draws,
+], ids=["dropout", "relu", "rrelu"])  # fmt: skip
 def test_draws_that_the_start_hides_are_refused(f: Any, start: float) -> None:
     x = torch.ones(8, 5)
     with pytest.raises(ValueError, match="evaluated at the same point again"):

@@ -186,14 +186,11 @@ def test_a_layer_is_named_as_in_the_model_that_is_called() -> None:
     assert len(said) == 1 and "; in a layer DEQ. Shown once" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("factor", "steps", "told", "not_told"),
-    [
-        (3.0, 60, 'the map may not contract.*apply_norm.*"bound".*damp', "raise max_steps"),
-        (0.99, 60, "raise max_steps, loosen the tolerance", "contract"),
-        (3.0, 3, "raise max_steps, loosen the tolerance", "contract"),  # too early to tell
-    ],
-)
+@pytest.mark.parametrize(("factor", "steps", "told", "not_told"), [
+    (3.0, 60, 'the map may not contract.*apply_norm.*"bound".*damp', "raise max_steps"),
+    (0.99, 60, "raise max_steps, loosen the tolerance", "contract"),
+    (3.0, 3, "raise max_steps, loosen the tolerance", "contract"),  # too early to tell
+])  # fmt: skip
 def test_a_residual_that_does_not_fall_has_an_advice_of_its_own(
     factor: float, steps: int, told: str, not_told: str
 ) -> None:

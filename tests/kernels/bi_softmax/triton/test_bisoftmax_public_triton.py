@@ -157,14 +157,11 @@ def test_the_host_launches_few_kernels(
     assert max(numbers[::2]) <= most[0] and max(numbers[1::2]) <= most[1]
 
 
-@pytest.mark.parametrize(
-    ("compiler", "tokens"),
-    [
-        ("aot_eager", 20),
-        pytest.param("inductor", 20, marks=on_a_card),
-        pytest.param("inductor", 130, marks=on_a_card),
-    ],
-)
+@pytest.mark.parametrize(("compiler", "tokens"), [
+    ("aot_eager", 20),
+    pytest.param("inductor", 20, marks=on_a_card),
+    pytest.param("inductor", 130, marks=on_a_card),
+])  # fmt: skip
 def test_whole_graph_compilation(compiler: str, tokens: int) -> None:
     """A compiler takes the results for contiguous, whatever the strides of ``z``."""
 

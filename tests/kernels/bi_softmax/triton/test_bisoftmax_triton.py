@@ -271,14 +271,11 @@ ONES = torch.ones(2, 3, 130, 8, device=DEVICE)
 EVERY = torch.ones(2, 130, dtype=torch.bool, device=DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"z": ONES.double()}, "float32, bfloat16 and float16, got torch.float64"),
-        ({"z": ONES.new_ones(1, 1, 2, 257)}, "head widths from 1 to 256, got 257"),
-        ({"mask": EVERY.to("meta")}, "mask must be on the device of z"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"z": ONES.double()}, "float32, bfloat16 and float16, got torch.float64"),
+    ({"z": ONES.new_ones(1, 1, 2, 257)}, "head widths from 1 to 256, got 257"),
+    ({"mask": EVERY.to("meta")}, "mask must be on the device of z"),
+])  # fmt: skip
 def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
     given = {"z": ONES, "beta": 1.0, "backend": "triton", **change}
     with pytest.raises(ValueError, match=message):
@@ -287,14 +284,11 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> Non
         bisoftmax_hvp(v=given["z"], **given)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"single_tile": True}, "single_tile holds at most 128 tokens, got 130"),
-        ({"triangular": True}, "triangular needs a limit"),
-        ({"triangular": True, "limit": 9.0, "causal": True}, "triangular needs a limit"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"single_tile": True}, "single_tile holds at most 128 tokens, got 130"),
+    ({"triangular": True}, "triangular needs a limit"),
+    ({"triangular": True, "limit": 9.0, "causal": True}, "triangular needs a limit"),
+])  # fmt: skip
 def test_what_no_kernel_does_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         backend.bisoftmax_forward(ONES, 1.0, **change)
@@ -302,13 +296,10 @@ def test_what_no_kernel_does_is_named(change: dict[str, Any], message: str) -> N
         backend.bisoftmax_hvp(ONES, ONES, 1.0, **change)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"v": ONES.to("meta")}, "v must be like z"),
-        ({"lse": ONES[..., 0].to("meta")}, r"lse must have the shape .* on meta"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"v": ONES.to("meta")}, "v must be like z"),
+    ({"lse": ONES[..., 0].to("meta")}, r"lse must have the shape .* on meta"),
+])  # fmt: skip
 def test_what_does_not_fit_the_product_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bisoftmax_hvp(**{"z": ONES, "v": ONES, "beta": 1.0, "backend": "triton", **change})
