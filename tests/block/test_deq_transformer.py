@@ -302,16 +302,16 @@ def test_training_makes_the_end_a_fixed_point() -> None:
             "head": nn.Linear(16, 2),
         }
     )
-    place = 0.5 * torch.randn(6, 16)
+    place = 0.5 * torch.randn(3, 16)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
 
     def loss(iterations: int | None = None) -> Tensor:
-        bits = torch.randint(2, (64, 6))
+        bits = torch.randint(2, (64, 3))
         z = model["block"](model["embed"](bits) + place, iterations=iterations)
         return F.cross_entropy(model["head"](z).flatten(0, 1), (bits.cumsum(1) % 2).flatten())
 
     first = loss().item()
-    for _ in range(150):
+    for _ in range(100):
         optimizer.zero_grad()
         value = loss()
         value.backward()
