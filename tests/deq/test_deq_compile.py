@@ -48,9 +48,7 @@ def run(function: nn.Module, model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "backend"), [
-    ("gradient", "eager"),
     ("gradient", "aot_eager"),
-    ("activation", "eager"),
     ("update", "eager"),
 ])  # fmt: skip
 def test_compiled_model_equals_eager(name: str, backend: str) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize
 
 from cases.deq import (
-    DIM,
     EXACT,
     LAYERS,
     Cell,
@@ -126,21 +125,6 @@ def test_active_spectral_bound_is_differentiated() -> None:
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-def test_closed_over_tensors_get_gradients() -> None:
-    """Nobody lists parameters: what the plain function reads is found."""
-    torch.manual_seed(0)
-    weight = nn.Parameter(0.3 * torch.randn(DIM, DIM, dtype=torch.float64))
-    upstream = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-
-    def run(weight: Tensor, upstream: Tensor) -> Tensor:
-        scale = upstream.exp()
-        layer = DEQ.from_update(lambda z, x: torch.tanh(z @ weight) * scale / 2 + x, **EXACT)
-        return layer(tokens())
-
-    assert torch.autograd.gradcheck(run, (weight, upstream), fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, (weight, upstream), fast_mode=True)
-
-
 @pytest.mark.parametrize("name", ["gradient", "activation"])
 def test_second_derivative_after_the_outer_cache_has_gone(name: str) -> None:
     """The second backward pass then reads other weights than the forward pass did."""
@@ -211,12 +195,3 @@ def test_gradients_by_transforms_are_those_of_backward(name: str) -> None:
     for one, other in zip(each.values(), expected[1:], strict=True):
         close(one.sum(0), other)
     assert layer.last is last
-
-
-def test_jacobian_with_a_mask() -> None:
-    layer = make("gradient", **TIGHT)
-    x = tokens(batch=2)
-    mask = torch.ones(x.shape[:2], dtype=torch.bool)
-    mask[1, -1] = False
-    found = jacrev(lambda x: layer(x, mask))(x)
-    close(found, torch.autograd.functional.jacobian(lambda x: layer(x, mask), x))  # type: ignore[arg-type]

@@ -31,16 +31,8 @@ def world() -> tuple[Any, ...]:
     )
 
 
-NAMES = (
-    "grad mode",
-    "inference mode",
-    "default dtype",
-    "autocast",
-    "threads",
-    "cached()",
-    "cache",
-    "RNG",
-)
+NAMES = ("grad mode", "inference mode", "default dtype", "autocast", "threads", "cached()",
+         "cache", "RNG")  # fmt: skip
 
 
 class Call:

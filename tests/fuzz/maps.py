@@ -54,49 +54,26 @@ MAPS: dict[str, Map] = {
     "tanh": Map(lambda z, s, b, w: s * torch.tanh(z @ w.T + b), _network_terms),
     "cos": Map(lambda z, s, b, w: s * torch.cos(z @ w.T + b), _network_terms),
     "relu": Map(lambda z, s, b, w: s * torch.relu(z @ w.T + b), _network_terms),
-    "round": Map(
-        lambda z, s, b, w: s * torch.round(z) + b,
-        lambda z, s, b, w: (s * torch.round(z)).abs() + b.abs(),
-        elementwise=True,
-    ),
-    "box": Map(
-        lambda z, s, b, w: (z - s * (z @ w.T - b)).clamp(-1.0, 1.0),
-        lambda z, s, b, w: z.abs() + s.abs() * (z.abs() @ w.abs().T + b.abs()),
-    ),
+    "round": Map(lambda z, s, b, w: s * torch.round(z) + b,
+        lambda z, s, b, w: (s * torch.round(z)).abs() + b.abs(), elementwise=True),
+    "box": Map(lambda z, s, b, w: (z - s * (z @ w.T - b)).clamp(-1.0, 1.0),
+        lambda z, s, b, w: z.abs() + s.abs() * (z.abs() @ w.abs().T + b.abs())),
     "sqrt": Map(lambda z, s, b, w: torch.sqrt(s * z + b), _root_terms, elementwise=True),
-    "log": Map(
-        lambda z, s, b, w: s * torch.log(z) + b,
-        lambda z, s, b, w: s.abs() * (torch.log(z).abs() + 1) + b.abs(),
-        elementwise=True,
-    ),
-    "exp": Map(
-        lambda z, s, b, w: s * torch.exp(z) + b,
-        lambda z, s, b, w: s.abs() * torch.exp(z) + b.abs(),
-        elementwise=True,
-    ),
-    "logistic": Map(
-        lambda z, s, b, w: s * z * (1 - z) + b,
-        lambda z, s, b, w: (s * z).abs() * (1 + z.abs()) + b.abs(),
-        elementwise=True,
-    ),
-    "cubic": Map(
-        lambda z, s, b, w: z - s * z * z * z + b,
-        lambda z, s, b, w: z.abs() + (s * z * z * z).abs() + b.abs(),
-        elementwise=True,
-    ),
+    "log": Map(lambda z, s, b, w: s * torch.log(z) + b,
+        lambda z, s, b, w: s.abs() * (torch.log(z).abs() + 1) + b.abs(), elementwise=True),
+    "exp": Map(lambda z, s, b, w: s * torch.exp(z) + b,
+        lambda z, s, b, w: s.abs() * torch.exp(z) + b.abs(), elementwise=True),
+    "logistic": Map(lambda z, s, b, w: s * z * (1 - z) + b,
+        lambda z, s, b, w: (s * z).abs() * (1 + z.abs()) + b.abs(), elementwise=True),
+    "cubic": Map(lambda z, s, b, w: z - s * z * z * z + b,
+        lambda z, s, b, w: z.abs() + (s * z * z * z).abs() + b.abs(), elementwise=True),
     "constant": Map(lambda z, s, b, w: b.clone(), lambda z, s, b, w: b.abs(), elementwise=True),
     "identity": Map(lambda z, s, b, w: z, lambda z, s, b, w: z.abs(), elementwise=True),
     "zero": Map(lambda z, s, b, w: 0 * z, lambda z, s, b, w: 0 * z, elementwise=True),
-    "in place": Map(
-        _affine_in_place, _affine_terms, lambda z, s, b, w: s * z + b, elementwise=True
-    ),
-    "relu in place": Map(
-        lambda z, s, b, w: z.mul_(s).add_(b).relu_(),
-        _affine_terms,
-        lambda z, s, b, w: torch.relu(s * z + b),
-        elementwise=True,
-    ),
-}
+    "in place": Map(_affine_in_place, _affine_terms, lambda z, s, b, w: s * z + b, elementwise=True),
+    "relu in place": Map(lambda z, s, b, w: z.mul_(s).add_(b).relu_(), _affine_terms,
+        lambda z, s, b, w: torch.relu(s * z + b), elementwise=True),
+}  # fmt: skip
 # Maps of a Lipschitz constant not above |s|, where the spectral norm of w is 1.
 LIPSCHITZ = {"linear", "affine", "tanh", "cos", "relu", "in place", "relu in place", "constant"}
 IN_PLACE = {"in place", "relu in place"}

@@ -17,30 +17,11 @@ def empty() -> None:
     workspace.release()
 
 
-def test_kept_by_number_and_dtype() -> None:
-    single, double = torch.empty(1), torch.empty(1, dtype=torch.float64)
-    first = workspace.buffer(single, 0, 100)
-    assert workspace.buffer(single, 0, 50).data_ptr() == first.data_ptr()
-    assert workspace.buffer(single, 1, 100).data_ptr() != first.data_ptr()
-    assert workspace.buffer(double, 0, 100).dtype == torch.float64
-    assert workspace.buffer(single, 0, 200).numel() >= 200
-    workspace.release()
-    assert workspace.buffer(single, 0, 10).numel() == 10
-
-
 def test_a_large_one_is_not_kept() -> None:
     like = torch.empty(1)
     large = workspace.buffer(like, 0, workspace.KEPT + 1)
     assert large.numel() == workspace.KEPT + 1
     assert workspace.buffer(like, 0, 8).numel() == 8
-
-
-def test_a_thread_has_its_own() -> None:
-    like = torch.empty(1)
-    ours = workspace.buffer(like, 0, 10)
-    with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(workspace.buffer, like, 0, 10).result()
-    assert ours.data_ptr() != theirs.data_ptr()
 
 
 def test_the_default_device_has_no_say() -> None:

@@ -19,19 +19,8 @@ import torch
 from problems import attention, energies, layers, linear, maps, pathological, systems
 from problems.problem import Build, ZooProblem, cast, residual_norms, rows, scaled
 
-__all__ = [
-    "ENERGY",
-    "LINEAR",
-    "NONLINEAR",
-    "PATHOLOGICAL",
-    "PROBLEMS",
-    "SOLVABLE",
-    "ZooProblem",
-    "make",
-    "residual_norms",
-    "rows",
-    "scaled",
-]
+__all__ = ["ENERGY", "LINEAR", "NONLINEAR", "PATHOLOGICAL", "PROBLEMS", "SOLVABLE", "ZooProblem",
+           "make", "residual_norms", "rows", "scaled"]  # fmt: skip
 
 _ATTENTION = attention.BUILDS
 LINEAR = list(linear.BUILDS)
@@ -44,15 +33,9 @@ NONLINEAR = [
 ENERGY = [*energies.BUILDS, *(name for name in _ATTENTION if name.startswith("energy_"))]
 PATHOLOGICAL = list(pathological.BUILDS)
 
-_BUILDS: dict[str, Build] = {
-    **linear.BUILDS,
-    **maps.BUILDS,
-    **layers.BUILDS,
-    **systems.BUILDS,
-    **_ATTENTION,
-    **energies.BUILDS,
-    **pathological.BUILDS,
-}
+_BUILDS: dict[str, Build] = {}
+for _family in (linear, maps, layers, systems, attention, energies, pathological):
+    _BUILDS |= _family.BUILDS
 
 
 @cache

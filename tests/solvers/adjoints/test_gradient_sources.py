@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from solvers import Adjoint, Implicit, OneStep, Phantom, Tolerance, Unrolled, fixed_point
 
@@ -80,14 +78,9 @@ def through_nested_args(weight: Tensor, x: Tensor) -> Any:
 
 
 MAKES: list[Make] = [
-    through_args,
-    through_a_closure,
-    through_a_captured_result,
-    through_properties_and_views,
-    through_keywords_and_lists,
-    through_a_custom_function,
-    through_nested_args,
-]
+    through_args, through_a_closure, through_a_captured_result, through_properties_and_views,
+    through_keywords_and_lists, through_a_custom_function, through_nested_args,
+]  # fmt: skip
 
 
 def gradients(make: Make, adjoint: Adjoint, order: int) -> tuple[Tensor, ...]:
@@ -152,43 +145,6 @@ def test_no_grad_gives_no_graph() -> None:
         assert not run(layer, x, Implicit()).requires_grad
     value = fixed_point(layer, torch.zeros_like(x), (x,), adjoint=None).value
     assert not value.requires_grad
-
-
-PARAMETRIZED: list[Callable[[nn.Module], nn.Module]] = [
-    parametrizations.weight_norm,
-    parametrizations.spectral_norm,
-    parametrizations.orthogonal,
-]
-
-
-def originals(layer: Layer) -> list[Tensor]:
-    return [p for name, p in layer.named_parameters() if "parametrizations" in name]
-
-
-@pytest.mark.parametrize("adjoint", [*EXACT, OneStep()])
-@pytest.mark.parametrize("wrap", PARAMETRIZED)
-def test_parametrised_weights(wrap: Callable[..., nn.Module], adjoint: Adjoint) -> None:
-    layer, x = layer_and_input()
-    wrap(layer.linear)
-    layer.eval()  # spectral_norm moves its vectors in training
-    value = 0.5 * run(Half(layer), x, adjoint)
-    grads = torch.autograd.grad(value.pow(2).sum(), originals(layer))
-    assert all(bool((grad != 0).any()) for grad in grads)
-    twin = deepcopy(layer)
-    again = torch.autograd.grad((0.5 * run(Half(twin), x, adjoint)).pow(2).sum(), originals(twin))
-    for one, other in zip(grads, again, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-class Half(nn.Module):
-    """``f / 2``, a contraction for any weight of norm below 2."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return 0.5 * self.layer(z, x)
 
 
 def through_a_gradient_inside(weight: Tensor, x: Tensor) -> Any:
