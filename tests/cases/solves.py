@@ -9,20 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import solvers
 from problems.zoo import ZooProblem, residual_norms
-from solvers import (
-    LBFGS,
-    Anderson,
-    Broyden,
-    EnergyUpdate,
-    Forward,
-    GradientDescent,
-    Newton,
-    Solution,
-    Solver,
-    Tolerance,
-    fixed_point,
-)
+from solvers import LBFGS, Anderson, Broyden, EnergyUpdate, Forward, GradientDescent, Newton, Solver
 
 SOLVERS: dict[str, Solver] = {
     "forward": Forward(),
@@ -128,14 +117,14 @@ def solve(
     rtol: float = 1e-6,
     max_steps: int = 500,
     **options: Any,
-) -> Solution:
+) -> solvers.Solution:
     """``fixed_point`` without gradient or warnings; minimisers get the energy, others on request."""
     chosen = SOLVERS[solver] if isinstance(solver, str) else solver
     energetic = safeguarded or chosen.needs_energy
     f = Given(problem) if energetic else Plain(problem)
     given: dict[str, Any] = {"adjoint": None, "on_failure": "ignore", "max_steps": max_steps}
-    given |= {"solver": chosen, "tolerance": Tolerance(rtol=rtol)} | options
-    return fixed_point(f, problem.z0, problem.args, **given)
+    given |= {"solver": chosen, "tolerance": solvers.Tolerance(rtol=rtol)} | options
+    return solvers.fixed_point(f, problem.z0, problem.args, **given)
 
 
 def true_residuals(problem: ZooProblem, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,21 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import solvers
 from cases.deq import COUNT, DIM, Cell, energy, gradients, make, relative_error, tokens
 from implicit_attn import DEQ, EquilibriumBlock, GradientStep, compile_layers
 from implicit_attn.dropout import VariationalDropout
 from implicit_attn.updates import Update
-from solvers import (
-    GMRES,
-    LBFGS,
-    Anderson,
-    Broyden,
-    Forward,
-    Implicit,
-    SolveWarning,
-    Status,
-    Tolerance,
-)
+from solvers import GMRES, LBFGS, Anderson, Broyden, Forward, Implicit, Status, Tolerance
 
 pytestmark = [
     # torch's compiler uses parts of torch and Python that are deprecated.
@@ -158,7 +149,7 @@ def test_an_adjoint_that_is_not_solved_is_told_as_without() -> None:
     short = Implicit(solver=GMRES(2), tolerance=Tolerance(1e-12), max_steps=3)
     first, second = pair(DEQ(Sum(0.9), **OPTIONS | {"adjoint": short}))
     for layer in (first, second):
-        with pytest.warns(SolveWarning, match="adjoint"):
+        with pytest.warns(solvers.SolveWarning, match="adjoint"):
             layer(tokens(2)).sum().backward()
     assert relative_error(second.update.weight.grad, first.update.weight.grad) < 1e-12  # type: ignore[union-attr]
 

@@ -31,19 +31,7 @@ from implicit_attn.energies import (
     ReLUFeedForward,
     SoftmaxAttention,
 )
-from solvers import (
-    LBFGS,
-    Anderson,
-    Forward,
-    Implicit,
-    Phantom,
-    Solution,
-    SolveError,
-    SolveWarning,
-    Status,
-    Tolerance,
-    Unrolled,
-)
+from solvers import LBFGS, Anderson, Forward, Implicit, Phantom, Solution, Status, Tolerance
 
 
 def well(z: Tensor, x: Tensor) -> Tensor:
@@ -223,7 +211,9 @@ def test_update_that_changes_shape_or_dtype() -> None:
         DEQ.from_update(lambda z: (z, z))(tokens())
 
 
-@pytest.mark.parametrize(("policy", "raised"), [("warn", SolveWarning), ("raise", SolveError)])
+@pytest.mark.parametrize(
+    ("policy", "raised"), [("warn", solvers.SolveWarning), ("raise", solvers.SolveError)]
+)
 def test_failure_is_never_silent(policy: str, raised: Any) -> None:
     layer = make("gradient", max_steps=1, tolerance=Tolerance(rtol=1e-14), on_failure=policy)
     with (pytest.warns if policy == "warn" else pytest.raises)(raised, match="MAX_STEPS 2 of 2"):
@@ -486,7 +476,7 @@ def test_last_solution_keeps_no_graph() -> None:
 
 @pytest.mark.defect("A8")
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("adjoint", [Implicit(), Unrolled(), Phantom(2), None], ids=str)
+@pytest.mark.parametrize("adjoint", [Implicit(), solvers.Unrolled(), Phantom(2), None], ids=str)
 def test_the_output_is_not_the_input(adjoint: Any, requires_grad: bool) -> None:
     """Also where the input is the solution: what is done to one leaves the other alone."""
     layer = DEQ(Quadratic(), adjoint=adjoint)

@@ -9,20 +9,10 @@ from torchdeq import get_deq
 from torchdeq.solver import get_solver
 from torchdeq.solver.stat import SolverStat
 
+import solvers
 from cases.solves import Counter, Plain, plain_batch, solve, true_residuals
 from problems.zoo import make
-from solvers import (
-    Anderson,
-    Broyden,
-    GradientDescent,
-    Implicit,
-    Phantom,
-    Solver,
-    SolveWarning,
-    Status,
-    Unrolled,
-    fixed_point,
-)
+from solvers import Anderson, Broyden, GradientDescent, Implicit, Solver, Status, fixed_point
 from solvers.torchdeq_bridge import OPTIONS, TorchDEQ, register
 
 NAMES = ["anderson", "broyden", "fixed_point_iter", "simple_fixed_point_iter"]
@@ -80,8 +70,8 @@ def test_their_solvers_carry_our_gradients() -> None:
         gradients.append(torch.autograd.grad(solution.value.sum(), x)[0])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-7, atol=1e-9)
     with pytest.raises(RuntimeError, match="cannot be unrolled"):
-        fixed_point(f, z0, (weight, x), solver=TorchDEQ(), adjoint=Unrolled())
-    fixed_point(f, z0, (weight, x), solver=TorchDEQ(), adjoint=Phantom(2))
+        fixed_point(f, z0, (weight, x), solver=TorchDEQ(), adjoint=solvers.Unrolled())
+    fixed_point(f, z0, (weight, x), solver=TorchDEQ(), adjoint=solvers.Phantom(2))
 
 
 def test_options_of_their_solvers() -> None:
@@ -136,7 +126,7 @@ def test_a_registered_solver_refuses_what_it_does_not_know() -> None:
         call(lambda z: 0.5 * z + 1, z0, stop_mode="absolute")
     with pytest.raises(TypeError, match=r"solver must be a solvers\.Solver, got 'anderson'"):
         register("ours_for_a_test", "anderson")  # type: ignore[arg-type]
-    with pytest.warns(SolveWarning, match="MAX_STEPS 2 of 2"):
+    with pytest.warns(solvers.SolveWarning, match="MAX_STEPS 2 of 2"):
         call(lambda z: 0.9 * z + 1, z0, max_iter=2)
 
 

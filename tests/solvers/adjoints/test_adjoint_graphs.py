@@ -7,33 +7,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+import solvers
 from cases.solves import plain_batch
-from solvers import (
-    GMRES,
-    Adjoint,
-    AdjointReport,
-    Anderson,
-    Descent,
-    Forward,
-    Implicit,
-    OneStep,
-    Phantom,
-    Solution,
-    SolveError,
-    Solver,
-    SolveWarning,
-    Status,
-    Tolerance,
-    Unrolled,
-    fixed_point,
-)
+from solvers import Adjoint, AdjointReport, Implicit, OneStep, Phantom, Unrolled, fixed_point
 
-TIGHT = Tolerance(rtol=1e-12)
+TIGHT = solvers.Tolerance(rtol=1e-12)
 EXACT: list[Adjoint] = [Implicit(tolerance=TIGHT, max_steps=200), Unrolled()]
 ALL: list[Adjoint] = [*EXACT, Unrolled(checkpoint=True), Phantom(3), OneStep()]
 
 
-def solve(weight: Tensor, x: Tensor, adjoint: Adjoint) -> Solution:
+def solve(weight: Tensor, x: Tensor, adjoint: Adjoint) -> solvers.Solution:
     f, _, _ = plain_batch(1)
     return fixed_point(
         f, torch.zeros_like(x), (weight, x), tolerance=TIGHT, max_steps=100, adjoint=adjoint
@@ -96,10 +79,10 @@ def test_third_derivatives_raise_or_are_right() -> None:
 
 
 @pytest.mark.parametrize("adjoint", [Implicit(), Phantom(3), OneStep()])
-@pytest.mark.parametrize("solver", [Forward(), Anderson()])
+@pytest.mark.parametrize("solver", [solvers.Forward(), solvers.Anderson()])
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: Solver) -> None:
+def test_forward_mode_raises(adjoint: Adjoint, requires_grad: bool, solver: solvers.Solver) -> None:
     """Their derivative is not that of the iterations, which forward mode would return."""
     f, z0, (weight, x) = plain_batch(2)
     x.requires_grad_(requires_grad)
@@ -131,17 +114,19 @@ def test_the_report() -> None:
 def test_a_failed_adjoint_solve_is_reported() -> None:
     weight, x = inputs()
     solution = solve(weight, x, Implicit(tolerance=TIGHT, max_steps=1))
-    with pytest.warns(SolveWarning, match=r"adjoint solve left samples unconverged: MAX_STEPS 3"):
+    with pytest.warns(
+        solvers.SolveWarning, match=r"adjoint solve left samples unconverged: MAX_STEPS 3"
+    ):
         solution.value.sum().backward()
     report = solution.adjoint.solution
     assert report is not None
-    assert (report.status == Status.MAX_STEPS).all()
+    assert (report.status == solvers.Status.MAX_STEPS).all()
     assert (report.residual > 1e-12).all()
     assert (report.evaluations <= 1).all()
     quiet = solve(weight, x, Implicit(tolerance=TIGHT, max_steps=1, on_failure="ignore"))
     quiet.value.sum().backward()
     loud = solve(weight, x, Implicit(tolerance=TIGHT, max_steps=1, on_failure="raise"))
-    with pytest.raises(SolveError, match="adjoint solve"):
+    with pytest.raises(solvers.SolveError, match="adjoint solve"):
         loud.value.sum().backward()
 
 
@@ -150,7 +135,7 @@ def saddle(z: Tensor, x: Tensor, signs: Tensor) -> Tensor:
     return 0.5 * (signs * (z - x.tanh()).square()).sum(1)
 
 
-@pytest.mark.parametrize("linear", [None, GMRES()])
+@pytest.mark.parametrize("linear", [None, solvers.GMRES()])
 def test_a_saddle_has_a_gradient_all_the_same(linear: object) -> None:
     """CG meets non-positive curvature there and hands the sample over to MINRES."""
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +144,7 @@ def test_a_saddle_has_a_gradient_all_the_same(linear: object) -> None:
     signs[1:3, ::2] *= -1
     start = x.detach().tanh()
     solution = fixed_point(
-        Descent(saddle), start, (x, signs),
+        solvers.Descent(saddle), start, (x, signs),
         adjoint=Implicit(linear, tolerance=1e-11),  # type: ignore[arg-type]
         tolerance=1e-12,
     )  # fmt: skip

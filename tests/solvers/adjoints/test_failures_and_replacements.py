@@ -9,20 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from solvers import (
-    Adjoint,
-    Forward,
-    Implicit,
-    OneStep,
-    Phantom,
-    Solution,
-    Status,
-    Tolerance,
-    Unrolled,
-    fixed_point,
-)
+import solvers
+from solvers import Adjoint, Forward, Implicit, OneStep, Phantom, Status, Unrolled, fixed_point
 
-TIGHT = Tolerance(rtol=1e-12)
+TIGHT = solvers.Tolerance(rtol=1e-12)
 EXACT: list[Adjoint] = [Implicit(tolerance=TIGHT, max_steps=200), Unrolled(), Unrolled(True)]
 ALL = [*EXACT, Phantom(3), OneStep()]
 
@@ -72,7 +62,7 @@ def test_checkpoints_raise_where_f_reads_other_tensors_than_before(how: str) -> 
         loss.backward()
 
 
-def half_lost(weight: Tensor, x: Tensor, **options: Any) -> Solution:
+def half_lost(weight: Tensor, x: Tensor, **options: Any) -> solvers.Solution:
     """Two samples: ``z = w z / 2 + x``; and a step of an energy without bound, ``z - dE = 3 w z + x``."""
     factor = torch.tensor([[0.5], [3.0]], dtype=torch.float64)
     return fixed_point(

@@ -10,22 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from solvers import (
-    Adjoint,
-    Anderson,
-    Descent,
-    Forward,
-    Implicit,
-    Newton,
-    OneStep,
-    Phantom,
-    Status,
-    Tolerance,
-    Unrolled,
-    fixed_point,
-)
+import solvers
+from solvers import Adjoint, Implicit, Newton, OneStep, Phantom, Status, Unrolled, fixed_point
 
-TIGHT = Tolerance(rtol=1e-12)
+TIGHT = solvers.Tolerance(rtol=1e-12)
 EXACT: list[Adjoint] = [Implicit(tolerance=TIGHT, max_steps=200), Unrolled(), Unrolled(True)]
 ALL = [*EXACT, Phantom(3), OneStep()]
 
@@ -177,7 +165,7 @@ def test_samples_without_a_finite_evaluation_have_a_gradient_of_zero(adjoint: Ad
 
 @pytest.mark.defect("D3")
 @pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("solver", [Anderson(), Forward()])
+@pytest.mark.parametrize("solver", [solvers.Anderson(), solvers.Forward()])
 def test_an_unrolled_solve_with_a_failed_sample_is_not_repeated(
     checkpoint: bool, solver: Any
 ) -> None:
@@ -233,7 +221,7 @@ def test_an_energy_without_gradient_is_refused(kind: str) -> None:
     }
     for solver in (None, Newton()):
         with pytest.raises(ValueError, match="energy must depend on z"):
-            fixed_point(Descent(energies[kind]), x, (x,), solver=solver)
+            fixed_point(solvers.Descent(energies[kind]), x, (x,), solver=solver)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -8,19 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from solvers import (
-    LBFGS,
-    Anderson,
-    Broyden,
-    Descent,
-    Forward,
-    Implicit,
-    OneStep,
-    Phantom,
-    Solution,
-    Unrolled,
-    fixed_point,
-)
+import solvers
+from solvers import Anderson, Broyden, Descent, Forward, Implicit, Phantom, Unrolled, fixed_point
 
 WEIGHT = 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -39,7 +28,7 @@ def sample(batch: int = 5) -> Tensor:
     return drawn * torch.logspace(1, -2, batch, dtype=torch.float64)[:, None]
 
 
-def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> Solution:
+def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> solvers.Solution:
     x = sample() if x is None else x
     given: dict[str, Any] = {"tolerance": 1e-8, "max_steps": 30, "adjoint": None}
     given |= {"on_failure": "ignore"} | options
@@ -52,7 +41,7 @@ def solve(f: Any = step, x: Tensor | None = None, **options: Any) -> Solution:
     (step, Forward(0.7)),
     (step, Broyden()),
     (Descent(energy), None),
-    (Descent(energy), LBFGS()),
+    (Descent(energy), solvers.LBFGS()),
     (Descent(energy), Anderson(memory=3)),
 ], ids=["map", "map-Forward", "map-Broyden", "energy", "energy-LBFGS", "energy-Anderson"])  # fmt: skip
 def test_a_state_is_what_the_smaller_budget_returns(f: Any, solver: Any, compact: bool) -> None:
@@ -115,7 +104,7 @@ def test_unrolled_states_have_exact_gradients(checkpoint: bool) -> None:
 
 @pytest.mark.parametrize(("adjoint", "number", "damping"), [
     (Phantom(3, 0.7), 3, 0.7),
-    (OneStep(), 1, 1.0),
+    (solvers.OneStep(), 1, 1.0),
     (Implicit(), 1, 1.0),
     (Implicit(states=Phantom(2)), 2, 1.0),
 ], ids=str)  # fmt: skip

@@ -9,24 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from solvers import (
-    Anderson,
-    Broyden,
-    Descent,
-    Forward,
-    Implicit,
-    OneStep,
-    Phantom,
-    Status,
-    Tolerance,
-    Unrolled,
-    fixed_point,
-)
+import solvers
+from solvers import Anderson, Broyden, Descent, Forward, Implicit, Status, Unrolled, fixed_point
 
 pytestmark = pytest.mark.defect("D5")
-TIGHT = Tolerance(rtol=1e-12)
+TIGHT = solvers.Tolerance(rtol=1e-12)
 CALL: dict[str, Any] = {"tolerance": TIGHT, "max_steps": 200}
-KINDS: list[Any] = [Implicit(tolerance=TIGHT), Phantom(3), OneStep()]
+KINDS: list[Any] = [Implicit(tolerance=TIGHT), solvers.Phantom(3), solvers.OneStep()]
 
 
 class Map(nn.Module):

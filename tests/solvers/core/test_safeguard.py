@@ -6,19 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import solvers
 from cases.solves import PLAIN, SOLVERS, Given, Plain, solve
 from problems.zoo import make
-from solvers import (
-    LBFGS,
-    Anderson,
-    Descent,
-    EnergyUpdate,
-    Forward,
-    GradientDescent,
-    Solution,
-    Status,
-    fixed_point,
-)
+from solvers import Anderson, Descent, Forward, GradientDescent, Solution, Status, fixed_point
 
 EPS = torch.finfo(torch.float64).eps
 ENERGIES = [
@@ -80,7 +71,7 @@ def test_rejected_trials_are_those_that_miss_armijo() -> None:
 
     one = slice(0, 1)
     args = tuple(tensor[one] for tensor in problem.args)
-    for solver in (Forward(), Anderson(), LBFGS(), GradientDescent(momentum=0.5)):
+    for solver in (Forward(), Anderson(), solvers.LBFGS(), GradientDescent(momentum=0.5)):
         points.clear()
         solution = fixed_point(
             Watched(problem), problem.z0[one], args, solver=solver, record=True, adjoint=None,
@@ -144,7 +135,7 @@ def test_an_energy_that_is_not_finite_at_the_start_is_nonfinite(fails: float) ->
 def test_a_descent_direction_that_lies_ends_as_stalled() -> None:
     """An update whose energy rises along every step: nothing is accepted, and that is said."""
 
-    class Liar(EnergyUpdate):
+    class Liar(solvers.EnergyUpdate):
         def joint(self, z: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, None]:
             return z + 1, z.sum(1), None
 

@@ -11,17 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from solvers import (
-    LBFGS,
-    Anderson,
-    Broyden,
-    Descent,
-    Forward,
-    GradientDescent,
-    Solver,
-    Unrolled,
-    fixed_point,
-)
+import solvers
+from solvers import LBFGS, Anderson, Broyden, Descent, Forward, GradientDescent, Solver, fixed_point
 
 BATCH, SIZE = 2, 4096
 STATE = BATCH * SIZE * 8  # bytes
@@ -149,6 +140,6 @@ def unrolled_elements(checkpoint: bool) -> int:
         fixed_point(
             lambda z: torch.tanh(torch.tanh(z @ weight).sin() @ weight.mT) + 1, torch.zeros(4, 8),
             solver=Forward(), tolerance=0.0, max_steps=10, on_failure="ignore",
-            adjoint=Unrolled(checkpoint),
+            adjoint=solvers.Unrolled(checkpoint),
         )  # fmt: skip
     return total

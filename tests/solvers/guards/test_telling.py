@@ -13,16 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import solvers
 from implicit_attn import DEQ
-from solvers import (
-    EnergyUpdate,
-    Forward,
-    Implicit,
-    SolveError,
-    SolveWarning,
-    fixed_point,
-    solve_linear,
-)
+from solvers import EnergyUpdate, Forward, Implicit, SolveError, SolveWarning, fixed_point
 from solvers.core.guards import telling
 
 
@@ -75,7 +68,9 @@ def solve_alone(x: Tensor) -> Any:
 
 
 def linear_alone(x: Tensor) -> Any:
-    return solve_linear(lambda v, x: x.abs() * v * torch.arange(1, 4), x, args=(x,), max_steps=1)
+    return solvers.solve_linear(
+        lambda v, x: x.abs() * v * torch.arange(1, 4), x, args=(x,), max_steps=1
+    )
 
 
 def backward_alone(x: Tensor) -> None:

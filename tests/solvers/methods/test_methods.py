@@ -8,19 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import solvers
 from cases.solves import solve
 from problems.zoo import make
-from solvers import (
-    Anderson,
-    Broyden,
-    Descent,
-    Forward,
-    GradientDescent,
-    Newton,
-    Solver,
-    Unrolled,
-    fixed_point,
-)
+from solvers import Anderson, Broyden, Descent, Forward, GradientDescent, Newton, fixed_point
 
 DIM = 12
 
@@ -33,7 +24,7 @@ def linear() -> tuple[Tensor, Tensor, Tensor]:
     return matrix, torch.randn(DIM, generator=generator).double(), torch.zeros(DIM).double()
 
 
-def visited(solver: Solver, steps: int) -> list[Tensor]:
+def visited(solver: solvers.Solver, steps: int) -> list[Tensor]:
     """The points at which the solver evaluates the affine map."""
     matrix, offset, start = linear()
     points: list[Tensor] = []
@@ -193,7 +184,7 @@ def test_both_histories_agree(damping: float, memory: int) -> None:
         return torch.where(z.abs() > 20 * x.abs().max(), torch.inf, torch.tanh(z @ matrix.T) + x)
 
     found = []
-    for adjoint in (None, Unrolled()):
+    for adjoint in (None, solvers.Unrolled()):
         solution = fixed_point(
             f, torch.zeros_like(x), (x,), solver=Anderson(memory=memory, damping=damping),
             tolerance=1e-9, max_steps=200, record=True, adjoint=adjoint,
