@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -150,30 +152,21 @@ def test_half_precision_is_accumulated_in_float32() -> None:
 
 def test_mistakes() -> None:
     query, key, vector = draw()
-    weights = (query @ key.mT).softmax(-1)
-    with pytest.raises(ValueError, match="need a pair"):
-        covariance_product(weights, key, vector, causal=True)
-    with pytest.raises(ValueError, match="need a pair"):
-        covariance_product(weights, key, vector, backend="strips")
-    with pytest.raises(ValueError, match="as many keys as queries"):
-        covariance_product((query, key), key, vector, causal=True)
-    with pytest.raises(ValueError, match="vector must have the shape"):
-        covariance_product(weights, key, vector[:, :, :2])
-    with pytest.raises(ValueError, match="values must have the shape"):
-        covariance_product(weights, key[:, :, :2], vector)
-    with pytest.raises(ValueError, match="weights must have the shape"):
-        covariance_product(weights[0], key, vector)
-    with pytest.raises(TypeError, match="weights must be a tensor or a pair"):
-        covariance_product("weights", key, vector)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"pair of tensors \(query, key\), got \['str', 'str'\]"):
-        covariance_product(("a", "b"), key, vector)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match="values must be a tensor of a floating dtype, got NoneType"
-    ):
-        covariance_product(weights, None, vector)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mean needs the weights"):
-        covariance_product((query, key), key, vector, mean=vector)
-    with pytest.raises(ValueError, match="mean must be like vector"):
-        covariance_product(weights, key, vector, mean=key)
-    with pytest.raises(ValueError, match="backend must be one of"):
-        covariance_product(weights, key, vector, backend="blocks")
+    weights, pair = (query @ key.mT).softmax(-1), (query, key)
+    wrong: list[tuple[Any, Any, Tensor, dict[str, Any], type[Exception], str]] = [
+        (weights, key, vector, {"causal": True}, ValueError, "need a pair"),
+        (weights, key, vector, {"backend": "strips"}, ValueError, "need a pair"),
+        (weights, key, vector, {"backend": "blocks"}, ValueError, "backend must be one of"),
+        (weights, key, vector, {"mean": key}, ValueError, "mean must be like vector"),
+        (pair, key, vector, {"mean": vector}, ValueError, "mean needs the weights"),
+        (pair, key, vector, {"causal": True}, ValueError, "as many keys as queries"),
+        (weights, key, vector[:, :, :2], {}, ValueError, "vector must have the shape"),
+        (weights, key[:, :, :2], vector, {}, ValueError, "values must have the shape"),
+        (weights, None, vector, {}, TypeError, "values must be .* dtype, got NoneType"),
+        (weights[0], key, vector, {}, ValueError, "weights must have the shape"),
+        ("weights", key, vector, {}, TypeError, "weights must be a tensor or a pair"),
+        (("a", "b"), key, vector, {}, TypeError, r"\(query, key\), got \['str', 'str'\]"),
+    ]
+    for given, values, along, options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            covariance_product(given, values, along, **options)

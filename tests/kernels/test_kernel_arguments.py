@@ -26,13 +26,9 @@ WIDE = torch.float64
 BETA = 0.4
 
 
-def randn(*shape: int, seed: int = 0, **options: Any) -> Tensor:
+def randn(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (
-        torch.randn(shape, generator=generator, dtype=WIDE).to(**options)
-        if options
-        else (torch.randn(shape, generator=generator, dtype=WIDE))
-    )
+    return torch.randn(shape, generator=generator, dtype=WIDE)
 
 
 def backends() -> list[str]:

@@ -95,15 +95,12 @@ def scaled(problem: ZooProblem, factor: float) -> ZooProblem:
     A solver whose criteria are relative spends the same number of evaluations on it.
     """
     original, energy = problem.f, problem.energy
-    if not factor > 0:
-        raise ValueError(f"factor must be positive, got {factor}")
 
     def f(z: Tensor, *args: Tensor) -> Tensor:
         return factor * original(z / factor, *args)
 
     def scaled_energy(z: Tensor, *args: Tensor) -> Tensor:
-        if energy is None:
-            raise ValueError(f"the problem {problem.name!r} has no energy")
+        assert energy is not None
         return factor**2 * energy(z / factor, *args)
 
     return replace(

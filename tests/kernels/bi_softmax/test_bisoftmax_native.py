@@ -5,9 +5,6 @@ Its values are in ``test_bisoftmax_backends``.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,33 +50,6 @@ def test_threads_without_openmp(threads: Any, monkeypatch: pytest.MonkeyPatch) -
     threads(2)
     found = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
     assert difference(found, expected.double()) < 1e-6
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_waits_for_no_thread(threads: Any) -> None:
-    """The threads of the parent, which a child does not have, are not waited for."""
-    threads(2)
-    z, _, _ = states(1, 4, 60, 8)
-    expected = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            found = native.bisoftmax_forward(z, 0.3, None, False, None)[0]
-            code = 0 if torch.equal(found, expected) else 2
-        finally:
-            os._exit(code)
-    for _ in range(300):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.05)
-    else:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        pytest.fail("the child hangs")
-    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_the_default_dtype_has_no_say() -> None:

@@ -35,39 +35,26 @@ def joined(z: Tensor, x: Tensor) -> Tensor:
     return torch.cat([a, b.flatten(1)], 1)
 
 
-def as_tuple(z: Any, x: Tensor) -> Any:
-    a, b = z
-    return coupled(a, b, x)
-
-
-def as_list(z: Any, x: Tensor) -> Any:
-    a, b = z
-    return list(coupled(a, b, x))
-
-
-def as_dict(z: Any, x: Tensor) -> Any:
-    a, b = coupled(z["a"], z["b"], x)
-    return {"a": a, "b": b}
-
-
-def as_nest(z: Any, x: Tensor) -> Any:
-    a, b = coupled(z["inner"][0], z["inner"][1]["b"], x)
-    return {"inner": (a, {"b": b})}
-
-
-STRUCTURES: dict[str, tuple[Any, Any, Any]] = {
-    "tuple": (as_tuple, lambda a, b: (a, b), lambda z: z),
-    "list": (as_list, lambda a, b: [a, b], lambda z: z),
-    "dict": (as_dict, lambda a, b: {"a": a, "b": b}, lambda z: (z["a"], z["b"])),
-    "nest": (as_nest, lambda a, b: {"inner": (a, {"b": b})},
+# The structure made of two states, and the two states of it.
+STRUCTURES: dict[str, tuple[Any, Any]] = {
+    "tuple": (lambda a, b: (a, b), lambda z: z),
+    "list": (lambda a, b: [a, b], lambda z: z),
+    "dict": (lambda a, b: {"a": a, "b": b}, lambda z: (z["a"], z["b"])),
+    "nest": (lambda a, b: {"inner": (a, {"b": b})},
              lambda z: (z["inner"][0], z["inner"][1]["b"])),
 }  # fmt: skip
+
+
+def structured(structure: str) -> tuple[Any, Any, Any]:
+    """The map on a structure, and its entry in the table."""
+    build, parts = STRUCTURES[structure]
+    return (lambda z, x: build(*coupled(*parts(z), x))), build, parts
 
 
 @pytest.mark.parametrize("solver", FEW)
 @pytest.mark.parametrize("structure", list(STRUCTURES))
 def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> None:
-    f, build, parts = STRUCTURES[structure]
+    f, build, parts = structured(structure)
     a, b, x = start()
     call: dict[str, Any] = {"solver": SOLVERS[solver], "tolerance": TIGHT, "max_steps": 150}
     solution = fixed_point(f, build(a, b), (x,), **call)
@@ -82,7 +69,7 @@ def test_a_structure_is_solved_like_one_vector(structure: str, solver: str) -> N
 @pytest.mark.parametrize("adjoint", [Implicit(tolerance=TIGHT), Unrolled()])
 @pytest.mark.parametrize("structure", ["list", "nest"])
 def test_gradients_flow_through_every_leaf(structure: str, adjoint: Any) -> None:
-    f, build, parts = STRUCTURES[structure]
+    f, build, parts = structured(structure)
     a, b, x = start()
     x.requires_grad_()
     call: dict[str, Any] = {"tolerance": TIGHT, "max_steps": 100, "adjoint": adjoint}

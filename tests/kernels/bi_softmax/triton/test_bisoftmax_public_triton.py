@@ -120,23 +120,6 @@ def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize(("tokens", "passes"), [(20, []), (130, []), (140, ["triangle_lse"])])
-def test_a_product_finds_the_lse_only_where_it_is_used(
-    tokens: int, passes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From 140 tokens on here, tangents from half of the tiles need it."""
-    monkeypatch.setattr(triton_backend, "_TRIANGULAR_FROM", 140)
-    gradients = ("single_tile_gradient", "gradient", "causal_gradient")
-    calls = counted(monkeypatch, *gradients, "row_lse", "triangle_lse")
-    case = Case(tokens, 16)
-    problem = problem_of(case, DEVICE)
-    expected = dense(case, problem, cotangent=False)[2]
-    options = {"limit": case.limit, "backend": "triton"}
-    product = bisoftmax_hvp(problem.z, problem.v, case.beta, **options)
-    assert relative(product, expected) <= 1e-5
-    assert calls == passes
-
-
 @pytest.mark.defect("E5")
 @pytest.mark.parametrize(("tokens", "most"), [(20, (1, 1)), (130, (2, 2)), (1024, (3, 3))])
 def test_the_host_launches_few_kernels(
