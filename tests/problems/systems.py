@@ -9,7 +9,6 @@ x0, the others at ``x0 + 0.1 |x0|_inf * noise``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,67 +22,36 @@ from problems.reference import newton, root
 BATCH = 4
 
 
-@dataclass(frozen=True)
-class Relaxation:
-    """``f(z, origin) = z - factor * F(z - origin)`` for a system F: (B, n) -> (B, n)."""
-
-    system: Callable[[Tensor], Tensor]
-    factor: float
-
-    def __call__(self, z: Tensor, origin: Tensor) -> Tensor:
-        return z - self.factor * self.system(z - origin)
-
-
-@dataclass(frozen=True)
-class Potential:
-    """``energy(z, origin) = factor * V(z - origin)``, whose gradient is ``z - f(z)`` if V' = F."""
-
-    potential: Callable[[Tensor], Tensor]
-    factor: float
-
-    def __call__(self, z: Tensor, origin: Tensor) -> Tensor:
-        return self.factor * self.potential(z - origin)
-
-
-def pose(
-    generator: Generator,
-    system: Callable[[Tensor], Tensor],
-    start: Tensor,
-    factor: float,
-    source: str,
-    *,
-    origin: float = 0.0,
-    potential: Callable[[Tensor], Tensor] | None = None,
-    solve: Callable[..., Tensor] | None = root,
-    **other: Any,
-) -> ZooProblem:
-    """The system as a problem; ``solve=None`` says that its root is exactly 0.
-
-    ``other`` are further fields of the problem.
-    """
-    f = Relaxation(system, factor)
-    noise = normal(generator, BATCH, start.numel())
-    noise[0] = 0
-    moved = torch.full_like(noise, origin)
-    z0 = moved + start + 0.1 * start.abs().max() * noise
-
-    def reference() -> Tensor:
-        return moved.clone() if solve is None else solve(f, z0, (moved,))
-
-    return ZooProblem(
-        f=f, z0=z0, args=(moved,), symmetric=potential is not None, source=source,
-        reference=reference, energy=None if potential is None else Potential(potential, factor),
-        **other,
-    )  # fmt: skip
-
-
 def posed(
-    source: str, system: Callable[[Tensor], Tensor], start: Tensor, factor: float, **options: Any
-) -> Build:
-    """A builder that calls :func:`pose` with these."""
+    source: str, system: Callable[[Tensor], Tensor], start: Tensor, factor: float, *,
+    origin: float = 0.0, potential: Callable[[Tensor], Tensor] | None = None,
+    solve: Callable[..., Tensor] | None = root, **other: Any,
+) -> Build:  # fmt: skip
+    """``f(z, origin) = z - factor F(z - origin)``, with ``factor V(z - origin)`` for V' = F.
+
+    ``solve=None`` says that the root is exactly 0; ``other`` are further fields of the problem.
+    """
+
+    def f(z: Tensor, origin: Tensor) -> Tensor:
+        return z - factor * system(z - origin)
+
+    def energy(z: Tensor, origin: Tensor) -> Tensor:
+        assert potential is not None
+        return factor * potential(z - origin)
 
     def build(generator: Generator) -> ZooProblem:
-        return pose(generator, system, start, factor, source, **options)
+        noise = normal(generator, BATCH, start.numel())
+        noise[0] = 0
+        moved = torch.full_like(noise, origin)
+        z0 = moved + start + 0.1 * start.abs().max() * noise
+
+        def reference() -> Tensor:
+            return moved.clone() if solve is None else solve(f, z0, (moved,))
+
+        return ZooProblem(
+            f=f, z0=z0, args=(moved,), symmetric=potential is not None, source=source,
+            reference=reference, energy=None if potential is None else energy, **other,
+        )  # fmt: skip
 
     return build
 
@@ -103,7 +71,7 @@ def interior(n: int) -> Tensor:
     return torch.arange(1, n + 1, dtype=torch.float64) / (n + 1)
 
 
-def from_plain(f: Relaxation, z: Tensor, args: tuple[Tensor, ...]) -> Tensor:
+def from_plain(f: Callable[..., Tensor], z: Tensor, args: tuple[Tensor, ...]) -> Tensor:
     """Newton's method from a point that 100 plain iterations found.
 
     From the published start MINPACK's hybrid method ends in another root, or for the trigonometric

@@ -18,15 +18,15 @@ ROUNDING = 1e-5
 BUDGET = 500
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Collected:
     """A textbook problem as its source states it, float64, with its standard start.
 
     Attributes:
-        name: in the collection.
         kind: ``map`` (``z = function(z)``), ``system`` (``function(z) = 0``, posed as
             ``z = z - function(z)``) or ``minimiser`` (the least ``function(z)``, posed as
             ``z = z - gradient``).
+        name: in the collection.
         function: (B, n) -> (B, n), for a minimiser (B, n) -> (B,); row by row.
         start: the published start, n numbers.
         source: the paper and its number, or the library's test.
@@ -34,8 +34,8 @@ class Collected:
         minimum: the least value that the source names, of a minimiser.
     """
 
-    name: str
     kind: Kind
+    name: str
     function: Callable[[Tensor], Tensor]
     start: Sequence[float]
     source: str

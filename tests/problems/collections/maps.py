@@ -116,8 +116,7 @@ def _map(
     solution: tuple[float, ...] | list[float],
     source: str,
 ) -> Collected:
-    fields = {"function": function, "start": start, "solution": solution, "source": source}
-    return Collected(name=name, kind="map", **fields)  # pyright: ignore[reportArgumentType]
+    return Collected("map", name, function, start, source, solution)
 
 
 DOTTIE, OMEGA = 0.7390851332151607, float(lambertw(1).real)

@@ -6,6 +6,7 @@ Sums of squares are ``sum f_i^2``, without a half.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,18 +80,7 @@ def bowl(x: Tensor) -> Tensor:
     return (x * (x @ BOWL.to(x))).sum(1)
 
 
-def _minimiser(
-    name: str,
-    function: Callable[[Tensor], Tensor],
-    start: Sequence[float],
-    source: str,
-    solution: Sequence[float] | None = None,
-    minimum: float | None = None,
-) -> Collected:
-    return Collected(
-        name=name, kind="minimiser", function=function, start=start, source=source,
-        solution=solution, minimum=minimum,
-    )  # fmt: skip
+_minimiser = partial(Collected, "minimiser")
 
 
 def _squares(

@@ -5,7 +5,7 @@ Each is posed as ``z = z - F(z)`` with the signs, the order and the scale of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,16 +58,7 @@ def variably_dimensioned(x: Tensor) -> Tensor:
     return x - 1 + k * total * (1 + 2 * total * total)
 
 
-def _system(
-    name: str,
-    function: Callable[[Tensor], Tensor],
-    start: Sequence[float],
-    source: str,
-    solution: Sequence[float] | None = None,
-) -> Collected:
-    return Collected(
-        name=name, kind="system", function=function, start=start, source=source, solution=solution
-    )
+_system = partial(Collected, "system")
 
 
 def even(n: int) -> list[float]:
