@@ -110,14 +110,9 @@ class EnergyCounter(EnergyUpdate):
 
 
 def solve(
-    problem: ZooProblem,
-    solver: str | Solver,
-    *,
-    safeguarded: bool = False,
-    rtol: float = 1e-6,
-    max_steps: int = 500,
-    **options: Any,
-) -> solvers.Solution:
+    problem: ZooProblem, solver: str | Solver, *, safeguarded: bool = False, rtol: float = 1e-6,
+    max_steps: int = 500, **options: Any,
+) -> solvers.Solution:  # fmt: skip
     """``fixed_point`` without gradient or warnings; minimisers get the energy, others on request."""
     chosen = SOLVERS[solver] if isinstance(solver, str) else solver
     energetic = safeguarded or chosen.needs_energy

@@ -154,12 +154,9 @@ def check_solution(
 
 
 def check_counts(
-    draw: Draw,
-    problem: FixedPoint,
-    solution: solvers.Solution,
-    options: dict[str, Any],
+    draw: Draw, problem: FixedPoint, solution: solvers.Solution, options: dict[str, Any],
     seen: list[Any],
-) -> None:
+) -> None:  # fmt: skip
     """Evaluations, steps and the trace."""
     most, evaluations = options["max_steps"], solution.evaluations
     told = {"status": solution.status, "evaluations": evaluations, "calls": problem.witness.calls}
@@ -227,11 +224,9 @@ def compare_alone(
     others = options | changed | {"compact": not options["compact"], "mask": take(problem.mask)}
     z0, args = take(problem.z0), take(problem.args)
     call = valid(
-        draw,
-        lambda: solvers.fixed_point(problem.f, z0, args, **others),
-        (z0, args),
+        draw, lambda: solvers.fixed_point(problem.f, z0, args, **others), (z0, args),
         words=_words(problem, options["solver"]),
-    )
+    )  # fmt: skip
     alone = call.result
     if alone is None or isinstance(options["solver"], TorchDEQ):
         return  # torchdeq's Broyden judges whole batches

@@ -73,13 +73,9 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def valid(
-    draw: Draw,
-    function: Callable[[], Any],
-    inputs: Any = (),
-    *,
-    allowed: Any = (),
+    draw: Draw, function: Callable[[], Any], inputs: Any = (), *, allowed: Any = (),
     words: tuple[str, ...] = (),
-) -> Call:
+) -> Call:  # fmt: skip
     """A call with good arguments: any exception breaks an invariant.
 
     But for those of the types ``allowed``, and those whose message holds one of ``words``.

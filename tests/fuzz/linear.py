@@ -53,11 +53,9 @@ def check(draw: Draw) -> None:
 
     right, start = wrap(b), wrap(x0)
     call = valid(
-        draw,
-        lambda: solvers.solve_linear(matvec, right, x0=start, args=(matrix,), **options),
-        (right, start, matrix),
-        allowed=solvers.SolveError,
-    )
+        draw, lambda: solvers.solve_linear(matvec, right, x0=start, args=(matrix,), **options),
+        (right, start, matrix), allowed=solvers.SolveError,
+    )  # fmt: skip
     solution = call.result
     if isinstance(call.error, solvers.SolveError):
         solution = call.error.solution

@@ -44,12 +44,10 @@ def gain_layer(generator: Generator, *, gain: float, plain: bool) -> ZooProblem:
     problem = _layer(weight, normal(generator, LAYERS, WIDTH), "tanh")
     f, z0, (_, injection) = problem.f, problem.z0, problem.args
     return replace(
-        problem,
-        converges_plain=plain,
+        problem, converges_plain=plain,
         source="H. Sompolinsky, A. Crisanti, H. Sommers, Phys. Rev. Lett. 61 (1988) 259",
-        reference=lambda: continuation(f, z0, lambda t: (t * weight, injection)),
-        unique=False,
-    )
+        reference=lambda: continuation(f, z0, lambda t: (t * weight, injection)), unique=False,
+    )  # fmt: skip
 
 
 def _layer(weight: Tensor, injection: Tensor, activation: str) -> ZooProblem:

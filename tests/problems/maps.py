@@ -155,13 +155,11 @@ def bellman(generator: Generator) -> ZooProblem:
         return check(bellman_map, value, (transition, reward))
 
     return ZooProblem(
-        f=bellman_map,
-        z0=torch.zeros(batch, states, dtype=torch.float64),
-        args=(transition, reward),
-        symmetric=False,
+        f=bellman_map, z0=torch.zeros(batch, states, dtype=torch.float64),
+        args=(transition, reward), symmetric=False,
         source="M. Puterman, Markov Decision Processes (1994), sections 6.3 and 6.4",
         reference=reference,
-    )
+    )  # fmt: skip
 
 
 def shrinkage_map(z: Tensor, design: Tensor, target: Tensor, step: Tensor) -> Tensor:

@@ -82,11 +82,9 @@ def rows(problem: ZooProblem, index: Tensor) -> ZooProblem:
         return tensor.index_select(0, index.to(tensor.device))
 
     return replace(
-        problem,
-        z0=take(problem.z0),
-        args=tree_map(take, problem.args),
+        problem, z0=take(problem.z0), args=tree_map(take, problem.args),
         reference=_transformed(problem, take),
-    )
+    )  # fmt: skip
 
 
 def scaled(problem: ZooProblem, factor: float) -> ZooProblem:

@@ -84,9 +84,7 @@ def test_inference_mode(solver: solvers.Solver | None) -> None:
         inside = layer(x)
         plain = fixed_point(
             solvers.Descent(lambda z, x: 0.5 * (z - x).square().flatten(1).sum(1)),
-            torch.zeros(2, 3),
-            (torch.ones(2, 3),),
-            solver=solver,
-        )
+            torch.zeros(2, 3), (torch.ones(2, 3),), solver=solver,
+        )  # fmt: skip
     torch.testing.assert_close(inside, layer(x).detach(), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(plain.value, torch.ones(2, 3), rtol=1e-3, atol=1e-4)

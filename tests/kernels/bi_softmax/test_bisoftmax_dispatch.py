@@ -103,14 +103,9 @@ class FakeKernels:
 
     @staticmethod
     def bisoftmax_forward(
-        z: Tensor,
-        beta: float,
-        mask: Tensor | None,
-        causal: bool,
-        limit: float | None,
-        *,
+        z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, *,
         lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         mask = ops.mask_of(z, mask, lengths)
         return strips.bisoftmax_forward(z, beta, mask, causal, limit)
 

@@ -110,12 +110,9 @@ def midpoint_stage(z: Tensor) -> Tensor:
 
 
 def _map(
-    name: str,
-    function: Callable[[Tensor], Tensor],
-    start: tuple[float, ...],
-    solution: tuple[float, ...] | list[float],
-    source: str,
-) -> Collected:
+    name: str, function: Callable[[Tensor], Tensor], start: tuple[float, ...],
+    solution: tuple[float, ...] | list[float], source: str,
+) -> Collected:  # fmt: skip
     return Collected("map", name, function, start, source, solution)
 
 

@@ -84,13 +84,9 @@ _minimiser = partial(Collected, "minimiser")
 
 
 def _squares(
-    name: str,
-    system: Callable[[Tensor], Tensor],
-    start: Sequence[float],
-    number: int,
-    solution: Sequence[float] | None = None,
-    minimum: float | None = None,
-) -> Collected:
+    name: str, system: Callable[[Tensor], Tensor], start: Sequence[float], number: int,
+    solution: Sequence[float] | None = None, minimum: float | None = None,
+) -> Collected:  # fmt: skip
     energy = sum_of_squares(system)
     return _minimiser(name, energy, start, MGH.format(number), solution, minimum)
 

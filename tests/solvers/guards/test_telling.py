@@ -137,11 +137,9 @@ class Inner(nn.Module):
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.layer = DEQ.from_update(
-            lambda z, x: scale * torch.sin(z).roll(1, 2) + x,
-            solver=Forward(),
-            max_steps=2,
+            lambda z, x: scale * torch.sin(z).roll(1, 2) + x, solver=Forward(), max_steps=2,
             adjoint=Implicit(max_steps=1),
-        )
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)

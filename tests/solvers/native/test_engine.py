@@ -195,14 +195,9 @@ def matrix_of(seed: int, size: int, definite: bool, dtype: torch.dtype) -> Tenso
     max_steps=st.sampled_from([1, 2, 3, 100]),
 )
 def test_systems_are_solved_as_by_the_loop(
-    seed: int,
-    size: int,
-    solver: Any,
-    dtype: torch.dtype,
-    rtol: float,
-    one_minus: bool,
+    seed: int, size: int, solver: Any, dtype: torch.dtype, rtol: float, one_minus: bool,
     max_steps: int,
-) -> None:
+) -> None:  # fmt: skip
     m = matrix_of(seed, size, isinstance(solver, CG), dtype)
     right = torch.randn(5, size, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
     right[1] = 0
