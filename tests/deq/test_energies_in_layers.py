@@ -47,8 +47,7 @@ def test_energies_fall_and_the_end_is_honest(case: EnergyCase, method: str) -> N
     torch.testing.assert_close(solution.residual, relative, rtol=1e-6, atol=1e-12)
     assert torch.equal(solution.converged, solution.residual <= RTOL)
     trace = solution.trace
-    assert trace is not None
-    assert trace.energy is not None
+    assert trace is not None and trace.energy is not None
     energy = accepted_energies(trace)
     rises = energy[:, 1:] - energy[:, :-1]
     # 8 rounding errors are what the safeguard allows, one more is the comparison's own.

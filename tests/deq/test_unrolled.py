@@ -178,16 +178,6 @@ def test_what_cannot_be_exported_is_said() -> None:
         torch.export.export(Own(), (x,))
 
 
-@pytest.mark.parametrize(("options", "error", "word"), [
-    ({"evaluations": 0}, ValueError, "evaluations"),
-    ({"evaluations": 2, "damping": 3.0}, ValueError, "damping"),
-    ({"evaluations": 2.0}, TypeError, "evaluations"),
-])  # fmt: skip
-def test_arguments(options: dict[str, Any], error: type[Exception], word: str) -> None:
-    with pytest.raises(error, match=word):
-        make("update").unrolled(**options)
-
-
 class Drops(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -253,3 +243,7 @@ def test_inputs_are_checked() -> None:
         fixed(tokens(), torch.ones(2, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="must hold a DEQ"):
         unroll(nn.Linear(2, 2), 3)
+    with pytest.raises(ValueError, match="evaluations"):
+        make("update").unrolled(0)
+    with pytest.raises(ValueError, match="damping"):
+        make("update").unrolled(2, damping=3.0)

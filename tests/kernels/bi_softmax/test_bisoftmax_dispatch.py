@@ -98,31 +98,6 @@ def test_every_backend_checks_its_input(backend: str) -> None:
         bisoftmax_hvp(z, z, 0.3, lse=z[..., 0, 0], backend=backend)
 
 
-class FakeKernels:
-    """Stands for the Triton kernels: takes float32 only."""
-
-    @staticmethod
-    def bisoftmax_forward(
-        z: Tensor, beta: float, mask: Tensor | None, causal: bool, limit: float | None, *,
-        lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        mask = ops.mask_of(z, mask, lengths)
-        return strips.bisoftmax_forward(z, beta, mask, causal, limit)
-
-    @staticmethod
-    def supports(z: Tensor, mask: Tensor | None) -> str | None:
-        return None if z.dtype == torch.float32 else f"no {z.dtype}"
-
-
-def test_kernels_are_asked_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "triton_backend", lambda: FakeKernels)
-    z = state(20)
-    gradient, _ = bisoftmax(z, 0.3, backend="triton")
-    torch.testing.assert_close(gradient, bisoftmax(z, 0.3)[0])
-    with pytest.raises(ValueError, match=r'backend="triton" does not take .* no torch\.float64'):
-        bisoftmax(z.double(), 0.3, backend="triton")
-
-
 def test_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ImportError("triton could not be imported")

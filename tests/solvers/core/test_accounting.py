@@ -148,8 +148,7 @@ def test_the_trace_is_the_history(solver: str, name: str) -> None:
     watched: list[Progress] = []
     solution = solve(problem, solver, max_steps=40, record=True, callback=watched.append)
     trace = solution.trace
-    assert trace is not None
-    assert trace.accepted is not None
+    assert trace is not None and trace.accepted is not None
     columns = trace.residual.shape[1]
     assert [each.evaluation for each in watched] == list(range(1, columns + 1))
     for column, progress in enumerate(watched):

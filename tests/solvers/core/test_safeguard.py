@@ -20,9 +20,7 @@ ENERGIES = [
 
 def accepted_energies(solution: Solution, sample: int) -> Tensor:
     trace = solution.trace
-    assert trace is not None
-    assert trace.energy is not None
-    assert trace.accepted is not None
+    assert trace is not None and trace.energy is not None and trace.accepted is not None
     return trace.energy[sample][trace.accepted[sample]]
 
 
@@ -53,8 +51,7 @@ def test_the_energy_never_rises_with_its_value_alone(solver: str, name: str) -> 
     )  # fmt: skip
     assert_never_rises(solution)
     trace = solution.trace
-    assert trace is not None
-    assert trace.accepted is not None
+    assert trace is not None and trace.accepted is not None
     if solver in ("forward", "momentum", "nesterov"):  # whose first steps go too far here
         assert not trace.accepted[:, 1:].all()
 
@@ -78,9 +75,7 @@ def test_rejected_trials_are_those_that_miss_armijo() -> None:
             max_steps=60, on_failure="ignore",
         )  # fmt: skip
         trace = solution.trace
-        assert trace is not None
-        assert trace.energy is not None
-        assert trace.accepted is not None
+        assert trace is not None and trace.energy is not None and trace.accepted is not None
         accepted, energies = trace.accepted[0], trace.energy[0]
         assert accepted[0]
         assert not accepted.all()

@@ -61,8 +61,7 @@ def test_a_transient_nan_is_stepped_back_from(solver: str) -> None:
     solution = solve(problem, solver, record=True)
     assert solution.converged.tolist() == [True] * 5
     trace = solution.trace
-    assert trace is not None
-    assert trace.accepted is not None
+    assert trace is not None and trace.accepted is not None
     assert not trace.accepted[0].all()  # the first sample did meet NaN
     assert solution.value.isfinite().all()
 

@@ -132,8 +132,7 @@ def test_a_rejected_step_forgets_the_momentum() -> None:
         solver=GradientDescent(momentum=0.9), adjoint=None, on_failure="ignore",
     )  # fmt: skip
     trace = solution.trace
-    assert trace is not None
-    assert trace.accepted is not None
+    assert trace is not None and trace.accepted is not None
     accepted = trace.accepted[0]
     rejected = int((~accepted).nonzero()[0])
     again = rejected + int(accepted[rejected:].nonzero()[0])

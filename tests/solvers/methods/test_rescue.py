@@ -66,8 +66,7 @@ def test_an_energy_too_noisy_for_a_line_search_is_solved_by_plain_steps() -> Non
         "CONVERGED": 64
     }
     assert default.counts() == {"CONVERGED": 64}
-    assert default.energy is not None
-    assert named.energy is not None
+    assert default.energy is not None and named.energy is not None
     assert (default.energy <= named.energy + 1e-4).all()
 
 
@@ -145,8 +144,7 @@ def test_the_trace_and_the_callback_go_on() -> None:
     seen: list[Progress] = []
     solution = solve(steep, z0, args, record=True, callback=seen.append)
     trace = solution.trace
-    assert trace is not None
-    assert trace.accepted is not None
+    assert trace is not None and trace.accepted is not None
     assert trace.residual.shape == trace.accepted.shape
     assert trace.residual.shape[1] <= int(solution.evaluations.max())
     assert max(progress.evaluation for progress in seen) <= 500  # the budget

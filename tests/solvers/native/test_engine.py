@@ -164,12 +164,7 @@ def test_samples_do_not_hang_on_their_batch(solver: Any) -> None:
     def f(z: Tensor, x: Tensor) -> Tensor:  # row by row: a product of matrices rounds by its size
         return torch.stack([matrix @ torch.sin(row) for row in z]) + x
 
-    options: dict[str, Any] = {
-        "solver": solver,
-        "adjoint": None,
-        "on_failure": "ignore",
-        "max_steps": 40,
-    }
+    options: Any = {"solver": solver, "adjoint": None, "on_failure": "ignore", "max_steps": 40}
     whole = fixed_point(f, torch.zeros_like(shift), (shift,), **options)
     for row in range(len(shift)):
         one = slice(row, row + 1)
@@ -207,11 +202,7 @@ def test_systems_are_solved_as_by_the_loop(
         return (m @ v[:, :, None])[:, :, 0]
 
     matvec = OneMinus(image) if one_minus else lambda v: v - image(v)
-    options: dict[str, Any] = {
-        "solver": solver,
-        "tolerance": Tolerance(rtol),
-        "max_steps": max_steps,
-    }
+    options: Any = {"solver": solver, "tolerance": Tolerance(rtol), "max_steps": max_steps}
     one, other = both(
         lambda: solve_linear(matvec, right, compact=False, on_failure="ignore", **options)
     )
