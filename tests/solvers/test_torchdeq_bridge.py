@@ -87,11 +87,8 @@ def test_options_of_their_solvers() -> None:
     with pytest.raises(ValueError, match=r"has a loop of its own, which knows no \['record'\]"):
         solve(make("kepler"), TorchDEQ("anderson"), record=True)
     assert set(OPTIONS) == set(NAMES)
-
-
-def test_their_solvers_have_no_safeguard_and_say_so() -> None:
     problem = make("energy_quadratic_10")
-    with pytest.raises(ValueError, match="energy"):
+    with pytest.raises(ValueError, match="energy"):  # they have no safeguard
         fixed_point(Plain(problem), problem.z0, problem.args, energy=problem.energy,
                     solver=TorchDEQ("anderson"), adjoint=None)  # fmt: skip
 
