@@ -48,7 +48,12 @@ STRUCTURES: dict[str, tuple[Any, Any]] = {
 def structured(structure: str) -> tuple[Any, Any, Any]:
     """The map on a structure, and its entry in the table."""
     build, parts = STRUCTURES[structure]
-    return (lambda z, x: build(*coupled(*parts(z), x))), build, parts
+
+    def f(z: Any, x: Tensor) -> Any:
+        a, b = parts(z)
+        return build(*coupled(a, b, x))
+
+    return f, build, parts
 
 
 @pytest.mark.parametrize("solver", FEW)
