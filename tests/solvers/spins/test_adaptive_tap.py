@@ -333,7 +333,8 @@ def test_unconverged_means_stay_in_the_domain(name: str, order: str, max_steps: 
 )
 def test_no_adjoint_means_no_gradient_of_anything(site: Site, dim: int, order: str) -> None:
     """The covariance at a fixed state would have a gradient, but half of the true one."""
-    random, every = generator(0), {"response": True, "log_partition": True}
+    random = generator(0)
+    every: Any = {"response": True, "log_partition": True}
     blocks = couplings(4, dim, 0.2, random).requires_grad_()
     x = fields(3, 4, dim, random).requires_grad_()
     value = adaptive_tap(blocks, x, site=site, adjoint=None, order=order, **every).value
