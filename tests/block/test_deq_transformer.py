@@ -201,7 +201,8 @@ def test_no_later_token_changes_a_bit_of_an_earlier_one(gradient: Any) -> None:
 
 
 def test_tokens_rest_when_their_prefix_has_converged() -> None:
-    for options in ({}, {"gradient": 2}, {"gradient": "implicit"}):
+    for gradient in ("all", 2, "implicit"):
+        options: dict[str, Any] = {"gradient": gradient}
         block = build(causal=True, iterations="prefix", layer=EXACT, **options)
         x, seen = inputs(3, 7), padding(7, 4, 6, tokens=7)
         with torch.no_grad():
