@@ -122,7 +122,8 @@ def main(dist: Path) -> None:
         folder = Path(name).resolve()
         assert ROOT not in folder.parents
         with tarfile.open(sdist) as archive:
-            archive.extractall(folder / "sdist", filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since 3.11.4
+            archive.extractall(folder / "sdist")
         sources = folder / "sdist" / sdist.name.removesuffix(".tar.gz")
         check_contents(wheel, sources)
         commands = empty_environment(folder, wheel)
