@@ -13,6 +13,7 @@ from implicit_attn.data import HELP, load_sudoku, load_text, solve_by_singles
 from implicit_attn.models import EquilibriumLanguageModel, LanguageModel
 from implicit_attn.programs.board_figures import Frame, draw_frame, frames_of
 from implicit_attn.programs.classify import Classify
+from implicit_attn.programs.solve_sudoku import solved_after
 from implicit_attn.studies.tables import (
     BLUE,
     GREY,
@@ -88,12 +89,9 @@ def fill_boards(number: int) -> tuple[Table, float, Tensor, Tensor, list[Frame]]
     data = load_sudoku(1, number, source="generated", seed=17)
     puzzles, solutions = data.test_puzzles, data.test_solutions
     model: Any = load_pretrained("sudoku-solver")
-    table: Table = []
-    for count, logits in enumerate(model.trajectory(puzzles, max(BOARD_MARKS)), start=1):
-        if count in BOARD_MARKS:
-            digits = torch.where(puzzles > 0, puzzles, logits.argmax(-1) + 1)
-            solved = 100 * (digits == solutions).all(1).float().mean().item()
-            table.append({"iterations": count, "boards solved (%)": solved})
+    shares = solved_after(model, puzzles, solutions, BOARD_MARKS)
+    pairs = zip(BOARD_MARKS, shares, strict=True)
+    table = [{"iterations": count, "boards solved (%)": 100 * share} for count, share in pairs]
     singles = 100 * (solve_by_singles(puzzles) == solutions).all(1).float().mean().item()
     hardest = int((puzzles > 0).sum(1).argmin())
     frames = frames_of(model, puzzles[hardest], FRAMES)

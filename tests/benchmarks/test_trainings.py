@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks train by programs of [e
 from benchmarks import images, language, trainings
 from benchmarks.trainings import Run
 from implicit_attn.cli import read
-from implicit_attn.programs.images import MaskedPatches, VitImages
+from implicit_attn.programs.backbones import MaskedPatches, VitImages
 from implicit_attn.programs.language_model import Language
 
 

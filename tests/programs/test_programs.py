@@ -22,13 +22,21 @@ pytest.importorskip("sklearn", reason="the programs need the extra [examples]")
 from implicit_attn import load_pretrained
 from implicit_attn.checkpoint import read_progress
 from implicit_attn.cli import main
-from implicit_attn.data import load
-from implicit_attn.models import load_model
-from implicit_attn.programs.classify import Classify
-from implicit_attn.programs.images import MaskedPatches, VitImages
+from implicit_attn.data import load, unique_puzzles
+from implicit_attn.data.sudoku_boards import units
+from implicit_attn.models import BoardSolver, load_model
+from implicit_attn.programs.backbones import MaskedPatches, Sudoku, VitImages
+from implicit_attn.programs.board_figures import filling_animation, filling_figure, frames_of
+from implicit_attn.programs.classify import (
+    ENCODER,
+    IDENTITY,
+    LOGISTIC,
+    Classify,
+    MnistSpins,
+    compare,
+    logistic_regression,
+)
 from implicit_attn.programs.language_model import Language
-from implicit_attn.programs.mnist_spins import MnistSpins
-from implicit_attn.programs.sudoku import Sudoku
 from implicit_attn.training.script import choose_threads
 from implicit_attn.weights import weights_path
 
@@ -79,7 +87,7 @@ RUNS = {
     "evaluate_every=2",
 }
 PICTURES = {
-    "train classify": {"report.png", "comparison.png", "report-convergence.csv", "comparison-confidence.csv"},
+    "train classify": {"report.png", "comparison.png", "report-convergence.csv", "comparison-noise.csv"},
     "demo": {"report.png", "comparison.png", "fixed-points"},
     "train mnist-spins": {"report.png", "report-extrapolation.csv"},
 }  # fmt: skip
@@ -217,17 +225,51 @@ def test_presets_and_what_overrides_them() -> None:
     assert masked.settings["model"]["backbone"]["width"] == 772
 
 
-def test_rivals_see_the_same_training(tmp_path: Path) -> None:
-    """Equal sizes but for the layer, the same seed, recipe and data."""
+def test_the_comparison(tmp_path: Path) -> None:
+    """Rivals of equal sizes but for the layer; the least accurate first; scikit-learn's own score."""
     program = Classify(out=tmp_path, epochs=1, limit=64)
-    job = program.job(True)
-    rivals = program._rivals(load("digits").first(64), {})
-    sizes = {
-        name: sum(p.numel() for p in model.parameters()) for name, (model, _) in rivals.items()
-    }
-    own = sum(p.numel() for p in job.model.parameters())
-    assert sizes["encoder layer"] - sizes["identity"] == 33_472
-    assert own - sizes["identity"] == 33_092 and set(sizes) >= {"logistic regression"}
+    job, data = program.job(True), load("digits").first(64)
+    rivals = program._rivals(data, {})
+    size = {name: sum(p.numel() for p in model.parameters()) for name, (model, _) in rivals.items()}
+    assert size[ENCODER] - size[IDENTITY] == 33_472  # beside the block's 33,092
+    assert sum(p.numel() for p in job.model.parameters()) - size[IDENTITY] == 33_092
+    x = torch.randn(2, 5, 64)
+    unchanged: Any = rivals[IDENTITY][0]
+    assert torch.equal(unchanged.backbone(x, iterations=3), x)
+    logistic = logistic_regression(data)
+    assert logistic["parameters"] == 650 and 0.5 < logistic["accuracy"] < 1
+    found = compare("own", rivals | {"own": (job.model, 1.0)}, logistic, data)
+    table = found.comparison
+    assert {row["model"] for row in table} == {IDENTITY, ENCODER, LOGISTIC, "own"}
+    assert [row["accuracy"] for row in table] == sorted(row["accuracy"] for row in table)
+    for name in ("own", ENCODER):
+        clean, *noisy = [row["accuracy"] for row in found.noise if row["model"] == name]
+        assert clean == next(row["accuracy"] for row in table if row["model"] == name)
+        assert len(noisy) == 5
+    assert "points against the encoder layer" in str(found)
+
+
+def test_frames_and_pictures_of_boards(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs the extra [examples]")
+    torch.manual_seed(0)
+    model = BoardSolver(units().tolist(), features=4, width=8).eval()
+    (puzzle,), (solution,) = unique_puzzles(1, 0)
+    found = frames_of(model, puzzle, (1, 3, 6))
+    assert [frame.iterations for frame in found] == [1, 3, 6]
+    for frame in found:
+        chances = model(puzzle[None], iterations=frame.iterations)[0].softmax(-1)  # with ties
+        own = chances.gather(1, frame.digits[:, None] - 1)[:, 0]
+        torch.testing.assert_close(own, chances.amax(-1))
+        torch.testing.assert_close(frame.certainty, own)
+    curves = {"17": [0.0, 0.5, 0.9], "25": [0.2, 0.8, 1.0]}
+    filling_figure(tmp_path / "a.png", curves, (1, 3, 6), 3, puzzle, solution, found[:2])
+    with image.open(tmp_path / "a.png") as picture:
+        assert picture.size[0] > 800
+    filling_animation(tmp_path / "a.gif", puzzle, solution, found)
+    with image.open(tmp_path / "a.gif") as animation:
+        assert animation.format == "GIF" and animation.n_frames == 3
+        animation.seek(2)
+        assert animation.info["duration"] == 2000
 
 
 def test_small_models_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
